@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,8 +21,9 @@ from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat, settings_of_scores
 from bapo_megatron.errors import ConfigError, StorageFailed
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.files import check_no_links, open_lock, read_plain, write_atomically
-from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
 FORMAT = 2
 """Format version of the run directory; another version is refused."""
@@ -185,7 +185,7 @@ def only_writer(directory: Path) -> Iterator[None]:
 
 def _take(lock: BinaryIO) -> None:
     """Lock the file. BlockingIOError if it is held: at once, or in a requeued job at the end of the wait."""
-    is_requeued = os.environ.get("BAPO_RESTART", "0") != "0"
+    is_requeued = (environment_variable("BAPO_RESTART") or "0") != "0"
     deadline = time.monotonic() + (_REQUEUED_WAIT_S if is_requeued else 0.0)
     while True:
         try:
@@ -200,9 +200,10 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     """Preflight of a resume: ConfigError with every changed setting that may not change.
 
     A directory without a finished step fits any settings. ConfigError also if a training run would continue
-    one of ``--rollout-only`` (``samples_only``), or the reverse.
+    one of ``--rollout-only`` (``samples_only``), or the reverse, or end at a step that it has passed.
     """
     _check_kind(config.directory, samples_only)
+    _check_last_step(config)
     stored = read_config(config.directory)
     if stored is None or not has_steps(config.directory):
         return
@@ -215,6 +216,20 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
             + "\ngive them as they were to continue it, or another --run-dir to start anew\n"
             + "to change them in this run: --allow-change "
             + " ".join(name for name, *_ in different)
+        )
+
+
+def _check_last_step(config: RunConfig) -> None:
+    """ConfigError for a later checkpoint: its weights would be exported as those of ``steps``."""
+    found = step_entries(RunPaths(config.directory).checkpoints)
+    newest = max((moment for moment, path in found if (path / MANIFEST).is_file()), default=(0, 0))
+    if newest > (config.steps, 0):
+        done, updates = newest
+        within = f" and {updates} updates of the next" if updates else ""
+        raise ConfigError(
+            f"steps={config.steps}, but {config.directory} has trained {done} steps{within}: give --steps "
+            f"{done + bool(updates)} or more; for weights of an earlier step, bapo-ckpt to-hf "
+            f"{config.directory} OUT --step N"
         )
 
 

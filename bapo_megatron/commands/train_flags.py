@@ -5,7 +5,6 @@ Used by ``commands/cluster/submit.py`` and ``train.py``.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from bapo_megatron.checkpoint.run_directory import with_former_failures, with_fo
 from bapo_megatron.commands.recipe_flags import recipe_command
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.run_paths import RunPaths
 
 
@@ -85,7 +85,7 @@ def _continued(run: RunConfig) -> RunConfig:
 
 def _speaks() -> bool:
     """Whether this process is alone, or the first of a launcher's."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    return (environment_variable("RANK") or environment_variable("SLURM_PROCID") or "0") == "0"
 
 
 def rollout_only_config(run: RunConfig) -> RunConfig:

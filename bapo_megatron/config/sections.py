@@ -160,9 +160,9 @@ class RolloutConfig:
     """Treatment of a group older than max_staleness: its prompt is sampled again, or it is dropped, or
     trained on all the same."""
     keep_steps: Annotated[int | None, Ge(0)] = 1000
-    """Newest steps whose rollouts are kept on disk, 12 bytes a token (16 with a teacher); those since the
-    oldest checkpoint always are. Only a run that keeps all of them can be replayed from its beginning.
-    None: all."""
+    """Newest steps whose rollouts and held-out responses are kept on disk, 12 bytes a token (16 with a
+    teacher); those since the oldest checkpoint always are. Only a run that keeps all of them can be
+    replayed from its beginning. None: all."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The servers of `engine=sglang`."""
     custom_engine: AvoidSubcommands[EngineConfig | None] = field(default=None, kw_only=True)

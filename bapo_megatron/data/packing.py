@@ -94,11 +94,13 @@ def _loss_weights(samples: Sequence[TrainingSample], loss_mean: str) -> list[flo
 
     The loss sum is then divided by the number of trained tokens. With N sequences of n_i trained tokens,
     sum_i (1 / N) sum_t l_it / n_i = (1 / sum_j n_j) sum_i sum_t l_it * (sum_j n_j / N) / n_i.
+    A sequence without trained tokens is none of the N: it has no mean, and would only shrink the step.
     """
     if loss_mean == "token":
         return [1.0] * len(samples)
-    mean_tokens = sum(sample.trained_tokens for sample in samples) / max(1, len(samples))
-    return [mean_tokens / max(1, sample.trained_tokens) for sample in samples]
+    tokens = [sample.trained_tokens for sample in samples]
+    mean_tokens = sum(tokens) / max(1, sum(count > 0 for count in tokens))
+    return [mean_tokens / max(1, count) for count in tokens]
 
 
 def _build(

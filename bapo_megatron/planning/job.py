@@ -24,6 +24,7 @@ from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
 from bapo_megatron.planning.sizes import (
     ExpertLoad,
+    evaluation_bytes,
     expert_load,
     measured_imbalance,
     rollout_bytes,
@@ -284,8 +285,13 @@ class Job:
     @property
     def disk_with_rollouts(self) -> float:
         """Bytes of the run directory at most, with the rollouts that it keeps at the assumed mean length."""
-        rollouts = rollout_bytes(self.run, self.shape, self.mean_response)
-        return run_folder_bytes(self.run, self.shape) + rollouts
+        return run_folder_bytes(self.run, self.shape) + self.rollouts
+
+    @property
+    def rollouts(self) -> float:
+        """Bytes of the rollouts and held-out responses that the run keeps, at the assumed mean length."""
+        of_training = rollout_bytes(self.run, self.shape, self.mean_response)
+        return of_training + evaluation_bytes(self.run, self.mean_response)
 
     @property
     def lengths(self) -> ResponseLengths:

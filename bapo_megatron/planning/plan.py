@@ -13,7 +13,7 @@ from math import isfinite
 from bapo_megatron.planning.engines import EnginePlan, engine_plan
 from bapo_megatron.planning.job import GB, GPUS_PER_NODE, Job
 from bapo_megatron.planning.memory import StageMemory, host_bytes, stage_memory
-from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes, steps_of_rollouts
+from bapo_megatron.planning.sizes import run_folder_bytes, steps_of_rollouts
 from bapo_megatron.planning.speed import (
     Handover,
     HostUpdate,
@@ -122,8 +122,9 @@ class JobPlan:
 
     @property
     def rollouts(self) -> float:
-        """Bytes of the rollouts that the run keeps, routes included, at the assumed lengths."""
-        return rollout_bytes(self.job.run, self.job.shape, self.job.mean_response)
+        """Bytes of the rollouts that the run keeps, routes and held-out responses included, at the assumed
+        lengths."""
+        return self.job.rollouts
 
     @property
     def peak(self) -> float:

@@ -66,6 +66,7 @@ EVENT_KINDS = {
     "saving": _usual("a checkpoint was begun"),
     "checkpoint": _usual("a checkpoint is complete"),
     "checkpoint_damaged": _trouble("a damaged checkpoint was passed over; the run goes on from an older one"),
+    "old_kept": _trouble("something old could not be deleted, with the reason; it is tried again"),
     "resume_check": _usual("a part of the resume check could not be compared"),
     "resume_mismatch_accepted": _usual("a difference from the checkpoint was accepted by a flag"),
     "export": _usual("the final Hugging Face folder is complete"),

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.exit_codes import SIGNALS, handling, stop_at_once
 from bapo_megatron.runtime.files import read_plain
 from bapo_megatron.runtime.run_paths import JOB_END
@@ -141,13 +142,15 @@ class JobEnd:
     """
 
     def __init__(self) -> None:
-        self._given = os.environ.get("BAPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME") or ""
-        logs = os.environ.get("BAPO_LOGS")
+        self._given = (
+            environment_variable("BAPO_END_TIME") or environment_variable("SLURM_JOB_END_TIME") or ""
+        )
+        logs = environment_variable("BAPO_LOGS")
         self._moved = Path(logs) / JOB_END if logs else None
 
     def time(self) -> float | None:
         """The end as it is now; None outside a job, for a job without one, and on other ranks."""
-        if os.environ.get("RANK", "0") != "0":
+        if (environment_variable("RANK") or "0") != "0":
             return None
         if self._moved is not None:
             with suppress(OSError, ValueError, ConfigError), read_plain(self._moved) as file:
@@ -207,7 +210,7 @@ def naming_memory() -> Iterator[None]:
         )
         kind, advice = ("GPU memory", _ON_A_GPU) if on_gpu else ("memory", _ON_THE_MACHINE)
         message = " ".join(str(error).split()) or type(error).__name__
-        rank = os.environ.get("RANK", "0")
+        rank = environment_variable("RANK") or "0"
         raise OutOfMemoryError(
             f"rank {rank} on {socket.gethostname()} has no {kind} left; {advice}; "
             f"`bapo plan` shows what takes it: {message}"

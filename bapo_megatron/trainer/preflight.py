@@ -7,7 +7,6 @@ them one by one. Used in ``commands/``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import cache
@@ -45,6 +44,7 @@ from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path, s
 from bapo_megatron.rollout.sampler.teacher import check_teacher
 from bapo_megatron.rollout.sampler.turns import check_environments
 from bapo_megatron.runtime.child_process import missing_program
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.event_targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -329,7 +329,7 @@ def _problems(logging: LoggingConfig) -> Iterator[str]:
                 f"logging.trackers has {name}, but {package} is not installed: "
                 f"`pip install {package}`{extra}, or take {name} out"
             )
-        elif name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and not _has_database():
+        elif name == "mlflow" and not environment_variable("MLFLOW_TRACKING_URI") and not _has_database():
             yield (
                 f"logging.trackers has mlflow without MLFLOW_TRACKING_URI, but sqlalchemy and alembic, for a "
                 f"database in the run directory, are not installed: `pip install sqlalchemy alembic` or "

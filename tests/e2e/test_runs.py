@@ -193,6 +193,12 @@ def test_a_run_that_is_evaluated_computes_the_same(whole: Path, tmp_path: Path) 
     assert names == {f"step_{best:06d}", "step_000005"}
 
 
+def files_of(run_dir: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of every file of a run."""
+    found = {path: path.stat() for path in run_dir.rglob("*") if path.is_file()}
+    return {str(path): (about.st_size, about.st_mtime_ns) for path, about in found.items()}
+
+
 @pytest.mark.slow
 def test_the_last_evaluation_is_made_again_if_it_was_cut(tmp_path: Path) -> None:
     """As a kill leaves it: the last step is saved, its evaluation is not written. Once there, it stays."""
@@ -210,10 +216,13 @@ def test_the_last_evaluation_is_made_again_if_it_was_cut(tmp_path: Path) -> None
     assert read_jsonl(log)[1]["eval/mean"] == rows[1]["eval/mean"]
     assert responses.read_bytes() == before
     assert results(run_dir, "updates.jsonl") == updates
-    made = log.read_bytes(), responses.stat().st_mtime_ns
+    made = files_of(run_dir)
     output = finish(start(run_dir, *flags))
     assert "all 2 steps are done" in output
-    assert (log.read_bytes(), responses.stat().st_mtime_ns) == made
+    assert files_of(run_dir) == made
+    refused = start(run_dir, *flags, "--steps=1", "--evaluation.every=1")
+    assert "steps=1, but" in output_of(refused)
+    assert refused.returncode == 2
 
 
 @pytest.mark.slow

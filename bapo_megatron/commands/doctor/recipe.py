@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> None:
         passed: list[object] = []
         problems += problems_of(config, passed)
         facts = facts_of(config)
-        trials += _turn_end(config)
+        trials += [*_turn_end(config), *_files_left_out(config)]
         tell("reward")
         # The sandbox's problem is reported once.
         trials += [row for row in _try_rewards(config, passed) if row.found not in problems]
@@ -166,6 +166,20 @@ def _turn_end(config: RunConfig) -> list[DoctorRow]:
         f"eos_token_id of {folder / 'generation_config.json'}"
     )
     return [DoctorRow(SECTION, "stop tokens", "optional", found, "the template's own end", fix)]
+
+
+def _files_left_out(config: RunConfig) -> list[DoctorRow]:
+    """The row of safetensors files in the model's folder that are not part of the model; else none."""
+    from bapo_megatron.hf.weight_files import left_out_text
+
+    try:
+        found = left_out_text(config.model.hf_path)
+    except ConfigError:  # it is among the problems
+        return []
+    if found is None:
+        return []
+    fix = "nothing if they are of something else; to train them, take the index that names them"
+    return [DoctorRow(SECTION, "weight files", "optional", found, "only files of the model", fix)]
 
 
 def _try_environments(config: RunConfig, passed: Sequence[object], latest: float) -> list[DoctorRow]:

@@ -46,7 +46,7 @@ from bapo_megatron.rollout.sampler.turns import Environments, TurnTaker, turn_ta
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
-from bapo_megatron.runtime.storage import writing
+from bapo_megatron.runtime.storage import OldFiles, writing
 from bapo_megatron.types import Prompt
 
 _EPOCH = 2**32
@@ -83,9 +83,10 @@ class HeldOut:
         scorer: Scorer,
         environments: Environments | None = None,
         rounds: bool = False,
+        old: OldFiles | None = None,
     ) -> None:
         """``environments``: those of the run, by source; a suite has that of the source of its name.
-        ``rounds``: see ``GroupSampler``."""
+        ``rounds``: see ``GroupSampler``. ``old``: deletes old results."""
         self._config, self._suites = config, suites
         self._dataset, self._pool, self._scorer = dataset, pool, scorer
         temperature, most = config.evaluation_sampling
@@ -101,7 +102,7 @@ class HeldOut:
         self._programs = {suite.name: programs_of(suite, config.reward.function) for suite in suites}
         """The problems of each suite that ask for a program, which is in no box."""
         self._in_rounds = rounds and any(self._turns.values())
-        self._paths = RunPaths(config.directory)
+        self._paths, self._old = RunPaths(config.directory), old or OldFiles()
         self._task: asyncio.Task[None] | None = None
         self._step: int | None = None
         """The step that is being evaluated, or will be when its weights are loaded."""
@@ -109,10 +110,21 @@ class HeldOut:
         """The version of its weights: tokens of others are refused."""
 
     def start(self, first_step: int) -> None:
-        """Delete the results of ``first_step`` and later steps: the run resumes before them."""
+        """Delete the results of ``first_step`` and later steps: the run resumes before them.
+
+        Those that cannot be deleted stay the results of their steps.
+        """
+        self._delete(lambda step: step >= first_step)
+
+    def delete(self, last: int) -> None:
+        """Delete the results of the steps up to ``last``."""
+        self._delete(lambda step: step <= last)
+
+    def _delete(self, is_old: Callable[[int], bool]) -> None:
         for (step, _), path in step_entries(self._paths.evaluation, ".jsonl"):
-            if step >= first_step:
-                path.unlink()
+            if is_old(step):
+                with self._old.deleting(path):
+                    path.unlink()
 
     def expect(self, step: int, version: int) -> None:
         """Prepare the evaluation of ``step``, if it is due and not done; its weights are being loaded.

@@ -155,6 +155,8 @@ class SamplerState:
         """Number of prompts taken from the dataset, over all epochs."""
         self.served = 0
         """The last step that got its groups."""
+        self.unrecorded: set[int] = set()
+        """Steps up to ``served`` whose batches no record tells: it was damaged."""
         self.weights_step = 0
         """The step whose updates made the engines' weights."""
         self._version = 0
@@ -262,6 +264,8 @@ class SamplerState:
                     f"the run's journal was written with {name}={theirs}, now it is {ours}{what}: continue "
                     "with the same settings and files, or name another --run-dir"
                 )
+        if not self.is_empty:  # else the logs before it were deleted, and with them the groups of their steps
+            self._pass_over(fields["served"] + 1)
         self.next_number, self.taken = fields["next_number"], fields["taken"]
         self.served, self.weights_step = fields["served"], fields["weights_step"]
         self._step_of = dict(fields["step_of"])
@@ -359,6 +363,8 @@ class SamplerState:
                 self._trained[step] = self._trained.get(step, 0) + group.tokens
         if len(self._trained) > 2 * KEPT_STEPS:
             self._trained = {at: count for at, count in self._trained.items() if at > step - KEPT_STEPS}
+        self._pass_over(step)
+        self.unrecorded.discard(step)
         self.served = max(self.served, step)
         self.scored.clear()
         self.dropped.clear()
@@ -369,6 +375,10 @@ class SamplerState:
             lost = self._trained.pop(step)
             self.tokens["trained"] -= lost
             self.tokens["dropped_lost"] += lost
+
+    def _pass_over(self, step: int) -> None:
+        """Note the steps between the last one that was served and ``step``: their records are missing."""
+        self.unrecorded.update(range(self.served + 1, step))
 
     def _on_weights(self, record: Record) -> None:
         version, step = record.fields["version"], record.fields["step"]

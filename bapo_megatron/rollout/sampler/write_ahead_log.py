@@ -29,7 +29,7 @@ import numpy as np
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import append_whole, open_lock, open_plain, sync_folder
-from bapo_megatron.runtime.storage import writing
+from bapo_megatron.runtime.storage import OldFiles, writing
 
 _MAGIC = b"BPR"
 _LAST, _MORE = _MAGIC + b"1", _MAGIC + b"+"
@@ -213,8 +213,9 @@ class SegmentJournal:
     data; RunStopped if it fails. Made by ``GroupSampler``.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, old: OldFiles | None = None) -> None:
+        """``old``: deletes old logs."""
+        self._folder, self._old = folder, old or OldFiles()
         with writing("the journal", folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(folder / ".lock")
@@ -264,12 +265,16 @@ class SegmentJournal:
             self._groups[self._log.path].update(_group_numbers(record))
 
     def delete_old(self, outstanding: Iterable[int]) -> None:
-        """Delete the oldest logs, up to the first with records of one of the ``outstanding`` groups."""
+        """Delete the oldest logs, up to the first with records of one of the ``outstanding`` groups, or that
+        cannot be deleted: what is replayed has no holes."""
         needed = set(outstanding)
         for path in self._paths()[:-1]:
             if self._groups.get(path, needed) & needed:
                 return
-            path.unlink()
+            with self._old.deleting(path):
+                path.unlink()
+            if path.exists():
+                return
             self._groups.pop(path, None)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,13 @@ class MetricsLog:
             log.rewind(resume_step)
         self._evaluated = evaluation_means(run_dir).keys()
         self._run_dir = run_dir
+        self._open_tensorboard: Callable[[], Any] | None = None
+        """Opens TensorBoard's file, which begins with the first metrics; None without TensorBoard."""
         self._tensorboard: Any = None
         trackers = [name for name in logging.chosen if name != "tensorboard"]
         with writing(_BOARDS, run_dir):
             if "tensorboard" in logging.chosen:
-                self._tensorboard = _tensorboard_writer(paths.tensorboard, resume_step)
+                self._open_tensorboard = partial(_tensorboard_writer, paths.tensorboard, resume_step)
             catch_up_s = logging.catch_up_minutes * 60
             self._boards = Boards(trackers, paths, resume_step, report, catch_up_s)
 
@@ -86,9 +89,10 @@ class MetricsLog:
         return True
 
     def _show(self, step: int, metrics: Metrics) -> None:
-        if self._tensorboard is not None:
+        if self._open_tensorboard is not None:
             numbers = {name: value for name, value in finite_json(metrics).items() if value is not None}
             with writing(_BOARDS, self._run_dir):
+                self._tensorboard = self._tensorboard or self._open_tensorboard()
                 for name, value in numbers.items():
                     self._tensorboard.add_scalar(name, value, step)
                 self._tensorboard.flush()

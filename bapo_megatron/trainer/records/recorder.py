@@ -132,7 +132,8 @@ class Recorder:
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
         directory = config.directory
-        self._events = EventLog(RunPaths(directory).events)
+        self._events_path, self._last_step = RunPaths(directory).events, config.steps
+        self._events = EventLog(self._events_path)
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, self._events.event)
         self._warned: set[str] = set()
         """Kinds of warnings that were printed."""
@@ -208,6 +209,13 @@ class Recorder:
     def export(self, step: int, path: Path) -> None:
         """Record the final Hugging Face folder."""
         self._events.event("export", step=step, path=str(path))
+
+    def is_exported(self, path: Path) -> bool:
+        """Whether the final folder is there, made after the newest checkpoint."""
+        ends = ("export", "checkpoint")
+        newest = next((row for row in rows_from_end(self._events_path) if row.get("kind") in ends), {})
+        is_last = newest.get("kind") == "export" and newest.get("step") == self._last_step
+        return is_last and (path / "config.json").is_file()
 
     def event(self, event: dict[str, Any]) -> None:
         """Record an event: its kind and its fields."""

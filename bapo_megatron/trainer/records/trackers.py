@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
+from bapo_megatron.runtime.device import environment_variable, set_default
 from bapo_megatron.runtime.files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -145,7 +146,7 @@ class WandbTracker:
             resume="allow",
             name=run.name,
             config=run.config,
-            dir=os.environ.get("WANDB_DIR") or str(run.folder),
+            dir=environment_variable("WANDB_DIR") or str(run.folder),
             settings=wandb.Settings(console="off"),
         )
 
@@ -168,7 +169,7 @@ class TrackioTracker:
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        os.environ["TRACKIO_DIR"] = os.environ.get("TRACKIO_DIR") or str(run.folder / "trackio")
+        set_default("TRACKIO_DIR", str(run.folder / "trackio"))
         import trackio
 
         # Trackio finds the run to continue by its name, which other runs of the folder may have.
@@ -211,7 +212,7 @@ class MlflowTracker:
 
         self._metric: Any = Metric
         folder = run.folder / "mlflow"
-        uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
+        uri, artifacts = environment_variable("MLFLOW_TRACKING_URI"), None
         if not uri:
             folder.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()

@@ -24,6 +24,7 @@ from bapo_megatron.config import (
     DataConfig,
     DistillationConfig,
     EnvironmentConfig,
+    EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -64,6 +65,7 @@ from bapo_megatron.planning.memory import (
 from bapo_megatron.planning.page import plan_dict, plan_text
 from bapo_megatron.planning.plan import JobPlan, duration, make_plan, nodes_text, summary
 from bapo_megatron.planning.sizes import (
+    evaluation_bytes,
     largest_parameter,
     rollout_bytes,
     run_folder_bytes,
@@ -1020,6 +1022,24 @@ def test_the_disk_of_a_run_by_hand() -> None:
         (CheckpointConfig(every=10, keep_last=1, export_every=20), 2 * 12 + 3 * 4),
     ]:
         assert run_folder_bytes(replace(local, checkpoint=checkpoint), SMALL) == count * expected
+
+
+def test_the_disk_of_held_out_responses_by_hand(tmp_path: Path) -> None:
+    """Two suites of 3 and 1 problems, 8 responses of 10 tokens, 5 bytes a token; of steps 0, 20 and 40."""
+    for name, rows in (("a", 3), ("b", 1)):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n" * rows + "\n")
+    run = replace(job().run, steps=40)
+    assert evaluation_bytes(run, 10) == 0
+    asked = EvaluationConfig(every=20, suites=tuple(str(tmp_path / f"{n}.jsonl") for n in "ab"), samples=8)
+    run = replace(run, evaluation=asked)
+    assert evaluation_bytes(run, 10) == 3 * 4 * 8 * 10 * 5
+    assert (
+        evaluation_bytes(replace(run, evaluation=replace(asked, max_response_tokens=4)), 10)
+        == 3 * 4 * 8 * 4 * 5
+    )
+    assert evaluation_bytes(changed(run, "rollout.keep_steps", 25), 10) == 2 * 4 * 8 * 10 * 5
+    assert evaluation_bytes(replace(run, evaluation=replace(asked, suites=("absent",))), 10) == 0
+    assert replace(job(), run=run).rollouts > rollout_bytes(run, job().shape, job().mean_response)
 
 
 def test_the_disk_of_rollouts_by_hand() -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, fixed, grpo, paper, published_code
 from bapo_megatron.algo.papo_schedule import PapoConfig
+from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -64,6 +66,26 @@ def test_a_step_has_the_means_of_its_updates_and_of_maxima_the_largest() -> None
     assert row[gap] == 0.25
     assert row["policy/updates"] == 2
     assert "version" not in row
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_an_export_is_the_last_one_if_no_checkpoint_came_after_it(tmp_path: Path) -> None:
+    run = replace(run_config(tmp_path, RewardConfig()), steps=6)
+    export = tmp_path / "export"
+    with closing(Recorder(run, 1, True)) as recorder:
+        recorder.checkpoint(Saved(6, 0, 0.1))
+        recorder.export(6, export)
+        assert not recorder.is_exported(export), "it was moved"
+        export.mkdir()
+        (export / "config.json").touch()
+        assert recorder.is_exported(export)
+        recorder.evaluation(6, {"eval/mean": 0.5})
+        assert recorder.is_exported(export)
+        recorder.checkpoint(Saved(6, 0, 0.1))  # the step was trained again
+        assert not recorder.is_exported(export)
+    with closing(Recorder(replace(run, steps=7), 7, True)) as recorder:
+        recorder.export(6, export)
+        assert not recorder.is_exported(export), "it has the weights of another step"
 
 
 def test_an_update_without_a_response_is_none() -> None:

@@ -25,6 +25,7 @@ from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     make_key_file,
     read_key_file,
 )
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.http import ask
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -184,7 +185,7 @@ class Authorization:
 
 
 def _given_file(sglang: SglangConfig) -> Path | None:
-    named = os.environ.get(VARIABLE)
+    named = environment_variable(VARIABLE)
     return sglang.api_key_file or (Path(named) if named else None)
 
 

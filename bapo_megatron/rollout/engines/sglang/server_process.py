@@ -42,7 +42,7 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
 )
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
 from bapo_megatron.runtime.child_process import ChildProcess
-from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, should_have_gpu
+from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, environment_variable, should_have_gpu
 from bapo_megatron.runtime.files import open_plain
 from bapo_megatron.runtime.http import ask, without_proxy
 from bapo_megatron.runtime.processes import descendants
@@ -229,7 +229,8 @@ def _is_of_launcher(name: str) -> bool:
 def sglang_python(given: Path | None = None) -> Path:
     """The interpreter of SGLang's environment: ``given``, else that of BAPO_SGLANG_PYTHON, else where `make`
     installs it. ConfigError if there is none."""
-    named = given or (Path(os.environ[PYTHON_VARIABLE]) if PYTHON_VARIABLE in os.environ else None)
+    variable = environment_variable(PYTHON_VARIABLE)
+    named = given or (Path(variable) if variable else None)
     own = Path(".venv-cluster-sglang" if should_have_gpu() else ".venv-sglang")
     path = named or own / "bin/python"
     if not path.is_file():
@@ -349,7 +350,7 @@ class ServerFolder:
     def __init__(self, parent: str | None = None) -> None:
         """``parent``: None for TMPDIR. /tmp replaces a parent whose path is too long for sockets, that does
         not exist (TMPDIR of a Slurm job's node, inside a container), or that is not writable."""
-        base = parent or os.environ.get("TMPDIR") or "/tmp"
+        base = parent or environment_variable("TMPDIR") or "/tmp"
         if len(os.fsencode(base)) > _LONGEST_BASE or not os.path.isabs(base):
             base = "/tmp"
         try:

@@ -222,7 +222,7 @@ class RewardConfig:
     """Mathematics: accept an unevaluated operation (`578+328`, `10!`) for its value. Off, it is an answer
     only where the ground truth has one of its kind (docs/rewards.md#mathematics)."""
     code_case_limit_s: Annotated[float, Gt(0)] = 6.0
-    """Limit of one test of a program, in seconds of processor time and sleep; all tests of a response together
+    """Limit of one test of a program, in seconds of processor time and sleep; all tests of a response
     have 0.9 `time_limit_s`."""
     allow_weak_sandbox: bool = False
     """Run programs that the model has written even where the kernel lacks a wall of the sandbox

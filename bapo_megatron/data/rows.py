@@ -24,6 +24,7 @@ from typing import Any
 
 from bapo_megatron.config import DataConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.code_tests import are_tests
 from bapo_megatron.types import Prompt
 
 Row = dict[str, Any]
@@ -195,7 +196,7 @@ def ground_truth_of(row: Row, several: bool = False) -> str:
     ``several``: for a user's reward function, which gets lists, objects and other values as JSON text.
     """
     value = field_of(row, "reward_model", dict, 'an object with "ground_truth"').get("ground_truth")
-    answer = _unwrapped(value, several)
+    answer = _json_of(value) if are_tests(value) else _unwrapped(value, several)
     if isinstance(answer, int) and not isinstance(answer, bool):
         answer = str(answer)
     if several and isinstance(answer, (bool, float, list, dict)):

@@ -100,6 +100,13 @@ def is_tests(ground_truth: str) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and (_are_asserts(value) or _are_cases(value)))
 
 
+def are_tests(value: Any) -> bool:
+    """Whether a value of a dataset, an object or a list of objects, has the form of tests."""
+    if isinstance(value, dict):
+        return not (_FORMS | _LIVE_CODE_BENCH | {"test_cases", "input_output"}).isdisjoint(value)
+    return isinstance(value, list) and _are_cases(value)
+
+
 def check_tests(ground_truth: str) -> str | None:
     """Error of the tests, or None."""
     try:
@@ -203,8 +210,8 @@ def _pairs(tests: dict[str, Any]) -> Tests:
 
 def _text(value: Any, stream: str) -> str:
     """What a script reads or prints: text, a number, a list of them as lines, an object with the stream."""
-    if isinstance(value, dict) and value.keys() == {stream}:
-        value = value[stream]
+    if isinstance(value, dict) and {key for key, inner in value.items() if inner is not None} == {stream}:
+        value = value[stream]  # of several rows' streams Arrow makes one type, and fills it with None
     lines = value if isinstance(value, list) else [value]
     for line in lines:
         if not isinstance(line, (str, int, float)):

@@ -261,7 +261,7 @@ def test_code_and_mathematics_are_told_apart() -> None:
     assert not any(map(is_tests, ("34", r"\{1, 2\}", "[1, 2]", '"text"', "{1, 2}", "", "[" * 100_000)))
 
 
-def test_lists_of_asserts_survive_the_reading_of_a_dataset(tmp_path: Path) -> None:
+def test_lists_of_asserts_and_objects_survive_the_reading_of_a_dataset(tmp_path: Path) -> None:
     class Tokenizer:
         chat_template = "any"
 
@@ -272,7 +272,9 @@ def test_lists_of_asserts_survive_the_reading_of_a_dataset(tmp_path: Path) -> No
             return ""
 
     one, two = ["assert f(1) == 2"], ["assert f(1) == 2", "assert f(2) == 3"]
-    for truth, cases in ((json.dumps(one), 1), (json.dumps(two), 2), (two, 2)):
+    streams = {"input": {"stdin": "1"}, "output": {"stdout": "2"}}
+    objects = (([streams], 1), ([streams] * 2, 2), (json.loads(FUNCTIONAL), 2), (json.loads(CALL), 2))
+    for truth, cases in ((json.dumps(one), 1), (json.dumps(two), 2), (two, 2), *objects):
         row = {
             "data_source": "train-code",
             "prompt": [{"role": "user", "content": "do"}],

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,7 +197,7 @@ class Sandbox:
         except ChildDied as error:
             raise SandboxError(f"the sandbox was killed while a program ran: {error}") from error
         if ended is not None:
-            ended = replace(ended, time_s=ended.time_s + clock.slept_s)
+            ended = replace(ended, time_s=max(ended.time_s, clock.used_s) + clock.slept_s)
             if ended.code == -signal.SIGKILL and _out_of_memory_kills() > self._out_of_memory:
                 raise SandboxError(
                     "the program was killed while this machine was out of memory; lower reward.workers or "
@@ -213,8 +214,8 @@ class _OutOfTime(Exception):
 class _CaseClock:
     """Clock of a running case, read from /proc: its processor time, and the time in which all of it slept.
 
-    Waiting for a processor, for a disk, or stopped counts for nothing. A pause of this process, too, would be
-    taken for sleep: it counts as two looks.
+    Processes that it may have started where a wall is missing count, too. Waiting for a processor or a disk,
+    or being stopped, counts for nothing. A pause of this process counts as two looks at most.
     """
 
     def __init__(self, first: int, limit_s: float) -> None:
@@ -226,25 +227,39 @@ class _CaseClock:
     def watch(self) -> None:
         """Look at the case. _OutOfTime if it has had its time."""
         looked, self._looked = self._looked, time.monotonic()
-        with suppress(OSError, IndexError):  # it has not begun, has just ended, or /proc is not readable
-            case = _child_of(_child_of(self._first))
-            threads = os.listdir(f"/proc/{case}/task")
-            sleeps = {_stat(f"/proc/{case}/task/{thread}/stat")[0] for thread in threads} == {"S"}
-            self.slept_s += min(self._looked - looked, 2 * WATCH_S) if sleeps else 0.0
-            user, system = _stat(f"/proc/{case}/stat")[11:13]
-            self.used_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        with suppress(OSError, ValueError):  # it has just ended, or /proc is not readable
+            [server] = _children_of(self._first)
+            processes = list(_descendants_of(server))
+            states = {_stat(thread)[0] for one in processes for thread in _threads_of(one)}
+            self.slept_s += min(self._looked - looked, 2 * WATCH_S) if {"S"} <= states <= {"S", "Z"} else 0.0
+            ticks = sum(int(ticks) for one in processes for ticks in _stat(f"/proc/{one}")[11:15])
+            self.used_s = max(self.used_s, ticks / os.sysconf("SC_CLK_TCK"))
         if self.used_s + self.slept_s > self._limit_s:
             raise _OutOfTime
 
 
-def _child_of(pid: int) -> int:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return int(file.read().split()[0])
+def _threads_of(pid: int) -> list[str]:
+    """Folders of a process's threads."""
+    return [f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
 
 
-def _stat(path: str) -> list[str]:
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for thread in _threads_of(pid):
+        with open(f"{thread}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def _descendants_of(pid: int) -> Iterator[int]:
+    for one in _children_of(pid):
+        yield one
+        yield from _descendants_of(one)
+
+
+def _stat(folder: str) -> list[str]:
     """Fields of a process or thread behind its name, which may have any characters."""
-    with open(path, errors="replace") as file:
+    with open(f"{folder}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
 
 

@@ -13,7 +13,7 @@ from itertools import count
 import pytest
 
 from bapo_megatron.reward.sandbox import sandbox as sandbox_module
-from bapo_megatron.reward.sandbox.sandbox import Sandbox, SandboxError, _child_of
+from bapo_megatron.reward.sandbox.sandbox import Sandbox, SandboxError, _children_of
 
 pytestmark = pytest.mark.integration
 
@@ -28,9 +28,10 @@ def beside(sandbox: Sandbox, act: Callable[[int, int], None]) -> Iterator[None]:
     def look() -> None:
         while True:
             try:
-                server = _child_of(sandbox._child.pid)
-                return act(server, _child_of(server))
-            except (OSError, IndexError):
+                [server] = _children_of(sandbox._child.pid)
+                [case] = _children_of(server)
+                return act(server, case)
+            except (OSError, ValueError):
                 time.sleep(0.001)
 
     thread = threading.Thread(target=look)

@@ -368,14 +368,21 @@ def without_program(case: Case, prelude: str) -> frozenset[str]:
     if isinstance(case, Called):
         return frozenset((case.function,)) & known
     tested = case.split.calls if case.split else (case.expression,)
-    names = _free(case.setup).union(*map(_read, tested)) - _defined(case.setup)
+    names = frozenset[str]().union(*map(_read, tested)) - _defined(case.setup) | _free(case.setup)
     return names - BUILTINS if names <= known else frozenset()
 
 
 @lru_cache(maxsize=256)
 def _free(source: str) -> frozenset[str]:
-    module = ast.parse(source)
-    return node_names(module) - bound_names(module)
+    """Names that statements read before any of them has bound them; ``f = f`` reads one."""
+    free, bound = frozenset[str](), frozenset[str]()
+    for node in ast.parse(source).body:
+        own = bound_names(node.value if isinstance(node, ast.Assign) else node)
+        names = [name for name in ast.walk(node) if isinstance(name, ast.Name)]
+        read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+        free |= read - own - bound
+        bound |= defined(ast.Module([node], []))
+    return free
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ BUILTINS = frozenset(dir(builtins))
 
 _STARRED = frozenset(
     (
-        *("bisect", "builtins", "collections", "copy", "datetime", "decimal", "fractions", "functools"),
+        *("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools"),
         *("heapq", "io", "itertools", "json", "math", "operator", "random", "re", "statistics", "string"),
         *("sys", "typing"),
     )
@@ -50,13 +50,15 @@ from sys import *
 from json import *
 from math import *
 {USUAL}
-from builtins import *
-import copy, datetime, io, json, operator, statistics
+import builtins, copy, datetime, io, json, operator, statistics
+for _name in [name for name in vars(builtins) if name[0] != "_" and name in globals()]:
+    del globals()[_name]
 bisect = partial(bisect_right)
 vars(bisect).update(vars(sys.modules["bisect"]))
 """
 """Imports that LeetCode and LiveCodeBench give to a solution. Where they differ both work: ``bisect`` is the
-function and the module. Of an assert the names of `USUAL` are never the tested program's."""
+function and the module. Python's own functions stay (``pow``), so that tests may replace them. Of an assert
+the names of `USUAL` are never the tested program's."""
 
 NODES = """
 class ListNode:

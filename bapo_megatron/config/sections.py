@@ -222,7 +222,7 @@ class RewardConfig:
     workers: Annotated[int, Ge(1)] = 2
     """Processes that score responses, on rank 0's machine; none for `llm_judge` and `reward_model`."""
     time_limit_s: Annotated[float, Gt(0)] = 30.0
-    """Time limit for scoring one response; then its worker is replaced."""
+    """Time limit for scoring one response; then its worker is replaced. For programs ten times as much."""
     memory_limit_mb: Annotated[int, Ge(256)] = 4096
     """Memory that scoring one response may take beyond that of an idle worker; also of each process of tested
     code."""
@@ -230,7 +230,8 @@ class RewardConfig:
     """Mathematics: accept an unevaluated operation (`578+328`, `10!`) for its value. Off, it is an answer
     only where the ground truth has one of its kind (docs/rewards.md#mathematics)."""
     code_case_limit_s: Annotated[float, Gt(0)] = 6.0
-    """Time limit of one test of a program; all tests of a response together have 0.9 `time_limit_s`."""
+    """Limit of one test of a program, in seconds of processor time and sleep; all tests of a response
+    have 0.9 `time_limit_s`."""
     allow_weak_sandbox: bool = False
     """Run programs that the model has written even where the kernel lacks a wall of the sandbox
     (docs/rewards.md#the-sandbox); otherwise such a run is refused."""

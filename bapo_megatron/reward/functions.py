@@ -155,6 +155,23 @@ def _advice(name: str, signature: inspect.Signature) -> str:
     return "Change its parameters (docs/rewards.md#a-reward-of-your-own)"
 
 
+def _unusable(found: Any) -> str | None:
+    """What it is, if its calls give no number: a class, an async function or a generator function.
+
+    Also as the ``__call__`` of an object, or in a partial. A decorator may have made a plain function of any.
+    """
+    called = found
+    while isinstance(called, partial):
+        called = called.func
+    if inspect.isclass(called):
+        return None if hasattr(called, "__float__") else "a class, whose calls make objects"
+    if not inspect.isroutine(called):
+        called = type(called).__call__
+    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+        return "an async function"
+    return "a generator function" if inspect.isgeneratorfunction(called) else None
+
+
 def load_function(
     path: str, settings: Mapping[str, Any] | None = None, field: str = "reward.function"
 ) -> Score:
@@ -165,10 +182,10 @@ def load_function(
     settings = settings or {}
     found: Score = load_dotted_path(field, path, "function")
     expected = "a reward is called once for each response, as score(prompt: Prompt, response: str) -> float"
-    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+    if kind := _unusable(found):
         raise ConfigError(
-            f"{field}={path} is an async function; {expected}, in a process of its own: make it a "
-            f"plain one (docs/rewards.md#a-reward-of-your-own)"
+            f"{field}={path} is {kind}; {expected}, in a process of its own: make it a "
+            f"plain function (docs/rewards.md#a-reward-of-your-own)"
         )
     try:
         signature = inspect.signature(found)

@@ -19,8 +19,9 @@ from typing import Any, Literal, Protocol
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
 from bapo_megatron.reward.endpoint_scorer import EndpointScorer
-from bapo_megatron.reward.functions import prompt_fields_of
+from bapo_megatron.reward.functions import prompt_fields_of, runs_code
 from bapo_megatron.reward.math import COMMAND
+from bapo_megatron.reward.sandbox.sandbox import CLOCK_FACTOR
 from bapo_megatron.types import Prompt
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import WorkerProgram
@@ -74,6 +75,8 @@ class RewardPool:
         self._workers = WorkerPool(WorkerProgram(COMMAND, settings), config.workers if in_workers else 0)
         # A score may be computed twice: it changes nothing, and is a function of the response.
         self._scoring = CallKind("score", config.time_limit_s, repeatable=True)
+        # The sandbox counts processor time within it (code.py): a busy machine makes no program wrong.
+        self._testing = CallKind("score", CLOCK_FACTOR * config.time_limit_s, repeatable=True)
         self._running = False
 
     async def start(self) -> None:
@@ -123,11 +126,13 @@ class RewardPool:
 
     async def _score_in_worker(self, prompt: Prompt, function: str, response: str) -> RewardResult:
         question = {"function": function, "prompt": _described(prompt, function), "response": response}
-        config = self._config
+        config, tests = self._config, runs_code(function)
         try:
-            return _result(config.failed, await self._workers.call(self._scoring, question))
+            kind = self._testing if tests else self._scoring
+            return _result(config.failed, await self._workers.call(kind, question))
         except CallFailed as error:
-            late = f"twice more than reward.time_limit_s={config.time_limit_s}"
+            times = f"{CLOCK_FACTOR} times " if tests else ""
+            late = f"twice more than {times}reward.time_limit_s={config.time_limit_s}"
             detail = late if error.failure == "time" else error.detail
             return RewardResult(config.failed, error.failure, detail, error.traceback, error.place)
 

@@ -86,6 +86,8 @@ def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]]
 
 
 def _finite(value: Any) -> float | None:
+    if isinstance(value, (str, bytes)):  # which float() would read
+        return None
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -42,6 +42,9 @@ _ENDING_S = 1.0
 MAX_ANSWER_BYTES = 256 << 20
 """Limit of one line of a child's output, in bytes; a longer one counts as the child's death."""
 
+WATCH_S = 0.1
+"""Pause between two calls of the ``watch`` of ``AnsweringChild.ask``."""
+
 _UNKILLABLE_S = 5.0
 """Limit of the wait for a killed child. One in an uninterruptible call (a file system that hangs) is left
 behind."""
@@ -173,11 +176,14 @@ class AnsweringChild(ChildProcess):
         for stream in (self._stdin, self._stdout):
             os.set_blocking(stream.fileno(), False)
 
-    def ask(self, question: object, limit_s: float) -> Any:
-        """The reply to ``question``; ChildTimeout or ChildDied, after which the child must be closed."""
+    def ask(self, question: object, limit_s: float, watch: Callable[[], None] | None = None) -> Any:
+        """The reply to ``question``; ChildTimeout or ChildDied, after which the child must be closed.
+
+        ``watch`` is called every `WATCH_S` until the reply comes; what it raises ends the wait.
+        """
         deadline = time.monotonic() + limit_s
         self._write(json.dumps(question).encode() + b"\n", deadline)
-        line = self._read_line(deadline)
+        line = self._read_line(deadline, watch)
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -198,11 +204,11 @@ class AnsweringChild(ChildProcess):
             except BrokenPipeError:
                 raise ChildDied(self._how_it_ended()) from None
 
-    def _read_line(self, deadline: float) -> bytes:
+    def _read_line(self, deadline: float, watch: Callable[[], None] | None) -> bytes:
         parts: list[bytes] = []
         size = 0
         while not parts or not parts[-1].endswith(b"\n"):
-            self._wait(self._stdout.fileno(), select.POLLIN, deadline)
+            self._wait(self._stdout.fileno(), select.POLLIN, deadline, watch)
             part = os.read(self._stdout.fileno(), 1 << 20)
             size += len(part)
             if not part:
@@ -212,11 +218,19 @@ class AnsweringChild(ChildProcess):
             parts.append(part)
         return b"".join(parts)
 
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
+    def _wait(
+        self, descriptor: int, event: int, deadline: float, watch: Callable[[], None] | None = None
+    ) -> None:
         ready = select.poll()
         ready.register(descriptor, event)
-        if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise ChildTimeout
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            if ready.poll(1000 * (min(left_s, WATCH_S) if watch else left_s)):
+                return
+            if time.monotonic() >= deadline:
+                raise ChildTimeout
+            if watch:
+                watch()
 
     def _how_it_ended(self) -> str:
         code = self.wait_end(1.0)

@@ -38,15 +38,11 @@ _RAISED = re.compile(f"[{_RAISED_DIGITS}]+")
 _ROOT = re.compile(r"√\s{0,9}(?:\{([^{}]*)\}|\(([^()]*)\)|([0-9]+|[A-Za-z]))")
 _UNDERLINE = re.compile(r"\\underline\s{0,9}\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<![\d.,_^])[0-9]{1,3}(?:(?:\\[,!;: ]|[ ~\u00a0\u2009\u202f])[0-9]{3})+(?![\d/])")
-_MIXED = re.compile(
-    r"(?<![\d.,_^/])([0-9]{1,9})(?:\s|\\[ ,])\s{0,9}([1-9][0-9]{0,8})/([0-9]{1,9})(?![\d/.])"
-)
+_MIXED = re.compile(r"(?<![\d.,_^/])([0-9]{1,9})(?:\s|\\[ ,])\s{0,9}([1-9][0-9]{0,8})/([0-9]{1,9})(?![\d/.])")
 r"""``3 1/2``."""
 _ROOT_OF = re.compile(r"\\sqrt\s{0,9}\(([^()]*)\)")
 _CONSTANT = re.compile(r"\\(?:text|math)(?:rm|it)?\s{0,9}\{\s{0,9}e\s{0,9}\}")
-_PERCENT = re.compile(
-    r"\s{0,9}(?:\\text\s{0,9}\{\s{0,9}percent\s{0,9}\}|(?<![A-Za-z])percent(?![A-Za-z]))"
-)
+_PERCENT = re.compile(r"\s{0,9}(?:\\text\s{0,9}\{\s{0,9}percent\s{0,9}\}|(?<![A-Za-z])percent(?![A-Za-z]))")
 _ORDINAL = re.compile(
     r"(?<=[0-9])\^\s{0,9}(?:\\(?:text|mathrm|mbox)\s{0,9}\{\s{0,9}(st|nd|rd|th)\s{0,9}\}"
     r"|\{\s{0,9}(?:\\(?:text|mathrm|mbox)\s{0,9}\{\s{0,9})?(st|nd|rd|th)\s{0,9}(?:\}\s{0,9}){1,2})"
@@ -56,7 +52,8 @@ _DOLLAR = re.compile(r"(?<!\\)\$")
 _SCIENTIFIC = re.compile(r"([+-]?[0-9]{1,40}(?:\.[0-9]{1,40})?)[eE]([+-]?[0-9]{1,4})")
 _EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])")
 _IN_A_BASE = re.compile(r"-?[0-9A-Fa-f]+_\{?([0-9]{1,3}|[a-z]+)\}?")
-_BASES = {name: n for n, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}
+_BASE_NAMES = "two three four five six seven eight nine ten eleven twelve"
+_BASES = {name: base for base, name in enumerate(_BASE_NAMES.split(), 2)}
 _ANY_WORD = re.compile(r"[A-Za-z][a-z]{2,}|[Nn]o")
 """A word, not two variables."""
 
@@ -154,7 +151,11 @@ def spelled(answer: str) -> str:
             lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", answer.translate(_SIGNS)
         )
     answer = _EMPTY_SET.sub(lambda _: r"\emptyset", _UNDERLINE.sub(r"\1", _unmarked(answer)))
-    answer = _ROOT_OF.sub(r"\\sqrt{\1}", _CONSTANT.sub("{e}", answer)).replace(r"\text{:}", ":").replace("{:}", ":")
+    answer = (
+        _ROOT_OF.sub(r"\\sqrt{\1}", _CONSTANT.sub("{e}", answer))
+        .replace(r"\text{:}", ":")
+        .replace("{:}", ":")
+    )
     answer = _DEGREE.sub(lambda _: r"^\circ ", answer)
     answer = _ORDINAL.sub(lambda found: rf"\text{{{found[1] or found[2]}}}", _PERCENT.sub(r"\\%", answer))
     answer = _THOUSANDS.sub(lambda number: "".join(c for c in number[0] if c in _DIGITS), answer)

@@ -1,4 +1,4 @@
-r"""Words of an answer: units, nouns and other texts beside its mathematics, and texts that are no mathematics.
+r"""Words of an answer: units, nouns and other texts beside its mathematics, and texts that are none.
 
 math-verify drops units at the end of an answer, also where they are variables (the ``h`` of ``\pi r^2 h``),
 and multiplies other words with their numbers. So an answer is split: its mathematics is compared by
@@ -10,35 +10,34 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 
 from bapo_megatron.reward.answer_text import KINDS, is_unit, unstyled
 
-_UNITS = {
-    **{"mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre"},
-    **{"in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "g": "gram", "kg": "kilogram kilo"},
-    **{"mg": "milligram", "lb": "pound", "oz": "ounce", "s": "sec second", "min": "minute", "h": "hr hour"},
-    **{"day": "", "week": "", "month": "", "year": "yr", "ml": "milliliter millilitre", "l": "liter litre"},
-    **{"mi/h": "mph", "km/h": "kmh kmph kph", "degree": "deg", "radian": "rad", "dollar": "usd", "cent": "", "euro": "eur"},
-    **{"rupee": "rs", "newton": "", "joule": "", "watt": "", "volt": "", "pa": "pascal", "hz": "hertz", "mol": "mole"},
-    **{"kelvin": "", "celsius": "c", "fahrenheit": "f", "unit": "", "gallon": "gal", "acre": "", "hectare": "ha"},
-    "th": "st nd rd",
-}
+_UNIT_LINES = """
+mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche
+ft foot feet, yd yard, mi mile, g gram, kg kilogram kilo, mg milligram, lb pound, oz ounce, s sec second
+min minute, h hr hour, day, week, month, year yr, ml milliliter millilitre, l liter litre, mi/h mph
+km/h kmh kmph kph, degree deg, radian rad, dollar usd, cent, euro eur, rupee rs, newton, joule, watt, volt
+pa pascal, hz hertz, mol mole, kelvin, celsius c, fahrenheit f, unit, gallon gal, acre, hectare ha
+th st nd rd
+"""
+_UNITS = [line.split() for line in _UNIT_LINES.strip().replace("\n", ",").split(",")]
 """Units, and other spellings of each."""
-_SPELLINGS = {spelling: unit for unit, all_ in _UNITS.items() for spelling in (unit, *all_.split())}
+_SPELLINGS = {spelling: names[0] for names in _UNITS for spelling in names}
 _POWERS = {"square": "^2", "squared": "^2", "sq": "^2", "cubic": "^3", "cubed": "^3", "cu": "^3"}
 
-_CHANGES = frozenset(
-    """
-    hundred thousand million billion trillion dozen score half halve third quarter fourth fifth sixth seventh
-    eighth ninth tenth hundredth thousandth twelfth percent percentage pct double twice time squared cubed factorial
-    plus minus negative positive over les less more least most fewer greater larger smaller under above below
-    beyond not no non never except excluding or and to through between if when where for unles unless otherwise
-    mod modulo remainder base out off am pm noon midnight north south east west northeast northwest southeast
-    southwest bn mn mil thou k pi infinity root
-    bc ad bce ce odd even maybe perhap either neither only inclusive exclusive repeating
-    """.split()
-)
+_CHANGING = """
+hundred thousand million billion trillion bn mn mil thou k dozen score half halve third quarter fourth fifth
+sixth seventh eighth ninth tenth twelfth hundredth thousandth percent percentage pct double twice time
+squared cubed factorial plus minus negative positive root pi infinity over les less more least most fewer
+greater larger smaller under above below beyond not no non never except excluding or and to through between
+if when where for unles unless otherwise mod modulo remainder base out off am pm noon midnight north south
+east west northeast northwest southeast southwest bc ad bce ce odd even maybe perhap either neither only
+inclusive exclusive repeating
+"""
+_CHANGES = frozenset(_CHANGING.split())
 """Words, in the singular of ``canonical``, that make another answer of a number. All others are units and
 things that are counted, which an answer may leave out."""
 
@@ -46,7 +45,9 @@ _FONT = re.compile(
     r"\\(text(?:bf|it|rm|sf|tt|normal)?|mbox|math(?:rm|bf|it|sf|tt)|operatorname|boldsymbol)\s{0,9}\{([^{}]*)\}"
 )
 _PLAIN_UNIT = "|".join(
-    sorted((f"{one}s?" for one in _SPELLINGS if len(one) > 1 and one != "mg" and "/" not in one), key=len)[::-1]
+    sorted((f"{one}s?" for one in _SPELLINGS if len(one) > 1 and one != "mg" and "/" not in one), key=len)[
+        ::-1
+    ]
 )
 _TOUCHING = re.compile(r"(?:[ckm]m|kg)(?![a-z])")
 """Units that may touch their number; others could be variables, too: ``2mg``."""
@@ -63,7 +64,7 @@ _TOKEN = re.compile(
 r"""A text in a font, a unit, a time of day, a lone word, a command, letters, or any other character."""
 _ORDINAL = re.compile(r"\s*[0-9]*(?:1st|2nd|3rd|1[123]th|[04-9]th)")
 _BEHIND_A_NUMBER = re.compile(r"(?:[0-9})]|\\circ|\\pi|\\%)(?:\s|\\[ ,;:!]|~){0,9}\Z")
-_CAPITALS = re.compile(r"(?<![A-Za-z])[KM](?![A-Za-z])")
+_CAPITALS = re.compile(r"(?<![A-Za-z.])[KM](?![A-Za-z])")
 _UNIT_LETTER = re.compile(r"([0-9][0-9.,]{0,40})(?:\s|\\[ ,;:]|~){1,9}[mgshlLNJWVAK](?:\^\{?[23]\}?)?")
 _COMMAND_BEFORE = re.compile(r"\\[A-Za-z]{1,20}\s{0,9}\Z")
 _EXPONENT = re.compile(r"\s{0,9}\^\{?([23])\}?")
@@ -77,7 +78,7 @@ _FUNCTION = re.compile(
 )
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z\s,.'&-]*")
 _RUN = re.compile(r"[A-Za-z]+")
-_LITTLE = frozenset("and or to by of in at is on if no vs for per out".split())
+_LITTLE = {"and", "or", "to", "by", "of", "in", "at", "is", "on", "if", "no", "vs", "for", "per", "out"}
 _CONNECTOR = re.compile(r"(?:\s|\\ |~|,)*(?:and|or)(?:\s|\\ |~)*")
 _CURRENCY = re.compile(r"\s*(?:\\?\$|USD(?![A-Za-z]))\s*")
 _NAMED = re.compile(r"\\?[A-Za-z]+(?:\{[A-Za-z]\})?(?:_\{?\w+\}?)?'{0,3}[(\[][^()\[\]]*[)\]]")
@@ -145,6 +146,16 @@ def reading(answer: str) -> Reading:
     return _grouped(found, "dollar" if currency else "")
 
 
+def counterparts(truth: Reading, answer: Reading) -> list[tuple[str, str]] | None:
+    """Mathematics to compare, pair by pair; None where words differ. A unit may be left out."""
+    if truth.words == answer.words:
+        return list(zip(truth.parts, answer.parts, strict=True))
+    values = [one.measured if one.words else one.parts[0] for one in (truth, answer)]
+    if (truth.words and answer.words) or None in values:
+        return None
+    return [(str(values[0]), str(values[1]))]
+
+
 def _bare(font: re.Match[str]) -> str:
     """A text with digits, or of single letters, without its font; else as it is."""
     inside = font[2]
@@ -160,7 +171,11 @@ def _word(token: re.Match[str], before: str, follows_a_word: bool) -> str | None
     behind_a_number = follows_a_word or bool(_BEHIND_A_NUMBER.search(before[-40:]))
     if font:
         return _word_in_font(token, font, inside, behind_a_number)
-    touches = before[-1:].isalnum() and not _TOUCHING.match(unit or "") and not _ORDINAL.fullmatch(f"{before}{unit}")
+    touches = (
+        before[-1:].isalnum()
+        and not _TOUCHING.match(unit or "")
+        and not _ORDINAL.fullmatch(f"{before}{unit}")
+    )
     if unit and behind_a_number and (follows_a_word or not touches):
         return unit
     if time and behind_a_number:
@@ -187,8 +202,10 @@ def _is_word(run: str, least: int) -> bool:
     if run.isupper():
         return len(run) > 2
     lower = run.lower()
-    ascends = all(one < other for one, other in zip(lower, lower[1:], strict=False))
-    return len(run) >= least and any(c in "aeiouy" for c in lower) and not ascends and not _FUNCTION.match(lower)
+    ascends = all(one < other for one, other in pairwise(lower))
+    return (
+        len(run) >= least and any(c in "aeiouy" for c in lower) and not ascends and not _FUNCTION.match(lower)
+    )
 
 
 def _grouped(found: list[tuple[bool, str]], currency: str) -> Reading:
@@ -215,7 +232,9 @@ def _grouped(found: list[tuple[bool, str]], currency: str) -> Reading:
 
 
 def _joins(part: str) -> bool:
-    return part.strip() in ("", "/", ".", "-") or (part.strip() != "," and not _stripped(part) and "," not in part)
+    return part.strip() in ("", "/", ".", "-") or (
+        part.strip() != "," and not _stripped(part) and "," not in part
+    )
 
 
 def _add(parts: list[str], words: list[str], currency: str) -> None:
@@ -286,19 +305,18 @@ def split_name(answer: str) -> tuple[str, str]:
 
     Names are text: to math-verify ``f(2)`` is as good as ``f(3)``.
     """
-    depth = 0
-    for at, character in enumerate(answer):
+    depth, at = 0, -1
+    for place, character in enumerate(answer):
         depth += (character in "{([") - (character in "})]")
         if character == "=" and depth == 0:
+            at = place
             break
-    else:
-        return "", answer
-    name, rest = answer[:at], answer[at + 1 :]
+    name, rest = answer[: max(at, 0)], answer[at + 1 :]
     value = rest.rpartition("=")[2].strip()
-    if not value or "," in rest or name.endswith(("<", ">", "!", "\\")):
+    if at < 0 or not value or "," in rest or name.endswith(("<", ">", "!", "\\")):
         return "", answer
     said = reading(name)
-    is_named = _NAMED.fullmatch(unstyled(name)) or said.is_text or said.measured is not None and said.words
+    is_named = _NAMED.fullmatch(unstyled(name)) or said.is_text or (said.measured is not None and said.words)
     return (unstyled(name).lower(), value) if is_named else ("", answer)
 
 

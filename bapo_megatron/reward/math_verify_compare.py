@@ -25,8 +25,8 @@ from sympy.core.relational import Relational
 
 from bapo_megatron.reward.answer_text import has_quotient, named_operations, number_sides, same_text
 from bapo_megatron.reward.answer_words import (
-    Reading,
     are_times,
+    counterparts,
     is_fragment,
     is_literal,
     is_range,
@@ -99,21 +99,11 @@ def _same_answer(ground_truth: str, answer: str, allow_operations: bool) -> bool
     one, two = reading(truth), reading(said)
     if one.is_text:
         return two.is_text and one.items == two.items
-    pairs = [(truth, said)] if two.is_text and not one.words else _counterparts(one, two)
+    pairs = [(truth, said)] if two.is_text and not one.words else counterparts(one, two)
     if pairs is None or not all(_same_part(*pair, allow_operations) for pair in pairs):
         return False
     with cpu_limit(CPU_LIMIT_S):
         return not _contradicts_itself(answer)
-
-
-def _counterparts(truth: Reading, answer: Reading) -> list[tuple[str, str]] | None:
-    """Mathematics to compare, pair by pair; None where words differ. A unit may be left out."""
-    if truth.words == answer.words:
-        return list(zip(truth.parts, answer.parts, strict=True))
-    values = [one.measured if one.words else one.parts[0] for one in (truth, answer)]
-    if (truth.words and answer.words) or None in values:
-        return None
-    return [(str(values[0]), str(values[1]))]
 
 
 def _same_part(ground_truth: str, answer: str, allow_operations: bool) -> bool:
@@ -121,7 +111,11 @@ def _same_part(ground_truth: str, answer: str, allow_operations: bool) -> bool:
         return True
     if not (ground_truth and answer) or marks(ground_truth) != marks(answer):
         return False
-    if any(map(is_literal, (ground_truth, answer))) or is_range(ground_truth) or are_times(ground_truth, answer):
+    if (
+        any(map(is_literal, (ground_truth, answer)))
+        or is_range(ground_truth)
+        or are_times(ground_truth, answer)
+    ):
         return False
     expected, given = _parse(ground_truth), _parse(answer)
     with cpu_limit(CPU_LIMIT_S):

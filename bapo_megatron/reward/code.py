@@ -40,7 +40,7 @@ _FENCE = re.compile(r"([^\S\n]*+)(`{3,}+)(.*)", re.DOTALL)
 _PYTHON = re.compile(r"\s*+\{?\.?(?:python|py)3?(?:\.\d++)*+(?![^\s,:;{}])[^`]*", re.IGNORECASE)
 _BYTE_ORDER_MARK = "\ufeff"
 _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 
 
 def last_code_block(response: str) -> str | None:

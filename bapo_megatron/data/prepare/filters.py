@@ -252,7 +252,11 @@ def scorable(reward: str) -> Filter:
         return lambda _problem: None
 
     def why(problem: Problem) -> str | None:
-        if reward != "code" and not problem.is_code and (said := _sentence(problem.ground_truth)):
+        if (
+            reward != "code"
+            and not problem.is_code
+            and (said := _sentence(problem.ground_truth[:MAX_ANSWER_CHARACTERS]))
+        ):
             return (
                 f"its answer has the words {said!r}, and math-verify would read letters: mend it, or "
                 f"prepare the data for a reward of your own (--reward module:function)"

@@ -228,6 +228,9 @@ def test_a_missing_environment_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(device, "gpu_signs", lambda: iter(["/dev/nvidia0 exists"]))
     with pytest.raises(ConfigError, match=r"no interpreter at .venv-cluster-sglang/.*: `make cluster`"):
         sglang_python()
+    monkeypatch.setenv("BAPO_SGLANG_PYTHON", "")  # as a script leaves it: not set
+    with pytest.raises(ConfigError, match=r"no interpreter at .venv-cluster-sglang"):
+        sglang_python()
     monkeypatch.setenv("BAPO_SGLANG_PYTHON", str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match="absent"):
         sglang_python()

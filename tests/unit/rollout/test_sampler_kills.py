@@ -362,7 +362,9 @@ def test_a_crash_at_every_write_trains_nothing_twice(
         assert deadly > 30
 
     run_virtually(check(), chance, monkeypatch)
-    assert all(seen.values()), seen
+    # Seldom: of the groups that newer weights have begun, older ones go on with the first alone.
+    seldom = {"older weights again"} if turn == 0 else set()
+    assert all(seen[name] for name in seen.keys() - seldom), seen
 
 
 def note_what_was_hard(found: Audit, run: MortalRun, seen: Counter[str]) -> None:

@@ -36,7 +36,7 @@ JUDGED_TOGETHER = 10
 
 _OPENING = re.compile(r"```(?:python3?|py)\s*", re.IGNORECASE)
 _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 
 
 def last_code_block(response: str) -> str | None:

@@ -19,6 +19,7 @@ from bapo_megatron.data.prepare.problems import Problem
 from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.data.rows import RowError, difficulty_of
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
+from bapo_megatron.reward.math import MAX_ANSWER_CHARACTERS
 
 Filter = Callable[[Problem], str | None]
 """A filter: the reason why a problem is dropped, or None. RowError for an invalid row."""
@@ -227,7 +228,11 @@ def scorable(reward: str) -> Filter:
         return lambda _problem: None
 
     def why(problem: Problem) -> str | None:
-        if reward != "code" and not problem.is_code and (said := _sentence(problem.ground_truth)):
+        if (
+            reward != "code"
+            and not problem.is_code
+            and (said := _sentence(problem.ground_truth[:MAX_ANSWER_CHARACTERS]))
+        ):
             return (
                 f"its answer has the words {said!r}, and math-verify would read letters: mend it, or "
                 f"prepare the data for a reward of your own (--reward module:function)"

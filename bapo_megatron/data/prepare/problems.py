@@ -35,18 +35,18 @@ _OF_CHATS = ("prompt", "reward_model")
 _QUESTION = ("prompt", *_PLAIN_QUESTION)
 _OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
 """Columns of a prepared row; all other columns go into ``extra_info``."""
-_GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
+_GSM8K = re.compile(r"\n####\s*(\S(?:[^\n]*\S)?)\s*\Z")
 _ANSWER_LINE = re.compile(
-    r"\s*solve the following math problem step by step\.[^\n]*\n+(.*?)\n+remember to put your answer on its "
+    r"\s*solve the following math problem step by step\.[^\n]*\n(.*?)\nremember to put your answer on its "
     r"own line after \"answer:\"\.?\s*",
     re.IGNORECASE | re.DOTALL,
 )
 _LAST_LINE = re.compile(
-    r"\s*let'?s think step by step and output the final answer after \"?####\"?\.?\s*\Z", re.IGNORECASE
+    r"(?<!\s)\s*let'?s think step by step and output the final answer after \"?####\"?\.?\s*\Z", re.IGNORECASE
 )
 """GSM8K's request, as verl's files have it."""
 _BOX_REQUEST = re.compile(
-    r"\s*\b(?:let'?s think|please|put|present|return|output|give|write|enclose|make sure|remember)\b"
+    r"(?<!\s)\s*\b(?:let'?s think|please|put|present|return|output|give|write|enclose|make sure|remember)\b"
     r"(?:(?!\n\s*\n).){0,200}?\\boxed\s*\{\s*\}[^\n]{0,80}\Z",
     re.IGNORECASE | re.DOTALL,
 )

@@ -30,7 +30,7 @@ _PARQUET_ROWS = 256
 CHAMP = "champ"
 
 _CHAMP_PACKAGE, _CHAMP_FILE = "champ_dataset", "dataset_files/v0.json"
-_ALTERNATIVE = re.compile(r",? or (?:equivalently|approximately) |\s*\(i\.e\.")
+_ALTERNATIVE = re.compile(r",? or (?:equivalently|approximately) |(?<!\s)\s*\(i\.e\.")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 

@@ -25,7 +25,7 @@ from bapo_megatron.checkpoint.run_directory import (
 )
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import MOST_DESCRIPTION_BYTES, read_plain, write_atomically
+from bapo_megatron.runtime.files import MOST_DESCRIPTION_BYTES, write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _FORMAT = 1
@@ -98,7 +98,7 @@ def read_fork(run_dir: Path) -> Fork | None:
     if not path.exists():
         return None
     try:
-        with read_plain(path) as file:
+        with path.open("rb") as file:
             stored = json.loads(file.read(MOST_DESCRIPTION_BYTES))
         if stored["format"] != _FORMAT:
             raise ConfigError(f"{path} has format {stored['format']}, this version reads {_FORMAT}")

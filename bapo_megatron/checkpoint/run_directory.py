@@ -22,7 +22,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat, settings_of_scores
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.runtime.device import environment_variable
-from bapo_megatron.runtime.files import check_no_links, open_lock, read_plain, write_atomically
+from bapo_megatron.runtime.files import open_lock, write_atomically
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
 FORMAT = 2
@@ -151,7 +151,6 @@ def check_writable(directory: Path) -> None:
     """Preflight of the run directory: ConfigError if it cannot be created or written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        check_no_links(directory)
         open_lock(RunPaths(directory).lock).close()
     except OSError as error:
         raise ConfigError(f"the run directory {directory} cannot be written: {error}; name another") from None
@@ -164,7 +163,6 @@ def only_writer(directory: Path) -> Iterator[None]:
     ConfigError if it is held (at once, but in a requeued job), or if the file system has no locks;
     StorageFailed if it gives none now.
     """
-    check_no_links(directory)
     with open_lock(RunPaths(directory).lock) as lock:
         try:
             _take(lock)
@@ -390,7 +388,7 @@ def _stored(directory: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        with read_plain(path) as file:
+        with path.open("rb") as file:
             stored: dict[str, Any] = json.loads(file.read(_CONFIG_BYTES))
         version, _ = stored["format"], stored["config"].items()
         if not all(map(_is_source, stored["config"].get("data.sources", []))):

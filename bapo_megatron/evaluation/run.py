@@ -50,7 +50,7 @@ from bapo_megatron.rollout.sampler.held_out import whole_response
 from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, judged_prompt, response_score
 from bapo_megatron.rollout.sampler.turns import TurnTaker, check_environment, open_environment, within
-from bapo_megatron.runtime.files import check_files_inside, open_lock, read_plain, sha256_of, write_atomically
+from bapo_megatron.runtime.files import check_files_inside, open_lock, sha256_of, write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.runtime.written_folders import is_run
 from bapo_megatron.types import Metrics, Prompt
@@ -227,7 +227,7 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
 def _made_of(note: Path) -> str | None:
     """Checkpoint that a conversion's note names; None if it is no such note."""
     try:
-        with read_plain(note) as file:
+        with note.open("rb") as file:
             content = json.loads(file.read(1 << 16))
     except (OSError, ValueError):
         return None

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from bapo_megatron.runtime import processes
-from bapo_megatron.runtime.files import open_plain, read_plain
 
 T = TypeVar("T")
 
@@ -384,9 +383,8 @@ class UserCommand:
         """Start it. OSError if it cannot be started. ``about``: more environment variables for it."""
         ours = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
         log.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC)
         self._log = log
-        with tempfile.TemporaryFile() as given, open(open_plain(log, flags), "ab") as output:
+        with tempfile.TemporaryFile() as given, log.open("ab" if append else "wb") as output:
             given.write(stdin)
             given.seek(0)
             self._child = ChildProcess(
@@ -409,7 +407,7 @@ class UserCommand:
 
 
 def _last_line(log: Path) -> str:
-    with read_plain(log) as file:
+    with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

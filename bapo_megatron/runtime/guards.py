@@ -28,7 +28,6 @@ import torch.distributed as dist
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.exit_codes import SIGNALS, handling, stop_at_once
-from bapo_megatron.runtime.files import read_plain
 from bapo_megatron.runtime.run_paths import JOB_END
 
 LATE = "the job's time would end before the next update is saved"
@@ -153,7 +152,7 @@ class JobEnd:
         if (environment_variable("RANK") or "0") != "0":
             return None
         if self._moved is not None:
-            with suppress(OSError, ValueError, ConfigError), read_plain(self._moved) as file:
+            with suppress(OSError, ValueError, ConfigError), self._moved.open("rb") as file:
                 self._given = file.read(32).decode("ascii").partition(" ")[0]
         return float(self._given) if self._given.isdigit() and self._given != "0" else None
 

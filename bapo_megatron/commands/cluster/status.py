@@ -30,7 +30,7 @@ from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
 from bapo_megatron.runtime.event_kinds import BEGINNINGS, ENDS, event_text, is_trouble, last_turn
 from bapo_megatron.runtime.event_sender import Patience, read_progress
-from bapo_megatron.runtime.files import file_time, read_plain
+from bapo_megatron.runtime.files import file_time
 from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.text_table import text_table
@@ -264,7 +264,7 @@ def _engines(run: Path, metrics: dict[str, Any], now: float, of_job: bool) -> tu
 
 def _is_ready(file: Path, now: float) -> bool:
     try:
-        with read_plain(file) as opened:
+        with file.open("rb") as opened:
             found = parse_row(opened.read(_MOST_ENTRY_BYTES))
         return now - file.stat().st_mtime < FRESH_S and found.get("state") == "ready"
     except (OSError, ValueError, ConfigError):  # it is being replaced; or a link, which the job ignores, too

@@ -35,7 +35,7 @@ from bapo_megatron.commands.report.text import (
     svg_uri,
 )
 from bapo_megatron.errors import ConfigError, refuse_arguments
-from bapo_megatron.runtime.files import check_no_links, write_atomically
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 PAGE = "index.html"
@@ -70,7 +70,6 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     runs = with_unique_names([read_run(run_dir) for run_dir in run_dirs])
     single = len(runs) == 1
     if folder is None:
-        check_no_links(run_dirs[0])
         paths = RunPaths(run_dirs[0])
         folder = paths.report if single else paths.comparison
     _make_folder(folder)

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import append_whole, open_lock, open_plain, sync_folder
+from bapo_megatron.runtime.files import append_whole, open_lock, sync_folder
 from bapo_megatron.runtime.storage import OldFiles, writing
 
 _MAGIC = b"BPR"
@@ -84,7 +84,7 @@ class WriteAheadLog:
         """Open or create the file, and truncate the torn tail that a kill has left."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = FileIO(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+        self._file = FileIO(path, "ab")
         held = self._file.seek(0, os.SEEK_END)
         self.size = _whole_end(path) if held else 0
         if held > self.size:

@@ -24,7 +24,7 @@ from typing import Any
 from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import Preempted
 from bapo_megatron.runtime.child_process import exit_text, with_import_path
-from bapo_megatron.runtime.files import open_plain, write_atomically
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import JsonlLog, finite_json, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import writing
@@ -190,8 +190,7 @@ class Boards:
 
 def _start_board(name: str, paths: RunPaths, resume_step: int, limit_s: float) -> subprocess.Popen[bytes]:
     program = [sys.executable, "-m", "bapo_megatron.trainer.records.following"]
-    log = open_plain(paths.tracker_log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:  # in a session of its own: Ctrl-C is for the run
+    with paths.tracker_log(name).open("ab") as log:  # in a session of its own: Ctrl-C is for the run
         return subprocess.Popen(
             [*program, str(paths.root), name, str(resume_step), str(limit_s)],
             env=with_import_path(os.environ),
@@ -200,5 +199,3 @@ def _start_board(name: str, paths: RunPaths, resume_step: int, limit_s: float) -
             bufsize=0,
             start_new_session=True,
         )
-    finally:
-        os.close(log)

@@ -28,7 +28,7 @@ from bapo_megatron.config.validation import REWARD_FUNCTIONS, unused_settings
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.event_kinds import last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
-from bapo_megatron.runtime.files import open_plain
+from bapo_megatron.runtime.files import others_may_write
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, rows_from_end, tail_rows
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
@@ -230,6 +230,8 @@ class Recorder:
 
 def _warnings(config: RunConfig) -> Iterator[str]:
     """Settings of a run that are allowed, and hardly meant."""
+    if shared := others_may_write(config.directory):
+        yield shared
     reference, reward = config.algorithm.reference_kl, config.reward
     if reference.in_loss and reference.estimator == "k1":
         yield (
@@ -369,7 +371,7 @@ def _start_sender(config: RunConfig) -> subprocess.Popen[bytes] | None:
     paths.logs.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "bapo_megatron.runtime.event_sender", str(os.getpid())]
     try:
-        with open(open_plain(paths.on_event_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log:
+        with paths.on_event_log.open("ab") as log:
             # Its own session: signals that kill the run must not kill the sender, which reports them.
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True

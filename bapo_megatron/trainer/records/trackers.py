@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from bapo_megatron.runtime.device import environment_variable, set_default
-from bapo_megatron.runtime.files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _STEP_MARK = "time/step_s"
@@ -114,9 +113,9 @@ def tracked_run(root: Path, tracker: str) -> TrackedRun:
     ``logging.wandb_project`` is the project of W&B alone.
     """
     paths = RunPaths(root)
-    with read_plain(paths.config) as file:
+    with paths.config.open("rb") as file:
         config = json.load(file)["config"]
-    with read_plain(paths.wandb_id) as file:
+    with paths.wandb_id.open("rb") as file:
         run_id = file.read().decode().strip()
     former = config.get("logging.wandb_project") if tracker == "wandb" else None
     project = former or config.get("logging.project", _PROJECT)

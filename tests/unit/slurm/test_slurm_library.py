@@ -452,50 +452,13 @@ def test_an_event_with_a_truncated_text_is_valid_json(
     assert len(kept) > 250 or len(text) == 1
 
 
-WRITTEN_BY_A_JOB = [
-    "events.jsonl",
-    "slurm.state",
-    ".slurm.state.7.tmp",
-    "engines/n1-8000.json.tmp",
-    "logs/7/0/job.log",
-    "logs/7/0/.job.log.tmp",
-    "logs/7/0/ended/0.tmp",
-]
-
-
-@pytest.mark.parametrize("name", WRITTEN_BY_A_JOB)
-def test_a_job_follows_no_symlink_out_of_its_run_directory(shell: Shell, tmp_path: Path, name: str) -> None:
-    (tmp_path / "kept").write_text("mine\n")
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.symlink_to(tmp_path / "kept")
-    found = shell("bapo_open_logs")
-    assert found.returncode == 2
-    assert f"{name} is a link; links in a run directory are not followed" in found.stderr
-    assert (tmp_path / "kept").read_text() == "mine\n"
-
-
-@pytest.mark.parametrize("name", WRITTEN_BY_A_JOB)
-def test_a_job_does_not_wait_for_a_fifo(shell: Shell, tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.mkfifo(path)
-    found = shell("bapo_open_logs")
-    assert found.returncode == 2
-    assert f"{name} is no plain file; delete it" in found.stderr
-
-
-@pytest.mark.parametrize(("mode", "code"), [(0o755, 0), (0o777, 2)])
-def test_the_logs_may_be_on_another_disk(shell: Shell, tmp_path: Path, mode: int, code: int) -> None:
-    """Behind a link to a folder of the user that others may not write to."""
+def test_the_logs_may_be_on_another_disk(shell: Shell, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    scratch.chmod(mode)
     (tmp_path / "logs").symlink_to(scratch)
     found = shell("bapo_open_logs")
-    assert found.returncode == code, found.stderr
-    assert ("logs is a link; links in a run directory are not followed" in found.stderr) is (code == 2)
-    assert bool(list(scratch.rglob("job.log"))) is (code == 0)
+    assert found.returncode == 0, found.stderr
+    assert list(scratch.rglob("job.log"))
 
 
 def test_a_half_line_of_the_running_trainer_is_kept(shell: Shell, tmp_path: Path) -> None:

@@ -43,7 +43,6 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, environment_variable, should_have_gpu
-from bapo_megatron.runtime.files import open_plain
 from bapo_megatron.runtime.http import ask, without_proxy
 from bapo_megatron.runtime.processes import descendants
 
@@ -264,7 +263,7 @@ class ServerProcess(ChildProcess):
         self._folder = ServerFolder(environment.get("TMPDIR"))
         environment = {**environment, "TMPDIR": self._folder.path}
         try:
-            with open(open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
+            with log.open("ab") as output:
                 super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
         except BaseException:
             self._folder.remove()

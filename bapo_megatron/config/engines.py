@@ -142,8 +142,8 @@ class SglangConfig(EngineConfig):
     servers: Annotated[int, Ge(1)] = 1
     """Servers that the run starts on rank 0's machine, each on `tensor` GPUs."""
     python: Path | None = None
-    """Interpreter of SGLang's environment. None: BAPO_SGLANG_PYTHON, else what `make sglang`
-    made here, or on a machine with GPUs `make cluster`."""
+    """Interpreter of SGLang's environment. None: BAPO_SGLANG_PYTHON, else what `make sglang` made here, or
+    `make cluster`; on a machine with GPUs the latter alone."""
     tensor: Annotated[int, Ge(1)] = 1
     """Tensor parallel size of a server."""
     first_gpu: Annotated[int, Ge(0)] = 0

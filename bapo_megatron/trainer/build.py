@@ -105,9 +105,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         announce_optimizer(policy.optimizer_name, has_cuda())
         if left_out := left_out_text(config.model.hf_path):
             print(f"note: {left_out}", file=sys.stderr, flush=True)
-    keeps_keys = getattr(config.rollout.engine_config, "on_update", None) == "in_place"
-    sources = config.data.source_names
-    update_loss = UpdateLoss(config.algorithm, config.batch.hold_forwards, sources, keeps_keys)
+    update_loss = _update_loss(config)
     point = find_resume_point(config)
     saved = point.checkpoint
     # Checkpoint and reference are loaded before anything is written or started: a load that fails leaves the
@@ -165,6 +163,11 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
             preemption=preemption,
             watchdog=watchdog,
         )
+
+
+def _update_loss(config: RunConfig) -> UpdateLoss:
+    keeps_keys = getattr(config.rollout.engine_config, "on_update", None) == "in_place"
+    return UpdateLoss(config.algorithm, config.batch.hold_forwards, config.data.source_names, keeps_keys)
 
 
 def build_policy(config: RunConfig, reader: TensorReader | None = None) -> MegatronPolicy:

@@ -28,7 +28,8 @@ from bapo_megatron.config import (
     SftConfig,
 )
 from bapo_megatron.config.validation import new_run_problems, raise_problems
-from bapo_megatron.data.problem_sets import load_problems
+from bapo_megatron.data.prepare.options import SUITES
+from bapo_megatron.data.problem_sets import load_problems, missing_files, suite_path
 from bapo_megatron.data.prompts import Tools
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape
@@ -92,6 +93,7 @@ def run_checks(
     yield lambda: _check_profile(config)
     if read_dataset:
         yield lambda: check_hooks(config.checkpoint, config.logging)
+        yield lambda: raise_problems(list(_missing_files(config)))
     if config.rollout.replay is not None:
         yield lambda: _check_replay(config)
     else:
@@ -148,6 +150,17 @@ def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def _missing_files(config: RunConfig) -> Iterator[str]:
+    """Errors of files of training data and suites that do not exist. Their rows are read by the tokenizer."""
+    if config.rollout.replay is None:
+        yield from missing_files(config.data)
+    for suite in config.evaluation.suites if config.evaluation.every else ():
+        try:
+            suite_path(suite, SUITES)
+        except ConfigError as error:
+            yield str(error)
+
+
 def _check_sandbox(config: RunConfig) -> None:
     if needs_sandbox(config.reward, config.reward_functions):
         checked_sandbox(config.reward.allow_weak_sandbox)
@@ -187,9 +200,13 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
     has_cuda()
     check_environment()
     shape = read_model_shape(model.hf_path)
-    HfReader(model.hf_path).check(shape)
+    problems = []
+    try:
+        HfReader(model.hf_path).check(shape)
+    except ConfigError as error:
+        problems.append(str(error))
     replicas = data_parallel_size(parallel, launched_world_size())
-    problems = list(layout_problems(replace(parallel, data=replicas), shape))
+    problems += layout_problems(replace(parallel, data=replicas), shape)
     if problem := attention_problem(getattr(torch, model.dtype)):
         problems.append(f"model.dtype={model.dtype}: {problem}")
     if problem := optimizer_problem():
@@ -312,7 +329,13 @@ def _check_replay(config: RunConfig) -> None:
             )
 
 
-_EXTRA = "the extra `trackers` of bapo-megatron"
+_INSTALLS = {
+    "tensorboard": '"tensorboard>=2.18,<3"',
+    "wandb": '"wandb>=0.19,<1"',
+    "trackio": '"trackio>=0.43,<0.44"',
+    "mlflow": '"mlflow-skinny>=3.17,<4" "sqlalchemy>=2,<3" "alembic>=1.14,<2"',
+}
+"""What ``pip install`` is given for each board, as in setup.py and `bapo doctor`."""
 
 
 def check_logging(logging: LoggingConfig) -> None:
@@ -324,16 +347,15 @@ def _problems(logging: LoggingConfig) -> Iterator[str]:
     for name in logging.chosen:
         if not _is_installed(name):
             package = "mlflow-skinny" if name == "mlflow" else name
-            extra = "" if name == "tensorboard" else f" or {_EXTRA}"
             yield (
                 f"logging.trackers has {name}, but {package} is not installed: "
-                f"`pip install {package}`{extra}, or take {name} out"
+                f"`pip install {_INSTALLS[name]}`, or take {name} out"
             )
         elif name == "mlflow" and not environment_variable("MLFLOW_TRACKING_URI") and not _has_database():
             yield (
                 f"logging.trackers has mlflow without MLFLOW_TRACKING_URI, but sqlalchemy and alembic, for a "
-                f"database in the run directory, are not installed: `pip install sqlalchemy alembic` or "
-                f"{_EXTRA}, or set MLFLOW_TRACKING_URI"
+                f"database in the run directory, are not installed: `pip install {_INSTALLS['mlflow']}`, "
+                "or set MLFLOW_TRACKING_URI"
             )
 
 

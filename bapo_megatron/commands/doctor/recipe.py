@@ -68,6 +68,8 @@ class RecipeFacts:
     allow_weak_sandbox: bool = False
     forgeable_rows: int = 0
     """Rows of the dataset with tests that a program can pass by forging."""
+    trackers: list[str] = field(default_factory=list)
+    """The boards that it names."""
 
 
 def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], RecipeFacts | None]:
@@ -250,27 +252,31 @@ async def _scored(config: RunConfig, prompt: Prompt, response: str) -> RewardRes
 
 
 def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterator[str]:
-    """Every problem of the recipe, each once. Wrong fields (the first check) end the search.
+    """Every problem of the recipe, each once. What the checks that pass return is appended to ``passed``.
 
-    What the checks that pass return is appended to ``passed``.
+    After wrong fields (the first check) others may crash on their values, or refuse the same fields in other
+    words: neither is another problem.
     """
     from bapo_megatron.trainer.preflight import run_checks
 
     told: set[str] = set()
     passed = [] if passed is None else passed
+    wrong_fields: set[str] = set()
     for number, check in enumerate(run_checks(config)):
         try:
             passed.append(check())
             continue
         except ConfigError as error:
-            found = str(error).splitlines()
+            found = [one for one in str(error).splitlines() if one.partition("=")[0] not in wrong_fields]
+            if number == 0:
+                wrong_fields = {one.partition("=")[0] for one in found}
         except Exception as error:  # a check that crashes is reported like one that fails
+            if wrong_fields:
+                continue
             where = traceback.extract_tb(error.__traceback__)[-1]
             found = [f"{type(error).__name__} in {where.name}: {one_line(error)}"]
         yield from (problem for problem in found if problem not in told)
         told.update(found)
-        if number == 0:
-            return
 
 
 def facts_of(config: RunConfig) -> RecipeFacts:
@@ -296,6 +302,7 @@ def facts_of(config: RunConfig) -> RecipeFacts:
         require_api_key=sglang.require_api_key,
         allow_weak_sandbox=config.reward.allow_weak_sandbox,
         forgeable_rows=_forgeable_rows(config),
+        trackers=list(config.logging.chosen),
     )
 
 

@@ -249,7 +249,7 @@ def refuses(*_):
 recipe._load = lambda *_: None
 recipe.problems_of = lambda *_: iter(["a problem"])
 recipe.facts_of = lambda _: recipe.RecipeFacts()
-recipe._turn_end = lambda _: []
+recipe._turn_end = recipe._files_left_out = lambda _: []
 recipe._try_rewards = lambda *_: [recipe.DoctorRow("recipe", "reward", "ok", "score 1")]
 recipe.try_environments = lambda *_: []
 CHANGE

@@ -29,7 +29,7 @@ from bapo_megatron.reward.code import last_code_block, same_output
 from bapo_megatron.reward.math import answer_is_right, check_ground_truth
 from bapo_megatron.reward.reasoning_gym import answer_of
 
-LONG, SHORT = 1_000_000, 4_000
+LONG, SHORT = 1_000_000, 20_000
 
 OPENINGS = (
     *(
@@ -177,7 +177,7 @@ def test_an_expression_takes_linear_time(name: str) -> None:
     for text in texts(SHORT):
         work = partial(pattern.findall if is_searched else pattern.fullmatch, text)
         taken = seconds(work)
-        assert taken < 0.1 or seconds(work) < 0.1, f"{text[:40]!r} ... {text[-20:]!r}"
+        assert taken < 0.25 or seconds(work) < 0.25, f"{text[:40]!r} ... {text[-20:]!r}"
 
 
 READERS: dict[str, Callable[[str], object]] = {

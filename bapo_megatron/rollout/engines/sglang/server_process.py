@@ -50,6 +50,8 @@ PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 START_VARIABLE = "BAPO_SERVER_START_S"
 """Most seconds of a server's start. The task of a Slurm job, which does not read the recipe, finds it in the
 server's environment (``start_limit`` in slurm/task.sh), and ends a server that takes longer."""
+_ENVIRONMENTS = (".venv-sglang", ".venv-cluster-sglang")
+"""The folders into which `make sglang` and `make cluster` install SGLang, with CPU and with CUDA builds."""
 _LAUNCHER = Path(__file__).parents[1] / "sglang_launch/launch.py"
 _CPU_LAUNCHER = Path(__file__).parents[1] / "sglang_cpu/launch.py"
 _CPU_FLAGS = (
@@ -227,15 +229,17 @@ def _is_of_launcher(name: str) -> bool:
 
 def sglang_python(given: Path | None = None) -> Path:
     """The interpreter of SGLang's environment: ``given``, else that of BAPO_SGLANG_PYTHON, else where `make`
-    installs it. ConfigError if there is none."""
+    installs it. Without a GPU that of `make cluster` serves, too, where `make sglang` has made none.
+    ConfigError if there is none."""
     variable = environment_variable(PYTHON_VARIABLE)
     named = given or (Path(variable) if variable else None)
-    own = Path(".venv-cluster-sglang" if should_have_gpu() else ".venv-sglang")
-    path = named or own / "bin/python"
-    if not path.is_file():
+    folders = [Path(name) for name in (_ENVIRONMENTS[1:] if should_have_gpu() else _ENVIRONMENTS)]
+    places = [named] if named else [folder / "bin/python" for folder in folders]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
         raise ConfigError(
-            f"no interpreter at {path}: `{install_command()}` installs SGLang into {own}; an environment "
-            f"elsewhere is named by {PYTHON_VARIABLE}"
+            f"no interpreter at {' or '.join(map(str, places))}: `{install_command()}` installs SGLang into "
+            f"{folders[0]}; an environment elsewhere is named by {PYTHON_VARIABLE}"
         )
     return path.absolute()
 

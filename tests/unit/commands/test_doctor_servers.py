@@ -410,6 +410,7 @@ def test_the_disk_that_a_run_needs(demo: Callable[..., RunConfig], monkeypatch: 
         rollout=sampled,
         model=dataclasses.replace(config.model, dtype="bfloat16"),
         checkpoint=dataclasses.replace(config.checkpoint, keep_last=2),
+        evaluation=dataclasses.replace(config.evaluation, every=0),
     )
     assert facts_of(large).disk_gb == 48.0 + rollouts
     often = dataclasses.replace(large.checkpoint, every=1)

@@ -2,7 +2,7 @@
 
 Apart from ``types.py``, which needs no torch: a reward worker, which imports ``types``, must start within a
 second. Users may import these names from ``types``, too. Shapes (suffix of a name): ``_T`` tokens of a pack,
-``_L`` layers, ``_K`` experts of a token. Used throughout the package.
+``_L`` layers, ``_K`` experts of a token.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Plain data, which travels between folders, processes and files. Shapes (suffix of a name): ``_P`` tokens of a
 prompt, ``_R`` tokens of a response. Columns of tokens are numpy arrays: pickling a list of Python numbers
 takes more than ten times as long. No torch, with which reward workers would take seconds to start: types that
-hold tensors are in ``tensor_types.py``, and their names can be imported from here. Used throughout the
-package.
+hold tensors are in ``tensor_types.py``, and their names can be imported from here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Conversion driver of all formats: space check, then the copy of a plan into an atomic output folder.
 
 ``to_megatron``, ``reshard`` and ``to_hf`` make the plan, with the files that a model carries along, and call
-``convert``. Used in this folder.
+``convert``.
 """
 
 from __future__ import annotations

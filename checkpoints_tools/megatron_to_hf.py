@@ -1,6 +1,6 @@
 """Megatron-to-HF conversion: a checkpoint as a Hugging Face folder that transformers and engines load.
 
-For ``bapo-ckpt to-hf``, exports and evaluations. Used in this folder and ``evaluation/``.
+For ``bapo-ckpt to-hf``, exports and evaluations.
 """
 
 from __future__ import annotations

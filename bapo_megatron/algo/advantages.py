@@ -2,8 +2,7 @@
 
 Pure functions on numpy arrays. ``data/samples.py`` computes the advantages of each group of a batch, on every
 rank, ``trainer/reference.py`` again with penalized rewards. The sampler asks ``is_uniform`` once a group is
-scored. Legend: ``_G`` responses of a group. Used in ``data/``, ``reward/``, ``rollout/sampler/`` and
-``trainer/``.
+scored. Legend: ``_G`` responses of a group.
 """
 
 from __future__ import annotations

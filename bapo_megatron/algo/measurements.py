@@ -16,8 +16,7 @@ different orders, perhaps at different precisions. The difference makes on-polic
 large or growing gap may show an error: weights that did not arrive, another temperature, a broken kernel. The
 limits are checked by ``check_engine_gap`` in trainer/checks.py.
 
-Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_K`` those of them that count. Used in
-``algo/losses/`` and this folder.
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_K`` those of them that count.
 """
 
 from __future__ import annotations

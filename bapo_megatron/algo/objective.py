@@ -5,8 +5,6 @@ loss and metrics of the update are read from the sum. Nothing here makes the hos
 layer asks for the vector in every chunk of a pack.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
-
-Used by ``commands/verify.py`` and ``trainer/update_loss.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Fork record, ``fork.json``: the origin of a forked run, and the settings of the run that it came from.
 
 Written once by ``fork.py``, read by every start of the fork and by reports; ConfigError if it cannot be read.
-The other run is not read again: it may go on, move or be deleted. Nothing here is collective. Used in
-``commands/``, ``trainer/`` and this folder.
+The other run is not read again: it may go on, move or be deleted. Nothing here is collective.
 """
 
 from __future__ import annotations

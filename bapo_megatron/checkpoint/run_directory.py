@@ -2,7 +2,7 @@
 
 The checks are preflight, without side effects but the new directory and its lock file; the lock is held by
 rank 0 while the run lasts. ConfigError for everything that is refused. ``runtime/run_paths.py`` has the names
-of the files. Used in ``commands/``, ``evaluation/``, ``trainer/`` and this folder.
+of the files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Parser of the command line ``bapo COMMAND RECIPE [flags]``: flags override the recipe's fields.
 
 Every command with a recipe uses it. Loading runs the recipe, a Python file. ConfigError for a wrong recipe; a
-wrong flag, ``--help`` or no argument at all prints and exits. Used in ``commands/cluster/``,
-``commands/doctor/`` and this folder.
+wrong flag, ``--help`` or no argument at all prints and exits.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The commands check everything before a process group exists, then run as one rank under a launcher, or start
 the layout's processes. ``bapo train``, given again, continues a run. Preempted and RunStopped propagate to
-``cli.py``. Used by ``benchmarks/study/forked_sampler.py``.
+``cli.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Flags of ``bapo train`` and ``bapo submit`` beside the recipe's fields, and the configuration they make.
-
-Used by ``commands/cluster/submit.py`` and ``train.py``.
-"""
+"""Flags of ``bapo train`` and ``bapo submit`` beside the recipe's fields, and the configuration they make."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ directory. A check writes a layout reference (``--save``), compares with one (``
 Without either the command measures the layout of ``--reference.*`` first (by default one process), then the
 recipe's, each in new processes, and compares them; under a launcher it runs in the launcher's processes.
 The loss is always ``clip``, BAPO's, whatever ``algorithm.loss`` is. A check makes one update, to measure the
-gradient norm, unless log-probs are not finite; the updated weights are discarded. Used by ``train.py``.
+gradient norm, unless log-probs are not finite; the updated weights are discarded.
 """
 
 from __future__ import annotations

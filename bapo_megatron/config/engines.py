@@ -1,8 +1,7 @@
 """Configuration of rollout engines: addresses, deadlines, weight transfer, and the launch of SGLang servers.
 
 ``EngineConfig`` is the base class of the settings of each kind of engine, such as ``SglangConfig``; a user's
-engine may add fields in a subclass. ``RunConfig.check`` asks each for its ``problems``. Used in this
-folder.
+engine may add fields in a subclass. ``RunConfig.check`` asks each for its ``problems``.
 """
 
 from __future__ import annotations

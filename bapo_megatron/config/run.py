@@ -3,7 +3,6 @@
 Frozen dataclasses; the docstring of a field is its text in ``--help``. ``check`` validates the fields alone,
 and raises one ConfigError with every wrong type, or if there is none every broken range and rule;
 ``trainer/preflight.py`` checks the dataset and the model folder. Both run before any process group exists.
-Used by ``config/``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Configuration sections: model, parallel layout, data, rollouts, reward, algorithm, optimizer, batch.
 
 Frozen dataclasses, fields of ``RunConfig``. The docstring of a field is its text in ``--help``.
-``Annotated[int, Ge(1)]`` states a range, which ``algo.settings.out_of_range`` checks. Used in this folder.
+``Annotated[int, Ge(1)]`` states a range, which ``algo.settings.out_of_range`` checks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Configuration of the environment, and of sources of training prompts, which a run mixes.
 
 The entries of ``data.sources``, their form as a flag (JSON; ValueError if it is malformed), and the section
-``environment``, of a run or of a source. Used in ``data/prepare/``, ``environment/`` and this folder.
+``environment``, of a run or of a source.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ token of it: a turn that nobody took. So each *control token* that a message spe
 first character before the template renders it, and what is between the marks is tokenized by itself. The
 template's own control tokens stay tokens. A conversation that spells none has the ids of
 ``apply_chat_template``. Prompts, SFT, observations and the texts for judges and reward models are made here.
-Used in ``environment/``, ``reward/``, ``trainer/`` and this folder.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ the same plan from the same numbers (``pack_plan.py``), and each builds its own 
 of a ``StoredSample`` only the ranks that pack it read the columns.
 
 Shapes: ``_R`` tokens of a response, ``_T`` tokens of a pack, ``_N`` tokens of a response that are trained on.
-Used by ``train.py``, and in ``checkpoint/``, ``commands/``, ``planning/``, ``policy/`` and ``trainer/``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Training problems come from one file or from several sources (``data.sources``), suites by their names, from
 folders that ``bapo data prepare`` wrote, or from files. All rows are tokenized. ConfigError for the first row
-that is invalid, or cannot be scored. Used in ``commands/doctor/``, ``evaluation/``, ``planning/``,
-``rollout/sampler/`` and ``trainer/``.
+that is invalid, or cannot be scored.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 ``iterate_rows`` gives the rows of a JSONL, JSON or parquet file one after the other, ``read_rows`` all of
 them. ConfigError for a bad file, RowError for a field that is not as in Skywork-OR1-RL-Data's schema. A row's
-difficulty, by which too easy and too hard problems are dropped, is a number in its ``extra_info``. Used in
-``commands/doctor/``, this folder, ``data/prepare/``, ``evaluation/`` and ``trainer/``.
+difficulty, by which too easy and too hard problems are dropped, is a number in its ``extra_info``.
 """
 
 from __future__ import annotations

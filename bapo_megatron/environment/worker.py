@@ -8,7 +8,7 @@
 the one that it answers. The settings are ``function``, ``settings`` and ``memory_limit_mb``. The first note
 of the program is the class's ``Traits`` as JSON. ``pool.py`` is at the other end. It needs no package but the
 standard library: a worker may run in an interpreter of its own. A class is checked when it is loaded
-(``problems``). Used by ``own_interpreter.py`` and ``pool.py``.
+(``problems``).
 """
 
 from __future__ import annotations

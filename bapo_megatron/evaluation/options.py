@@ -1,7 +1,6 @@
 """Options of ``bapo eval``: its flags, their validation, and the run configuration for its engines.
 
-``check`` raises one ConfigError with every mistake that the flags show by themselves. Used by
-``command.py`` and ``run.py``.
+``check`` raises one ConfigError with every mistake that the flags show by themselves.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ``evaluate`` is ``bapo eval``. It starts the engines and the reward workers, which are those of a training run
 (``rollout/``, ``reward/``), and ends them; the same call goes on where an earlier one stopped. The model is
 found first, and one that is no Hugging Face folder is converted to one in the output, for this evaluation and
-later ones. Used by ``command.py``.
+later ones.
 """
 
 from __future__ import annotations

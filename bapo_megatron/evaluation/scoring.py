@@ -3,7 +3,7 @@
 Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
 Problems are the random sample: intervals and tests are over problems, never over responses. Random numbers
 come from a seed. For ``bapo eval``, and for held-out evaluations during training, whose file of responses
-``evaluation_metrics`` reads. Used in this folder and ``trainer/``.
+``evaluation_metrics`` reads.
 """
 
 from __future__ import annotations

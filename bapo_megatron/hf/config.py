@@ -4,7 +4,7 @@ ConfigError for a model that is not supported, or whose settings would change th
 
 FLOPs are those of a forward pass, for the speeds of `bapo plan` and the cost by which packs are balanced (as
 for MFU). Matrix products (Chowdhery et al. 2022, PaLM, appendix B) and causal attention are counted; a
-multiply-add is two FLOPs. A backward pass costs twice the forward pass. Used throughout the package.
+multiply-add is two FLOPs. A backward pass costs twice the forward pass.
 """
 
 from __future__ import annotations

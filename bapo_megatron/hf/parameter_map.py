@@ -5,8 +5,7 @@ table (``policy/weight_map.py``: loading, syncing), and so do weights in files (
 is why nothing here needs torch. All shapes are *global*: those of a model that no parallelism has cut.
 
 Layouts, from megatron-core: ``linear_qkv`` stacks, for each KV group, its query heads, its key head and its
-value head; ``linear_fc1`` stacks the gate over the up projection, on each TP rank anew. Used in
-``checkpoints_tools/``, ``planning/``, ``policy/``, ``rollout/`` and this folder.
+value head; ``linear_fc1`` stacks the gate over the up projection, on each TP rank anew.
 """
 
 from __future__ import annotations

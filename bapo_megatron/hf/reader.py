@@ -1,7 +1,6 @@
 """Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many.
 
-ConfigError for a folder or file that cannot be read; no link may lead out of the folder. Used in ``policy/``,
-``planning/rehearsal/``, ``rollout/`` and ``trainer/``.
+ConfigError for a folder or file that cannot be read; no link may lead out of the folder.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Where there is an index, it alone says so: transformers and SGLang pass over a safetensors file that it
 does not name (``mtp``, ``consolidated``, ``adapter_model``, another precision), and so does everything here.
 They would load a tensor that a named file holds and the index leaves out, so such an index is refused.
-Without an index ``model.safetensors`` is the model, as for transformers. Nothing here needs torch. Used by
-``reader.py``, in ``checkpoints_tools/``, ``commands/``, ``rollout/`` and ``trainer/``.
+Without an index ``model.safetensors`` is the model, as for transformers. Nothing here needs torch.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ left for it, and it is written last. (Exports use the safetensors library, which
 memory and sorts them.)
 
 Shapes (suffix of a name): ``_B`` bytes.
-
-Used by ``rollout/engines/local_engine.py`` and ``rollout/weight_sync/disk.py``.
 """
 
 from __future__ import annotations

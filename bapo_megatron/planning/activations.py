@@ -10,7 +10,7 @@ Letters: h hidden, q and kv widths of queries and of keys, f MLP width; t TP siz
 s ranks that norms are split over (t under sequence parallelism, else 1); b bytes of an activation.
 
 In a layer with experts the MLP is one of the experts' width for each copy of a token that the rank's experts
-process (``ExpertLoad``), with what routing and permutation keep. Used by ``memory.py`` and ``page.py``.
+process (``ExpertLoad``), with what routing and permutation keep.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts.
 
 Of up to some ten thousand candidates it drops most by cheap rules, and plans at most a few hundred, by
-arithmetic; nothing is run. Used by ``page.py`` and ``commands/plan.py``.
+arithmetic; nothing is run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The pipeline schedules are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
-``schedules.py``. ConfigError if there is no config.json to read the model's shape from. Used in ``commands/``
-and ``planning/``.
+``schedules.py``. ConfigError if there is no config.json to read the model's shape from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Memory estimate of ``bapo plan``: of one GPU of each pipeline stage, and of the host of a node, in bytes.
 
-Weights, gradients, optimizer states and activations are counted; fields that are estimates say so. Used in
-``commands/cluster/`` and ``planning/``.
+Weights, gradients, optimizer states and activations are counted; fields that are estimates say so.
 """
 
 from __future__ import annotations

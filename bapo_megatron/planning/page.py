@@ -1,8 +1,7 @@
 """Text page and JSON of a plan.
 
 The page: summary, memory of each stage, traffic, speed, engines, a teacher, advice, and a few more numbers,
-such as activations by mode of recomputation. Used by ``commands/plan.py`` and
-``planning/rehearsal/results.py``.
+such as activations by mode of recomputation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Plan of a training job: memory of every stage, speed, traffic, engines, the limits it exceeds; its summary.
-
-Used in ``commands/``, this folder and ``planning/rehearsal/``.
-"""
+"""Plan of a training job: memory of every stage, speed, traffic, engines, exceeded limits; its summary."""
 
 from __future__ import annotations
 

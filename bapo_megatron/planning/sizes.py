@@ -3,7 +3,7 @@
 A token's router makes K copies of it, one for each of its experts, which EP sends to the experts' ranks. How
 many copies a rank gets depends on the routers. The flag ``--expert-imbalance`` says how many the busiest rank
 gets, as a multiple of the mean, or ``--expert-routes`` measures it; all estimates and rehearsals are of that
-rank. Used in ``commands/cluster/`` and ``planning/``.
+rank.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ patches of megatron-core in the whole process. With CUDA ``select_device`` chang
 
 Where Transformer Engine has no attention kernel for a GPU it does not refuse: without context parallelism it
 computes all scores of padded documents (unfused), with it a layer fails in the first pass. So ``model.py``
-asks before it chooses the attention; ``check_environment`` belongs to the checks before a run starts. Used in
-``commands/``, ``evaluation/``, ``planning/``, ``trainer/`` and this folder.
+asks before it chooses the attention; ``check_environment`` belongs to the checks before a run starts.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Megatron's own ``HybridDeviceOptimizer`` is not used: after a load without optim
 weights from before the load (Megatron-LM, pull request 5071).
 
 Masters and moments are in pageable memory, of which the fork that writes a checkpoint sees a snapshot; pinned
-memory it would share with later updates. Only the copy buffers of a bucket are pinned. Used in this folder.
+memory it would share with later updates. Only the copy buffers of a bucket are pinned.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@ r"""Answer extraction: the last box of a response, its normal spelling, and the 
 
 Operations, because math-verify evaluates what it reads: a restated question, ``\binom{10}{3}``, would be its
 own answer. Pure functions on text; none parses mathematics. The math reward, the LLM judge, `maj@n` of
-evaluations and dataset preparation use it. Used in ``data/``, ``environment/``, ``evaluation/``,
-``rollout/``, ``trainer/`` and this folder.
+evaluations and dataset preparation use it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@ r"""Words of an answer: units, nouns and other texts beside its mathematics, and
 
 math-verify drops units at the end of an answer, also where they are variables (the ``h`` of ``\pi r^2 h``),
 and multiplies other words with their numbers. So an answer is split: its mathematics is compared by
-math-verify, its words as words. Pure functions on text. Used in ``math_verify_compare.py``.
+math-verify, its words as words. Pure functions on text.
 """
 
 from __future__ import annotations

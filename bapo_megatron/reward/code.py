@@ -3,8 +3,7 @@
 A reward worker calls it; it starts a sandbox for each response, or takes a server. Expected outputs never
 enter the sandbox, where tested code could read them: outputs and values are compared here. An assert without
 a literal is split: the program's process gives the values of its calls, and the rest is evaluated in a
-sandbox process that the program never ran in (expressions.py). Used by ``functions.py`` and
-``environment/tools/python_tool.py``.
+sandbox process that the program never ran in (expressions.py).
 """
 
 from __future__ import annotations

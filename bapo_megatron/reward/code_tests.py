@@ -16,7 +16,7 @@ It has one of the forms of Skywork-OR1-RL-Data and its sources, or of another se
 Of the helper statements around a problem's asserts the tested program sees all but a reference solution or a
 table of results that an honest program cannot need: a plain function, or a name bound to a literal, that only
 the expected side of asserts uses. Statements that stay and may leak answers are counted. ``code.py`` scores
-by it, checks of datasets call it. Used in ``commands/``, ``data/``, ``evaluation/`` and this folder.
+by it, checks of datasets call it.
 """
 
 from __future__ import annotations

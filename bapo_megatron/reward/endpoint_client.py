@@ -2,7 +2,7 @@
 
 Only http and https, no redirects, replies of limited size. Proxies come from the environment (HTTP_PROXY,
 HTTPS_PROXY, NO_PROXY); none for this machine itself. Every failure is an EndpointError. A key is read from an
-environment variable, and never printed. Used in this folder, ``sandbox/`` and ``rollout/sampler/``.
+environment variable, and never printed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ protocols are those of SGLang's ``/classify`` (docs.sglang.io, reward models), o
 (docs.vllm.ai, classification), of OpenRLHF's ``--remote_rm_url`` (openrlhf/cli/serve_rm.py) and of slime's
 ``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` is useless: it answers a softmax, which of one
 number is always 1. The reward pool awaits it in the event loop that it runs in, so it needs no worker
-process. Used by ``pool.py``.
+process.
 """
 
 from __future__ import annotations

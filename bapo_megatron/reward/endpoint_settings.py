@@ -1,7 +1,6 @@
 """Settings of rewards behind an HTTP endpoint (``reward.settings``), as dataclasses, and their validation.
 
-``read_settings`` makes them before a run and in the scorer; ConfigError for what is wrong. Used in
-``commands/`` and this folder.
+``read_settings`` makes them before a run and in the scorer; ConfigError for what is wrong.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 ``abs(f(1) - 0.5) < 1e-6`` is split into the call ``f(1)`` and ``abs(ARGUMENTS[0] - 0.5) < 1e-6``. The call
 runs in the program's process, which gives a plain value; the judgement runs in a process that the program
 never ran in. So neither an object that claims to equal everything nor a replaced builtin passes a test.
-Used by ``code.py`` and ``code_tests.py``.
 """
 
 from __future__ import annotations

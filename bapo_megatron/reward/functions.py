@@ -2,8 +2,7 @@
 
 A name is a built-in, an endpoint's or a dotted path. Preflight checks it here, loaders of data get the checks
 of ground truths, and each worker process of the reward pool loads its functions (endpoints are asked by
-``pool.py``). ConfigError for one that cannot be used. Used in ``commands/``, ``data/``,
-``evaluation/``, ``trainer/`` and this folder.
+``pool.py``). ConfigError for one that cannot be used.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@ r"""Math reward: whether the last ``\boxed{}`` of the response equals the ground
 
 Plain integers are compared as such. Most else math-verify compares: in the main thread of a reward worker
 (math_verify_compare.py), or, for preflight checks and ``bapo data prepare``, in a child process that any
-thread may ask. What it cannot decide is wrong. Used in ``data/prepare/``, by ``functions.py`` and
-``pool.py``.
+thread may ask. What it cannot decide is wrong.
 """
 
 from __future__ import annotations

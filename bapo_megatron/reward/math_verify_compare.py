@@ -7,8 +7,7 @@ integers (``9^{9^{9}}``, which a policy will write sooner or later) blocks even 
 Two answers of one text are equal, whether or not math-verify can read it. An equality by math-verify is
 checked again on its sympy expressions, unless one was read as plain text: it would also accept an unevaluated
 operation, and small numbers that differ little. Expressions that reach these checks are of a size that sympy
-can compute. It takes half a second to import: only workers that compare do. Used by ``functions.py`` and
-``worker.py``.
+can compute. It takes half a second to import: only workers that compare do.
 """
 
 from __future__ import annotations

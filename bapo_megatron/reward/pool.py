@@ -4,7 +4,7 @@ Each worker (worker.py) scores one response at a time. One that takes too long i
 group; after that, or if it died, a new one tries the same response once more, then the score has failed
 (workers/pool.py). A reward behind an HTTP endpoint needs no worker: the pool's event loop
 asks the endpoint (endpoint_scorer.py). The prompt's reward function decides which. ``FailureReports`` tells
-of what failed, now and then. Used in ``commands/doctor/``, ``evaluation/`` and ``rollout/sampler/``.
+of what failed, now and then.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ none outlives this process, also after ``kill -9`` (processes.py).
 
 A command of the user (`checkpoint.after_export`, `logging.on_event`) is split into words as a shell does it,
 and run without a shell: no value of a run (a folder, an event) is ever read as shell code. For pipes,
-variables and `&&`: ``bash -c '...'``. Used throughout the package.
+variables and `&&`: ``bash -c '...'``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A machine whose torch cannot use its GPU (a driver too old for the wheels' CUDA,
 hook, a CPU build of torch) would train on its CPU, correctly and a thousand times too slowly. So that is a
 ConfigError, unless ``BAPO_DEVICE=cpu`` asks for the CPU. ``prepare_device`` must be called before any import
 of torch; the functions here import it themselves, so that a help text needs none. Environment variables are
-read here, too. Used throughout the package.
+read here, too.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 A command calls ``launched_world_size``; None means that it starts the ranks itself, by ``run_processes``.
 Each rank then opens ``process_group``. The object collectives at the end (``broadcast_from_main``,
 ``all_gather``, ``on_all_ranks``, ...) pickle their values, and every rank must call them in the same order.
-Used in ``checkpoint/``, ``commands/``, ``policy/``, ``rollout/`` and ``trainer/``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Table of event kinds in RUN/events.jsonl: meaning, shown as trouble by `bapo status`, sent by `on_event`.
 
 Whoever writes an event takes a kind from here. A kind that is missing is written all the same; it is neither
-shown nor sent. A test holds this table to the kinds that the program and the job's shell write. Used by
-``commands/cluster/status.py``, ``event_sender.py`` and ``trainer/records/``.
+shown nor sent. A test holds this table to the kinds that the program and the job's shell write.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Standard input: the ``SenderSettings`` as a line of JSON; then, when the run has
 queued events may take. If the pipe closes without that line, the run was killed.
 
 Whether a run makes progress follows from the modification times of its files (``read_progress``), also for
-`bapo status` in another process. Used by ``commands/cluster/status.py`` and ``trainer/records/recorder.py``.
+`bapo status` in another process.
 """
 
 from __future__ import annotations

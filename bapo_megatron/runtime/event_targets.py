@@ -3,7 +3,6 @@
 A command gets the message as JSON on its standard input. A URL gets it as a JSON POST; Slack, Mattermost and
 compatible services show its field `text`. A URL may be a secret: no message has it, and as `$NAME` it is not
 even in the run directory. ``send`` blocks for 20 s at most, and raises Refused; the checks yield texts.
-Used in ``config/``, this folder and ``trainer/``.
 """
 
 from __future__ import annotations

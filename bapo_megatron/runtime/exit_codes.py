@@ -6,8 +6,7 @@ the others. Functions with side effects on the process: ``report_error`` also ki
 SIGUSR1 and SIGTERM, as Slurm sends them, and SIGHUP of a closed terminal, in the main thread. Slurm sends
 them to every process of a job, and the trainer answers for all: ``ignore_signals`` is for its children.
 
-Imports nothing heavy: a command handles the signals before it has loaded anything. Used by ``cli.py``, and in
-``commands/``, ``rollout/sampler/``, ``workers/`` and this folder.
+Imports nothing heavy: a command handles the signals before it has loaded anything.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ same command continues it. The request is noted here; the loop asks for it and s
 (``trainer/flow_control.py``). The context manager ``naming_memory`` encloses the work of each rank: it says
 which one had no memory left, of which kind, and which settings need less. ``death`` says in words why a
 child process ended (a rank, the writer of a checkpoint, the sampler's process), for the process that waits
-for it. Used in ``commands/``, ``policy/``, ``rollout/sampler/``, ``trainer/`` and this folder.
+for it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """HTTP client of single requests, of the standard library: no redirects, a limit of bytes, proxies if asked.
 
 For programs that must start at once or run where packages are broken. Engines and judges, which send many
-requests, have aiohttp. ``without_proxy`` is for children that reach this machine by HTTP. Used by
-``commands/doctor/servers.py``, ``environment/adapters/agent_program.py``, ``event_targets.py`` and
-``rollout/engines/sglang/server_process.py``.
+requests, have aiohttp. ``without_proxy`` is for children that reach this machine by HTTP.
 """
 
 from __future__ import annotations

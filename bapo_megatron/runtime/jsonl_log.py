@@ -2,8 +2,7 @@
 
 A line is whole once its newline is there. What follows the last newline is the torn end of a write that was
 cut short: readers skip it, and the process that owns the log removes it when it opens the log. Lines are not
-synced to disk (fsync) one by one. Used in ``checkpoint/``, ``commands/``, ``evaluation/``, ``rollout/``,
-``runtime/`` and ``trainer/``.
+synced to disk (fsync) one by one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Modules ask here instead of spelling the names. Nothing here creates or opens a file.
 ``slurm/lib/run_paths.sh`` mirrors the names that a job's shell needs. Only the standard library is imported:
-the checkpoint tools and the commands for a cluster use it, too. Used throughout the package.
+the checkpoint tools and the commands for a cluster use it, too.
 """
 
 from __future__ import annotations

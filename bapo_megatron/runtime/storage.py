@@ -2,7 +2,7 @@
 
 The context manager ``writing`` encloses a write; ``check_readable`` judges an error of a read. Both errors
 stop the run with one message: exit code 3, at which the user makes room, or 4, at which a job is requeued.
-``OldFiles`` deletes what is old, and ends no run. Used throughout the package.
+``OldFiles`` deletes what is old, and ends no run.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``open_run`` is the context manager that ``bapo train`` enters on every rank, once process groups exist and
 the run directory is locked. ``open_sampler`` and ``open_engines``, on rank 0, start processes (a replay none)
-and end them with the block. Used by ``train.py``, and in ``commands/``, ``planning/`` and this folder.
+and end them with the block.
 """
 
 from __future__ import annotations

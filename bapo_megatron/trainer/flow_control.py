@@ -6,7 +6,7 @@ raised on every rank, after a checkpoint where one can be made and something was
 
 A save between steps is begun by one call and completed by a later one (``checkpoint.background=false``: by
 the same); a new one waits for the one before. DiskError, on the rank that meets it, for a full or failing
-disk. Used by ``commands/train.py`` and ``train.py``.
+disk.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each raises ConfigError with the problem and the fix; none writes to the run directory. Commands call them
 before a run starts, under a launcher on every rank (those of the dataset on rank 0 alone); `bapo doctor` runs
-them one by one. Used in ``commands/``.
+them one by one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 no checkpoint: a resumed run loads it again, and a step's log-probs are a function of its batch alone. For the
 other frozen model, the teacher of a distillation, ``check_teacher_log_probs`` checks the rollouts.
 
-Legend: ``_R`` tokens of a response. Used by ``build.py``, ``preflight.py`` and ``train.py``.
+Legend: ``_R`` tokens of a response.
 """
 
 from __future__ import annotations

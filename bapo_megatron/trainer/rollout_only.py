@@ -4,7 +4,7 @@ The engines load the model's own weights once, as version 0. Every step's batch 
 kept in the run directory; ``--train-only`` trains on it. Started again, it continues after the last step that
 is on disk with its metrics. ``RolloutRecord`` records it: metrics, a line for each step, a table at the end.
 The share of positive tokens that each of BAPO's searches would see at ratios of 1 (``sampled_shares``) says
-whether BAPO can act. Used by ``commands/train.py``.
+whether BAPO can act.
 """
 
 from __future__ import annotations

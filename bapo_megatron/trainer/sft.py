@@ -1,7 +1,7 @@
 """Supervised fine-tuning, the warm start before RL: next-token training on solutions.
 
 ``bapo sft`` calls ``run_sft`` on every rank. There are no checkpoints: it writes the model once, at the
-end. Used by ``commands/train.py`` and ``preflight.py``.
+end.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ cheap to expensive:
 
 The other losses of ``algorithm.loss`` that search something do the same. With PAPO (``algorithm.polarity``)
 the search and the loss see the reweighted advantages. Those need entropies, so on-policy data saves no
-forward pass then. Used in
-``commands/``, ``planning/rehearsal/`` and this folder.
+forward pass then.
 """
 
 from __future__ import annotations

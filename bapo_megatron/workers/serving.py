@@ -8,8 +8,7 @@ then any number of calls, in lines of JSON; ``WorkerPool`` (pool.py) is at the o
     {"id", "cancel": true}                      the answer of that call, soon
 
 Plain functions answer one call at a time, in the main thread; async ones any number at a time, in an event
-loop. Only the standard library is imported: a program starts fast, and in any interpreter. Used by
-``environment/worker.py`` and ``reward/worker.py``.
+loop. Only the standard library is imported: a program starts fast, and in any interpreter.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The reader reads headers, the index and config.json alone; a tensor in fp8 has its scales with it.
 CheckpointError for whatever is truncated or contradictory. The writer plans files equal to those of the
-safetensors library byte for byte, and ``conversion.py`` writes them. Used in ``checkpoints_tools/`` and this
-folder.
+safetensors library byte for byte, and ``conversion.py`` writes them.
 """
 
 from __future__ import annotations

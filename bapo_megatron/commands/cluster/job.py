@@ -1,7 +1,7 @@
 """Slurm job of a recipe: node groups, environment settings, and the checks before its submission.
 
 Nothing here calls Slurm: ``submit.py`` makes the job, has it checked, and hands its specification to
-``slurm/launch.py``. Used by ``submit.py``.
+``slurm/launch.py``.
 """
 
 from __future__ import annotations

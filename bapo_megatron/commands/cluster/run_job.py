@@ -1,7 +1,7 @@
 """The job of a run, a Slurm job or a process of this machine: its state, its logs, its cancellation.
 
 ``bapo logs`` and ``bapo cancel``. Slurm's commands are called with a deadline. Logs are those of the newest
-start, RUN/logs/JOB/RESTART/*.log of a Slurm job. Used by ``status.py`` and ``submit.py``.
+start, RUN/logs/JOB/RESTART/*.log of a Slurm job.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It runs in the child process of ``recipe.py``, as in a run: in a worker of the p
 settings and limits of the recipe, an object for the first row of the source. It is asked once, also where a
 run would ask again, since it may act outside. A step that fails is a row, no exception: a `problem` if there
 is no object or no valid ``Reply``, which no turn can change; `optional` if the step failed on a turn that no
-model has said, or had no answer in the doctor's time. Used by ``recipe.py``.
+model has said, or had no answer in the doctor's time.
 """
 
 from __future__ import annotations

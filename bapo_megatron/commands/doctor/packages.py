@@ -6,7 +6,7 @@ Packages are imported by this child process, so one that hangs or crashes costs 
 JSON object a line, after each import: ``{"module": ..., "error": null or text, "facts": {...}}``. The tested
 versions are pinned in ``constraints.txt``, and for SGLang's environment in its ``requirements.txt``, or with
 CUDA builds in ``cluster/sglang.txt``: `make` installs from them. The permitted ranges are in the metadata of
-this package (``setup.py``). Used by ``doctor.py``, ``servers.py`` and ``sglang.py``.
+this package (``setup.py``).
 """
 
 from __future__ import annotations

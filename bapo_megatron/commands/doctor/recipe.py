@@ -6,7 +6,7 @@ The child prints JSON objects on its standard output, one a line, of which the l
 that hangs or crashes costs its own rows alone. `problems`; `facts` for the other sections, None if the recipe
 could not be loaded; `trials`, the rows of each source's reward and environment; `next`, what is tried after
 this line. A reward is tried as in a run, with one worker and one response to one row; one that fails is a
-row, no exception. It ends with exit code 2 if a flag is wrong. Used by ``doctor.py`` and ``servers.py``.
+row, no exception. It ends with exit code 2 if a flag is wrong.
 """
 
 from __future__ import annotations

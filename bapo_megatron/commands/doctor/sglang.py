@@ -1,7 +1,6 @@
 """SGLang environment checks of ``bapo doctor``: versions and GPUs, asked of its own interpreter.
 
 SGLang has an environment of its own and is never imported here: child processes ask, each with a deadline.
-Used by ``doctor.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``plots.py`` draws them. Blue is for positive advantages and what is good, orange for negative ones and what
 is bad, near-black for what is neither; ages of tokens, and other sequences, go from yellow to black. People
-who do not tell red from green tell these apart; tests simulate what they see. Used in this folder.
+who do not tell red from green tell these apart; tests simulate what they see.
 """
 
 from __future__ import annotations

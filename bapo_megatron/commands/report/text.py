@@ -1,7 +1,7 @@
 """Formatting of report pages: jinja templates, numbers as text, table cells, plots as data URIs.
 
 Values are escaped for HTML when a template is rendered; a value that it asks for and is not given is an
-error. Used in this folder.
+error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Filters of dataset preparation: duplicates, contamination, difficulty, length, scorability.
 
 A filter is a function that gives the reason why a row is dropped, or None. It sees only the rows that the
-filters before it keep; RowError for an invalid row. ``command.py`` applies them. Used by ``card.py`` and
-``command.py``.
+filters before it keep; RowError for an invalid row. ``command.py`` applies them.
 """
 
 from __future__ import annotations

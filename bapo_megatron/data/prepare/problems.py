@@ -9,7 +9,7 @@ box, ``final_answer``, ``expected_answer``, ``label`` or ``tests``. Names may be
 The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
 ask for that form gets an instruction, unless the reward reads neither (the user's own, an endpoint's, a
 task's) or the options say otherwise. Then the other instructions are removed, which contradict it: DAPO's, a
-line "Answer:", and that of verl's GSM8K, ``####``. Used by ``card.py``, ``filters.py`` and ``command.py``.
+line "Answer:", and that of verl's GSM8K, ``####``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 ``open_source`` makes one. CHAMP's 270 contest problems come in the package champ-dataset; only those are read
 whose answer is a number: the others are words, or formulas in plain text. Each source has ``name``,
-``digest()``, and ``rows()``, which may be called again: ``command.py`` reads all rows twice. Used by
-``command.py``.
+``digest()``, and ``rows()``, which may be called again: ``command.py`` reads all rows twice.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ Read are the forms in which the templates of the models that are trained here as
     <tool_call><function=add><parameter=a>1</parameter></function></tool_call>             Qwen3-Coder
     {"name": "add", "parameters": {"a": 1}}, alone, maybe behind <|python_tag|>            Llama 3.1, 3.2
 
-Only the standard library is imported: an environment may run in an interpreter of its own. Used by
-``calculator.py``, ``python_tool.py`` and ``environment/adapters/``.
+Only the standard library is imported: an environment may run in an interpreter of its own.
 """
 
 from __future__ import annotations

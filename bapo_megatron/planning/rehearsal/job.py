@@ -4,7 +4,7 @@ A rehearsal patches torch for good. So one host process imports everything once,
 rank; the caller's process stays unpatched. A rank that fails or is killed is a result with an error.
 
 ConfigError for a stage or a rank that the layout does not have, for flags that exclude each other, and for
-layers that are not there. Used by ``commands/plan.py`` and ``commands/cluster/job.py``.
+layers that are not there.
 """
 
 from __future__ import annotations

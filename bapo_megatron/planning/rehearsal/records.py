@@ -1,7 +1,6 @@
 """Records of a rehearsal as plain data: the request for a rank, and its metered result.
 
-Both can be pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes. Used in this
-folder and ``planning/rehearsal/fake/``.
+Both can be pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes.
 """
 
 from __future__ import annotations

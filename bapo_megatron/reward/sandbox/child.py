@@ -3,7 +3,7 @@
 Three: the first, which enters the namespaces; the server, process 1 inside them, which sets up the isolation,
 takes cases and gives results, but runs no tested code; and for each case a fork, which does. Their
 interpreter is isolated (``python -I``, or what that stands for), and loads only those modules of this package
-that are imported here. Used by ``sandbox.py``.
+that are imported here.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Its API is that of github.com/bytedance/SandboxFusion: ``POST /run_code`` with ``code``, ``stdin``,
 ``run_timeout`` and ``memory_limit_MB`` gives ``status`` and ``run_result`` (``status``, ``return_code``,
 ``stdout``). Expected outputs stay here, as with the sandbox of this machine. Calls block; SandboxError if the
-server fails. Used by ``reward/code.py`` and ``reward/functions.py``.
+server fails.
 """
 
 from __future__ import annotations

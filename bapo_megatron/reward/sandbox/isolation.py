@@ -4,7 +4,7 @@ Runs in the sandbox's own processes (child.py), and imports no package of others
 `enter_namespaces`, then `confine_sandbox` (file system, user, Landlock). For each program: `confine_program`
 (limits, system call filter, audit hook). A wall is one of these layers; one that this kernel does not grant
 leaves a note, or is covered by another; the file system needs the namespaces. ``box`` is the sandbox's
-directory. Used by ``child.py``, ``environment/tools/python_tool.py`` and ``reward/worker.py``.
+directory.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ rewards need every one, and ``checked_sandbox``, a preflight by a trial program,
 some, unless ``reward.allow_weak_sandbox`` is set.
 
 A case's limit counts its processor time and its sleep, not the clock: a busy or paused machine makes no
-program slow. Used in ``commands/``, ``environment/``, ``evaluation/``,
-``reward/``, ``trainer/`` and this folder.
+program slow.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Any causal language model of transformers works; it is meant for small ones. Requests that arrive in one turn
 of the event loop, while no batch is computed, are one batch. Sampled tokens depend on the request (seed,
 prefix) and the weights, and on the batch only through the rounding of matrix products: with the rounds of
-``LocalBackend`` a run without overlap always forms the same batches and samples the same tokens. Used by
-``backend.py``.
+``LocalBackend`` a run without overlap always forms the same batches and samples the same tokens.
 """
 
 from __future__ import annotations

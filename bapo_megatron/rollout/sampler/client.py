@@ -1,6 +1,6 @@
 """The trainer's client of the sampler process: RPC through a pipe, restart of a process that dies or hangs.
 
-On rank 0; the other end is ``process.py``. Used in ``rollout/weight_sync/`` and ``trainer/``.
+On rank 0; the other end is ``process.py``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Admission is back-pressure: it bounds how far sampling runs ahead of the trainer. (AReaL bounds staleness in
 the same way, arXiv 2505.24298, with samples for groups.) The dispatcher schedules the requests of admitted
 groups, one segment of a response at a time: an engine's answer to one request, the next tokens of a response,
-at most ``rollout.segment_tokens``. Used by ``group_sampler.py`` and ``loop.py``.
+at most ``rollout.segment_tokens``.
 """
 
 from __future__ import annotations

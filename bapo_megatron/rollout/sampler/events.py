@@ -3,8 +3,7 @@
 ``SamplerLoop`` commits the records, then ``SamplerState.apply`` changes the state by them. At the end the
 first records of a journal that begins at a checkpoint: of a fork, or after the journal was lost. A checkpoint
 has the sampler's position in the dataset and the prompts of unfinished groups, without their tokens: these
-prompts are sampled again, first. A fork with another order of prompts starts its dataset anew. Used in
-this folder and by ``trainer/resume.py``.
+prompts are sampled again, first. A fork with another order of prompts starts its dataset anew.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 The journal, a write-ahead log of all that was sampled, is the state that outlives the process. The batch
 builder selects the finished groups of a step, and writes the step's file.
-Used by ``process.py`` and ``benchmarks/sampler_scale.py``.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ The file is written atomically at the end; an evaluation that a kill interrupts 
 
 ``whole_response`` sends a request for each segment, or in `bapo eval` for the whole response or turn; a lost
 engine costs the request in flight only. Responses for training go through ``dispatcher.py`` instead, which
-journals them. Both follow the state machine of ``response.py``. Used by ``evaluation/run.py`` and
-``process.py``.
+journals them. Both follow the state machine of ``response.py``.
 """
 
 from __future__ import annotations

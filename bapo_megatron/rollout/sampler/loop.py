@@ -3,7 +3,7 @@
 One task wakes up at every change. It writes all queued events and returned segments in one commit, and only
 then applies them. It opens new groups as admission allows, and sends requests to engines (both
 ``dispatcher.py``), and turns to their environments (``stepper.py``). Complete groups are scored
-(``scoring.py``). Used by ``group_sampler.py``.
+(``scoring.py``).
 """
 
 from __future__ import annotations

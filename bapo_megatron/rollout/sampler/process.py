@@ -4,7 +4,6 @@
 a ``Setup``; then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
 ``("error", kind, text, events)``, with heartbeats before it, which stop where this process hangs. When the
 trainer ends the pipe closes, and this process ends, too: all that it has told the trainer is in the journal.
-Used by ``client.py`` and ``trainer/build.py``.
 """
 
 from __future__ import annotations

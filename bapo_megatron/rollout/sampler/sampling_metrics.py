@@ -1,7 +1,6 @@
 """Metrics of a step's groups and of what was sampled: rewards, lengths, episodes; an account of all tokens.
 
-Episodes are those of environments: turns, given tokens, failures, and what the environments reported. Used by
-``group_sampler.py``.
+Episodes are those of environments: turns, given tokens, failures, and what the environments reported.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ Steps: ``served`` is the last step that got its groups; the weights of step s ar
 initial ones).
 
     lag of a group at step t = (t - 1) - (step of the weights of its oldest token)      0 is on-policy
-
-Used in this folder.
 """
 
 from __future__ import annotations

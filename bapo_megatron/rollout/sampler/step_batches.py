@@ -6,7 +6,7 @@ The sampler's process writes them; rank 0 of the trainer reads a file as a whole
 rank its own samples (``step_columns.py``). A file holds a JSON header, the prompts' ids, and an array for
 each column of the responses (``types.RESPONSE_COLUMNS``), in numpy's zip format: it is bit-exact, and
 checksums show damage. Routes, thirty times as large as all else, are in a file beside it
-(``data/routes.py``). Used in ``commands/``, this folder and ``trainer/``.
+(``data/routes.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A turn of a model and what it is given next: the question to its environment, and the answer as tokens.
 
 And the start of environments, one for each source of prompts or for all: their checks before any work, and
-their parts in the process that samples. Used in ``evaluation/``, ``trainer/`` and this folder.
+their parts in the process that samples.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Weight sync by disk: one Hugging Face folder per version on a file system that engines read.
 
 All ranks of the first replica write in parallel: the all-gather gives each of them every tensor, and each
-writes its share to files of its own. Rank 0 makes a temporary folder first, and renames it last. Used in
-this folder and ``trainer/``.
+writes its share to files of its own. Rank 0 makes a temporary folder first, and renames it last.
 """
 
 from __future__ import annotations

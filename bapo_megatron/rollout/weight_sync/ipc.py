@@ -16,7 +16,7 @@ was read, and readers decrement a dummy counter. They do not wait for a CUDA eve
 opens one for each handle and closes none: the stream is synchronized before a handle is made.
 
 Fallback: an engine that fails to receive is ended; the weights are written to disk once, and its new server
-loads them. Opened by its path in ``config/transports.py``. Used by ``planning/rehearsal/program.py``.
+loads them. Opened by its path in ``config/transports.py``.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Written by rank 0 through ``Recorder``, in a rollout-only run through ``RolloutRecord``. The files are the
 record of the run. TensorBoard is written in this process. Every other tracker (W&B, trackio, MLflow), which
 may hang, fail or be slow, gets a process that follows the files (``following.py``): no call but ``close``
-waits for a tracker, and its problems are events and warnings, never errors. Used in ``trainer/`` and this
-folder.
+waits for a tracker, and its problems are events and warnings, never errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The progress display of a run: live in a terminal, one plain line a step in a log file.
 
-On rank 0, through ``Recorder``. It shows metrics, and reads none from disk. Used by ``recorder.py`` and
-``trainer/rollout_only.py``.
+On rank 0, through ``Recorder``. It shows metrics, and reads none from disk.
 """
 
 from __future__ import annotations

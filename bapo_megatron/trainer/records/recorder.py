@@ -3,8 +3,7 @@
 ``Recorder`` is on rank 0 alone. If none of the first 16 stale updates, or of 64 later ones, has moved BAPO's
 bounds, it says once for such a stretch which fixed bounds the run equals in it. Around it are two context
 managers: ``sending_events`` outside, the life of the process that sends events (``runtime/event_sender.py``),
-and ``recorded_end`` inside, so that the end (done, preempted, stopped, failed) is sent, too. Used by
-``train.py`` and in ``trainer/``.
+and ``recorded_end`` inside, so that the end (done, preempted, stopped, failed) is sent, too.
 """
 
 from __future__ import annotations

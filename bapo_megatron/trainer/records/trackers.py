@@ -5,7 +5,7 @@ run: an id (W&B, MLflow) or a name (trackio). It runs in a process of its own, a
 is made. Errors of a package or its server are raised, and ``following.py`` tries again. A new tracker is a
 class with the methods of ``Tracker``, an entry in ``TRACKERS`` and one in ``TrackerName`` (config/run.py).
 Secrets (API keys, passwords in URLs) are taken out of what a tracker's package prints or raises, and of the
-configuration that it gets. Used by ``following.py``.
+configuration that it gets.
 """
 
 from __future__ import annotations

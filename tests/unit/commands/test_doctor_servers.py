@@ -340,7 +340,7 @@ def test_mistakes_of_every_kind_are_told_at_once(demo: Callable[..., RunConfig],
         f"model.hf_path={tmp_path / 'none'}: no config.json there",
         *(f"data.sources[{name}].path={tmp_path / name}.jsonl: no such file" for name in ("one", "two")),
         "suite absent: there is neither",
-        f"model.hf_path={tmp_path / 'none'} holds neither",  # the servers' view of it
+        f"model folder {tmp_path / 'none'} holds neither",  # the servers' view of it
     )
     assert [one[: len(text)] for one, text in zip(found, beginnings, strict=True)] == list(beginnings)
 

@@ -3,7 +3,7 @@
     python -m bapo_megatron.rollout.engines.sglang.authorization URL FILE
 
 exits with 0 if the server asks for a key and takes the one in FILE (``slurm/task.sh`` registers it then).
-A server that answers without a key is not sent it. Used in this folder.
+A server that answers without a key is not sent it.
 """
 
 from __future__ import annotations

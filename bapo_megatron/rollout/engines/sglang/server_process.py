@@ -2,7 +2,7 @@
 
 A run's supervisors start servers by ``ServerProcess``; `bapo rollout-server` becomes one by ``serve``. Each
 has a private temporary folder (TMPDIR) for its ZMQ sockets: they unpickle what they receive, in /tmp every
-user could list them, and a killed server leaves them. Used in ``commands/`` and this folder.
+user could list them, and a killed server leaves them.
 """
 
 from __future__ import annotations

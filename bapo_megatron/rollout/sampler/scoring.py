@@ -133,7 +133,7 @@ class FailedScores:
     comes counts. Where none succeeds: in the first step of a run ConfigError, before any update, once a whole
     step's groups wait; later RunStopped after ``outage_minutes``, in which they are tried again and again.
     The journal keeps them without rewards, and a resumed run scores them again. Fewer groups than an outage
-    has are tried once more, and then dropped. Made by ``SamplerLoop``.
+    has are tried once more, and then dropped; so are the first ones of an outage. Made by ``SamplerLoop``.
     """
 
     def __init__(self, groups_per_step: int, outage_minutes: float, report: Report) -> None:
@@ -165,7 +165,8 @@ class FailedScores:
     def passes(self, group: OpenGroup, results: list[RewardResult], is_last_try: bool, now_s: float) -> bool:
         """Whether the results of a group count; if not, the group waits.
 
-        ``is_last_try``: they count in any case. ConfigError if all scores of a first step's groups failed.
+        ``is_last_try``: they count, unless so many groups have failed in a row that what scores is out: a
+        score before that says nothing. ConfigError if all scores of a first step's groups failed.
         """
         if any(one.failure is None for one in results):
             self.scores += 1
@@ -176,7 +177,7 @@ class FailedScores:
             self._since_s = now_s
         is_new = group.number not in self._failed
         self._failed.add(group.number)
-        if self._has_scores and is_last_try:
+        if self._has_scores and is_last_try and len(self._failed) < self._outage_groups:
             return True
         self._waiting[group.number] = group, results
         if not self._has_scores and len(self._waiting) >= self._groups_per_step:
@@ -190,7 +191,7 @@ class FailedScores:
 
         RunStopped if no score has succeeded for ``outage_minutes``.
         """
-        if not self._has_scores:
+        if not self._has_scores or not self._waiting:  # which may have been dropped meanwhile, as too old
             return [], False
         is_outage = len(self._failed) >= self._outage_groups
         if is_outage and now_s - self._since_s >= self._outage_minutes * 60:

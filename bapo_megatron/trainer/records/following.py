@@ -1,11 +1,12 @@
 """Process of a board: sends each row of a run's metrics files to one tracker, in order, with retries.
 
-    python -m bapo_megatron.trainer.records.following RUN NAME RESUME_STEP LIMIT_S
+    python -m bapo_megatron.trainer.records.following RUN NAME RESUME_STEP EVALUATED LIMIT_S
 
 ``metrics_log.py`` starts one for each tracker, with its log as standard output and the run's terminal as
 standard error. It begins after the last step that the board has or, where the board cannot tell, after
-RESUME_STEP, the last step of the run's files. A byte on standard input, or the end of the run's process, is
-the end of the run: the last rows may take LIMIT_S seconds. It ignores the signals to all processes of a job.
+RESUME_STEP, the last step of the run's files (EVALUATED, 0 or 1: whether they have its evaluation). A byte on
+standard input, or the end of the run's process, is the end of the run: the last rows may take LIMIT_S
+seconds. It ignores the signals to all processes of a job.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ Wait = Callable[[float], bool]
 class Follower:
     """Follower of one run for one tracker; ``follow`` returns at the end of the run.
 
-    ``resume_step``: the last step of the run's files when it started. Errors of the tracker are events and
+    ``resume_step``: the last step of the run's files when it started, ``is_evaluated``: whether they have its
+    evaluation. Errors of the tracker are events and
     lines on ``console``, and are tried again after a pause; none is raised.
     """
 
@@ -118,14 +120,16 @@ class Follower:
         root: Path,
         name: str,
         resume_step: int,
+        is_evaluated: bool,
         opened: Callable[[TrackedRun], Tracker],
         wait: Wait,
         console: TextIO,
     ) -> None:
         self._paths, self._name, self._opened = RunPaths(root), name, opened
         self._wait, self._console = wait, console
-        # The evaluation of step 0 comes before the first step.
-        self._sent = (resume_step, True) if resume_step else (-1, True)
+        # The evaluation of step 0 comes before the first step. A run that was stopped in a later one makes it
+        # again, after the step.
+        self._sent = (resume_step, is_evaluated) if resume_step else (-1, True)
         self._is_failing = False
 
     def follow(self) -> bool:
@@ -160,7 +164,8 @@ class Follower:
         return cast("RunEnd", last) if last in ENDS else "killed"
 
     def _write_all(self, tracker: Tracker) -> None:
-        if (last := tracker.last_step()) is not None:
+        last = tracker.last_step()
+        if last is not None and last != self._sent[0]:  # it cannot tell whether it has the evaluation, too
             self._sent = (last, True)
         rows = TrackedRows(self._paths)
         while True:
@@ -203,7 +208,7 @@ def _watch(parent: int, ended: threading.Event, limit_s: float) -> None:
     os._exit(1)
 
 
-def main(root: str, name: str, resume_step: str, limit_s: str) -> int:
+def main(root: str, name: str, resume_step: str, is_evaluated: str, limit_s: str) -> int:
     """Entry point. Exit code 0 if the tracker has every row, 1 if it lacks the last ones."""
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -214,7 +219,8 @@ def main(root: str, name: str, resume_step: str, limit_s: str) -> int:
     ended = threading.Event()
     watch = partial(_watch, os.getppid(), ended, float(limit_s))
     threading.Thread(target=watch, daemon=True).start()
-    follower = Follower(Path(root), name, int(resume_step), TRACKERS[name], cast(Any, ended.wait), console)
+    begun = int(resume_step), is_evaluated == "1"
+    follower = Follower(Path(root), name, *begun, TRACKERS[name], cast(Any, ended.wait), console)
     return 0 if follower.follow() else 1
 
 

@@ -152,7 +152,9 @@ class Boards:
             paths.logs.mkdir(exist_ok=True)
             if not paths.wandb_id.exists():
                 write_atomically(paths.wandb_id, uuid.uuid4().hex)
-        self._processes = {name: _start_board(name, paths, resume_step, catch_up_s) for name in names}
+        is_evaluated = resume_step in evaluation_means(paths.root)
+        arguments = [str(resume_step), str(int(is_evaluated)), str(catch_up_s)]
+        self._processes = {name: _start_board(name, paths, arguments) for name in names}
 
     def check(self) -> None:
         """Report, once each, the processes that have ended: the next start of the run starts them again."""
@@ -187,11 +189,11 @@ class Boards:
         print(f"warning: {message}", flush=True)
 
 
-def _start_board(name: str, paths: RunPaths, resume_step: int, limit_s: float) -> subprocess.Popen[bytes]:
+def _start_board(name: str, paths: RunPaths, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     program = [sys.executable, "-m", "bapo_megatron.trainer.records.following"]
     with paths.tracker_log(name).open("ab") as log:  # in a session of its own: Ctrl-C is for the run
         return subprocess.Popen(
-            [*program, str(paths.root), name, str(resume_step), str(limit_s)],
+            [*program, str(paths.root), name, *arguments],
             env=with_import_path(os.environ),
             stdin=subprocess.PIPE,
             stdout=log,

@@ -13,6 +13,8 @@ import pytest
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.rollout.sampler.scoring import FailedScores
+from bapo_megatron.rollout.sampler.state import OpenGroup
 from bapo_megatron.types import Prompt
 from tests.support.accounts import check_accounts
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
@@ -28,10 +30,11 @@ class Judge:
 
     def __init__(self, fails: Fails) -> None:
         self.fails, self.asked = fails, 0
+        self.lasts_s: Callable[[int], float] = lambda _prompt: 1
+        """From the prompt's number to the seconds of a score."""
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        """After a second."""
-        await asyncio.sleep(1)
+        await asyncio.sleep(self.lasts_s(prompt.prompt_id))
         self.asked += 1
         if self.fails(prompt.prompt_id, response):
             return RewardResult(-2.0, "endpoint", "http://judge: HTTP 503", place="503")
@@ -185,3 +188,46 @@ async def test_a_run_whose_steps_have_one_group_notices_an_outage(tmp_path: Path
         with pytest.raises(RunStopped, match="2 groups in a row have no score"):
             await one.sampler.next_batch(2, 800)
         one.kill()
+
+
+async def test_an_outage_that_pauses_for_one_score_costs_few_groups(tmp_path: Path) -> None:
+    """A judge that is overloaded scores one group, and fails as soon as all that wait come at once."""
+    one = World(tmp_path, [ScriptedEngine(answer)], 40, Judge(lambda *_: False), prompts_per_step=16)
+    async with one.sampling():
+        await one.train(1)
+        one.score.fails = lambda prompt, response: True
+        assert await one.sampler.next_batch(2, 120) is None
+        paused = iter(range(3))
+        one.score.fails = lambda prompt, response: next(paused, None) is None
+        assert await one.sampler.next_batch(2, 120) is None
+        one.score.fails = lambda prompt, response: False
+        batch = await one.train(2)
+    assert batch.metrics["rollout/groups_failed"] < 8
+    assert len([event for event in one.events if event["kind"] == "reward_outage"]) == 2
+
+
+async def test_groups_that_were_being_scored_as_an_outage_began_are_kept(tmp_path: Path) -> None:
+    """Another had a score while these were asked for, which says nothing of the judge now."""
+    one = World(tmp_path, [ScriptedEngine(answer)], 40, Judge(lambda *_: False), prompts_per_step=16)
+    judge = one.score
+    async with one.sampling():
+        await one.train(1)
+        judge.lasts_s = lambda prompt: 1 if prompt == 16 else 60
+        judge.fails = lambda prompt, response: prompt != 16
+        assert await one.sampler.next_batch(2, 90) is None
+        judge.lasts_s, judge.fails = lambda _prompt: 1, lambda prompt, response: False
+        batch = await one.batch(2, wait_s=120)
+    assert batch.metrics["rollout/groups_failed"] < 8
+    assert "reward_outage" in one.event_kinds()
+
+
+def test_an_outage_whose_groups_were_all_dropped_meanwhile_has_nothing_to_score() -> None:
+    """As too old, by new weights: the trainer may still have groups of before the outage."""
+    scores = FailedScores(4, 1.0, lambda *_, **__: None)
+    groups = [OpenGroup(number, 0, number, [], 0) for number in range(5)]
+    assert scores.passes(groups[4], [RewardResult(1.0, score=1.0)], False, 0.0)
+    for group in groups[:4]:
+        assert not scores.passes(group, [RewardResult(0.0, "time")], False, 0.0)
+    for group in groups[:4]:
+        scores.forget(group.number)
+    assert scores.to_score_again(61.0) == ([], False)

@@ -104,10 +104,17 @@ class Waits:
         return self.left <= 0
 
 
-def follow(run: FilesOfRun, store: Store, resume_step: int = 0, wait: Waits | None = None) -> bool:
+def follow(
+    run: FilesOfRun,
+    store: Store,
+    resume_step: int = 0,
+    wait: Waits | None = None,
+    is_evaluated: bool = True,
+) -> bool:
     """Follow what is in the files, by default as a run's last rows."""
     console = io.StringIO()
-    done = Follower(run.paths.root, "fake", resume_step, store.client, wait or Waits(0), console).follow()
+    begun = resume_step, is_evaluated
+    done = Follower(run.paths.root, "fake", *begun, store.client, wait or Waits(0), console).follow()
     run.printed = console.getvalue()
     return done
 
@@ -340,3 +347,33 @@ def test_a_problem_has_no_keys(run: FilesOfRun, monkeypatch: pytest.MonkeyPatch)
     store.failures = [OSError("no abcdef0123 at https://a:b@host")]
     assert not follow(run, store)
     assert run.told == [("tracker_failed", "fake: OSError: no *** at https://***@host; it is tried again")]
+
+
+@pytest.mark.parametrize("can_tell", [False, True])
+def test_an_evaluation_that_a_resumed_run_makes_again_is_sent(run: FilesOfRun, can_tell: bool) -> None:
+    """The run was stopped in the evaluation after its last step, which has a checkpoint."""
+    store = Store()
+    store.can_tell = can_tell
+    store.rows = [row(1), row(2)]
+    for step in (1, 2, 3):
+        run.step(step)
+    run.evaluation(2)
+    assert follow(run, store, resume_step=2, is_evaluated=False)
+    assert store.rows == [row(1), row(2), evaluation(2), row(3)]
+
+
+def test_an_evaluation_that_a_board_did_not_take_is_sent_again(run: FilesOfRun) -> None:
+    store = Store()
+    run.step(1)
+    run.evaluation(1)
+    failures = [OSError("gone")]
+
+    class Failing(Client):
+        def write(self, step: int, metrics: dict[str, float]) -> None:
+            if "eval/mean" in metrics and failures:
+                raise failures.pop()
+            super().write(step, metrics)
+
+    store.client = lambda _run: Failing(store)  # type: ignore[method-assign]
+    assert follow(run, store, wait=Waits(2))
+    assert store.rows == [row(1), evaluation(1)]

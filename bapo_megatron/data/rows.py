@@ -162,7 +162,7 @@ def _own_keys(kind: pyarrow.DataType) -> Callable[[Any], Any]:
     if isinstance(kind, pyarrow.StructType):
         keys = {field.name: _own_keys(field.type) for field in kind}
         return lambda found: found and {k: of(found[k]) for k, of in keys.items() if found[k] is not None}
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+    if isinstance(kind, (pyarrow.ListType, pyarrow.LargeListType, pyarrow.FixedSizeListType)):
         of = _own_keys(kind.value_type)
         return of if of is _unchanged else lambda found: found and [of(one) for one in found]
     return _unchanged

@@ -51,6 +51,7 @@ _DOLLAR = re.compile(r"(?<!\\)\$")
 _SCIENTIFIC = re.compile(r"([+-]?[0-9]{1,40}(?:\.[0-9]{1,40})?)[eE]([+-]?[0-9]{1,4})")
 _EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])")
 _IN_A_BASE = re.compile(r"-?[0-9A-Fa-f]+_\{?([0-9]{1,3}|[a-z]+)\}?")
+_MODULUS = re.compile(r"\\[bp]?mod(?![a-z])[\s{]{0,9}([0-9]{1,40}|[a-z])")
 _BASE_NAMES = "two three four five six seven eight nine ten eleven twelve"
 _BASES = {name: base for base, name in enumerate(_BASE_NAMES.split(), 2)}
 _ANY_WORD = re.compile(r"[A-Za-z][a-z]{2,}|[Nn]o")
@@ -165,16 +166,19 @@ def spelled(answer: str) -> str:
 
 
 def _unmarked(answer: str) -> str:
-    """The answer without Markdown's stars and underscores, dollar signs in pairs, and the final point."""
-    text = answer.strip()
-    for mark in ("**", "__"):
+    """The answer without Markdown's marks, dollar signs in pairs, and the final point."""
+    text = _unpointed(answer.strip())
+    for mark in ("**", "__", "*", "_", "`"):
         if text.startswith(mark) and text.endswith(mark) and len(text) > 2 * len(mark):
             text = text[len(mark) : -len(mark)].strip()
     if len(_DOLLAR.findall(text)) % 2 == 0:
         text = _DOLLAR.sub("", text).strip()
-    if text.endswith(".") and not text.endswith(("..", r"\right.")):
-        text = text[:-1].rstrip()
-    return text
+    return _unpointed(text)
+
+
+def _unpointed(text: str) -> str:
+    ends = text.endswith(".") and not text.endswith(("..", r"\right."))
+    return text[:-1].rstrip() if ends else text
 
 
 def _mixed(number: re.Match[str]) -> str:
@@ -260,6 +264,11 @@ def base_of(answer: str) -> int | str | None:
     if number is None:
         return None
     return int(number[1]) if number[1].isdigit() else _BASES.get(number[1], number[1])
+
+
+def moduli(answer: str) -> list[str]:
+    r"""The moduli that an answer names: ``7`` of ``x \equiv 5 \mod 7``."""
+    return _MODULUS.findall(answer)
 
 
 def number_sides(answer: str) -> list[list[str]]:

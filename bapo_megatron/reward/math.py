@@ -20,6 +20,7 @@ from bapo_megatron.reward.answer_text import (
     final_answer,
     has_numbers_side_by_side,
     last_boxed,
+    moduli,
     named_operations,
     spelled,
     unstyled,
@@ -41,7 +42,8 @@ INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 
 _STANDS_FOR_NOTHING = frozenset(
     (
-        *("proof", "notfound", "nan", "null", "n/a", "na", "nil", "unknown", "todo", "tbd", "seesolution"),
+        *("proof", "notfound", "nan", "null", "n/a", "na", "nil", "unknown", "todo", "tbd", "fixme", "unk"),
+        *("seesolution", "seeabove", "seebelow", "seeexplanation", "notavailable", "notprovided"),
         *("noanswer", "{}", "[]", "()", r"\{\}"),
     )
 )
@@ -131,9 +133,10 @@ def answers_equal(
         return False
     if {brackets(expected), brackets(given)} == {"{", "("}:  # a set is neither a point nor an interval
         return False
-    bases = base_of(expected), base_of(given)
-    if None not in bases and bases[0] != bases[1]:  # which math-verify does not read
-        return False
+    for named in (base_of, moduli):  # which math-verify does not read
+        one, other = named(expected), named(given)
+        if one and other and one != other:
+            return False
     return (equal or partial(_math_verify().ask, "equal"))(expected, given, allow_operations)
 
 

@@ -105,6 +105,15 @@ def test_objects_in_columns_have_the_keys_of_their_own_row(tmp_path: Path) -> No
     assert list(HubSource("", datasets.Dataset(table)).rows()) == OBJECTS
 
 
+@pytest.mark.parametrize("many", [pyarrow.list_, pyarrow.large_list, lambda of: pyarrow.list_(of, 1)])
+def test_objects_in_every_kind_of_list_have_their_own_keys(many: Any, tmp_path: Path) -> None:
+    path, kind = tmp_path / "rows.parquet", many(pyarrow.struct({"a": pyarrow.int64(), "b": pyarrow.int64()}))
+    expected = [{"of": [{"a": 1}]}, {"of": [{"b": 2}]}]
+    column = pyarrow.array([row["of"] for row in expected], kind)
+    pyarrow.parquet.write_table(pyarrow.table({"of": column}), path)
+    assert read_rows(path) == expected
+
+
 def test_columns_of_json_are_what_they_say(tmp_path: Path) -> None:
     """``datasets`` writes them for values of several types; elsewhere in a row, too."""
     path, kind = tmp_path / "rows.parquet", pyarrow.json_()

@@ -130,6 +130,7 @@ def test_the_name_of_a_value(answer: str, split: tuple[str, str]) -> None:
     "truth",
     [
         *("None", "NA", "nil", "unknown", "TODO", "see solution", "{}", r"\text{unknown}", "[]", "No answer"),
+        *("FIXME", "unk", "See above", r"\text{not available}"),
     ],
 )
 def test_a_place_holder_is_no_truth(truth: str) -> None:
@@ -139,6 +140,24 @@ def test_a_place_holder_is_no_truth(truth: str) -> None:
 @pytest.mark.parametrize("truth", [r"\text{none}", "undefined", r"\emptyset", r"\text{no solution}"])
 def test_an_answer_that_there_is_none_is_a_truth(truth: str) -> None:
     assert check_ground_truth(truth) is None
+
+
+@pytest.mark.parametrize("answer", ["*73*", "_73_", "`73`", "***73***", "**73**.", "**73.**"])
+def test_marks_of_markdown_do_not_count(answer: str) -> None:
+    assert right("73", answer)
+    assert not right("74", answer)
+
+
+@pytest.mark.parametrize(
+    ("truth", "same", "other"),
+    [
+        (r"x\equiv 5\mod 7", r"x\equiv 5\mod{7}", r"x\equiv 5\mod 8"),
+        (r"5\mod 7", r"5\mod{ 7 }", r"5\mod{8}"),
+    ],
+)
+def test_the_modulus_counts(truth: str, same: str, other: str) -> None:
+    assert right(truth, same)
+    assert not right(truth, other)
 
 
 def test_wide_spaces_between_numbers_are_refused() -> None:

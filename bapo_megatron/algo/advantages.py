@@ -19,6 +19,9 @@ ROUNDING = 2.0**-22
 """Relative difference of rewards that counts as none, two roundings of float32: 0.1 + 0.2 and 0.3, or a score
 that a model's server gave as float32 beside the same one."""
 
+SMALLEST_DIFFERENCE = 1e-12
+"""Difference of rewards that counts as none, however small they are: 0.1 + 0.2 - 0.3 and 0."""
+
 LARGEST_REWARD = 1e18
 """Largest size of a reward: its square, which the standard deviation and losses need, is a float32."""
 
@@ -50,12 +53,12 @@ def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo"
 
 
 def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:
-    """Whether all rewards of a group are equal, but for ``ROUNDING``: every advantage is then zero, and so is
-    its policy gradient.
+    """Whether all rewards of a group are equal, but for ``ROUNDING`` and ``SMALLEST_DIFFERENCE``: every
+    advantage is then zero, and so is its policy gradient.
 
     Dynamic sampling (DAPO): with ``rollout.drop_uniform_groups`` the sampler drops such groups.
     """
     if len(rewards) == 0:
         return True
     rewards_G = np.asarray(rewards, dtype=np.float64)
-    return bool(np.ptp(rewards_G) <= ROUNDING * np.abs(rewards_G).max())
+    return bool(np.ptp(rewards_G) <= max(SMALLEST_DIFFERENCE, ROUNDING * np.abs(rewards_G).max()))

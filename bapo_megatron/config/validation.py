@@ -130,7 +130,7 @@ def _pack_problems(run: RunConfig) -> Iterator[str]:
     multiple, needed = run.parallel.length_multiple, run.parallel.pack_tokens_for(longest)
     if run.batch.pack_tokens >= needed:
         return
-    cut = f", rounded up to a multiple of {multiple} for this layout," if needed > longest else ""
+    cut = f", rounded up to a multiple of {multiple} for this layout" if needed > longest else ""
     yield (
         f"batch.pack_tokens={run.batch.pack_tokens} is smaller than data.max_prompt_tokens + "
         f"rollout.max_response_tokens = {longest}{cut}: a full-length sequence would not fit; "

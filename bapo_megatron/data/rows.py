@@ -108,7 +108,8 @@ def _json(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path}, row {number} (the first is 0): cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError too
         form = "" if number else "; a file of rows has one object a line, or is one list of objects"
-        raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {error}{form}") from error
+        why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {why}{form}") from error
 
 
 def _text(path: Path) -> TextIO:

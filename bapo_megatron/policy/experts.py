@@ -77,17 +77,29 @@ class UpdateTally:
     """Whether the packs have routes; else ``totals`` and ``counts`` stay zero."""
     layers: int
     sums: Tensor
+    keeps_keys: bool = False
+    """Whether engines keep keys and values of older weights (``on_update=in_place``)."""
 
     @classmethod
     def of(
-        cls, batches: Sequence[MicroBatch], version: int, config: TransformerConfig, device: torch.device
+        cls,
+        batches: Sequence[MicroBatch],
+        version: int,
+        config: TransformerConfig,
+        device: torch.device,
+        keeps_keys: bool = False,
     ) -> UpdateTally | None:
         """A tally of nothing yet; None for a model without experts."""
         if not config.num_moe_experts:
             return None
         length = _TOTALS + _COUNTS + config.num_layers * (config.num_moe_experts + 2)
         sums = torch.zeros(length, dtype=torch.float64, device=device)
-        return cls(version, batches[0].route_TLK is not None, config.num_layers, sums)
+        return cls(version, batches[0].route_TLK is not None, config.num_layers, sums, keeps_keys)
+
+    def same_weights(self, part: MicroBatch) -> Tensor:
+        """bool [T]: the trained tokens at which an engine had the present weights, as of the engine gap."""
+        version_T = part.oldest_version_T if self.keeps_keys else part.version_T
+        return (part.mask_T > 0) & (version_T == self.version)
 
     @property
     def totals(self) -> Tensor:

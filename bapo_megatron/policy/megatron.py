@@ -60,13 +60,15 @@ class MegatronPolicy:
         planned_updates: int,
         temperature: float = 1.0,
         reader: TensorReader | None = None,
+        keeps_keys: bool = False,
     ) -> None:
         """Build the model of an HF folder with its weights, optimizer and learning-rate schedule.
 
         ``temperature`` divides the logits, as in sampling. ``reader``: source of the weights; None: the
-        folder.
+        folder. ``keeps_keys``: as of ``UpdateTally``.
         """
         self.version = 0
+        self._keeps_keys = keeps_keys
         self._parallel = parallel
         self.device = select_device()
         shape = read_model_shape(model.hf_path)
@@ -163,7 +165,7 @@ class MegatronPolicy:
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        tally = UpdateTally.of(batches, self.version, self._config, self.device)
+        tally = UpdateTally.of(batches, self.version, self._config, self.device, self._keeps_keys)
         sums = self._passes.backward(batches, loss, tally)
         routes = experts = None
         if tally is not None:

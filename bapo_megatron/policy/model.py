@@ -204,7 +204,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         first, count = self.decoder.layers[0].layer_number, len(self.decoder.layers)
         # From the host, this chunk's layers alone: a stage of many would hold those of all packs in flight.
         route_TLK = part.route_TLK[:, first - 1 : first - 1 + count].to(device, non_blocking=True)
-        same_T = (part.mask_T > 0) & (part.version_T == (-1 if tally is None else tally.version))
+        same_T = torch.zeros_like(part.mask_T > 0) if tally is None else tally.same_weights(part)
         route_TLK, known_T, same_T = map(self._routed_here, (route_TLK, ~unknown_T(route_TLK), same_T))
         counts = None if tally is None else tally.counts
         return PackRoutes(route_TLK, known_T, same_T, first, part.replays_routes, counts)

@@ -177,8 +177,14 @@ def _handover(
 
 
 def _update_loss(config: RunConfig) -> UpdateLoss:
-    keeps_keys = getattr(config.rollout.engine_config, "on_update", None) == "in_place"
-    return UpdateLoss(config.algorithm, config.batch.hold_forwards, config.data.source_names, keeps_keys)
+    return UpdateLoss(
+        config.algorithm, config.batch.hold_forwards, config.data.source_names, _keeps_keys(config)
+    )
+
+
+def _keeps_keys(config: RunConfig) -> bool:
+    """Whether engines keep keys and values of older weights for the responses in flight."""
+    return getattr(config.rollout.engine_config, "on_update", None) == "in_place"
 
 
 def build_policy(config: RunConfig, reader: TensorReader | None = None) -> MegatronPolicy:
@@ -194,6 +200,7 @@ def build_policy(config: RunConfig, reader: TensorReader | None = None) -> Megat
         config.planned_updates,
         config.rollout.temperature,
         reader,
+        _keeps_keys(config),
     )
 
 

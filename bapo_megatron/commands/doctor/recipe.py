@@ -267,7 +267,7 @@ def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterat
             passed.append(check())
             continue
         except ConfigError as error:
-            found = [one for one in str(error).splitlines() if one.partition("=")[0] not in wrong_fields]
+            found = [one for one in _messages(str(error)) if one.partition("=")[0] not in wrong_fields]
             if number == 0:
                 wrong_fields = {one.partition("=")[0] for one in found}
         except Exception as error:  # a check that crashes is reported like one that fails
@@ -277,6 +277,12 @@ def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterat
             found = [f"{type(error).__name__} in {where.name}: {one_line(error)}"]
         yield from (problem for problem in found if problem not in told)
         told.update(found)
+
+
+def _messages(text: str) -> list[str]:
+    """The problems of an error, a line each, or one whose first line ends in a colon: a list with its fix."""
+    first, *rest = text.splitlines()
+    return [f"{first} {'; '.join(rest)}"] if first.endswith(":") else [first, *rest]
 
 
 def facts_of(config: RunConfig) -> RecipeFacts:

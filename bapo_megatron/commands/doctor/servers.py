@@ -63,13 +63,14 @@ _KEY_FILE = f"name its file with rollout.sglang.api_key_file or {VARIABLE}"
 
 def server_rows(facts: RecipeFacts) -> Iterator[DoctorRow]:
     """The rows of every server in ``rollout.sglang.urls``; all servers are asked in parallel."""
-    if not facts.urls:
+    urls = [url for url in facts.urls if "://" in url]  # others are among the recipe's problems
+    if not urls:
         return
-    with ThreadPoolExecutor(len(facts.urls)) as pool:
-        answers = list(pool.map(lambda url: rows_of(url.rstrip("/"), facts), facts.urls))
+    with ThreadPoolExecutor(len(urls)) as pool:
+        answers = list(pool.map(lambda url: rows_of(url.rstrip("/"), facts), urls))
     for rows, _ in answers:
         yield from rows
-    versions = {url: version for url, (_, version) in zip(facts.urls, answers, strict=True) if version}
+    versions = {url: version for url, (_, version) in zip(urls, answers, strict=True) if version}
     if len(set(versions.values())) > 1:
         told = ", ".join(f"{url}: {version}" for url, version in versions.items())
         fix = "start them again, so that all have version 0"

@@ -192,7 +192,7 @@ def _check_result(card: Card, options: PrepareOptions) -> None:
     first = "".join(f"\n{one.source}, row {one.row}: {one.why}" for one in distinct[:5])
     if len(card.invalid) > options.max_invalid * rows:
         raise ConfigError(
-            f"{len(card.invalid)} of {rows} rows are invalid, more than max_invalid={options.max_invalid}; "
+            f"{len(card.invalid)} of {rows} rows are invalid, more than --max-invalid {options.max_invalid}; "
             f"nothing was written. The first (rows count from 0):{first}"
         )
     if not card.kept:

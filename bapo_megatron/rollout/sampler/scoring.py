@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bapo_megatron.algo.advantages import LARGEST_REWARD
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
@@ -106,13 +107,18 @@ async def response_score(
     scorer: Scorer, prompt: Prompt, response: Response, text: str, failed: float
 ) -> RewardResult:
     """The result of a complete response: ``failed`` if its environment failed; else the sum of what that
-    gave; else ``scorer``'s reward for ``text``, the model's last turn."""
+    gave; else ``scorer``'s reward for ``text``, the model's last turn. A failure if no advantage can be
+    computed from it."""
     episode = response.episode
     if episode.failure is not None:
         return RewardResult(failed, "environment", f"{episode.failure}: {episode.detail}")
     if episode.reward is not None:
-        return RewardResult(episode.reward, score=episode.reward)
-    return await scorer.score(prompt, text, response.sampled_tokens)
+        found = RewardResult(episode.reward, score=episode.reward)
+    else:
+        found = await scorer.score(prompt, text, response.sampled_tokens)
+    if abs(found.reward) <= LARGEST_REWARD:
+        return found
+    return RewardResult(failed, "not finite", f"{found.reward:g}: a reward may be as large as 1e18")
 
 
 ScoredGroup = tuple[OpenGroup, list[RewardResult]]

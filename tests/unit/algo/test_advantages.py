@@ -66,6 +66,7 @@ def test_a_reward_that_no_float32_holds_is_refused(kind: str) -> None:
         ([0.1 + 0.2, 0.3] * 4, True),
         ([float(np.float32(0.35)), 0.35], True),
         ([-1e8, np.nextafter(-1e8, 0)], True),
+        ([0.1 + 0.2 - 0.3, 0.0] * 4, True),
         *(([1.0, 1.0 - 1e-6], False), ([0.0, 1e-9], False), ([0.0, 0.0], True)),
     ],
 )

@@ -368,6 +368,24 @@ def test_weights_that_are_absent_hide_no_mistake_of_the_layout(
     assert "parallel.tensor=3 does not divide" in str(raised.value).splitlines()[1]
 
 
+def test_a_message_with_its_fix_is_one_problem(
+    demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(_config: object) -> None:
+        raise ConfigError(
+            "the run r was started with other settings:\nseed: 1 in the run, 2 now\ngive it back"
+        )
+
+    monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", other)
+    monkeypatch.setattr("bapo_megatron.trainer.preflight._check_engine", lambda _config: None)
+    one = "the run r was started with other settings: seed: 1 in the run, 2 now; give it back"
+    assert list(problems_of(demo())) == [one]
+
+
+def test_an_address_that_the_recipe_s_check_refuses_is_not_asked() -> None:
+    assert list(server_rows(facts("localhost:3000"))) == []
+
+
 def test_a_check_that_raises_is_reported(
     demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

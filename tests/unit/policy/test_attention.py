@@ -6,7 +6,7 @@ import math
 import types
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -189,6 +189,16 @@ def test_tokens_and_entropies_by_hand(tally: UpdateTally, pre_softmax: bool) -> 
     assert float(tally.load_LC[1, 5]) == pytest.approx(3 * ENTROPY, rel=1e-6)
     routed(choice, pre_softmax)
     assert tally.load_LC[1, 4] == 3, "a layer counts where it is told to, once"
+
+
+def test_engines_that_keep_keys_have_other_routes_behind_tokens_of_older_weights() -> None:
+    pack = MicroBatch.of((0, 4))
+    pack.mask_T[:3], pack.version_T[:] = 1, torch.tensor([5, 5, 4, 5])
+    pack.oldest_version_T[:] = torch.tensor([5, 4, 4, 5])
+    for keeps_keys, expected in ((False, [True, True, False, False]), (True, [True, False, False, False])):
+        tally = UpdateTally.of([pack], 5, cast(Any, Model()), torch.device("cpu"), keeps_keys)
+        assert tally is not None
+        assert tally.same_weights(pack).tolist() == expected
 
 
 def test_a_pass_without_gradients_counts_nothing(tally: UpdateTally) -> None:

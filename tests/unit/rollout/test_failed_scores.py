@@ -13,7 +13,8 @@ import pytest
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.reward.pool import RewardResult
-from bapo_megatron.rollout.sampler.scoring import FailedScores
+from bapo_megatron.rollout.sampler.response import Episode, Response
+from bapo_megatron.rollout.sampler.scoring import FailedScores, response_score
 from bapo_megatron.rollout.sampler.state import OpenGroup
 from bapo_megatron.types import Prompt
 from tests.support.accounts import check_accounts
@@ -51,6 +52,22 @@ def world(folder: Path, fails: Fails, engine: ScriptedEngine | None = None, **re
 
 def answer(_prompt: int, sample: int) -> str:
     return ("y", "no", "nay")[sample]
+
+
+@pytest.mark.parametrize("rewards", [(1e300,), (1e308, 1e308), (-1e19, None)])
+async def test_a_reward_beyond_all_advantages_is_a_failure(rewards: tuple[float | None, ...]) -> None:
+    """Of an environment, or of a model that scores: else the trainer stops at it, at every start."""
+    nothing: Any = None
+    response = dataclasses.replace(Response(), episode=Episode(rewards=rewards))
+    found = await response_score(nothing, nothing, response, "", -2.0)
+    assert (found.failure, found.reward) == ("not finite", -2.0)
+
+    class Model:
+        async def score(self, *_of: object) -> RewardResult:
+            return RewardResult(rewards[0] or 0.0)
+
+    found = await response_score(Model(), nothing, Response(), "", -2.0)
+    assert (found.failure, found.reward) == ("not finite", -2.0)
 
 
 def cut_nay(prompt: int, response: str) -> bool:

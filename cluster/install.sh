@@ -43,7 +43,8 @@ step() {
 pip() { "$venv/bin/python" -m pip "$@"; }
 
 make_environment() {
-    [[ -x $venv/bin/python ]] || "${PYTHON:-python3}" -m venv "$venv"
+    # One whose making was cut off has a Python, and no pip.
+    { [[ -x $venv/bin/python ]] && pip --version >/dev/null 2>&1; } || "${PYTHON:-python3}" -m venv "$venv"
     pip install "$(pinned cluster/build.txt pip)"
 }
 
@@ -62,39 +63,45 @@ find_cuda() {
 
 # GB of memory that this process may take: the machine's free ones, or the least limit of its control groups.
 free_gb() {
-    local least path limit
+    local least path limit version
     least=$(awk '/^MemAvailable/ {print int($2 / 1048576)}' /proc/meminfo)
-    path=$(sed -n 's/^0:://p' /proc/self/cgroup)
-    while [[ -n $path ]]; do
-        limit=$(cat "/sys/fs/cgroup$path/memory.max" 2>/dev/null || echo max)
-        if [[ $limit != max ]] && ((limit >> 30 < least)); then least=$((limit >> 30)); fi
-        path=${path%/*}
+    for version in 1 2; do
+        case $version in
+        1) path=/sys/fs/cgroup/memory$(sed -n 's/^[0-9]*:memory://p' /proc/self/cgroup) ;;
+        2) path=/sys/fs/cgroup$(sed -n 's/^0:://p' /proc/self/cgroup) ;;
+        esac
+        while [[ $path != /sys/fs ]]; do
+            limit=$(cat "$path/memory.max" 2>/dev/null || cat "$path/memory.limit_in_bytes" 2>/dev/null || echo max)
+            if [[ $limit != max ]] && ((limit >> 30 < least)); then least=$((limit >> 30)); fi
+            path=${path%/*}
+        done
     done
     echo "$least"
 }
 
 jobs_of() { # GB: how many compilers that take so much run at a time
     local cores memory
-    cores=$(nproc) memory=$(($(free_gb) / $1))
+    cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) memory=$(($(free_gb) / $1))
     echo $((memory < 1 ? 1 : memory < cores ? memory : cores))
 }
 
 # The wheel of a package that comes as source, in the folder $built. Sources and objects of a try that failed stay
 # beside it, so the next one compiles what is left.
 build_wheel() { # REQUIREMENT GB FOLDER
-    local name=${1%%==*} folder=$wheels/$3 source
+    local name=${1%%==*} version=${1##*==} folder=$wheels/$3 source jobs
     built=$folder
-    if compgen -G "$folder/${name//-/_}-*.whl" >/dev/null; then return; fi
+    if compgen -G "$folder/${name//-/_}-${version}[-+]*.whl" >/dev/null; then return; fi
     find_cuda
     local packages
     packages=$(realpath "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')")
     # CUDA's libraries, cuDNN and NCCL: headers of torch's wheels, behind the toolkit's own.
     local headers=$packages/nvidia/cu13/include:$packages/nvidia/cudnn/include:$packages/nvidia/nccl/include
-    export CPATH=$headers${CPATH:+:$CPATH} PATH=$(realpath "$venv/bin"):$PATH MAX_JOBS=${MAX_JOBS:-$(jobs_of "$2")}
+    export CPATH=$headers${CPATH:+:$CPATH} PATH=$(realpath "$venv/bin"):$PATH
+    jobs=${MAX_JOBS:-$(jobs_of "$2")} # of this package alone: the next one's compilers take more
     # Else they ask a download server for a wheel, without a time limit.
     export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE
-    echo "cluster/install.sh: $1 is compiled by $CUDA_HOME, $MAX_JOBS at a time"
-    source=$folder/source-$name
+    echo "cluster/install.sh: $1 is compiled by $CUDA_HOME, $jobs at a time"
+    source=$folder/source-$name-$version
     if [[ ! -d $source ]]; then
         rm -rf "$source.part"
         mkdir -p "$source.part"
@@ -103,7 +110,7 @@ build_wheel() { # REQUIREMENT GB FOLDER
         rm "$source.part"/*.tar.gz
         mv "$source.part" "$source"
     fi
-    pip wheel --no-deps --no-build-isolation --wheel-dir "$folder/part" "$source"
+    MAX_JOBS=$jobs pip wheel --no-deps --no-build-isolation --wheel-dir "$folder/part" "$source"
     mv "$folder"/part/*.whl "$folder"
     rm -rf "$folder/part" "$source"
 }

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "cluster"
 PYTHON = """#!/bin/bash
 # `python -m venv FOLDER`, `python -m pip ...`, and all else by the real one.
-if [[ "$1 $2" = "-m venv" ]]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && exit; fi
+if [[ "$1 $2" = "-m venv" ]]; then mkdir -p "$3/bin" && cp -f "$TEST_FOLDER/bin/python" "$3/bin" && exit; fi
+if [[ "$*" = "-m pip --version" ]]; then exit; fi
 if [[ "$1 $2" != "-m pip" ]]; then exec REAL "$@"; fi
 shift 2
 echo "$*" >>"$TEST_FOLDER/calls"
@@ -27,7 +28,9 @@ while [[ $# -gt 1 ]]; do
     --wheel-dir)
         if [[ -e $TEST_FOLDER/broken ]]; then echo "a compiler failed" >&2; touch "${!#}/object.o"; exit 1; fi
         name=$(basename "${!#}") name=${name#source-}
-        mkdir -p "$2" && touch "$2/${name//-/_}-1-cp311.whl" ;;
+        version=${name##*-} name=${name%-*}
+        mkdir -p "$2" && touch "$2/${name//-/_}-$version-cp311.whl" && cp "$TEST_FOLDER/wheel.environment" \
+            "$TEST_FOLDER/$name.environment" ;;
     esac
     shift
 done
@@ -128,7 +131,7 @@ def test_flash_attention_is_compiled_for_one_architecture(machine: Machine, capa
     found = machine.environment("wheel")
     assert (found["FLASH_ATTN_CUDA_ARCHS"], found["FLASH_ATTENTION_FORCE_BUILD"]) == ("80", "TRUE")
     *_, wheel, install, nccl = machine.calls()
-    assert wheel.endswith("/source-flash-attn")
+    assert wheel.endswith("/source-flash-attn-2.8.3")
     assert re.fullmatch(r"install --no-deps --find-links \S+-sm80 -r cluster/flash_attn\.txt", install)
     assert nccl.endswith("cluster/nccl.txt")
 
@@ -165,10 +168,66 @@ def test_compilers_run_by_memory_unless_their_number_is_given(
         assert machine.environment("wheel")["MAX_JOBS"] == expected
 
 
+def test_each_package_of_one_installation_has_its_own_number_of_compilers(machine: Machine) -> None:
+    machine.add("bin/awk", "#!/bin/sh\necho 18\n")
+    machine.add("bin/nproc", "#!/bin/sh\necho ${OMP_NUM_THREADS:-64}\n")
+    machine.add("bin/cat", "#!/bin/sh\necho max\n")
+    assert machine.install("trainer", CLUSTER_ARCH="8.0", OMP_NUM_THREADS="1").returncode == 0
+    jobs = [machine.environment(name)["MAX_JOBS"] for name in ("transformer-engine-torch", "flash-attn")]
+    assert jobs == ["9", "2"]
+
+
+def test_an_environment_without_pip_whose_making_was_cut_off_is_made_again(machine: Machine) -> None:
+    machine.add("venv/bin/python", "#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
+    done = machine.install("sglang")
+    assert done.returncode == 0, done.stderr
+    assert machine.calls()[0] == "install pip==26.3"
+
+
+def test_a_wheel_or_a_source_of_another_version_is_left_alone(machine: Machine) -> None:
+    assert machine.install("trainer").returncode == 0
+    [wheel] = (machine.folder / "wheels").glob("*/*.whl")
+    assert wheel.name == "transformer_engine_torch-2.11.0-cp311.whl"
+    wheel.rename(wheel.with_name("transformer_engine_torch-2.11.0+1a2b3c-cp311.whl"))  # has a local version
+    machine.calls()
+    assert machine.install("trainer").returncode == 0
+    assert {call.split()[0] for call in machine.calls()} == {"install"}
+    [wheel] = (machine.folder / "wheels").glob("*/*.whl")
+    wheel.rename(wheel.with_name("transformer_engine_torch-2.9.0-cp311.whl"))
+    (wheel.parent / "source-transformer-engine-torch-2.9.0").mkdir()
+    assert machine.install("trainer").returncode == 0
+    kinds = [call.split()[0] for call in machine.calls()]
+    assert (kinds.count("download"), kinds.count("wheel")) == (1, 1)
+
+
 def test_a_limit_of_memory_counts(machine: Machine) -> None:
     machine.add("bin/awk", "#!/bin/sh\necho 99\n")
     machine.add("bin/nproc", "#!/bin/sh\necho 5\n")
     machine.add("bin/cat", f"#!/bin/sh\necho {4 << 30}\n")
+    assert machine.install("trainer").returncode == 0
+    assert machine.environment("wheel")["MAX_JOBS"] == "2"
+
+
+def test_a_limit_of_the_first_version_of_control_groups_counts(machine: Machine) -> None:
+    """Of a job's group or one above it, as Slurm makes them on RHEL 8."""
+    machine.add("bin/awk", "#!/bin/sh\necho 99\n")
+    machine.add("bin/nproc", "#!/bin/sh\necho 5\n")
+    machine.add(
+        "bin/sed",
+        """#!/bin/sh
+case "$*" in *:memory:*) echo /slurm/job_1/step_0 ;; *:::*) ;; *) exec /usr/bin/sed "$@" ;; esac
+""",
+    )
+    machine.add(
+        "bin/cat",
+        f"""#!/bin/sh
+case "$1" in
+/sys/fs/cgroup/memory/slurm/job_1/memory.limit_in_bytes) echo {4 << 30} ;;
+*/memory.limit_in_bytes) echo 9223372036854771712 ;;
+*) exit 1 ;;
+esac
+""",
+    )
     assert machine.install("trainer").returncode == 0
     assert machine.environment("wheel")["MAX_JOBS"] == "2"
 

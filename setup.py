@@ -53,6 +53,7 @@ setup(
         "transformers>=5.0,<6",
         "tokenizers>=0.22,<1",
         "datasets>=4,<6",
+        "pyarrow>=19",
         "math-verify>=0.9,<0.10",
         "jinja2>=3.1,<4",
         "matplotlib>=3.9,<4",

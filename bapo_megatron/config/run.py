@@ -47,7 +47,8 @@ class CheckpointConfig:
     """Steps between checkpoints that are never deleted, a multiple of `every`, nor the rollouts since the
     first of them. None: there are none."""
     keep_best: Annotated[int, Ge(0)] = 0
-    """Checkpoints that are kept for the highest `eval/mean` of their weights (see `evaluation`)."""
+    """Checkpoints that are kept for the highest `eval/mean` of their weights (see `evaluation`), in which
+    responses that could not be judged count as wrong here."""
     export_every: Annotated[int, Ge(0)] = 0
     """Steps between Hugging Face folders, exports/step_NNNNNN in the run directory, which a process of low
     priority makes of the checkpoint. A multiple of `every`; 0: only the export at the end of the run."""

@@ -67,6 +67,8 @@ _BEHIND_A_NUMBER = re.compile(r"(?:[0-9})]|\\circ|\\pi|\\%)(?:\s|\\[ ,;:!]|~){0,
 _CAPITALS = re.compile(r"(?<![A-Za-z.])[KM](?![A-Za-z])")
 _UNIT_LETTER = re.compile(r"([0-9][0-9.,]{0,40})(?:\s|\\[ ,;:]|~){1,9}[mgshlLNJWVAK](?:\^\{?[23]\}?)?")
 _COMMAND_BEFORE = re.compile(r"\\[A-Za-z]{1,20}\s{0,9}\Z")
+_RATE = re.compile(r"[\s(]{0,9}[A-Za-z]{1,4}\s?/\s?[A-Za-z]{1,4}[\s)]{0,9}")
+"""A unit of a rate, in brackets or not: ``(m/h)``."""
 _EXPONENT = re.compile(r"\s{0,9}\^\{?([23])\}?")
 _BLANK = re.compile(r"(?:\s|\\[ ,;:!]|~|[,;&]|\.(?![0-9])|\\(?:quad|qquad)(?![a-z]))*")
 _VALUE = re.compile(r"[0-9]|\\pi|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -159,7 +161,7 @@ def counterparts(truth: Reading, answer: Reading) -> list[tuple[str, str]] | Non
 def _bare(font: re.Match[str]) -> str:
     """A text with digits, or of single letters, without its font; else as it is."""
     inside = font[2]
-    has_word = any(len(run) > 1 for run in _RUN.findall(inside))
+    has_word = any(len(run) > 1 for run in _RUN.findall(inside)) or _RATE.fullmatch(inside)
     if any(map(str.isdigit, inside)) or (not has_word and len(_RUN.findall(inside)) != 1):
         return f" {inside} "
     return font[0]

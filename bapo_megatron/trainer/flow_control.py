@@ -25,6 +25,7 @@ from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.runtime.distributed import broadcast_from_main, on_all_ranks
 from bapo_megatron.runtime.run_paths import POLICY, Moment
 from bapo_megatron.trainer.build import Run
+from bapo_megatron.trainer.records.metrics_log import kept_score
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import StepHeader
 
@@ -114,8 +115,8 @@ def evaluate_if_due(run: Run, step: int) -> None:
     if run.recorder:
         metrics = evaluation_metrics(path, boxed=run.config.reward.function in BOXED_REWARDS)
         run.recorder.evaluation(step, metrics)
-        if (mean := metrics["eval/mean"]) is not None:
-            run.checkpoints.record_score(step, mean)
+        if (score := kept_score(metrics)) is not None:
+            run.checkpoints.record_score(step, score)
 
 
 def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) -> None:

@@ -38,13 +38,20 @@ _ThreadHook = Callable[[threading.ExceptHookArgs], object]
 
 
 def evaluation_means(run_dir: Path) -> dict[int, float | None]:
-    """Score of each evaluated step of a run, ``eval/mean``, read from its file; none without evaluations.
-
-    None of one whose responses could not be judged.
-    """
+    """Score of each evaluated step of a run, ``kept_score``, read from its file; none without evaluations."""
     log = RunPaths(run_dir).evaluations
     rows = read_jsonl(log) if log.exists() else []
-    return {row["step"]: row["eval/mean"] for row in rows}
+    return {row["step"]: kept_score(row) for row in rows}
+
+
+def kept_score(metrics: Metrics) -> float | None:
+    """Score of an evaluation for ``checkpoint.keep_best``: ``eval/mean``, with unjudged responses as wrong.
+
+    A checkpoint must not be the best because an outage left one response of many judged. None if none was.
+    """
+    mean = metrics["eval/mean"]
+    unjudged = [value or 0.0 for name, value in metrics.items() if name.endswith("/unjudged")]
+    return None if mean is None else mean * (1 - max(unjudged, default=0.0))
 
 
 class MetricsLog:

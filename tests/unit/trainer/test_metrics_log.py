@@ -24,7 +24,7 @@ from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.jsonl_log import JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records import metrics_log
-from bapo_megatron.trainer.records.metrics_log import Boards, MetricsLog, evaluation_means
+from bapo_megatron.trainer.records.metrics_log import Boards, MetricsLog, evaluation_means, kept_score
 
 
 def no_report(_kind: str, **_fields: Any) -> None:
@@ -125,6 +125,15 @@ def test_evaluations_follow_a_run_that_goes_back(tmp_path: Path) -> None:
     assert again.write_evaluation(4, {"eval/mean": 0.5})
     again.close()
     assert evaluation_means(tmp_path) == {0: 0.0, 2: 0.2, 4: 0.5}
+
+
+def test_an_outage_in_an_evaluation_makes_no_best_checkpoint() -> None:
+    """One response of 500 could be judged, and was right."""
+    judged = {"eval/a/unjudged": 0.0, "eval/b/unjudged": 0.0, "eval/mean": 0.5}
+    assert kept_score(judged) == 0.5
+    assert kept_score({**judged, "eval/b/unjudged": 0.998, "eval/mean": 1.0}) == pytest.approx(0.002)
+    assert kept_score({**judged, "eval/mean": None}) is None
+    assert kept_score({"eval/mean": 0.25}) == 0.25  # of an earlier version
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -71,8 +71,8 @@ class Package:
 BOARDS = "logging.trackers"
 """The field that makes a board's package a required one."""
 _OF_THEIR_NAMES = (
-    *("transformers", "tokenizers", "safetensors", "datasets", "math-verify", "aiohttp", "uvloop", "numpy"),
-    *("packaging", "psutil", "einops", "orjson", "pybase64", "jinja2", "matplotlib", "rich"),
+    *("transformers", "tokenizers", "safetensors", "datasets", "pyarrow", "math-verify", "aiohttp", "uvloop"),
+    *("numpy", "packaging", "psutil", "einops", "orjson", "pybase64", "jinja2", "matplotlib", "rich"),
 )
 PACKAGES = (
     Package("torch", "torch"),

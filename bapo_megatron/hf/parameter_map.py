@@ -2,10 +2,7 @@
 
 A megatron parameter is its HF tensors cut into segments of rows and stacked. Weights in memory follow the
 table (``policy/weight_map.py``: loading, syncing), and so do weights in files (``checkpoints_tools``), which
-is why nothing here needs torch. All shapes are *global*: those of a model that no parallelism has cut.
-
-Layouts, from megatron-core: ``linear_qkv`` stacks, for each KV group, its query heads, its key head and its
-value head; ``linear_fc1`` stacks the gate over the up projection, on each TP rank anew. Used in
+is why nothing here needs torch. What a layer has, its kinds say (``layers/``). Used in
 ``checkpoints_tools/``, ``planning/``, ``policy/``, ``rollout/`` and this folder.
 """
 
@@ -13,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from bapo_megatron.hf.config import ExpertShape, ModelShape
+from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.layers import Mapping, plain
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -23,92 +21,16 @@ Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by their Hugging Face names."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowSegment:
-    """Row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor."""
-
-    source: int
-    """Index of the HF tensor among the parameter's."""
-    row: int
-    """First row of the segment in the HF tensor."""
-    rows: int
-
-
-@dataclass(frozen=True)
-class Mapping:
-    """Mapping of one megatron parameter of a layer or the model: HF tensors, row segments, TP cut."""
-
-    hf_names: tuple[str, ...]
-    """Names of the HF tensors, which may contain ``{layer}``."""
-    hf_shapes: tuple[tuple[int, ...], ...]
-    segments: tuple[RowSegment, ...]
-    """Segments from the parameter's first row to its last. Each row of each HF tensor is in exactly one."""
-    tp_dim: int | None
-    """Dimension that tensor parallelism cuts; None for a replicated parameter."""
-    tp_parts: int = 1
-    """Stacked parts along ``tp_dim`` that are each cut on their own (gate and up: 2)."""
-    expert: int | None = None
-    """Number of the parameter's expert, which one rank of EP has, and ETP cuts along ``tp_dim``. None: every
-    rank of EP has the parameter, and TP cuts it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
-        return (sum(shape[0] for shape in self.hf_shapes), *self.hf_shapes[0][1:])
-
-
 def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
     """Parameter map of a model: from megatron names (``{layer}`` for the layer number) to mappings."""
-    h, d = shape.hidden, shape.head_dim
-    queries = shape.heads * d
-    hf = "model.layers.{layer}."
-    mg = "decoder.layers.{layer}."
-    table = {
-        "embedding.word_embeddings.weight": _plain(EMBEDDING, (shape.vocab, h), tp_dim=0),
-        mg + "input_layernorm.weight": _plain(hf + "input_layernorm.weight", (h,)),
-        mg + "self_attention.linear_qkv.weight": _qkv(shape, "weight", (h,)),
-        mg + "self_attention.linear_proj.weight": _plain(
-            hf + "self_attn.o_proj.weight", (h, queries), tp_dim=1
-        ),
-        mg + "pre_mlp_layernorm.weight": _plain(hf + "post_attention_layernorm.weight", (h,)),
-        **(
-            _mixture(mg + "mlp.", hf + "mlp.", shape.experts, h)
-            if shape.experts
-            else _mlp(mg + "mlp.", hf + "mlp.", shape.ffn, h)
-        ),
-        "decoder.final_layernorm.weight": _plain("model.norm.weight", (h,)),
-    }
-    if shape.qkv_bias:
-        table[mg + "self_attention.linear_qkv.bias"] = _qkv(shape, "bias", ())
-    if shape.qk_norm:
-        table[mg + "self_attention.q_layernorm.weight"] = _plain(hf + "self_attn.q_norm.weight", (d,))
-        table[mg + "self_attention.k_layernorm.weight"] = _plain(hf + "self_attn.k_norm.weight", (d,))
+    table = {"embedding.word_embeddings.weight": plain(EMBEDDING, (shape.vocab, shape.hidden), tp_dim=0)}
+    for kind in shape.kinds:
+        for name, mapping in kind.parameters(shape.hidden).items():
+            hf_names = tuple(f"model.layers.{{layer}}.{hf_name}" for hf_name in mapping.hf_names)
+            table[f"decoder.layers.{{layer}}.{name}"] = replace(mapping, hf_names=hf_names)
+    table["decoder.final_layernorm.weight"] = plain("model.norm.weight", (shape.hidden,))
     if not shape.tied:
-        table["output_layer.weight"] = _plain(OUTPUT, (shape.vocab, h), tp_dim=0)
-    return table
-
-
-def _mlp(mg: str, hf: str, ffn: int, hidden: int) -> dict[str, Mapping]:
-    """A gated MLP of width ``ffn``: that of a dense layer, or one expert."""
-    return {
-        mg + "linear_fc1.weight": Mapping(
-            tuple(f"{hf}{x}_proj.weight" for x in ("gate", "up")),
-            ((ffn, hidden),) * 2,
-            (RowSegment(0, 0, ffn), RowSegment(1, 0, ffn)),
-            tp_dim=0,
-            tp_parts=2,
-        ),
-        mg + "linear_fc2.weight": _plain(hf + "down_proj.weight", (hidden, ffn), tp_dim=1),
-    }
-
-
-def _mixture(mg: str, hf: str, experts: ExpertShape, hidden: int) -> dict[str, Mapping]:
-    """A mixture of experts: the router, which every rank has, and each expert's MLP."""
-    table = {mg + "router.weight": _plain(hf + "gate.weight", (experts.count, hidden))}
-    for number in range(experts.count):
-        own = f"experts.{number}."
-        for name, mapping in _mlp(mg + own, hf + own, experts.ffn, hidden).items():
-            table[name] = replace(mapping, expert=number)
+        table["output_layer.weight"] = plain(OUTPUT, (shape.vocab, shape.hidden), tp_dim=0)
     return table
 
 
@@ -219,18 +141,3 @@ def checkpoint_key(name: str, stacked: bool = True, sparse: bool = False) -> str
     if not (sparse and suffix == "pre_mlp_layernorm.weight"):
         suffix = _UNFUSED_NORMS.get(suffix, suffix)
     return ("decoder.layers." if stacked else layer) + suffix
-
-
-def _plain(hf_name: str, hf_shape: tuple[int, ...], tp_dim: int | None = None) -> Mapping:
-    return Mapping((hf_name,), (hf_shape,), (RowSegment(0, 0, hf_shape[0]),), tp_dim)
-
-
-def _qkv(shape: ModelShape, kind: str, tail: tuple[int, ...]) -> Mapping:
-    groups, d = shape.kv_heads, shape.head_dim
-    rows = (shape.heads // groups * d, d, d)  # of a group: query, key, value
-    return Mapping(
-        tuple(f"model.layers.{{layer}}.self_attn.{x}_proj.{kind}" for x in "qkv"),
-        tuple((groups * count, *tail) for count in rows),
-        tuple(RowSegment(i, g * count, count) for g in range(groups) for i, count in enumerate(rows)),
-        tp_dim=0,
-    )

@@ -107,9 +107,10 @@ class _Widths:
     @classmethod
     def of(cls, shape: ModelShape, parallel: ParallelConfig, element: int) -> _Widths:
         t = parallel.tensor
-        heads, kv_heads, d = shape.heads / t, shape.kv_heads / t, shape.head_dim
+        own = shape.attention
+        heads, kv_heads, d = own.heads / t, own.kv_heads / t, own.head_dim
         h = shape.hidden / (t if parallel.sequence else 1)
-        return cls(element, h, heads * d, kv_heads * d, shape.ffn / t, heads, kv_heads, shape.qk_norm)
+        return cls(element, h, heads * d, kv_heads * d, shape.ffn / t, heads, kv_heads, own.qk_norm)
 
     @property
     def fused(self) -> float:

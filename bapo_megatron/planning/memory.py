@@ -275,7 +275,7 @@ def _buffers(job: Job, stage: int) -> float:
     the routes of the packs in flight."""
     message = job.tokens * job.shape.hidden * job.element / job.norm_split
     pipeline = 2 * message if job.parallel.pipeline > 1 else 0.0
-    kv = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
+    kv = 2 * job.shape.attention.kv_heads * job.shape.attention.head_dim / job.parallel.tensor
     ring = 4 * job.tokens * kv * job.element if job.parallel.context > 1 else 0.0
     return pipeline + ring + job.micro_batches * job.tokens * PACK_COLUMNS + _routes(job, stage)
 

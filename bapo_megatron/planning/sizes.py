@@ -19,7 +19,8 @@ from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.hf.parameter_map import Mapping, mapping_table
+from bapo_megatron.hf.parameter_map import mapping_table
+from bapo_megatron.layers import Mapping
 from bapo_megatron.policy.layout import stage_layers
 from bapo_megatron.step_header import RouteShape
 

@@ -189,7 +189,7 @@ def _expert_tensor(job: Job) -> float:
 def _context(job: Job) -> float:
     """Bytes of CP: keys and values go round the ring once forward, and with their gradients backward."""
     size = job.parallel.context
-    width = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
+    width = 2 * job.shape.attention.kv_heads * job.shape.attention.head_dim / job.parallel.tensor
     again = 1 if job.run.batch.recompute == "full" else 0
     layers = max(stage_layers(job.parallel, job.shape.layers))
     return layers * _per_update(job) * width * job.element * (size - 1) * (3 + again + forward_passes(job))

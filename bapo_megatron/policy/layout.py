@@ -39,7 +39,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
 
 def layout_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
     """Divisibility problems of a model in a layout, each with the fix."""
-    sizes = {"attention heads": shape.heads, "KV heads": shape.kv_heads}
+    sizes = {"attention heads": shape.attention.heads, "KV heads": shape.attention.kv_heads}
     if shape.experts is None:
         sizes["MLP width"] = shape.ffn
     sizes["vocabulary"] = shape.vocab

@@ -50,16 +50,16 @@ def transformer_config(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
+        num_attention_heads=shape.attention.heads,
+        num_query_groups=shape.attention.kv_heads,
+        kv_channels=shape.attention.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
+        add_qkv_bias=shape.attention.qkv_bias,
+        qk_layernorm=shape.attention.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -273,7 +273,7 @@ def _chunk(
     if fused:
         _add_gradients_in_float32(model)
     else:
-        model.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        model.rotary = Rotary(shape.attention.head_dim, shape.rope_theta, shape.rope_scaling)
     return model
 
 

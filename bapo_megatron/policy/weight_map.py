@@ -20,8 +20,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.hf.parameter_map import Mapping, canonical_name, mapping_table
+from bapo_megatron.hf.parameter_map import canonical_name, mapping_table
 from bapo_megatron.hf.reader import TensorReader
+from bapo_megatron.layers import Mapping
 
 Key = tuple[str, int | None]
 """The key of a parameter of the whole model: its name in the parameter map, and its layer."""

@@ -17,8 +17,9 @@ from typing import Any
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.hf.parameter_map import Mapping as Parameter
-from bapo_megatron.hf.parameter_map import RowSegment, checkpoint_key, mapping_table
+from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
+from bapo_megatron.layers import Mapping as Parameter
+from bapo_megatron.layers import RowSegment
 from checkpoints_tools.core.blocks import (
     ITEM_BYTES,
     WEIGHT_TYPES,

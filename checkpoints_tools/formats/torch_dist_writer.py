@@ -16,8 +16,8 @@ from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.hf.parameter_map import Mapping as Parameter
 from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
+from bapo_megatron.layers import Mapping as Parameter
 from checkpoints_tools.archives.torch_archive import (
     Call,
     Instance,
@@ -183,7 +183,7 @@ class _TorchDistPlanner:
     def _extra_states(self) -> dict[str, bytes]:
         empty = object_archive([None])
         count = self.shape.layers
-        modules = _LAYER_MODULES + (_QK_NORMS if self.shape.qk_norm else ())
+        modules = _LAYER_MODULES + (_QK_NORMS if self.shape.attention.qk_norm else ())
         modules += _MLP if self.shape.experts is None else _BEFORE_EXPERTS
         keys = [f"decoder.layers.{m}._extra_state/shard_{i}_{count}" for i in range(count) for m in modules]
         experts = self.shape.experts.count if self.shape.experts else 0

@@ -18,6 +18,7 @@ TOOLS = ROOT / "checkpoints_tools"
 LAYERS = [
     {"types", "step_header", "tensor_types", "errors", "interfaces"},
     {"runtime", "workers", "algo"},
+    {"layers"},
     {"config", "hf"},
     {"data", "reward", "environment", "checkpoints_tools"},
     {"rollout", "policy", "checkpoint"},
@@ -32,7 +33,7 @@ SIBLINGS = {"rollout", "policy", "checkpoint"}
 LARGEST_ROOM = 20
 TOOLS_MAY_USE = {
     *("errors", "runtime.files", "runtime.run_paths", "runtime.text_table", "runtime.written_folders"),
-    *("hf.config", "hf.fp8", "hf.parameter_map"),
+    *("hf.config", "hf.fp8", "hf.parameter_map", "layers"),
 }
 
 

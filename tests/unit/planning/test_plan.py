@@ -68,13 +68,14 @@ from bapo_megatron.planning.speed import handover_estimate, host_update, referen
 from bapo_megatron.planning.teacher import teacher_plan
 from bapo_megatron.planning.traffic import Sync, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy import output_head
+from tests.support.shapes import resized, uniform
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 RECIPE = RECIPES / "bp_math_32b_64k.py"
 SHAPES = RECIPES / "shapes"
 
 # One layer: 8 x (8 + 4 + 4) qkv + 16 bias + 8 x 8 projection + 3 x 8 x 16 MLP + 2 x 8 norms = 608.
-SMALL = ModelShape(
+SMALL = uniform(
     family="qwen2",
     layers=4,
     hidden=8,
@@ -268,7 +269,7 @@ def test_activations_by_hand() -> None:
 
 def test_norms_of_queries_and_keys_keep_copies() -> None:
     """Norms of queries and keys keep copies of their inputs, which lie scattered in the fused output."""
-    normed = replace(SMALL, qk_norm=True)
+    normed = resized(SMALL, qk_norm=True)
     extra = (
         activation_bytes_per_token(normed, ONE, 2, "none", "te").layer
         - activation_bytes_per_token(SMALL, ONE, 2, "none", "te").layer
@@ -607,7 +608,7 @@ def test_the_optimizer_on_the_host_is_advised() -> None:
 
 def test_stages_of_listed_layers_are_advised_without_the_list() -> None:
     """448 layers at TP 8, with all else that saves: more stages are left, which the list does not fit."""
-    deep = replace(planned("tensor=8", "context=1", "data=1", "pipeline=2"), shape=replace(BIG, layers=448))
+    deep = replace(planned("tensor=8", "context=1", "data=1", "pipeline=2"), shape=resized(BIG, layers=448))
     parallel = replace(deep.run.parallel, pipeline_layers=(220, 228))
     optimizer = replace(deep.run.optimizer, device="cpu")
     batch = replace(deep.run.batch, recompute="full")

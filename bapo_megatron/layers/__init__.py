@@ -1,0 +1,79 @@
+"""Kinds of layers: what a layer is made of, each kind taught in one file of this folder, without torch.
+
+All shapes are *global*: those of a model that no parallelism has cut.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RowSegment:
+    """Row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor."""
+
+    source: int
+    """Index of the HF tensor among the parameter's."""
+    row: int
+    """First row of the segment in the HF tensor."""
+    rows: int
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Mapping of one megatron parameter of a layer or the model: HF tensors, row segments, TP cut."""
+
+    hf_names: tuple[str, ...]
+    """Names of the HF tensors: a kind gives those within a layer, the parameter map adds ``{layer}``."""
+    hf_shapes: tuple[tuple[int, ...], ...]
+    segments: tuple[RowSegment, ...]
+    """Segments from the parameter's first row to its last. Each row of each HF tensor is in exactly one."""
+    tp_dim: int | None
+    """Dimension that tensor parallelism cuts; None for a replicated parameter."""
+    tp_parts: int = 1
+    """Stacked parts along ``tp_dim`` that are each cut on their own (gate and up: 2)."""
+    expert: int | None = None
+    """Number of the parameter's expert, which one rank of EP has, and ETP cuts along ``tp_dim``. None: every
+    rank of EP has the parameter, and TP cuts it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return (sum(shape[0] for shape in self.hf_shapes), *self.hf_shapes[0][1:])
+
+
+def plain(hf_name: str, hf_shape: tuple[int, ...], tp_dim: int | None = None) -> Mapping:
+    """The mapping of a parameter that is one HF tensor."""
+    return Mapping((hf_name,), (hf_shape,), (RowSegment(0, 0, hf_shape[0]),), tp_dim)
+
+
+MOST = 2**31 - 1
+"""The largest number that a size may be."""
+
+
+class Kind(ABC):
+    """Kind of a layer's mixer or MLP, with its sizes: a frozen dataclass of numbers and switches."""
+
+    @abstractmethod
+    def parameters(self, hidden: int) -> dict[str, Mapping]:
+        """Its parameters by their megatron names within a layer, the norm before it too."""
+
+    def sizes(self) -> dict[str, int]:
+        """What determines names and shapes of its tensors, by the names in messages."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with its sizes, as config.json has them."""
+        for name, size in self.sizes().items():
+            if not isinstance(size, bool) and not 1 <= size <= MOST:
+                yield f"a model with {name}={str(size)[:20]} cannot be"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Kinds of one layer, in the order in which it runs them."""
+
+    mixer: Kind
+    mlp: Kind

@@ -81,6 +81,11 @@ class ModelShape:
         """The different kinds of its layers."""
         return tuple(dict.fromkeys(kind for block in self.blocks for kind in (block.mixer, block.mlp)))
 
+    def layers_of(self, kind: Kind) -> tuple[int, ...]:
+        """The layers that have ``kind``."""
+        having = [kind in (block.mixer, block.mlp) for block in self.blocks]
+        return tuple(layer for layer, block in enumerate(self.pattern) if having[block])
+
     @property
     def attention(self) -> Attention:
         """The attention of its layers, by which RoPE is made."""

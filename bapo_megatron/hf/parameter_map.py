@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.layers import Mapping, plain
+from bapo_megatron.layers import Block, Mapping, plain
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -25,9 +25,12 @@ def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
     """Parameter map of a model: from megatron names (``{layer}`` for the layer number) to mappings."""
     table = {"embedding.word_embeddings.weight": plain(EMBEDDING, (shape.vocab, shape.hidden), tp_dim=0)}
     for kind in shape.kinds:
+        layers = shape.layers_of(kind)
         for name, mapping in kind.parameters(shape.hidden).items():
+            key = f"decoder.layers.{{layer}}.{name}"
             hf_names = tuple(f"model.layers.{{layer}}.{hf_name}" for hf_name in mapping.hf_names)
-            table[f"decoder.layers.{{layer}}.{name}"] = replace(mapping, hf_names=hf_names)
+            others = table[key].layers if key in table else None  # a norm is of several kinds
+            table[key] = replace(mapping, hf_names=hf_names, layers=tuple(sorted((*layers, *(others or ())))))
     table["decoder.final_layernorm.weight"] = plain("model.norm.weight", (shape.hidden,))
     if not shape.tied:
         table["output_layer.weight"] = plain(OUTPUT, (shape.vocab, shape.hidden), tp_dim=0)
@@ -37,8 +40,8 @@ def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
 def hf_tensors(shape: ModelShape) -> Shapes:
     """All tensors of an HF folder of this model shape, with their shapes, in a natural order."""
     expected: Shapes = {}
-    for name, mapping in mapping_table(shape).items():
-        for layer in range(shape.layers) if "{layer}" in name else range(1):
+    for mapping in mapping_table(shape).values():
+        for layer in mapping.places:
             for hf_name, hf_shape in zip(mapping.hf_names, mapping.hf_shapes, strict=True):
                 expected[hf_name.format(layer=layer)] = hf_shape
     return expected
@@ -97,12 +100,9 @@ def fused_rows(name: str, shape: Sequence[int]) -> int | None:
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # Transformer Engine fuses a norm into the linear layer that follows it and names it there. Checkpoints do
-# so too, whichever of the two wrote them.
-_FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-_UNFUSED_NORMS = {plain: fused for fused, plain in _FUSED_NORMS.items()}
+# so too, whichever of the two wrote them (``Kind.norm_keys``).
+_FUSED_NORM = re.compile(r"(self_attention|mlp)\.\w+\.layer_norm_weight")
+_NORMS = {"self_attention": "input_layernorm.weight", "mlp": "pre_mlp_layernorm.weight"}
 _LOCAL_EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)(\d+))"
 )
@@ -119,25 +119,23 @@ def canonical_name(name: str, first_layer: int, first_expert: int = 0) -> tuple[
     match = _LAYER.fullmatch(name)
     if match is None:
         return name, None
-    suffix = _FUSED_NORMS.get(match[2], match[2])
+    fused = _FUSED_NORM.fullmatch(match[2])
+    suffix = _NORMS[fused[1]] if fused else match[2]
     if expert := _LOCAL_EXPERT.fullmatch(suffix):
         number = first_expert + int(expert[1] or expert[4])
         suffix = f"mlp.experts.{number}.{expert[2] or expert[3]}"
     return f"decoder.layers.{{layer}}.{suffix}", first_layer + int(match[1])
 
 
-def checkpoint_key(name: str, stacked: bool = True, sparse: bool = False) -> str:
-    """Key in a torch_dist checkpoint of the parameter ``name`` of the map.
+def checkpoint_keys(name: str, block: Block, stacked: bool = True) -> tuple[str, ...]:
+    """Keys in torch_dist checkpoints of the parameter ``name`` of the map: as written, then by other writers.
 
-    ``stacked``: all layers under one key, with a dimension for the layer in front of the parameter's own;
-    otherwise a key for each, with ``{layer}`` in it as in the table's name. All experts are under one key in
-    any case, with a dimension for the expert. ``sparse``: of a model with experts, where the norm before them
-    keeps its own name.
+    ``block``: that of the layer. ``stacked``: all layers under one key, with a dimension for the layer in
+    front of the parameter's own; otherwise a key for each, with ``{layer}`` in it as in the table's name. All
+    experts are under one key in any case, with a dimension for the expert.
     """
     prefix, layer, suffix = name.partition("decoder.layers.{layer}.")
     if not layer:
-        return prefix
-    suffix = _EXPERT.sub("mlp.experts.experts.", suffix)
-    if not (sparse and suffix == "pre_mlp_layernorm.weight"):
-        suffix = _UNFUSED_NORMS.get(suffix, suffix)
-    return ("decoder.layers." if stacked else layer) + suffix
+        return (prefix,)
+    own = block.keys(_EXPERT.sub("mlp.experts.experts.", suffix))
+    return tuple(("decoder.layers." if stacked else layer) + key for key in own)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,35 @@ class Mapping:
     """Segments from the parameter's first row to its last. Each row of each HF tensor is in exactly one."""
     tp_dim: int | None
     """Dimension that tensor parallelism cuts; None for a replicated parameter."""
-    tp_parts: int = 1
-    """Stacked parts along ``tp_dim`` that are each cut on their own (gate and up: 2)."""
+    sections: tuple[int, ...] = ()
+    """Rows of the stacked parts that are each cut on their own (gate and up); () for one of all rows."""
+    section_keys: tuple[str, ...] = ()
+    """Endings of the parts' own keys in checkpoints of the singleton layout."""
     expert: int | None = None
     """Number of the parameter's expert, which one rank of EP has, and ETP cuts along ``tp_dim``. None: every
     rank of EP has the parameter, and TP cuts it."""
+    layers: tuple[int, ...] | None = None
+    """Layers that have it, in the parameter map; None for a parameter of the model."""
+
+    @property
+    def places(self) -> tuple[int | None, ...]:
+        """The layer of each parameter of this mapping; (None,) for one of the model."""
+        return (None,) if self.layers is None else self.layers
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First row and number of rows of each section."""
+        rows = self.sections or self.shape[:1]
+        return list(zip(accumulate((0, *rows)), rows, strict=False))
+
+    def rows_of(self, begin: int, end: int) -> Iterator[RowSegment]:
+        """The rows ``begin`` to ``end`` of the parameter, as rows of its HF tensors."""
+        above = 0
+        for segment in self.segments:
+            first, last = max(begin, above), min(end, above + segment.rows)
+            if first < last:
+                yield RowSegment(segment.source, segment.row + first - above, last - first)
+            above += segment.rows
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,6 +81,9 @@ MOST = 2**31 - 1
 
 class Kind(ABC):
     """Kind of a layer's mixer or MLP, with its sizes: a frozen dataclass of numbers and switches."""
+
+    norm_keys: ClassVar[tuple[str, ...]]
+    """Names of the norm before it in checkpoints within a layer: as it is written, then by other writers."""
 
     @abstractmethod
     def parameters(self, hidden: int) -> dict[str, Mapping]:
@@ -77,3 +106,11 @@ class Block:
 
     mixer: Kind
     mlp: Kind
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """Names in checkpoints of the parameter ``name`` of the layer: as written, then by other writers."""
+        norms = {
+            "input_layernorm.weight": self.mixer.norm_keys,
+            "pre_mlp_layernorm.weight": self.mlp.norm_keys,
+        }
+        return norms.get(name, (name,))

@@ -21,6 +21,8 @@ class Attention(Kind):
     qkv_bias: bool = False
     qk_norm: bool = False
 
+    norm_keys = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+
     def parameters(self, hidden: int) -> dict[str, Mapping]:
         width, d = self.heads * self.head_dim, self.head_dim
         table = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from bapo_megatron.layers import Kind, Mapping, RowSegment, plain
 
 _MOST_EXPERTS = 1 << 20
+_NORM, _FUSED_NORM = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Mlp(Kind):
     """A dense MLP: gate and up projection to ``ffn``, and the down projection."""
 
     ffn: int
+
+    norm_keys = (_FUSED_NORM, _NORM)
 
     def parameters(self, hidden: int) -> dict[str, Mapping]:
         return {**_norm(hidden), **_gated("mlp.", self.ffn, hidden)}
@@ -33,6 +36,8 @@ class Experts(Kind):
     ffn: int
     normalized: bool
     """Whether the weights of a token's experts sum to 1; else they are their probabilities among all."""
+
+    norm_keys = (_NORM, _FUSED_NORM)
 
     def parameters(self, hidden: int) -> dict[str, Mapping]:
         """The router, which every rank has, and each expert's MLP."""
@@ -60,7 +65,7 @@ class Experts(Kind):
 
 
 def _norm(hidden: int) -> dict[str, Mapping]:
-    return {"pre_mlp_layernorm.weight": plain("post_attention_layernorm.weight", (hidden,))}
+    return {_NORM: plain("post_attention_layernorm.weight", (hidden,))}
 
 
 def _gated(prefix: str, ffn: int, hidden: int) -> dict[str, Mapping]:
@@ -71,7 +76,8 @@ def _gated(prefix: str, ffn: int, hidden: int) -> dict[str, Mapping]:
             ((ffn, hidden),) * 2,
             (RowSegment(0, 0, ffn), RowSegment(1, 0, ffn)),
             tp_dim=0,
-            tp_parts=2,
+            sections=(ffn, ffn),
+            section_keys=("_w", "_v"),
         ),
         f"{prefix}linear_fc2.weight": plain(f"{prefix}down_proj.weight", (hidden, ffn), tp_dim=1),
     }

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
+from bapo_megatron.hf.parameter_map import checkpoint_keys, mapping_table
 from bapo_megatron.layers import Mapping as Parameter
 from checkpoints_tools.archives.torch_archive import (
     Call,
@@ -138,12 +138,11 @@ class _TorchDistPlanner:
 
     def _place_all(self, prefix: str, name: str, parameter: Parameter) -> None:
         """A parameter of all layers."""
-        layers = range(self.shape.layers) if "{layer}" in name else [None]
         parameter = replace(parameter, hf_names=tuple(prefix + hf_name for hf_name in parameter.hf_names))
-        names = [hf_name.format(layer=layer) for layer in layers for hf_name in parameter.hf_names]
+        names = [hf_name.format(layer=layer) for layer in parameter.places for hf_name in parameter.hf_names]
         experts = self.shape.experts
-        key = prefix + checkpoint_key(name, sparse=experts is not None)
-        stack = (self.shape.layers,) if "{layer}" in name else ()
+        key = prefix + checkpoint_keys(name, self.shape.blocks[0])[0]
+        stack = () if parameter.layers is None else (len(parameter.layers),)
         if experts is not None and parameter.expert is not None:
             stack = (*stack, experts.count)
         dtype = _shared_type(self.source, names)
@@ -153,7 +152,7 @@ class _TorchDistPlanner:
                 f"tensor {names[0]} is {dtype}, those of other experts are {stored.dtype}; "
                 "megatron-core keeps them under one key, which has one type"
             )
-        for layer in layers:
+        for layer in parameter.places:
             self._place(key, dtype, parameter, layer)
 
     def _place(self, key: str, dtype: str, parameter: Parameter, layer: int | None) -> None:
@@ -224,9 +223,8 @@ def _chunks(parameter: Parameter, item: int, grid: int) -> Iterator[tuple[int, i
     if parameter.tp_dim is None or len(parameter.shape) == 1:
         yield 0, rows, 0, columns
     elif parameter.tp_dim == 0:
-        part = rows // parameter.tp_parts
-        count = min(part, max(grid, ceil(part * columns * item / MOST_CHUNK_BYTES)))
-        for first in range(0, rows, part):
+        for first, part in parameter.spans:
+            count = min(part, max(grid, ceil(part * columns * item / MOST_CHUNK_BYTES)))
             for begin, end in _cuts(part, count):
                 yield first + begin, end - begin, 0, columns
     else:

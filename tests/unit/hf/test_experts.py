@@ -15,7 +15,7 @@ from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import linear_flops_per_token, model_shape, read_model_shape
 from bapo_megatron.hf.parameter_map import (
     canonical_name,
-    checkpoint_key,
+    checkpoint_keys,
     expert_tensors,
     hf_tensors,
     mapping_table,
@@ -86,11 +86,13 @@ def test_a_ranks_experts_are_counted_from_its_first(name: str) -> None:
 
 def test_all_experts_share_a_key_and_the_norm_before_them_keeps_its_name() -> None:
     layer = "decoder.layers.{layer}."
-    experts = {checkpoint_key(f"{layer}mlp.experts.{i}.linear_fc1.weight", sparse=True) for i in (0, 11)}
-    assert experts == {"decoder.layers.mlp.experts.experts.linear_fc1.weight"}
+    [block] = model_shape(config_of(EXPERTS), "here").blocks
+    experts = {checkpoint_keys(f"{layer}mlp.experts.{i}.linear_fc1.weight", block) for i in (0, 11)}
+    assert experts == {("decoder.layers.mlp.experts.experts.linear_fc1.weight",)}
     norm = f"{layer}pre_mlp_layernorm.weight"
-    assert checkpoint_key(norm, sparse=True) == "decoder.layers.pre_mlp_layernorm.weight"
-    assert checkpoint_key(norm) == "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    own, of_others = checkpoint_keys(norm, block)
+    assert own == "decoder.layers.pre_mlp_layernorm.weight"
+    assert of_others == "decoder.layers.mlp.linear_fc1.layer_norm_weight"
 
 
 def test_a_fused_tensor_is_cut_into_experts() -> None:

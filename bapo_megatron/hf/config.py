@@ -79,11 +79,11 @@ class ModelShape:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The different kinds of its layers."""
-        return tuple(dict.fromkeys(kind for block in self.blocks for kind in (block.mixer, block.mlp)))
+        return tuple(dict.fromkeys(kind for block in self.blocks for kind in block.kinds))
 
     def layers_of(self, kind: Kind) -> tuple[int, ...]:
         """The layers that have ``kind``."""
-        having = [kind in (block.mixer, block.mlp) for block in self.blocks]
+        having = [kind in block.kinds for block in self.blocks]
         return tuple(layer for layer, block in enumerate(self.pattern) if having[block])
 
     @property
@@ -338,23 +338,6 @@ def _refuse_variants(config: dict[str, Any], source: str) -> None:
     check_quantization(config, source)
 
 
-def attention_matmuls(shape: ModelShape) -> int:
-    """2 hidden head_dim (heads + kv_heads): entries of one layer's q, k, v and output projections."""
-    own = shape.attention
-    return 2 * shape.hidden * own.head_dim * (own.heads + own.kv_heads)
-
-
-def mlp_matmuls(shape: ModelShape) -> int:
-    """3 hidden ffn: entries of the matrices of one layer's MLP (gate, up, down) that a token passes.
-
-    With experts: hidden (3 per_token expert_ffn + experts), those of its experts and of the router.
-    """
-    if shape.experts is not None:
-        experts = shape.experts
-        return shape.hidden * (3 * experts.per_token * experts.ffn + experts.count)
-    return 3 * shape.hidden * shape.ffn
-
-
 def head_flops_per_token(shape: ModelShape) -> float:
     """2 hidden vocab: forward FLOPs of the output layer for one token."""
     return 2.0 * shape.hidden * shape.vocab
@@ -362,16 +345,14 @@ def head_flops_per_token(shape: ModelShape) -> float:
 
 def linear_flops_per_token(shape: ModelShape) -> float:
     """Forward FLOPs of all weight matrices for one token, output layer included, without attention scores."""
-    per_layer = attention_matmuls(shape) + mlp_matmuls(shape)
-    return 2.0 * shape.layers * per_layer + head_flops_per_token(shape)
+    flops = ((len(shape.layers_of(kind)), kind.flops(shape.hidden)) for kind in shape.kinds)
+    return sum(count * (own.linear + own.routed) for count, own in flops) + head_flops_per_token(shape)
 
 
 def attention_flops(shape: ModelShape, n: float) -> float:
-    """2 layers heads head_dim n^2: forward FLOPs of causal attention for a sequence of ``n`` tokens.
-
-    Scores and weighted values take 2 heads head_dim FLOPs each for one of the n^2 / 2 causal pairs of tokens.
-    """
-    return 2.0 * shape.layers * shape.attention.heads * shape.attention.head_dim * n**2
+    """Forward FLOPs of causal attention for a sequence of ``n`` tokens, which grow with n^2."""
+    flops = ((len(shape.layers_of(kind)), kind.flops(shape.hidden)) for kind in shape.kinds)
+    return sum(count * own.quadratic for count, own in flops) * n**2
 
 
 def attention_weight(shape: ModelShape) -> float:

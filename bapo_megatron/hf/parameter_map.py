@@ -30,6 +30,8 @@ def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
             key = f"decoder.layers.{{layer}}.{name}"
             hf_names = tuple(f"model.layers.{{layer}}.{hf_name}" for hf_name in mapping.hf_names)
             others = table[key].layers if key in table else None  # a norm is of several kinds
+            if others and table[key].hf_shapes != mapping.hf_shapes:
+                raise ValueError(f"{key} has two shapes in layers of two kinds")
             table[key] = replace(mapping, hf_names=hf_names, layers=tuple(sorted((*layers, *(others or ())))))
     table["decoder.final_layernorm.weight"] = plain("model.norm.weight", (shape.hidden,))
     if not shape.tied:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import ClassVar
 
+from bapo_megatron.layers.costs import Cut, Decoding, Flops, Place, Saved
+
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
@@ -99,6 +101,26 @@ class Kind(ABC):
             if not isinstance(size, bool) and not 1 <= size <= MOST:
                 yield f"a model with {name}={str(size)[:20]} cannot be"
 
+    @abstractmethod
+    def cuts(self) -> tuple[Cut, ...]:
+        """The sizes that a layout must divide."""
+
+    @abstractmethod
+    def flops(self, hidden: int) -> Flops:
+        """FLOPs of a token, or those that grow with its sequence."""
+
+    @abstractmethod
+    def saved(self, at: Place) -> Saved:
+        """Activation memory of a token on a rank."""
+
+    @abstractmethod
+    def sent(self, at: Place) -> dict[str, float]:
+        """Bytes that the busiest GPU sends for a token in an update, by kind of parallelism."""
+
+    def decoding(self) -> Decoding:
+        """What an engine keeps of a token."""
+        return Decoding()
+
 
 @dataclass(frozen=True)
 class Block:
@@ -106,6 +128,10 @@ class Block:
 
     mixer: Kind
     mlp: Kind
+
+    @property
+    def kinds(self) -> tuple[Kind, Kind]:
+        return self.mixer, self.mlp
 
     def keys(self, name: str) -> tuple[str, ...]:
         """Names in checkpoints of the parameter ``name`` of the layer: as written, then by other writers."""

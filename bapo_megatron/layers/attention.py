@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bapo_megatron.layers import Kind, Mapping, RowSegment, plain
+from bapo_megatron.layers.costs import FP32, Cut, Decoding, Flops, Place, Saved
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,44 @@ class Attention(Kind):
         yield from super().problems()
         if self.kv_heads > 0 and self.heads % self.kv_heads:
             yield f"num_attention_heads={self.heads} is no multiple of num_key_value_heads={self.kv_heads}"
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return Cut("tensor", "attention heads", self.heads), Cut("tensor", "KV heads", self.kv_heads)
+
+    def flops(self, hidden: int) -> Flops:
+        """Projections of q, k, v and the output; scores and weighted values take 2 heads head_dim FLOPs each
+        for one of the n^2 / 2 causal pairs of tokens."""
+        linear = 4.0 * hidden * self.head_dim * (self.heads + self.kv_heads)
+        return Flops(linear, quadratic=2.0 * self.heads * self.head_dim)
+
+    def saved(self, at: Place) -> Saved:
+        """Norms of queries and keys keep contiguous copies of their inputs, the attention queries, keys and
+        values of its own (in a ring, in the last message that came), a log-sum-exp of each head, no scores.
+        Nothing recomputes Transformer Engine's attention alone: that would keep more, the fused projection's
+        output too, in which the values lie. torch's has padded queries, keys, values and output."""
+        b, heads, kv_heads = at.element, self.heads / at.parallel.tensor, self.kv_heads / at.parallel.tensor
+        q, kv = heads * self.head_dim, kv_heads * self.head_dim
+        fused = b * (q + 2 * kv)
+        copied = b * q if kv_heads > 1 else 0.0  # of several groups the queries are no view of it
+        norms, around = FP32 * (heads + kv_heads), at.norm + at.input + b * q
+        ring = 4 * 2 * kv * b if at.parallel.context > 1 else 0.0
+        if at.spec == "te":
+            whole = around + (b * (q + kv) + norms) * self.qk_norm + fused + FP32 * heads
+            return Saved(whole, whole, 0.0, buffers=ring)
+        core, arguments = fused + b * q + FP32 * heads, copied + fused
+        if self.qk_norm:  # inputs that are float32 already are kept as they came, others as float32 copies
+            around += FP32 * (q + kv) + norms + (fused + copied if b == FP32 else FP32 * (q + kv))
+            arguments = b * (q + kv) + (0.0 if b == FP32 else fused)
+        return Saved(around + core, around + arguments, core, buffers=ring)
+
+    def sent(self, at: Place) -> dict[str, float]:
+        """Of CP keys and values go round the ring once forward, and with their gradients backward."""
+        kv = 2 * self.kv_heads * self.head_dim / at.parallel.tensor * at.element
+        rounds = 3 + (at.recompute == "full") + at.passes
+        return {"TP": at.pair(False), "CP": kv * (at.parallel.context - 1) * rounds}
+
+    def decoding(self) -> Decoding:
+        return Decoding(2 * 2 * self.kv_heads * self.head_dim, self.kv_heads)
 
     def _qkv(self, part: str, tail: tuple[int, ...]) -> Mapping:
         groups, d = self.kv_heads, self.head_dim

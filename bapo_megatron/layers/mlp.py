@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bapo_megatron.layers import Kind, Mapping, RowSegment, plain
+from bapo_megatron.layers.costs import FP32, INT32, INT64, Cut, Flops, Place, Saved
 
 _MOST_EXPERTS = 1 << 20
 _NORM, _FUSED_NORM = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
@@ -24,6 +25,26 @@ class Mlp(Kind):
 
     def parameters(self, hidden: int) -> dict[str, Mapping]:
         return {**_norm(hidden), **_gated("mlp.", self.ffn, hidden)}
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return (Cut("tensor", "MLP width", self.ffn),)
+
+    def flops(self, hidden: int) -> Flops:
+        linear = 6.0 * hidden * self.ffn
+        return Flops(linear, selective=linear)
+
+    def saved(self, at: Place) -> Saved:
+        """Gate and up, and their product; torch also keeps silu(gate), and up once more (megatron adds a zero
+        offset). The workspace: gradients of the three, and of the hidden state and the gathered input."""
+        width = at.element * self.ffn / at.parallel.tensor
+        gated = (3 if at.spec == "te" else 5) * width
+        # Fused, the norm is recomputed with the matrix.
+        kept, again = (at.input, FP32 + at.input) if at.spec == "te" else (at.norm + at.input, 0.0)
+        work = 3 * width + 2 * at.element * at.hidden
+        return Saved(at.norm + at.input + gated, kept, again + gated, work)
+
+    def sent(self, at: Place) -> dict[str, float]:
+        return {"TP": at.pair(True)}
 
 
 @dataclass(frozen=True)
@@ -47,6 +68,53 @@ class Experts(Kind):
             for name, mapping in _gated(f"mlp.experts.{number}.", self.ffn, hidden).items():
                 table[name] = replace(mapping, expert=number)
         return table
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return Cut("expert", "experts", self.count), Cut("expert_tensor", "experts' width", self.ffn)
+
+    def flops(self, hidden: int) -> Flops:
+        return Flops(routed=2.0 * hidden * (3 * self.per_token * self.ffn + self.count))
+
+    def rows(self, at: Place) -> float:
+        """Copies that the busiest rank's experts process, of each token of a pack on a CP rank: sequence
+        parallelism splits those that a rank routes, ETP gathers its ranks', which have parts of the same."""
+        return self.per_token / at.split * at.parallel.expert_tensor * at.imbalance
+
+    def saved(self, at: Place) -> Saved:
+        """Of each routed token the numbers of its experts, and their weights after the softmax.
+
+        Transformer Engine's fused permutation keeps a map of 2 experts + 1 numbers of each token; its grouped
+        layer of a copy its input, gate and up, the product with the weight, which SwiGLU fuses, the weight,
+        and its place in the order of experts, if there are several. megatron's SequentialMLP and permutation
+        by torch keep the mask and the weights of all experts, and the number of each copy's token; of a copy
+        gate and up, silu(gate), up once more, product, product x weight, and the weight.
+        The norm is a module of its own in both specs. The workspace has the gradients of a copy, or while
+        copies change places two of its hidden states.
+        """
+        b, hidden, rows, share = at.element, at.hidden, self.rows(at), 1 / at.split
+        width, local = self.ffn / at.parallel.expert_tensor, self.count // at.parallel.expert
+        if at.spec == "te":
+            routed = INT32 * (2 * self.count + 1) * share
+            routed += rows * (b * (hidden + 3 * width) + FP32 + INT32 * (local > 1))
+        else:
+            routed = ((FP32 + 1) * self.count + INT64 * self.per_token) * share
+            routed += rows * (b * (hidden + 6 * width) + FP32)
+        routed += (INT64 + FP32) * self.per_token * share
+        kept = at.norm + at.input  # the normalized input, which router and permutation read
+        work = rows * max(3 * width + hidden, 2 * hidden) + 2 * share * hidden
+        return Saved(kept + routed, kept, routed, b * work)
+
+    def sent(self, at: Place) -> dict[str, float]:
+        """A copy travels to its expert and back in each forward pass, a recomputed one included, and its
+        gradients. EP: all-to-alls, in which the busiest rank sends what its experts made of their copies.
+        ETP: copies are gathered, and the results reduce-scattered in float32."""
+        ep, etp = at.parallel.expert, at.parallel.expert_tensor
+        travels = 4 + 2 * (at.recompute != "none") + 2 * at.passes
+        copies = travels * self.rows(at) * at.hidden
+        return {
+            "EP": copies / etp * at.element * (ep - 1) / ep,
+            "ETP": copies * (at.element + FP32) / 2 * (etp - 1) / etp,
+        }
 
     def sizes(self) -> dict[str, int]:
         return {"experts": self.count, "width of an expert": self.ffn}

@@ -27,13 +27,12 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.job import GB, Job, PlanOptions
 from bapo_megatron.planning.memory import FIXED, FRAGMENTATION
 from bapo_megatron.planning.plan import JobPlan, make_plan
 from bapo_megatron.planning.sizes import total_parameters
 from bapo_megatron.planning.traffic import BROADCAST_RATE
-from tests.support.shapes import uniform
+from tests.support.shapes import activation_bytes_per_token, uniform
 
 MILES = "[miles](https://github.com/radixark/miles/blob/main/docs/models/qwen/qwen3-8.md)"
 VERL = "[verl 7060](https://github.com/verl-project/verl/issues/7060)"

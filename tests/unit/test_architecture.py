@@ -18,8 +18,7 @@ TOOLS = ROOT / "checkpoints_tools"
 LAYERS = [
     {"types", "step_header", "tensor_types", "errors", "interfaces"},
     {"runtime", "workers", "algo"},
-    {"layers"},
-    {"config", "hf"},
+    {"config", "hf", "layers"},
     {"data", "reward", "environment", "checkpoints_tools"},
     {"rollout", "policy", "checkpoint"},
     {"evaluation"},

@@ -47,7 +47,7 @@ from bapo_megatron.config.validation import flat, parallel_problems
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.layers.mlp import Experts
-from bapo_megatron.policy.layout import chunk_layers, data_parallel_size, layout_problems, stage_layers
+from bapo_megatron.policy.layout import chunk_layers, data_parallel_size, layout_problems, stage_kinds
 from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 from bapo_megatron.trainer.preflight import check_new_run
 from tests.support.shapes import resized, uniform
@@ -330,6 +330,12 @@ def test_a_layout_that_splits_the_model_passes() -> None:
     assert not list(layout_problems(ParallelConfig(pipeline=3, pipeline_layers=(14, 10, 4)), SHAPE))
 
 
+def _stages(parallel: ParallelConfig, layers: int) -> list[int]:
+    """Layers of each stage, by its attention."""
+    shape = resized(SHAPE, layers=layers)
+    return [kinds[shape.attention] for kinds in stage_kinds(parallel, shape)]
+
+
 @pytest.mark.parametrize(
     ("layers", "pipeline", "virtual", "chunks", "stages"),
     [
@@ -348,13 +354,13 @@ def test_layers_that_the_chunks_do_not_divide_are_spread(
     parallel = ParallelConfig(pipeline=pipeline, virtual=virtual)
     assert chunk_layers(parallel, layers) == chunks
     assert sum(chunks) == layers
-    assert stage_layers(parallel, layers) == stages
+    assert _stages(parallel, layers) == stages
 
 
 def test_listed_layers_are_taken_as_they_are() -> None:
     listed = ParallelConfig(pipeline=2, virtual=2, pipeline_layers=(1, 4, 2, 3))
     assert chunk_layers(listed, 10) == (1, 4, 2, 3)
-    assert stage_layers(listed, 10) == [3, 7]
+    assert _stages(listed, 10) == [3, 7]
 
 
 @pytest.mark.parametrize(

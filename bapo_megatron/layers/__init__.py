@@ -84,6 +84,8 @@ MOST = 2**31 - 1
 class Kind(ABC):
     """Kind of a layer's mixer or MLP, with its sizes: a frozen dataclass of numbers and switches."""
 
+    builder: ClassVar[str]
+    """Path of its ``policy/layers.Builder``, which makes it of megatron-core's modules."""
     norm_keys: ClassVar[tuple[str, ...]]
     """Names of the norm before it in checkpoints within a layer: as it is written, then by other writers."""
 

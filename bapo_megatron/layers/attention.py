@@ -22,6 +22,7 @@ class Attention(Kind):
     qkv_bias: bool = False
     qk_norm: bool = False
 
+    builder = "bapo_megatron.policy.layers:AttentionBuilder"
     norm_keys = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
 
     def parameters(self, hidden: int) -> dict[str, Mapping]:

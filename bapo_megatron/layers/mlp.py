@@ -21,6 +21,7 @@ class Mlp(Kind):
 
     ffn: int
 
+    builder = "bapo_megatron.policy.layers:MlpBuilder"
     norm_keys = (_FUSED_NORM, _NORM)
 
     def parameters(self, hidden: int) -> dict[str, Mapping]:
@@ -58,6 +59,7 @@ class Experts(Kind):
     normalized: bool
     """Whether the weights of a token's experts sum to 1; else they are their probabilities among all."""
 
+    builder = "bapo_megatron.policy.layers:ExpertsBuilder"
     norm_keys = (_NORM, _FUSED_NORM)
 
     def parameters(self, hidden: int) -> dict[str, Mapping]:

@@ -90,7 +90,12 @@ def test_imports_run_one_way() -> None:
                 assert room(name) == room(other), f"{name} imports {other}, of a sibling room"
 
 
-BY_PATH = {"config.transports": {"rollout"}, "runtime.device": {"policy"}}
+BY_PATH = {
+    "config.transports": {"rollout"},
+    "runtime.device": {"policy"},
+    "layers.attention": {"policy"},
+    "layers.mlp": {"policy"},
+}
 """Rooms above that a module names by string paths. Who loads those of transports is in ``rollout``."""
 
 

@@ -207,12 +207,7 @@ def arguments(shape: ModelShape) -> Mapping[str, Any]:
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
         "ffn_hidden_size": shape.ffn,
-        "num_attention_heads": shape.attention.heads,
-        "group_query_attention": True,
-        "num_query_groups": shape.attention.kv_heads,
-        "kv_channels": shape.attention.head_dim,
-        "qk_layernorm": shape.attention.qk_norm,
-        "add_qkv_bias": shape.attention.qkv_bias,
+        **{name: value for kind in shape.kinds for name, value in kind.arguments().items()},
         "add_bias_linear": False,
         "swiglu": True,
         "normalization": "RMSNorm",
@@ -227,18 +222,4 @@ def arguments(shape: ModelShape) -> Mapping[str, Any]:
         "consumed_train_samples": 0,
         "no_save_optim": True,
         "no_save_rng": True,
-        **_expert_arguments(shape),
-    }
-
-
-def _expert_arguments(shape: ModelShape) -> Mapping[str, Any]:
-    if shape.experts is None:
-        return {}
-    return {
-        "num_experts": shape.experts.count,
-        "moe_ffn_hidden_size": shape.experts.ffn,
-        "moe_router_topk": shape.experts.per_token,
-        "moe_router_pre_softmax": not shape.experts.normalized,
-        "moe_router_load_balancing_type": "none",
-        "expert_model_parallel_size": 1,
     }

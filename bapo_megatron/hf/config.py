@@ -259,6 +259,8 @@ class Family:
     """Family of models: how its config.json describes the layers."""
 
     title: str
+    served: str | None = None
+    """Class whose servers have the layout of weights that the kinds of its layers say; None: unknown."""
     stack: Callable[[dict[str, Any]], list[Block]] = dense_stack
     """Each layer of the model that a config.json describes."""
     allows: tuple[str, ...] = ()
@@ -266,10 +268,12 @@ class Family:
 
 
 FAMILIES = {
-    "qwen2": Family("Qwen2 / Qwen2.5", partial(dense_stack, qkv_bias=True), allows=("attention_bias",)),
-    "qwen3": Family("Qwen3 dense", partial(dense_stack, qk_norm=True)),
-    "qwen3_moe": Family("Qwen3 MoE", _expert_stack),
-    "llama": Family("Llama 3"),
+    "qwen2": Family(
+        "Qwen2 / Qwen2.5", "Qwen2ForCausalLM", partial(dense_stack, qkv_bias=True), allows=("attention_bias",)
+    ),
+    "qwen3": Family("Qwen3 dense", "Qwen3ForCausalLM", partial(dense_stack, qk_norm=True)),
+    "qwen3_moe": Family("Qwen3 MoE", "Qwen3MoeForCausalLM", _expert_stack),
+    "llama": Family("Llama 3", "LlamaForCausalLM"),
 }
 
 

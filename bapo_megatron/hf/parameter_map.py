@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.layers import Block, Mapping, plain
+from bapo_megatron.layers.mlp import EXPERTS
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -32,7 +33,9 @@ def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
             others = table[key].layers if key in table else None  # a norm is of several kinds
             if others and table[key].hf_shapes != mapping.hf_shapes:
                 raise ValueError(f"{key} has two shapes in layers of two kinds")
-            table[key] = replace(mapping, hf_names=hf_names, layers=tuple(sorted((*layers, *(others or ())))))
+            served = mapping.served and f"model.layers.{{layer}}.{mapping.served}"
+            having = tuple(sorted((*layers, *(others or ()))))
+            table[key] = replace(mapping, hf_names=hf_names, served=served, layers=having)
     table["decoder.final_layernorm.weight"] = plain("model.norm.weight", (shape.hidden,))
     if not shape.tied:
         table["output_layer.weight"] = plain(OUTPUT, (shape.vocab, shape.hidden), tp_dim=0)
@@ -139,5 +142,5 @@ def checkpoint_keys(name: str, block: Block, stacked: bool = True) -> tuple[str,
     prefix, layer, suffix = name.partition("decoder.layers.{layer}.")
     if not layer:
         return (prefix,)
-    own = block.keys(_EXPERT.sub("mlp.experts.experts.", suffix))
+    own = block.keys(_EXPERT.sub(EXPERTS, suffix))
     return tuple(("decoder.layers." if stacked else layer) + key for key in own)

@@ -43,6 +43,10 @@ class Mapping:
     expert: int | None = None
     """Number of the parameter's expert, which one rank of EP has, and ETP cuts along ``tp_dim``. None: every
     rank of EP has the parameter, and TP cuts it."""
+    served: str | None = None
+    """Name of the tensor in which SGLang's servers fuse the HF tensors, of all experts; None: as they are."""
+    heads: tuple[int, ...] = ()
+    """Heads of each HF tensor, which servers of more ranks share; () where its rows are no heads."""
     layers: tuple[int, ...] | None = None
     """Layers that have it, in the parameter map; None for a parameter of the model."""
 
@@ -102,6 +106,14 @@ class Kind(ABC):
         for name, size in self.sizes().items():
             if not isinstance(size, bool) and not 1 <= size <= MOST:
                 yield f"a model with {name}={str(size)[:20]} cannot be"
+
+    @abstractmethod
+    def arguments(self) -> dict[str, object]:
+        """Megatron-LM's arguments of it."""
+
+    @abstractmethod
+    def states(self) -> tuple[str, ...]:
+        """Its modules that keep a state of their own on Transformer Engine."""
 
     @abstractmethod
     def cuts(self) -> tuple[Cut, ...]:

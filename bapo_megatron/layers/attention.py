@@ -43,6 +43,21 @@ class Attention(Kind):
         if self.kv_heads > 0 and self.heads % self.kv_heads:
             yield f"num_attention_heads={self.heads} is no multiple of num_key_value_heads={self.kv_heads}"
 
+    def arguments(self) -> dict[str, object]:
+        return {
+            "num_attention_heads": self.heads,
+            "group_query_attention": True,
+            "num_query_groups": self.kv_heads,
+            "kv_channels": self.head_dim,
+            "qk_layernorm": self.qk_norm,
+            "add_qkv_bias": self.qkv_bias,
+        }
+
+    def states(self) -> tuple[str, ...]:
+        modules = ("core_attention", "linear_qkv", "linear_proj")
+        norms = ("q_layernorm", "k_layernorm") if self.qk_norm else ()
+        return tuple(f"self_attention.{module}" for module in modules + norms)
+
     def cuts(self) -> tuple[Cut, ...]:
         return Cut("tensor", "attention heads", self.heads), Cut("tensor", "KV heads", self.kv_heads)
 
@@ -89,4 +104,6 @@ class Attention(Kind):
             tuple((groups * count, *tail) for count in rows),
             tuple(RowSegment(i, g * count, count) for g in range(groups) for i, count in enumerate(rows)),
             tp_dim=0,
+            served=f"self_attn.qkv_proj.{part}",
+            heads=(self.heads, groups, groups),
         )

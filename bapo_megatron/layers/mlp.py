@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from bapo_megatron.layers import Kind, Mapping, RowSegment, plain
 from bapo_megatron.layers.costs import FP32, INT32, INT64, Cut, Flops, Place, Saved
 
+EXPERTS = "mlp.experts.experts."
+"""Prefix of the keys in checkpoints that all experts of a layer share."""
 _MOST_EXPERTS = 1 << 20
 _NORM, _FUSED_NORM = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
 
@@ -26,6 +28,12 @@ class Mlp(Kind):
 
     def parameters(self, hidden: int) -> dict[str, Mapping]:
         return {**_norm(hidden), **_gated("mlp.", self.ffn, hidden)}
+
+    def arguments(self) -> dict[str, object]:
+        return {}
+
+    def states(self) -> tuple[str, ...]:
+        return "mlp.linear_fc1", "mlp.linear_fc2"
 
     def cuts(self) -> tuple[Cut, ...]:
         return (Cut("tensor", "MLP width", self.ffn),)
@@ -68,8 +76,22 @@ class Experts(Kind):
         table = {**_norm(hidden), "mlp.router.weight": router}
         for number in range(self.count):
             for name, mapping in _gated(f"mlp.experts.{number}.", self.ffn, hidden).items():
-                table[name] = replace(mapping, expert=number)
+                served = "mlp.experts.w13_weight" if mapping.served else "mlp.experts.w2_weight"
+                table[name] = replace(mapping, expert=number, served=served)
         return table
+
+    def arguments(self) -> dict[str, object]:
+        return {
+            "num_experts": self.count,
+            "moe_ffn_hidden_size": self.ffn,
+            "moe_router_topk": self.per_token,
+            "moe_router_pre_softmax": not self.normalized,
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": 1,
+        }
+
+    def states(self) -> tuple[str, ...]:
+        return "pre_mlp_layernorm", f"{EXPERTS}linear_fc1", f"{EXPERTS}linear_fc2"
 
     def cuts(self) -> tuple[Cut, ...]:
         return Cut("expert", "experts", self.count), Cut("expert_tensor", "experts' width", self.ffn)
@@ -148,6 +170,7 @@ def _gated(prefix: str, ffn: int, hidden: int) -> dict[str, Mapping]:
             tp_dim=0,
             sections=(ffn, ffn),
             section_keys=("_w", "_v"),
+            served=f"{prefix}gate_up_proj.weight",
         ),
         f"{prefix}linear_fc2.weight": plain(f"{prefix}down_proj.weight", (hidden, ffn), tp_dim=1),
     }

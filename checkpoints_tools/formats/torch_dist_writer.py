@@ -18,6 +18,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import checkpoint_keys, mapping_table
 from bapo_megatron.layers import Mapping as Parameter
+from bapo_megatron.layers.mlp import EXPERTS
 from checkpoints_tools.archives.torch_archive import (
     Call,
     Instance,
@@ -33,15 +34,6 @@ from checkpoints_tools.formats.torch_dist import VOCABULARY
 
 DATA_FILES = 8  # each may be written by a thread of its own
 MOST_CHUNK_BYTES = 1 << 30  # a rank that needs a part of a chunk reads all of it
-# Modules of Transformer Engine keep a state of their own, which is nothing without FP8. megatron-core asks
-# for that of the modules that the loading model has, and refuses a checkpoint without it.
-_LAYER_MODULES = (
-    "self_attention.core_attention",
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-)
-_MLP, _BEFORE_EXPERTS = ("mlp.linear_fc1", "mlp.linear_fc2"), ("pre_mlp_layernorm",)
-_QK_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -180,19 +172,21 @@ class _TorchDistPlanner:
                 self.blocks.setdefault(name.format(layer=layer), []).extend(blocks)
 
     def _extra_states(self) -> dict[str, bytes]:
-        empty = object_archive([None])
-        count = self.shape.layers
-        modules = _LAYER_MODULES + (_QK_NORMS if self.shape.attention.qk_norm else ())
-        modules += _MLP if self.shape.experts is None else _BEFORE_EXPERTS
-        keys = [f"decoder.layers.{m}._extra_state/shard_{i}_{count}" for i in range(count) for m in modules]
-        experts = self.shape.experts.count if self.shape.experts else 0
-        keys += [
-            f"decoder.layers.mlp.experts.experts.{m}._extra_state/shard_{i}.{e}_{count}.{experts}"
-            for i in range(count)
-            for e in range(experts)
-            for m in ("linear_fc1", "linear_fc2")
-        ]
-        return dict.fromkeys([*keys, "decoder.final_layernorm._extra_state/shard_0_1"], empty)
+        """States that modules of Transformer Engine keep, which are nothing without FP8.
+
+        megatron-core asks for those of the modules that the loading model has, and refuses a checkpoint
+        without them.
+        """
+        shape, keys = self.shape, ["decoder.final_layernorm._extra_state/shard_0_1"]
+        for module, layers in (
+            (name, shape.layers_of(kind)) for kind in shape.kinds for name in kind.states()
+        ):
+            shards = [(str(layer), str(shape.layers)) for layer in layers]
+            if shape.experts and module.startswith(EXPERTS):
+                count = shape.experts.count
+                shards = [(f"{i}.{e}", f"{of}.{count}") for i, of in shards for e in range(count)]
+            keys += [f"decoder.layers.{module}._extra_state/shard_{i}_{of}" for i, of in shards]
+        return dict.fromkeys(keys, object_archive([None]))
 
     def _place_objects(self, objects: Mapping[str, bytes]) -> None:
         for key, archive in objects.items():

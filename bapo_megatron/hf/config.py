@@ -81,6 +81,15 @@ class ModelShape:
         """The different kinds of its layers."""
         return tuple(dict.fromkeys(kind for block in self.blocks for kind in block.kinds))
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike. Checkpoints then stack them; else each layer has keys of its own."""
+        return len(self.blocks) == 1
+
+    def block_of(self, layer: int | None) -> Block:
+        """The block of a layer; of None, which stands for the model, that of the first."""
+        return self.blocks[self.pattern[layer or 0]]
+
     def layers_of(self, kind: Kind) -> tuple[int, ...]:
         """The layers that have ``kind``."""
         having = [kind in block.kinds for block in self.blocks]

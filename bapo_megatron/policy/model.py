@@ -88,6 +88,7 @@ def transformer_config(
         batch_p2p_sync=False,  # a host sync after each message, which only old versions of torch need
         # Stages send each other the length of each pack; the interleaved schedule cannot.
         variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual == 1,
+        hetereogenous_dist_checkpoint=not shape.is_uniform,  # else keys stack the layers
         moe_token_dispatcher_type="alltoall",  # variable lengths require it, also without experts
         **_of_kinds(kinds),
         **_recompute(batch, kinds),

@@ -78,6 +78,11 @@ class TorchDist:
         self.common: dict[str, Any] = read_common(folder)
         self.prefix = find_prefix(self.metadata, folder)
         self.layout = layers_layout(self.metadata, self.prefix)
+        if self.layout == "stacked" and not shape.is_uniform:
+            raise CheckpointError(
+                f"{folder}: its layers are stacked under one key, but those of config.json are not all "
+                "alike; is config.json that of this model?"
+            )
         self._table = mapping_table(shape)
         self._check_keys()
 
@@ -158,8 +163,8 @@ class TorchDist:
                 for own, (first, rows) in zip(parameter.section_keys, parameter.spans, strict=True)
             ]
         # Megatron's two layer specs agree on the fused names of the norms; other writers may not.
-        block = self.shape.blocks[self.shape.pattern[layer or 0]]
-        keys = [prefix + key.format(layer=layer) for key in checkpoint_keys(name, block, stacked)]
+        own = checkpoint_keys(name, self.shape.block_of(layer), stacked)
+        keys = [prefix + key.format(layer=layer) for key in own]
         key = next((key for key in keys if key in self.metadata.tensors), keys[0])
         place = (layer,) if stacked and layer is not None else ()
         if parameter.expert is not None:

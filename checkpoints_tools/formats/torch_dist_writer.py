@@ -131,21 +131,23 @@ class _TorchDistPlanner:
     def _place_all(self, prefix: str, name: str, parameter: Parameter) -> None:
         """A parameter of all layers."""
         parameter = replace(parameter, hf_names=tuple(prefix + hf_name for hf_name in parameter.hf_names))
-        names = [hf_name.format(layer=layer) for layer in parameter.places for hf_name in parameter.hf_names]
-        experts = self.shape.experts
-        key = prefix + checkpoint_keys(name, self.shape.blocks[0])[0]
-        stack = () if parameter.layers is None else (len(parameter.layers),)
-        if experts is not None and parameter.expert is not None:
-            stack = (*stack, experts.count)
-        dtype = _shared_type(self.source, names)
-        stored = self.stored.setdefault(key, _StoredKey(dtype, (*stack, *parameter.shape)))
-        if stored.dtype != dtype:
-            raise CheckpointError(
-                f"tensor {names[0]} is {dtype}, those of other experts are {stored.dtype}; "
-                "megatron-core keeps them under one key, which has one type"
-            )
-        for layer in parameter.places:
-            self._place(key, dtype, parameter, layer)
+        stacked, experts = self.shape.is_uniform, self.shape.experts
+        for layers in [parameter.places] if stacked else [(layer,) for layer in parameter.places]:
+            names = [hf_name.format(layer=layer) for layer in layers for hf_name in parameter.hf_names]
+            own, *_ = checkpoint_keys(name, self.shape.block_of(layers[0]), stacked)
+            key = prefix + own.format(layer=layers[0])
+            stack = () if parameter.layers is None or not stacked else (len(layers),)
+            if experts is not None and parameter.expert is not None:
+                stack = (*stack, experts.count)
+            dtype = _shared_type(self.source, names)
+            stored = self.stored.setdefault(key, _StoredKey(dtype, (*stack, *parameter.shape)))
+            if stored.dtype != dtype:
+                raise CheckpointError(
+                    f"tensor {names[0]} is {dtype}, those of other experts are {stored.dtype}; "
+                    "megatron-core keeps them under one key, which has one type"
+                )
+            for layer in layers:
+                self._place(key, dtype, parameter, layer)
 
     def _place(self, key: str, dtype: str, parameter: Parameter, layer: int | None) -> None:
         """One parameter of one layer, in one file: two threads must not write the same file."""
@@ -153,7 +155,8 @@ class _TorchDistPlanner:
         vector = len(parameter.shape) == 1
         # Ranks read whole experts (EP), and seldom a part of one (ETP): a chunk each.
         grid = self.grid if parameter.expert is None else 1
-        place = tuple(index for index in (layer, parameter.expert) if index is not None)
+        stack = layer if self.shape.is_uniform else None
+        place = tuple(index for index in (stack, parameter.expert) if index is not None)
         for row, rows, column, columns in _chunks(parameter, ITEM_BYTES[dtype], grid):
             size = (rows,) if vector else (rows, columns)
             offset = (row,) if vector else (row, column)
@@ -178,14 +181,15 @@ class _TorchDistPlanner:
         without them.
         """
         shape, keys = self.shape, ["decoder.final_layernorm._extra_state/shard_0_1"]
-        for module, layers in (
-            (name, shape.layers_of(kind)) for kind in shape.kinds for name in kind.states()
-        ):
-            shards = [(str(layer), str(shape.layers)) for layer in layers]
-            if shape.experts and module.startswith(EXPERTS):
-                count = shape.experts.count
-                shards = [(f"{i}.{e}", f"{of}.{count}") for i, of in shards for e in range(count)]
-            keys += [f"decoder.layers.{module}._extra_state/shard_{i}_{of}" for i, of in shards]
+        for layer, block in enumerate(shape.pattern):
+            # A key's shard: its place, and the sizes, in the dimensions for layers and experts.
+            own, at, of = ("", [layer], [shape.layers]) if shape.is_uniform else (f"{layer}.", [], [])
+            for module in (module for kind in shape.blocks[block].kinds for module in kind.states()):
+                count = shape.experts.count if shape.experts and module.startswith(EXPERTS) else 0
+                for place in [[*at, expert] for expert in range(count)] or [at or [0]]:
+                    size = [*of, count] if count else of or [1]
+                    shard = "_".join(".".join(map(str, numbers)) for numbers in (place, size))
+                    keys.append(f"decoder.layers.{own}{module}._extra_state/shard_{shard}")
         return dict.fromkeys(keys, object_archive([None]))
 
     def _place_objects(self, objects: Mapping[str, bytes]) -> None:

@@ -12,6 +12,7 @@
 #
 #   make te-check   Transformer Engine's layers against torch's, on a CPU: all of tests/te
 #   make cluster    both environments of a cluster, the trainer's and SGLang's, with CUDA builds of the versions in cluster/
+#   make cluster-check  installs both without a GPU, into CLUSTER_CHECK=FOLDER, and tests what a CPU can: docs/gpu.md
 #   make image      the container image of both (cluster/Dockerfile), as a file for enroot and pyxis
 #
 #   PYTEST_FLAGS="..."   more flags for pytest, e.g. -x, -k NAME, "-n 4" instead of a worker for each core
@@ -56,6 +57,9 @@ GGUF_READER := $(shell grep -E '^(accelerate|gguf)==' $(PINS))
 # The environments of a cluster. They may lie anywhere that all nodes see.
 CLUSTER_VENV ?= .venv-cluster
 CLUSTER_SGLANG_VENV ?= .venv-cluster-sglang
+# What is compiled for them, once; a folder of the user's own may serve several checkouts.
+CLUSTER_WHEELS ?= .wheels
+CLUSTER_CHECK ?= .cluster-check
 # flash-attn is compiled where a GPU is of compute capability 8; without a GPU here, CLUSTER_ARCH=8.0 says so.
 CLUSTER_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
 IMAGE ?= bapo-megatron.sqsh
@@ -80,7 +84,7 @@ TOKENIZERS := qwen3 qwen2_5 llama3_2 deepseek_v3
 ENVIRONMENTS_VENV := .venv-environments
 ENVIRONMENTS_PINS := tests/support/environments.txt
 
-.PHONY: setup sglang nemo-run trackers environments te-sources tokenizers te-check cluster image demo demo-moe demo-tools demo-real demo-real-tools real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
+.PHONY: setup sglang nemo-run trackers environments te-sources tokenizers te-check cluster cluster-check image demo demo-moe demo-tools demo-real demo-real-tools real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
 
 # Workers are one for each core, and three more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -154,27 +158,18 @@ tokenizers: $(TOKENIZERS:%=.tokenizers/%/.done)
 
 cluster: $(CLUSTER_VENV)/.done $(CLUSTER_SGLANG_VENV)/.done
 
-# Transformer Engine is compiled against torch, so torch is there first and pip builds without isolation. Its headers
-# of cuDNN and NCCL are those of torch's wheels. NCCL comes last, over the version that torch names.
-$(CLUSTER_VENV)/.done: setup.py $(PINS) cluster/trainer.txt cluster/flash_attn.txt cluster/nccl.txt
-	$(PYTHON) -m venv $(CLUSTER_VENV)
-	$(CLUSTER_VENV)/bin/pip install --upgrade pip
-	$(CLUSTER_VENV)/bin/pip install -c $(PINS) -r cluster/build.txt "$(TORCH)"
-	$(CLUSTER_VENV)/bin/pip install --no-deps "$(MEGATRON)"
-	NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 $(CLUSTER_VENV)/bin/pip install --no-build-isolation \
-	    -c $(PINS) -r cluster/trainer.txt -e ".[cluster]"
-	$(CLUSTER_VENV)/bin/pip install --no-deps $(TASKS)
-	case "$(CLUSTER_ARCH)" in 8.*) $(CLUSTER_VENV)/bin/pip install --no-build-isolation --no-deps \
-	    -r cluster/flash_attn.txt ;; esac
-	$(CLUSTER_VENV)/bin/pip install --no-deps -r cluster/nccl.txt
+CLUSTER_INSTALL = PYTHON="$(PYTHON)" CLUSTER_ARCH="$(CLUSTER_ARCH)" CLUSTER_WHEELS="$(CLUSTER_WHEELS)" bash cluster/install.sh
+
+$(CLUSTER_VENV)/.done: setup.py $(PINS) cluster/install.sh cluster/build.txt cluster/trainer.txt cluster/flash_attn.txt cluster/nccl.txt
+	$(CLUSTER_INSTALL) trainer $(CLUSTER_VENV)
 	touch $@
 
-$(CLUSTER_SGLANG_VENV)/.done: cluster/sglang.txt cluster/nccl.txt
-	$(PYTHON) -m venv $(CLUSTER_SGLANG_VENV)
-	$(CLUSTER_SGLANG_VENV)/bin/pip install --upgrade pip
-	$(CLUSTER_SGLANG_VENV)/bin/pip install -r cluster/sglang.txt
-	$(CLUSTER_SGLANG_VENV)/bin/pip install --no-deps -r cluster/nccl.txt
+$(CLUSTER_SGLANG_VENV)/.done: cluster/install.sh cluster/build.txt cluster/sglang.txt cluster/nccl.txt
+	$(CLUSTER_INSTALL) sglang $(CLUSTER_SGLANG_VENV)
 	touch $@
+
+cluster-check:
+	PYTHON="$(PYTHON)" bash cluster/check.sh $(CLUSTER_CHECK)
 
 image:
 	IMAGE="$(IMAGE)" CLUSTER_ARCH="$(CLUSTER_ARCH)" bash cluster/make_image.sh
@@ -277,4 +272,4 @@ gpu-study:
 	$(GPU_PYTHON) -m benchmarks.gpu_study --model "$(MODEL)" $(GPU_STUDY_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) $(ENVIRONMENTS_VENV) .venv-cluster .venv-cluster-sglang .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) $(ENVIRONMENTS_VENV) .venv-cluster .venv-cluster-sglang .wheels .cluster-check .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

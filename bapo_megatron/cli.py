@@ -6,7 +6,6 @@ other error prints its traceback, with exit code 1. A command's module is import
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
-from bapo_megatron.runtime.device import prepare_device, silence_libraries
+from bapo_megatron.runtime.device import prepare_device, set_default, silence_libraries
 from bapo_megatron.runtime.exit_codes import exit_process, report_error
 
 COMMANDS = {
@@ -47,7 +46,8 @@ usage: bapo COMMAND ...
                          --fork RUN[:STEP]: begin at a checkpoint of another run
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
   report RUN [RUN ...] [--output DIR]
-                         plots and one HTML page of a run, or of several compared
+                         plots and one HTML page of a run, or of several compared: in
+                         RUN/report, or in comparison of the first run
   submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]
                          run a recipe as a Slurm job; --dry-run prints its script
   status RUN [--watch]   how a run is, on Slurm or here
@@ -114,7 +114,7 @@ def run(arguments: Sequence[str]) -> int:
         if arguments[0] not in COMMANDS:
             raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
         if arguments[0] == "data":
-            os.environ.setdefault("HF_HUB_OFFLINE", "0")  # its sources may be on the hub
+            set_default("HF_HUB_OFFLINE", "0")  # its sources may be on the hub
         prepare_device()  # before anything imports torch, which reads these variables once
         silence_libraries()
         module, _, function = COMMANDS[arguments[0]].partition(":")

@@ -1,7 +1,6 @@
 """Exceptions of the command line: each is reported as one message without a traceback, with an exit code.
 
-``runtime/exit_codes.py`` prints them. Any other exception is a traceback and exit code 1. Used throughout the
-package.
+``runtime/exit_codes.py`` prints them. Any other exception is a traceback and exit code 1.
 """
 
 from __future__ import annotations

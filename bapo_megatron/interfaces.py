@@ -2,7 +2,7 @@
 
 The folders ``policy``, ``rollout`` and ``checkpoint`` never import each other: these are the contracts
 between them, and ``trainer/build.py`` connects the objects. "Collective": every rank must make the call, in
-the same order. Used in ``checkpoint/``, ``commands/``, ``policy/``, ``rollout/`` and ``trainer/``.
+the same order.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Apart from ``types.py``, which needs no torch: a reward worker, which imports ``types``, must start within a
 second. Users may import these names from ``types``, too. Shapes (suffix of a name): ``_T`` tokens of a pack,
-``_L`` layers, ``_K`` experts of a token. Used throughout the package.
+``_L`` layers, ``_K`` experts of a token.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class MicroBatch:
     """log pi_teacher(label), at temperature 1; 0 in a run without ``algorithm.distillation``."""
     version_T: Annotated[Tensor, Column(torch.int32)]
     """Policy version that sampled the label."""
+    oldest_version_T: Annotated[Tensor, Column(torch.int32)]
+    """Oldest policy version that sampled the label, or a token before it in its response."""
     sequence_T: Annotated[Tensor, Column(torch.int64, fill=-1)]
     """Index of the label's sequence among the ``sequences`` of the update, unique over packs and replicas.
 

@@ -6,7 +6,6 @@ prompts -> rollouts -> rewards -> advantages -> packed micro-batches -> bounds -
 All functions here are collective. What ends a run is raised on every rank: Preempted, RunStopped (after a
 checkpoint, where one can be made), ConfigError (GapError is one), FloatingPointError. ``trainer/build.py``
 makes the ``Run``.
-Used by ``commands/train.py``.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Plain data, which travels between folders, processes and files. Shapes (suffix of a name): ``_P`` tokens of a
 prompt, ``_R`` tokens of a response. Columns of tokens are numpy arrays: pickling a list of Python numbers
 takes more than ten times as long. No torch, with which reward workers would take seconds to start: types that
-hold tensors are in ``tensor_types.py``, and their names can be imported from here. Used throughout the
-package.
+hold tensors are in ``tensor_types.py``, and their names can be imported from here.
 """
 
 from __future__ import annotations
@@ -78,6 +77,9 @@ class Prompt:
     """The reward function of its source; empty: ``reward.function``."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The chat messages, with all fields of the row; none where they are no longer needed, in a journal."""
+    turns: list[dict[str, str]] = field(default_factory=list)
+    """For a reward in an environment: the turns before the one that is judged, role (``assistant`` or
+    ``environment``) and content."""
 
 
 @dataclass(frozen=True)
@@ -264,14 +266,17 @@ class Rollout(ResponseTokens):
 
     finish_reason: FinishReason
     reward: float
-    """With all penalties; ``reward.failed`` if the response could not be scored."""
+    """With all penalties; ``reward.failed`` if it could not be scored and is not left out of its group."""
     stored_routes: StoredRoutes | None = None
     """Where its routes are, if it was read from a step's file and they are known."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored."""
+    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored.
+
+    Fewer where some could not be scored.
+    """
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]

@@ -16,8 +16,8 @@ import tyro
 
 from bapo_megatron.errors import ConfigError, printable
 from checkpoints_tools.conversion import Conversion, Settings
-from checkpoints_tools.to_hf import to_hf
-from checkpoints_tools.to_megatron import reshard, to_megatron
+from checkpoints_tools.hf_to_megatron import reshard, to_megatron
+from checkpoints_tools.megatron_to_hf import to_hf
 
 
 class Command(Protocol):

@@ -1,7 +1,7 @@
 """Conversion driver of all formats: space check, then the copy of a plan into an atomic output folder.
 
 ``to_megatron``, ``reshard`` and ``to_hf`` make the plan, with the files that a model carries along, and call
-``convert``. Used in this folder.
+``convert``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import carried_files
+from bapo_megatron.hf.weight_files import INDEX
 from checkpoints_tools.core.atomic_output import OutputPlan, atomic_output, check_space
 from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor, holes
 from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.core.progress import byte_progress, format_bytes
-from checkpoints_tools.formats.safetensors_folder import INDEX
 from checkpoints_tools.formats.torch_dist import OPTIMIZER
 
 

@@ -1,7 +1,6 @@
 """Checkpoint inspection: format, origin, model, optimizer, sizes, and a tree of keys; and its text.
 
 Only metadata is read, no weights: an inspection is quick and cannot find damaged weights. `verify` can.
-Used by ``checkpoints_tools/`` and ``commands.py``.
 """
 
 from __future__ import annotations

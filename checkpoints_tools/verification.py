@@ -2,7 +2,6 @@
 
 The optimizer's state is compared only where both have it. ``verify_files`` finds a changed bit without a
 second copy, as after a transfer to another cluster; the trainer does the same at a start (``checkpoint/``).
-Used by ``checkpoints_tools/`` and ``commands.py``.
 """
 
 from __future__ import annotations

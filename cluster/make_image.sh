@@ -19,7 +19,10 @@ if [[ -e $image ]]; then
     echo "error: $image exists: remove it, or name another file with IMAGE=FILE" >&2
     exit 2
 fi
-"$builder" build -f cluster/Dockerfile --build-arg "CLUSTER_ARCH=${CLUSTER_ARCH:-9.0}" -t "$tag" .
+jobs=()
+if [[ -n ${MAX_JOBS:-} ]]; then jobs=(--build-arg "MAX_JOBS=$MAX_JOBS"); fi
+# BuildKit keeps what is downloaded and compiled between tries; podman always does.
+DOCKER_BUILDKIT=1 "$builder" build -f cluster/Dockerfile --build-arg "CLUSTER_ARCH=${CLUSTER_ARCH:-9.0}" "${jobs[@]}" -t "$tag" .
 scheme=dockerd
 if [[ $builder = podman ]]; then scheme=podman; fi
 if command -v enroot >/dev/null; then

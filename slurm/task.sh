@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Entry point of an srun's tasks, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`,
-# or `task.sh probe [flags of probe.py]`.
+# `task.sh probe [flags of probe.py]`, or `task.sh command COMMAND [ARGUMENTS]` of a helper job.
 set -u
 role=$1
 shift
@@ -64,6 +64,15 @@ trainer() {  # one rank, on one GPU
     exit "$code"
 }
 
+run_command() {  # COMMAND [ARGUMENTS]: of a helper job
+    local child=''
+    trap 'forward_signal TERM' TERM
+    "$@" &
+    child=$!
+    while kill -0 "$child" 2>/dev/null; do wait "$child"; done  # a signal ends a wait early
+    wait "$child"
+}
+
 is_ready() {  # address, port: whether the server there accepts requests
     local status
     # shellcheck disable=SC2016  # the inner shell expands them
@@ -94,6 +103,7 @@ start_limit() {  # process: most seconds of a server's start by its recipe, once
 
 descendants() {  # process: all that it has started, one a line
     local child
+    # shellcheck disable=SC2013  # words, which no line holds together
     for child in $(cat "/proc/$1/task/"*/children 2>/dev/null); do echo "$child"; descendants "$child"; done
 }
 
@@ -159,5 +169,6 @@ rollout() {  # all servers of one node
 case $role in
     trainer | rollout) "$role" "$@" ;;
     probe) "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "$@" ;;
-    *) bapo_refuse "task.sh $role: there are trainer, rollout and probe" ;;
+    command) run_command "$@" ;;
+    *) bapo_refuse "task.sh $role: there are trainer, rollout, probe and command" ;;
 esac

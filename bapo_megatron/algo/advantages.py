@@ -2,7 +2,7 @@
 
 Pure functions on numpy arrays. ``data/samples.py`` computes the advantages of each group of a batch, on every
 rank, ``trainer/reference.py`` again with penalized rewards. The sampler asks ``is_uniform`` once a group is
-scored. Legend: ``_G`` responses of a group. Used in ``data/``, ``rollout/sampler/`` and ``trainer/``.
+scored. Legend: ``_G`` responses of a group.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ import numpy as np
 STD_EPSILON = 1e-6
 """Epsilon of GRPO's standard deviation: nearly equal rewards give no huge advantages."""
 
+ROUNDING = 2.0**-22
+"""Relative difference of rewards that counts as none, two roundings of float32: 0.1 + 0.2 and 0.3, or a score
+that a model's server gave as float32 beside the same one."""
+
+LARGEST_REWARD = 1e18
+"""Largest size of a reward: its square, which the standard deviation and losses need, is a float32."""
+
 
 def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo", "dr_grpo"]) -> np.ndarray:
     """Group-relative advantages: ``A_i = (R_i - mean(R)) / (std(R) + 1e-6)``, [G] from rewards R [G].
@@ -26,11 +33,13 @@ def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo"
     what torch.std, and with it verl, TRL and the published code of BAPO, compute.
 
     float32; exactly zero where all rewards are equal. ValueError if there are no rewards, or one is not
-    finite.
+    finite or beyond ``LARGEST_REWARD``.
     """
     rewards_G = np.asarray(rewards, dtype=np.float64)
     if rewards_G.size == 0 or not np.isfinite(rewards_G).all():
         raise ValueError(f"a group needs finite rewards, got {rewards_G.tolist()}")
+    if np.abs(rewards_G).max() > LARGEST_REWARD:
+        raise ValueError(f"rewards may be as large as {LARGEST_REWARD:g}, got {rewards_G.tolist()}")
     if is_uniform(rewards_G):
         # The mean of equal numbers may differ from them in the last bit.
         return np.zeros(rewards_G.shape, dtype=np.float32)
@@ -41,8 +50,12 @@ def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo"
 
 
 def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:
-    """Whether all rewards of a group are equal: every advantage is then zero, and so its policy gradient.
+    """Whether all rewards of a group are equal, but for ``ROUNDING``: every advantage is then zero, and so is
+    its policy gradient.
 
     Dynamic sampling (DAPO): with ``rollout.drop_uniform_groups`` the sampler drops such groups.
     """
-    return len(rewards) == 0 or bool(np.all(np.asarray(rewards) == rewards[0]))
+    if len(rewards) == 0:
+        return True
+    rewards_G = np.asarray(rewards, dtype=np.float64)
+    return bool(np.ptp(rewards_G) <= ROUNDING * np.abs(rewards_G).max())

@@ -1,7 +1,6 @@
 """Bins of metrics over tokens: buckets of staleness, and bins of the importance ratio.
 
-Apart from the measurements, which need torch: reports name their metrics by the same bins. Used in
-``commands/report/`` and this folder.
+Apart from the measurements, which need torch: reports name their metrics by the same bins.
 """
 
 from __future__ import annotations

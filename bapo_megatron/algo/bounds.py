@@ -4,7 +4,7 @@ The search is a pure function of one sum for each candidate of a bound, 53 with 
 ``surrogate.py`` computes the sums, ``losses/clip.py`` and ``bapo verify-parallel`` call the search. Same sums
 on every rank give the same bounds. Recipes take settings and presets, reports describe them. Imports no
 torch. Invalid settings: ``BoundsConfig.problems``. Too few sums: ValueError; sums that are not finite,
-because the policy is broken: FloatingPointError. Used throughout the package.
+because the policy is broken: FloatingPointError.
 """
 
 from __future__ import annotations
@@ -331,9 +331,9 @@ def published_code() -> BoundsConfig:
     )
 
 
-def fixed(low: float, high: float) -> BoundsConfig:
+def fixed(low: float, high: float, dual_clip: float | None = None) -> BoundsConfig:
     """Preset of fixed bounds: PPO with asymmetric clipping. The contribution is still measured."""
-    return BoundsConfig(low_start=low, low_end=low, high_start=high, high_end=high)
+    return BoundsConfig(low_start=low, low_end=low, high_start=high, high_end=high, dual_clip=dual_clip)
 
 
 def grpo() -> BoundsConfig:

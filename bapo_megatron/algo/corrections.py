@@ -12,8 +12,7 @@ the update count it. With ``algorithm.importance_cap`` the weights (TIS) multipl
 loss.
 
 Pure functions on numpy arrays and numbers. Commands read the settings, so numpy is imported late. Legend:
-``_R`` tokens of a response, ``_N`` those that are trained on. Used in ``config/`` and
-``trainer/``.
+``_R`` tokens of a response, ``_N`` those that are trained on.
 """
 
 from __future__ import annotations

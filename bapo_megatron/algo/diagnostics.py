@@ -29,8 +29,6 @@ is ``m |g| |A|``.
 
 Legend: ``_T`` tokens of a pack, ``_R`` tokens of a response, ``_B`` buckets of staleness, ``_C`` classes of
 tokens, ``_V`` values, ``_S`` sources, the first row for tokens of none.
-
-Used by ``algo/objective.py``, ``train.py`` and ``benchmarks/diagnostics.py``.
 """
 
 from __future__ import annotations

@@ -16,15 +16,14 @@ different orders, perhaps at different precisions. The difference makes on-polic
 large or growing gap may show an error: weights that did not arrive, another temperature, a broken kernel. The
 limits are checked by ``check_engine_gap`` in trainer/checks.py.
 
-Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_K`` those of them that count. Used in
-``algo/losses/`` and this folder.
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_K`` those of them that count.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -245,5 +244,18 @@ def _gaps_of(view: PackView) -> Tensor:
     return gap_sums(view.stats.log_prob_T, view.batch.rollout_log_prob_T, same_weights_T)
 
 
+def _gaps_of_own_keys(view: PackView) -> Tensor:
+    own_T = view.live_T & (view.batch.version_T == view.version)
+    return gap_sums(
+        view.stats.log_prob_T,
+        view.batch.rollout_log_prob_T,
+        own_T & (view.batch.oldest_version_T == view.version),
+    )
+
+
 ENGINE_GAP = Measurement("engine_gap", GAP_SUMS, _gaps_of, lambda sums, _update: gap_metrics(sums))
 """The engine gap over the tokens that the present weights sampled."""
+
+ENGINE_GAP_OF_OWN_KEYS = replace(ENGINE_GAP, sums=_gaps_of_own_keys)
+"""The same without responses that older weights began: for engines that keep those keys and values, with
+which the trainer has nothing to compare."""

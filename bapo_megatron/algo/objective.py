@@ -5,8 +5,6 @@ loss and metrics of the update are read from the sum. Nothing here makes the hos
 layer asks for the vector in every chunk of a pack.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
-
-Used by ``commands/verify.py`` and ``trainer/update_loss.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from bapo_megatron.algo.losses import Loss
 from bapo_megatron.algo.measurements import (
     CLIPPING,
     ENGINE_GAP,
+    ENGINE_GAP_OF_OWN_KEYS,
     RAISED_TOKENS,
     SEARCH,
     Measurement,
@@ -66,20 +65,23 @@ class Objective:
         sources: Sequence[str] = (),
         reference: ReferenceKlConfig | None = None,
         distillation: DistillationConfig | None = None,
+        keeps_keys: bool = False,
     ) -> None:
         """``sources``: names of the run's sources, each with metrics of its own; none for one file.
 
         ``reference``: the KL penalty to a reference policy, a term of the loss or a metric alone; None: none.
-        ``distillation``: the KL to a teacher, a term of the loss; None: none.
+        ``distillation``: the KL to a teacher, a term of the loss; None: none. ``keeps_keys``: whether engines
+        keep keys and values of older weights (``on_update=in_place``).
         """
         self.loss = loss
         self._reference = reference if reference is not None and reference.in_loss else None
         self._distillation = distillation if distillation is not None and distillation.enabled else None
         first = MEASUREMENTS.index(CLIPPING) + 1
+        always = [ENGINE_GAP_OF_OWN_KEYS if keeps_keys and one is ENGINE_GAP else one for one in MEASUREMENTS]
         self._measurements: list[Measurement] = [
-            *MEASUREMENTS[:first],
+            *always[:first],
             *loss.measurements,  # the metrics of a loss stand beside its clip fractions
-            *MEASUREMENTS[first:],
+            *always[first:],
             *([reference_measurement(reference)] if reference is not None and reference.enabled else []),
             *([distillation_measurement(self._distillation)] if self._distillation else []),
             *([by_source(sources)] if sources else []),

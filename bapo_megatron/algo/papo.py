@@ -10,7 +10,7 @@ with A > 0. -1 contracts it. The weights follow the run's entropy (``papo_schedu
 
 The published abstract gives the idea; polarity and weights are derived in docs/losses.md.
 
-Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences). Used by ``trainer/update_loss.py``.
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 """
 
 from __future__ import annotations

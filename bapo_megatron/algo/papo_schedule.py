@@ -3,8 +3,7 @@
     w = 1 + strength phase  (expanding),    w = 1 - strength phase  (contracting)
 
 The phase, -1 to 1, says how far the moving average of the run's entropy is below its target. For
-``trainer/update_loss.py``, which also keeps the schedule's state in checkpoints. Imports no torch. Used in
-``config/``, ``trainer/`` and this folder.
+``trainer/update_loss.py``, which also keeps the schedule's state in checkpoints. Imports no torch.
 """
 
 from __future__ import annotations

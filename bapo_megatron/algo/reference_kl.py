@@ -25,8 +25,7 @@ GRPO. In updates after the first of a step it therefore weighs states and tokens
 them. ``importance_cap`` corrects from pi_rollout to pi_old, since the weight is that of the policy loss.
 
 ``algo/objective.py`` adds the loss and the metrics; ``trainer/reference.py`` changes the rewards. Pure
-functions. Legend: ``_T`` tokens of a pack (a micro-batch), ``_N`` trained tokens of a response. Used by
-``objective.py`` and ``trainer/reference.py``.
+functions. Legend: ``_T`` tokens of a pack (a micro-batch), ``_N`` trained tokens of a response.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Settings of the KL terms: to a frozen reference policy, and to a frozen teacher (distillation).
 
 ``algorithm.reference_kl`` and ``algorithm.distillation`` of a recipe. ``reference_kl.py`` has the formulas,
-``trainer/reference.py`` the reference, ``rollout/sampler/teacher.py`` the teacher. Imports no torch. Used in
-``config/``, ``rollout/``, ``trainer/`` and this folder.
+``trainer/reference.py`` the reference, ``rollout/sampler/teacher.py`` the teacher. Imports no torch.
 """
 
 from __future__ import annotations

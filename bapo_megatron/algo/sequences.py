@@ -6,8 +6,6 @@ of every sequence over packs and ranks, and each token then gets its sequence's 
 Nothing here makes the host wait for a GPU, but for the first copy of the values to it.
 
 Legend: ``_T`` tokens of a pack, ``_S`` sequences of the update.
-
-Used by ``algo/losses/update_losses.py`` and ``trainer/corrections.py``.
 """
 
 from __future__ import annotations

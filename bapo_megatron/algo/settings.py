@@ -3,9 +3,7 @@
 One for all that a user sets: the fields of a configuration (``wrong_types``, ``out_of_range``) and of a
 command's options (``out_of_range``), the arguments of a loss, a reward or an environment
 (``check_settings``), the tables of a cluster file (``table_problems``). An error is one line with the field
-and, in most, its value and the fix. Rules between fields are in ``config/validation.py``. Used in
-``config/``, ``planning/``, ``evaluation/``, ``data/prepare/``, ``commands/``, ``environment/``,
-``algo/losses/`` and ``reward/endpoint_settings.py``.
+and, in most, its value and the fix. Rules between fields are in ``config/validation.py``.
 """
 
 from __future__ import annotations

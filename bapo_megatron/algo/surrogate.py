@@ -14,8 +14,7 @@ A token is clipped by its float64 ``log r`` against ``math.log(bound)``, and a t
 clipped. So the search and the loss agree about every token.
 
 Legend: ``_T`` tokens of a pack. Per token: ``log r``, the advantage ``A``, and a mask, which is 0 for tokens
-outside the loss (whatever their other fields hold, nan and inf included) and else the token's weight. Used in
-``algo/losses/``, ``commands/``, ``data/`` and this folder.
+outside the loss (whatever their other fields hold, nan and inf included) and else the token's weight.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Per-token math of losses and metrics: importance ratio, masking, masked sums, high-probability tokens.
 
 Functions on tensors of any device, written so that the host does not wait for a GPU. The losses and
-measurements of ``algo/`` call them. Used in ``algo/losses/`` and this folder.
+measurements of ``algo/`` call them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ It imports no torch, so it needs tens of megabytes for a model of any size, and 
 ``checkpoint.after_export`` is the user's command for each export, such as an upload. One runs at a time, in a
 process of its own; a failure is an event and a warning, and does not fail the run. RUN/after_export.json
 lists the exports for which it has succeeded; for every other one the next start runs it again. Delivery is at
-least once: a kill may come between the end of a command and the note of it. Used by ``trainer/build.py``.
+least once: a kill may come between the end of a command and the note of it.
 """
 
 from __future__ import annotations

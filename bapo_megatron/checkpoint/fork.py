@@ -4,8 +4,7 @@
     NEW/fork.json                  its origin (``fork_record.py``)
 
 ``check_fork`` is the preflight, before process groups exist; ``make_fork`` is called by every rank, before
-the new run looks for its checkpoint. The other run may be training, and is only read. Used by
-``commands/cluster/submit.py``, ``commands/train.py`` and ``trainer/preflight.py``.
+the new run looks for its checkpoint. The other run may be training, and is only read.
 """
 
 from __future__ import annotations

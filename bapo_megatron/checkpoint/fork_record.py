@@ -1,8 +1,7 @@
 """Fork record, ``fork.json``: the origin of a forked run, and the settings of the run that it came from.
 
 Written once by ``fork.py``, read by every start of the fork and by reports; ConfigError if it cannot be read.
-The other run is not read again: it may go on, move or be deleted. Nothing here is collective. Used in
-``commands/``, ``trainer/`` and this folder.
+The other run is not read again: it may go on, move or be deleted. Nothing here is collective.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from bapo_megatron.checkpoint.run_directory import (
 )
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import MOST_DESCRIPTION_BYTES, read_plain, write_atomically
+from bapo_megatron.runtime.files import MOST_DESCRIPTION_BYTES, write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _FORMAT = 1
@@ -98,7 +97,7 @@ def read_fork(run_dir: Path) -> Fork | None:
     if not path.exists():
         return None
     try:
-        with read_plain(path) as file:
+        with path.open("rb") as file:
             stored = json.loads(file.read(MOST_DESCRIPTION_BYTES))
         if stored["format"] != _FORMAT:
             raise ConfigError(f"{path} has format {stored['format']}, this version reads {_FORMAT}")

@@ -3,8 +3,7 @@
 Every rank calls it at a start, and reads its share of the files; a damaged checkpoint is a CheckpointError on
 all ranks. One that cannot be read now is none (no right to read, a file system that fails): ConfigError or
 FailingDiskError, on the rank that meets it, since the run would go on from an older one and delete it. It
-returns the state of the training loop (trainer.json); ``Policy.load`` loads model and optimizer. Used by
-``fork.py``, ``trainer/resume.py`` and ``benchmarks/checkpoint_stall.py``.
+returns the state of the training loop (trainer.json); ``Policy.load`` loads model and optimizer.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ The fingerprint is taken at the save, and measured again before the first step o
 
 To measure it is collective, and costs a forward pass over 192 tokens and a digest of the whole state.
 Differences are returned, not raised; ``trainer/resume.py`` raises ResumeError for those that
-``RunConfig.accept_resume_mismatch`` does not accept, once and by name. Used by ``trainer/flow_control.py``
-and ``trainer/resume.py``.
+``RunConfig.accept_resume_mismatch`` does not accept, once and by name.
 """
 
 from __future__ import annotations

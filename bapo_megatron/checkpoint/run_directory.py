@@ -2,7 +2,7 @@
 
 The checks are preflight, without side effects but the new directory and its lock file; the lock is held by
 rank 0 while the run lasts. ConfigError for everything that is refused. ``runtime/run_paths.py`` has the names
-of the files. Used in ``commands/``, ``evaluation/``, ``trainer/`` and this folder.
+of the files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,8 +21,9 @@ from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat, settings_of_scores
 from bapo_megatron.errors import ConfigError, StorageFailed
-from bapo_megatron.runtime.files import check_no_links, open_lock, read_plain, write_atomically
-from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.runtime.device import environment_variable
+from bapo_megatron.runtime.files import open_lock, write_atomically
+from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
 FORMAT = 2
 """Format version of the run directory; another version is refused."""
@@ -43,6 +43,9 @@ _DEFAULT_PRESET = "default_preset"
 
 _FORMER = balanced()
 """The preset that recipes had before. It differs from ``paper`` by ``scope`` and ``bounds_tokens`` alone."""
+
+_DEFAULT_ON_FAILURE = "default_on_failure"
+"""Entry of config.json: that the run began when failed scores were left out. Runs of before lack it."""
 
 THREADS = "threads"
 """Field whose stored value is kept if a resume gives none: sums on a CPU depend on it."""
@@ -103,6 +106,9 @@ _ADDED: dict[str, Any] = {
     "environment.python": None,
     "environment.history": "exact",
     "reward.sandbox_url": None,
+    "evaluation.last": False,  # a resumed run evaluates its last step
+    "reward.on_failure": "value",
+    "reward.outage_minutes": 30.0,
     "reward.math_allow_operations": False,  # was True then; a resumed run scores as new runs do
 }
 """Fields that older run directories lack, with the value that was in force then."""
@@ -132,7 +138,7 @@ _MAY_CHANGE = (
     *(f"algorithm.distillation.{name}" for name in ("urls", "api_key_env", "concurrency")),
     *("algorithm.distillation.timeout_s", "algorithm.distillation.give_up_s"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
-    *("reward.allow_weak_sandbox", "reward.sandbox_url"),
+    *("reward.allow_weak_sandbox", "reward.sandbox_url", "reward.outage_minutes"),
     *("environment.workers", "environment.memory_limit_mb", "environment.python"),
     *("environment.step_limit_s", "environment.episode_limit_s"),
     *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps"),
@@ -145,7 +151,6 @@ def check_writable(directory: Path) -> None:
     """Preflight of the run directory: ConfigError if it cannot be created or written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        check_no_links(directory)
         open_lock(RunPaths(directory).lock).close()
     except OSError as error:
         raise ConfigError(f"the run directory {directory} cannot be written: {error}; name another") from None
@@ -158,7 +163,6 @@ def only_writer(directory: Path) -> Iterator[None]:
     ConfigError if it is held (at once, but in a requeued job), or if the file system has no locks;
     StorageFailed if it gives none now.
     """
-    check_no_links(directory)
     with open_lock(RunPaths(directory).lock) as lock:
         try:
             _take(lock)
@@ -179,7 +183,7 @@ def only_writer(directory: Path) -> Iterator[None]:
 
 def _take(lock: BinaryIO) -> None:
     """Lock the file. BlockingIOError if it is held: at once, or in a requeued job at the end of the wait."""
-    is_requeued = os.environ.get("BAPO_RESTART", "0") != "0"
+    is_requeued = (environment_variable("BAPO_RESTART") or "0") != "0"
     deadline = time.monotonic() + (_REQUEUED_WAIT_S if is_requeued else 0.0)
     while True:
         try:
@@ -194,9 +198,10 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     """Preflight of a resume: ConfigError with every changed setting that may not change.
 
     A directory without a finished step fits any settings. ConfigError also if a training run would continue
-    one of ``--rollout-only`` (``samples_only``), or the reverse.
+    one of ``--rollout-only`` (``samples_only``), or the reverse, or end at a step that it has passed.
     """
     _check_kind(config.directory, samples_only)
+    _check_last_step(config)
     stored = read_config(config.directory)
     if stored is None or not has_steps(config.directory):
         return
@@ -209,6 +214,20 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
             + "\ngive them as they were to continue it, or another --run-dir to start anew\n"
             + "to change them in this run: --allow-change "
             + " ".join(name for name, *_ in different)
+        )
+
+
+def _check_last_step(config: RunConfig) -> None:
+    """ConfigError for a later checkpoint: its weights would be exported as those of ``steps``."""
+    found = step_entries(RunPaths(config.directory).checkpoints)
+    newest = max((moment for moment, path in found if (path / MANIFEST).is_file()), default=(0, 0))
+    if newest > (config.steps, 0):
+        done, updates = newest
+        within = f" and {updates} updates of the next" if updates else ""
+        raise ConfigError(
+            f"steps={config.steps}, but {config.directory} has trained {done} steps{within}: give --steps "
+            f"{done + bool(updates)} or more; for weights of an earlier step, bapo-ckpt to-hf "
+            f"{config.directory} OUT --step N"
         )
 
 
@@ -247,6 +266,25 @@ def with_former_preset(config: RunConfig) -> tuple[RunConfig, str | None]:
         f"over: --allow-change {' '.join(names)}"
     )
     return replace(config, algorithm=replace(config.algorithm, bounds=kept)), line
+
+
+def with_former_failures(config: RunConfig) -> tuple[RunConfig, str | None]:
+    """Failed scores of an older run that goes on: they have the reward ``failed``; and the line that says so.
+
+    Unchanged, with None, for every other run, and where ``allow_change`` names the field.
+    """
+    stored, name = _stored(config.directory), "reward.on_failure"
+    if stored is None or _DEFAULT_ON_FAILURE in stored or not has_steps(config.directory):
+        return config, None
+    then, reward = with_present_fields(stored["config"])[name], config.reward
+    if then == reward.on_failure or then != "value" or name in config.allow_change:
+        return config, None
+    line = (
+        f"{config.directory} began when a response that could not be scored had the reward reward.failed="
+        f"{reward.failed:g}, and goes on so; new runs leave it out of its group. To change over: "
+        f"--allow-change {name}"
+    )
+    return replace(config, reward=replace(reward, on_failure="value")), line
 
 
 def _check_kind(directory: Path, samples_only: bool) -> None:
@@ -327,9 +365,10 @@ def store_config(config: RunConfig, samples_only: bool = False) -> None:
     """
     before = _stored(config.directory)
     kind: dict[str, Any] = {_SAMPLES_ONLY: True} if samples_only else {}
-    # A run of before the present default keeps that it is one, also after its continuation was stored.
-    if before is None or _DEFAULT_PRESET in before or not has_steps(config.directory):
-        kind[_DEFAULT_PRESET] = "paper"
+    # A run of before a present default keeps that it is one, also after its continuation was stored.
+    for mark, default in ((_DEFAULT_PRESET, "paper"), (_DEFAULT_ON_FAILURE, "leave_out")):
+        if before is None or mark in before or not has_steps(config.directory):
+            kind[mark] = default
     stored = {"format": FORMAT, **kind, "config": plain_values(config)}
     write_atomically(RunPaths(config.directory).config, json.dumps(stored, indent=2) + "\n")
 
@@ -349,7 +388,7 @@ def _stored(directory: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        with read_plain(path) as file:
+        with path.open("rb") as file:
             stored: dict[str, Any] = json.loads(file.read(_CONFIG_BYTES))
         version, _ = stored["format"], stored["config"].items()
         if not all(map(_is_source, stored["config"].get("data.sources", []))):

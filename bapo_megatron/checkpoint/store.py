@@ -6,8 +6,7 @@
 A checkpoint is written under a hidden name: the ranks' parts, then digests, both in the background; then rank
 0 writes the manifest, with the size and the digest of every other file, and renames the folder while the
 others wait. A folder without a matching manifest is no checkpoint. The trainer decides when to save
-(``trainer/flow_control.py``), the reader of a resumed run is ``reader.py``. Used in ``benchmarks/``, this
-folder and ``trainer/``.
+(``trainer/flow_control.py``), the reader of a resumed run is ``reader.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron import __version__
 from bapo_megatron.config import CheckpointConfig
+from bapo_megatron.errors import RunStopped
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, is_main
 from bapo_megatron.runtime.files import remove_folder, sha256_of, sync_file, sync_folder, write_atomically
@@ -41,7 +40,7 @@ from bapo_megatron.runtime.run_paths import (
     step_entries,
     step_leftovers,
 )
-from bapo_megatron.runtime.storage import check_not_failing, check_readable, writing
+from bapo_megatron.runtime.storage import OldFiles, check_readable, writing
 
 _POLL_S = 0.05
 _RANK_0_FIRST_S = 120.0
@@ -78,15 +77,18 @@ class CheckpointStore:
         newest: Moment = (0, 0),
         scores: dict[int, float] | None = None,
         is_in_use: Callable[[int], bool] = lambda step: False,
+        old: OldFiles | None = None,
     ) -> None:
         """The store of ``run_dir``.
 
         ``newest``: (step, updates) of the checkpoint that the run continues from; (0, 0) for none.
         ``scores``: the validation score of each step, for ``keep_best``; needed on rank 0 alone.
         ``is_in_use``: whether an export still reads the checkpoint of a step; asked on rank 0 alone.
+        ``old``: deletes old checkpoints, on rank 0 alone.
         """
         self._paths, self._config = RunPaths(run_dir), config
         self._scores, self._is_in_use = scores or {}, is_in_use
+        self._old = old or OldFiles()
         self._pending: _PendingCheckpoint | None = None
         self.newest = newest
         """The newest checkpoint that was begun, or that the run continues from."""
@@ -154,7 +156,7 @@ class CheckpointStore:
         for moment, path in found:
             step, updates = moment
             if moment not in recent and (updates or moment > self.newest or step not in stay):
-                _remove(path)
+                _remove(path, self._old)
 
     def _milestones(self, steps: Sequence[int]) -> set[int]:
         """Steps that ``keep_every`` and ``keep_best`` keep; of equal scores the latest."""
@@ -164,7 +166,7 @@ class CheckpointStore:
         return found | {step for step in steps if every is not None and step % every == 0}
 
     def _make_empty(self, temporary: Path) -> None:
-        clear_leftovers(self._paths.root)
+        clear_leftovers(self._paths.root, self._old)
         temporary.mkdir(parents=True)
 
 
@@ -234,7 +236,12 @@ class _PendingCheckpoint:
         for folder in [self._temporary, *(path for path in self._temporary.rglob("*") if path.is_dir())]:
             sync_folder(folder)
         if os.path.lexists(self.final):  # a damaged one, or the run was resumed from an older one
-            _remove(self.final)
+            _remove(self.final, OldFiles())
+        if os.path.lexists(self.final):
+            raise RunStopped(
+                f"{self.final}, an older checkpoint of the same step, cannot be renamed, and the new one is "
+                "not saved: move it away, then give the same command again"
+            )
         self._temporary.rename(self.final)
         sync_folder(self.final.parent)
 
@@ -274,7 +281,7 @@ def _on_main(action: Callable[[], None]) -> None:
     dist.barrier()
 
 
-def clear_leftovers(run_dir: Path) -> None:
+def clear_leftovers(run_dir: Path, old: OldFiles | None = None) -> None:
     """Delete the leftovers of a killed process or a full disk: half-written and half-deleted checkpoints."""
     folder = RunPaths(run_dir).checkpoints
     try:
@@ -283,29 +290,27 @@ def clear_leftovers(run_dir: Path) -> None:
         check_readable(error, "the list of checkpoints", folder)
         raise
     for leftover in leftovers:
-        delete_hidden(leftover)
+        delete_hidden(leftover, old)
 
 
-def _remove(path: Path) -> None:
-    """Delete a checkpoint; of a link the link alone. A plain file keeps its hidden name."""
+def _remove(path: Path, old: OldFiles) -> None:
+    """Delete a checkpoint; of a link the link alone. A plain file keeps its hidden name. One that cannot be
+    renamed stays whole."""
     # A name of its own: what could not be deleted before may still have the plain one.
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.deleted")
-    path.rename(hidden)  # first: a kill leaves no half-deleted checkpoint under its name
-    delete_hidden(hidden)
+    with old.deleting(path):
+        path.rename(hidden)  # first: a kill leaves no half-deleted checkpoint under its name
+        delete_hidden(hidden, old)
 
 
-def delete_hidden(path: Path) -> None:
+def delete_hidden(path: Path, old: OldFiles | None = None) -> None:
     """Delete a hidden folder: a checkpoint's, or a half-written export (``exports.py``).
 
     One that cannot be deleted stays, with a warning: on NFS a file that a process of this node has open comes
     back under another name. FailingDiskError for a file system that fails.
     """
-    try:
+    with (old or OldFiles()).deleting(path):
         remove_folder(path)
-    except OSError as error:
-        check_not_failing(error, "what is left of a step", path)
-        message = f"warning: {path} could not be deleted ({error}); the next save or start tries again"
-        print(message, file=sys.stderr, flush=True)
 
 
 def digest(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 The file is an npz archive. It holds the inputs themselves (token ids, rollout log-probs, advantages), not
 only their seed, so a comparison never depends on how a later version draws them. A comparison has a row for
 each quantity, in the order of computation: the first that differs is nearest to the cause; later ones may
-follow from it. Used by ``verify.py``.
+follow from it.
 """
 
 from __future__ import annotations

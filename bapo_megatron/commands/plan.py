@@ -43,7 +43,7 @@ def plan_command(arguments: Sequence[str]) -> int:
     recipe, command = recipe_command("plan", PlanCommand, arguments)
     command.options.check()
     job = _sound_job(command.run, recipe, command.options)
-    check_names(command.run)
+    check_names(command.run, own_code=True)
     plan = make_plan(job)
     advice = smallest_changes(plan) if plan.verdict.memory else []
     if command.options.as_json:
@@ -67,7 +67,7 @@ def rehearse_command(arguments: Sequence[str]) -> int:
     run, options = command.run, command.options
     options.check()
     run.check()
-    check_names(run)
+    check_names(run, own_code=True)
     plan_options = PlanOptions(
         gpu=options.gpu,
         memory_fraction=options.memory_fraction,

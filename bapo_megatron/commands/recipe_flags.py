@@ -1,8 +1,7 @@
 """Parser of the command line ``bapo COMMAND RECIPE [flags]``: flags override the recipe's fields.
 
 Every command with a recipe uses it. Loading runs the recipe, a Python file. ConfigError for a wrong recipe; a
-wrong flag, ``--help`` or no argument at all prints and exits. Used in ``commands/cluster/``,
-``commands/doctor/`` and this folder.
+wrong flag, ``--help`` or no argument at all prints and exits.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from bapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bapo_megatron.config import RunConfig
+    from bapo_megatron.config import EnvironmentConfig, RunConfig
 
 C = TypeVar("C")
 
@@ -69,22 +68,39 @@ def _with_named_data(default: C, arguments: Sequence[str]) -> C:
     return changed
 
 
-def check_names(config: RunConfig) -> None:
+def check_names(config: RunConfig, own_code: bool = False) -> None:
     """Check of registered names: engine, loss, and their settings. ConfigError for an unknown one.
 
-    Dotted paths are not imported: the module may exist on the run's machines alone.
+    ``own_code``: dotted paths are imported and checked, too, as a run does. Else they are not: the module may
+    exist on the run's machines alone.
     """
     from bapo_megatron.reward.endpoint_settings import KINDS, read_settings
     from bapo_megatron.rollout.engines.backend import engine_backend
 
-    if ":" not in config.rollout.engine:
+    if own_code or ":" not in config.rollout.engine:
         engine_backend(config.rollout.engine)
-    loss = config.algorithm.loss
-    # The default loss has no settings, and then nothing to check; all others are defined with torch.
-    unset = loss == "clip" and not config.algorithm.loss_settings and not config.batch.hold_forwards
-    if ":" not in loss and not unset:
+    loss, held = config.algorithm.loss, config.batch.hold_forwards
+    # The default loss has no settings, and then nothing to check but whether there is a search that
+    # hold_forwards serves; all others are defined with torch.
+    is_sound = not config.algorithm.loss_settings and (not held or config.algorithm.bounds.searches_update)
+    if (own_code or ":" not in loss) and not (loss == "clip" and is_sound):
         from bapo_megatron.trainer.update_loss import checked_loss
 
         checked_loss(config)
     if config.reward.function in KINDS:
         read_settings(config.reward.function, config.reward.settings, here=False)
+    if own_code:
+        _check_own_code(config)
+
+
+def _check_own_code(config: RunConfig) -> None:
+    """Check of the user's rewards and environments, but those with an interpreter of their own."""
+    from bapo_megatron.environment.pool import read_traits
+    from bapo_megatron.reward.functions import check_functions
+
+    check_functions(config, (one for one in config.reward_functions if ":" in one))
+    checked: list[EnvironmentConfig] = []
+    for environment in config.environments.values():
+        if environment.function and environment.python is None and environment not in checked:
+            checked.append(environment)
+            read_traits(environment)

@@ -2,7 +2,7 @@
 
 The commands check everything before a process group exists, then run as one rank under a launcher, or start
 the layout's processes. ``bapo train``, given again, continues a run. Preempted and RunStopped propagate to
-``cli.py``. Used by ``benchmarks/study/forked_sampler.py``.
+``cli.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.run_paths import RunPaths
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bapo_megatron.checkpoint.fork_record import ForkSource
     from bapo_megatron.config import RunConfig, SftConfig
     from bapo_megatron.runtime.guards import PreemptionSignal
@@ -103,27 +105,37 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
 
 
 def finish(run: Run) -> None:
-    """End of a run: export the policy, print the summary, and wait for earlier exports.
+    """End of a run: export the policy, unless an earlier start has; print the summary; wait for exports.
 
     It also waits for ``checkpoint.after_export``. Collective, after the last step. Preempted if the run is
     asked to stop before the exports are done.
     """
-    from bapo_megatron.hf.export import export_hf, keep_others
-    from bapo_megatron.runtime.distributed import is_main
+    from bapo_megatron.runtime.distributed import broadcast_from_main
     from bapo_megatron.trainer.flow_control import bring_policy_back
 
     bring_policy_back(run)  # engines have the GPUs after the evaluation of the last step
     output = RunPaths(run.config.directory).export
+    is_exported = broadcast_from_main(run.recorder is not None and run.recorder.is_exported(output))
+    if not is_exported:
+        _export(run, output)
+    if run.recorder:
+        print(_summary(run), flush=True)
+    # After the export: the user's command reads its folder.
+    if run.exports and run.exports.after:
+        run.exports.after.exported_last(is_new=not is_exported)
+    wait_for_exports(run)
+
+
+def _export(run: Run, output: Path) -> None:
+    """Write the final policy as a Hugging Face folder, and record it. Collective."""
+    from bapo_megatron.hf.export import export_hf, keep_others
+    from bapo_megatron.runtime.distributed import is_main
+
     for kept in keep_others(output) if is_main() else ():
         print(f"what was no export of this version, or held other files, is kept as {kept}", flush=True)
     export_hf(run.policy.hf_weights(), run.config.model.hf_path, output)
     if run.recorder:
         run.recorder.export(run.config.steps, output)
-        print(_summary(run), flush=True)
-    # After the export: the user's command reads its folder.
-    if run.exports and run.exports.after:
-        run.exports.after.exported_last(is_new=run.has_work)
-    wait_for_exports(run)
 
 
 def wait_for_exports(run: Run) -> None:
@@ -152,10 +164,11 @@ def _summary(run: Run) -> str:
     from bapo_megatron.commands.report.data import headline, read_metrics
 
     paths = RunPaths(run.config.directory)
-    figures = headline(read_metrics(paths.metrics))
+    metrics = read_metrics(paths.metrics)
+    figures, updates = headline(metrics), metrics.known("policy/updates").sum()  # a fork's own
     first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
     return (
-        f"reward {first} -> {last} in {figures['steps']} steps, {run.policy.version} updates\n"
+        f"reward {first} -> {last} in {figures['steps']} steps, {updates:.0f} updates\n"
         f"Hugging Face model: {paths.export}\n"
         f"plots: bapo report {paths.root}"
     )

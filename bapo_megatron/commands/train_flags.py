@@ -1,11 +1,7 @@
-"""Flags of ``bapo train`` and ``bapo submit`` beside the recipe's fields, and the configuration they make.
-
-Used by ``commands/cluster/submit.py`` and ``train.py``.
-"""
+"""Flags of ``bapo train`` and ``bapo submit`` beside the recipe's fields, and the configuration they make."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +11,11 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from bapo_megatron.checkpoint.fork_record import ForkSource
-from bapo_megatron.checkpoint.run_directory import with_former_preset
+from bapo_megatron.checkpoint.run_directory import with_former_failures, with_former_preset
 from bapo_megatron.commands.recipe_flags import recipe_command
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.run_paths import RunPaths
 
 
@@ -75,16 +72,17 @@ def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
 
 
 def _continued(run: RunConfig) -> RunConfig:
-    """The run, with the preset that it began with before today's default; it is said on the first rank."""
-    run, line = with_former_preset(run)
-    if line and _speaks():
-        print(line, file=sys.stderr, flush=True)
+    """The run, with what it began with before today's defaults; it is said on the first rank."""
+    for former in (with_former_preset, with_former_failures):
+        run, line = former(run)
+        if line and _speaks():
+            print(line, file=sys.stderr, flush=True)
     return run
 
 
 def _speaks() -> bool:
     """Whether this process is alone, or the first of a launcher's."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    return (environment_variable("RANK") or environment_variable("SLURM_PROCID") or "0") == "0"
 
 
 def rollout_only_config(run: RunConfig) -> RunConfig:

@@ -5,7 +5,7 @@ directory. A check writes a layout reference (``--save``), compares with one (``
 Without either the command measures the layout of ``--reference.*`` first (by default one process), then the
 recipe's, each in new processes, and compares them; under a launcher it runs in the launcher's processes.
 The loss is always ``clip``, BAPO's, whatever ``algorithm.loss`` is. A check makes one update, to measure the
-gradient norm, unless log-probs are not finite; the updated weights are discarded. Used by ``train.py``.
+gradient norm, unless log-probs are not finite; the updated weights are discarded.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.weight_files import weight_files
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.policy.layout import data_parallel_size, parallel_processes
 from bapo_megatron.runtime.device import silence_libraries
@@ -115,13 +116,13 @@ def _packs(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> list
 def model_digests(folder: Path) -> dict[str, str]:
     """SHA-256 (the first 16 digits) of ``config.json``, and of samples of the weight files.
 
-    Of each ``model*.safetensors`` file the digest covers the name, the size, and 64 places of 4 KiB, evenly
+    Of each file of the model's weights the digest covers the name, the size, and 64 places of 4 KiB, evenly
     spaced from the first byte (the header: tensor names, types, shapes) to the last. So any other training
     run's weights differ, and a 60 GB model takes a second. A change of a few single numbers can be missed,
     and the same weights in differently cut files count as another model.
     """
     weights = hashlib.sha256()
-    for path in sorted(folder.glob("model*.safetensors")):
+    for path in weight_files(folder):
         size = path.stat().st_size
         weights.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
 """Configuration of ``bapo verify-parallel``: the recipe's, with the fields that the layout check adds.
 
-Without torch, so that ``--help`` answers at once. Used by ``train.py`` and ``verify.py``.
+Without torch, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations

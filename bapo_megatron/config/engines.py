@@ -1,16 +1,18 @@
 """Configuration of rollout engines: addresses, deadlines, weight transfer, and the launch of SGLang servers.
 
 ``EngineConfig`` is the base class of the settings of each kind of engine, such as ``SglangConfig``; a user's
-engine may add fields in a subclass. ``RunConfig.check`` asks each for its ``problems``. Used in this
-folder.
+engine may add fields in a subclass. ``RunConfig.check`` asks each for its ``problems``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
+from ipaddress import IPv6Address
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Lt
 
@@ -58,9 +60,9 @@ class EngineConfig:
         ``longest_request``: most tokens of prompt and response together.
         """
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                yield f"urls: {url!r} is no address; write it as http://HOST:PORT"
-        if len(set(self.urls)) < len(self.urls):
+            if problem := _address_problem(url):
+                yield f"urls: {url!r} is no address ({problem}); write it as http://HOST:PORT"
+        if len({_server_of(url) for url in self.urls}) < len(self.urls):
             yield f"urls names a server twice: {', '.join(sorted(self.urls))}"
         if self.colocated and self.urls:
             yield (
@@ -74,6 +76,40 @@ class EngineConfig:
         return replace(self, sync="disk", colocated=False)
 
 
+def _address_problem(url: str) -> str | None:
+    """Problem of a server's URL; None if it has a scheme, a host and a port, and at most a path."""
+    if any(char.isspace() or not char.isprintable() for char in url):
+        return "it has a blank or a control character"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        if "[" in parts.netloc:
+            IPv6Address(parts.hostname or "")
+    except ValueError as error:  # of a port beyond 65535, or of brackets without an IPv6 address
+        return str(error)
+    if parts.scheme not in ("http", "https"):
+        return "it begins with neither http:// nor https://"
+    if not parts.hostname:
+        return "it has no host"
+    if ":" in parts.netloc.rpartition("@")[2] and not parts.netloc.endswith("]") and not port:
+        return "its port is missing, or 0"
+    if parts.username is not None or parts.query or parts.fragment:
+        return "it has a user, a query or a fragment"
+    return None
+
+
+def _server_of(url: str) -> tuple[object, ...]:
+    """Scheme, host, port and path of a URL, alike for all spellings of the same server."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+        host = parts.hostname or ""
+        host = str(IPv6Address(host)) if ":" in host else host
+    except ValueError:
+        return (url,)
+    return parts.scheme, host, port, parts.path.rstrip("/")
+
+
 _WITHOUT_KEY = ("--grpc", "--smg-grpc", "--encoder-only", "--tokenizer-worker")
 """Prefixes of SGLang's flags that open a port without a check of the API key."""
 
@@ -84,6 +120,20 @@ _OUTLIVING = ("--hicache-storage-backend", "--enable-lmcache", "--enable-flexkv"
 """SGLang's flags of caches that no flush empties (``OUTLIVING`` in requirements.py)."""
 
 
+_SPECULATIVE, _DRAFT = "--speculative-alg", "--speculative-draft-model"
+"""Beginnings of SGLang's flags of speculative decoding, and of a model that drafts."""
+
+
+def _draft_flag(flags: tuple[str, ...]) -> str | None:
+    """The flag that gives servers a draft model; None without one, as for drafts by n-grams."""
+    for flag, after in pairwise((*flags, "")):
+        name, _, value = flag.partition("=")
+        algorithm = (value or after).upper()
+        if name.startswith(_DRAFT) or (name.startswith(_SPECULATIVE) and algorithm not in ("NGRAM", "NONE")):
+            return name
+    return None
+
+
 @dataclass(frozen=True)
 class SglangConfig(EngineConfig):
     """SGLang servers, for `rollout.engine=sglang`."""
@@ -91,8 +141,8 @@ class SglangConfig(EngineConfig):
     servers: Annotated[int, Ge(1)] = 1
     """Servers that the run starts on rank 0's machine, each on `tensor` GPUs."""
     python: Path | None = None
-    """Interpreter of SGLang's environment. None: BAPO_SGLANG_PYTHON, else what `make sglang`
-    made here, or on a machine with GPUs `make cluster`."""
+    """Interpreter of SGLang's environment. None: BAPO_SGLANG_PYTHON, else what `make sglang` made here, or
+    `make cluster`; on a machine with GPUs the latter alone."""
     tensor: Annotated[int, Ge(1)] = 1
     """Tensor parallel size of a server."""
     first_gpu: Annotated[int, Ge(0)] = 0
@@ -130,6 +180,11 @@ class SglangConfig(EngineConfig):
             yield (
                 f"flags: {_QUEUE} fails requests that new weights, or a full KV cache, put back into the "
                 "queue: leave it out, and set max_in_flight"
+            )
+        if self.sync != "disk" and (draft := _draft_flag(self.flags)):
+            yield (
+                f"flags: {draft} has a draft model, which sync={self.sync} gives no weights of its own: take "
+                "sync=disk, or --speculative-algorithm NGRAM, or leave it out"
             )
         keys = [flag for flag in self.flags if flag.startswith(("--api-k", "--admin-api-k"))]
         if keys:

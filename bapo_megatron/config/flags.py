@@ -1,8 +1,7 @@
 """Command-line parser: flags, read into a dataclass by tyro; and fields whose flag is one JSON text.
 
 Besides tyro's own form, ``--section.field VALUE``, it takes Hydra's ``section.field=VALUE``, and a value
-after a switch (``--overwrite true``). A mistake ends the program (SystemExit, code 2). Used in
-``commands/``, ``data/prepare/``, ``evaluation/`` and this folder.
+after a switch (``--overwrite true``). A mistake ends the program (SystemExit, code 2).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The file's code runs in this process; what it prints goes to standard error, which no script reads.
 ConfigError for any failure; the fields themselves are not checked here. Every command that takes a recipe
-calls it. Used in ``commands/`` and this folder.
+calls it.
 """
 
 from __future__ import annotations

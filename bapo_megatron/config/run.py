@@ -3,7 +3,6 @@
 Frozen dataclasses; the docstring of a field is its text in ``--help``. ``check`` validates the fields alone,
 and raises one ConfigError with every wrong type, or if there is none every broken range and rule;
 ``trainer/preflight.py`` checks the dataset and the model folder. Both run before any process group exists.
-Used by ``config/``.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class EvaluationConfig:
     """Evaluation during training on held-out problems. Training waits for the answers."""
 
     every: Annotated[int, Ge(0)] = 0
-    """Steps between evaluations; the weights that the run begins with are evaluated too. 0, and whenever
-    `rollout.replay` leaves a run without engines: never."""
+    """Steps between evaluations; the weights that the run begins with are evaluated too, and those of the
+    last step (`last`). 0, and whenever `rollout.replay` leaves a run without engines: never."""
     suites: tuple[str, ...] = ()
     """Suites that `bapo data prepare` has written, by name, or files with the format of `data.path`."""
     samples: Annotated[int, Ge(1)] = 4
@@ -77,6 +76,8 @@ class EvaluationConfig:
     """Sampling temperature. None: that of the rollouts."""
     max_response_tokens: Annotated[int | None, Ge(1)] = None
     """Longest response, in tokens. None: that of the rollouts."""
+    last: bool = field(default=True, kw_only=True)
+    """Evaluate the weights of the last step, also where `every` does not divide the steps."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,8 @@ class RunConfig:
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due after ``step``."""
-        every = self.evaluation.every
-        return every > 0 and step % every == 0 and self.rollout.replay is None
+        every, is_last = self.evaluation.every, self.evaluation.last and step == self.steps
+        return every > 0 and (step % every == 0 or is_last) and self.rollout.replay is None
 
     @property
     def evaluation_sampling(self) -> tuple[float, int]:

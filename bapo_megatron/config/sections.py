@@ -1,7 +1,7 @@
 """Configuration sections: model, parallel layout, data, rollouts, reward, algorithm, optimizer, batch.
 
 Frozen dataclasses, fields of ``RunConfig``. The docstring of a field is its text in ``--help``.
-``Annotated[int, Ge(1)]`` states a range, which ``algo.settings.out_of_range`` checks. Used in this folder.
+``Annotated[int, Ge(1)]`` states a range, which ``algo.settings.out_of_range`` checks.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ class RolloutConfig:
     """Treatment of a group older than max_staleness: its prompt is sampled again, or it is dropped, or
     trained on all the same."""
     keep_steps: Annotated[int | None, Ge(0)] = 1000
-    """Newest steps whose rollouts are kept on disk, 12 bytes a token (16 with a teacher); those since the
-    oldest checkpoint always are. Only a run that keeps all of them can be replayed from its beginning.
-    None: all."""
+    """Newest steps whose rollouts and held-out responses are kept on disk, 12 bytes a token (16 with a
+    teacher); those since the oldest checkpoint always are. Only a run that keeps all of them can be
+    replayed from its beginning. None: all."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The servers of `engine=sglang`."""
     custom_engine: AvoidSubcommands[EngineConfig | None] = field(default=None, kw_only=True)
@@ -210,11 +210,19 @@ class RewardConfig:
     wrong: float = 0.0
     """Reward of a wrong or missing answer (built-in functions)."""
     failed: float = 0.0
-    """Reward of a response whose scoring raised, hung, died or gave no finite number; no penalties."""
+    """Reward of a response that could not be scored, with `on_failure=value`; no penalties."""
+    on_failure: Literal["leave_out", "value"] = field(default="leave_out", kw_only=True)
+    """What becomes of a response whose scoring raised, hung, died or gave no finite number, or whose
+    environment failed. `leave_out`: it is not trained on, and the advantages of its group are over the
+    others; a group with fewer than two others is dropped, and another prompt is sampled. `value`: it has the
+    reward `failed`."""
+    outage_minutes: Annotated[float, Gt(0)] = field(default=30.0, kw_only=True)
+    """Longest time in which no response can be scored, in minutes. Groups without any score wait meanwhile,
+    and are scored again; then the run saves and ends with exit code 3."""
     workers: Annotated[int, Ge(1)] = 2
     """Processes that score responses, on rank 0's machine; none for `llm_judge` and `reward_model`."""
     time_limit_s: Annotated[float, Gt(0)] = 30.0
-    """Time limit for scoring one response; then its worker is replaced."""
+    """Time limit for scoring one response; then its worker is replaced. For programs ten times as much."""
     memory_limit_mb: Annotated[int, Ge(256)] = 4096
     """Memory that scoring one response may take beyond that of an idle worker; also of each process of tested
     code."""
@@ -222,7 +230,8 @@ class RewardConfig:
     """Mathematics: accept an unevaluated operation (`578+328`, `10!`) for its value. Off, it is an answer
     only where the ground truth has one of its kind (docs/rewards.md#mathematics)."""
     code_case_limit_s: Annotated[float, Gt(0)] = 6.0
-    """Time limit of one test of a program; all tests of a response together have 0.9 `time_limit_s`."""
+    """Limit of one test of a program, in seconds of processor time and sleep; all tests of a response
+    have 0.9 `time_limit_s`."""
     allow_weak_sandbox: bool = False
     """Run programs that the model has written even where the kernel lacks a wall of the sandbox
     (docs/rewards.md#the-sandbox); otherwise such a run is refused."""

@@ -1,7 +1,7 @@
 """Configuration of the environment, and of sources of training prompts, which a run mixes.
 
 The entries of ``data.sources``, their form as a flag (JSON; ValueError if it is malformed), and the section
-``environment``, of a run or of a source. Used in ``data/prepare/``, ``environment/`` and this folder.
+``environment``, of a run or of a source.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EnvironmentConfig:
     max_turns: Annotated[int, Ge(1)] = 8
     """Most turns of the model in a response; then it ends, with the finish reason `turns`."""
     step_limit_s: Annotated[float, Gt(0)] = 60.0
-    """Time limit of one step. A response whose step takes longer has the reward `reward.failed`."""
+    """Time limit of one step. A response whose step takes longer has failed (`reward.on_failure`)."""
     episode_limit_s: Annotated[float, Gt(0)] = 600.0
     """Time limit of all steps of a response together."""
     workers: Annotated[int, Ge(1)] = 2

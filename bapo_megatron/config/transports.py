@@ -5,7 +5,6 @@ parts are buckets or memory handles, or send themselves (``types.SelfSendingPart
 process, configuration and ``bapo plan`` ask the table. Classes are named by their paths, which ``rollout/``
 alone imports: asking imports no torch. By name is asked what holds for one of these alone: measured rates
 (``planning/traffic.py`` refuses a transport without one), and the check of NCCL for ``broadcast``.
-Used by ``engines.py``, and in ``planning/``, ``rollout/engines/`` and ``rollout/weight_sync/``.
 """
 
 from __future__ import annotations

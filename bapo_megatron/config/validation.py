@@ -1,7 +1,7 @@
 """Rules between the fields of a configuration; types and ranges of each field are ``algo/settings.py``'s.
 
 Functions called ``*_problems`` yield errors, each one line with the field and the fix; ``raise_problems``
-raises one ConfigError with all. No file, GPU or network is looked at. Used throughout the package.
+raises one ConfigError with all. No file, GPU or network is looked at.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _hold_problems(run: RunConfig) -> Iterator[str]:
     if bounds.sums_over != "update":
         yield (
             f"batch.hold_forwards serves the exact search (algorithm.bounds.scope=update); with "
-            f"scope={bounds.scope} leave it out"
+            f"scope={bounds.scope} leave it out (--batch.no-hold-forwards)"
         )
 
 

@@ -8,8 +8,7 @@ The log-ratios and advantages are drawn so that the result does not depend on ro
 bound that the search tries, and the search stops between two of these, after it has moved. Nor does it depend
 on the ties of routers: of a mixture of experts every position has a random route, which is replayed, since
 layouts round differently, and two experts that are nearly as likely would change places. The router's
-probabilities weigh the experts of a route, so they are compared; its choice is not. Used in
-``checkpoint/resume_check.py`` and ``commands/``.
+probabilities weigh the experts of a route, so they are compared; its choice is not.
 """
 
 from __future__ import annotations

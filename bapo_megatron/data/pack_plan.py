@@ -14,8 +14,7 @@ communication.
    differ by |(H - L) - 2 s| afterwards; the exchange is the feasible one with the smallest such difference.
 
 Packs of one length (``fixed_length``) have the same linear cost, full or not. So there step 1 counts tokens,
-which keeps the common length short, and the other steps count attention's part alone. Used by
-``packing.py`` and ``benchmarks/packing.py``.
+which keeps the common length short, and the other steps count attention's part alone.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ the same plan from the same numbers (``pack_plan.py``), and each builds its own 
 of a ``StoredSample`` only the ranks that pack it read the columns.
 
 Shapes: ``_R`` tokens of a response, ``_T`` tokens of a pack, ``_N`` tokens of a response that are trained on.
-Used by ``train.py``, and in ``checkpoint/``, ``commands/``, ``planning/``, ``policy/`` and ``trainer/``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from bapo_megatron.data.pack_plan import plan_packs
 from bapo_megatron.data.routes import unknown_expert
 from bapo_megatron.data.samples import RouteRow, Sample, TrainingSample
 from bapo_megatron.tensor_types import MicroBatch
-from bapo_megatron.types import PackLayout
+from bapo_megatron.types import GIVEN, PackLayout
 
 T = TypeVar("T")
 
@@ -94,11 +93,13 @@ def _loss_weights(samples: Sequence[TrainingSample], loss_mean: str) -> list[flo
 
     The loss sum is then divided by the number of trained tokens. With N sequences of n_i trained tokens,
     sum_i (1 / N) sum_t l_it / n_i = (1 / sum_j n_j) sum_i sum_t l_it * (sum_j n_j / N) / n_i.
+    A sequence without trained tokens is none of the N: it has no mean, and would only shrink the step.
     """
     if loss_mean == "token":
         return [1.0] * len(samples)
-    mean_tokens = sum(sample.trained_tokens for sample in samples) / max(1, len(samples))
-    return [mean_tokens / max(1, sample.trained_tokens) for sample in samples]
+    tokens = [sample.trained_tokens for sample in samples]
+    mean_tokens = sum(tokens) / max(1, sum(count > 0 for count in tokens))
+    return [mean_tokens / max(1, count) for count in tokens]
 
 
 def _build(
@@ -171,8 +172,16 @@ def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, Arra
         "reference_log_prob_T": reference_R,
         "teacher_log_prob_T": teacher_R,
         "version_T": sample.versions_R,
+        "oldest_version_T": _oldest(sample.versions_R),
         "sequence_T": index,
     }
+
+
+def _oldest(versions_R: np.ndarray) -> np.ndarray:
+    """For each token the oldest version up to it, of the tokens that a policy sampled."""
+    sampled_R = np.where(versions_R == GIVEN, np.iinfo(versions_R.dtype).max, versions_R)
+    oldest_R: np.ndarray = np.minimum.accumulate(sampled_R)
+    return oldest_R
 
 
 def _write(pack: MicroBatch, sample: Sample, start: int, columns: dict[str, ArrayLike]) -> None:

@@ -2,15 +2,14 @@
 
 Training problems come from one file or from several sources (``data.sources``), suites by their names, from
 folders that ``bapo data prepare`` wrote, or from files. All rows are tokenized. ConfigError for the first row
-that is invalid, or cannot be scored. Used in ``commands/doctor/``, ``evaluation/``, ``rollout/sampler/`` and
-``trainer/``.
+that is invalid, or cannot be scored.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,7 @@ from bapo_megatron.config import DataConfig, SourceConfig
 from bapo_megatron.config.validation import BOXED_REWARDS
 from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE, SUITES
 from bapo_megatron.data.prompts import MixedSource, PromptSet, Tools, load_prompts
-from bapo_megatron.data.rows import within_difficulty
+from bapo_megatron.data.rows import read_rows, within_difficulty
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.code_tests import is_tests
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check, runs_code
@@ -67,6 +66,17 @@ def load_problems(
         tuple(mixed(source, one) for source, one in zip(data.sources, sets, strict=True)),
         digest,
     )
+
+
+def missing_files(data: DataConfig) -> Iterator[str]:
+    """Errors of the training data's files that do not exist, as ``load_problems`` raises them one by one."""
+    for source in data.files:
+        if not source.file.is_file():
+            field = f"data.sources[{source.name}].path" if data.sources else "data.path"
+            try:
+                read_rows(source.file)
+            except ConfigError as error:
+                yield str(error).replace("data.path=", f"{field}=", 1)
 
 
 def _tools_digest(tools: Mapping[str, Tools]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from bapo_megatron.data.chat_template import chat_template_of
 from bapo_megatron.data.rows import (
     Row,
     RowError,
@@ -149,12 +150,10 @@ def ends_in_thinking(tokenizer: Any, ids: np.ndarray) -> bool:
 
 
 def prompt_token_ids(messages: list[dict[str, Any]], tokenizer: Any, tools: Tools = ()) -> np.ndarray:
-    """Token ids of the messages in the chat template, int32. RowError if the template refuses them."""
-    described = {"tools": [*tools]} if tools else {}
+    """Token ids of the messages in the chat template, int32; what a message says is text, no control token.
+    RowError if the template refuses them."""
     try:
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, **described
-        )
+        ids = chat_template_of(tokenizer).token_ids(messages, tools)
     except Exception as error:  # a template raises whatever its author chose
         raise RowError(f"prompt is refused by the tokenizer's chat template: {error}") from error
     return np.asarray(ids, np.int32)

@@ -5,7 +5,7 @@
 With ``rollout.route_replay`` the sampler writes one beside each step file, which has the CRC of every
 response's rows; K is the number of experts of a token. A rank maps it and
 reads those of its own samples. Numpy alone, no loop over tokens: a sampler handles hundreds of thousands a
-second. Used in ``rollout/engines/sglang/``, ``rollout/sampler/`` and this folder.
+second.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 ``iterate_rows`` gives the rows of a JSONL, JSON or parquet file one after the other, ``read_rows`` all of
 them. ConfigError for a bad file, RowError for a field that is not as in Skywork-OR1-RL-Data's schema. A row's
-difficulty, by which too easy and too hard problems are dropped, is a number in its ``extra_info``. Used in
-``commands/doctor/``, this folder, ``data/prepare/``, ``evaluation/`` and ``trainer/``.
+difficulty, by which too easy and too hard problems are dropped, is a number in its ``extra_info``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from bapo_megatron.config import DataConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.code_tests import check_tests
+from bapo_megatron.reward.code_tests import are_tests
 from bapo_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -251,15 +250,13 @@ def ground_truth_of(row: Row, several: bool = False) -> str:
     ``several``: for a user's reward function, which gets lists, objects and other values as JSON text.
     """
     value = field_of(row, "reward_model", dict, 'an object with "ground_truth"').get("ground_truth")
-    answer = _unwrapped(value, several)
+    answer = _json_of(value) if are_tests(value) else _unwrapped(value, several)
     if isinstance(answer, float) and answer.is_integer() and not several:
         answer = int(answer)  # a column of whole numbers in which one is missing is one of floats
     if isinstance(answer, int) and not isinstance(answer, bool):
         answer = str(answer)
     if several and isinstance(answer, (bool, float, list, dict)):
         answer = _json_of(answer)
-    if isinstance(answer, (list, dict)) and (text := _json_of(answer)) and not check_tests(text):
-        answer = text  # tests in a column of objects
     if not isinstance(answer, str) or not answer.strip():
         any_value = "" if several or not isinstance(value, (float, list, dict)) else _OWN
         raise RowError(

@@ -2,8 +2,7 @@
 
 Every rank has the numbers of all samples, and reads the columns of those that it packs (``packing.py``).
 
-Shapes: ``_R`` tokens of a response. Used by ``train.py``, and in ``commands/``, ``planning/``, ``trainer/``
-and this folder.
+Shapes: ``_R`` tokens of a response.
 """
 
 from __future__ import annotations

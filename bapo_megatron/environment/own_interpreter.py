@@ -1,8 +1,7 @@
 """Start of the worker program in another interpreter: ``PYTHON own_interpreter.py LIFELINE``.
 
 It makes this package importable there, and nothing else of the run's environment: the folder that holds the
-package may be one of site-packages, whose other packages belong to another version of Python. Used by
-``pool.py``.
+package may be one of site-packages, whose other packages belong to another version of Python.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ from the turns (``worker.py``). The pool is for one event loop. Failures are dat
   The steps in flight are then asked again of new objects, beside fewer and fewer others
   (``workers/pool.py``), until who ends workers is alone, and fails. So a step may run twice; the name of the
   episode is the key by which an outer effect can be made once.
-
-Used in ``commands/doctor/`` and ``rollout/sampler/``.
 """
 
 from __future__ import annotations

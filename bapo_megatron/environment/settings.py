@@ -2,7 +2,6 @@
 
 ``pool.read_traits`` checks them before a run, in the run's own process; so they are beside no import of an
 adapter's package. Only the standard library is needed: an environment may run in an interpreter of its own.
-Used by ``pool.py`` and ``worker.py``, in ``adapters/`` and in ``tools/``.
 """
 
 from __future__ import annotations

@@ -16,19 +16,24 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bapo_megatron.data.chat_template import absent_mark, chat_template_of
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 
 History = Literal["template", "sampled"]
 """What the model is given of the turns before: what its template would write, or what was sampled."""
 
-_QUESTION, _TURN, _OBSERVATION, _SECOND = "What is 2+3?", "Aturn7f3aEnd", "Bseen5c2dEnd", "Cseen9e4fEnd"
+_QUESTION, _OBSERVATION, _SECOND = "What is 2+3?", "Bseen5c2dEnd", "Cseen9e4fEnd"
 _OTHER = {"tool": "user", "user": "tool"}
 _ROUNDS = {
     "without thinking": ("First.", "Second."),
     "with thinking": (f"{THINKING}\nHm.\n{THOUGHT}\n\nFirst.", f"{THINKING}\nAh.\n{THOUGHT}\n\nSecond."),
 }
 """The model's turns of the preflight."""
+_EMPTY_THOUGHTS = {
+    "with an empty thinking part": tuple(f"{THINKING}\n\n{THOUGHT}\n\n{one}." for one in ("First", "Second"))
+}
+"""Turns that a model samples which was told not to think (Qwen3's ``/no_think``), or has learned not to."""
 _SHOWN = 10
 """Tokens of both sequences that a message shows from where they differ."""
 
@@ -51,11 +56,7 @@ class ObservationTemplate:
         or ends the model's turn with none of the stop tokens."""
         self._tokenizer, self.role, self._tools = tokenizer, role, list(tools) if tools else None
         self._stops = frozenset(stop_token_ids)
-        self._added = sorted(
-            (text for text in map(str, tokenizer.get_added_vocab()) if len(text.strip()) > 1),
-            key=len,
-            reverse=True,
-        )
+        self._chat = chat_template_of(tokenizer)
         tail = self._tail([_OBSERVATION])
         if _OBSERVATION not in tail:
             raise ConfigError(_refusal(role, "drops what an observation says"))
@@ -75,9 +76,8 @@ class ObservationTemplate:
         texts = [observation] if isinstance(observation, str) else list(observation)
         if not self._takes_several:
             texts = ["\n".join(texts)]
-        mark = _absent_mark("\n".join(texts))
-        pieces = self._tail([self._with_cuts(one, mark) for one in texts]).split(mark)
-        ids = [token for piece in pieces for token in self._encode(piece)]
+        mark = absent_mark(texts)
+        ids = self._chat.encode(self._tail(texts, mark), mark)
         return np.array(ids[1:] if last_token in self._stops else ids, np.int32)
 
     def with_role(self, role: str) -> ObservationTemplate:
@@ -143,18 +143,20 @@ class ObservationTemplate:
             for turns in _ROUNDS.values()
         )
 
-    def _tail(self, observations: Sequence[str]) -> str:
-        """The rendered text behind an assistant's content that ``observations`` follow."""
+    def _tail(self, observations: Sequence[str], mark: str = "") -> str:
+        """The rendered text behind an assistant's content that ``observations`` follow, with ``mark`` in what
+        looks like an added token there. A template may still quote or trim them."""
+        turn = absent_mark("turn", observations)
         messages = [
             {"role": "user", "content": _QUESTION},
-            {"role": "assistant", "content": _TURN},
+            {"role": "assistant", "content": turn},
             *({"role": self.role, "content": one} for one in observations),
         ]
         try:
-            text = self.prompt_text(messages)
+            text = self._chat.text(messages, mark, self._tools or (), given=True)
         except Exception as error:  # a template raises whatever its author chose
             raise ConfigError(_refusal(self.role, f"refuses it: {error}")) from error
-        _, found, tail = text.rpartition(_TURN)
+        _, found, tail = text.rpartition(turn)
         if not found:
             raise ConfigError(_refusal(self.role, "does not show the model's turn before it"))
         return tail
@@ -171,29 +173,25 @@ class ObservationTemplate:
             )
         return first
 
-    def _with_cuts(self, observation: str, mark: str) -> str:
-        """The observation with a mark behind the first character of every added token in it, so that no piece
-        between two marks holds one. A template may still quote or trim it."""
-        pieces = [observation]
-        for token in self._added:  # the longest first; a piece that was cut may still hold a shorter one
-            pieces = [part for piece in pieces for part in _cut(piece, token)]
-        return mark.join(pieces)
-
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def check_template(template: ObservationTemplate, model: str, history: History = "template") -> None:
+def check_template(
+    template: ObservationTemplate, model: str, history: History = "template", begun: bool = False
+) -> None:
     """Preflight of a run with environments: ConfigError if the chat template rewrites what was sampled.
 
-    Two rounds of turn and observation, with and without a thinking part, must be the whole rendering, token
-    by token. ``model``: its name for the message. ``history="sampled"`` keeps what was sampled, whatever the
-    template would write, so only the tools are checked. Called by the preflight of such a run.
+    Two rounds of turn and observation, without a thinking part, with one and with an empty one, as far as the
+    template's generation prompt lets them occur, must be the whole rendering, token by token. ``model``: its
+    name for the message. ``history="sampled"`` keeps what was sampled, whatever the template would write, so
+    only the tools are checked. ``begun``: for what began when empty parts were not looked at. Called by the
+    preflight of such a run.
     """
     template.check_tools()
     if history == "sampled":
         return
-    if problem := _problem(template):
+    if problem := _problem(template, begun):
         other = _OTHER[template.role]
         raise ConfigError(
             f"model.hf_path={model}: its chat template does not continue an episode whose observations have "
@@ -204,12 +202,22 @@ def check_template(template: ObservationTemplate, model: str, history: History =
         )
 
 
-def _problem(template: ObservationTemplate) -> str | None:
-    """The first difference of two rounds, without and with a thinking part; None if there is none."""
-    for name, turns in _ROUNDS.items():
+def _problem(template: ObservationTemplate, begun: bool = False) -> str | None:
+    """The first difference of two rounds; None if there is none."""
+    for name, turns in _rounds_after(template.prompt_text([{"role": "user", "content": _QUESTION}]), begun):
         if problem := template.difference(turns):
             return f"of two rounds {name}, {problem}"
     return None
+
+
+def _rounds_after(prompt: str, begun: bool) -> list[tuple[str, tuple[str, ...]]]:
+    """The rounds that can occur behind a generation prompt, which may have opened a thinking part, so that no
+    turn is without one, or written an empty one, so that no turn has another."""
+    if _opened_thinking(prompt):
+        return [("with thinking", _ROUNDS["with thinking"])]
+    if prompt.rstrip().endswith(THOUGHT):
+        return [("without thinking", _ROUNDS["without thinking"])]
+    return [*_ROUNDS.items(), *({} if begun else _EMPTY_THOUGHTS).items()]
 
 
 def _fitness_of_the_other_role(template: ObservationTemplate) -> str:
@@ -230,20 +238,3 @@ def _refusal(role: str, problem: str) -> str:
 def _opened_thinking(prompt: str) -> str:
     """What the generation prompt has of a thinking part already: ``<think>`` and white space, or nothing."""
     return prompt[prompt.rindex(THINKING) :] if prompt.rstrip().endswith(THINKING) else ""
-
-
-def _absent_mark(text: str) -> str:
-    """A text of letters and digits that ``text`` does not hold; no template treats it specially."""
-    number = 0
-    while f"cut{number}q" in text:
-        number += 1
-    return f"cut{number}q"
-
-
-def _cut(text: str, token: str) -> list[str]:
-    """The text in pieces: each ``token`` in it is cut after its first character."""
-    parts = text.split(token)
-    return [
-        ("" if place == 0 else token[1:]) + part + ("" if place == len(parts) - 1 else token[:1])
-        for place, part in enumerate(parts)
-    ]

@@ -8,7 +8,7 @@
 the one that it answers. The settings are ``function``, ``settings`` and ``memory_limit_mb``. The first note
 of the program is the class's ``Traits`` as JSON. ``pool.py`` is at the other end. It needs no package but the
 standard library: a worker may run in an interpreter of its own. A class is checked when it is loaded
-(``problems``). Used by ``own_interpreter.py`` and ``pool.py``.
+(``problems``).
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def _is_deep(value: Any, levels: int) -> bool:
 
 def _number(name: str, value: Any) -> float:
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
@@ -339,6 +339,8 @@ def problems(kind: type[Environment], settings: Mapping[str, Any]) -> Iterator[s
         yield f"resume={kind.resume!r} is unknown: set it to one of {', '.join(get_args(Resume))}"
     if kind.resume == "restore" and kind.restore is Environment.restore:
         yield "resume='restore' needs a method restore(self, turns, note): define it, or set 'replay'"
+    if inspect.isgeneratorfunction(kind.step) or inspect.isasyncgenfunction(kind.step):
+        yield "step is a generator function: return a Reply, and yield nothing"
     if inspect.iscoroutinefunction(kind.restore) and not is_async(kind):
         yield "restore is async and step is not: make both async, or none"
     try:

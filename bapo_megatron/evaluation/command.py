@@ -69,6 +69,8 @@ class Compared:
     worse: int
     other_settings: tuple[str, ...]
     """Settings besides the model that differ."""
+    left_out: int = 0
+    """Problems with a response that could not be scored, in A or in B: they are not compared."""
 
 
 def compare(a: Path, b: Path) -> list[Compared]:
@@ -109,8 +111,11 @@ def compare_suite(name: str, a: Path, b: Path) -> Compared:
         names = [one["function"] if one else "math or code" for one in (reward_a, reward_b)]
         raise ConfigError(f"suite {name}: {a} and {b} were scored by other rewards ({', '.join(names)})")
     samples_a, samples_b = int(summary_a["samples"]), int(summary_b["samples"])
-    correct_a, correct_b = _correct(a, samples_a), _correct(b, samples_b)
-    problems = range(int(summary_a["suite"]["problems"]))
+    (correct_a, unjudged_a), (correct_b, unjudged_b) = _correct(a, samples_a), _correct(b, samples_b)
+    left_out = unjudged_a | unjudged_b
+    problems = [p for p in range(int(summary_a["suite"]["problems"])) if p not in left_out]
+    if not problems:
+        raise ConfigError(f"suite {name}: each problem has a response that {a} or {b} could not score")
     # In integers, so that equal sums are exactly equal.
     unit = lcm(samples_a, samples_b)
     steps = [correct_b[p] * (unit // samples_b) - correct_a[p] * (unit // samples_a) for p in problems]
@@ -119,8 +124,8 @@ def compare_suite(name: str, a: Path, b: Path) -> Compared:
         suite=name,
         problems=len(problems),
         samples=(samples_a, samples_b),
-        a=correct_a.total() / samples_a / len(problems),
-        b=correct_b.total() / samples_b / len(problems),
+        a=sum(correct_a[p] for p in problems) / samples_a / len(problems),
+        b=sum(correct_b[p] for p in problems) / samples_b / len(problems),
         difference=sum(steps) / unit / len(problems),
         interval=bootstrap_intervals(difference_P[:, None])[0],
         p_value=sign_flip_p_value(steps),
@@ -128,11 +133,15 @@ def compare_suite(name: str, a: Path, b: Path) -> Compared:
         better=sum(step > 0 for step in steps),
         worse=sum(step < 0 for step in steps),
         other_settings=tuple(_differences(summary_a, summary_b)),
+        left_out=len(left_out),
     )
 
 
-def _correct(folder: Path, samples: int) -> Counter[int]:
-    return Counter(one.problem for one in read_responses(folder / RESPONSES, samples) if one.correct)
+def _correct(folder: Path, samples: int) -> tuple[Counter[int], set[int]]:
+    """Right responses of each problem, and the problems with one that could not be scored."""
+    found = read_responses(folder / RESPONSES, samples)
+    right = Counter(one.problem for one in found if one.correct)
+    return right, {one.problem for one in found if one.failure is not None}
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -227,7 +236,9 @@ def _certainty(metrics: Metrics) -> list[str]:
         lines.append(
             f"the same model with other seeds: {_points(rerun)} points apart (one standard deviation)"
         )
-    if (detectable := metrics["detectable_difference"]) is None:
+    if metrics[f"avg@{metrics['samples']}"] is None:
+        lines.append("no response could be judged")
+    elif (detectable := metrics["detectable_difference"]) is None:
         lines.append(
             f"all problems have the same avg@{metrics['samples']}: intervals have no width, and say nothing"
         )
@@ -256,6 +267,7 @@ def comparison_text(found: Sequence[Compared], a: str, b: str) -> str:
             f"  p = {one.p_value:.3g} (sign flips over problems, exact): {verdict}",
             f"  detectable: {_detectable(one.detectable)}",
             *(f"  not sampled alike: {text}" for text in one.other_settings),
+            *([f"  left out: {one.left_out} problems with a response not judged"] if one.left_out else []),
         ]
     return "\n".join(lines) + "\n"
 

@@ -1,7 +1,6 @@
 """Options of ``bapo eval``: its flags, their validation, and the run configuration for its engines.
 
-``check`` raises one ConfigError with every mistake that the flags show by themselves. Used by
-``command.py`` and ``run.py``.
+``check`` raises one ConfigError with every mistake that the flags show by themselves.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class EvalOptions:
     judges: Annotated[int, Ge(1)] = 2
     """Processes that judge responses."""
     judge_limit_s: Annotated[float, Gt(0)] = 30.0
-    """Longest judgement of a response; then it counts as wrong, and as unjudged."""
+    """Longest judgement of a response; then it counts as unjudged, and as neither right nor wrong."""
     allow_weak_sandbox: bool = False
     """Run programs even where the kernel lacks a wall of the sandbox (docs/rewards.md#the-sandbox)."""
     sandbox_url: str | None = None

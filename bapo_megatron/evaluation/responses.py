@@ -3,7 +3,7 @@
     OUTPUT/SUITE/  settings.json  responses.jsonl (one a line)  summary.json (when complete)
 
 A response is on disk before it is counted, and is not sampled again. A torn last line is cut off when the
-file is opened again. Used in this folder.
+file is opened again.
 """
 
 from __future__ import annotations

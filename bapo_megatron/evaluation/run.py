@@ -3,7 +3,7 @@
 ``evaluate`` is ``bapo eval``. It starts the engines and the reward workers, which are those of a training run
 (``rollout/``, ``reward/``), and ends them; the same call goes on where an earlier one stopped. The model is
 found first, and one that is no Hugging Face folder is converted to one in the output, for this evaluation and
-later ones. Used by ``command.py``.
+later ones.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from bapo_megatron.rollout.sampler.held_out import whole_response
 from bapo_megatron.rollout.sampler.response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, judged_prompt, response_score
 from bapo_megatron.rollout.sampler.turns import TurnTaker, check_environment, open_environment, within
-from bapo_megatron.runtime.files import check_files_inside, open_lock, read_plain, sha256_of, write_atomically
+from bapo_megatron.runtime.files import check_files_inside, open_lock, sha256_of, write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.runtime.written_folders import is_run
 from bapo_megatron.types import Metrics, Prompt
 from checkpoints_tools.formats.locate import Format, Location, locate
-from checkpoints_tools.to_hf import to_hf
+from checkpoints_tools.megatron_to_hf import to_hf
 
 Keep = Callable[[Sequence[Row]], None]
 """Stores responses durably; it may block."""
@@ -147,7 +147,7 @@ class SuiteSampler:
         assert reason is not None
         text = response_text(self._tokenizer, response.so_far.token_ids_R)
         last = response_text(self._tokenizer, response.last_turn_R)
-        prompt = judged_prompt(self._tokenizer, prompt, response)
+        prompt = await asyncio.to_thread(judged_prompt, self._tokenizer, prompt, response)
         result = await response_score(self._scorer, prompt, response, last, RewardConfig.failed)
         correct = result.score is not None and result.score >= self._right_from
         vote = vote_of(last, prompt.opens_thinking)
@@ -227,7 +227,7 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
 def _made_of(note: Path) -> str | None:
     """Checkpoint that a conversion's note names; None if it is no such note."""
     try:
-        with read_plain(note) as file:
+        with note.open("rb") as file:
             content = json.loads(file.read(1 << 16))
     except (OSError, ValueError):
         return None
@@ -282,7 +282,8 @@ def evaluate(options: EvalOptions) -> Results:
     model = hf_model(location, options.hf_reference, output)
     engine_backend(options.engine, "--engine").check_weights(model.folder)
     tokenizer = load_tokenizer(model.folder)
-    tools = check_environment(options.environment, model.folder, tokenizer)
+    # A model is evaluated as it was trained, also one of a run that had begun with an earlier version.
+    tools = check_environment(options.environment, model.folder, tokenizer, begun=True)
     function, most_tokens = options.reward or REWARD_FUNCTION, options.max_prompt_tokens
     suites = [
         load_suite(name, tokenizer, most_tokens, options.suites, function, tools_of=lambda _: tools)
@@ -411,16 +412,17 @@ class _Progress:
     """Progress of a suite: stores responses, and prints a progress line now and then."""
 
     def __init__(self, task: _Task) -> None:
-        self._task, self._done, self._right, self._shown = task, 0, 0, 0
+        self._task, self._done, self._right, self._judged, self._shown = task, 0, 0, 0, 0
 
     def __call__(self, rows: Sequence[Row]) -> None:
         self._task.log.append_all(rows)
         self._done += len(rows)
         self._right += sum(row["correct"] for row in rows)
+        self._judged += sum(row["failure"] is None for row in rows)
         total = len(self._task.places)
         if self._done == total or self._done - self._shown >= max(1, total // 20):
             self._shown = self._done
-            right = self._right / self._done
+            right = self._right / max(1, self._judged)
             print(
                 f"{self._task.suite.name}: {self._done} of {total} responses, {right:.1%} right", flush=True
             )

@@ -3,7 +3,7 @@
 Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
 Problems are the random sample: intervals and tests are over problems, never over responses. Random numbers
 come from a seed. For ``bapo eval``, and for held-out evaluations during training, whose file of responses
-``evaluation_metrics`` reads. Used in this folder and ``trainer/``.
+``evaluation_metrics`` reads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ScoredResponse:
     tokens: int
     finish_reason: FinishReason
     failure: str | None = None
-    """Failure to score it; it counts as wrong. None on success."""
+    """Failure to score it; then it is neither right nor wrong, and counts as unjudged. None on success."""
 
 
 def vote_of(response: str, opens_thinking: bool = False) -> str | None:
@@ -71,7 +71,9 @@ def score(
 ) -> Metrics:
     """Metrics of a suite's responses; each problem must have the same number n.
 
-    All are shares: ``avg@n`` mean correctness; ``pass@k`` for each k of ``pass_at`` (up to n); ``maj@n``
+    A response that could not be scored counts in no share but ``unjudged``: those of a problem are of its
+    others, and a problem without any (for ``pass@k`` with fewer than k) is left out. None where no problem is
+    left. All are shares: ``avg@n`` mean correctness; ``pass@k`` for each k of ``pass_at``; ``maj@n``
     majority vote, None if no response has an answer (programs); each with ``_low`` and ``_high``, its 95 %
     interval over problems. ``maj@n_tied``: of problems, with a tie at the top. Of responses: ``truncated``,
     ``unanswered`` (no box; None unless ``boxed``: programs need none, a reward of the user's may not),
@@ -82,34 +84,49 @@ def score(
     """
     by_problem = _by_problem(responses)
     samples = len(by_problem[0])
-    correct_P = [sum(one.correct for one in group) for group in by_problem]
-    votes = [majority_vote([o.answer for o in g], [o.correct for o in g]) for g in by_problem]
-    columns: dict[str, list[float]] = {f"avg@{samples}": [count / samples for count in correct_P]}
-    columns |= {f"pass@{k}": [pass_at_k(samples, count, k) for count in correct_P] for k in pass_at}
-    has_answers = any(one.answer is not None for one in responses)
+    judged = [found for group in by_problem if (found := [one for one in group if one.failure is None])]
+    samples_P = [len(group) for group in judged]
+    correct_P = [sum(one.correct for one in group) for group in judged]
+    votes = [majority_vote([o.answer for o in g], [o.correct for o in g]) for g in judged]
+    counts = list(zip(samples_P, correct_P, strict=True))
+    columns: dict[str, list[float]] = {f"avg@{samples}": [right / count for count, right in counts]}
+    columns |= {f"pass@{k}": [pass_at_k(n, right, k) for n, right in counts if n >= k] for k in pass_at}
+    has_answers = any(one.answer is not None for group in judged for one in group)
     if has_answers:
         columns[f"maj@{samples}"] = [vote.value for vote in votes]
     metrics: Metrics = {"problems": len(by_problem), "samples": samples}
-    values_PM = np.array(list(columns.values())).T
-    intervals = bootstrap_intervals(values_PM, resamples, seed)
-    for name, value, interval in zip(columns, values_PM.mean(axis=0), intervals, strict=True):
-        metrics |= {name: float(value), f"{name}_low": interval.low, f"{name}_high": interval.high}
+    metrics |= _means(columns, resamples, seed)
     if has_answers:
         metrics[f"maj@{samples}_tied"] = float(np.mean([vote.tied for vote in votes]))
     else:
         metrics[f"maj@{samples}"] = None
     std = standard_deviation(columns[f"avg@{samples}"])
-    metrics["rerun_std"] = rerun_std(samples, correct_P)
-    metrics["detectable_difference"] = detectable_difference(std * 2**0.5, len(by_problem))
+    metrics["rerun_std"] = rerun_std(samples_P, correct_P)
+    metrics["detectable_difference"] = detectable_difference(std * 2**0.5, len(judged)) if judged else None
     about = _about_responses(responses)
     return metrics | (about if boxed else {**about, "unanswered": None})
+
+
+def _means(columns: dict[str, list[float]], resamples: int, seed: int) -> Metrics:
+    """The mean of each column over its problems, and its interval; None for a column without problems."""
+    found: Metrics = {}
+    for problems in dict.fromkeys(len(values) for values in columns.values()):
+        names = [name for name, values in columns.items() if len(values) == problems]
+        if not problems:
+            found |= dict.fromkeys(names)
+            continue
+        values_PM = np.array([columns[name] for name in names]).T
+        intervals = bootstrap_intervals(values_PM, resamples, seed)
+        for name, value, interval in zip(names, values_PM.mean(axis=0), intervals, strict=True):
+            found |= {name: float(value), f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return found
 
 
 def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
     """Metrics of a held-out evaluation during training: ``eval/SUITE/...``, and ``eval/mean``.
 
     ``path``: its file of responses. ``boxed``: as of ``score``, in suites whose rows do not say otherwise.
-    ``eval/mean``: the mean of avg@n over the suites.
+    ``eval/mean``: the mean of avg@n over the suites in which a response could be scored.
     """
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     metrics: Metrics = {}
@@ -117,9 +134,11 @@ def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
     for suite in dict.fromkeys(row["suite"] for row in rows):
         own = [row for row in rows if row["suite"] == suite]
         scored, in_boxes = [_scored(row) for row in own], boxed and own[0].get("boxed", True)
-        metrics |= {f"eval/{suite}/{name}": value for name, value in score(scored, boxed=in_boxes).items()}
-        means.append(sum(one.correct for one in scored) / len(scored))
-    return {**metrics, "eval/mean": sum(means) / len(means)}
+        found = score(scored, boxed=in_boxes)
+        metrics |= {f"eval/{suite}/{name}": value for name, value in found.items()}
+        if (average := found[f"avg@{found['samples']}"]) is not None:
+            means.append(average)
+    return {**metrics, "eval/mean": sum(means) / len(means) if means else None}
 
 
 def _scored(row: dict[str, Any]) -> ScoredResponse:
@@ -144,6 +163,7 @@ def _by_problem(responses: Sequence[ScoredResponse]) -> list[list[ScoredResponse
 def _about_responses(responses: Sequence[ScoredResponse]) -> Metrics:
     tokens = np.array([one.tokens for one in responses])
     correct = np.array([one.correct for one in responses])
+    is_judged = np.array([one.failure is None for one in responses])
 
     def mean(which: np.ndarray) -> float | None:
         return float(tokens[which].mean()) if which.any() else None
@@ -151,12 +171,12 @@ def _about_responses(responses: Sequence[ScoredResponse]) -> Metrics:
     return {
         "truncated": float(np.mean([one.finish_reason == "length" for one in responses])),
         "unanswered": float(np.mean([one.answer is None for one in responses])),
-        "unjudged": float(np.mean([one.failure is not None for one in responses])),
+        "unjudged": float(np.mean(~is_judged)),
         "response_tokens/mean": float(tokens.mean()),
         "response_tokens/median": float(np.median(tokens)),
         "response_tokens/95%": float(np.quantile(tokens, 0.95)),
         "response_tokens/right": mean(correct),
-        "response_tokens/wrong": mean(~correct),
+        "response_tokens/wrong": mean(~correct & is_judged),
     }
 
 
@@ -264,13 +284,14 @@ def standard_deviation(values_P: Sequence[float] | np.ndarray) -> float:
     return float(np.std(values_P, ddof=1)) if len(values_P) > 1 else 0.0
 
 
-def rerun_std(samples: int, correct_P: Sequence[int]) -> float | None:
-    """Seed noise of avg@n: ``sqrt(2 sum_p q_p (1 - q_p) / (n - 1)) / P`` with ``q_p = c_p / n``.
+def rerun_std(samples_P: Sequence[int], correct_P: Sequence[int]) -> float | None:
+    """Seed noise of avg@n: ``sqrt(2 sum_p q_p (1 - q_p) / (n_p - 1)) / P`` with ``q_p = c_p / n_p``.
 
     The standard deviation of the difference between two evaluations of one model with other seeds, from the
-    unbiased variance of each problem's mean. None for one sample a problem.
+    unbiased variance of each problem's mean. None if a problem has one sample.
     """
-    if samples < 2:
+    if min(samples_P, default=0) < 2:
         return None
-    rate_P = np.asarray(correct_P, float) / samples
-    return float(np.sqrt(2 * np.sum(rate_P * (1 - rate_P)) / (samples - 1)) / len(rate_P))
+    count_P = np.asarray(samples_P, float)
+    rate_P = np.asarray(correct_P, float) / count_P
+    return float(np.sqrt(2 * np.sum(rate_P * (1 - rate_P) / (count_P - 1))) / len(rate_P))

@@ -4,7 +4,7 @@ ConfigError for a model that is not supported, or whose settings would change th
 
 FLOPs are those of a forward pass, for the speeds of `bapo plan` and the cost by which packs are balanced (as
 for MFU). Matrix products (Chowdhery et al. 2022, PaLM, appendix B) and causal attention are counted; a
-multiply-add is two FLOPs. A backward pass costs twice the forward pass. Used throughout the package.
+multiply-add is two FLOPs. A backward pass costs twice the forward pass.
 """
 
 from __future__ import annotations
@@ -133,30 +133,78 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
         known = ", ".join(f"{name} ({one.title})" for name, one in FAMILIES.items())
         raise ConfigError(f"{source}: model_type={family!r:.80} is not supported; supported are {known}")
     try:
-        _check_sizes({"layers": int(config["num_hidden_layers"])}, _MOST_LAYERS, source)
+        _check_sizes({"layers": _integer(config, "num_hidden_layers")}, _MOST_LAYERS, source)
         rope_theta, rope_scaling = _rope(config, source)
         stack = FAMILIES[family].stack(config)
         blocks = tuple(dict.fromkeys(stack))
         shape = ModelShape(
             family=family,
-            hidden=int(config["hidden_size"]),
-            ffn=int(config["intermediate_size"]),
-            vocab=int(config["vocab_size"]),
-            max_positions=int(config["max_position_embeddings"]),
-            norm_eps=float(config["rms_norm_eps"]),
+            hidden=_integer(config, "hidden_size"),
+            ffn=_integer(config, "intermediate_size"),
+            vocab=_integer(config, "vocab_size"),
+            max_positions=_integer(config, "max_position_embeddings"),
+            norm_eps=_real(config, "rms_norm_eps"),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=_flag(config, "tie_word_embeddings"),
             blocks=blocks,
             pattern=tuple(blocks.index(block) for block in stack),
         )
+        _check_counts(shape, source)
+        _refuse_variants(config, source)
     except KeyError as error:
         raise ConfigError(f"{source}: field {error.args[0]!r} is missing") from None
     except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
         raise ConfigError(f"{source}: {error!s:.200}") from None
-    _check_counts(shape, source)
-    _refuse_variants(config, source)
     return shape
+
+
+def _integer(config: dict[str, Any], field: str) -> int:
+    """A field's integer. KeyError if it is missing, ValueError, with the field, if it holds anything else."""
+    if type(config[field]) is not int:
+        raise ValueError(f"{field}={config[field]!r:.80} is not an integer")
+    return int(config[field])
+
+
+def _real(config: dict[str, Any], field: str) -> float:
+    """A field's number, an integer too. KeyError and ValueError as of ``_integer``."""
+    if type(config[field]) not in (int, float):
+        raise ValueError(f"{field}={config[field]!r:.80} is not a number")
+    return float(config[field])
+
+
+def _flag(config: dict[str, Any], field: str) -> bool:
+    """A field that is true or false; false where it is missing or null. ValueError as of ``_integer``."""
+    value = config.get(field)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"{field}={value!r:.80} is neither true nor false (without quotation marks)")
+    return bool(value)
+
+
+def _object(config: dict[str, Any], field: str) -> dict[str, Any]:
+    """A field's object; empty where it is missing or null. ValueError as of ``_integer``."""
+    value = config.get(field) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{field}={value!r:.80} is not an object")
+    return value
+
+
+def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
+    """Key and value heads; where the field is missing those of transformers' class of the family."""
+    if "num_key_value_heads" not in config:
+        return {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(family, heads)
+    if config["num_key_value_heads"] is None and family != "qwen3_moe":
+        return heads
+    return _integer(config, "num_key_value_heads")
+
+
+def _head_dim(config: dict[str, Any], family: str, hidden: int, heads: int) -> int:
+    """Width of a head; where the field is missing that of transformers' class of the family."""
+    if "head_dim" not in config and family == "qwen3":
+        return 128
+    if config.get("head_dim") is None:
+        return hidden // heads
+    return _integer(config, "head_dim")
 
 
 def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
@@ -208,15 +256,6 @@ def check_generation_config(folder: Path) -> None:
             raise ConfigError(f"{path} has {name}={value!r:.200}: it must be {words}; mend the file")
 
 
-def missing_file(path: Path, first: str, others: int) -> str:
-    """Error message for a missing file of weights that the index names."""
-    more = f" and {others} more" if others else ""
-    return (
-        f"{path} is missing: the index says that it holds {first}{more}. Copy it from where the model came "
-        "from, or fetch the model again"
-    )
-
-
 def problems_of(folder: Path, problems: Sequence[str]) -> str:
     """Error message for problems of a model folder: the first eight."""
     more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -241,24 +280,25 @@ def _check_sizes(sizes: dict[str, int], most: int, source: str) -> None:
 
 def dense_stack(config: dict[str, Any], qkv_bias: bool = False, qk_norm: bool = False) -> list[Block]:
     """Layers of attention and an MLP."""
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    family, heads = config["model_type"], _integer(config, "num_attention_heads")
     attention = Attention(
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
+        kv_heads=_kv_heads(config, family, heads),
+        head_dim=_head_dim(config, family, _integer(config, "hidden_size"), heads),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )
-    return [Block(attention, Mlp(int(config["intermediate_size"])))] * int(config["num_hidden_layers"])
+    block = Block(attention, Mlp(_integer(config, "intermediate_size")))
+    return [block] * _integer(config, "num_hidden_layers")
 
 
 def _expert_stack(config: dict[str, Any]) -> list[Block]:
     """Layers with experts: transformers 5 writes ``num_local_experts``, the hub's folders ``num_experts``."""
     experts = Experts(
-        count=int(config.get("num_experts") or config["num_local_experts"]),
-        per_token=int(config["num_experts_per_tok"]),
-        ffn=int(config["moe_intermediate_size"]),
-        normalized=bool(config.get("norm_topk_prob", False)),
+        count=_integer(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        per_token=_integer(config, "num_experts_per_tok"),
+        ffn=_integer(config, "moe_intermediate_size"),
+        normalized=_flag(config, "norm_topk_prob"),
     )
     return [replace(block, mlp=experts) for block in dense_stack(config, qk_norm=True)]
 
@@ -293,14 +333,14 @@ def _rope(config: dict[str, Any], source: str) -> tuple[float, float | None]:
     config has both, transformers 5 reads ``rope_scaling`` in place of ``rope_parameters``, transformers 4 the
     old fields alone, and others the new one: ConfigError unless all of them find the same.
     """
-    old, new = (config.get(field) or {} for field in ("rope_scaling", "rope_parameters"))
+    old, new = (_object(config, field) for field in ("rope_scaling", "rope_parameters"))
     base = config.get("rope_theta")
     forms = [{"rope_theta": base, **form} for form in (old, new) if form] or [{"rope_theta": base}]
     if new and base:
         forms.append({**(old or new), "rope_theta": base})
-    found = [
-        (float(form.get("rope_theta") or 10000.0), _rope_scaling(form, config, source)) for form in forms
-    ]
+    defaults = {"rope_theta": 10000.0}
+    forms = [defaults | {name: value for name, value in form.items() if value is not None} for form in forms]
+    found = [(_real(form, "rope_theta"), _rope_scaling(form, config, source)) for form in forms]
     if len(set(found)) > 1:
         told = ", ".join(
             f"{field}={config[field]!r:.200}"
@@ -326,29 +366,43 @@ def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], source: str) -> 
         return None
     if kind != "llama3":
         raise ConfigError(f"{source}: RoPE scaling {kind!r} is not supported; supported are default, llama3")
-    # transformers takes the number of positions that stands beside the settings before theirs.
-    beside = {k: config[k] for k in ("original_max_position_embeddings",) if config.get(k)}
+    # transformers takes the number of positions that stands beside the settings before theirs, and without
+    # either that of the model.
+    positions = "original_max_position_embeddings"
+    given = {positions: config.get("max_position_embeddings"), **rope}
+    given |= {positions: config[positions]} if config.get(positions) else {}
     for field, value in _LLAMA3_ROPE.items():
-        if (given := beside.get(field, rope[field])) != value:
-            raise ConfigError(f"{source}: {field}={given} is not supported; megatron-core has {value}")
-    return float(rope["factor"])
+        if (found := given.get(field)) != value:
+            raise ConfigError(
+                f"{source}: RoPE scaling llama3 with {field}={found!r:.80} is not supported; megatron-core "
+                f"has {value}"
+            )
+    return _real(rope, "factor")
 
 
 def _refuse_variants(config: dict[str, Any], source: str) -> None:
     """ConfigError for unsupported settings, which would silently change the model's function."""
     refused = {
-        "use_sliding_window": bool(config.get("use_sliding_window", False)),
-        "attention_bias": bool(config.get("attention_bias", False)),
-        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "use_sliding_window": _flag(config, "use_sliding_window"),
+        "attention_bias": _flag(config, "attention_bias"),
+        "mlp_bias": _flag(config, "mlp_bias"),
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
-        "decoder_sparse_step": int(config.get("decoder_sparse_step", 1)) != 1,
-        "layer_types": any(kind != "full_attention" for kind in config.get("layer_types") or ()),
+        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
+        "layer_types": set(_layer_types(config)) - {"full_attention"} != set(),
     }
     for field, wrong in refused.items():
         if wrong and field not in FAMILIES[config["model_type"]].allows:
             raise ConfigError(f"{source}: {field}={config[field]!r:.80} is not supported")
     check_quantization(config, source)
+
+
+def _layer_types(config: dict[str, Any]) -> list[str]:
+    """Attention of each layer; none where the field is missing. ValueError if it is not a list of texts."""
+    found = config.get("layer_types")
+    if found is not None and not (isinstance(found, list) and all(isinstance(one, str) for one in found)):
+        raise ValueError(f"layer_types={found!r:.80} is not a list of texts")
+    return found or []
 
 
 def head_flops_per_token(shape: ModelShape) -> float:

@@ -1,7 +1,6 @@
 """Hugging Face export: sharded safetensors of streamed weights, with a reference's config and tokenizer.
 
-For the final policy of a run and of SFT. Used by ``commands/train.py``, ``trainer/preflight.py`` and
-``trainer/sft.py``.
+For the final policy of a run and of SFT.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Such a folder (Qwen3-*-FP8, DeepSeek-V3) holds a matrix as float8_e4m3fn numbers q, and beside it
 ``NAME_scale_inv`` with a number s for each block of 128 x 128: the weight is q s. At the right and lower
 edge of a matrix blocks may be smaller. Norms, embeddings, the output layer and routers stay bfloat16.
-Nothing here needs torch. Used by ``config.py`` and ``reader.py``, and in ``checkpoints_tools/``,
-``rollout/engines/local_engine.py``, ``rollout/engines/sglang/`` and ``rollout/weight_sync/``.
+Nothing here needs torch.
 """
 
 from __future__ import annotations

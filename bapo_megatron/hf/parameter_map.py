@@ -2,8 +2,7 @@
 
 A megatron parameter is its HF tensors cut into segments of rows and stacked. Weights in memory follow the
 table (``policy/weight_map.py``: loading, syncing), and so do weights in files (``checkpoints_tools``), which
-is why nothing here needs torch. What a layer has, its kinds say (``layers/``). Used in
-``checkpoints_tools/``, ``planning/``, ``policy/``, ``rollout/`` and this folder.
+is why nothing here needs torch. What a layer has, its kinds say (``layers/``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many.
 
-ConfigError for a folder or file that cannot be read; no link may lead out of the folder. Used in ``policy/``,
-``planning/rehearsal/``, ``rollout/engines/local_engine.py``, ``rollout/engines/sglang/`` and ``trainer/``.
+ConfigError for a folder or file that cannot be read; no link may lead out of the folder.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ModelShape, missing_file, problems_of
+from bapo_megatron.hf.config import ModelShape, problems_of
 from bapo_megatron.hf.fp8 import BLOCK, FP8, is_quantized, scale_name, scales_problem, weight_of_scale
 from bapo_megatron.hf.parameter_map import (
     EMBEDDING,
@@ -25,16 +23,9 @@ from bapo_megatron.hf.parameter_map import (
     is_fused_experts,
     tensor_problems,
 )
-from bapo_megatron.runtime.files import (
-    FETCH_LFS,
-    check_files_inside,
-    file_inside,
-    is_lfs_pointer,
-    read_file_inside,
-)
+from bapo_megatron.hf.weight_files import INDEX, SINGLE, check_shard, missing_file, read_weight_map
+from bapo_megatron.runtime.files import FETCH_LFS, check_files_inside, is_lfs_pointer
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _ALL = slice(None)
 _TYPES = ("BF16", "F16", "F32", FP8)
 _ROWS = 4096
@@ -58,7 +49,8 @@ class HfReader:
         check_files_inside(folder)
         self.folder = folder
         self._open_files: dict[str, safe_open] = {}
-        self._file_of = self._locate()
+        self._weight_map = read_weight_map(folder)
+        self._file_of = self._weight_map or dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         self._scale_files = {name: file for name, file in self._file_of.items() if weight_of_scale(name)}
         """The file of each fp8 weight's scales, which are no tensors of the model."""
         for name in self._scale_files:
@@ -71,6 +63,11 @@ class HfReader:
             for name, place in expert_tensors(fused, self.shape(fused)).items():
                 self._within[name] = (fused, *place)
                 self._file_of[name] = self._file_of[fused]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the model's tensors, sorted; of fused experts each expert's own."""
+        return sorted(set(self._file_of) - set(self.fused_experts))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, from its file's header."""
@@ -101,7 +98,7 @@ class HfReader:
             return self._file(self._file_of[name]).get_slice(name)
         except SafetensorError:
             raise ConfigError(
-                f"{self.folder / self._file_of[name]} holds no tensor {name}, which {_INDEX} places there: "
+                f"{self.folder / self._file_of[name]} holds no tensor {name}, which {INDEX} places there: "
                 "fetch the model again"
             ) from None
 
@@ -111,13 +108,18 @@ class HfReader:
             raise ConfigError(problems_of(self.folder, [problem]))
         return self._file(self._scale_files[scale_name(name)]).get_slice(scale_name(name))
 
+    def check_files(self) -> None:
+        """Check that each file of weights can be opened, and holds no tensor that the index leaves out."""
+        for file in sorted({*self._file_of.values()}):
+            self._file(file)
+
     def check(self, shape: ModelShape) -> None:
         """Check the folder: ConfigError with each missing or unknown tensor, wrong shape and wrong type.
 
         Reads headers alone, but for a tied model that holds its embedding twice: the policy computes with
         one of the two matrices, transformers with both, so they must be equal.
         """
-        known = sorted(set(self._file_of) - set(self.fused_experts))
+        known = self.names
         problems = tensor_problems({name: self.shape(name) for name in known}, shape)
         problems += self._type_problems() + self._fp8_problems()
         if not problems and shape.tied and OUTPUT in known:
@@ -168,41 +170,20 @@ class HfReader:
         rows = fused_rows(name, weight[1]) if weight is not None else None
         return scales_problem(name, weight, scales, rows, described)
 
-    def _locate(self) -> dict[str, str]:
-        index, single = self.folder / _INDEX, self.folder / _SINGLE
-        if index.exists():
-            try:
-                weight_map = json.loads(read_file_inside(self.folder, _INDEX))["weight_map"]
-                files = {str(name): file_inside(self.folder, file).name for name, file in weight_map.items()}
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise ConfigError(f"{index} cannot be read: {error!r:.200}") from None
-            if not files:
-                raise ConfigError(f"{index} lists no tensors")
-            if single.exists() and _SINGLE not in files.values():
-                raise ConfigError(
-                    f"{self.folder} holds both {_SINGLE}, which transformers would load, and {_INDEX}, which "
-                    "does not list it: remove the one of the two that is not the model's"
-                )
-            return files
-        if single.exists():
-            return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
-        raise ConfigError(
-            f"model.hf_path={self.folder} holds neither {_SINGLE} nor {_INDEX}: "
-            "it must be a Hugging Face folder in safetensors (docs/customize.md#files-of-verl-as-they-are)"
-        )
-
     def _file(self, filename: str) -> safe_open:
         if filename not in self._open_files:
             path = self.folder / filename
             if not path.is_file():
-                first, *rest = sorted(name for name, file in self._file_of.items() if file == filename)
-                raise ConfigError(missing_file(path, first, len(rest)))
+                raise ConfigError(missing_file(path, self._weight_map or {}))
             if is_lfs_pointer(path):
                 raise ConfigError(f"{path} {FETCH_LFS}")
             try:
-                self._open_files[filename] = safe_open(path, framework="pt")
+                opened = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from None
+            if self._weight_map is not None:
+                check_shard(path, opened.keys(), self._weight_map)
+            self._open_files[filename] = opened
         return self._open_files[filename]
 
 

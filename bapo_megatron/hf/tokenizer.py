@@ -2,7 +2,6 @@
 
 ConfigError for a folder without a usable one. A tokenizer.json counts before the class that transformers
 would choose. transformers is imported at the first call, which takes seconds; ``TextDecoder`` does without.
-Used throughout the package.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ left for it, and it is written last. (Exports use the safetensors library, which
 memory and sorts them.)
 
 Shapes (suffix of a name): ``_B`` bytes.
-
-Used by ``rollout/engines/local_engine.py`` and ``rollout/weight_sync/disk.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +36,13 @@ _TYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
+
+
+class WrittenShard(NamedTuple):
+    """Complete file of some of a model's weights."""
+
+    nbytes: int
+    tensors: tuple[str, ...]
 
 
 def checked_weights(
@@ -80,12 +85,12 @@ def write_shards(
     shard_bytes: int = _SHARD_BYTES,
     writer: int = 0,
     writers: int = 1,
-) -> dict[str, int]:
-    """Write ``weights``, or one writer's share, to files of about ``shard_bytes``; their bytes by name.
+) -> dict[str, WrittenShard]:
+    """Write ``weights``, or one writer's share, to files of about ``shard_bytes``; what they hold, by name.
 
     The files are ``model-00000.safetensors`` and so on; those of a writer have the numbers that are
-    ``writer`` modulo ``writers``. There is no index: loaders read every file. A thread writes while the
-    iterator goes on. ValueError for a type that no model has.
+    ``writer`` modulo ``writers``. The folder lacks its index, which is of all writers' files. A thread writes
+    while the iterator goes on. ValueError for a type that no model has.
     """
     files = _Files(folder, shard_bytes, writer, writers)
     with BackgroundCopy(files) as copy:
@@ -94,7 +99,7 @@ def write_shards(
                 known = ", ".join(_TYPES.values())
                 raise ValueError(f"weight {name} is of {tensor.dtype}; model weights are {known}")
             copy.add(name, tensor)
-    return files.sizes
+    return files.written
 
 
 def weights_of_writer(
@@ -121,8 +126,8 @@ class _Files:
     """
 
     def __init__(self, folder: Path, shard_bytes: int, writer: int, writers: int) -> None:
-        self.sizes: dict[str, int] = {}
-        """Sizes of the complete files by name, in bytes."""
+        self.written: dict[str, WrittenShard] = {}
+        """The complete files by name."""
         self._folder, self._shard_bytes = folder, shard_bytes
         self._number, self._step = writer, writers
         self._shard: _Shard | None = None
@@ -144,7 +149,7 @@ class _Files:
         """Complete the current file."""
         shard, self._shard = self._shard, None
         if shard is not None:
-            self.sizes[shard.path.name] = shard.close()
+            self.written[shard.path.name] = shard.close()
 
     def abandon(self) -> None:
         """Leave the current file without a header: no loader takes it."""
@@ -182,15 +187,16 @@ class _Shard:
         """Write bytes of the tensor that was begun."""
         self._file.write(bytes_B.numpy().data)
 
-    def close(self) -> int:
-        """Write the header and close the file; returns its bytes."""
+    def close(self) -> WrittenShard:
+        """Write the header and close the file; returns what it holds."""
         header = json.dumps(self._header).encode().ljust(_HEADER_BYTES)
         with self._file:
             if len(header) > _HEADER_BYTES:
                 raise ValueError(f"{self._file.name}: the names of its tensors are too long for the header")
             self._file.seek(0)
             self._file.write(_HEADER_BYTES.to_bytes(8, "little") + header)
-        return 8 + _HEADER_BYTES + self._end
+        tensors = tuple(name for name in self._header if name != "__metadata__")
+        return WrittenShard(8 + _HEADER_BYTES + self._end, tensors)
 
     def abandon(self) -> None:
         """Close the file as it is."""

@@ -1,7 +1,7 @@
 """Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts.
 
 Of up to some ten thousand candidates it drops most by cheap rules, and plans at most a few hundred, by
-arithmetic; nothing is run. Used by ``page.py`` and ``commands/plan.py``.
+arithmetic; nothing is run.
 """
 
 from __future__ import annotations
@@ -83,8 +83,41 @@ def smallest_changes(plan: JobPlan) -> list[Change]:
     return changes[:1] if len(changes) == 2 and changes[0] == changes[1] else changes
 
 
+def shorter_packs(plan: JobPlan) -> list[JobPlan]:
+    """Plans whose packs hold the longest sequence alone: of this layout, then of the fewest GPUs that fit.
+
+    The second has less context parallelism. Empty where packs are not twice as long as that, where it frees
+    less than a tenth of a GPU, and where the search of bounds is in each pack, whose length then matters.
+    """
+    job = plan.job
+    least = job.parallel.pack_tokens_for(job.run.longest_sequence)
+    if not _packs_are_free(job) or job.run.batch.pack_tokens < 2 * least:
+        return []
+    same = make_plan(_with(job, job.parallel, True))
+    contexts = [n for n in range(1, job.parallel.context) if job.parallel.context % n == 0]
+    smaller = (_with(job, replace(job.parallel, context=context), True) for context in contexts)
+    fitting = (other for one in smaller if not _broken_rules(one) and (other := make_plan(one)).verdict.fits)
+    fewest = next(fitting, None)
+    if fewest is not None:
+        return [same, fewest]
+    return [same] if plan.peak - same.peak > 0.1 * job.budget else []
+
+
+def _packs_are_free(job: Job) -> bool:
+    """Whether the length of packs changes no result: not where each has a search of bounds of its own."""
+    return job.run.algorithm.bounds.sums_over != "micro_batch"
+
+
+def changed_flags(before: JobPlan, after: JobPlan) -> list[str]:
+    """The flags that make one plan's job of another's."""
+    return _difference(flat(before.job.run), flat(after.job.run))
+
+
 def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
-    """The ``count`` fastest layouts on the same GPUs that fit, with no communication hidden."""
+    """The ``count`` fastest layouts on the same GPUs that fit, with no communication hidden.
+
+    Packs are as long as they are, or hold the longest sequence alone.
+    """
     if not count:
         return []
     plans = [make_plan(job) for job in _layouts(plan.job) if not _broken_rules(job)]
@@ -175,8 +208,9 @@ def _layouts(job: Job) -> Iterator[Job]:
             pipeline_layers=(),
             sequence=tensor > 1,
         )
-        for mode in _MODES:
-            yield _with(job, layout, False, recompute=mode)
+        is_longer = layout.pack_tokens_for(job.run.longest_sequence) < job.run.batch.pack_tokens
+        for mode, is_short in product(_MODES, {False, _packs_are_free(job) and is_longer}):
+            yield _with(job, layout, is_short, recompute=mode)
 
 
 def _with(job: Job, layout: ParallelConfig, shortest: bool, **batch: Any) -> Job:

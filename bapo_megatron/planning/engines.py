@@ -18,7 +18,7 @@ their groups: measured, 97 to 98 % of the places are filled then, 82 to 94 % wit
     A = S B G                   while the policy trains: max_staleness S of 1 or more, with overlap
     A = (S + 1) B G             without overlap, or with S = 0: then engines sample only while it waits
 
-B prompts_per_step, G group_size. Used in this folder.
+B prompts_per_step, G group_size.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The pipeline schedules are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
-``schedules.py``. ConfigError if there is no config.json to read the model's shape from. Used in ``commands/``
-and ``planning/``.
+``schedules.py``. ConfigError if there is no config.json to read the model's shape from.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.layers.costs import Place, Spec
 from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
 from bapo_megatron.planning.sizes import (
+    evaluation_bytes,
     measured_imbalance,
     rank_imbalance,
     rollout_bytes,
@@ -285,8 +285,13 @@ class Job:
     @property
     def disk_with_rollouts(self) -> float:
         """Bytes of the run directory at most, with the rollouts that it keeps at the assumed mean length."""
-        rollouts = rollout_bytes(self.run, self.shape, self.mean_response)
-        return run_folder_bytes(self.run, self.shape) + rollouts
+        return run_folder_bytes(self.run, self.shape) + self.rollouts
+
+    @property
+    def rollouts(self) -> float:
+        """Bytes of the rollouts and held-out responses that the run keeps, at the assumed mean length."""
+        of_training = rollout_bytes(self.run, self.shape, self.mean_response)
+        return of_training + evaluation_bytes(self.run, self.mean_response)
 
     @property
     def lengths(self) -> ResponseLengths:

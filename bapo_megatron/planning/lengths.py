@@ -1,7 +1,7 @@
 """Response lengths of ``bapo plan``, log-normal up to the limit, and the time to decode them.
 
 Responses beyond the longest length are cut to it, and count with that length. Pure functions of their
-arguments; nothing is drawn at random. Used by ``job.py`` and ``engines.py``.
+arguments; nothing is drawn at random.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Memory estimate of ``bapo plan``: of one GPU of each pipeline stage, and of the host of a node, in bytes.
 
-Weights, gradients, optimizer states and activations are counted; fields that are estimates say so. Used in
-``planning/``.
+Weights, gradients, optimizer states and activations are counted; fields that are estimates say so.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ FRAGMENTATION = 0.05
 _SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
 _BUCKET = 1 << 26  # policy/optimizer.py
 _HOST_BLOCK = 1 << 28  # policy/offload.py
-PACK_COLUMNS = 4 * 8 + 7 * 4 + 4
-"""Bytes of a token's columns on the device (``tensor_types.COLUMNS``): four int64, seven float32, one int32.
+PACK_COLUMNS = 4 * 8 + 7 * 4 + 2 * 4
+"""Bytes of a token's columns on the device (``tensor_types.COLUMNS``): four int64, seven float32, two int32.
 A reference's and a teacher's log-probs are among them in every run."""
 
 

@@ -1,8 +1,7 @@
 """Text page and JSON of a plan.
 
 The page: summary, memory of each stage, traffic, speed, engines, a teacher, advice, and a few more numbers,
-such as activations by mode of recomputation. Used by ``commands/plan.py`` and
-``planning/rehearsal/results.py``.
+such as activations by mode of recomputation.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from bapo_megatron.algo.bounds import describe, low_values
 from bapo_megatron.layers.costs import Recompute
-from bapo_megatron.planning.advice import Change
+from bapo_megatron.planning.advice import Change, changed_flags, shorter_packs
 from bapo_megatron.planning.engines import open_response_lines, open_responses
 from bapo_megatron.planning.job import GB, Job
 from bapo_megatron.planning.memory import (
@@ -57,6 +56,7 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
         _colocated_memory(plan),
         _recomputation(plan),
         _host_and_sync(plan),
+        _shorter_packs(plan),
         _traffic(plan),
         _speed(plan),
         _engines(plan),
@@ -87,6 +87,10 @@ def plan_dict(plan: JobPlan) -> dict[str, Any]:
             for stage in plan.stages
         ],
         "host": plan.host,
+        "shorter_packs": [
+            {"flags": changed_flags(plan, one), "gpus": one.job.gpus, "peak": one.peak}
+            for one in shorter_packs(plan)
+        ],
         "speed": vars(plan.speed),
         "traffic": [vars(part) for part in (*plan.traffic, plan.sync)],
         "engines": vars(plan.engines),
@@ -247,6 +251,22 @@ def _recomputation(plan: JobPlan) -> Iterator[str]:
     yield from aligned(rows)
 
 
+def _shorter_packs(plan: JobPlan) -> Iterator[str]:
+    """Section that proposes packs of the longest sequence, where they free memory or GPUs."""
+    job, found = plan.job, shorter_packs(plan)
+    if not found:
+        return
+    yield (
+        f"Packs have room for {job.run.batch.pack_tokens:,} tokens, and the longest sequence has "
+        f"{job.run.longest_sequence:,}; training takes {plan.peak / GB:.1f} GB of a GPU, and with"
+    )
+    for other in found:
+        yield (
+            f"  {' '.join(changed_flags(plan, other))}: {other.peak / GB:.1f} GB on {other.job.gpus} GPUs, "
+            f"{other.speed.tokens_per_second:,.0f} tokens/s/GPU"
+        )
+
+
 def _host_and_sync(plan: JobPlan) -> Iterator[str]:
     checkpoint = total_parameters(plan.job.shape) * (plan.job.element + 12)
     yield (
@@ -349,13 +369,16 @@ def _engines(plan: JobPlan) -> Iterator[str]:
 
 def _comparison(plan: JobPlan, others: Sequence[JobPlan]) -> Iterator[str]:
     yield f"Fastest layouts of {plan.job.gpus} GPUs that fit, by tokens/s/GPU with no communication hidden"
-    rows = [["layout", "recompute", "UPDATE", "SAVE", "idle", "tokens/s/GPU", "links s", "not hidden"]]
+    rows = [
+        ["layout", "packs", "recompute", "UPDATE", "SAVE", "idle", "tokens/s/GPU", "links s", "not hidden"]
+    ]
     for other in others:
         peaks = [max(getattr(m, name) for m in other.stages) / GB for name in ("training", "saving")]
         s = other.speed
         rows.append(
             [
                 layout_name(other.job),
+                f"{other.job.run.batch.pack_tokens:,}",
                 other.job.run.batch.recompute,
                 *(f"{peak:.1f}" for peak in peaks),
                 f"{s.idle:.0%}",

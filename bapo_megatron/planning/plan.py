@@ -1,7 +1,4 @@
-"""Plan of a training job: memory of every stage, speed, traffic, engines, the limits it exceeds; its summary.
-
-Used in ``commands/``, this folder and ``planning/rehearsal/``.
-"""
+"""Plan of a training job: memory of every stage, speed, traffic, engines, exceeded limits; its summary."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from math import isfinite
 from bapo_megatron.planning.engines import EnginePlan, engine_plan
 from bapo_megatron.planning.job import GB, GPUS_PER_NODE, Job
 from bapo_megatron.planning.memory import StageMemory, host_bytes, stage_memory
-from bapo_megatron.planning.sizes import rollout_bytes, run_folder_bytes, steps_of_rollouts
+from bapo_megatron.planning.sizes import run_folder_bytes, steps_of_rollouts
 from bapo_megatron.planning.speed import (
     Handover,
     HostUpdate,
@@ -122,8 +119,14 @@ class JobPlan:
 
     @property
     def rollouts(self) -> float:
-        """Bytes of the rollouts that the run keeps, routes included, at the assumed lengths."""
-        return rollout_bytes(self.job.run, self.job.shape, self.job.mean_response)
+        """Bytes of the rollouts that the run keeps, routes and held-out responses included, at the assumed
+        lengths."""
+        return self.job.rollouts
+
+    @property
+    def peak(self) -> float:
+        """Most bytes that training takes on a GPU, with what colocated servers keep."""
+        return max(stage.policy_peak + stage.kept for stage in self.stages)
 
     @property
     def cost(self) -> float:
@@ -239,9 +242,8 @@ def _peaks(plan: JobPlan) -> str:
     """Peak GB of a GPU; with colocated servers that of training and that of sampling."""
     if not plan.job.colocated:
         return f"{max(stage.peak for stage in plan.stages) / GB:.1f} GB"
-    train = max(stage.policy_peak + stage.kept for stage in plan.stages)
     sample = max(max(stage.sampling, stage.handover) for stage in plan.stages)
-    return f"{train / GB:.1f} GB (training) and {sample / GB:.1f} GB (sampling)"
+    return f"{plan.peak / GB:.1f} GB (training) and {sample / GB:.1f} GB (sampling)"
 
 
 def _nodes(plan: JobPlan) -> str:

@@ -3,7 +3,7 @@
 A token's router makes K copies of it, one for each of its experts, which EP sends to the experts' ranks. How
 many copies a rank gets depends on the routers. The flag ``--expert-imbalance`` says how many the busiest rank
 gets, as a multiple of the mean, or ``--expert-routes`` measures it; all estimates and rehearsals are of that
-rank. Used in ``planning/``.
+rank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy as np
 
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.transports import TRANSPORTS
+from bapo_megatron.data.prepare.options import SUITES
+from bapo_megatron.data.problem_sets import suite_path
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import mapping_table
@@ -26,6 +28,8 @@ from bapo_megatron.step_header import RouteShape
 
 _TOKEN_BYTES = 12
 """Bytes of a token in a step's file: its number, log-prob and version."""
+_TEXT_BYTES = 5
+"""Bytes of a token's text in an evaluation's file: about four characters, some of them escaped."""
 TEACHER_BYTES = 4
 """Bytes of a teacher's log-prob, in a step's file and in a pack."""
 _BAND = 1 << 16
@@ -196,6 +200,28 @@ def rollout_bytes(run: RunConfig, shape: ModelShape, mean_response: float) -> fl
         routes = RouteShape(shape.layers, shape.experts.per_token, shape.experts.count)
         token += routes.layers * routes.per_token * routes.dtype.itemsize
     return steps * rollout.prompts_per_step * rollout.group_size * mean_response * token
+
+
+def evaluation_bytes(run: RunConfig, mean_response: float) -> float:
+    """Disk size of the held-out responses that a run keeps: of the steps whose rollouts it keeps.
+
+    Suites that cannot be read count as none: the run's own check names them.
+    """
+    asked = run.evaluation
+    if not asked.every or run.rollout.replay is not None:
+        return 0.0
+    kept = 1 + steps_of_rollouts(run) // asked.every
+    tokens = min(mean_response, run.evaluation_sampling[1])
+    return kept * sum(map(_problems, asked.suites)) * asked.samples * tokens * _TEXT_BYTES
+
+
+def _problems(suite: str) -> int:
+    """Number of a suite's problems: the lines of its file."""
+    try:
+        with suite_path(suite, SUITES).open("rb") as file:
+            return sum(not line.isspace() for line in file)
+    except (ConfigError, OSError):
+        return 0
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,7 @@
 A GPU is taken to compute matrices at ``mfu`` x its dense bf16 peak, and attention at ``attention_mfu`` x. The
 costs of the layout come on top: recomputation, and the pipeline bubble. Communication is listed apart and not
 added: a measured ``mfu`` already contains the exposed part of it. Hand-over: colocated engines and the policy
-take turns on the same GPUs. Used by ``plan.py`` and ``page.py``.
+take turns on the same GPUs.
 """
 
 from __future__ import annotations

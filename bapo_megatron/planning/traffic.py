@@ -5,8 +5,7 @@ all-gather or a reduce-scatter, and twice that for an all-reduce (ring algorithm
 
 In a broadcast sync the wire is the smaller part: weights are gathered parameter by parameter, copied into
 buckets, announced to every server and loaded there. In verl's 72B sync the sender spends 23.5 of its 24 s on
-buckets. So it has an expected time, too: broadcast at a measured rate, disk at an assumed one. Used in this
-folder.
+buckets. So it has an expected time, too: broadcast at a measured rate, disk at an assumed one.
 """
 
 from __future__ import annotations

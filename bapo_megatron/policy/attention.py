@@ -19,7 +19,7 @@ Where m = n, and on a GPU (float32), it is one SDPA call.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank,
 ``_LKHD`` with keys and values in a dimension of 2, ``_PHD`` [rows of all padded batches, heads, head_dim],
-``_KHD`` for the keys of a rank's chunks, end to end. Used by ``model.py``.
+``_KHD`` for the keys of a rank's chunks, end to end.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 While it is under way the host holds a copy of the GPU's tensors, in blocks.
 (Megatron's own copies are a pinned allocation for each tensor, which torch rounds up to a power of two and
 keeps for the next one of that size: 1.8 times the bytes of Qwen2.5-32B at TP 8, beside an offloaded policy.)
-Used by ``checkpoint.py`` and ``megatron.py``.
 """
 
 from __future__ import annotations

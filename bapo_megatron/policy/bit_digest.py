@@ -9,7 +9,6 @@ invertible: a change of one element always changes the digest; changes of severa
 unnoticed with probability about 2^-32 at most.
 
 A rank sums its own shards, block by block; ``state_digest``, which is collective, gathers only the sums.
-Used by ``megatron.py``.
 """
 
 from __future__ import annotations

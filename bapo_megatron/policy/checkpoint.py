@@ -5,8 +5,7 @@ is ``fully_reshardable``, which allows a change of TP and PP. With torch's AdamW
 apex) megatron's loading needs three repairs, made here on the instance.
 
 Checkpoints of Transformer Engine's and torch's layers differ only in ``_extra_state`` (fp8 scales, empty for
-these models), so each kind of layers loads the other's. Used by ``megatron.py``,
-``planning/rehearsal/checkpoints.py`` and ``benchmarks/checkpoint_io.py``.
+these models), so each kind of layers loads the other's.
 """
 
 from __future__ import annotations

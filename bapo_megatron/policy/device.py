@@ -6,13 +6,11 @@ patches of megatron-core in the whole process. With CUDA ``select_device`` chang
 
 Where Transformer Engine has no attention kernel for a GPU it does not refuse: without context parallelism it
 computes all scores of padded documents (unfused), with it a layer fails in the first pass. So ``model.py``
-asks before it chooses the attention; ``check_environment`` belongs to the checks before a run starts. Used in
-``commands/``, ``evaluation/``, ``planning/``, ``trainer/`` and this folder.
+asks before it chooses the attention; ``check_environment`` belongs to the checks before a run starts.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import threading
@@ -28,7 +26,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.device import choose_vector_kernels, has_apex, uses_gpu
+from bapo_megatron.runtime.device import (
+    choose_vector_kernels,
+    environment_variable,
+    has_apex,
+    set_default,
+    uses_gpu,
+)
 
 _CPU = torch.device("cpu")
 _TE_BASE = "transformer_engine.pytorch.module.base"
@@ -89,7 +93,7 @@ def varlen_problem() -> str | None:
 def check_environment() -> None:
     """Check that no variable disables a kernel of Transformer Engine, which megatron asserts. ConfigError."""
     for name in _SWITCHES:
-        value = os.environ.get(name, "1")
+        value = environment_variable(name) or "1"
         if value != "1":
             raise ConfigError(
                 f"{name}={value} in the environment: megatron-core wants all of {', '.join(_SWITCHES)} unset "
@@ -120,7 +124,7 @@ def has_te_attention(config: Any, longest: int) -> bool:
     ``longest``: length of the longest document in tokens. ConfigError if NVTE_ALLOW_NONDETERMINISTIC_ALGO=0
     is set and it has no deterministic kernel: torch has none either.
     """
-    deterministic = os.environ.get(_NONDETERMINISTIC, "1") == "0"
+    deterministic = (environment_variable(_NONDETERMINISTIC) or "1") == "0"
     found = _has_te_kernel(config, longest, deterministic)
     if deterministic and not found:
         raise ConfigError(
@@ -173,9 +177,9 @@ def backend() -> str:
 
 def select_device() -> torch.device:
     """Select this process's device (by LOCAL_RANK on a GPU node). Call it once, before any tensor is made."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    set_default("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_cuda():
-        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        index = int(environment_variable("LOCAL_RANK") or "0") % torch.cuda.device_count()
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     cpu_mode()
@@ -208,7 +212,7 @@ def cpu_mode() -> None:
     """Make megatron-core run on the CPU. Idempotent; does nothing where CUDA exists."""
     if has_cuda():
         return
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    set_default("TORCHDYNAMO_DISABLE", "1")
     _answer_cuda_queries()
     use_torch_optimizer()
     choose_vector_kernels()

@@ -20,7 +20,7 @@ are those of the model: pipeline stages have other layers, ranks of CP, SP and D
 run before EP and ETP send tokens away. The sums ride on the loss's all-reduce.
 
 Shapes: ``_T`` tokens of this rank, ``_K`` experts of a token, ``_E`` experts, ``_L`` layers of the model,
-``_C`` = E + 2. Used in this folder.
+``_C`` = E + 2.
 """
 
 from __future__ import annotations

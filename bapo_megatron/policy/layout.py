@@ -1,8 +1,7 @@
 """The parallel layout: data-parallel size, divisibility checks, and megatron's process groups.
 
 The checks need neither megatron-core nor a process group, and run before either exists. A policy needs the
-groups: every rank makes it within ``parallel_processes``, a context manager. Used in ``commands/``,
-``planning/``, ``trainer/`` and this folder.
+groups: every rank makes it within ``parallel_processes``, a context manager.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The megatron-core policy (the actor): GPTModel, pipeline schedule, DDP and distributed optimizer.
 
 All forward and backward passes are in ``passes.py``: packs (micro-batches of concatenated sequences) in; out
-come one additive vector of sums, equal on all ranks, or the log-probs of each token. Used in ``planning/``
-and ``trainer/``.
+come one additive vector of sums, equal on all ranks, or the log-probs of each token.
 """
 
 from __future__ import annotations

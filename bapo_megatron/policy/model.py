@@ -1,8 +1,7 @@
 """The model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
 
 Layers are Transformer Engine's (GPU, half precision, installed), or torch's (``layers.py``). Weights are not
-loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``). Used by ``megatron.py``
-and ``passes.py``.
+loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Megatron's own ``HybridDeviceOptimizer`` is not used: after a load without optim
 weights from before the load (Megatron-LM, pull request 5071).
 
 Masters and moments are in pageable memory, of which the fork that writes a checkpoint sees a snapshot; pinned
-memory it would share with later updates. Only the copy buffers of a bucket are pinned. Used in this folder.
+memory it would share with later updates. Only the copy buffers of a bucket are pinned.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch import Tensor
 
 from bapo_megatron.config import OptimizerConfig
+from bapo_megatron.runtime.device import environment_variable
 
 _OWNERS = {"transformer_engine": "Transformer Engine's", "apex": "apex's", "torch": "torch's"}
 _FUSED = {"fused": True, "foreach": False}
@@ -315,7 +316,7 @@ def rank_threads() -> Iterator[None]:
 
     torchrun gives a rank only one thread; under Slurm and `bapo train` the count is set already.
     """
-    before, ranks = torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE")
+    before, ranks = torch.get_num_threads(), environment_variable("LOCAL_WORLD_SIZE")
     if ranks is not None:
         torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // int(ranks)))
     try:

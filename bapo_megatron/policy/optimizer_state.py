@@ -7,8 +7,7 @@ it. Here each parameter has an owner, the rank whose range holds its middle. An 
 the pieces in other ranges (a range cuts two parameters at most), and the owner writes the parameter. Keys,
 shapes and dtypes in the files are megatron's: each reader can read the other's files.
 
-Sizes: with D ranks in DP x CP a rank holds, writes and reads about 12 P / D bytes of P parameters. Used in
-``planning/rehearsal/`` and this folder.
+Sizes: with D ranks in DP x CP a rank holds, writes and reads about 12 P / D bytes of P parameters.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ sees one chunk at a time; sums over whole sequences must be computed before.
 the batch. They are copied a chunk at a time.
 
 Shapes: ``_T`` tokens, ``_N`` tokens whose logits are needed, ``_C`` tokens of a chunk, ``_H`` hidden size,
-``_V`` this rank's vocabulary. Used in this folder.
+``_V`` this rank's vocabulary.
 """
 
 from __future__ import annotations

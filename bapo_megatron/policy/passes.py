@@ -5,8 +5,7 @@ the caller's ``TokenFn``. Only ``stats`` gives values of each token, log-prob an
 each rank slices its context-parallel part here.
 
 The layers see all tokens of a part, the output layer only the trained ones (``stats`` can include others).
-The trained tokens are selected on the host, from the pack's mask, without a device synchronization. Used by
-``megatron.py``.
+The trained tokens are selected on the host, from the pack's mask, without a device synchronization.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ serve all layers. megatron-core's own code for packs would round them to bfloat1
 layer, for queries and keys, and synchronize with the device each time for the documents' lengths.
 
 Shapes: ``_T`` tokens of a pack, ``_L`` tokens of a pack on this rank (T / size), ``_LHD`` [tokens, heads, d],
-``_F`` frequencies (d / 2). Used in ``planning/`` and this folder.
+``_F`` frequencies (d / 2).
 """
 
 from __future__ import annotations

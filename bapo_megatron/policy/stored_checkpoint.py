@@ -3,8 +3,7 @@
 Their own readers unpickle ``.metadata``, ``common.pt`` and every stored object, and a pickle can call any
 function. The reader of ``bapo-ckpt`` replaces them (``checkpoints_tools/archives/``): it decodes only plain
 values and tensor places, imports nothing, and reads no file outside the folder. What is damaged or refers to
-code is a CheckpointError. Writing is megatron's. Used by ``checkpoint.py`` and
-``planning/rehearsal/checkpoints.py``.
+code is a CheckpointError. Writing is megatron's.
 """
 
 from __future__ import annotations

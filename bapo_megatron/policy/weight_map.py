@@ -3,8 +3,6 @@
 The *global* parameter is that of TP 1. All conversions follow ``hf/parameter_map.py`` and only move values,
 so a round trip is exact to the bit. ``shard_parts`` says which rows and columns of the HF tensors a shard is
 made of, so that a rank reads no others.
-
-Used by ``megatron.py``, ``bit_digest.py`` and ``benchmarks/dcp_convert.py``.
 """
 
 from __future__ import annotations

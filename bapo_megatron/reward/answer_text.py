@@ -2,8 +2,7 @@ r"""Answer extraction: the last box of a response, its normal spelling, and the 
 
 Operations, because math-verify evaluates what it reads: a restated question, ``\binom{10}{3}``, would be its
 own answer. Pure functions on text; none parses mathematics. The math reward, the LLM judge, `maj@n` of
-evaluations and dataset preparation use it. Used in ``data/``, ``environment/``, ``evaluation/``,
-``rollout/``, ``trainer/`` and this folder.
+evaluations and dataset preparation use it.
 """
 
 from __future__ import annotations
@@ -21,24 +20,39 @@ _RAISED_DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
 _SIGNS: dict[int, int | str] = {
     **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},  # full-width forms
     0x2212: "-",
+    0x2013: "-",
+    0x2032: "'",
+    0x2033: "''",
     0x00D7: r"\times ",
     0x00B7: r"\cdot ",
     0x22C5: r"\cdot ",
     0x00F7: r"\div ",
     0x221E: r"\infty ",
     0x03C0: r"\pi ",
-    0x00B0: r"^{\circ}",
+    0x00B0: r"^\circ ",
 }
 for _signs, _parts in (("½⅓⅔¼¾", "12 13 23 14 34"), ("⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "15 25 35 45 16 56 18 38 58 78")):
     _SIGNS |= {ord(s): rf"\frac{{{p[0]}}}{{{p[1]}}}" for s, p in zip(_signs, _parts.split(), strict=True)}
 _RAISED = re.compile(f"[{_RAISED_DIGITS}]+")
 _ROOT = re.compile(r"√\s{0,9}(?:\{([^{}]*)\}|\(([^()]*)\)|([0-9]+|[A-Za-z]))")
 _UNDERLINE = re.compile(r"\\underline\s{0,9}\{([^{}]*)\}")
-_THOUSANDS = re.compile(r"(?<![\d.,])[0-9]{1,3}(?:(?:\\[,!]|[\u00a0\u2009\u202f])[0-9]{3})+(?!\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,_^])[0-9]{1,3}(?:(?:\\[,!;: ]|[ ~\u00a0\u2009\u202f])[0-9]{3})+(?![\d/])")
+_MIXED = re.compile(r"(?<![\d.,_^/])([0-9]{1,9})(?:\s|\\[ ,])\s{0,9}([1-9][0-9]{0,8})/([0-9]{1,9})(?![\d/.])")
+r"""``3 1/2``."""
+_ROOT_OF = re.compile(r"\\sqrt\s{0,9}\(([^()]*)\)")
+_CONSTANT = re.compile(r"\\(?:text|math)(?:rm|it)?\s{0,9}\{\s{0,9}e\s{0,9}\}")
+_PERCENT = re.compile(r"\s{0,9}(?:\\text\s{0,9}\{\s{0,9}percent\s{0,9}\}|(?<![A-Za-z])percent(?![A-Za-z]))")
+_ORDINAL = re.compile(
+    r"(?<=[0-9])\^\s{0,9}(?:\\(?:text|mathrm|mbox)\s{0,9}\{\s{0,9}(st|nd|rd|th)\s{0,9}\}"
+    r"|\{\s{0,9}(?:\\(?:text|mathrm|mbox)\s{0,9}\{\s{0,9})?(st|nd|rd|th)\s{0,9}(?:\}\s{0,9}){1,2})"
+)
+_DEGREE = re.compile(r"\^\{\\circ\}|\^?\\degree(?![a-z])")
+_DOLLAR = re.compile(r"(?<!\\)\$")
 _SCIENTIFIC = re.compile(r"([+-]?[0-9]{1,40}(?:\.[0-9]{1,40})?)[eE]([+-]?[0-9]{1,4})")
-_FINAL_POINT = re.compile(r"[+-]?[0-9]+\.")
 _EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])")
-_IN_A_BASE = re.compile(r"-?[0-9A-Fa-f]+_\{?([0-9]{1,3})\}?")
+_IN_A_BASE = re.compile(r"-?[0-9A-Fa-f]+_\{?([0-9]{1,3}|[a-z]+)\}?")
+_BASE_NAMES = "two three four five six seven eight nine ten eleven twelve"
+_BASES = {name: base for base, name in enumerate(_BASE_NAMES.split(), 2)}
 _ANY_WORD = re.compile(r"[A-Za-z][a-z]{2,}|[Nn]o")
 """A word, not two variables."""
 
@@ -76,7 +90,7 @@ _MEASURED = re.compile(r"[0-9}](?:\s|\\[ ,;:!]|~){0,9}$")
 r"""A number, or the brace that ends a fraction, in front of a unit."""
 _FACTORIAL = re.compile(r"(?<!\\)!")
 _DERIVED = re.compile(r"\\d?frac\s{0,9}\{?\s{0,9}d(?:\^\{?\w\}?)?\s{0,9}[}{]|\bd/d[a-z]")
-_SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\[,;:!\s]|~)+[0-9]")
+_SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\[,;:!\s]|~|\\q?quad(?![a-z]))+[0-9]")
 r"""``3 4``, which math-verify adds."""
 _ONE_DIGIT = re.compile(
     r"[_^]\s{0,9}[0-9](?=\s)|\\(?:[dtc]?frac|[dt]?binom)\s{0,9}[0-9]\s{0,9}[0-9](?!\s{0,9}[0-9])"
@@ -127,20 +141,45 @@ def final_answer(response: str, opens_thinking: bool = False) -> str | None:
 
 
 def spelled(answer: str) -> str:
-    r"""Answer in the spelling of math-verify: ``½`` as ``\frac{1}{2}``, ``5\,000`` as ``5000``, ``1.5e3`` as
-    ``1.5\times 10^{3}``, ``90°`` as ``90^{\circ}``, no underline. All else is unchanged."""
+    r"""Answer in the spelling of math-verify: ``½`` as ``\frac{1}{2}``, ``5\,000`` and ``5 000`` as ``5000``,
+    ``1.5e3`` as ``1.5\times 10^{3}``, ``90°`` as ``90^\circ``, no underline, stars or final point. All else
+    is unchanged."""
     if not answer.isascii():
         answer = _RAISED.sub(_raised, answer)
         answer = _ROOT.sub(
             lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", answer.translate(_SIGNS)
         )
-    answer = _EMPTY_SET.sub(lambda _: r"\emptyset", _UNDERLINE.sub(r"\1", answer)).strip()
+    answer = _EMPTY_SET.sub(lambda _: r"\emptyset", _UNDERLINE.sub(r"\1", _unmarked(answer)))
+    answer = (
+        _ROOT_OF.sub(r"\\sqrt{\1}", _CONSTANT.sub("{e}", answer))
+        .replace(r"\text{:}", ":")
+        .replace("{:}", ":")
+    )
+    answer = _DEGREE.sub(lambda _: r"^\circ ", answer)
+    answer = _ORDINAL.sub(lambda found: rf"\text{{{found[1] or found[2]}}}", _PERCENT.sub(r"\\%", answer))
     answer = _THOUSANDS.sub(lambda number: "".join(c for c in number[0] if c in _DIGITS), answer)
-    if _FINAL_POINT.fullmatch(answer):
-        return answer[:-1]
+    answer = _MIXED.sub(_mixed, answer)
     if number := _SCIENTIFIC.fullmatch(answer):
         return rf"{number[1]}\times 10^{{{int(number[2])}}}"
     return answer
+
+
+def _unmarked(answer: str) -> str:
+    """The answer without Markdown's stars and underscores, dollar signs in pairs, and the final point."""
+    text = answer.strip()
+    for mark in ("**", "__"):
+        if text.startswith(mark) and text.endswith(mark) and len(text) > 2 * len(mark):
+            text = text[len(mark) : -len(mark)].strip()
+    if len(_DOLLAR.findall(text)) % 2 == 0:
+        text = _DOLLAR.sub("", text).strip()
+    if text.endswith(".") and not text.endswith(("..", r"\right.")):
+        text = text[:-1].rstrip()
+    return text
+
+
+def _mixed(number: re.Match[str]) -> str:
+    proper = int(number[2]) < int(number[3])
+    return rf"{number[1]}\frac{{{number[2]}}}{{{number[3]}}}" if proper else number[0]
 
 
 def _raised(digits: re.Match[str]) -> str:
@@ -163,13 +202,14 @@ def named_operations(answer: str) -> frozenset[str]:
 def _names(text: str) -> list[str]:
     return [
         *(command or sign for command, sign in _COMMAND.findall(text)),
-        *(found[2] for found in _IN_COMMAND.finditer(text) if not _is_unit(found)),
+        *(found[2] for found in _IN_COMMAND.finditer(text) if not is_unit(found, found[2])),
         *_WORDS.findall(text),
     ]
 
 
-def _is_unit(named: re.Match[str]) -> bool:
-    if named[2] not in _UNITS:
+def is_unit(named: re.Match[str], name: str) -> bool:
+    """Whether a name in a font, the match's first group, is a unit of measurement and no operation."""
+    if name not in _UNITS:
         return False
     before = named.string[max(0, named.start() - 30) : named.start()]
     called = named.string[named.end() :].lstrip().startswith(("(", "{", r"\{", r"\left"))
@@ -214,10 +254,12 @@ def same_text(one: str, other: str) -> bool:
     return left.lower() == right.lower() and all(map(_ANY_WORD.fullmatch, (left, right)))
 
 
-def base_of(answer: str) -> int | None:
-    """The base of a number that names one, ``1010_{2}``; None for any other answer."""
+def base_of(answer: str) -> int | str | None:
+    r"""The base of a number that names one, ``1010_{2}``, ``11_\text{five}``; None for any other answer."""
     number = _IN_A_BASE.fullmatch(unstyled(answer))
-    return None if number is None else int(number[1])
+    if number is None:
+        return None
+    return int(number[1]) if number[1].isdigit() else _BASES.get(number[1], number[1])
 
 
 def number_sides(answer: str) -> list[list[str]]:

@@ -3,8 +3,7 @@
 A reward worker calls it; it starts a sandbox for each response, or takes a server. Expected outputs never
 enter the sandbox, where tested code could read them: outputs and values are compared here. An assert without
 a literal is split: the program's process gives the values of its calls, and the rest is evaluated in a
-sandbox process that the program never ran in (expressions.py). Used by ``functions.py`` and
-``environment/tools/python_tool.py``.
+sandbox process that the program never ran in (expressions.py).
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import ast
 import json
 import math
 import re
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from bapo_megatron.reward.answer_text import after_thinking
-from bapo_megatron.reward.code_tests import PRELUDE, Asserted, Called, Case, Printed, read_tests
-from bapo_megatron.reward.expressions import Split
+from bapo_megatron.reward.code_tests import Asserted, Called, Case, Printed, read_tests, without_program
+from bapo_megatron.reward.expressions import PRELUDE, Split, defined
 from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.fusion import FusionSandbox, FusionServer
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
@@ -31,27 +29,46 @@ RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
 MAX_SOURCE_CHARACTERS = 200_000
 """Limit in characters of a code block; a longer one is wrong without being run."""
 
+RECURSION_LIMIT = 50_000
+"""Recursion limit of programs, that of LiveCodeBench."""
+
 JUDGED_TOGETHER = 10
 """Most asserts that are evaluated in one process, after their calls have run in one process each."""
 
-_OPENING = re.compile(r"```(?:python3?|py)\s*", re.IGNORECASE)
+_FENCE = re.compile(r"([^\S\n]*+)(`{3,}+)(.*)", re.DOTALL)
+_PYTHON = re.compile(r"\s*+\{?\.?(?:python|py)3?(?:\.\d++)*+(?![^\s,:;{}])[^`]*", re.IGNORECASE)
+_BYTE_ORDER_MARK = "\ufeff"
 _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 
 
 def last_code_block(response: str) -> str | None:
-    """Content of the last closed Python code block of the response, or None. One pass over the lines."""
+    """Content of the last closed Python code block of the response, or None. One pass over the lines.
+
+    As in CommonMark, the first word behind the backticks is the language, fewer backticks do not close a
+    block, and the indentation of the opening fence is taken from each line.
+    """
     block: str | None = None
     lines: list[str] | None = None
+    indentation, ticks = "", 0
     for line in response.split("\n"):
-        text = line.strip()
-        if _OPENING.fullmatch(text):
-            lines = []
-        elif lines is not None and text.startswith("```"):
-            block, lines = "\n".join(lines), None
+        fence = _FENCE.match(line.lstrip(_BYTE_ORDER_MARK))
+        if fence is None or (lines is not None and len(fence[2]) < ticks):
+            if lines is not None:
+                lines.append(_outdented(line, indentation))
+        elif _PYTHON.fullmatch(fence[3]):
+            lines, indentation, ticks = [], fence[1], len(fence[2])
         elif lines is not None:
-            lines.append(line)
+            block, lines = "\n".join(lines).lstrip(_BYTE_ORDER_MARK), None
     return block
+
+
+def _outdented(line: str, indentation: str) -> str:
+    """The line without as much of its leading white space as the opening fence has."""
+    if line.startswith(indentation):
+        return line[len(indentation) :]
+    rest = line.lstrip(" \t")
+    return line[min(len(line) - len(rest), len(indentation)) :]
 
 
 def program_is_right(
@@ -64,35 +81,36 @@ def program_is_right(
 ) -> bool:
     """Whether all tests pass, each in ``case_limit_s`` and all together in ``total_limit_s``.
 
-    ``server``: runs the programs in place of this machine. Raises ValueError for a ground truth that is no
-    tests, SandboxError if there is no sandbox.
+    The limits are of processor time and sleep. ``server``: runs the programs in place of this machine. Raises
+    ValueError for a ground truth that is no tests, SandboxError if the program could not be judged.
     """
     tests = read_tests(ground_truth)
-    deadline = time.monotonic() + total_limit_s
     source = last_code_block(after_thinking(response))
     tree = None if source is None else _parsed(source)
     if source is None or tree is None:
         return False
     as_script = isinstance(tests.cases[0], Printed)
     prelude = tests.prelude if as_script else PRELUDE + tests.prelude
+    if not all(_is_defined(case, tree, tests.prelude) for case in tests.cases):
+        return False
     opened = partial(FusionSandbox, server) if server else Sandbox
-    with opened(source, prelude, memory_mb, case_limit_s) as sandbox:
-        return _all_pass(tests.cases, tree, sandbox, deadline)
+    with opened(source, prelude, memory_mb, case_limit_s, recursion_limit=RECURSION_LIMIT) as sandbox:
+        return _all_pass(tests.cases, tree, sandbox, total_limit_s)
 
 
-def _all_pass(cases: Sequence[Case], tree: ast.Module, sandbox: Sandbox, deadline: float) -> bool:
+def _all_pass(cases: Sequence[Case], tree: ast.Module, sandbox: Sandbox, total_limit_s: float) -> bool:
     """Whether all cases pass. Judgements come last: a later case could read them in its parent's memory."""
     said: list[tuple[Split, str]] = []
     for case in cases:
         if isinstance(case, Asserted) and case.split is not None:
-            value = _values(case, case.split, sandbox, deadline - time.monotonic())
+            value = _values(case, case.split, sandbox, total_limit_s - sandbox.used_s)
             if value is None:
                 return False
             said.append((case.split, value))
-        elif not _passes(case, tree, sandbox, deadline - time.monotonic()):
+        elif not _passes(case, tree, sandbox, total_limit_s - sandbox.used_s):
             return False
     batches = (said[first : first + JUDGED_TOGETHER] for first in range(0, len(said), JUDGED_TOGETHER))
-    return all(_is_true(batch, sandbox, deadline - time.monotonic()) for batch in batches)
+    return all(_is_true(batch, sandbox, total_limit_s - sandbox.used_s) for batch in batches)
 
 
 def _parsed(source: str) -> ast.Module | None:
@@ -100,6 +118,14 @@ def _parsed(source: str) -> ast.Module | None:
         return ast.parse(source) if len(source) <= MAX_SOURCE_CHARACTERS else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def _is_defined(case: Case, tree: ast.Module, prelude: str) -> bool:
+    """Whether the program defines what the case tests, where the prelude has a function of that name."""
+    if isinstance(case, Called) and _callee(tree, case) != case.function:
+        return True
+    names = without_program(case, prelude)
+    return not names or not names.isdisjoint(defined(tree))
 
 
 def _values(case: Asserted, parts: Split, sandbox: Sandbox, limit_s: float) -> str | None:
@@ -146,7 +172,7 @@ def _callee(tree: ast.Module, case: Called) -> str:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Comparison of printed output, line by line; trailing white space does not count.
+    """Comparison of printed output, line by line; white space at the ends, and of lines, does not count.
 
     Where the text of a line differs, its words must be equal one by one, or numbers that are close, of which
     at least one is written with a fraction or an exponent.
@@ -156,7 +182,7 @@ def same_output(output: str, expected: str) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    return [line.strip() for line in text.strip().split("\n")]
 
 
 def _same_line(ours: str, theirs: str) -> bool:

@@ -1,155 +1,46 @@
 """Parser of a code problem's tests from its ground truth, which is JSON text.
 
-It has one of the forms of Skywork-OR1-RL-Data and its sources, or of DeepCoder; ValueError for any other:
+It has one of the forms of Skywork-OR1-RL-Data and its sources, or of another set; ValueError for any other:
 
-- ``{"inputs": [...], "outputs": [...]}``: what a script reads and prints, as text or as a list of lines;
+- ``{"inputs": [...], "outputs": [...]}``: what a script reads and prints, as text, a list of lines, or
+  ``{"stdin": text}`` and ``{"stdout": text}`` (SandboxFusion); also as JSON text in ``input_output`` (TACO);
 - the same with ``"fn_name"``: arguments and value of a function, or of a method of class Solution. An input
   is a list of arguments, or text with the JSON of one argument a line; then the output is text with JSON;
 - ``[{"input": ..., "output": ...}, ...]``, a test each, or ``{"test_cases": ...}`` with such a list; the
   function is ``fn_name``, or ``func_name`` of ``metadata`` (DeepCoder, LiveCodeBench, SYNTHETIC);
 - ``{"assert_case": ["assert f(1) == 2", ...]}``, that list alone, or one text that begins with an assert;
-- ``{"import_prefix": ..., "test_code": "def check(candidate): ...", "entry_point": "Solution().f"}``.
+- ``{"import_prefix": ..., "test_code": "def check(candidate): ...", "entry_point": "Solution().f"}``;
+- ``{"functional": "def check(candidate): ... check(Solution().f)"}`` (rLLM's LeetCode);
+- text of pytest: ``from solution import f``, and functions ``test_...`` (KodCode).
 
 Of the helper statements around a problem's asserts the tested program sees all but a reference solution or a
 table of results that an honest program cannot need: a plain function, or a name bound to a literal, that only
 the expected side of asserts uses. Statements that stay and may leak answers are counted. ``code.py`` scores
-by it, checks of datasets call it. Used in ``commands/``, ``data/``, ``evaluation/`` and this folder.
+by it, checks of datasets call it.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from bapo_megatron.reward.expressions import BUILTINS, Split, bound_names, node_names, split
-
-_HIDES_NAMES = frozenset(("eval", "exec", "globals", "locals", "vars", "compile", "__import__"))
-"""Builtins by which code reaches any name: then names do not show what it reads."""
-
-_SPECIAL = frozenset(("__init__", "__repr__", "__str__", "__eq__", "__hash__", "__lt__"))
-_FEW = (0, 1, -1, None, "", Ellipsis)
-_Function = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-class Helpers:
-    """Helper statements of a problem, by index; nothing of them is run."""
-
-    def __init__(self, statements: Sequence[ast.stmt]) -> None:
-        self._statements = statements
-        self._binds = [_bound(statement) for statement in statements]
-        self._reads = [node_names(statement) for statement in statements]
-        self.names = frozenset[str]().union(*map(bound_names, statements))
-        """All names that the statements bind, at any depth."""
-
-    def needed(self, names: Iterable[str]) -> frozenset[int]:
-        """Statements that bind the names, with all that these need in turn."""
-        found: set[int] = set()
-        wanted = set(names)
-        while more := {
-            number
-            for number, binds in enumerate(self._binds)
-            if number not in found and not binds.isdisjoint(wanted)
-        }:
-            found |= more
-            wanted.update(*(self._reads[number] | self._binds[number] for number in more))
-        return frozenset(found)
-
-    def beside(self, used: Iterable[str], judged: Iterable[str]) -> frozenset[int]:
-        """Statements that the tested program's process gets.
-
-        ``used``: names that are read there; ``judged``: names of the expected side, evaluated elsewhere.
-        """
-        used, everything = set(used), frozenset(range(len(self._statements)))
-        if self.hide_names:
-            return everything
-        expected = self.needed(judged)
-        stay = {number for number in everything if number not in expected or not self._is_removable(number)}
-        return self.needed(used.union(*(self._reads[n] | self._binds[n] for n in stay))) | stay
-
-    def stand_alone(self, known: frozenset[str]) -> bool:
-        """Whether they run without the tested program. ``known``: more names that are not the program's."""
-        names = BUILTINS | known | self.names
-        return all(reads <= names for reads in self._reads)
-
-    @property
-    def hide_names(self) -> bool:
-        """Whether they use builtins (eval, globals, ...) by which they can read any name."""
-        return not _HIDES_NAMES.isdisjoint(frozenset[str]().union(*self._reads))
-
-    def may_leak_answers(self, numbers: Iterable[int]) -> bool:
-        """Whether they may leak an answer: all but imports, and classes that only hold values."""
-        return any(not self._is_inert(self._statements[number]) for number in numbers)
-
-    def idle_functions(self, used: Iterable[str]) -> frozenset[int]:
-        """Functions that no test reads: helpers for the program, or a reference solution."""
-        return frozenset(
-            number
-            for number, statement in enumerate(self._statements)
-            if isinstance(statement, _Function)
-            and statement.name not in set(used).union(*self._reads[:number], *self._reads[number + 1 :])
-        )
-
-    def text(self, numbers: Iterable[int] | None = None) -> str:
-        """Source text of all of them, or of some, in their order."""
-        chosen = range(len(self._statements)) if numbers is None else sorted(numbers)
-        return "\n".join(ast.unparse(self._statements[number]) for number in chosen)
-
-    def _is_removable(self, number: int) -> bool:
-        """Whether it may be left out: it only binds one name."""
-        statement = self._statements[number]
-        if isinstance(statement, _Function):
-            defaults = [*statement.args.defaults, *filter(None, statement.args.kw_defaults)]
-            return not statement.decorator_list and all(isinstance(one, ast.Constant) for one in defaults)
-        if not isinstance(statement, ast.Assign):
-            return False
-        targets = statement.targets
-        return len(targets) == 1 and isinstance(targets[0], ast.Name) and _is_literal(statement.value)
-
-    def _is_inert(self, statement: ast.stmt) -> bool:
-        if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            return True
-        if not isinstance(statement, ast.ClassDef):
-            return False
-        own = frozenset[str]().union(*self._binds) - {statement.name}
-        inside = [node for item in statement.body for node in ast.walk(item)]
-        return (
-            all(item.name in _SPECIAL for item in statement.body if isinstance(item, _Function))
-            and all(node.value in _FEW for node in inside if isinstance(node, ast.Constant))
-            and not any(isinstance(node, ast.Lambda) for node in inside)
-            and own.isdisjoint(node_names(statement))
-        )
-
-
-def _bound(statement: ast.stmt) -> frozenset[str]:
-    """Names that a statement binds in its scope; unless it is a definition, at any depth."""
-    if isinstance(statement, (*_Function, ast.ClassDef)):
-        return frozenset((statement.name,))
-    return bound_names(statement)
-
-
-def _is_literal(value: ast.expr) -> bool:
-    try:
-        ast.literal_eval(value)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False
-    return True
-
-
-PRELUDE = """
-import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import ceil, comb, floor, gcd, inf, isqrt, log2, pi, sqrt
-from typing import *
-"""
-"""Imports that sites with function problems give to a solution."""
+from bapo_megatron.reward.expressions import (
+    BUILTINS,
+    NODES,
+    PRELUDE,
+    USUAL,
+    Helpers,
+    Split,
+    bound_names,
+    defined,
+    names_of,
+    node_names,
+    split,
+)
 
 
 @dataclass(frozen=True)
@@ -199,14 +90,21 @@ class Tests:
 
 
 def is_tests(ground_truth: str) -> bool:
-    """Whether a ground truth is the tests of a code problem: a JSON object, or assert statements."""
-    if ground_truth.lstrip().startswith("assert "):
+    """Whether a ground truth is the tests of a code problem: a JSON object, asserts, or text of pytest."""
+    if ground_truth.lstrip().startswith("assert ") or _is_pytest(ground_truth):
         return True
     try:
         value = json.loads(ground_truth)
     except (ValueError, RecursionError):
         return False
     return isinstance(value, dict) or (isinstance(value, list) and (_are_asserts(value) or _are_cases(value)))
+
+
+def are_tests(value: Any) -> bool:
+    """Whether a value of a dataset, an object or a list of objects, has the form of tests."""
+    if isinstance(value, dict):
+        return not (_FORMS | _LIVE_CODE_BENCH | {"test_cases", "input_output"}).isdisjoint(value)
+    return isinstance(value, list) and _are_cases(value)
 
 
 def check_tests(ground_truth: str) -> str | None:
@@ -234,10 +132,12 @@ def read_tests(ground_truth: str) -> Tests:
     """Parse the tests. ValueError with the reason if they are invalid. Cached: a group has the same tests."""
     if ground_truth.lstrip().startswith("assert "):
         return _asserts([ground_truth])
-    try:
-        tests = json.loads(ground_truth)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON of tests: {error}") from None
+    if _is_pytest(ground_truth):
+        return _of_pytest(ground_truth)
+    tests = _json(ground_truth)
+    if isinstance(tests, dict) and isinstance(tests.get("input_output"), (str, dict)):
+        inner = tests["input_output"]
+        tests = _json(inner) if isinstance(inner, str) else inner
     if isinstance(tests, list) and _are_asserts(tests):
         return _asserts(tests)
     cases = tests.get("test_cases") if isinstance(tests, dict) and not _FORMS & tests.keys() else tests
@@ -245,6 +145,8 @@ def read_tests(ground_truth: str) -> Tests:
         return _listed(cases)
     if not isinstance(tests, dict):
         raise ValueError('it must be an object with "inputs" and "outputs", or a list of assert statements')
+    if "functional" in tests:
+        return _functional(tests["functional"])
     if "test_code" in tests:
         return _checked(tests)
     if "assert_case" in tests:
@@ -252,8 +154,17 @@ def read_tests(ground_truth: str) -> Tests:
     return _pairs(tests)
 
 
-_FORMS = {"inputs", "outputs", "test_code", "assert_case"}
+_FORMS = {"inputs", "outputs", "test_code", "assert_case", "functional"}
 """Keys of the other objects, which count before ``test_cases``."""
+
+_LIVE_CODE_BENCH = {"public_test_cases", "private_test_cases"}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON of tests: {error}") from None
 
 
 def _are_asserts(value: list[Any]) -> bool:
@@ -277,22 +188,38 @@ def _listed(cases: list[dict[str, Any]]) -> Tests:
 
 
 def _pairs(tests: dict[str, Any]) -> Tests:
-    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if _LIVE_CODE_BENCH & tests.keys():
+        raise ValueError(
+            "public_test_cases and private_test_cases of LiveCodeBench are not read, since the latter are a "
+            'pickle: decode both, and write {"inputs": [...], "outputs": [...], "fn_name": func_name}'
+        )
+    inputs, outputs = (tests.get(f"{side}s", tests.get(side)) for side in ("input", "output"))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
-        raise ValueError('"inputs" and "outputs" must be lists, not empty')
+        found = f"; its keys are {', '.join(map(repr, tests))[:200]}" if tests else ""
+        raise ValueError(f'"inputs" and "outputs" must be lists, not empty{found} (docs/rewards.md#programs)')
     if len(inputs) != len(outputs):
         raise ValueError(f'it has {len(inputs)} "inputs" but {len(outputs)} "outputs"')
     function = tests.get("fn_name")
     if not function:
         pairs = zip(inputs, outputs, strict=True)
-        return Tests(tuple(Printed(_text(given), _text(expected)) for given, expected in pairs))
+        return Tests(tuple(Printed(_text(given, "stdin"), _text(said, "stdout")) for given, said in pairs))
     if not isinstance(function, str) or not function.isidentifier():
         raise ValueError(f'"fn_name" is {function!r}; it must be the name of a function')
     return Tests(tuple(map(_called, [function] * len(inputs), inputs, outputs)))
 
 
-def _text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+def _text(value: Any, stream: str) -> str:
+    """What a script reads or prints: text, a number, a list of them as lines, an object with the stream."""
+    if isinstance(value, dict) and {key for key, inner in value.items() if inner is not None} == {stream}:
+        value = value[stream]  # of several rows' streams Arrow makes one type, and fills it with None
+    lines = value if isinstance(value, list) else [value]
+    for line in lines:
+        if not isinstance(line, (str, int, float)):
+            raise ValueError(
+                f"a script has {json.dumps(line)[:80]} as {stream}; it must be text, a list of lines, or "
+                f'{{"{stream}": text}}'
+            )
+    return "\n".join(map(str, lines))
 
 
 def _called(function: str, given: Any, expected: Any) -> Called:
@@ -354,7 +281,7 @@ def _cases(statements: list[ast.stmt], helpers: list[ast.stmt], entry: str, prel
         block = "\n".join([*map(ast.unparse, helpers), entry, *map(ast.unparse, statements)])
         yield Asserted(block, "True", literal=False, forgeable=True)
         return
-    known, around = _names_of(PRELUDE) | _names_of(prelude), Helpers(helpers)
+    known, around = names_of(USUAL) | names_of(prelude), Helpers(helpers)
     parts_of = partial(split, known=known | around.names, helpers=around.text())
     parts = [parts_of(node.test) if around.stand_alone(known) else None for node in asserts]
     read = [_asserted(node.test, one, around) for node, one in zip(asserts, parts, strict=True)]
@@ -368,12 +295,99 @@ def _cases(statements: list[ast.stmt], helpers: list[ast.stmt], entry: str, prel
         yield replace(one.case, setup=setup, forgeable=one.case.forgeable or told)
 
 
-def _names_of(source: str) -> frozenset[str]:
-    """Names that the source binds; of ``import *`` those of the modules in PRELUDE."""
-    try:
-        return bound_names(ast.parse(source))
-    except (SyntaxError, ValueError, RecursionError):
+def _functional(text: Any) -> Tests:
+    """``check(candidate)`` and its call."""
+    module = _parsed(text if isinstance(text, str) else "")
+    values = [node.value for node in module.body if isinstance(node, ast.Expr)]
+    calls = [one for one in values if isinstance(one, ast.Call) and ast.unparse(one.func) == "check"]
+    if len(calls) != 1 or len(calls[0].args) != 1:
+        raise ValueError('"functional" must be text that defines check(candidate) and calls it once')
+    module.body = [node for node in module.body if getattr(node, "value", None) is not calls[0]]
+    nodes = defined(ast.parse(NODES)) - defined(module)
+    prefix = NODES if nodes & node_names(module) else ""
+    entry = ast.unparse(calls[0].args[0])
+    return _checked({"import_prefix": prefix, "test_code": ast.unparse(module), "entry_point": entry})
+
+
+def _is_pytest(text: str) -> bool:
+    return "def test" in text and text.lstrip()[:1] not in ("{", "[", '"')
+
+
+def _of_pytest(text: str) -> Tests:
+    """Functions ``test_...`` without arguments; the tested program is the module ``solution``."""
+    body = [node for node in _parsed(text).body if not _is_of_pytest(node)]
+    tests = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
+    helpers = [node for node in body if node not in tests]
+    if not tests:
+        raise ValueError("it has no function test_...() of pytest at its top level")
+    for node in body:
+        if "pytest" in node_names(node) or _is_beyond(node):
+            raise ValueError(
+                f"{ast.unparse(node)[:80]!r} needs pytest (raises, fixtures, parameters, classes) or imports "
+                "more than `from solution import NAME`: only functions test_...() without arguments are read"
+            )
+    return Tests(tuple(case for test in tests for case in _of_function(test, helpers)))
+
+
+def _is_of_pytest(node: ast.stmt) -> bool:
+    """Whether it imports pytest or the solution's names, or starts pytest."""
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "solution" and not any(name.asname for name in node.names)
+    if isinstance(node, ast.Import):
+        return [name.name for name in node.names] == ["pytest"]
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
+def _is_beyond(node: ast.stmt) -> bool:
+    """Whether pytest would do more than call it, or it imports the solution otherwise."""
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+        return bool(node.decorator_list or node.args.args or node.args.kwonlyargs)
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return "solution" in (getattr(node, "module", None), *(name.name for name in node.names))
+    return isinstance(node, (ast.ClassDef, ast.AsyncFunctionDef)) and node.name.lower().startswith("test")
+
+
+def _of_function(test: ast.FunctionDef, helpers: list[ast.stmt]) -> Iterator[Case]:
+    spoken = ast.get_docstring(test) is not None
+    statements = test.body[1:] if spoken else test.body
+    if all(isinstance(node, ast.Assert) for node in statements):
+        yield from _cases(statements, helpers, "", "")
+        return
+    block = "\n".join(map(ast.unparse, [*helpers, test]))
+    yield Asserted(f"{block}\n{test.name}()", "True", literal=False, forgeable=True)
+
+
+def without_program(case: Case, prelude: str) -> frozenset[str]:
+    """Names that a case reads, if all have a value without the tested program; else none.
+
+    Then the program must define one of them: ``factorial`` is also a name of the prelude.
+    """
+    if isinstance(case, Printed):
         return frozenset()
+    known = BUILTINS | names_of(PRELUDE) | names_of(prelude)
+    if isinstance(case, Called):
+        return frozenset((case.function,)) & known
+    tested = case.split.calls if case.split else (case.expression,)
+    names = frozenset[str]().union(*map(_read, tested)) - _defined(case.setup) | _free(case.setup)
+    return names - BUILTINS if names <= known else frozenset()
+
+
+@lru_cache(maxsize=256)
+def _free(source: str) -> frozenset[str]:
+    """Names that statements read before any of them has bound them; ``f = f`` reads one."""
+    free, bound = frozenset[str](), frozenset[str]()
+    for node in ast.parse(source).body:
+        own = bound_names(node.value if isinstance(node, ast.Assign) else node)
+        names = [name for name in ast.walk(node) if isinstance(name, ast.Name)]
+        read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+        free |= read - own - bound
+        bound |= defined(ast.Module([node], []))
+    return free
+
+
+@lru_cache(maxsize=256)
+def _defined(source: str) -> frozenset[str]:
+    return defined(ast.parse(source))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """CPU time limits of a block of code, for scores that a busy machine must not change.
 
 On a clock an honest answer may take seconds, where the machine is busy or the job is paused: its response
-would be called wrong, without a failure. Used by ``math_verify_compare.py``, ``reasoning_gym.py`` and
-``worker.py``.
+would be called wrong, without a failure.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Only http and https, no redirects, replies of limited size. Proxies come from the environment (HTTP_PROXY,
 HTTPS_PROXY, NO_PROXY); none for this machine itself. Every failure is an EndpointError. A key is read from an
-environment variable, and never printed. Used in this folder, ``sandbox/`` and ``rollout/sampler/``.
+environment variable, and never printed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import ipaddress
 import json
 import logging
-import os
 import random
 import re
 from collections import Counter
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 from bapo_megatron.errors import printable
+from bapo_megatron.runtime.device import environment_variable
 
 if TYPE_CHECKING:
     import aiohttp
@@ -89,7 +89,7 @@ def key_problem(variable: str) -> str | None:
 
 def key_of(variable: str) -> str:
     """Key in the environment variable; empty without a variable or a name."""
-    return os.environ.get(variable, "").strip() if variable else ""
+    return (environment_variable(variable) or "").strip() if variable else ""
 
 
 def without_key(text: str, key: str) -> str:

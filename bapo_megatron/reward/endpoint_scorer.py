@@ -5,7 +5,7 @@ protocols are those of SGLang's ``/classify`` (docs.sglang.io, reward models), o
 (docs.vllm.ai, classification), of OpenRLHF's ``--remote_rm_url`` (openrlhf/cli/serve_rm.py) and of slime's
 ``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` is useless: it answers a softmax, which of one
 number is always 1. The reward pool awaits it in the event loop that it runs in, so it needs no worker
-process. Used by ``pool.py``.
+process.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import RewardConfig
+from bapo_megatron.data.chat_template import INVISIBLE, chat_template_of, plain_for_any_model
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.answer_text import THINKING, after_thinking
 from bapo_megatron.reward.endpoint_client import EndpointError, JsonClient, key_of, redacted, with_path
 from bapo_megatron.reward.endpoint_settings import (
     FIELD,
+    PLACES,
     LlmJudgeSettings,
     RewardModelSettings,
     read_settings,
@@ -43,29 +45,62 @@ class Question:
     """The chat messages of the prompt."""
     response: str
     ground_truth: str
+    turns: tuple[dict[str, str], ...] = ()
+    """The turns of an episode before the response, as messages."""
 
     @property
     def text(self) -> str:
         """Messages as text: a single one unchanged, several with their roles."""
-        if len(self.messages) == 1:
-            return str(self.messages[0]["content"])
-        return "\n\n".join(f"{one['role']}: {one['content']}" for one in self.messages)
+        return _text(self.messages[0]) if len(self.messages) == 1 else _with_roles(self.messages)
 
-    def digest(self) -> bytes:
-        """Digest of the question, the key of the score cache."""
-        parts = [self.messages, self.response, self.ground_truth]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+    @property
+    def conversation(self) -> str:
+        """The whole conversation as text with its roles, from the prompt to the response."""
+        return _with_roles([*self.messages, *self.turns, _said(self.response)])
+
+    def plain(self, cut: Callable[[str], str]) -> Question:
+        """The question with ``cut`` of each of its texts."""
+        messages, turns = (
+            tuple({"role": one["role"], "content": cut(_text(one))} for one in several)
+            for several in (self.messages, self.turns)
+        )
+        return replace(
+            self,
+            messages=messages,
+            turns=turns,
+            response=cut(self.response),
+            ground_truth=cut(self.ground_truth),
+        )
 
 
 def question_of(prompt: Prompt, response: str, thinking: bool) -> Question:
     """Question of a prompt and a response. ``thinking``: with the response's thinking part."""
+    turns = prompt.turns
     if not thinking:
         opened = THINKING if prompt.opens_thinking else ""  # by the chat template
         response = after_thinking(opened + response).strip()
-    return Question(tuple(prompt.messages), response, prompt.ground_truth)
+        turns = [
+            _said(after_thinking(one["content"]).strip()) if one["role"] == "assistant" else one
+            for one in turns
+        ]
+    return Question(tuple(prompt.messages), response, prompt.ground_truth, tuple(turns))
 
 
 Message = dict[str, Any]
+
+
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _with_roles(messages: Sequence[Message]) -> str:
+    return "\n\n".join(f"{one['role']}: {_text(one)}" for one in messages)
+
+
+def _text(message: Message) -> str:
+    """What a message says, and the tool calls that it makes, as JSON."""
+    said = [message.get("content") or "", *map(json.dumps, message.get("tool_calls") or ())]
+    return "\n".join(filter(None, said))
 
 
 class RewardModel:
@@ -76,8 +111,12 @@ class RewardModel:
         self._settings = settings
         self.url = settings.url
         self._tokenizer = _tokenizer(settings.tokenizer) if settings.tokenizer else None
-        self.body: Callable[[Question], dict[str, Any]] = getattr(self, f"_{settings.protocol}")
-        """Request body in the protocol of the settings."""
+        self._body: Callable[[Question], dict[str, Any]] = getattr(self, f"_{settings.protocol}")
+
+    def body(self, question: Question) -> dict[str, Any]:
+        """Request body in the protocol of the settings: no text in it spells a control token but the
+        template's."""
+        return self._body(question.plain(self._plain))
 
     def value(self, answer: Any) -> float:
         """Reward in a reply, NaN and infinity included. EndpointError without a number, or out of range."""
@@ -118,12 +157,15 @@ class RewardModel:
     def _opening(self, question: Question) -> str:
         return self._templated(question.messages, True)
 
+    def _plain(self, text: str) -> str:
+        if self._tokenizer is None:
+            return plain_for_any_model(text)
+        return chat_template_of(self._tokenizer).plain(text, INVISIBLE)
+
     def _templated(self, messages: Sequence[Message], opens: bool) -> str:
         assert self._tokenizer is not None
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=opens
-            )
+            text = chat_template_of(self._tokenizer).text(messages, INVISIBLE, opens=opens)
         except Exception as error:  # a template raises whatever its author chose
             roles = ", ".join(one["role"] for one in messages)
             raise EndpointError(
@@ -142,7 +184,7 @@ def _tokenizer(folder: str) -> Any:
 
 
 def _dialogue(question: Question) -> list[Message]:
-    return [*question.messages, {"role": "assistant", "content": question.response}]
+    return [*question.messages, _said(question.response)]
 
 
 def _found(answer: Any, protocol: str, key: str) -> Any:
@@ -186,7 +228,7 @@ class LlmJudge:
         self._verdict = re.compile(settings.verdict)
 
     def body(self, question: Question) -> dict[str, Any]:
-        settings = self._settings
+        settings, question = self._settings, question.plain(plain_for_any_model)
         fields = {
             "model": settings.model,
             "messages": [{"role": "user", "content": filled(settings.template, question)}],
@@ -223,8 +265,13 @@ class LlmJudge:
 
 def filled(template: str, question: Question) -> str:
     """Template with its placeholders filled, in one pass: text of a response is never a placeholder."""
-    texts = {"prompt": question.text, "response": question.response, "ground_truth": question.ground_truth}
-    return re.sub(r"\{(prompt|response|ground_truth)\}", lambda place: texts[place[1]], template)
+    texts = {
+        "prompt": question.text,
+        "conversation": question.conversation,
+        "response": question.response,
+        "ground_truth": question.ground_truth,
+    }
+    return PLACES.sub(lambda place: texts[place[1]], template)
 
 
 def _reply(answer: Any) -> str:
@@ -242,6 +289,11 @@ def _reply(answer: Any) -> str:
     return reply
 
 
+def _digest(body: dict[str, Any]) -> bytes:
+    """Digest of a request, the key of the score cache."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
+
+
 Judge = RewardModel | LlmJudge
 """Makes the body of a request, and reads the score from the reply; the scorer sends."""
 
@@ -249,7 +301,7 @@ Judge = RewardModel | LlmJudge
 class EndpointScorer:
     """Endpoint scorer of a run, async, in one event loop: ``open``, ``answer`` any number at once, ``close``.
 
-    Equal questions are sent once, also while the first one is in flight, as long as the first score is in
+    Equal requests are sent once, also while the first one is in flight, as long as the first score is in
     the cache (setting ``cache``); failures are not cached. A failed call is a reply with a ``failure``, not
     an exception.
     """
@@ -301,18 +353,19 @@ class EndpointScorer:
         await self._client.close()
 
     async def _score(self, question: Question) -> float:
-        key = question.digest() if self._settings.cache else object()
+        body = self._judge.body(question)
+        key = _digest(body) if self._settings.cache else object()
         if (known := self._scores.get(key)) is not None:
             self._scores.move_to_end(key)
             return known
         task = self._under_way.get(key)
         if task is None:
-            task = self._under_way[key] = asyncio.create_task(self._asked(question))
+            task = self._under_way[key] = asyncio.create_task(self._asked(body))
             task.add_done_callback(lambda done: self._remember(key, done))
         return await asyncio.shield(task)  # others may wait for it when this caller is cancelled
 
-    async def _asked(self, question: Question) -> float:
-        return self._judge.value(await self._client.ask(self._judge.body(question)))
+    async def _asked(self, body: dict[str, Any]) -> float:
+        return self._judge.value(await self._client.ask(body))
 
     def _remember(self, key: object, done: asyncio.Task[float]) -> None:
         """Cache a score (LRU); failures are not cached."""

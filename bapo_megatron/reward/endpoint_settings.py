@@ -1,7 +1,6 @@
 """Settings of rewards behind an HTTP endpoint (``reward.settings``), as dataclasses, and their validation.
 
-``read_settings`` makes them before a run and in the scorer; ConfigError for what is wrong. Used in
-``commands/`` and this folder.
+``read_settings`` makes them before a run and in the scorer; ConfigError for what is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ Does it reach the right answer? Think it over in a few sentences. Then end with 
 does, or "Score: 0" if it does not."""
 """The default question to a judge."""
 
-_PLACES = re.compile(r"\{(prompt|response|ground_truth)\}")
+PLACES = re.compile(r"\{(prompt|conversation|response|ground_truth)\}")
+"""Places of a template, and their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,8 @@ class LlmJudgeSettings(EndpointSettings):
     model: str
     """Name of the model, as the server calls it."""
     template: str = field(default=TEMPLATE)
-    """The question, with {prompt}, {response} and {ground_truth} where these belong."""
+    """The question, with {prompt}, {response}, {ground_truth} and {conversation} where these belong. The
+    last is prompt, turns and observations of an environment and response, each with its role."""
     verdict: str = r"Score:[\s*]*+(-?\d+(?:\.\d+)?)"
     """Regular expression of the verdict; the number is its group, and the last match counts. For JSON:
     `"score":\\s*(\\d+)`."""
@@ -138,8 +139,8 @@ class LlmJudgeSettings(EndpointSettings):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if "response" not in _PLACES.findall(self.template):
-            yield "template has no {response}: the judge would not see what it judges"
+        if not {"response", "conversation"} & {*PLACES.findall(self.template)}:
+            yield "template has neither {response} nor {conversation}: the judge would not see what it judges"
         try:
             groups = re.compile(self.verdict).groups
         except re.error as error:

@@ -1,9 +1,8 @@
-"""Splitter of assert expressions: calls of the tested program, and a judgement of their values.
+"""Splitter of assert expressions, helper statements around them, and names that problem sites give.
 
 ``abs(f(1) - 0.5) < 1e-6`` is split into the call ``f(1)`` and ``abs(ARGUMENTS[0] - 0.5) < 1e-6``. The call
 runs in the program's process, which gives a plain value; the judgement runs in a process that the program
 never ran in. So neither an object that claims to equal everything nor a replaced builtin passes a test.
-Used by ``code.py`` and ``code_tests.py``.
 """
 
 from __future__ import annotations
@@ -11,17 +10,88 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 BUILTINS = frozenset(dir(builtins))
 
 _STARRED = frozenset(
     (
-        *("bisect", "collections", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
-        *("math", "operator", "random", "re", "string", "typing"),
+        *("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools"),
+        *("heapq", "io", "itertools", "json", "math", "operator", "random", "re", "statistics", "string"),
+        *("sys", "typing"),
     )
 )
+
+
+USUAL = """
+import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import ceil, comb, floor, gcd, inf, isqrt, log2, pi, sqrt
+from typing import *
+"""
+
+PRELUDE = f"""
+from string import *
+from re import *
+from datetime import *
+from copy import *
+from random import *
+from statistics import *
+from operator import *
+from io import *
+from sys import *
+from json import *
+from math import *
+{USUAL}
+import builtins, copy, datetime, io, json, operator, statistics
+for _name in [name for name in vars(builtins) if name[0] != "_" and name in globals()]:
+    del globals()[_name]
+bisect = partial(bisect_right)
+vars(bisect).update(vars(sys.modules["bisect"]))
+"""
+"""Imports that LeetCode and LiveCodeBench give to a solution. Where they differ both work: ``bisect`` is the
+function and the module. Python's own functions stay (``pow``), so that tests may replace them. Of an assert
+the names of `USUAL` are never the tested program's."""
+
+NODES = """
+class ListNode:
+    def __init__(self, val=0, next=None):
+        self.val, self.next = val, next
+
+class TreeNode:
+    def __init__(self, val=0, left=None, right=None):
+        self.val, self.left, self.right = val, left, right
+
+def list_node(values):
+    head = None
+    for value in reversed(values or []):
+        head = ListNode(value, head)
+    return head
+
+def is_same_list(one, other):
+    while one and other and one.val == other.val:
+        one, other = one.next, other.next
+    return one is None and other is None
+
+def tree_node(values):
+    nodes = [None if value is None else TreeNode(value) for value in values or []]
+    below = iter(nodes[1:])
+    for node in filter(None, nodes):
+        node.left, node.right = next(below, None), next(below, None)
+    return nodes[0] if nodes else None
+
+def is_same_tree(one, other):
+    if one is None or other is None or one.val != other.val:
+        return one is other is None
+    return is_same_tree(one.left, other.left) and is_same_tree(one.right, other.right)
+"""
+"""Lists and trees of LeetCode, and what its test sets read and compare them by."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +149,15 @@ def _starred(module: str) -> set[str]:
     return set(getattr(found, "__all__", [name for name in dir(found) if not name.startswith("_")]))
 
 
+@lru_cache(maxsize=64)
+def names_of(source: str) -> frozenset[str]:
+    """Names that the source binds; of ``import *`` those of the modules in PRELUDE."""
+    try:
+        return bound_names(ast.parse(source))
+    except (SyntaxError, ValueError, RecursionError):
+        return frozenset()
+
+
 def node_names(tree: ast.AST) -> frozenset[str]:
     """The names that it reads."""
     return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
@@ -113,3 +192,122 @@ class _Splitter(ast.NodeTransformer):
 
     def _is_class(self, name: ast.Name) -> bool:
         return self._is_own(name) and name.id[:1].isupper()
+
+
+# --- helper statements ---------------------------------------------------------------------------
+
+_HIDES_NAMES = frozenset(("eval", "exec", "globals", "locals", "vars", "compile", "__import__"))
+"""Builtins by which code reaches any name: then names do not show what it reads."""
+
+_SPECIAL = frozenset(("__init__", "__repr__", "__str__", "__eq__", "__hash__", "__lt__"))
+_FEW = (0, 1, -1, None, "", Ellipsis)
+_Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Helpers:
+    """Helper statements of a problem, by index; nothing of them is run."""
+
+    def __init__(self, statements: Sequence[ast.stmt]) -> None:
+        self._statements = statements
+        self._binds = [_bound(statement) for statement in statements]
+        self._reads = [node_names(statement) for statement in statements]
+        self.names = frozenset[str]().union(*map(bound_names, statements))
+        """All names that the statements bind, at any depth."""
+
+    def needed(self, names: Iterable[str]) -> frozenset[int]:
+        """Statements that bind the names, with all that these need in turn."""
+        found: set[int] = set()
+        wanted = set(names)
+        while more := {
+            number
+            for number, binds in enumerate(self._binds)
+            if number not in found and not binds.isdisjoint(wanted)
+        }:
+            found |= more
+            wanted.update(*(self._reads[number] | self._binds[number] for number in more))
+        return frozenset(found)
+
+    def beside(self, used: Iterable[str], judged: Iterable[str]) -> frozenset[int]:
+        """Statements that the tested program's process gets.
+
+        ``used``: names that are read there; ``judged``: names of the expected side, evaluated elsewhere.
+        """
+        used, everything = set(used), frozenset(range(len(self._statements)))
+        if self.hide_names:
+            return everything
+        expected = self.needed(judged)
+        stay = {number for number in everything if number not in expected or not self._is_removable(number)}
+        return self.needed(used.union(*(self._reads[n] | self._binds[n] for n in stay))) | stay
+
+    def stand_alone(self, known: frozenset[str]) -> bool:
+        """Whether they run without the tested program. ``known``: more names that are not the program's."""
+        names = BUILTINS | known | self.names
+        return all(reads <= names for reads in self._reads)
+
+    @property
+    def hide_names(self) -> bool:
+        """Whether they use builtins (eval, globals, ...) by which they can read any name."""
+        return not _HIDES_NAMES.isdisjoint(frozenset[str]().union(*self._reads))
+
+    def may_leak_answers(self, numbers: Iterable[int]) -> bool:
+        """Whether they may leak an answer: all but imports, and classes that only hold values."""
+        return any(not self._is_inert(self._statements[number]) for number in numbers)
+
+    def idle_functions(self, used: Iterable[str]) -> frozenset[int]:
+        """Functions that no test reads: helpers for the program, or a reference solution."""
+        return frozenset(
+            number
+            for number, statement in enumerate(self._statements)
+            if isinstance(statement, _Function)
+            and statement.name not in set(used).union(*self._reads[:number], *self._reads[number + 1 :])
+        )
+
+    def text(self, numbers: Iterable[int] | None = None) -> str:
+        """Source text of all of them, or of some, in their order."""
+        chosen = range(len(self._statements)) if numbers is None else sorted(numbers)
+        return "\n".join(ast.unparse(self._statements[number]) for number in chosen)
+
+    def _is_removable(self, number: int) -> bool:
+        """Whether it may be left out: it only binds one name."""
+        statement = self._statements[number]
+        if isinstance(statement, _Function):
+            defaults = [*statement.args.defaults, *filter(None, statement.args.kw_defaults)]
+            return not statement.decorator_list and all(isinstance(one, ast.Constant) for one in defaults)
+        if not isinstance(statement, ast.Assign):
+            return False
+        targets = statement.targets
+        return len(targets) == 1 and isinstance(targets[0], ast.Name) and _is_literal(statement.value)
+
+    def _is_inert(self, statement: ast.stmt) -> bool:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            return True
+        if not isinstance(statement, ast.ClassDef):
+            return False
+        own = frozenset[str]().union(*self._binds) - {statement.name}
+        inside = [node for item in statement.body for node in ast.walk(item)]
+        return (
+            all(item.name in _SPECIAL for item in statement.body if isinstance(item, _Function))
+            and all(node.value in _FEW for node in inside if isinstance(node, ast.Constant))
+            and not any(isinstance(node, ast.Lambda) for node in inside)
+            and own.isdisjoint(node_names(statement))
+        )
+
+
+def defined(tree: ast.Module) -> frozenset[str]:
+    """Names that a module's statements bind in its scope."""
+    return frozenset[str]().union(*map(_bound, tree.body))
+
+
+def _bound(statement: ast.stmt) -> frozenset[str]:
+    """Names that a statement binds in its scope; unless it is a definition, at any depth."""
+    if isinstance(statement, (*_Function, ast.ClassDef)):
+        return frozenset((statement.name,))
+    return bound_names(statement)
+
+
+def _is_literal(value: ast.expr) -> bool:
+    try:
+        ast.literal_eval(value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True

@@ -2,8 +2,7 @@
 
 A name is a built-in, an endpoint's or a dotted path. Preflight checks it here, loaders of data get the checks
 of ground truths, and each worker process of the reward pool loads its functions (endpoints are asked by
-``pool.py``). ConfigError for one that cannot be used. Used in ``commands/doctor/``, ``data/``,
-``evaluation/``, ``trainer/`` and this folder.
+``pool.py``). ConfigError for one that cannot be used.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.config import RewardConfig
+from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import code, math
@@ -50,6 +49,14 @@ def check_function(reward: RewardConfig, field: str = "reward.function") -> None
         read_settings(reward.function, reward.settings)
     elif reward.function not in REWARD_FUNCTIONS:
         load_function(reward.function, reward.settings, field)
+
+
+def check_functions(config: RunConfig, functions: Iterable[str]) -> None:
+    """``check_function`` of some of a run's reward functions, with their fields in messages."""
+    of_sources = {one.reward: f"data.sources[{one.name}].reward" for one in config.data.sources}
+    for function in functions:
+        field = "reward.function" if function == config.reward.function else of_sources[function]
+        check_function(settings_for(config.reward, function), field)
 
 
 def needs_sandbox(reward: RewardConfig, functions: Iterable[str]) -> bool:
@@ -147,6 +154,23 @@ def _advice(name: str, signature: inspect.Signature) -> str:
     return "Change its parameters (docs/rewards.md#a-reward-of-your-own)"
 
 
+def _unusable(found: Any) -> str | None:
+    """What it is, if its calls give no number: a class, an async function or a generator function.
+
+    Also as the ``__call__`` of an object, or in a partial. A decorator may have made a plain function of any.
+    """
+    called = found
+    while isinstance(called, partial):
+        called = called.func
+    if inspect.isclass(called):
+        return None if hasattr(called, "__float__") else "a class, whose calls make objects"
+    if not inspect.isroutine(called):
+        called = type(called).__call__
+    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+        return "an async function"
+    return "a generator function" if inspect.isgeneratorfunction(called) else None
+
+
 def load_function(
     path: str, settings: Mapping[str, Any] | None = None, field: str = "reward.function"
 ) -> Score:
@@ -157,10 +181,10 @@ def load_function(
     settings = settings or {}
     found: Score = load_dotted_path(field, path, "function")
     expected = "a reward is called once for each response, as score(prompt: Prompt, response: str) -> float"
-    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+    if kind := _unusable(found):
         raise ConfigError(
-            f"{field}={path} is an async function; {expected}, in a process of its own: make it a "
-            f"plain one (docs/rewards.md#a-reward-of-your-own)"
+            f"{field}={path} is {kind}; {expected}, in a process of its own: make it a "
+            f"plain function (docs/rewards.md#a-reward-of-your-own)"
         )
     try:
         signature = inspect.signature(found)

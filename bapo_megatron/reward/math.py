@@ -2,8 +2,7 @@ r"""Math reward: whether the last ``\boxed{}`` of the response equals the ground
 
 Plain integers are compared as such. Most else math-verify compares: in the main thread of a reward worker
 (math_verify_compare.py), or, for preflight checks and ``bapo data prepare``, in a child process that any
-thread may ask. What it cannot decide is wrong. Used in ``data/prepare/``, by ``functions.py`` and
-``pool.py``.
+thread may ask. What it cannot decide is wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +39,12 @@ Equal = Callable[[str, str, bool], bool]
 
 INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 
-_STANDS_FOR_NOTHING = frozenset(("proof", "notfound", "nan", "null", "n/a"))
+_STANDS_FOR_NOTHING = frozenset(
+    (
+        *("proof", "notfound", "nan", "null", "n/a", "na", "nil", "unknown", "todo", "tbd", "seesolution"),
+        *("noanswer", "{}", "[]", "()", r"\{\}"),
+    )
+)
 """Ground truths of datasets where there is none (NuminaMath has the first two), without spaces. math-verify
 reads products of letters, which a policy would learn to write."""
 
@@ -51,7 +55,7 @@ _LOST_BACKSLASH = re.compile(
 r"""A control character, in place of the backslash and the letter of a command: the form feed of ``\frac``."""
 
 _PROGRAM = re.compile(
-    r"^\s*(?:def \w+\s*\(|class \w+\s*[:(]|import \w|from [\w.]+ import |assert )"
+    r"^[^\S\n]*(?:def \w+\s*\(|class \w+\s*[:(]|import \w|from [\w.]+ import |assert )"
     r"|\A\s*(?:\[\s*\{|\{\s*[\"'])",
     re.MULTILINE,
 )
@@ -77,7 +81,7 @@ def check_ground_truth(ground_truth: str) -> str | None:
     answer = _bare(ground_truth)
     if INTEGER.fullmatch(answer):
         return None
-    if unstyled(answer).lower() in _STANDS_FOR_NOTHING:
+    if unstyled(answer).lower() in _STANDS_FOR_NOTHING or ground_truth.strip() == "None":
         return f"{ground_truth!r} stands for no answer; leave the row out"
     if _LOST_BACKSLASH.search(ground_truth):
         return (
@@ -91,13 +95,13 @@ def check_ground_truth(ground_truth: str) -> str | None:
         )
     if ground_truth.lstrip().startswith("['"):
         return f"{ground_truth[:80]!r} is a list of answers, which math-verify reads as an interval; give one"
-    if has_numbers_side_by_side(answer):
-        return (
-            f"{ground_truth!r} has numbers side by side, which math-verify multiplies; write 1 000 as 1000, "
-            f"or leave the row out"
-        )
     if len(answer) > MAX_ANSWER_CHARACTERS:
         return f"it has {len(answer)} characters; an answer may have {MAX_ANSWER_CHARACTERS}"
+    if has_numbers_side_by_side(answer):
+        return (
+            f"{ground_truth!r} has numbers side by side, which math-verify multiplies; write one number, or "
+            f"commas between several, or leave the row out"
+        )
     if not _math_verify().ask("parses", answer):
         return f"math-verify cannot read {ground_truth!r} as mathematics; mend it or leave the row out"
     return None

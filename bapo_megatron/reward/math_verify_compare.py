@@ -7,8 +7,7 @@ integers (``9^{9^{9}}``, which a policy will write sooner or later) blocks even 
 Two answers of one text are equal, whether or not math-verify can read it. An equality by math-verify is
 checked again on its sympy expressions, unless one was read as plain text: it would also accept an unevaluated
 operation, and small numbers that differ little. Expressions that reach these checks are of a size that sympy
-can compute. It takes half a second to import: only workers that compare do. Used by ``functions.py`` and
-``worker.py``.
+can compute. It takes half a second to import: only workers that compare do.
 """
 
 from __future__ import annotations
@@ -18,11 +17,23 @@ from itertools import pairwise
 from typing import Any
 
 import sympy
+from latex2sympy2_extended import NormalizationConfig
 from latex2sympy2_extended.logic import And
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy.core.relational import Relational
 
 from bapo_megatron.reward.answer_text import has_quotient, named_operations, number_sides, same_text
+from bapo_megatron.reward.answer_words import (
+    are_times,
+    counterparts,
+    is_fragment,
+    is_literal,
+    is_range,
+    marks,
+    reading,
+    split_name,
+    without_unit_letter,
+)
 from bapo_megatron.reward.cpu_time import OutOfTime, cpu_limit
 
 CPU_LIMIT_S = 2
@@ -53,6 +64,8 @@ _CLASSES = {
     "Mod": "modulo",
 }
 _TRIGONOMETRY = ("sympy.functions.elementary.trigonometric", "sympy.functions.elementary.hyperbolic")
+_NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
+"""math-verify's own, but for units: it would drop variables at the end, too."""
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 _NOTHING = 1e-25
 _DIGITS = 30
@@ -70,14 +83,57 @@ def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> boo
     if same_text(ground_truth, answer):  # math-verify may not be able to read it
         return True
     try:
-        expected, given = _parse(ground_truth), _parse(answer)
-        with cpu_limit(CPU_LIMIT_S):
-            if not verify(expected, given, timeout_seconds=None):
-                return False
-        with cpu_limit(CPU_LIMIT_S):
-            return _is_an_answer(expected, given, ground_truth, answer, allow_operations)
+        return _same_answer(ground_truth, answer, allow_operations)
     except (Exception, OutOfTime):  # sympy raises all kinds on nonsense, RecursionError and MemoryError too
         return False
+
+
+def _same_answer(ground_truth: str, answer: str, allow_operations: bool) -> bool:
+    """Equality of names, of words, and of the mathematics between them."""
+    (name, truth), (other, said) = split_name(ground_truth), split_name(answer)
+    if name and other and name != other:
+        return False
+    if not any(map(str.isalpha, truth)):
+        said = without_unit_letter(said)
+    one, two = reading(truth), reading(said)
+    if one.is_text:
+        return two.is_text and one.items == two.items
+    pairs = [(truth, said)] if two.is_text and not one.words else counterparts(one, two)
+    if pairs is None or not all(_same_part(*pair, allow_operations) for pair in pairs):
+        return False
+    with cpu_limit(CPU_LIMIT_S):
+        return not _contradicts_itself(answer)
+
+
+def _same_part(ground_truth: str, answer: str, allow_operations: bool) -> bool:
+    if ground_truth == answer or same_text(ground_truth, answer):
+        return True
+    if not (ground_truth and answer) or marks(ground_truth) != marks(answer):
+        return False
+    if (
+        any(map(is_literal, (ground_truth, answer)))
+        or is_range(ground_truth)
+        or are_times(ground_truth, answer)
+    ):
+        return False
+    expected, given = _parse(ground_truth), _parse(answer)
+    with cpu_limit(CPU_LIMIT_S):
+        expected, given = _as_interval(expected, given), _as_interval(given, expected)
+        if not verify(expected, given, timeout_seconds=None):
+            return False
+    with cpu_limit(CPU_LIMIT_S):
+        return _is_an_answer(expected, given, ground_truth, answer, allow_operations)
+
+
+def _as_interval(one: list[Any], other: list[Any]) -> list[Any]:
+    """Inequalities as the interval or the union that they describe, where the other answer is one: ``x < 2``,
+    ``x < 1`` or ``x > 2``."""
+    if not (one and other and isinstance(other[0], (sympy.Interval, sympy.Union))):
+        return one
+    found = list(one[0].args) if isinstance(one[0], sympy.FiniteSet) else one[:1]
+    if not all(map(_is_inequality, found)) or len(set().union(*(part.free_symbols for part in found))) != 1:
+        return one
+    return [sympy.Union(*(part.as_set() for part in found))]
 
 
 def _is_an_answer(
@@ -86,7 +142,7 @@ def _is_an_answer(
     truth, said = expected[0], given[0]
     if isinstance(truth, str) or isinstance(said, str):
         return True  # equal as text
-    if differ(truth, said) or _contradicts_itself(answer):
+    if differ(truth, said):
         return False
     if allow_operations:
         return True
@@ -120,9 +176,13 @@ def is_operation(ground_truth: str) -> bool:
 
 
 def parses(ground_truth: str) -> bool:
-    """Whether math-verify can parse the ground truth."""
+    """Whether all of a ground truth can be compared: its mathematics, of which math-verify can parse each
+    part, and its words."""
     try:
-        return any(not isinstance(part, str) for part in _parse(ground_truth))
+        one = reading(split_name(ground_truth)[1])
+        parts = [part for part in one.parts if part and not (is_literal(part) or is_fragment(part))]
+        readable = all(any(not isinstance(found, str) for found in _parse(part)) for part in parts)
+        return one.is_text or (readable and any((*one.parts, *one.words)))
     except (Exception, OutOfTime):  # as above
         return False
 
@@ -134,7 +194,7 @@ def _parse(answer: str) -> list[Any]:
 
 def _parse_unlimited(answer: str) -> list[Any]:
     """As ``_parse``, for a caller that has a limit: limits do not nest."""
-    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_NORMALIZATION)]
     parts: list[Any] = parse(rf"\boxed{{{answer}}}", config, parsing_timeout=None)
     return parts
 

@@ -1,10 +1,10 @@
 """Reward pool: scores responses in worker processes with time and memory limits.
 
 Each worker (worker.py) scores one response at a time. One that takes too long is killed with its process
-group; after that, or if it died, a new one tries the same response once more, then the reward is
-``reward.failed`` (workers/pool.py). A reward behind an HTTP endpoint needs no worker: the pool's event loop
+group; after that, or if it died, a new one tries the same response once more, then the score has failed
+(workers/pool.py). A reward behind an HTTP endpoint needs no worker: the pool's event loop
 asks the endpoint (endpoint_scorer.py). The prompt's reward function decides which. ``FailureReports`` tells
-of what failed, now and then. Used in ``commands/doctor/``, ``evaluation/`` and ``rollout/sampler/``.
+of what failed, now and then.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any, Literal, Protocol
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
 from bapo_megatron.reward.endpoint_scorer import EndpointScorer
-from bapo_megatron.reward.functions import prompt_fields_of
+from bapo_megatron.reward.functions import prompt_fields_of, runs_code
 from bapo_megatron.reward.math import COMMAND
+from bapo_megatron.reward.sandbox.sandbox import CLOCK_FACTOR
 from bapo_megatron.types import Prompt
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import WorkerProgram
@@ -42,7 +43,7 @@ class RewardResult:
     """
 
     reward: float
-    """With all penalties; `reward.failed` without any if there is a failure."""
+    """With all penalties; `reward.failed` without any if there is a failure (`reward.on_failure=value`)."""
     failure: Failure | None = None
     """Kind of the failure: the function raised, timed out, ended its process, or returned no finite number;
     or the endpoint gave none; or a step of the response's environment failed. None on success."""
@@ -74,6 +75,8 @@ class RewardPool:
         self._workers = WorkerPool(WorkerProgram(COMMAND, settings), config.workers if in_workers else 0)
         # A score may be computed twice: it changes nothing, and is a function of the response.
         self._scoring = CallKind("score", config.time_limit_s, repeatable=True)
+        # The sandbox counts processor time within it (code.py): a busy machine makes no program wrong.
+        self._testing = CallKind("score", CLOCK_FACTOR * config.time_limit_s, repeatable=True)
         self._running = False
 
     async def start(self) -> None:
@@ -123,11 +126,13 @@ class RewardPool:
 
     async def _score_in_worker(self, prompt: Prompt, function: str, response: str) -> RewardResult:
         question = {"function": function, "prompt": _described(prompt, function), "response": response}
-        config = self._config
+        config, tests = self._config, runs_code(function)
         try:
-            return _result(config.failed, await self._workers.call(self._scoring, question))
+            kind = self._testing if tests else self._scoring
+            return _result(config.failed, await self._workers.call(kind, question))
         except CallFailed as error:
-            late = f"twice more than reward.time_limit_s={config.time_limit_s}"
+            times = f"{CLOCK_FACTOR} times " if tests else ""
+            late = f"twice more than {times}reward.time_limit_s={config.time_limit_s}"
             detail = late if error.failure == "time" else error.detail
             return RewardResult(config.failed, error.failure, detail, error.traceback, error.place)
 

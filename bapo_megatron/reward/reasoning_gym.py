@@ -8,7 +8,6 @@ verifiers need unlimited time or memory for a large number, or accept ``nan``.
 
 The package's import takes seconds and loads all tasks at once; one of them, zebra_puzzles, needs pycosat to
 generate problems, and that a C compiler. The other tasks work without it. ConfigError without the package.
-Used by ``data/prepare/reasoning_gym.py`` and ``functions.py``.
 """
 
 from __future__ import annotations

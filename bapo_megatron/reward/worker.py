@@ -8,13 +8,13 @@ The settings are ``reward``, a `RewardConfig` as an object, and ``functions``, a
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from bapo_megatron.algo.advantages import LARGEST_REWARD
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.config.validation import REWARD_FUNCTIONS
 from bapo_megatron.reward import functions
@@ -86,11 +86,13 @@ def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]]
 
 
 def _finite(value: Any) -> float | None:
+    if isinstance(value, (str, bytes)):  # which float() would read
+        return None
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST_REWARD else None  # nan is not
 
 
 def _score_function(reward: RewardConfig) -> Callable[[dict[str, Any], str], Any]:

@@ -5,7 +5,7 @@ none outlives this process, also after ``kill -9`` (processes.py).
 
 A command of the user (`checkpoint.after_export`, `logging.on_event`) is split into words as a shell does it,
 and run without a shell: no value of a run (a folder, an event) is ever read as shell code. For pipes,
-variables and `&&`: ``bash -c '...'``. Used throughout the package.
+variables and `&&`: ``bash -c '...'``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from bapo_megatron.runtime import processes
-from bapo_megatron.runtime.files import open_plain, read_plain
 
 T = TypeVar("T")
 
@@ -41,6 +40,9 @@ _ENDING_S = 1.0
 
 MAX_ANSWER_BYTES = 256 << 20
 """Limit of one line of a child's output, in bytes; a longer one counts as the child's death."""
+
+WATCH_S = 0.1
+"""Pause between two calls of the ``watch`` of ``AnsweringChild.ask``."""
 
 _UNKILLABLE_S = 5.0
 """Limit of the wait for a killed child. One in an uninterruptible call (a file system that hangs) is left
@@ -173,11 +175,14 @@ class AnsweringChild(ChildProcess):
         for stream in (self._stdin, self._stdout):
             os.set_blocking(stream.fileno(), False)
 
-    def ask(self, question: object, limit_s: float) -> Any:
-        """The reply to ``question``; ChildTimeout or ChildDied, after which the child must be closed."""
+    def ask(self, question: object, limit_s: float, watch: Callable[[], None] | None = None) -> Any:
+        """The reply to ``question``; ChildTimeout or ChildDied, after which the child must be closed.
+
+        ``watch`` is called every `WATCH_S` until the reply comes; what it raises ends the wait.
+        """
         deadline = time.monotonic() + limit_s
         self._write(json.dumps(question).encode() + b"\n", deadline)
-        line = self._read_line(deadline)
+        line = self._read_line(deadline, watch)
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -198,11 +203,11 @@ class AnsweringChild(ChildProcess):
             except BrokenPipeError:
                 raise ChildDied(self._how_it_ended()) from None
 
-    def _read_line(self, deadline: float) -> bytes:
+    def _read_line(self, deadline: float, watch: Callable[[], None] | None) -> bytes:
         parts: list[bytes] = []
         size = 0
         while not parts or not parts[-1].endswith(b"\n"):
-            self._wait(self._stdout.fileno(), select.POLLIN, deadline)
+            self._wait(self._stdout.fileno(), select.POLLIN, deadline, watch)
             part = os.read(self._stdout.fileno(), 1 << 20)
             size += len(part)
             if not part:
@@ -212,11 +217,19 @@ class AnsweringChild(ChildProcess):
             parts.append(part)
         return b"".join(parts)
 
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
+    def _wait(
+        self, descriptor: int, event: int, deadline: float, watch: Callable[[], None] | None = None
+    ) -> None:
         ready = select.poll()
         ready.register(descriptor, event)
-        if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise ChildTimeout
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            if ready.poll(1000 * (min(left_s, WATCH_S) if watch else left_s)):
+                return
+            if time.monotonic() >= deadline:
+                raise ChildTimeout
+            if watch:
+                watch()
 
     def _how_it_ended(self) -> str:
         code = self.wait_end(1.0)
@@ -370,9 +383,8 @@ class UserCommand:
         """Start it. OSError if it cannot be started. ``about``: more environment variables for it."""
         ours = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
         log.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC)
         self._log = log
-        with tempfile.TemporaryFile() as given, open(open_plain(log, flags), "ab") as output:
+        with tempfile.TemporaryFile() as given, log.open("ab" if append else "wb") as output:
             given.write(stdin)
             given.seek(0)
             self._child = ChildProcess(
@@ -395,7 +407,7 @@ class UserCommand:
 
 
 def _last_line(log: Path) -> str:
-    with read_plain(log) as file:
+    with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

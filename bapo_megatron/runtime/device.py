@@ -3,8 +3,8 @@
 A machine whose torch cannot use its GPU (a driver too old for the wheels' CUDA, a container without its GPU
 hook, a CPU build of torch) would train on its CPU, correctly and a thousand times too slowly. So that is a
 ConfigError, unless ``BAPO_DEVICE=cpu`` asks for the CPU. ``prepare_device`` must be called before any import
-of torch; the functions here import it themselves, so that a help text needs none. Used by ``cli.py``, and in
-``commands/``, ``planning/``, ``policy/``, ``rollout/``, ``slurm/`` and this folder.
+of torch; the functions here import it themselves, so that a help text needs none. Environment variables are
+read here, too.
 """
 
 from __future__ import annotations
@@ -89,10 +89,23 @@ def has_apex() -> bool:
     )
 
 
+def environment_variable(name: str) -> str | None:
+    """Value of an environment variable; None where it is not set, or is set and empty, as scripts leave it.
+
+    Everything here reads its variables so, but for CUDA_VISIBLE_DEVICES: an empty one hides the GPUs.
+    """
+    return os.environ.get(name) or None
+
+
+def set_default(name: str, value: str) -> None:
+    """Set an environment variable that is not set, or empty."""
+    os.environ[name] = environment_variable(name) or value
+
+
 def wants_cpu() -> bool:
     """Whether the environment asks for the CPU. ConfigError for an unknown device."""
-    asked = os.environ.get(DEVICE_VARIABLE, "")
-    if asked not in ("", "cpu"):
+    asked = environment_variable(DEVICE_VARIABLE)
+    if asked not in (None, "cpu"):
         raise ConfigError(
             f"{DEVICE_VARIABLE}={asked!r}: `cpu` asks for the CPU; leave it out for a GPU where there is one"
         )
@@ -116,9 +129,9 @@ def prepare_device() -> None:
     if wants_cpu():
         os.environ[_VISIBLE] = ""
         return
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9
-        os.environ.setdefault(ALLOCATOR_VARIABLE, GROWING_SEGMENTS)
-    names = [name for name in _KERNELS if _FOLDER in os.environ.get(name, _FOLDER)]
+    if environment_variable("PYTORCH_CUDA_ALLOC_CONF") is None:  # its name before torch 2.9
+        set_default(ALLOCATOR_VARIABLE, GROWING_SEGMENTS)
+    names = [name for name in _KERNELS if _FOLDER in (environment_variable(name) or _FOLDER)]
     for name in names:
         os.environ.pop(name, None)
     if names and any(gpu_signs(asks_driver=False)) and (folder := _own_folder()):
@@ -219,9 +232,9 @@ def choose_vector_kernels() -> None:
 def silence_libraries() -> None:
     """Suppression of library warnings about what a CPU machine lacks; every process calls it once, at its
     start."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve their neighbours
+    set_default("HF_HUB_OFFLINE", "1")
+    set_default("TOKENIZERS_PARALLELISM", "false")
+    set_default("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve their neighbours
     for module in ("megatron", "torch", "transformers", "bapo_megatron.policy.device"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
     for module in ("megatron", "torch.multiprocessing.spawn"):  # the latter tells of each process it ends

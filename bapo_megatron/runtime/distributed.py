@@ -3,7 +3,6 @@
 A command calls ``launched_world_size``; None means that it starts the ranks itself, by ``run_processes``.
 Each rank then opens ``process_group``. The object collectives at the end (``broadcast_from_main``,
 ``all_gather``, ``on_all_ranks``, ...) pickle their values, and every rank must call them in the same order.
-Used in ``checkpoint/``, ``commands/``, ``policy/``, ``rollout/`` and ``trainer/``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
-from bapo_megatron.runtime.device import silence_libraries
+from bapo_megatron.runtime.device import environment_variable, set_default, silence_libraries
 from bapo_megatron.runtime.exit_codes import (
     SIGNALS,
     exit_process,
@@ -61,14 +60,16 @@ def launched_world_size() -> int | None:
     shell of an interactive job) is no launcher, and neither is a batch script, which has a SLURM_PROCID but
     no step.
     """
-    has_rank = "RANK" in os.environ and not _has_rank_of_pyxis()
-    if not has_rank and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    has_rank = environment_variable("RANK") is not None and not _has_rank_of_pyxis()
+    if not has_rank and int(environment_variable("SLURM_STEP_NUM_TASKS") or 1) > 1:
         for name, value in _from_slurm().items():
-            os.environ.setdefault(name, value)
+            os.environ[name] = environment_variable(name) or value
         has_rank = True
     if not has_rank:
         return None
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [
+        name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if environment_variable(name) is None
+    ]
     if missing:
         raise ConfigError(f"RANK is set but {', '.join(missing)} is not: start the run with torchrun or srun")
     return int(os.environ["WORLD_SIZE"])
@@ -76,19 +77,21 @@ def launched_world_size() -> int | None:
 
 def _has_rank_of_pyxis() -> bool:
     """Whether RANK is pyxis's, which sets RANK and LOCAL_RANK alone, for images with a PYTORCH_VERSION."""
-    given = os.environ.get
-    alone = "PYTORCH_VERSION" in os.environ and "WORLD_SIZE" not in os.environ
-    return alone and given("RANK") == given("SLURM_PROCID")
+    alone = environment_variable("PYTORCH_VERSION") is not None and environment_variable("WORLD_SIZE") is None
+    return alone and environment_variable("RANK") == environment_variable("SLURM_PROCID")
 
 
 def _from_slurm() -> dict[str, str]:
     """torchrun's variables for this task of an srun step; MASTER_ADDR is the first node of the step."""
+    needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID")
+    if missing := [name for name in needed if environment_variable(name) is None]:
+        raise ConfigError(f"{', '.join(missing)} of this Slurm step is not set: start the run with srun")
     try:
         nodes = _nodes_of_step()
     except (KeyError, ValueError) as error:
         raise ConfigError(f"the step's nodes are unknown ({error}): set RANK and MASTER_ADDR") from error
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE")
-    local = _tasks_of_node(tasks, int(os.environ.get("SLURM_NODEID", "0"))) if tasks else None
+    tasks = environment_variable("SLURM_STEP_TASKS_PER_NODE")
+    local = _tasks_of_node(tasks, int(environment_variable("SLURM_NODEID") or 0)) if tasks else None
     return {
         **({} if local is None else {"LOCAL_WORLD_SIZE": str(local)}),
         "RANK": os.environ["SLURM_PROCID"],
@@ -171,7 +174,7 @@ def run_processes(
                 pass
     except (ProcessExitedException, ProcessRaisedException) as failure:
         # A rank that failed because another one ended may be seen first: an exit code with a reason wins.
-        if known := {process.exitcode for process in started.processes} & {2, 3, 4}:
+        if known := {process.exitcode for process in started.processes} & {2, 3, 4, 85}:
             sys.exit(min(known))
         if isinstance(failure, ProcessRaisedException):
             raise
@@ -233,7 +236,7 @@ def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
     # of a rank among 128, before NCCL opens its own.
     allow_open_files()
     if interface := gloo_interface():
-        os.environ.setdefault(_GLOO_INTERFACE, interface)
+        set_default(_GLOO_INTERFACE, interface)
     timeout = timedelta(minutes=timeout_minutes)
     if _meets_on_loopback():
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -283,7 +286,10 @@ def bound_store(address: str, port: int, world_size: int | None, timeout: timede
 
 def _meets_on_loopback() -> bool:
     """Whether the rendezvous is on this machine, and no launcher has made its store already."""
-    return os.environ.get("MASTER_ADDR") in _LOOPBACK and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    return (
+        environment_variable("MASTER_ADDR") in _LOOPBACK
+        and environment_variable("TORCHELASTIC_USE_AGENT_STORE") is None
+    )
 
 
 def gloo_interface() -> str | None:
@@ -293,25 +299,25 @@ def gloo_interface() -> str | None:
     kernel is asked for the source address on the route to MASTER_ADDR; on that node itself, on the route to
     another node of the Slurm step. None on one node, or where only loopback is found.
     """
-    if os.environ.get(_GLOO_INTERFACE) or not _has_several_nodes():
+    if environment_variable(_GLOO_INTERFACE) or not _has_several_nodes():
         return None
-    for host in (os.environ.get("MASTER_ADDR", ""), *_other_nodes()):
+    for host in ((environment_variable("MASTER_ADDR") or ""), *_other_nodes()):
         if (address := _address_towards(host)) and not address.startswith("127."):
             return _interface_of(address)
     return None
 
 
 def _has_several_nodes() -> bool:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
-        return world > int(os.environ["LOCAL_WORLD_SIZE"])
-    return world > 1 and int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) > 1
+    world = int(environment_variable("WORLD_SIZE") or 1)
+    if local := environment_variable("LOCAL_WORLD_SIZE"):  # torchrun
+        return world > int(local)
+    return world > 1 and int(environment_variable("SLURM_STEP_NUM_NODES") or 1) > 1
 
 
 def _other_nodes() -> list[str]:
     """Names of the other nodes of this Slurm step; none outside Slurm."""
     with suppress(KeyError, ValueError):
-        return [node for node in _nodes_of_step() if node != os.environ.get("SLURMD_NODENAME")]
+        return [node for node in _nodes_of_step() if node != environment_variable("SLURMD_NODENAME")]
     return []
 
 

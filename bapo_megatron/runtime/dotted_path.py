@@ -1,8 +1,7 @@
 """Loader of a user's function or class by its dotted path, ``package.module:name``.
 
 It imports the module, so the user's code runs. ConfigError if there is no such module or name. For
-`algorithm.loss`, `reward.function` and `rollout.engine`. Used in ``algo/``, ``environment/``, ``reward/``
-and ``rollout/``.
+`algorithm.loss`, `reward.function` and `rollout.engine`.
 """
 
 from __future__ import annotations

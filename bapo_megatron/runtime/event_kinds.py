@@ -1,8 +1,7 @@
 """Table of event kinds in RUN/events.jsonl: meaning, shown as trouble by `bapo status`, sent by `on_event`.
 
 Whoever writes an event takes a kind from here. A kind that is missing is written all the same; it is neither
-shown nor sent. A test holds this table to the kinds that the program and the job's shell write. Used by
-``commands/cluster/status.py``, ``event_sender.py`` and ``trainer/records/``.
+shown nor sent. A test holds this table to the kinds that the program and the job's shell write.
 """
 
 from __future__ import annotations
@@ -66,6 +65,7 @@ EVENT_KINDS = {
     "saving": _usual("a checkpoint was begun"),
     "checkpoint": _usual("a checkpoint is complete"),
     "checkpoint_damaged": _trouble("a damaged checkpoint was passed over; the run goes on from an older one"),
+    "old_kept": _trouble("something old could not be deleted, with the reason; it is tried again"),
     "resume_check": _usual("a part of the resume check could not be compared"),
     "resume_mismatch_accepted": _usual("a difference from the checkpoint was accepted by a flag"),
     "export": _usual("the final Hugging Face folder is complete"),
@@ -94,6 +94,7 @@ EVENT_KINDS = {
     "digests_not_compared": _usual("the digest of an engine's weights cannot be compared"),
     "request_refused": _usual("an engine refused a request, with the reason"),
     "reward_failed": _usual("a score failed"),
+    "reward_outage": _trouble("one group after the other has no score"),
     "environment_failed": _usual("a step of an environment failed"),
     "episode_restarted": _usual("a response begins again: its environment could not be brought back"),
     "step_lost": _usual("a step's rollouts are missing; they are sampled again"),
@@ -113,6 +114,7 @@ EVENT_KINDS = {
     "job_requeued_by_slurm": _trouble("Slurm requeued the job"),
     "job_stopped": _trouble("the job ended for good, with the reason"),
     "signal": _usual("the job was told to save and stop"),
+    "job_end_moved": _usual("the job's time limit was changed"),
     "save_given_up": _trouble("saving took too long before the job's end"),
     "ranks_ended": _trouble("a rank failed, and the others were ended"),
     "nodes_healthy": _usual("the probe found nothing"),

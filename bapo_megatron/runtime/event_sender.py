@@ -11,7 +11,7 @@ Standard input: the ``SenderSettings`` as a line of JSON; then, when the run has
 queued events may take. If the pipe closes without that line, the run was killed.
 
 Whether a run makes progress follows from the modification times of its files (``read_progress``), also for
-`bapo status` in another process. Used by ``commands/cluster/status.py`` and ``trainer/records/recorder.py``.
+`bapo status` in another process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import IO, Any
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.runtime.event_kinds import ENDS, is_sent, sent_text
 from bapo_megatron.runtime.event_targets import LIMIT_S, Refused, send, shown
-from bapo_megatron.runtime.files import file_time, open_lock, read_plain, write_atomically
+from bapo_megatron.runtime.files import file_time, open_lock, write_atomically
 from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row, tail_rows
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -236,7 +236,7 @@ class EventSender:
 
     def read(self) -> None:
         """Queue the events that were written since the last call; none while the file system fails."""
-        with suppress(OSError), read_plain(self._paths.events) as file:
+        with suppress(OSError), self._paths.events.open("rb") as file:
             if file.seek(0, os.SEEK_END) < self._read:
                 self._read, self._positions = 0, [0 for _ in self._positions]  # shorter: another file
             file.seek(self._read)

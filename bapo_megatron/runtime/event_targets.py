@@ -3,13 +3,11 @@
 A command gets the message as JSON on its standard input. A URL gets it as a JSON POST; Slack, Mattermost and
 compatible services show its field `text`. A URL may be a secret: no message has it, and as `$NAME` it is not
 even in the run directory. ``send`` blocks for 20 s at most, and raises Refused; the checks yield texts.
-Used in ``config/``, this folder and ``trainer/``.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from http.client import HTTPException
@@ -19,6 +17,7 @@ from urllib.error import URLError
 from urllib.parse import urlsplit
 
 from bapo_megatron.runtime.child_process import ChildDied, UserCommand, command_words, missing_program, within
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.http import ask
 
 LIMIT_S = 20.0
@@ -55,7 +54,7 @@ def unreachable_targets(targets: Sequence[str]) -> Iterator[str]:
 def resolved(target: str) -> str:
     """Command or URL of a target: the value of its variable, else itself; empty if that is not set."""
     variable = _VARIABLE.fullmatch(target)
-    return os.environ.get(variable[1], "").strip() if variable else target
+    return (environment_variable(variable[1]) or "").strip() if variable else target
 
 
 def send(target: str, message: dict[str, Any], log: Path, limit_s: float = LIMIT_S) -> None:

@@ -3,10 +3,10 @@
 The codes here: 2 wrong input, 3 stopped run or full disk, 4 failing storage, 85 preempted; ``cli.run`` has
 the others. Functions with side effects on the process: ``report_error`` also kills its children, and after
 ``skip_teardown`` the exit is hard (os._exit). ``handling`` is the context manager that installs a handler of
-SIGUSR1 and SIGTERM, as Slurm sends them, and SIGHUP of a closed terminal, in the main thread.
+SIGUSR1 and SIGTERM, as Slurm sends them, and SIGHUP of a closed terminal, in the main thread. Slurm sends
+them to every process of a job, and the trainer answers for all: ``ignore_signals`` is for its children.
 
-Imports nothing heavy: a command handles the signals before it has loaded anything. Used by ``cli.py``, and in
-``commands/``, ``rollout/sampler/``, ``workers/`` and this folder.
+Imports nothing heavy: a command handles the signals before it has loaded anything.
 """
 
 from __future__ import annotations
@@ -113,6 +113,26 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
             signal.signal(number, earlier)
 
 
+@contextmanager
+def holding_signals() -> Iterator[None]:
+    """Context manager: a child started in it gets no stop signal before it calls ``ignore_signals``.
+
+    One that came while the child still imports would end it. Holds them back in this thread meanwhile.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals() -> None:
+    """Ignore the stop signals in this process, a child of the trainer, from now on."""
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by commands
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 def leave_terminal() -> None:
     """Redirect stdout and stderr to /dev/null, if they are a terminal or a pipe.
 
@@ -128,7 +148,7 @@ def leave_terminal() -> None:
 
 
 def stop_at_once(number: int, _frame: FrameType | None) -> None:
-    """Handler before a run has begun: there is nothing to save, so this process exits with 85 at once."""
+    """Handler until a run's first step: there is nothing to save, so this process exits with 85 at once."""
     name = signal.Signals(number).name
     text = f"stopped: told to stop by {name} before the run began\nthe same command continues the run\n"
     with suppress(OSError):

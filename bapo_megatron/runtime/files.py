@@ -4,17 +4,16 @@ A file of ``write_atomically`` is whole or absent, whenever the process or the m
 cannot be written. In folders that somebody else made, special files are refused, and links that lead out of
 the folder, except from a snapshot of Hugging Face's cache to its blobs: CheckpointError.
 
-In a run directory no link is followed and no FIFO waited for (``open_plain``), else ConfigError: a link could
-lead a log, a lock or a picture to any file of the user. The run directory itself may be a link. So may its
-large folders, if they lead to folders that belong to the user and that others may not write to. Used
-throughout the package.
+A run directory belongs to its user, so its files are opened as they are; ``others_may_write`` says where it
+does not.
 """
 
 from __future__ import annotations
 
-import errno
+import grp
 import hashlib
 import os
+import pwd
 import shutil
 import stat
 import tempfile
@@ -23,10 +22,9 @@ import uuid
 from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.runtime.run_paths import RunPaths
 
 COPY_AGAIN = "copy it again from where it is whole, or take another checkpoint"
 """Advice about a damaged file of a checkpoint; ends a message."""
@@ -230,94 +228,33 @@ def _may_lead(folder: Path, target: Path) -> bool:
     return snapshots is not None and target.parent == snapshots.parent / "blobs"
 
 
-def open_plain(path: Path, flags: int) -> int:
-    """Descriptor of a plain file, opened without following a link (O_NOFOLLOW) or waiting (O_NONBLOCK).
-
-    ConfigError for a link or a special file; OSError of os.open otherwise.
-    """
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP and path.is_symlink():
-            _refuse_link(path)
-        if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV):  # a FIFO that nobody reads, a socket
-            _refuse_special(path)
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        _refuse_special(path)
-    return descriptor
-
-
-def read_plain(path: Path) -> BinaryIO:
-    """A plain file, open for reading; ConfigError and OSError as of ``open_plain``."""
-    return open(open_plain(path, os.O_RDONLY), "rb")
-
-
 def open_lock(path: Path) -> BinaryIO:
     """A lock file, open, created if it is missing, not truncated. The caller takes the lock (fcntl.flock)."""
-    return open(open_plain(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0)
 
 
-def check_no_links(root: Path) -> None:
-    """ConfigError if a file or folder that the run at ``root`` writes is a link, a FIFO or a device.
+def others_may_write(folder: Path) -> str | None:
+    """Who besides this user may write to a run directory, and what that means; None if nobody.
 
-    ``root`` may be a link. So may the folders of its checkpoints, exports, weights, logs and TensorBoard, if
-    they lead to a folder that belongs to the user and that others may not write to. What is in checkpoints
-    and exports has rules of its own (``file_inside``).
+    A group that has the owner's name is the owner's alone, as most distributions make them.
     """
-    paths = RunPaths(root)
-    large = (
-        paths.checkpoints,
-        paths.step_exports,
-        paths.export,
-        paths.weights,
-        paths.tensorboard,
-        paths.logs,
-    )
-    folders = (
-        *(paths.journal, paths.report, paths.logs, paths.evaluation, paths.tensorboard, paths.profile),
-        paths.trackers,
-    )
-    for path in vars(paths).values():
-        if path != root and not (path in large and _is_own_folder(path)):
-            _check_plain(path)
-    for folder in folders:
-        if folder.is_dir():
-            for path in sorted(folder.iterdir()):
-                _check_plain(path)
-
-
-def _is_own_folder(path: Path) -> bool:
-    """Whether ``path`` leads to a folder of this user that others may not write to."""
-    try:
-        status = path.stat()
-    except OSError:
-        return False
+    status = folder.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        who = f"belongs to user {status.st_uid}"
+    elif status.st_mode & stat.S_IWOTH:
+        who = f"may be written by everybody (mode {stat.S_IMODE(status.st_mode):04o})"
+    elif status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid, status.st_uid):
+        who = f"may be written by its group {status.st_gid} (mode {stat.S_IMODE(status.st_mode):04o})"
+    else:
+        return None
     return (
-        stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
+        f"{folder} {who}: whoever writes there can stop this run, replace its checkpoints, and by links make "
+        f"it write to other files of yours. Unless you share it on purpose: chmod -R go-w {folder}"
     )
 
 
-def _check_plain(path: Path) -> None:
+def _is_private_group(group: int, user: int) -> bool:
     try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISLNK(mode):
-        _refuse_link(path)
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        _refuse_special(path)
-
-
-def _refuse_link(path: Path) -> NoReturn:
-    raise ConfigError(
-        f"{path} is a link to {os.readlink(path)[:200]!a}; links in a run directory are not followed: put "
-        "the file or folder itself there, or move the whole run directory, which may be a link (checkpoints, "
-        "exports, export, weights, tensorboard and logs may be links to folders of yours that others may "
-        "not write to)"
-    )
-
-
-def _refuse_special(path: Path) -> NoReturn:
-    raise ConfigError(f"{path} is no plain file; delete it, or name another run directory")
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(user).pw_name
+    except KeyError:
+        return False

@@ -5,7 +5,7 @@ same command continues it. The request is noted here; the loop asks for it and s
 (``trainer/flow_control.py``). The context manager ``naming_memory`` encloses the work of each rank: it says
 which one had no memory left, of which kind, and which settings need less. ``death`` says in words why a
 child process ended (a rank, the writer of a checkpoint, the sampler's process), for the process that waits
-for it. Used in ``commands/``, ``policy/``, ``rollout/sampler/``, ``trainer/`` and this folder.
+for it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ import faulthandler
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.runtime.exit_codes import handling
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.device import environment_variable
+from bapo_megatron.runtime.exit_codes import SIGNALS, handling, stop_at_once
+from bapo_megatron.runtime.run_paths import JOB_END
 
 LATE = "the job's time would end before the next update is saved"
 """Reason of a stop without a signal. slurm/lib/requeue.sh looks for it in the log of rank 0."""
@@ -30,25 +36,72 @@ LATE = "the job's time would end before the next update is saved"
 _MARGIN_S = 60.0
 """Seconds of the job kept for what follows the save: barriers, closing files, and the requeue."""
 
+_LAST_EVENT_S = 5.0
+"""Longest time for the event of a start that is told to stop: its file system may hang."""
+
 
 class PreemptionSignal:
     """Preemption request, noted on any rank and seen by all ranks at the same point of the loop.
 
     By a stop signal, or because the Slurm job would end before the next save. Each rank makes one.
     ``heeding`` is the context manager that installs the signal handlers; ``reason`` is collective, and polled
-    at every point where the run can stop. Nothing is saved here. Made by ``commands/train.py``.
+    at every point where the run can stop. Nothing is saved here. Until ``begun`` is called the run starts,
+    which may take an hour, and has nothing to save: a signal ends this process at once, with exit code 85.
+    Made by ``commands/train.py``.
     """
 
     def __init__(self) -> None:
         self._reason: str | None = None
-        self._ends_at = _job_end()
+        self._job_end = JobEnd()
+        self.record: Callable[[dict[str, Any]], None] = lambda _event: None
+        """Records the event `preempted` of a start; set on rank 0, once the run's events are open."""
+        self._is_starting = False
+        self._wakeups: tuple[int, int] | None = None
+        """The writing end of the pipe of signals, and the one that was there before."""
         self._asked_at: float | None = None
         self._longest_stretch_s = 0.0
         self._longest_save_s = 0.0
 
-    def heeding(self) -> AbstractContextManager[None]:
-        """Context manager: SIGUSR1, SIGTERM and SIGHUP request a stop instead of ending this process."""
-        return handling(self._note)
+    @contextmanager
+    def heeding(self) -> Iterator[None]:
+        """Context manager: SIGUSR1, SIGTERM and SIGHUP request a stop; before ``begun`` they end a start."""
+        with handling(self._note):
+            self._watch_start()
+            try:
+                yield
+            finally:
+                self.begun()
+
+    def begun(self) -> None:
+        """The start is over: from now on the loop stops the run, and saves it."""
+        self._is_starting = False
+        if self._wakeups is not None:
+            writing, before = self._wakeups
+            signal.set_wakeup_fd(before)
+            os.close(writing)
+            self._wakeups = None
+
+    def _watch_start(self) -> None:
+        """Watch for signals in a thread: the main one may wait in C, for another rank or a disk."""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        self._wakeups = writing, signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        self._is_starting = True
+        threading.Thread(target=self._end_start, args=(reading,), name="start-watch", daemon=True).start()
+
+    def _end_start(self, reading: int) -> None:
+        with open(reading, "rb", buffering=0) as signals:
+            while number := signals.read(1):
+                if self._is_starting and number[0] in SIGNALS:
+                    late = threading.Timer(_LAST_EVENT_S, stop_at_once, (number[0], None))
+                    late.daemon = True
+                    late.start()
+                    name = signal.Signals(number[0]).name
+                    with suppress(Exception):  # which must not hinder the end
+                        self.record(
+                            {"kind": "preempted", "reason": f"told to stop by {name} while it started"}
+                        )
+                    stop_at_once(number[0], None)
 
     def saved(self, seconds: float) -> None:
         """Report how long a checkpoint took: the longest must fit into the job once more."""
@@ -72,18 +125,36 @@ class PreemptionSignal:
         return (self._reason or "another rank was told to stop") if requested.item() else None
 
     def _is_late(self, now: float) -> bool:
-        if self._ends_at is None:
+        ends_at = self._job_end.time()
+        if ends_at is None:
             return False
-        return now + self._longest_stretch_s + self._longest_save_s + _MARGIN_S > self._ends_at
+        return now + self._longest_stretch_s + self._longest_save_s + _MARGIN_S > ends_at
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._reason = f"told to stop by {signal.Signals(number).name}"
 
 
-def _job_end() -> float | None:
-    """End of the Slurm job in seconds since 1970, which the job's script exports; None outside a job."""
-    given = os.environ.get("BAPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME") or ""
-    return float(given) if given.isdigit() and given != "0" else None
+class JobEnd:
+    """End of the Slurm job, in seconds since 1970. On rank 0, which decides for all.
+
+    The job's script exports it, and writes it to the logs when `scontrol update TimeLimit` moves it.
+    """
+
+    def __init__(self) -> None:
+        self._given = (
+            environment_variable("BAPO_END_TIME") or environment_variable("SLURM_JOB_END_TIME") or ""
+        )
+        logs = environment_variable("BAPO_LOGS")
+        self._moved = Path(logs) / JOB_END if logs else None
+
+    def time(self) -> float | None:
+        """The end as it is now; None outside a job, for a job without one, and on other ranks."""
+        if (environment_variable("RANK") or "0") != "0":
+            return None
+        if self._moved is not None:
+            with suppress(OSError, ValueError, ConfigError), self._moved.open("rb") as file:
+                self._given = file.read(32).decode("ascii").partition(" ")[0]
+        return float(self._given) if self._given.isdigit() and self._given != "0" else None
 
 
 class Watchdog:
@@ -138,7 +209,7 @@ def naming_memory() -> Iterator[None]:
         )
         kind, advice = ("GPU memory", _ON_A_GPU) if on_gpu else ("memory", _ON_THE_MACHINE)
         message = " ".join(str(error).split()) or type(error).__name__
-        rank = os.environ.get("RANK", "0")
+        rank = environment_variable("RANK") or "0"
         raise OutOfMemoryError(
             f"rank {rank} on {socket.gethostname()} has no {kind} left; {advice}; "
             f"`bapo plan` shows what takes it: {message}"

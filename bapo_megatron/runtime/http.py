@@ -1,20 +1,19 @@
 """HTTP client of single requests, of the standard library: no redirects, a limit of bytes, proxies if asked.
 
 For programs that must start at once or run where packages are broken. Engines and judges, which send many
-requests, have aiohttp. ``without_proxy`` is for children that reach this machine by HTTP. Used by
-``commands/doctor/servers.py``, ``environment/adapters/agent_program.py``, ``event_targets.py`` and
-``rollout/engines/sglang/server_process.py``.
+requests, have aiohttp. ``without_proxy`` is for children that reach this machine by HTTP.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from bapo_megatron.runtime.device import environment_variable
 
 _MOST_BYTES = 8 << 20
 
@@ -77,9 +76,9 @@ def without_proxy(host: str | None = None) -> dict[str, str]:
     Most HTTP clients ask the proxy of HTTP_PROXY even for 127.0.0.1. ``host``: another address of this
     machine.
     """
-    if not any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
+    if not any(environment_variable(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
         return {}
-    given = next((value for name in _NO_PROXY if (value := os.environ.get(name))), "")
+    given = next((value for name in _NO_PROXY if (value := environment_variable(name))), "")
     if given.strip() == "*":  # which has its meaning alone, not in a list
         return {}
     hosts = dict.fromkeys([*filter(None, given.split(",")), *_LOOPBACK, *filter(None, [host])])

@@ -2,8 +2,7 @@
 
 A line is whole once its newline is there. What follows the last newline is the torn end of a write that was
 cut short: readers skip it, and the process that owns the log removes it when it opens the log. Lines are not
-synced to disk (fsync) one by one. Used in ``checkpoint/``, ``commands/``, ``evaluation/``, ``rollout/``,
-``runtime/`` and ``trainer/``.
+synced to disk (fsync) one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import append_whole, open_plain, read_plain
+from bapo_megatron.runtime.files import append_whole
 from bapo_megatron.runtime.storage import writing
 
 Row = dict[str, Any]
@@ -61,7 +60,7 @@ class JsonlLog:
         ConfigError for a line after ``step`` that is no JSON, or has no step.
         """
         # From the end: the log of a long run has gigabytes, and all ranks wait for this.
-        with open(open_plain(self.path, os.O_RDWR), "r+b") as file:
+        with self.path.open("r+b") as file:
             kept = size = file.seek(0, os.SEEK_END)
             for begin, line in _lines_from_end(file):
                 if self._step_of(line) <= step:
@@ -111,7 +110,7 @@ def append_event(path: Path, kind: str, **fields: Any) -> None:
 def read_jsonl(path: Path) -> list[Row]:
     """The rows of a log. A torn last line is skipped.
 
-    ConfigError for any other bad line, and for a log that is no plain file.
+    ConfigError for any other bad line.
     """
     return [parse_line(line, path, number) for number, line in enumerate(whole_lines(path), 1)]
 
@@ -119,8 +118,7 @@ def read_jsonl(path: Path) -> list[Row]:
 def read_events(path: Path) -> list[Row]:
     """The rows of an event log. Damaged lines are left out, and counted on stderr.
 
-    Several nodes write to it: on NFS the lines of two may overwrite each other. ConfigError for a log that is
-    no plain file.
+    Several nodes write to it: on NFS the lines of two may overwrite each other.
     """
     rows, damaged = [], 0
     for line in whole_lines(path):
@@ -136,10 +134,10 @@ def read_events(path: Path) -> list[Row]:
 def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The last rows of a JSON-lines log, newest first, from its last 256 KiB; bad lines are left out.
 
-    No rows if the file is missing; ConfigError if it is no plain file.
+    No rows if the file is missing.
     """
     try:
-        with read_plain(path) as file:
+        with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().split(b"\n")
@@ -156,9 +154,9 @@ def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
 def rows_from_end(path: Path) -> Iterator[Row]:
     """All rows of a log that is whole, the newest first, a block of it in memory; bad lines are left out.
 
-    For the process that owns the log and has it open. ConfigError for a log that is no plain file.
+    For the process that owns the log and has it open.
     """
-    with read_plain(path) as file:
+    with path.open("rb") as file:
         for _, line in _lines_from_end(file):
             with suppress(ValueError):
                 yield parse_row(line)
@@ -200,16 +198,16 @@ def parse_row(line: bytes) -> Row:
 
 
 def _appending(path: Path) -> FileIO:
-    return FileIO(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+    return FileIO(path, "ab")
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
     """The lines of a log, one at a time in memory, without their newlines; a torn last one is skipped.
 
-    ConfigError for a line above ``MOST_LINE_BYTES``, and for a log that is no plain file.
+    ConfigError for a line above ``MOST_LINE_BYTES``.
     """
     number = 0
-    with read_plain(path) as file:
+    with path.open("rb") as file:
         while (line := file.readline(MOST_LINE_BYTES + 1)).endswith(b"\n"):
             number += 1
             yield line[:-1]
@@ -262,7 +260,7 @@ def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 def _cut_torn_tail(path: Path) -> None:
     if not path.exists():
         return
-    with open(open_plain(path, os.O_RDWR), "r+b") as file:
+    with path.open("r+b") as file:
         whole = size = file.seek(0, os.SEEK_END)
         while whole:
             begin = max(0, whole - _BLOCK)

@@ -5,7 +5,7 @@ a guardian process, ``guard``: ``python -I -S processes.py LIFELINE COMMAND...``
 standard library is imported: sandboxes and guardians start from this file alone.
 
 A *lifeline* is the reading end of a pipe whose writing end only the parent has: the kernel closes that when
-the parent ends. child_process.py makes them. Used throughout the package.
+the parent ends. child_process.py makes them.
 """
 
 from __future__ import annotations

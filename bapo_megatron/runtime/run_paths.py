@@ -2,7 +2,7 @@
 
 Modules ask here instead of spelling the names. Nothing here creates or opens a file.
 ``slurm/lib/run_paths.sh`` mirrors the names that a job's shell needs. Only the standard library is imported:
-the checkpoint tools and the commands for a cluster use it, too. Used throughout the package.
+the checkpoint tools and the commands for a cluster use it, too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ POLICY = "policy"
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory: its checkpoints."""
+
+JOB_END = "end_time"
+"""File in the logs of a job's start: the job's end in seconds since 1970, once Slurm has moved it."""
 
 _STEP_NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
 
@@ -115,6 +118,8 @@ class RunPaths:
         """Checkpoints as Hugging Face folders."""
         self.report = root / "report"
         """The page and plots of ``bapo report``."""
+        self.comparison = root / "comparison"
+        """Those of several runs, of which this is the first."""
         self.profile = root / "profile"
         """Traces and memory snapshots of steps."""
         self.logs = root / "logs"

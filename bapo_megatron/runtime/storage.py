@@ -2,14 +2,15 @@
 
 The context manager ``writing`` encloses a write; ``check_readable`` judges an error of a read. Both errors
 stop the run with one message: exit code 3, at which the user makes room, or 4, at which a job is requeued.
-Used throughout the package.
+``OldFiles`` deletes what is old, and ends no run.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard
@@ -81,6 +82,39 @@ def check_not_failing(error: BaseException, what: str, path: Path) -> None:
     for one in _chain(error):
         if is_of_failing_disk(one):
             raise FailingDiskError(f"{what} could not be deleted at {path}: {one.strerror}") from error
+
+
+def print_kept(_kind: str, *, path: str, reason: str) -> None:
+    """Warning about something old that could not be deleted."""
+    told = f"warning: {path} could not be deleted ({reason}); the next save or start tries again"
+    print(told, file=sys.stderr, flush=True)
+
+
+class OldFiles:
+    """Deletion of what a run needs no more: checkpoints, step files, logs, weights, evaluations.
+
+    What cannot be deleted stays (a mount point, an immutable file, another user's; on NFS a file that is
+    open), and the run goes on. Its caller tries again at its next turn; ``report`` is told once.
+    """
+
+    def __init__(self, report: Callable[..., object] = print_kept) -> None:
+        """``report``: takes the event's kind, and ``path`` and ``reason``."""
+        self._report = report
+        self._told: set[Path] = set()
+
+    @contextmanager
+    def deleting(self, path: Path) -> Iterator[None]:
+        """Context manager for the deletion of ``path`` in its block.
+
+        FailingDiskError for a file system that fails: what the run writes next would fail there, too.
+        """
+        try:
+            yield
+        except OSError as error:
+            check_not_failing(error, "what the run needs no more", path)
+            if path not in self._told:
+                self._report("old_kept", path=str(path), reason=f"{error.strerror or error}")
+            self._told.add(path)
 
 
 def is_of_failing_disk(error: BaseException) -> TypeGuard[OSError]:

@@ -1,8 +1,7 @@
 """Text tables: rows of texts as aligned columns, drawn by rich without colours, the same on every stream.
 
 Widths are cells of a terminal, so wide characters line up. rich is imported when a table is drawn, since
-commands must start without it. Used in ``commands/``, ``planning/``, ``evaluation/command.py``,
-``trainer/rollout_only.py`` and ``checkpoints_tools/``.
+commands must start without it.
 """
 
 from __future__ import annotations

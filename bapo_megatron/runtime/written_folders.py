@@ -7,8 +7,7 @@ context manager of a write. ConfigError for a folder with anything that the comm
 An export or a conversion has a mark: a file that is written last and lists all others with their sizes, and
 small ones with their SHA-256. Without a mark, or with anything that the mark does not list, such a folder is
 never replaced and never deleted. A copy of a folder has its mark, and counts as the folder does. A prepared
-dataset is known by the names of its files. Used in ``checkpoint/``, ``checkpoints_tools/``, ``data/``,
-``evaluation/`` and ``hf/``.
+dataset is known by the names of its files.
 """
 
 from __future__ import annotations

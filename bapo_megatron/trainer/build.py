@@ -2,7 +2,7 @@
 
 ``open_run`` is the context manager that ``bapo train`` enters on every rank, once process groups exist and
 the run directory is locked. ``open_sampler`` and ``open_engines``, on rank 0, start processes (a replay none)
-and end them with the block. Used by ``train.py``, and in ``commands/``, ``planning/`` and this folder.
+and end them with the block.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from bapo_megatron.data.prompts import Tools
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.hf.weight_files import left_out_text
 from bapo_megatron.interfaces import HandsOver, Policy, Sampler, WeightSync
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
@@ -39,9 +40,10 @@ from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
 from bapo_megatron.rollout.sampler.turns import tools_of
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts, WeightStaging, sender_class
-from bapo_megatron.runtime.distributed import is_main
+from bapo_megatron.runtime.distributed import barrier, is_main
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.runtime.storage import OldFiles, print_kept
 from bapo_megatron.trainer.gpu_handover import GpuHandover
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.trainer.records.recorder import Recorder, recorded_end, sending_events
@@ -101,7 +103,9 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     policy = build_policy(config)
     if is_main():
         announce_optimizer(policy.optimizer_name, has_cuda())
-    update_loss = UpdateLoss(config.algorithm, config.batch.hold_forwards, config.data.source_names)
+        if left_out := left_out_text(config.model.hf_path):
+            print(f"note: {left_out}", file=sys.stderr, flush=True)
+    update_loss = _update_loss(config)
     point = find_resume_point(config)
     saved = point.checkpoint
     # Checkpoint and reference are loaded before anything is written or started: a load that fails leaves the
@@ -116,15 +120,16 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         if is_main():
             # First in, last out: the sampler and its servers record events until they are closed.
             recorder = opened.enter_context(_recorder(config, point))
+            preemption.record = recorder.event
             if reference:
                 store_reference(config.directory, reference)
             exports = _exports(config, recorder)
             opened.enter_context(closing(exports))
-        store = _checkpoint_store(config, point, exports)
+        on_event = recorder.event if recorder else lambda _event: None
+        store = _checkpoint_store(config, point, exports, _old_files(on_event))
         if recorder and point.has_work:
             sampler, servers = opened.enter_context(open_sampler(config, recorder.event))
             sampler.start(point.first_step, point.sampler_state(config))
-        on_event = recorder.event if recorder else lambda _event: None
         sync = build_weight_sync(
             config.rollout, paths.weights, config.model.hf_path, policy, sampler, servers, on_event
         )
@@ -133,12 +138,15 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         if saved and point.has_work:
             for event in check_restored(config, policy, sampler, saved, point.fork):
                 on_event(event)
-        sync.push(policy, point.first_step - 1)
+        if point.has_work:
+            sync.push(policy, point.first_step - 1)
         client = sampler if isinstance(sampler, SamplerClient) else None
         handing_over = sync if isinstance(sync, HandsOver) else None
         handover = GpuHandover(config, policy, client, servers, on_event, handing_over)
         # The watchdog starts last: loading a model and starting servers may take longer than its limit.
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
+        barrier()  # a rank that is told to stop before it ends at once, and the others with it
+        preemption.begun()
         yield Run(
             config=config,
             policy=policy,
@@ -155,6 +163,11 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
             preemption=preemption,
             watchdog=watchdog,
         )
+
+
+def _update_loss(config: RunConfig) -> UpdateLoss:
+    keeps_keys = getattr(config.rollout.engine_config, "on_update", None) == "in_place"
+    return UpdateLoss(config.algorithm, config.batch.hold_forwards, config.data.source_names, keeps_keys)
 
 
 def build_policy(config: RunConfig, reader: TensorReader | None = None) -> MegatronPolicy:
@@ -211,13 +224,24 @@ def _exports(config: RunConfig, recorder: Recorder) -> StepExports:
     return StepExports(config.directory, config.model.hf_path, asked.export_every, recorder.event, after)
 
 
-def _checkpoint_store(config: RunConfig, point: ResumePoint, exports: StepExports | None) -> CheckpointStore:
+def _old_files(on_event: OnEvent) -> OldFiles:
+    def report(kind: str, *, path: str, reason: str) -> None:
+        print_kept(kind, path=path, reason=reason)
+        on_event({"kind": kind, "path": path, "reason": reason})
+
+    return OldFiles(report)
+
+
+def _checkpoint_store(
+    config: RunConfig, point: ResumePoint, exports: StepExports | None, old: OldFiles
+) -> CheckpointStore:
     """The checkpoint store of a run. Rank 0 also begins the exports that earlier starts have not made."""
     newest = point.checkpoint.moment if point.checkpoint else (0, 0)
     if exports is None:
-        return CheckpointStore(config.directory, config.checkpoint, newest)
-    scores = evaluation_means(config.directory)
-    store = CheckpointStore(config.directory, config.checkpoint, newest, scores, exports.is_using)
+        return CheckpointStore(config.directory, config.checkpoint, newest)  # only rank 0 deletes
+    found = evaluation_means(config.directory)
+    scores = {step: mean for step, mean in found.items() if mean is not None}
+    store = CheckpointStore(config.directory, config.checkpoint, newest, scores, exports.is_using, old)
     exports.resume(store.steps())
     return store
 
@@ -303,7 +327,7 @@ def build_weight_sync(
         if samples
         else None
     )
-    disk = DiskSync(sampler, WeightStaging(folder, hf_path) if samples else None, make)
+    disk = DiskSync(sampler, WeightStaging(folder, hf_path, _old_files(on_event)) if samples else None, make)
     if not samples:
         return disk
     parts = SenderParts(

@@ -19,7 +19,7 @@ The ``experts/`` ones are of all positions of an update, prompts included, and o
 route is the experts that a token takes. Engine and trainer round differently, so nearly equal router logits
 change places: those of a tenth of the tokens in bfloat16 (arXiv 2510.11370), and after an update of the
 weights of more. At the same weights a share near 1 is a sign of routes of other tokens or layers, or of an
-engine with other weights: a warning. Used by ``train.py``.
+engine with other weights: a warning.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Called by ``train.py`` and ``reference.py`` on every rank. FloatingPointError, o
 that are not finite.
 
 Legend: ``_R`` tokens of a response, ``_N`` trained tokens of one response, or response tokens of all samples,
-``_T`` positions of a pack. Used by ``reference.py`` and ``train.py``.
+``_T`` positions of a pack.
 """
 
 from __future__ import annotations

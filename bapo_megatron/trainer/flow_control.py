@@ -6,7 +6,7 @@ raised on every rank, after a checkpoint where one can be made and something was
 
 A save between steps is begun by one call and completed by a later one (``checkpoint.background=false``: by
 the same); a new one waits for the one before. DiskError, on the rank that meets it, for a full or failing
-disk. Used by ``commands/train.py`` and ``train.py``.
+disk.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def evaluate_if_due(run: Run, step: int) -> None:
     if run.recorder:
         metrics = evaluation_metrics(path, boxed=run.config.reward.function in BOXED_REWARDS)
         run.recorder.evaluation(step, metrics)
-        run.checkpoints.record_score(step, metrics["eval/mean"] or 0.0)
+        if (mean := metrics["eval/mean"]) is not None:
+            run.checkpoints.record_score(step, mean)
 
 
 def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) -> None:

@@ -12,8 +12,6 @@ and then the policy is offloaded in two parts:
 
     to_engines  policy: offload all but weights | engines: weights' memory, load, digests | policy: offload
                 the weights | engines: the other memory, sample
-
-Used by ``build.py``.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 Each raises ConfigError with the problem and the fix; none writes to the run directory. Commands call them
 before a run starts, under a launcher on every rank (those of the dataset on rank 0 alone); `bapo doctor` runs
-them one by one. Used in ``commands/``.
+them one by one.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import cache
@@ -29,7 +28,8 @@ from bapo_megatron.config import (
     SftConfig,
 )
 from bapo_megatron.config.validation import new_run_problems, raise_problems
-from bapo_megatron.data.problem_sets import load_problems
+from bapo_megatron.data.prepare.options import SUITES
+from bapo_megatron.data.problem_sets import load_problems, missing_files, suite_path
 from bapo_megatron.data.prompts import Tools
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape
@@ -38,13 +38,14 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
 from bapo_megatron.policy.device import attention_problem, check_environment, has_cuda, optimizer_problem
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
-from bapo_megatron.reward.functions import check_function, needs_sandbox, settings_for
+from bapo_megatron.reward.functions import check_functions, needs_sandbox
 from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
 from bapo_megatron.rollout.engines.backend import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import routes_path, step_path, steps_in
 from bapo_megatron.rollout.sampler.teacher import check_teacher
 from bapo_megatron.rollout.sampler.turns import check_environments
 from bapo_megatron.runtime.child_process import missing_program
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.event_targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -74,12 +75,12 @@ def run_checks(
 
     @cache
     def tools() -> dict[str, Tools]:
-        return check_environments(config, tokenizer())
+        return check_environments(config, tokenizer(), has_steps(config.directory))
 
     yield config.check
     yield lambda: check_new_run(config)
     yield lambda: check_logging(config.logging)
-    yield lambda: _check_reward(config)
+    yield lambda: check_functions(config, config.reward_functions)
     yield lambda: checked_loss(config)
     yield lambda: check_teacher(config)
     yield tokenizer
@@ -92,6 +93,7 @@ def run_checks(
     yield lambda: _check_profile(config)
     if read_dataset:
         yield lambda: check_hooks(config.checkpoint, config.logging)
+        yield lambda: raise_problems(list(_missing_files(config)))
     if config.rollout.replay is not None:
         yield lambda: _check_replay(config)
     else:
@@ -110,7 +112,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     config.check()
     check_new_run(config)
     check_logging(config.logging)
-    _check_reward(config)
+    check_functions(config, config.reward_functions)
     coefficient = config.algorithm.reference_kl.coefficient
     if coefficient:
         raise ConfigError(
@@ -128,7 +130,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     if read_dataset:
         check_hooks(config.checkpoint, config.logging)
         _check_sandbox(config)
-        tools = check_environments(config, tokenizer)
+        tools = check_environments(config, tokenizer, has_steps(config.directory))
         load_problems(config.data, config.reward.function, tokenizer, tools, has_steps(config.directory))
 
 
@@ -148,11 +150,15 @@ def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _check_reward(config: RunConfig) -> None:
-    of_sources = {one.reward: f"data.sources[{one.name}].reward" for one in config.data.sources}
-    for function in config.reward_functions:
-        field = "reward.function" if function == config.reward.function else of_sources[function]
-        check_function(settings_for(config.reward, function), field)
+def _missing_files(config: RunConfig) -> Iterator[str]:
+    """Errors of files of training data and suites that do not exist. Their rows are read by the tokenizer."""
+    if config.rollout.replay is None:
+        yield from missing_files(config.data)
+    for suite in config.evaluation.suites if config.evaluation.every else ():
+        try:
+            suite_path(suite, SUITES)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _check_sandbox(config: RunConfig) -> None:
@@ -194,9 +200,13 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
     has_cuda()
     check_environment()
     shape = read_model_shape(model.hf_path)
-    HfReader(model.hf_path).check(shape)
+    problems = []
+    try:
+        HfReader(model.hf_path).check(shape)
+    except ConfigError as error:
+        problems.append(str(error))
     replicas = data_parallel_size(parallel, launched_world_size())
-    problems = list(layout_problems(replace(parallel, data=replicas), shape))
+    problems += layout_problems(replace(parallel, data=replicas), shape)
     if problem := attention_problem(getattr(torch, model.dtype)):
         problems.append(f"model.dtype={model.dtype}: {problem}")
     if problem := optimizer_problem():
@@ -319,7 +329,13 @@ def _check_replay(config: RunConfig) -> None:
             )
 
 
-_EXTRA = "the extra `trackers` of bapo-megatron"
+_INSTALLS = {
+    "tensorboard": '"tensorboard>=2.18,<3"',
+    "wandb": '"wandb>=0.19,<1"',
+    "trackio": '"trackio>=0.43,<0.44"',
+    "mlflow": '"mlflow-skinny>=3.17,<4" "sqlalchemy>=2,<3" "alembic>=1.14,<2"',
+}
+"""What ``pip install`` is given for each board, as in setup.py and `bapo doctor`."""
 
 
 def check_logging(logging: LoggingConfig) -> None:
@@ -331,16 +347,15 @@ def _problems(logging: LoggingConfig) -> Iterator[str]:
     for name in logging.chosen:
         if not _is_installed(name):
             package = "mlflow-skinny" if name == "mlflow" else name
-            extra = "" if name == "tensorboard" else f" or {_EXTRA}"
             yield (
                 f"logging.trackers has {name}, but {package} is not installed: "
-                f"`pip install {package}`{extra}, or take {name} out"
+                f"`pip install {_INSTALLS[name]}`, or take {name} out"
             )
-        elif name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and not _has_database():
+        elif name == "mlflow" and not environment_variable("MLFLOW_TRACKING_URI") and not _has_database():
             yield (
                 f"logging.trackers has mlflow without MLFLOW_TRACKING_URI, but sqlalchemy and alembic, for a "
-                f"database in the run directory, are not installed: `pip install sqlalchemy alembic` or "
-                f"{_EXTRA}, or set MLFLOW_TRACKING_URI"
+                f"database in the run directory, are not installed: `pip install {_INSTALLS['mlflow']}`, "
+                "or set MLFLOW_TRACKING_URI"
             )
 
 

@@ -3,7 +3,7 @@
 A trace covers the updates of a step and its weight sync; chrome://tracing and ui.perfetto.dev open it. A
 snapshot (CUDA, ``profile.memory``) has the newest million allocations with stacks; pytorch.org/memory_viz
 opens it. Each rank that ``config.profile`` names writes its own files; a file that cannot be written is a
-warning. ``train.py`` enters ``profiled`` once a step. Used by ``train.py``.
+warning. ``train.py`` enters ``profiled`` once a step.
 """
 
 from __future__ import annotations

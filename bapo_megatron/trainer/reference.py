@@ -9,7 +9,7 @@
 no checkpoint: a resumed run loads it again, and a step's log-probs are a function of its batch alone. For the
 other frozen model, the teacher of a distillation, ``check_teacher_log_probs`` checks the rollouts.
 
-Legend: ``_R`` tokens of a response. Used by ``build.py``, ``preflight.py`` and ``train.py``.
+Legend: ``_R`` tokens of a response.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
-from bapo_megatron.runtime.files import read_plain, write_atomically
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.corrections import measured_once, response_log_probs
 from bapo_megatron.types import StepHeader
@@ -103,7 +103,7 @@ def _read(directory: Path) -> tuple[ReferenceRecord | None, str]:
     if not path.exists() or not metrics.exists() or metrics.stat().st_size == 0:
         return None, ""
     try:
-        with read_plain(path) as file:
+        with path.open("rb") as file:
             stored = json.loads(file.read(_RECORD_BYTES))
         return ReferenceRecord(*(str(stored[name]) for name in ("model", "dtype", "weights"))), ""
     except (ValueError, RecursionError, KeyError, TypeError) as error:

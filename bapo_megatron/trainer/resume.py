@@ -3,8 +3,7 @@
 At a start, on every rank. First ``pin_threads``, before any computation: threads split long sums between
 them, so a run resumed at its layout keeps their number, for sums equal bit for bit. A GPU does not depend on
 it. Then ``trainer/build.py`` calls ``find_resume_point`` before anything is loaded, and ``check_restored``,
-if there is a checkpoint, once policy and sampler have their states. All three are collective. Used by
-``train.py`` and ``commands/train.py``, and in this folder.
+if there is a checkpoint, once policy and sampler have their states. All three are collective.
 """
 
 from __future__ import annotations

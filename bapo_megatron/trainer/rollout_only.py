@@ -4,7 +4,7 @@ The engines load the model's own weights once, as version 0. Every step's batch 
 kept in the run directory; ``--train-only`` trains on it. Started again, it continues after the last step that
 is on disk with its metrics. ``RolloutRecord`` records it: metrics, a line for each step, a table at the end.
 The share of positive tokens that each of BAPO's searches would see at ratios of 1 (``sampled_shares``) says
-whether BAPO can act. Used by ``commands/train.py``.
+whether BAPO can act.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bapo_megatron.data.packing import updates_of_step
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.step_batches import step_path
-from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
+from bapo_megatron.runtime.distributed import barrier, broadcast_from_main, is_main
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -56,6 +56,7 @@ def sample_steps(
     first_step = broadcast_from_main(next_step(config) if is_main() else None)
     if is_main():
         with _opened_record(config, first_step) as record:
+            preemption.record = record.event
             if event:
                 record.event(event)
             if first_step <= config.steps:
@@ -98,6 +99,8 @@ def _sample(
     if sampler:
         sampler.start(first_step, None)
         sampler.load_weights(config.model.hf_path.absolute(), 0, first_step - 1)
+    barrier()
+    preemption.begun()
     with closing(Watchdog(config.hang_minutes)) as watchdog:
         for step in range(first_step, config.steps + 1):
             clock = StepClock()
@@ -252,21 +255,27 @@ def _outlook_of_shares(shares: Sequence[float], target: float) -> str:
 
 _MEASURED = (SHARE, BELOW, RESPONSES)
 _QUANTITIES = (
-    ("reward", "reward/mean", ".3f"),
-    ("right", "reward/correct_fraction", ".1%"),
-    ("length, mean", "rollout/length_mean", ".0f"),
-    ("length, longest", "rollout/length_max", ".0f"),
-    ("cut off", "rollout/truncated_fraction", ".1%"),
+    ("reward", "sampled/reward/mean", ".3f"),
+    ("right", "sampled/reward/correct_fraction", ".1%"),
+    ("length, mean", "sampled/rollout/length_mean", ".0f"),
+    ("length, longest", "sampled/rollout/length_max", ".0f"),
+    ("cut off", "sampled/rollout/truncated_fraction", ".1%"),
     ("positive share", SHARE, ".3f"),
     ("searches below target", BELOW, ".1%"),
     ("responses a search", RESPONSES, ".3g"),
     ("groups sampled", "rollout/groups_sampled", ".4g"),
     ("groups uniform", "rollout/groups_uniform", ".4g"),
     ("tokens/s", "time/tokens_per_s", ".0f"),
-    ("rewards failed", "reward/failures", ".4g"),
-    ("rewards timed out", "reward/timeouts", ".4g"),
+    ("rewards failed", "sampled/reward/failures", ".4g"),
+    ("rewards timed out", "sampled/reward/timeouts", ".4g"),
 )
-"""The rows of the table: name, metric, format."""
+"""The rows of the table: name, metric, format. Of all groups, also of uniform ones, which no step gets."""
+
+
+def _value(metrics: Metrics, name: str) -> float | None:
+    """A metric; rows of earlier versions have those of what was sampled under the rest of the name."""
+    return metrics.get(name, metrics.get(name.removeprefix("sampled/")))
+
 
 _USUAL = {"start", "resume", "done", "engine_ready", "bapo_outlook"}
 """Event kinds of a run without trouble; the summary leaves them out."""
@@ -325,7 +334,7 @@ class RolloutRecord:
 
 def step_line(step: int, steps: int, metrics: Metrics) -> str:
     """Progress line of a step, with a dash for a missing number."""
-    show = {name: number_text(metrics.get(metric), style) for name, metric, style in _QUANTITIES}
+    show = {name: number_text(_value(metrics, metric), style) for name, metric, style in _QUANTITIES}
     parts = [
         f"reward {show['reward']}",
         f"right {show['right']}",
@@ -341,7 +350,7 @@ def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
     """Summary table: mean, lowest and highest step of each quantity; below it counts of trouble events."""
     table = [[f"{len(rows)} steps", "mean", "lowest", "highest"]]
     for name, metric, style in _QUANTITIES:
-        values = [row[metric] for row in rows if row.get(metric) is not None]
+        values = [value for row in rows if (value := _value(row, metric)) is not None]
         mean = sum(values) / len(values) if values else None
         numbers = (mean, min(values, default=None), max(values, default=None))
         table.append([name, *(number_text(value, style) for value in numbers)])

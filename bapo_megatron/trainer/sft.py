@@ -1,7 +1,7 @@
 """Supervised fine-tuning, the warm start before RL: next-token training on solutions.
 
 ``bapo sft`` calls ``run_sft`` on every rank. There are no checkpoints: it writes the model once, at the
-end. Used by ``commands/train.py`` and ``preflight.py``.
+end.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config import SftConfig
+from bapo_megatron.data.chat_template import chat_template_of
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.problem_sets import mixed
 from bapo_megatron.data.prompts import MixedSource, Mixture, load_prompts
@@ -99,7 +100,9 @@ def _samples(
         if prompt.opens_thinking:  # by the chat template, and a solution may begin with the tag, too
             opened = tokenizer.decode(prompt.token_ids_P[-1:]).endswith("\n")
             solution = solution.removeprefix(THINKING).removeprefix("\n" if opened else "")
-        ids = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
+        if solution.rstrip().endswith(tokenizer.eos_token):  # it is written once, whoever wrote it first
+            solution = solution.rstrip().removesuffix(tokenizer.eos_token)
+        ids = [*chat_template_of(tokenizer).ids_of_text(solution), tokenizer.eos_token_id]
         return Sample(
             token_ids=np.concatenate([prompt.token_ids_P, np.array(ids, dtype=np.int32)]),
             log_probs_R=np.zeros(len(ids), dtype=np.float32),

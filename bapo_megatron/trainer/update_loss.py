@@ -13,8 +13,7 @@ cheap to expensive:
 
 The other losses of ``algorithm.loss`` that search something do the same. With PAPO (``algorithm.polarity``)
 the search and the loss see the reweighted advantages. Those need entropies, so on-policy data saves no
-forward pass then. Used in
-``commands/``, ``planning/rehearsal/`` and this folder.
+forward pass then.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def checked_loss(config: RunConfig) -> Loss:
         name = config.algorithm.loss + (" with fixed bounds" if search is not None and search.known else "")
         raise ConfigError(
             f"batch.hold_forwards serves a search over a whole update, and algorithm.loss={name} makes none: "
-            "it would only keep the activations of all packs; leave it out"
+            "it would only keep the activations of all packs; leave it out (--batch.no-hold-forwards)"
         )
     return loss
 
@@ -62,10 +61,16 @@ class UpdateLoss:
     """
 
     def __init__(
-        self, config: AlgorithmConfig, hold_forwards: bool = False, sources: Sequence[str] = ()
+        self,
+        config: AlgorithmConfig,
+        hold_forwards: bool = False,
+        sources: Sequence[str] = (),
+        keeps_keys: bool = False,
     ) -> None:
-        """``sources``: names of the run's sources, for metrics by source."""
-        self.objective = Objective(build_loss(config), sources, config.reference_kl, config.distillation)
+        """``sources``: the run's sources, for metrics by source. ``keeps_keys``: as of ``Objective``."""
+        self.objective = Objective(
+            build_loss(config), sources, config.reference_kl, config.distillation, keeps_keys
+        )
         """The objective of the configured loss: reads the vector of sums of an update."""
         self._search = self.objective.loss.search
         measured = self._search is not None and self._search.is_ratio and config.old_log_probs == "rollout"

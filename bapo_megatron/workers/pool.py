@@ -12,8 +12,6 @@ A kind of call is a function of a worker program (serving.py) with its limit of 
 - A worker that ended leaves suspects: the calls that it had. One that may not be repeated fails. Others are
   asked again of the next process in that slot, before all else, and few at a time, down to one: who ends
   workers ends up alone, and fails when it has ended two. So no other call is lost for good because of it.
-
-Used by ``environment/pool.py`` and ``reward/pool.py``.
 """
 
 from __future__ import annotations

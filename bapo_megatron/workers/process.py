@@ -1,8 +1,7 @@
 """One process of a worker program, for an event loop: lines of JSON each way, none of which waits.
 
 ``WorkerPool`` (pool.py) starts one after the other in each of its slots. The process has a temporary
-directory of its own, and ends with this one, also after ``kill -9``. Used in ``environment/``, ``reward/``
-and this folder.
+directory of its own, and ends with this one, also after ``kill -9``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Temporary directories of workers; those of killed workers are removed at the next start.
 
 A lock (flock) marks a directory as in use, and is valid on its own machine alone. If several machines share
-the place for temporary files, each removes only its own directories, marked by the kernel's boot id. Used by
-``pool.py``, ``process.py`` and ``reward/sandbox/sandbox.py``.
+the place for temporary files, each removes only its own directories, marked by the kernel's boot id.
 """
 
 from __future__ import annotations

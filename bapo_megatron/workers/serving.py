@@ -8,8 +8,7 @@ then any number of calls, in lines of JSON; ``WorkerPool`` (pool.py) is at the o
     {"id", "cancel": true}                      the answer of that call, soon
 
 Plain functions answer one call at a time, in the main thread; async ones any number at a time, in an event
-loop. Only the standard library is imported: a program starts fast, and in any interpreter. Used by
-``environment/worker.py`` and ``reward/worker.py``.
+loop. Only the standard library is imported: a program starts fast, and in any interpreter.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import inspect
 import json
 import os
 import resource
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +27,7 @@ from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary, WeakSet
 
 from bapo_megatron.errors import ConfigError, printable
-from bapo_megatron.runtime.exit_codes import SIGNALS
+from bapo_megatron.runtime.exit_codes import ignore_signals
 from bapo_megatron.runtime.processes import die_with_parent
 
 DETAIL_CHARACTERS = 500
@@ -70,8 +68,7 @@ def serve(prepare: Callable[[Any], Prepared]) -> None:
     ConfigError is the pool's to raise.
     """
     die_with_parent(int(sys.argv[-1]))
-    for number in SIGNALS:  # told to every process of a job: the trainer's business
-        signal.signal(number, lambda *_: None)
+    ignore_signals()
     calls, answers = _private_channel()
     try:
         prepared = prepare(json.loads(calls.readline()))

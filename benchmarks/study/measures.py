@@ -193,7 +193,7 @@ def update_mean(rows: Sequence[Row], metric: str) -> float:
 
 def figures_of(run: RunRecord) -> dict[str, float]:
     """The figures of a run; NaN where it does not say."""
-    reward, entropy = (run.by_step(name).value for name in ("reward/mean", "policy/entropy"))
+    reward, entropy = (run.by_step(name).value for name in ("sampled/reward/mean", "policy/entropy"))
     stale = stale_updates(run)
     first, (best, last) = first_entropy(run), best_and_last(reward)
     rounds = np.array([_number(row, "bapo/rounds") for row in stale], float)
@@ -217,14 +217,14 @@ def figures_of(run: RunRecord) -> dict[str, float]:
         "below_target": _mean(np.where(np.isfinite(shares), shares < TARGET, np.nan)),
         "one_sign": update_mean(stale, "bapo/one_sign_tokens"),
         "update_tokens": update_mean(stale, "policy/tokens"),
-        "response_tokens": _mean(run.by_step("rollout/length_mean").value),
+        "response_tokens": _mean(run.by_step("sampled/rollout/length_mean").value),
     }
 
 
 def curves_of(run: RunRecord) -> dict[str, np.ndarray]:
     """The curves of a run, one value a step; bounds, share and clip fraction over its stale updates."""
     curves = {
-        "reward": run.by_step("reward/mean").value,
+        "reward": run.by_step("sampled/reward/mean").value,
         "entropy": run.by_step("policy/entropy").value,
         "grad_norm": run.by_step("policy/grad_norm").value,
     }

@@ -2,8 +2,7 @@
 
 A pickle may call any function of any module. Here a name in it stands for a constant (``torch.bfloat16`` is
 "BF16"), for a builtin container, or for a ``PickledObject`` that keeps the class's arguments. Every other
-name is refused with a CheckpointError. ``torch_zip.py`` and ``distcp.py`` read every pickle by it. Used in
-``checkpoints_tools/`` and ``policy/``.
+name is refused with a CheckpointError. ``torch_zip.py`` and ``distcp.py`` read every pickle by it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ For the writers of torch_dist checkpoints, whose files hold many archives end to
 only the bytes before and after the tensor are made; the caller copies the tensor's in between.
 
 torch checks no checksum of the entries. The tensor's is left zero: to compute it, every byte would have to
-pass through the processor once more. Used by ``checkpoints_tools/formats/torch_dist_writer.py`` and
-``checkpoints_tools/to_megatron.py``.
+pass through the processor once more.
 """
 
 from __future__ import annotations

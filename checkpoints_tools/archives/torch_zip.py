@@ -2,7 +2,7 @@
 
 An archive is a zip file: ``data.pkl`` describes the objects, ``data/0`` and so on hold the tensors'
 storages, uncompressed. It may be a whole file, or one of many in a file of torch_dist. CheckpointError for
-a damaged one. Used in ``checkpoints_tools/`` and ``policy/``.
+a damaged one.
 """
 
 from __future__ import annotations

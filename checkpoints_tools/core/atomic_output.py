@@ -3,7 +3,7 @@
 It is written under a hidden name beside its own and renamed when the block of ``atomic_output`` ends, before
 which the caller fills the plan's files and syncs them. The next run for the same output recognizes the
 leftovers of a killed run by that name and removes them. A lock on the folder excludes a second run, where the
-file system can lock folders. Call ``check_output`` first. Used in ``checkpoint/`` and ``checkpoints_tools/``.
+file system can lock folders. Call ``check_output`` first.
 """
 
 from __future__ import annotations

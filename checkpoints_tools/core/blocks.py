@@ -3,7 +3,7 @@
 A reader gives the blocks of each tensor by its Hugging Face name: one block of a safetensors file, the
 query rows of many KV groups of a stacked ``linear_qkv``, the column shards of eight ranks. A writer gives
 the blocks of files that are yet to be filled. A conversion copies the intersections of both sides' blocks;
-a verification compares them. No element is read here. Used in ``checkpoints_tools/``.
+a verification compares them. No element is read here.
 """
 
 from __future__ import annotations

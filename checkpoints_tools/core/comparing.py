@@ -1,6 +1,6 @@
 """Bitwise comparison of the tensors of two checkpoints, in bands of rows, for any two formats.
 
-In threads, each with two buffers of a band. Used in ``checkpoints_tools/``.
+In threads, each with two buffers of a band.
 """
 
 from __future__ import annotations

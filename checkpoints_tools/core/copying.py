@@ -5,8 +5,7 @@ source's blocks are read into the buffer, the destination's are written from it;
 conversion to fp8), and the kernel copies what is contiguous in both and of one type, where the file system
 lets it. So a byte moves once, however the two are cut, and memory is one buffer, of at least a row, for each
 thread, and a few times that during a cast. Weights in fp8 are read as bfloat16; they are written block by
-block, and their scales beside them (``fp8.py``). Used by ``checkpoints_tools/conversion.py`` and
-``comparing.py``.
+block, and their scales beside them (``fp8.py``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Progress of a copy on stderr, drawn by rich: share done, bytes, rate of the last seconds, time left.
 
 A line that changes five times a second in a terminal, and each ten seconds a new line in a log; at the end of
-the whole work one with bytes, time and mean rate. A stderr that fails costs the lines, not the work. Used in
-``checkpoints_tools/``.
+the whole work one with bytes, time and mean rate. A stderr that fails costs the lines, not the work.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``.metadata`` lists objects and global tensors by key, each tensor with its chunks (rectangles), and for each
 chunk a range of a ``.distcp`` file that is one archive of torch.save. No pickle is executed; CheckpointError
-for damaged files. Used in ``checkpoints_tools/``, ``policy/`` and ``planning/rehearsal/``.
+for damaged files.
 """
 
 from __future__ import annotations

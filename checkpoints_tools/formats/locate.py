@@ -7,7 +7,6 @@
     a run of ours        checkpoints/step_000120/{manifest.json, policy/ (torch_dist)}
 
 CheckpointError if there is none, or the chosen one is not whole; of a run the newest whole one is taken.
-Used in ``checkpoints_tools/`` and ``evaluation/``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     mp_rank_00_000/...  mp_rank_00_001/...  mp_rank_01_000/  TP 2 x PP 2
 
 Each file holds the state of its stage under ``model``, or of its interleaved chunks under ``model0``,
-``model1``; layers are counted from 0 in each chunk. The optimizer's state is not converted. Used by
-``locate.py``, and in ``checkpoints_tools/``.
+``model1``; layers are counted from 0 in each chunk. The optimizer's state is not converted.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The reader reads headers, the index and config.json alone; a tensor in fp8 has its scales with it.
 CheckpointError for whatever is truncated or contradictory. The writer plans files equal to those of the
-safetensors library byte for byte, and ``conversion.py`` writes them. Used in ``checkpoints_tools/`` and this
-folder.
+safetensors library byte for byte, and ``conversion.py`` writes them.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.hf.config import missing_file, problems_of
+from bapo_megatron.hf.config import problems_of
 from bapo_megatron.hf.fp8 import BLOCK, FP8, is_quantized, scale_name, scales_problem, weight_of_scale
 from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, expert_tensors, fused_rows
-from bapo_megatron.runtime.files import (
-    COPY_AGAIN,
-    FETCH_LFS,
-    check_files_inside,
-    file_inside,
-    is_lfs_pointer,
-    read_file_inside,
+from bapo_megatron.hf.weight_files import (
+    INDEX,
+    SINGLE,
+    check_shard,
+    json_table,
+    missing_file,
+    read_weight_map,
+    weight_files,
 )
+from bapo_megatron.runtime.files import COPY_AGAIN, FETCH_LFS, check_files_inside, is_lfs_pointer
 from checkpoints_tools.core.atomic_output import PARTIAL, OutputPlan
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.comparing import tensor_difference
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
@@ -45,21 +44,13 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
     check_files_inside(folder)
     found: dict[str, BlockTensor] = {}
     weight_map = read_weight_map(folder)
-    for file in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:
-        if weight_map is not None and not file_inside(folder, file).is_file():
-            first, *others = sorted(name for name, held in weight_map.items() if held == file)
-            raise CheckpointError(missing_file(folder / file, first, len(others)))
-        for tensor in read_safetensors(folder / file):
-            if weight_map is not None and weight_map.get(tensor.name) != file:
-                raise CheckpointError(
-                    f"{folder / file} holds tensor {tensor.name}, which {INDEX} "
-                    + (
-                        "does not list"
-                        if tensor.name not in weight_map
-                        else f"places in {weight_map[tensor.name]}"
-                    )
-                )
-            found[tensor.name] = tensor
+    for path in weight_files(folder):
+        if weight_map is not None and not path.is_file():
+            raise CheckpointError(missing_file(path, weight_map))
+        tensors = read_safetensors(path)
+        if weight_map is not None:
+            check_shard(path, (tensor.name for tensor in tensors), weight_map)
+        found |= {tensor.name: tensor for tensor in tensors}
     for name, file in (weight_map or {}).items():
         if name not in found:
             raise CheckpointError(f"{folder / file} holds no tensor {name}, which {INDEX} places there")
@@ -124,29 +115,6 @@ def _expert_scales(fused: BlockTensor, name: str, expert: int, rows: slice) -> B
     return BlockTensor(scale_name(name), fused.dtype, shape, (block,))
 
 
-def read_weight_map(folder: Path) -> dict[str, str] | None:
-    """Weight map of the folder's index: the file of each tensor; None for a folder of a single file."""
-    index, single = folder / INDEX, folder / SINGLE
-    if not index.exists():
-        if single.exists():
-            return None
-        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
-    try:
-        weight_map = _parse(read_file_inside(folder, INDEX))["weight_map"]
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error!r:.200}") from None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map is no table of tensors")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or file != Path(file).name:
-            raise CheckpointError(
-                f"{index}: tensor {name} is placed in {file!r}, which names no file beside it"
-            )
-    if single.exists() and SINGLE not in weight_map.values():
-        raise CheckpointError(f"{folder} holds both {SINGLE} and {INDEX}, which does not list it: remove one")
-    return weight_map
-
-
 def read_safetensors(path: Path) -> list[BlockTensor]:
     """The tensors of one file, in the order of their bytes."""
     try:
@@ -159,7 +127,7 @@ def read_safetensors(path: Path) -> list[BlockTensor]:
                 raise CheckpointError(
                     f"{path} is truncated or no safetensors file: {size} bytes; {COPY_AGAIN}"
                 )
-            header = _parse(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=json_table)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header cannot be read: {error}") from None
     except OSError as error:
@@ -213,20 +181,6 @@ def _tensor(path: Path, data: int, name: str, entry: Any) -> BlockTensor:
 def _counts(values: Iterable[Any]) -> bool:
     """Whether all values are non-negative integers that can be sizes or offsets in a file."""
     return all(type(value) is int and 0 <= value < 2**62 for value in values)
-
-
-def _parse(text: bytes) -> Any:
-    """Parse JSON; ValueError for a duplicate key."""
-
-    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{twice} stands there twice")
-        return result
-
-    return json.loads(text, object_pairs_hook=table)
 
 
 # --- writer ---

@@ -3,7 +3,7 @@
 Three layouts of the layers occur. *stacked*: one key for all, with the layer as the first dimension.
 *per_layer*: a key for each. *singleton*: as per_layer, and gate and up projection under keys of their own
 (``linear_fc1.weight_w`` and ``_v``). Optimizer state has the model's keys behind a prefix. The tensors are
-given as places in files (``core/blocks.py``). Used in ``checkpoints_tools/`` and this folder.
+given as places in files (``core/blocks.py``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It plans; ``conversion.py`` writes. The parameters are global tensors, those of all layers stacked under one
 key. Matrices that TP splits are cut into a grid of chunks (an expert's only above 1 GiB): a TP rank reads
 those that meet its slice, so a grid of 8 spares every rank of TP2, TP4 or TP8 the rest. ``.metadata`` says
-where the chunks of each key lie. Used by ``checkpoints_tools/to_megatron.py``.
+where the chunks of each key lie.
 """
 
 from __future__ import annotations

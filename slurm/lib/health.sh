@@ -38,15 +38,12 @@ bapo_bad_nodes() {
 
 bapo_health() {
     local group bad nodes pid pids=() before progress
-    [[ $BAPO_HEALTH = on ]] || return 0
+    [[ $BAPO_HEALTH = on && -z $BAPO_SIGNAL ]] || return 0
     for group in $(bapo_groups); do bapo_probe "$group" & pids+=("$!"); done
     for pid in "${pids[@]}"; do
         while kill -0 "$pid" 2>/dev/null; do builtin wait "$pid"; done  # a signal ends a wait early
     done
-    if [[ -n $BAPO_SIGNAL ]]; then  # a signal before anything ran
-        bapo_finish 85
-        exit 85
-    fi
+    [[ -z $BAPO_SIGNAL ]] || return 0
     bad=$(for group in $(bapo_groups); do bapo_bad_nodes "$group"; done)
     if [[ -z $bad ]]; then
         bapo_event nodes_healthy "nodes=$(bapo_all_nodes)"

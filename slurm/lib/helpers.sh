@@ -37,7 +37,8 @@ bapo_run_command() {  # name of the log, RUN, command: run it in one srun
     done
     bapo_enter "$(cd "$run" && pwd)"
     bapo_srun_flags 0 "$name"
-    srun "${bapo_flags[@]}" "--output=$BAPO_LOGS/$name-%N-${BAPO_SHARD:-0}.log" "${arguments[@]}" &
+    srun "${bapo_flags[@]}" "--output=$BAPO_LOGS/$name-%N-${BAPO_SHARD:-0}.log" \
+        bash "$BAPO_SLURM/task.sh" command "${arguments[@]}" &
     bapo_wait_helper "$!"
     code=$?
     bapo_event "${name}_done" "exit_code=$code" "shard=${BAPO_SHARD:-0}"

@@ -19,6 +19,7 @@ bapo_restart() {  # how often Slurm has started this job again; its variable is 
 BAPO_RESTART=$(bapo_restart)
 BAPO_CONTAINER_NAME=''  # of the probe and the ranks; none: each step unpacks the image for itself
 BAPO_SIGNAL=''
+BAPO_LIMIT=''  # the job's time limit, as Slurm writes it
 BAPO_NO_ENGINES=''
 BAPO_TRAINER=''  # pid of its srun, while it runs
 
@@ -31,6 +32,9 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     local recipe=${1:-}
     [[ -n ${SLURM_JOB_ID:-} ]] || bapo_refuse "this is a batch script: start it with sbatch"
     [[ -n $recipe && $recipe != -* ]] || bapo_refuse "usage: sbatch TEMPLATE RECIPE [flags of bapo train]"
+    # First: a busy controller may take minutes to answer the questions below.
+    trap 'BAPO_SIGNAL=USR1' USR1
+    trap 'BAPO_SIGNAL=TERM' TERM
     cd "$BAPO_ROOT" || exit 2
     [[ -f $recipe ]] || bapo_refuse "recipe $recipe does not exist in $BAPO_ROOT"
     bapo_check_numbers
@@ -42,7 +46,7 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     bapo_refuse_second_job
     bapo_load_modules
     bapo_rendezvous
-    BAPO_END=$(bapo_end_time)
+    read -r BAPO_END BAPO_LIMIT < <(bapo_end_time bapo_ask)
     BAPO_END_TIME=$BAPO_END
     BAPO_EXPECTED=${BAPO_ENGINES:-0}
     if [[ -z $BAPO_ENGINES ]] && ((${SLURM_HET_SIZE:-1} > 1)); then
@@ -55,8 +59,10 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     # Before the health check, which takes minutes: a signal during it is noted, and the job ends with 85.
     trap 'bapo_told USR1' USR1
     trap 'bapo_told TERM' TERM
+    [[ -z $BAPO_SIGNAL ]] || bapo_told "$BAPO_SIGNAL"  # noted above
     ((BAPO_RESTART == 0)) || bapo_remove_containers old  # before the probe, which unpacks the image
     bapo_health
+    [[ -z $BAPO_SIGNAL ]] || { bapo_finish 85; exit 85; }  # before anything ran
 }
 
 # Refuse a second job of a run before it changes anything. The run's lock would stop its ranks, but by then
@@ -96,16 +102,20 @@ bapo_account() {
 bapo_told() {  # a signal: ask every rank to save and stop
     BAPO_SIGNAL=$1
     bapo_write_state "signal=$1"
+    # Told first: Slurm may take seconds to answer. A shorter limit is followed by its signal at once.
+    [[ -z $BAPO_TRAINER ]] || kill -USR1 "$BAPO_TRAINER" 2>/dev/null
+    bapo_look_at_end
+    bapo_heed_end
     bapo_event signal "signal=$1" "seconds_left=$((BAPO_END > 0 ? BAPO_END - $(date +%s) : -1))"
     bapo_say "$1: the ranks are told to save and stop"
-    [[ -z $BAPO_TRAINER ]] || kill -USR1 "$BAPO_TRAINER" 2>/dev/null
 }
 
 # Wait for the trainer (pid of its srun), beside the rollout servers' srun if there is one. Returns the
 # job's exit code. bash runs traps only between commands, so nothing here waits in the foreground for long.
 bapo_supervise() {
-    local rollout=${2:-} code given_up='' looked=$SECONDS failed='' failed_at=0
+    local rollout=${2:-} code given_up='' looked=$SECONDS failed='' failed_at=0 asked=$SECONDS asking=''
     BAPO_TRAINER=$1
+    [[ -z $BAPO_SIGNAL ]] || kill -USR1 "$BAPO_TRAINER" 2>/dev/null  # told before there was a trainer
     bapo_engines=''
     bapo_event job_ready "step=$(bapo_checkpoint_step)"
     if ((BAPO_EXPECTED > 0)) && ! bapo_await_engines; then
@@ -114,6 +124,11 @@ bapo_supervise() {
     fi
     while kill -0 "$BAPO_TRAINER" 2>/dev/null; do
         sleep 1 & builtin wait $!
+        if ((SECONDS - asked >= BAPO_END_LOOK_S)) && ! kill -0 "$asking" 2>/dev/null; then
+            asked=$SECONDS
+            bapo_look_at_end & asking=$!  # beside this loop, which must not wait for Slurm
+        fi
+        bapo_heed_end
         # Slurm sends --signal up to half a minute early or late.
         if [[ -z $BAPO_SIGNAL ]] && ((BAPO_END > 0 && $(date +%s) >= BAPO_END - BAPO_LEAD_S)); then
             bapo_told deadline

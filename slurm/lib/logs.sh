@@ -5,31 +5,10 @@ bapo_say() { echo "[$(date +%T)] $*"; }
 
 bapo_open_logs() {
     BAPO_LOGS=$BAPO_RUN/$BAPO_LOGS_FOLDER/$SLURM_JOB_ID/$BAPO_RESTART
-    bapo_refuse_links
     bapo_await_disk
     export BAPO_LOGS
     echo "job $SLURM_JOB_ID, restart $BAPO_RESTART: logs are in $BAPO_LOGS"
     exec >>"$BAPO_LOGS/job.log" 2>&1
-}
-
-# A link in the run directory could lead what is written here to any file of the user; to open a FIFO waits.
-# The folder of the logs may be a link, to a folder of the user that others may not write to: the rule of
-# runtime/files.py.
-bapo_refuse_links() {
-    local path logs=$BAPO_RUN/$BAPO_LOGS_FOLDER
-    for path in "$BAPO_RUN/$BAPO_EVENTS_FILE" "$BAPO_RUN/$BAPO_STATE_FILE" "$BAPO_RUN/$BAPO_STOP_FILE" \
-        "$BAPO_RUN/.$BAPO_STATE_FILE.$SLURM_JOB_ID.tmp" "$BAPO_RUN/$BAPO_ENGINES_FOLDER" \
-        "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/* "$logs" "$logs/$SLURM_JOB_ID" \
-        "$BAPO_LOGS" "$BAPO_LOGS"/* "$BAPO_LOGS"/.*.tmp "$BAPO_LOGS"/{ended,health}/*; do
-        if [[ $path = "$logs" && -L $logs && -d $logs && -O $logs ]] &&
-            [[ -z $(find -L "$logs" -maxdepth 0 -perm -o+w) ]]; then
-            continue
-        fi
-        [[ ! -L $path ]] || bapo_refuse "$path is a link; links in a run directory are not followed: put" \
-            "the file or folder itself there ($BAPO_LOGS_FOLDER may be a link to a folder of yours that" \
-            "others may not write to)"
-        [[ ! -e $path || -f $path || -d $path ]] || bapo_refuse "$path is no plain file; delete it"
-    done
 }
 
 # A failing file system may recover, so retry; report any other reason at once.

@@ -72,15 +72,34 @@ bapo_lost_nodes() {
     } | sort -u
 }
 
-bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none, or Slurm does not say
-    local end
-    local TZ=UTC0  # an hour of the autumn is there twice in local time
-    export TZ
-    # A user's own format of times may lack the day.
-    end=$(SLURM_TIME_FORMAT=standard bapo_ask squeue -h -j "$SLURM_JOB_ID" -o %e | head -n 1)
+# END LIMIT of the job: its end in seconds since 1970, 0 if it has none, or Slurm does not say; and its time
+# limit, as Slurm writes it. The arguments: how Slurm is asked, `bapo_ask` or `timeout`.
+bapo_end_time() {
+    local end limit
+    # An hour of the autumn is there twice in local time; a user's own format of times may lack the day.
+    read -r end limit < <(TZ=UTC0 SLURM_TIME_FORMAT=standard "$@" squeue -h -j "$SLURM_JOB_ID" -o '%e %l')
     # No answer: `date -d ""` would be midnight, long past, and the ranks would be told to stop at once.
-    [[ -n $end ]] || end=@${SLURM_JOB_END_TIME:-0}
-    date -d "$end" +%s 2>/dev/null || echo 0
+    end=$(TZ=UTC0 date -d "${end:-@${SLURM_JOB_END_TIME:-0}}" +%s 2>/dev/null) || end=0
+    echo "$end $limit"
+}
+
+# Whether `scontrol update TimeLimit` has moved the job's end: then tell the ranks, by a file. Only another
+# limit counts: Slurm moves the end of a job that it preempts, too. No answer within 10 s: as it was.
+bapo_look_at_end() {
+    local end limit
+    read -r end limit < <(bapo_end_time timeout -k 1 10 2>/dev/null)
+    [[ -n $limit && $limit != "$BAPO_LIMIT" ]] || return 0
+    echo "$end $limit" >"$BAPO_LOGS/.$BAPO_JOB_END_FILE.tmp" &&
+        mv "$BAPO_LOGS/.$BAPO_JOB_END_FILE.tmp" "$BAPO_LOGS/$BAPO_JOB_END_FILE"
+}
+
+bapo_heed_end() {  # take over the end that bapo_look_at_end has found
+    local end limit
+    read -r end limit 2>/dev/null <"$BAPO_LOGS/$BAPO_JOB_END_FILE" || return 0
+    [[ $limit != "$BAPO_LIMIT" && $end =~ ^(0|[1-9][0-9]{0,14})$ ]] || return 0
+    BAPO_END=$end BAPO_LIMIT=$limit
+    bapo_write_state "end=$end"
+    bapo_event job_end_moved "end=$end" "time_limit=$limit"
 }
 
 # Flags for srun in $bapo_flags: a group of the job, in the container if there is one. --wait ends ranks that

@@ -31,6 +31,7 @@ BAPO_HEALTH_WAIT_S=${BAPO_HEALTH_WAIT_S:-600}       # for the whole probe, the u
 BAPO_HEALTH_FLAGS=${BAPO_HEALTH_FLAGS:-}            # more flags of probe.py, e.g. --memory-gb 500
 BAPO_FRESH_S=${BAPO_FRESH_S:-60}                    # a server that is silent for longer is gone
 BAPO_LOOK_S=${BAPO_LOOK_S:-10}                      # between two checks of the rollout servers
+BAPO_END_LOOK_S=${BAPO_END_LOOK_S:-60}              # between two looks at the job's time limit
 
 bapo_refuse() {  # message: refuse a job that cannot run as asked
     echo "error: $*" >&2
@@ -41,7 +42,7 @@ bapo_check_numbers() {
     local name
     for name in LEAD_S MARGIN_S WAIT_S CRASH_WAIT_S DISK_WAIT_S SLURM_WAIT_S MAX_CRASHES MAX_PREEMPTIONS \
         MAX_TIME_LIMITS MAX_NODE_FAILURES MAX_IDLE SERVERS_PER_NODE SERVER_GPUS ENGINES_WAIT_S \
-        ENGINES_LOAD_S HEALTH_WAIT_S FRESH_S LOOK_S; do
+        ENGINES_LOAD_S HEALTH_WAIT_S FRESH_S LOOK_S END_LOOK_S; do
         local variable=BAPO_$name
         [[ ${!variable} =~ ^[0-9]+$ ]] || bapo_refuse "$variable=${!variable} must be a whole number"
     done

@@ -48,6 +48,8 @@ def test_with_the_same_settings_it_equals_the_other_run_bit_for_bit(whole: Path,
     assert f"{run_dir}: forked from {whole} at step 4" in output
     assert "unfinished groups are sampled again, first" in output
     assert "journal missing" not in output
+    own = sum(row["policy/updates"] for row in read_jsonl(run_dir / "metrics.jsonl"))
+    assert f" in 1 steps, {own:.0f} updates\n" in output  # the other run's are not among them
     for log in ("metrics.jsonl", "updates.jsonl"):
         assert results(run_dir, log) == [row for row in results(whole, log) if row["step"] > 4]
     theirs = exported(whole)

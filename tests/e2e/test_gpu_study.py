@@ -38,7 +38,9 @@ def test_the_small_study_of_the_page(
             assert len(updates) == 16  # two steps at staleness 8
             assert any(row["policy/grad_norm"] > 0 for row in updates)
             steps = read_jsonl(home / "arms" / name / "metrics.jsonl")
-            assert any(row["reward/solved_none"] + row["reward/solved_all"] < 1 for row in steps)
+            assert any(
+                row["sampled/reward/solved_none"] + row["sampled/reward/solved_all"] < 1 for row in steps
+            )
         page = (home / "gpu_study.md").read_text()
         assert "2 of 2 arms" in page
         assert "| `paper` | " in page

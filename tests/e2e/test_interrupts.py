@@ -10,8 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
@@ -19,7 +22,18 @@ from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
 from tests.support.once import made_once
 from tests.support.processes import ranks_of
-from tests.support.short_runs import TWO, check_like, exported, finish, output_of, start, wait_for_steps
+from tests.support.short_runs import (
+    LIMIT_S,
+    TWO,
+    Command,
+    check_like,
+    exported,
+    finish,
+    output_of,
+    start,
+    wait_for_steps,
+)
+from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.e2e
 
@@ -63,6 +77,50 @@ def test_a_signal_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
     assert "stopped: told to stop by SIGTERM" in output
     assert "Traceback" not in output
     assert not list(run_dir.glob("checkpoints/step_*"))
+
+
+def _sampler_of(run_dir: Path, process: Command) -> bool:
+    """Whether the sampler's process is there; it takes seconds to import what it needs."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    return any("bapo_megatron.rollout.sampler.process" in _words(child) for child in found)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+PHASES: dict[str, Callable[[Path, Command], bool]] = {
+    "the command has begun": lambda _run, _process: True,
+    "its directory is there": lambda run_dir, _process: run_dir.exists(),
+    "its configuration is stored": lambda run_dir, _process: (run_dir / "config.json").exists(),
+    "its sampler starts": _sampler_of,
+    "its sampler is ready": lambda run_dir, _process: (run_dir / "journal").exists(),
+}
+
+
+@pytest.mark.parametrize("phase", slow_but(list(PHASES), "its sampler starts"))
+def test_a_start_that_is_told_to_stop_ends_at_once(tmp_path: Path, phase: str) -> None:
+    """Every process is told, as by Slurm; at once: it does not start what was told to stop once more."""
+    run_dir = tmp_path / "starting"
+    process = start(run_dir, launcher=(sys.executable,))
+    deadline = time.monotonic() + LIMIT_S
+    while not PHASES[phase](run_dir, process):
+        assert process.poll() is None, output_of(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGTERM)
+    output = output_of(process)
+    if phase == "the command has begun" and process.returncode == -signal.SIGTERM:
+        return  # before its first line: task.sh makes 85 of it
+    assert process.returncode == 85, output[-3000:]
+    assert "stopped: told to stop by SIGTERM before the run began" in output
+    assert "restarting it" not in output
+    assert not list(run_dir.glob("checkpoints/step_*"))
+    events = run_dir / "events.jsonl"
+    kinds = [row["kind"] for row in read_jsonl(events)] if events.exists() else []
+    assert "start" not in kinds or kinds[-1] == "preempted"
 
 
 def test_a_job_near_its_end_makes_no_update_that_it_could_not_save(

@@ -116,7 +116,7 @@ def test_a_run_of_the_former_preset_goes_on_with_it(
 ) -> None:
     """By the recipe as it is today; ``--allow-change`` changes over. A run of today's is not touched."""
     run_dir, recipe = unpack(HERE / "bapo/run.tar.xz", tmp_path / "run"), todays_recipe(tmp_path)
-    names = ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
+    names = ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens", "reward.on_failure")
     flags = ["--allow-change", *names] if allowed else []
     config = train_flags("train", [str(recipe), f"--run-dir={run_dir}", *flags]).run
     said = capsys.readouterr().err
@@ -127,8 +127,9 @@ def test_a_run_of_the_former_preset_goes_on_with_it(
     assert (
         f"{run_dir} began with one search of the bounds an update (preset balanced), and goes on so" in said
     )
+    assert "had the reward reward.failed=0, and goes on so" in said
     before = load_recipe(ROOT / RECIPES["bapo"], RunConfig)
-    assert config.algorithm == before.algorithm
+    assert (config.algorithm, config.reward.on_failure) == (before.algorithm, "value")
 
     store_config(config)  # as its continuation does: it is still an old run
     assert train_flags("train", [str(recipe), f"--run-dir={run_dir}"]).run == config
@@ -182,8 +183,12 @@ def test_a_run_of_the_former_preset_computes_what_it_would_have(tmp_path: Path) 
 
 
 def _former(row: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
-    """``row`` without the metrics that were added since, which rows ``like`` those of the time lack."""
-    return {name: value for name, value in row.items() if "/" not in name or name in like}
+    """``row`` without the metrics that were added since, which rows ``like`` those of the time lack.
+
+    What was sampled, trained on or not, had the names that are the batch's today.
+    """
+    then = {name: row.get(f"sampled/{name}", value) for name, value in row.items()}
+    return {name: then[name] for name in (*like, *row) if name in then and ("/" not in name or name in like)}
 
 
 def _assert_alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

@@ -23,8 +23,8 @@ from bapo_megatron.planning.rehearsal.records import RankRequest
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from checkpoints_tools.to_hf import to_hf
-from checkpoints_tools.to_megatron import to_megatron
+from checkpoints_tools.hf_to_megatron import to_megatron
+from checkpoints_tools.megatron_to_hf import to_hf
 from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 from tests.support.metrics import results
 from tests.support.processes import servers_of

@@ -97,8 +97,8 @@ def test_a_rollout_only_run_has_a_report_and_no_checkpoint(sampled: Path) -> Non
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         line = next(line for line in output.splitlines() if line.startswith(f"step {row['step']}/3"))
-        assert f"reward {row['reward/mean']:.3f}" in line
-        assert f"right {row['reward/correct_fraction']:.1%}" in line
+        assert f"reward {row['sampled/reward/mean']:.3f}" in line
+        assert f"right {row['sampled/reward/correct_fraction']:.1%}" in line
         assert row["rollout/groups_uniform"] == row["rollout/groups_dropped"]
         assert row["time/tokens_per_s"] > 0
     assert "3 steps" in output

@@ -180,17 +180,23 @@ def test_a_run_that_is_evaluated_computes_the_same(whole: Path, tmp_path: Path) 
     for log in ("metrics.jsonl", "updates.jsonl"):
         assert results(run_dir, log) == results(whole, log)
     rows = read_jsonl(run_dir / "evaluations.jsonl")
-    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert [row["step"] for row in rows] == [0, 2, 4, 5]
     assert all(row["eval/sums/problems"] == 10 for row in rows)
     assert all(row["eval/mean"] == pytest.approx(row["eval/sums/avg@3"]) for row in rows)
     assert max(row["eval/mean"] for row in rows) > 0
     for row in rows:
         responses = read_jsonl(run_dir / f"evaluation/step_{row['step']:06d}.jsonl")
         assert sum(one["correct"] for one in responses) / 30 == pytest.approx(row["eval/mean"])
-    _, second, fourth = rows
+    _, second, fourth, _ = rows  # of the last step no checkpoint is left to be deleted
     best = 4 if fourth["eval/mean"] >= second["eval/mean"] else 2
     names = {path.name for path in (run_dir / "checkpoints").iterdir()}
     assert names == {f"step_{best:06d}", "step_000005"}
+
+
+def files_of(run_dir: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of every file of a run."""
+    found = {path: path.stat() for path in run_dir.rglob("*") if path.is_file()}
+    return {str(path): (about.st_size, about.st_mtime_ns) for path, about in found.items()}
 
 
 @pytest.mark.slow
@@ -210,10 +216,13 @@ def test_the_last_evaluation_is_made_again_if_it_was_cut(tmp_path: Path) -> None
     assert read_jsonl(log)[1]["eval/mean"] == rows[1]["eval/mean"]
     assert responses.read_bytes() == before
     assert results(run_dir, "updates.jsonl") == updates
-    made = log.read_bytes(), responses.stat().st_mtime_ns
+    made = files_of(run_dir)
     output = finish(start(run_dir, *flags))
     assert "all 2 steps are done" in output
-    assert (log.read_bytes(), responses.stat().st_mtime_ns) == made
+    assert files_of(run_dir) == made
+    refused = start(run_dir, *flags, "--steps=1", "--evaluation.every=1")
+    assert "steps=1, but" in output_of(refused)
+    assert refused.returncode == 2
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.commands.cluster.status import read_status
 from tests.slurm.cluster.cluster import Cluster
 from tests.slurm.jobs import Job, submit
 
@@ -48,6 +49,24 @@ def test_the_deadline_is_kept_without_a_signal_from_slurm(cluster: Cluster, run:
     job.until(lambda: job.events("job_requeue"))
     assert requeues(job) == ["time_limit"]
     assert job.events("signal")[0]["signal"] == "deadline"
+
+
+def test_a_changed_time_limit_is_noticed_while_the_job_runs(cluster: Cluster, run: Path) -> None:
+    """A later end, and then one that is near: it saves in time, as at a time limit."""
+    flags = stand_in(steps=10_000, step_s=0.2)
+    job = submit(
+        cluster, run, "colocated.sbatch", [*ONE, "--time=1"], flags, BAPO_LEAD_S="45", BAPO_END_LOOK_S="1"
+    )
+    job.until(lambda: job.events("job_ready"))
+    cluster.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
+    job.until(lambda: job.events("job_end_moved"))
+    status = read_status(run)
+    assert status.seconds_left is not None
+    assert status.seconds_left > 1200
+    cluster.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=2")
+    job.until(lambda: job.events("job_requeue"))
+    assert requeues(job) == ["time_limit"]
+    assert 0 < job.events("signal")[-1]["seconds_left"] < 120
 
 
 def test_scancel_with_a_signal_requeues_the_job(cluster: Cluster, run: Path) -> None:

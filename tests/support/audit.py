@@ -62,17 +62,25 @@ class _Group:
     responses: list[_Response]
     begun_after: int
     """The step whose weights were the last to come before it was begun."""
-    rewards: list[float] | None = None
+    rewards: list[float | None] | None = None
+    """None for a response that is left out."""
     end: str | None = None
     """``trained``, or why it was dropped."""
 
     @property
     def tokens(self) -> int:
-        return sum(len(response.sampled) for response in self.responses)
+        return sum(len(response.sampled) for response in self.kept)
+
+    @property
+    def kept(self) -> list[_Response]:
+        """The responses that are not left out."""
+        if self.rewards is None:
+            return self.responses
+        return [one for one, reward in zip(self.responses, self.rewards, strict=True) if reward is not None]
 
     @property
     def is_uniform(self) -> bool:
-        return self.rewards is not None and len(set(self.rewards)) == 1
+        return self.rewards is not None and len({*self.rewards} - {None}) <= 1
 
 
 class Audit:
@@ -252,7 +260,10 @@ class Audit:
         assert group.rewards is None, "scored twice"
         assert all(response.reason for response in group.responses)
         assert len(fields["rewards"]) == len(group.responses)
+        before = group.tokens
         group.rewards = fields["rewards"]
+        if left_out := before - group.tokens:
+            self.tokens["dropped_failed"] += left_out
         self._new.add(fields["number"])
 
     def _dropped(self, fields: dict[str, Any], _arrays: dict[str, np.ndarray]) -> None:
@@ -264,6 +275,8 @@ class Audit:
         elif reason == "stale":
             assert self.config.on_stale != "train"
             assert self._lag(group, max(self.served, self.weights_step) + 1) > self.config.max_staleness
+        elif reason == "failed":
+            assert len(group.kept) < 2
         else:
             assert reason == "refused"
         group.end = reason
@@ -316,7 +329,7 @@ class Audit:
         return max(fit) if fit or before is None else before
 
     def _lag(self, group: _Group, step: int) -> int:
-        versions = {version for response in group.responses for version in response.sampled}
+        versions = {version for response in group.kept for version in response.sampled}
         return max((step - 1 - self._made(version, step) for version in versions), default=0)
 
     def _is_too_old(self, group: _Group, step: int) -> bool:
@@ -327,8 +340,9 @@ class Audit:
         prompt = self.prompts[group.place[1]]
         assert stored.prompt_id == prompt.prompt_id
         assert np.array_equal(stored.prompt_ids, prompt.token_ids_P)
-        assert [response.reward for response in stored.responses] == group.rewards
-        for ours, theirs in zip(group.responses, stored.responses, strict=True):
+        rewards = [one for one in group.rewards or [] if one is not None]
+        assert [response.reward for response in stored.responses] == rewards
+        for ours, theirs in zip(group.kept, stored.responses, strict=True):
             assert theirs.token_ids.tolist() == ours.ids
             assert theirs.log_probs.tobytes() == b"".join(ours.log_probs)
             assert theirs.versions.tolist() == ours.versions

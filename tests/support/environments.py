@@ -41,6 +41,8 @@ def acted(self: Environment, turn: str, turns: int) -> Reply:
         return Reply("noted", note="x" * (70 << 10))
     if turn == "nan":
         return Reply("paid", reward=float("nan"))
+    if turn == "digits":
+        return Reply("paid", reward="1.0")  # type: ignore[arg-type]
     if turn == "end":
         return Reply(None, reward=1.0, metrics={"turns": turns})
     return Reply(f"{turns}:{turn}", reward=0.5, metrics={"steps": 1}, note={"turns": turns})
@@ -213,6 +215,13 @@ class NoStep(Environment):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task, {})
+
+
+class InSteps(Environment):
+    """Yields its replies."""
+
+    def step(self, turn: str) -> Any:
+        yield Reply(None)
 
 
 class Twice(Plain):

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from checkpoints_tools.conversion import carried_beside
-from checkpoints_tools.to_megatron import arguments
+from checkpoints_tools.hf_to_megatron import arguments
 from tests.support.checkpoint_models import load_tensors
 
 Tensors = dict[str, torch.Tensor]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import functools
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,48 @@ class _Object:
 OBJECT = _Object()
 
 
+class _Later:
+    async def __call__(self, prompt: Any, response: str) -> float:
+        return 0.5
+
+
+LATER = _Later()
+LATER_IN_PART = functools.partial(functools.partial(later))
+
+
+@functools.wraps(later)
+def waited(prompt: Any, response: str) -> float:
+    """A plain function, made of an async one."""
+    return asyncio.run(later(prompt, response))
+
+
+def in_steps(prompt: Any, response: str) -> Iterator[float]:
+    """No number, but something to go through."""
+    yield 0.5
+
+
+class _InSteps:
+    def __call__(self, prompt: Any, response: str) -> Iterator[float]:
+        yield 0.5
+
+
+IN_STEPS = _InSteps()
+
+
+class Verdict:
+    """An object that is no number."""
+
+    def __init__(self, prompt: Any, response: str) -> None:
+        self.score = 0.5
+
+
+class Half(float):
+    """A number that is an object of a class."""
+
+    def __new__(cls, prompt: Any, response: str) -> Half:
+        return super().__new__(cls, 0.5)
+
+
 def quotes_the_response(_: Any, rest: str) -> float:
     raise ValueError(rest)
 
@@ -129,6 +174,7 @@ ACTIONS = {
     "nan": lambda *_: float("nan"),
     "inf": lambda *_: float("-inf"),
     "none": lambda *_: None,
+    "digits": lambda *_: "1.0",
     "text": lambda *_: "much",
     "true": lambda *_: True,
 }

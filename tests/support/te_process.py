@@ -91,6 +91,7 @@ def main() -> None:
     die_with_parent()
     if sys.argv[1] == APEX:
         sys.path.insert(0, str(Path(__file__).parent / "played_apex"))
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # the compiled one has precedence
     else:
         install(find_sources(sys.argv[1]))
         take_float32()

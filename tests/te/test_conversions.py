@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.hf.parameter_map import mapping_table
 from bapo_megatron.policy.megatron import MegatronPolicy
-from checkpoints_tools.to_hf import to_hf
-from checkpoints_tools.to_megatron import to_megatron
+from checkpoints_tools.hf_to_megatron import to_megatron
+from checkpoints_tools.megatron_to_hf import to_hf
 from tests.distributed.test_converted_checkpoints import load_converted
 from tests.support.models import FAMILIES, save_tiny_model
 from tests.support.saves import complete

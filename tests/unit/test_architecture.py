@@ -32,7 +32,7 @@ SIBLINGS = {"rollout", "policy", "checkpoint"}
 LARGEST_ROOM = 20
 TOOLS_MAY_USE = {
     *("errors", "runtime.files", "runtime.run_paths", "runtime.text_table", "runtime.written_folders"),
-    *("hf.config", "hf.fp8", "hf.parameter_map", "layers"),
+    *("hf.config", "hf.fp8", "hf.parameter_map", "hf.weight_files", "layers"),
 }
 
 
@@ -179,6 +179,27 @@ def test_no_tuple_is_unpacked_in_a_call() -> None:
         for call in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)):
             unpacked = [one.value for one in call.args if isinstance(one, ast.Starred)]
             assert not [one for one in unpacked if isinstance(one, ast.Tuple | ast.List)], (path, call.lineno)
+
+
+READ_IN_ITS_OWN_WAY = {
+    "bapo_megatron.runtime.device": "the one reading; an empty CUDA_VISIBLE_DEVICES hides the GPUs",
+    "bapo_megatron.planning.rehearsal.transformer_engine.installation": "puts back what was there",
+    "bapo_megatron.rollout.weight_sync.broadcast": "puts back what was there",
+    "bapo_megatron.rollout.engines.sglang_launch.access": "imports nothing of the package; empty is unset",
+    "bapo_megatron.rollout.engines.sglang_cpu.stand_ins": "imports nothing of the package",
+}
+
+
+def test_environment_variables_are_read_in_one_way() -> None:
+    """``environment_variable`` takes an empty one as unset: scripts and cluster files leave such."""
+    for name, path in modules().items():
+        for node in ast.walk(tree_of(path)):
+            is_call = isinstance(node, ast.Attribute) and node.attr in ("get", "setdefault", "getenv")
+            owner = ast.unparse(node.value) if is_call else ""
+            is_test = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)
+            tested = ast.unparse(node.comparators[0]) if is_test else ""
+            reads = "os.environ" in (owner, tested) or ast.unparse(node) == "os.getenv"
+            assert not reads or name in READ_IN_ITS_OWN_WAY, (path, node.lineno)
 
 
 def test_the_tools_for_checkpoints_stand_alone() -> None:

@@ -11,8 +11,6 @@ With ``algorithm.bounds.scope=micro_batch`` parts of an update of about ``bounds
 groups, have bounds of their own. They depend on the update's data alone: they are the same on every rank, in
 every layout and with every pack length (not so with ``bounds_tokens=None``: then the parts are the packs).
 ValueError for a pack that is not of ``data.packing.pack_samples``.
-
-Used by ``commands/verify.py``, ``trainer/rollout_only.py`` and ``benchmarks/diagnostics.py``.
 """
 
 from __future__ import annotations

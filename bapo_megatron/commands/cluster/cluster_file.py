@@ -1,7 +1,7 @@
 """Cluster file: the TOML settings of a Slurm site, which ``bapo submit --cluster FILE`` reads and checks.
 
 ``load_cluster`` raises one ConfigError with all problems of names and types, or else of values, before
-anything is submitted. Used by ``job.py`` and ``submit.py``.
+anything is submitted.
 """
 
 from __future__ import annotations

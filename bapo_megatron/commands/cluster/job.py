@@ -1,7 +1,7 @@
 """Slurm job of a recipe: node groups, environment settings, and the checks before its submission.
 
 Nothing here calls Slurm: ``submit.py`` makes the job, has it checked, and hands its specification to
-``slurm/launch.py``. Used by ``submit.py``.
+``slurm/launch.py``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from bapo_megatron.commands.cluster.cluster_file import CONTROL, ClusterFile
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GB, Job, PlanOptions, find_shape, shape_folder
+from bapo_megatron.planning.memory import host_bytes
 from bapo_megatron.planning.plan import make_plan, nodes_text, summary
 from bapo_megatron.planning.rehearsal.job import RehearseOptions, rehearse_job
 from bapo_megatron.planning.rehearsal.results import rehearsal_verdict
-from bapo_megatron.rollout.engines.pool_state import load_seconds
+from bapo_megatron.planning.sizes import total_parameters
+from bapo_megatron.rollout.engines.pool_state import load_seconds, read_seconds
 from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 
 _TO_SLURM = ("account", "partition", "time", "qos", "constraint", "cpus_per_task", "mem")
@@ -214,6 +216,17 @@ class ClusterJob:
                 f"the run's folder needs {need:,.0f} GB by `bapo plan`, and the probe asks the nodes for "
                 f"{disk:g}: set health.disk_gb = {math.ceil(need)} in the cluster file"
             )
+        memory, asked = self._memory_need(), self.cluster.health.memory_gb
+        if self.cluster.health.probe == "on" and memory is not None and asked < memory / 1.2:
+            yield (
+                f"a node needs {memory / 1.2:,.0f} GB of host memory while it saves by `bapo plan`, and the "
+                f"probe asks for {asked:g}: set health.memory_gb = {math.ceil(memory)} in the cluster file"
+            )
+        if self.rollout_nodes and self._load_seconds() is None:
+            yield (
+                "how long servers read the weights is unknown, for this machine has neither them nor the "
+                "model's config.json: servers that are not ready after engines_wait_s are given up; raise it"
+            )
         yield from self._shares()
         if self.cluster.rollout_nodes > self.rollout_nodes:
             yield (
@@ -250,6 +263,24 @@ class ClusterJob:
                 "neither cpus_per_task nor exclusive is set: Slurm gives a task one core, if the site has no "
                 "other default; set one of them in the cluster file"
             )
+
+    def _load_seconds(self) -> float | None:
+        """Time in which a server reads the model's weights, by its config.json where this machine lacks them;
+        None if it has neither."""
+        if found := load_seconds(self.root / self.config.model.hf_path, 0.0):
+            return found
+        try:
+            shape = find_shape(self.recipe, self.config.model.hf_path)
+        except ConfigError:
+            return None
+        return read_seconds(total_parameters(shape) * Job(self.config, shape, PlanOptions()).element)
+
+    def _memory_need(self) -> float | None:
+        """Host memory in GB that a node needs while it saves, and a fifth more; None without a plan."""
+        try:
+            return 1.2 * host_bytes(self.planned()) / GB
+        except ConfigError:
+            return None
 
     def _disk_need(self) -> float | None:
         """Size of the run directory in GB, with its rollouts at the plan's lengths; None if this machine does
@@ -311,7 +342,7 @@ class ClusterJob:
             "BAPO_SERVERS_PER_NODE": self.servers_per_node,
             "BAPO_SERVER_GPUS": self.config.rollout.sglang.tensor,
             "BAPO_ENGINES_WAIT_S": cluster.engines_wait_s,
-            "BAPO_ENGINES_LOAD_S": int(load_seconds(self.config.model.hf_path, 0.0)),
+            "BAPO_ENGINES_LOAD_S": int(self._load_seconds() or 0.0),
             "BAPO_LOOK_S": cluster.look_s,
             "BAPO_HEALTH": health.probe,
             "BAPO_HEALTH_WAIT_S": health.wait_s,

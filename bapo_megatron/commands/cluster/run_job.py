@@ -1,7 +1,7 @@
 """The job of a run, a Slurm job or a process of this machine: its state, its logs, its cancellation.
 
 ``bapo logs`` and ``bapo cancel``. Slurm's commands are called with a deadline. Logs are those of the newest
-start, RUN/logs/JOB/RESTART/*.log of a Slurm job. Used by ``status.py`` and ``submit.py``.
+start, RUN/logs/JOB/RESTART/*.log of a Slurm job.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from bapo_megatron.errors import ConfigError, printable, refuse_arguments
-from bapo_megatron.runtime.files import read_plain, write_atomically
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 RUNNING_STATES = ("RUNNING", "SIGNALING", "RESIZING")
@@ -83,20 +83,20 @@ def read_job_state(run: Path, ask: Ask | None = None) -> JobState | None:
 
 def _submitted(run: Path) -> int | None:
     try:
-        with read_plain(RunPaths(run).submitted_job) as file:
+        with RunPaths(run).submitted_job.open("rb") as file:
             return _number(file.read(_MOST_STATE_BYTES).decode(errors="replace").strip()) or None
     except FileNotFoundError:
         return None
 
 
 def _read_state_file(run: Path) -> JobState | None:
-    """The state file; None if there is none. ConfigError if it is no plain file, or names no job.
+    """The state file; None if there is none. ConfigError if it names no job.
 
     The job is an argument of Slurm's commands: `scancel --user=...` would end every job of the user.
     """
     path = RunPaths(run).slurm_state
     try:
-        with read_plain(path) as file:
+        with path.open("rb") as file:
             lines = file.read(_MOST_STATE_BYTES).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return None
@@ -229,7 +229,7 @@ def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
             f"its terminal"
         )
     for path in logs:
-        with read_plain(path) as file:
+        with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
@@ -249,7 +249,7 @@ def follow_logs(
         time.sleep(0.5)
         for path in newest_logs(run, every_rank, ask):
             size = path.stat().st_size
-            with read_plain(path) as file:
+            with path.open("rb") as file:
                 file.seek(seen.get(path, 0) if size >= seen.get(path, 0) else 0)
                 text = file.read().decode(errors="replace")
             seen[path] = size

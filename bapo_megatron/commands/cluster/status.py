@@ -30,7 +30,7 @@ from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
 from bapo_megatron.runtime.event_kinds import BEGINNINGS, ENDS, event_text, is_trouble, last_turn
 from bapo_megatron.runtime.event_sender import Patience, read_progress
-from bapo_megatron.runtime.files import file_time, read_plain
+from bapo_megatron.runtime.files import file_time
 from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.text_table import text_table
@@ -126,7 +126,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
     running = job is not None and job.status == "running" and job.end > 0
     state = _state(run, job)
     waits = state.startswith("PENDING")  # a requeued job has lost the nodes and servers of its last start
-    gone = waits or (job is None and state.startswith("not running"))
+    runs = not waits and state.split(" ")[0] in (*LIVE_STATES, "COMPLETING", "running")
     return Status(
         run=run,
         job=replace(job, nodes="") if job and waits else job,
@@ -137,7 +137,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         metrics=metrics,
         checkpoint=saved[0] if saved else None,
         checkpoint_age_s=files_now - saved[1] if saved else None,
-        engines=None if gone else _engines(run, metrics, files_now, job is not None),
+        engines=_engines(run, metrics, files_now, job is not None) if runs else None,
         moved=_moved(paths.metrics),
         starts=_starts(config),
         stalled_s=_stalled_s(run, config, now, files_now) if state.lower().startswith("running") else None,
@@ -264,7 +264,7 @@ def _engines(run: Path, metrics: dict[str, Any], now: float, of_job: bool) -> tu
 
 def _is_ready(file: Path, now: float) -> bool:
     try:
-        with read_plain(file) as opened:
+        with file.open("rb") as opened:
             found = parse_row(opened.read(_MOST_ENTRY_BYTES))
         return now - file.stat().st_mtime < FRESH_S and found.get("state") == "ready"
     except (OSError, ValueError, ConfigError):  # it is being replaced; or a link, which the job ignores, too

@@ -34,6 +34,7 @@ from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.commands.train_flags import train_flags
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError, printable
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -191,7 +192,7 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
 
 def nemo_run_python(here: Callable[[str], object] = find_spec) -> str:
     """Interpreter that has NeMo-Run: ``BAPO_NEMO_RUN_PYTHON``, this one, or that of `make nemo-run`."""
-    if named := os.environ.get(PYTHON_VARIABLE):
+    if named := environment_variable(PYTHON_VARIABLE):
         if not Path(named).is_file():
             raise ConfigError(f"{PYTHON_VARIABLE}={named} does not exist")
         return named

@@ -71,7 +71,7 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
     python = Path(need.python) if need.python else None
     colocated = need.starts_servers and need.colocated
     programs = need.runs_programs, need.allow_weak_sandbox, need.forgeable_rows
-    yield from guarded("training", package_rows)
+    yield from guarded("training", lambda: package_rows(trackers=need.trackers))
     yield from guarded("SGLang", lambda: sglang_rows(need.starts_servers, python, colocated))
     yield from guarded("machine", lambda: machine_rows(Path(need.directory), need.disk_gb))
     yield from guarded("code sandbox", lambda: sandbox_rows(*programs))

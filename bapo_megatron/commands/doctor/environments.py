@@ -4,7 +4,7 @@ It runs in the child process of ``recipe.py``, as in a run: in a worker of the p
 settings and limits of the recipe, an object for the first row of the source. It is asked once, also where a
 run would ask again, since it may act outside. A step that fails is a row, no exception: a `problem` if there
 is no object or no valid ``Reply``, which no turn can change; `optional` if the step failed on a turn that no
-model has said, or had no answer in the doctor's time. Used by ``recipe.py``.
+model has said, or had no answer in the doctor's time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUDGET_S = 300.0
 """Seconds for all trials together, the imports of their workers included."""
 AT_A_TIME = 4
 """Environments that are tried at a time."""
-GOES_ON = "a run goes on, and this response fails (reward.failed)"
+GOES_ON = "a run goes on, and this response fails (reward.on_failure)"
 _SHOWN, _SETTINGS_SHOWN = 60, 300
 """Most characters of an observation, and of the settings of a class that failed."""
 _LAST_LINES, _LAST_BYTES = 5, 4000

@@ -2,7 +2,7 @@
 
 They only read; those that touch a file system do so in a child process with a deadline, since one may hang.
 ``python -m bapo_megatron.commands.doctor.machine`` enters a user and a network namespace, in a process that
-then ends, and prints one JSON object: the error number of each, 0 if it is granted. Used by ``doctor.py``.
+then ends, and prints one JSON object: the error number of each, 0 if it is granted.
 """
 
 from __future__ import annotations

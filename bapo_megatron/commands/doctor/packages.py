@@ -4,9 +4,9 @@
 
 Packages are imported by this child process, so one that hangs or crashes costs only its own row. It prints a
 JSON object a line, after each import: ``{"module": ..., "error": null or text, "facts": {...}}``. The tested
-versions are pinned in ``constraints.txt``, and for SGLang's environment in its ``requirements.txt``, from
-which `make` installs; the permitted ranges are in the metadata of this package (``setup.py``). Used by
-``doctor.py``, ``servers.py`` and ``sglang.py``.
+versions are pinned in ``constraints.txt``, and for SGLang's environment in its ``requirements.txt``, or with
+CUDA builds in ``cluster/sglang.txt``: `make` installs from them. The permitted ranges are in the metadata of
+this package (``setup.py``).
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ SECTION = "training"
 _PACKAGE = Path(__file__).parents[2]
 TRAINING = _PACKAGE / "constraints.txt"
 SGLANG = _PACKAGE / "rollout/engines/sglang_cpu/requirements.txt"
+SGLANG_CUDA = _PACKAGE.parent / "cluster/sglang.txt"
+"""Of the checkout, from which `make cluster` installs."""
 IMPORT_DEADLINE_S = 120.0
 """Seconds for all imports together, on a busy machine with a slow disk."""
 _LEAST_S = 5.0
@@ -66,6 +68,8 @@ class Package:
     """Imported where torch sees a GPU only, and then used: a failing import is a problem there."""
 
 
+BOARDS = "logging.trackers"
+"""The field that makes a board's package a required one."""
 _OF_THEIR_NAMES = (
     *("transformers", "tokenizers", "safetensors", "datasets", "math-verify", "aiohttp", "uvloop", "numpy"),
     *("packaging", "psutil", "einops", "orjson", "pybase64", "jinja2", "matplotlib", "rich"),
@@ -78,15 +82,15 @@ PACKAGES = (
     *(Package(name, name.replace("-", "_")) for name in ("typeguard", "tyro", "annotated-types")),
     Package("transformer-engine", "transformer_engine.pytorch", "fused layers on GPUs", "make cluster", True),
     Package("apex", None, "fused kernels on GPUs without Transformer Engine", "from source"),
-    Package("flash-attn", None, "Transformer Engine's attention on an A100", "make cluster"),
-    Package("wandb", None, "logging.trackers", '"wandb>=0.19"'),
-    Package("trackio", None, "logging.trackers", '"trackio>=0.43,<0.44"'),
-    Package("mlflow-skinny", None, "logging.trackers", '"mlflow-skinny>=3.17" sqlalchemy alembic'),
+    Package("flash-attn", None, "Transformer Engine's attention on an A100", "make cluster CLUSTER_ARCH=8.0"),
+    Package("wandb", None, BOARDS, '"wandb>=0.19,<1"'),
+    Package("trackio", None, BOARDS, '"trackio>=0.43,<0.44"'),
+    Package("mlflow-skinny", None, BOARDS, '"mlflow-skinny>=3.17,<4" "sqlalchemy>=2,<3" "alembic>=1.14,<2"'),
 )
 
 
-def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
-    """The row of Python, then one for each package."""
+def package_rows(packages: Sequence[Package] = PACKAGES, trackers: Sequence[str] = ()) -> Iterator[DoctorRow]:
+    """The row of Python, then one for each package. ``trackers``: the boards of the recipe."""
     yield python_row(sys.version_info[:3])
     ranges, tested = permitted(), pins(TRAINING)
     versions = {package.name: installed_version(package.name) for package in packages}
@@ -99,6 +103,9 @@ def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
         result = imports.get(package.module or "", Import())
         name = canonical(package.name)
         row = package_row(package, versions[package.name], result, ranges.get(name), tested.get(name))
+        is_chosen = package.purpose == BOARDS and name.removesuffix("-skinny") in trackers
+        if is_chosen and row.state == "optional":
+            row = replace(row, state="problem")
         if package.name == "apex" and row.state == "ok" and not has_apex():
             row = replace(row, state="optional", found=_NOT_APEX.format(row.found), fix="pip uninstall apex")
         yield row

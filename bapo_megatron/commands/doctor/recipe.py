@@ -6,7 +6,7 @@ The child prints JSON objects on its standard output, one a line, of which the l
 that hangs or crashes costs its own rows alone. `problems`; `facts` for the other sections, None if the recipe
 could not be loaded; `trials`, the rows of each source's reward and environment; `next`, what is tried after
 this line. A reward is tried as in a run, with one worker and one response to one row; one that fails is a
-row, no exception. It ends with exit code 2 if a flag is wrong. Used by ``doctor.py`` and ``servers.py``.
+row, no exception. It ends with exit code 2 if a flag is wrong.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class RecipeFacts:
     allow_weak_sandbox: bool = False
     forgeable_rows: int = 0
     """Rows of the dataset with tests that a program can pass by forging."""
+    trackers: list[str] = field(default_factory=list)
+    """The boards that it names."""
 
 
 def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], RecipeFacts | None]:
@@ -135,7 +137,7 @@ def main(arguments: Sequence[str]) -> None:
         passed: list[object] = []
         problems += problems_of(config, passed)
         facts = facts_of(config)
-        trials += _turn_end(config)
+        trials += [*_turn_end(config), *_files_left_out(config)]
         tell("reward")
         # The sandbox's problem is reported once.
         trials += [row for row in _try_rewards(config, passed) if row.found not in problems]
@@ -166,6 +168,20 @@ def _turn_end(config: RunConfig) -> list[DoctorRow]:
         f"eos_token_id of {folder / 'generation_config.json'}"
     )
     return [DoctorRow(SECTION, "stop tokens", "optional", found, "the template's own end", fix)]
+
+
+def _files_left_out(config: RunConfig) -> list[DoctorRow]:
+    """The row of safetensors files in the model's folder that are not part of the model; else none."""
+    from bapo_megatron.hf.weight_files import left_out_text
+
+    try:
+        found = left_out_text(config.model.hf_path)
+    except ConfigError:  # it is among the problems
+        return []
+    if found is None:
+        return []
+    fix = "nothing if they are of something else; to train them, take the index that names them"
+    return [DoctorRow(SECTION, "weight files", "optional", found, "only files of the model", fix)]
 
 
 def _try_environments(config: RunConfig, passed: Sequence[object], latest: float) -> list[DoctorRow]:
@@ -236,27 +252,31 @@ async def _scored(config: RunConfig, prompt: Prompt, response: str) -> RewardRes
 
 
 def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterator[str]:
-    """Every problem of the recipe, each once. Wrong fields (the first check) end the search.
+    """Every problem of the recipe, each once. What the checks that pass return is appended to ``passed``.
 
-    What the checks that pass return is appended to ``passed``.
+    After wrong fields (the first check) others may crash on their values, or refuse the same fields in other
+    words: neither is another problem.
     """
     from bapo_megatron.trainer.preflight import run_checks
 
     told: set[str] = set()
     passed = [] if passed is None else passed
+    wrong_fields: set[str] = set()
     for number, check in enumerate(run_checks(config)):
         try:
             passed.append(check())
             continue
         except ConfigError as error:
-            found = str(error).splitlines()
+            found = [one for one in str(error).splitlines() if one.partition("=")[0] not in wrong_fields]
+            if number == 0:
+                wrong_fields = {one.partition("=")[0] for one in found}
         except Exception as error:  # a check that crashes is reported like one that fails
+            if wrong_fields:
+                continue
             where = traceback.extract_tb(error.__traceback__)[-1]
             found = [f"{type(error).__name__} in {where.name}: {one_line(error)}"]
         yield from (problem for problem in found if problem not in told)
         told.update(found)
-        if number == 0:
-            return
 
 
 def facts_of(config: RunConfig) -> RecipeFacts:
@@ -282,6 +302,7 @@ def facts_of(config: RunConfig) -> RecipeFacts:
         require_api_key=sglang.require_api_key,
         allow_weak_sandbox=config.reward.allow_weak_sandbox,
         forgeable_rows=_forgeable_rows(config),
+        trackers=list(config.logging.chosen),
     )
 
 

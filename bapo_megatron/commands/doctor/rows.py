@@ -1,7 +1,7 @@
 """Rows of the doctor's report, the common result of all its checks, and their text and JSON.
 
 The text comes row by row, while later checks still run, so columns have fixed widths. Words stay whole:
-addresses and commands are copied from it. Used in this folder.
+addresses and commands are copied from it.
 """
 
 from __future__ import annotations

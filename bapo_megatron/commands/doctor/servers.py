@@ -36,6 +36,7 @@ from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     read_key_file,
 )
 from bapo_megatron.runtime.child_process import within
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.http import Answer, ask
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -115,7 +116,7 @@ def get(url: str, deadline_s: float = DEADLINE_S, *, headers: Mapping[str, str] 
 
 def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, DoctorRow]:
     """Request headers for the server at ``url``, None if no known key opens it; and the row of its key."""
-    named = facts.api_key_file or os.environ.get(VARIABLE)
+    named = facts.api_key_file or environment_variable(VARIABLE)
     path = Path(named) if named else RunPaths(Path(facts.directory)).api_key
     try:
         key = read_key_file(path) if named or os.path.lexists(path) else None

@@ -1,7 +1,6 @@
 """SGLang environment checks of ``bapo doctor``: versions and GPUs, asked of its own interpreter.
 
 SGLang has an environment of its own and is never imported here: child processes ask, each with a deadline.
-Used by ``doctor.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.packages import SGLANG, TRAINING, pins
+from bapo_megatron.commands.doctor.packages import SGLANG, SGLANG_CUDA, TRAINING, pins
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
 from bapo_megatron.rollout.engines.sglang.requirements import install_command
 from bapo_megatron.runtime.child_process import CommandResult, run_command
@@ -23,8 +22,13 @@ GPU_DEADLINE_S = 120.0
 """Seconds for that environment's torch to be imported and to initialize CUDA."""
 PACKAGES = {"sglang": True, "torch": True, "sglang-router": False}
 """Packages to look up, and whether servers need them."""
+_KERNELS = "sglang-kernel"
+"""The package that an environment of `make cluster` has, and one of `make sglang` has not."""
 _CUDA = Path("/usr/local/cuda")
 """Where SGLang and FlashInfer look for CUDA's compiler last."""
+
+_TOOLKIT = ("bin/nvcc", "include/cuda_runtime.h")
+"""Files of a toolkit that serves: a folder of links to programs has no headers."""
 
 _ASK = """
 import json, sys
@@ -53,21 +57,28 @@ def sglang_rows(required: bool, given: Path | None = None, colocated: bool = Fal
     except Exception as error:  # ConfigError, or whatever a broken package of this environment raises
         yield DoctorRow(SECTION, "interpreter", missing(required), one_line(error), use, install_command())
         return
-    child = run_command([str(python), "-I", "-c", _ASK, *PACKAGES], DEADLINE_S)
+    child = run_command([str(python), "-I", "-c", _ASK, *PACKAGES, _KERNELS], DEADLINE_S)
     versions = _versions(child.output)
     if child.ended or versions is None:
         found = f"{_shown(python)}: {one_line(child.reason() or 'no answer')}"
         yield DoctorRow(SECTION, "interpreter", missing(required), found, use, install_command())
         return
     yield DoctorRow(SECTION, "interpreter", "ok", f"{_shown(python)}, Python {versions['python']}", use)
-    tested = {"torch": pins(TRAINING).get("torch"), **pins(SGLANG)}
+    command, tested = tested_versions(has_kernels=versions.get(_KERNELS) is not None)
     for name, needed in PACKAGES.items():
-        yield sglang_package_row(name, versions.get(name), tested.get(name), required, needed)
+        yield sglang_package_row(name, versions.get(name), tested.get(name), required, needed, command)
     if versions.get("torch") and should_have_gpu():
         yield sglang_gpu_row(run_command([str(python), "-I", "-c", _ASK_GPU], GPU_DEADLINE_S), required)
         environment = server_environment(cuda=True, colocated=True, python=python)
         yield preload_row(tried_preload(python, environment, GPU_DEADLINE_S), python, colocated)
         yield compilers_row(environment, required)
+
+
+def tested_versions(has_kernels: bool) -> tuple[str, dict[str, str]]:
+    """The command that makes an environment, with CUDA kernels or without, and the versions it installs."""
+    if has_kernels and SGLANG_CUDA.is_file():
+        return "make cluster", pins(SGLANG_CUDA)
+    return install_command(), {"torch": pins(TRAINING)["torch"], **pins(SGLANG)}
 
 
 def preload_row(child: CommandResult, python: Path, required: bool) -> DoctorRow:
@@ -83,19 +94,26 @@ def preload_row(child: CommandResult, python: Path, required: bool) -> DoctorRow
 
 
 def compilers_row(environment: Mapping[str, str], required: bool) -> DoctorRow:
-    """Row of the programs by which a server's first start compiles kernels, found as SGLang finds them."""
-    name, needed = "kernel compilers", "ninja and nvcc, by which servers compile kernels"
+    """Row of the programs by which a server's first start compiles kernels, and of CUDA's headers.
+
+    Found as SGLang and FlashInfer find them: in the folder above an nvcc of PATH, links not resolved.
+    """
+    name, needed = "kernel compilers", "ninja and CUDA's toolkit, by which servers compile kernels"
+    path = environment["PATH"]
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
-    nvcc = None if home else shutil.which("nvcc", path=environment["PATH"])
-    places = {
-        "ninja": shutil.which("ninja", path=environment["PATH"]) or "",
-        "nvcc": nvcc or f"{home or _CUDA}/bin/nvcc",
-    }
-    absent = [program for program, place in places.items() if not Path(place).is_file()]
+    nvcc = None if home else shutil.which("nvcc", path=path)
+    toolkit = Path(home) if home else Path(nvcc).parents[1] if nvcc else _CUDA
+    places = {"ninja": Path(shutil.which("ninja", path=path) or "")}
+    places |= {file: toolkit / file for file in _TOOLKIT}
+    absent = [name for name, place in places.items() if not place.is_file()]
     if not absent:
-        return DoctorRow(SECTION, name, "ok", places["nvcc"], needed)
-    fix = f"nvcc: load CUDA's module, or set CUDA_HOME to its folder; ninja: {install_command()}"
-    return DoctorRow(SECTION, name, missing(required), f"no {' and no '.join(absent)}", needed, fix)
+        return DoctorRow(SECTION, name, "ok", str(toolkit / _TOOLKIT[0]), needed)
+    lacks = [f"no {file} in {toolkit}" if file in _TOOLKIT else f"no {file}" for file in absent]
+    fix = (
+        f"CUDA's toolkit: load its module, or set CUDA_HOME to the folder that has {', '.join(_TOOLKIT)}; "
+        f"ninja: {install_command()}"
+    )
+    return DoctorRow(SECTION, name, missing(required), "; ".join(lacks), needed, fix)
 
 
 def sglang_gpu_row(child: CommandResult, required: bool) -> DoctorRow:
@@ -108,12 +126,12 @@ def sglang_gpu_row(child: CommandResult, required: bool) -> DoctorRow:
 
 
 def sglang_package_row(
-    name: str, version: str | None, tested: str | None, required: bool, needed: bool
+    name: str, version: str | None, tested: str | None, required: bool, needed: bool, command: str
 ) -> DoctorRow:
     """Row of one package. SGLang's wire format changes between versions, so only the pinned one is ok."""
     purpose = "" if needed else "for the router, "
     said = f"{purpose}tested: {tested}"
-    fix = f"{install_command()} installs the tested versions"
+    fix = f"{command} installs the tested versions"
     if version is None:
         return DoctorRow(SECTION, name, missing(required and needed), "not installed", said, fix)
     if version.partition("+")[0] != tested:

@@ -2,7 +2,7 @@
 
 The run may still be training. ConfigError for a directory without metrics, and for damaged metrics. A value
 takes 8 bytes, and logs are read line by line: 40,000 updates of 170 metrics take 55 MB, where their rows as
-dicts take 1 GB. Used in ``commands/`` and this folder.
+dicts take 1 GB.
 """
 
 from __future__ import annotations
@@ -83,11 +83,15 @@ class MetricTable:
         return list(dict.fromkeys(name for names in self._kinds for name in names))
 
     def column(self, name: str) -> np.ndarray:
-        """Values of a metric, one a row."""
+        """Values of a metric, one a row.
+
+        Rows of earlier versions have ``sampled/NAME`` as NAME: all their metrics were of what was sampled.
+        """
         values = np.full(self._length, np.nan)
         for kind in self._kinds.values():
-            if name in kind.places:
-                values[np.frombuffer(kind.numbers, np.int64)] = kind.column(name)
+            here = name if name in kind.places else name.removeprefix("sampled/")
+            if here in kind.places:
+                values[np.frombuffer(kind.numbers, np.int64)] = kind.column(here)
         return values
 
     def logged(self, name: str) -> np.ndarray:
@@ -298,7 +302,7 @@ def _impossible(config: Mapping[str, Any]) -> Iterator[str]:
 
 def headline(steps: MetricTable) -> Headline:
     """The headline numbers of a metrics.jsonl; ``window`` is a tenth of the steps, between 1 and 5."""
-    rewards = steps.known("reward/mean")
+    rewards = steps.known("sampled/reward/mean")
     window = min(max(len(steps) // 10, 1), 5)
     seconds, tokens_per_s = (
         np.nan_to_num(steps.column(f"time/{name}")) for name in ("step_s", "tokens_per_s")

@@ -4,7 +4,7 @@ Table and plots are of the run's metrics named ``environment/...`` and ``episode
 how responses ended, rewards by turn; the table has an environment's own, too, and its cells are text. The
 conversations are out of the run's journal: one of the first step that it still has, one of the middle, one of
 the last. Only these files are opened, and of each only what is shown is read, so the length of a run and of
-its steps costs nothing. Used by ``page.py``.
+its steps costs nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Header of a report: a run's method, staleness, held-out score and main settings, and what the runs show.
 
-Texts made from the run's stored configuration and metrics; "not recorded" where they say nothing. Used by
-``page.py``.
+Texts made from the run's stored configuration and metrics; "not recorded" where they say nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Artists of a report's plots: a curve of a run by step, a distribution by ratio, the prediction of Eq. 6.
 
 Of a curve single values are thin, their moving mean is thick, and pale where it is of few tokens. Lines of
-more points than pixels are thinned. Used by ``plots.py``.
+more points than pixels are thinned.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from bapo_megatron.commands.report.text import (
     svg_uri,
 )
 from bapo_megatron.errors import ConfigError, refuse_arguments
-from bapo_megatron.runtime.files import check_no_links, write_atomically
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 PAGE = "index.html"
@@ -60,8 +60,8 @@ _COMPARED_EVENTS = (
 def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     """Write the page of one run, or of several compared, into ``folder``; returns the page.
 
-    By default the folder is ``report/`` of a single run, and ``comparison/`` beside several. ConfigError for
-    too many runs, one twice, one without metrics, or a damaged log.
+    By default the folder is ``report/`` of a single run, and ``comparison/`` of the first of several.
+    ConfigError for too many runs, one twice, one without metrics, or a damaged log.
     """
     # Imported here: matplotlib is slow to import.
     from bapo_megatron.commands.report.plots import COLOURS, curves_of, draw_overview, draw_panel
@@ -69,10 +69,9 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     _check_runs(run_dirs, len(COLOURS))
     runs = with_unique_names([read_run(run_dir) for run_dir in run_dirs])
     single = len(runs) == 1
-    if folder is None and single:
-        check_no_links(run_dirs[0])
-        folder = RunPaths(run_dirs[0]).report
-    folder = folder or common_folder(run_dirs) / "comparison"
+    if folder is None:
+        paths = RunPaths(run_dirs[0])
+        folder = paths.report if single else paths.comparison
     _make_folder(folder)
     pictures = []
     for panel in (*PANELS, *expert_panels(runs), *episode_panels(runs), *DISTRIBUTIONS):
@@ -86,11 +85,6 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
     page = folder / PAGE
     write_atomically(page, _render(runs, pictures, COLOURS))
     return page
-
-
-def common_folder(runs: Sequence[Path]) -> Path:
-    """The deepest folder that holds all runs."""
-    return Path(os.path.commonpath([run.resolve().parent for run in runs]))
 
 
 def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -263,7 +257,10 @@ def _line_names(labels: Sequence[str]) -> str:
 
 def report_command(arguments: Sequence[str]) -> None:
     """The command ``bapo report RUN [RUN ...] [--output DIR]``: write the page, and print where it is."""
-    usage = "usage: bapo report RUN [RUN ...] [--output DIR], with directories of runs"
+    usage = (
+        "usage: bapo report RUN [RUN ...] [--output DIR], with directories of runs; DIR: RUN/report of one "
+        "run, and comparison in the directory of the first of several"
+    )
     named = [part for word in arguments for part in _split_output(word)]
     runs, output = [Path(argument) for argument in named], None
     if "--output" in named:

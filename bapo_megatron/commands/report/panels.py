@@ -2,7 +2,7 @@
 
 ``plots.py`` draws them. Blue is for positive advantages and what is good, orange for negative ones and what
 is bad, near-black for what is neither; ages of tokens, and other sequences, go from yellow to black. People
-who do not tell red from green tell these apart; tests simulate what they see. Used in this folder.
+who do not tell red from green tell these apart; tests simulate what they see.
 """
 
 from __future__ import annotations
@@ -93,10 +93,14 @@ PANELS = (
         "reward",
         "Reward",
         "mean reward of a response",
-        (Curve("reward/mean"),),
-        "Mean reward of the sampled responses. It should climb and then level off; a sudden fall is a "
-        "collapse.",
+        (
+            Curve("sampled/reward/mean", label="all that were sampled"),
+            Curve("reward/mean", NEUTRAL, "trained on", dashed=True),
+        ),
+        "Mean reward of the sampled responses: it should climb and then level off; a sudden fall is a "
+        "collapse. Of those trained on it stays in the middle where groups with equal rewards are dropped.",
         "Fig. 9; Fig. 2 shows collapses",
+        compared=(0,),
     ),
     Panel(
         "entropy",
@@ -149,8 +153,8 @@ PANELS = (
             Curve("rollout/length_positive_mean", POSITIVE, "right"),
             Curve("rollout/length_negative_mean", NEGATIVE, "wrong"),
         ),
-        "Mean length of right responses, whose reward is nearer to reward.correct, and of wrong ones, in all "
-        "sampled groups. Longer wrong ones hold more tokens and so more of the loss: one cause of the "
+        "Mean length of right responses, whose reward is nearer to reward.correct, and of wrong ones, in the "
+        "groups trained on. Longer wrong ones hold more tokens and so more of the loss: one cause of the "
         "imbalance that BAPO corrects.",
         "Fig. 6",
     ),

@@ -2,7 +2,7 @@
 
 A single run's curves have the colours of their panel. Of several each run has a colour, each curve a line
 style, and each run a layer, which the page can hide. Slow to import (matplotlib): ``page.py`` does so only
-when it draws. Used by ``page.py``.
+when it draws.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Derived series of a report: ratio profiles, entropy changes, event marks, final results.
 
 Entropy changes are those that the Entropy-Clip Rule (Eq. 6) predicts, and the measured ones. Metrics that
-an older log lacks give NaN or None. Used in this folder.
+an older log lacks give NaN or None.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Formatting of report pages: jinja templates, numbers as text, table cells, plots as data URIs.
 
 Values are escaped for HTML when a template is rendered; a value that it asks for and is not given is an
-error. Used in this folder.
+error.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _source_cells(run: RunRecord, prefix: str, window: int) -> list[str]:
     def values(name: str) -> np.ndarray:
         return run.steps.known(prefix + name)
 
-    first, last = ends(run.steps, prefix + "reward/mean", window)
+    first, last = ends(run.steps, f"sampled/{prefix}reward/mean", window)
     return [
         *(f"{sum(values(f'rollout/{name}')):,.0f}" for name in ("groups_sampled", "groups")),
         f"{first} → {last}",

@@ -1,8 +1,7 @@
 """Filters of dataset preparation: duplicates, contamination, difficulty, length, scorability.
 
 A filter is a function that gives the reason why a row is dropped, or None. It sees only the rows that the
-filters before it keep; RowError for an invalid row. ``command.py`` applies them. Used by ``card.py`` and
-``command.py``.
+filters before it keep; RowError for an invalid row. ``command.py`` applies them.
 """
 
 from __future__ import annotations
@@ -252,7 +251,11 @@ def scorable(reward: str) -> Filter:
         return lambda _problem: None
 
     def why(problem: Problem) -> str | None:
-        if reward != "code" and not problem.is_code and (said := _sentence(problem.ground_truth)):
+        if (
+            reward != "code"
+            and not problem.is_code
+            and (said := _sentence(problem.ground_truth[:MAX_ANSWER_CHARACTERS]))
+        ):
             return (
                 f"its answer has the words {said!r}, and math-verify would read letters: mend it, or "
                 f"prepare the data for a reward of your own (--reward module:function)"

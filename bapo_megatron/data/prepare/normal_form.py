@@ -1,8 +1,7 @@
 """Text normalization: the normal form of questions for deduplication and decontamination.
 
 It drops case, spaces, dollar signs, LaTeX's spacing and final punctuation; symbols and numbers stay.
-Evaluations compare the answers of a majority vote by it. Pure functions. Used in this folder and
-``evaluation/``.
+Evaluations compare the answers of a majority vote by it. Pure functions.
 """
 
 from __future__ import annotations

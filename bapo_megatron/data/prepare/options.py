@@ -1,7 +1,6 @@
 """Options of ``bapo data prepare``: its flags, their validation, and the names of the files that it writes.
 
-``check`` raises one ConfigError with every invalid option. Used in ``data/``, this folder, ``evaluation/``
-and ``trainer/``.
+``check`` raises one ConfigError with every invalid option.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ box, ``final_answer``, ``expected_answer``, ``label`` or ``tests``. Names may be
 The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
 ask for that form gets an instruction, unless the reward reads neither (the user's own, an endpoint's, a
 task's) or the options say otherwise. Then the other instructions are removed, which contradict it: DAPO's, a
-line "Answer:", and that of verl's GSM8K, ``####``. Used by ``card.py``, ``filters.py`` and ``command.py``.
+line "Answer:", and that of verl's GSM8K, ``####``.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _QUESTION = ("prompt", *_PLAIN_QUESTION)
 _OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
 """Columns of a prepared row; all other columns go into ``extra_info``."""
 _TESTS = "; tests of a program have one of the forms of docs/rewards.md#programs"
-_GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
+_GSM8K = re.compile(r"\n####\s*(\S(?:[^\n]*\S)?)\s*\Z")
 _ANSWER_LINE = re.compile(
-    r"\s*solve the following math problem step by step\.[^\n]*\n+(.*?)\n+remember to put your answer on its "
+    r"\s*solve the following math problem step by step\.[^\n]*\n(.*?)\nremember to put your answer on its "
     r"own line after \"answer:\"\.?\s*",
     re.IGNORECASE | re.DOTALL,
 )
 _LAST_LINE = re.compile(
-    r"\s*let'?s think step by step and output the final answer after \"?####\"?\.?\s*\Z", re.IGNORECASE
+    r"(?<!\s)\s*let'?s think step by step and output the final answer after \"?####\"?\.?\s*\Z", re.IGNORECASE
 )
 """GSM8K's request, as verl's files have it."""
 _BOX_REQUEST = re.compile(
-    r"\s*\b(?:let'?s think|please|put|present|return|output|give|write|enclose|make sure|remember)\b"
+    r"(?<!\s)\s*\b(?:let'?s think|please|put|present|return|output|give|write|enclose|make sure|remember)\b"
     r"(?:(?!\n\s*\n).){0,200}?\\boxed\s*\{\s*\}[^\n]{0,80}\Z",
     re.IGNORECASE | re.DOTALL,
 )

@@ -3,7 +3,7 @@
 A child process generates them, ``python -m bapo_megatron.data.prepare.reasoning_gym LIFELINE`` (the file
 descriptor with which it dies): some tasks iterate over sets of texts, whose order only a new interpreter with
 a fixed hash seed can fix. Requests are lines of JSON: first whether the tasks can be used, then the problems
-of one task after the other. Equal requests have equal replies. Used by ``options.py`` and ``sources.py``.
+of one task after the other. Equal requests have equal replies.
 """
 
 from __future__ import annotations

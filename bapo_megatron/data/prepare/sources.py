@@ -2,8 +2,7 @@
 
 ``open_source`` makes one. CHAMP's 270 contest problems come in the package champ-dataset; only those are read
 whose answer is a number: the others are words, or formulas in plain text. Each source has ``name``,
-``digest()``, and ``rows()``, which may be called again: ``command.py`` reads all rows twice. Used by
-``command.py``.
+``digest()``, and ``rows()``, which may be called again: ``command.py`` reads all rows twice.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 CHAMP = "champ"
 
 _CHAMP_PACKAGE, _CHAMP_FILE = "champ_dataset", "dataset_files/v0.json"
-_ALTERNATIVE = re.compile(r",? or (?:equivalently|approximately) |\s*\(i\.e\.")
+_ALTERNATIVE = re.compile(r",? or (?:equivalently|approximately) |(?<!\s)\s*\(i\.e\.")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 

@@ -5,7 +5,7 @@ belongs. A program's task goes through a pipe, which is empty once it is read: i
 what the program runs for the policy, in a sandbox too, inherits its standard input, where a file could be
 read again. A program keeps the tokens that were sampled, so its requests may only add messages; one that its
 client gave up, because the connection broke or took longer than its own limit, may be asked again: a turn of
-the model takes as long as it takes. Needs aiohttp. Used by ``endpoint.py``.
+the model takes as long as it takes. Needs aiohttp.
 """
 
 from __future__ import annotations

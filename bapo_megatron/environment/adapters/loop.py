@@ -1,7 +1,7 @@
 """Adapter of a loop: a user's own ``async def play(ask)`` as an environment, a turn of the model an ``ask``.
 
 Durable by replay: a new object runs ``play`` again, and answers its questions from the journal. Only the
-standard library is imported. Used by ``agent_program.py``, ``endpoint.py`` and ``verifiers_v1.py``.
+standard library is imported.
 """
 
 from __future__ import annotations

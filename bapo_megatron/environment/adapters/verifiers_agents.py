@@ -1,6 +1,6 @@
 """The agents and traces of verifiers' v1 environments, with the policy of an episode behind every agent.
 
-One conversation is one trace, which rewards judge; an episode has one. Used by ``verifiers_v1.py``.
+One conversation is one trace, which rewards judge; an episode has one.
 """
 
 from __future__ import annotations

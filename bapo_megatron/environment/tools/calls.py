@@ -6,8 +6,7 @@ Read are the forms in which the templates of the models that are trained here as
     <tool_call><function=add><parameter=a>1</parameter></function></tool_call>             Qwen3-Coder
     {"name": "add", "parameters": {"a": 1}}, alone, maybe behind <|python_tag|>            Llama 3.1, 3.2
 
-Only the standard library is imported: an environment may run in an interpreter of its own. Used by
-``calculator.py``, ``python_tool.py`` and ``environment/adapters/``.
+Only the standard library is imported: an environment may run in an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-"""A call of Qwen and Hermes models. The last may be open: its end is the token that ended the turn."""
+_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+"""Calls of Qwen and Hermes models. The last may be open: its end is the token that ended the turn."""
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)(?:\n?</parameter>|\Z)", re.DOTALL)
-"""An argument. The template puts a line break on either side of a value; others belong to it. A name has no
-``<``: else each of many beginnings would be read to the end of the turn, in time quadratic in its length."""
+_BEGINS = re.compile(r"\s*<function=[^<>\n]+>")
+_PART = re.compile(r"<function=([^<>\n]+)>|<parameter=([^<>\n]+)>\n?(.*?)(?:\n?</parameter>|(\Z))", re.DOTALL)
+"""A function, or an argument of it. The template puts a line break on either side of a value; others belong
+to it. A name has no ``<``: else each of many beginnings would be read to the end of the turn, in time
+quadratic in its length."""
+_NEXT = re.compile(r"^\s{0,9}<(?:parameter|function)=[^<>\n]+>", re.MULTILINE)
+"""Within a value whose end is missing: a line that begins the next part. Elsewhere in a line it is text."""
+_TAG = re.compile(r"</?think>")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _PYTHON_TAG = "<|python_tag|>"
 
@@ -44,15 +47,42 @@ class Call:
 
 def answer_part(turn: str) -> str:
     """The turn without its thinking part: a call that is only thought of is none, also where the thought that
-    the turn began has no end."""
-    return turn.rpartition("</think>")[2].partition("<think>")[0]
+    the turn began has no end. A tag within an argument of a call is text."""
+    for whole in (turn, turn.partition("</think>")[2]):  # a call of a Llama model
+        if _TAG.search(whole) and any(one.problem is None for one in _object_alone(whole)):
+            return whole
+    before, thought, _ = _with_plain_arguments(turn).partition("</think>")
+    text = turn[len(before + thought) :] if thought else turn
+    plain = _with_plain_arguments(text)
+    before, thought, behind = plain.rpartition("</think>")
+    start = len(before + thought)
+    return text[start : start + len(behind.partition("<think>")[0])]
+
+
+def _with_plain_arguments(text: str) -> str:
+    """The text, as long as before, with blanks for tags of thoughts in the arguments of its calls."""
+    return _CALL.sub(_without_tags_in_arguments, text) if _TAG.search(text) else text
+
+
+def _without_tags_in_arguments(found: re.Match[str]) -> str:
+    """A block without them. What only begins as a call, in a thought, keeps its tags."""
+    text = found[0]
+    if not _TAG.search(text) or any(one.problem for one in _calls(found, ())):
+        return text
+    if _BEGINS.match(found[1]):
+        return _PART.sub(lambda part: _blank(part[0]), text)
+    return _blank(text)
+
+
+def _blank(text: str) -> str:
+    return _TAG.sub(lambda tag: " " * len(tag[0]), text)
 
 
 def tool_calls(turn: str, tools: Tools | None = None) -> list[Call]:
     """The calls of a turn, in their order. ``tools``: what may be called; None: not known. Where nothing
     may be, an object alone is an answer."""
     text = answer_part(turn)
-    found = [_call(one, tools or ()) for one in _CALL.findall(text)]
+    found = [call for one in _CALL.finditer(text) for call in _calls(one, tools or ())]
     return found or (_object_alone(text) if tools is None or tools else [])
 
 
@@ -62,20 +92,40 @@ def without_calls(turn: str) -> str:
     text = answer_part(turn)
     if not _CALL.search(text):
         return ""
-    return _CALL.sub(lambda found: found[0] if _call(found[1], ()).problem else "", text).strip()
+    return _CALL.sub(
+        lambda found: found[0] if any(one.problem for one in _calls(found, ())) else "", text
+    ).strip()
 
 
-def _call(text: str, tools: Tools) -> Call:
-    if function := _FUNCTION.match(text):
-        name = function[1].strip()
-        types = _types(name, tools)
-        found = {key.strip(): value for key, value in _PARAMETER.findall(function[2])}
-        return Call(name, {key: _typed(value, types.get(key)) for key, value in found.items()})
+def _calls(found: re.Match[str], tools: Tools) -> list[Call]:
+    """The calls of a block: one, or each function of Qwen3-Coder's."""
+    text, is_closed = found[1], bool(found[2])
+    if _BEGINS.match(text):
+        return _functions(text, is_closed, tools)
     try:
         call = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Call(problem=f"the tool call is no JSON: {error}")
-    return _call_of(call, "arguments")
+        return [Call(problem=f"the tool call is no JSON: {error}")]
+    return [_call_of(call, "arguments")]
+
+
+def _functions(text: str, is_closed: bool, tools: Tools) -> list[Call]:
+    """The calls of Qwen3-Coder's block. An argument without its end is a problem: where it should have ended
+    is not known. It may have none where the turn ends with it."""
+    calls: list[Call] = []
+    types: dict[str, Any] = {}
+    for part in _PART.finditer(text):
+        if part[1] is not None:
+            calls.append(Call(part[1].strip()))
+            types = _types(calls[-1].name, tools)
+            continue
+        key, value, call = part[2].strip(), part[3], calls[-1]
+        is_cut = part[4] is not None and (is_closed or value.rstrip().endswith("</function>"))
+        if is_cut or _NEXT.search(value):
+            calls[-1] = Call(problem=f"the argument {key!r} of {call.name!r} has no </parameter>")
+        elif call.problem is None:
+            call.arguments[key] = _typed(value, types.get(key))
+    return calls
 
 
 def _call_of(call: Any, field: str) -> Call:

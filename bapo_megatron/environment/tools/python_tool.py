@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -140,14 +139,15 @@ class PythonTool(Environment):
         calls = self._calls(turn)
         if not calls:
             return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0}, note=list(self._lost))
-        outputs, errors, began = [], 0, time.monotonic()
+        outputs, errors, used_s = [], 0, 0.0
         for code in calls:
             if isinstance(code, ValueError):
                 output, failed = f"error: {code}", True
-            elif time.monotonic() - began > TURN_LIMITS * self._settings.limit_s:
+            elif used_s >= TURN_LIMITS * self._settings.limit_s:
                 output, failed = self._left_out(code), True
             else:
-                output, failed = self._run(code)
+                output, failed, call_s = self._run(code)
+                used_s += call_s
             outputs.append(output)
             errors += failed
         metrics = {"calls": float(len(calls)), "call_errors": float(errors)}
@@ -172,8 +172,8 @@ class PythonTool(Environment):
                 found.append(error)
         return found
 
-    def _run(self, code: str) -> tuple[str, bool]:
-        """Run a call: its output, and whether it failed."""
+    def _run(self, code: str) -> tuple[str, bool, float]:
+        """Run a call: its output, whether it failed, and the time that it took with those before it."""
         before = [one for place, one in enumerate(self._codes) if place not in self._lost]
         limit_s, mark = self._settings.limit_s, secrets.token_hex(16)
         with Sandbox(RUNNER, "", self._settings.memory_mb, limit_s, hash_seed=0) as sandbox:
@@ -183,7 +183,8 @@ class PythonTool(Environment):
         if not has_ended:
             self._lost.append(len(self._codes) - 1)
         failed = ended is None or not has_ended or ended.code != WELL
-        return self._said(ended and replace(ended, output=ended.output.replace(mark, "")), has_ended), failed
+        said = self._said(ended and replace(ended, output=ended.output.replace(mark, "")), has_ended)
+        return said, failed, sandbox.used_s
 
     def _left_out(self, code: str) -> str:
         """Note a call for which its turn has no time: what the model is told."""

@@ -6,7 +6,6 @@ Which shards this rank writes depends on its DP x CP peers. They hold the same w
 state of the parameters that it owns. Megatron gathers the list of each rank's shards and assigns each shard
 to one of its holders. The lists follow from the placement of the parameters, which every rank knows. Peers in
 other places of EP and ETP hold other experts, of the same sizes: theirs are this rank's under other names.
-Used by ``rank.py``.
 """
 
 from __future__ import annotations

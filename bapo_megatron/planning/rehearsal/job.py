@@ -4,7 +4,7 @@ A rehearsal patches torch for good. So one host process imports everything once,
 rank; the caller's process stays unpatched. A rank that fails or is killed is a result with an error.
 
 ConfigError for a stage or a rank that the layout does not have, for flags that exclude each other, and for
-layers that are not there. Used by ``commands/plan.py`` and ``commands/cluster/job.py``.
+layers that are not there.
 """
 
 from __future__ import annotations
@@ -111,7 +111,11 @@ def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankR
     """
     run = replace(job.run, model=replace(job.run.model, hf_path=folder))
     packs, busiest = packs_of(job, options), job.expert_imbalance
-    requests = [RankRequest(run, rank, packs, expert_imbalance=busiest) for rank in ranks_of(job, options)]
+    few = not options.all_ranks  # of thousands of ranks each prints one line, when it is done
+    requests = [
+        RankRequest(run, rank, packs, expert_imbalance=busiest, names_phases=few)
+        for rank in ranks_of(job, options)
+    ]
 
     def report(result: RankResult) -> None:
         how = f"fails in {result.error}" if result.error else "is rehearsed"

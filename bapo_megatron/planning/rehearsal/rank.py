@@ -6,7 +6,7 @@ The rank's process must do nothing else: torch stays patched in it. The meter's 
 How many copies of tokens experts get only real routers would say. The rehearsed rank is taken for the busiest
 of its EP group: each peer sends it ``expert_imbalance`` times the mean, spread evenly over its experts, and
 it spreads what is left over its peers. All sizes of messages and of the experts' inputs follow from these
-numbers, so no router is asked. Used by ``job.py``.
+numbers, so no router is asked.
 """
 
 from __future__ import annotations
@@ -169,6 +169,8 @@ class RankRehearsal:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        if self.request.names_phases:
+            print(f"rank {self.request.rank}: {name} ...", file=sys.stderr, flush=True)
         with self.meter.during(name):
             try:
                 yield

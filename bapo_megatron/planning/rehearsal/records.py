@@ -1,7 +1,6 @@
 """Records of a rehearsal as plain data: the request for a rank, and its metered result.
 
-Both can be pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes. Used in this
-folder and ``planning/rehearsal/fake/``.
+Both can be pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ class RankRequest:
     """``cpu``: the program as it runs on gloo, to compare with real ranks."""
     expert_imbalance: float = 1.0
     """Copies of tokens that this rank's experts get, as a multiple of the mean over EP."""
+    names_phases: bool = False
+    """Print each phase on stderr as it begins."""
 
     @property
     def world_size(self) -> int:

@@ -4,8 +4,7 @@ Each rank is rehearsed alone, so a rank that would hang on the cluster goes on h
 two members of a group differ is where they would deadlock. Sends are matched with the other rank's receives.
 
 To the memory of the rehearsed ranks the verdict adds the reserve and the colocated servers of the plan's
-estimate. JSON: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, and each rank. Used by
-``commands/plan.py`` and ``commands/cluster/job.py``.
+estimate. JSON: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, and each rank.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Three: the first, which enters the namespaces; the server, process 1 inside them, which sets up the isolation,
 takes cases and gives results, but runs no tested code; and for each case a fork, which does. Their
 interpreter is isolated (``python -I``, or what that stands for), and loads only those modules of this package
-that are imported here. Used by ``sandbox.py``.
+that are imported here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from bapo_megatron.runtime.processes import die_with_parent
 STANDARD_OUTPUT, VALUE = 1, 3
 """File descriptors of a case."""
 
-_COMMON_MODULES = ("bisect", "collections", "heapq", "itertools", "math", "random", "re", "string", "typing")
+_COMMON_MODULES = (
+    *("bisect", "collections", "copy", "datetime", "heapq", "io", "itertools", "math", "operator", "random"),
+    *("re", "statistics", "string", "typing"),
+)
 """Modules of the standard library that the tests of functions import."""
 
 
@@ -73,7 +76,7 @@ def _answer(answer: object) -> None:
 
 
 def _run(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Run one case in a fork. Its exit code, output and value (None if it gave none), as `sandbox.Ended`."""
+    """Run one case in a fork. Its exit code, output, value or None, and CPU time, as `sandbox.Ended`."""
     given, printed, told = files = [os.memfd_create(name) for name in ("stdin", "stdout", "value")]
     with open(given, "wb", closefd=False) as file:
         file.write(case.get("stdin", "").encode(errors="replace"))
@@ -83,12 +86,13 @@ def _run(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any]) -> d
     if not running:
         _be_alone(given, printed, told)
         _be_the_case(walls, job, case, token)  # and never return
-    _, status = os.waitpid(running, 0)
+    _, status, used = os.wait4(running, 0)
     value = _content(told)
     result = {
         "code": os.waitstatus_to_exitcode(status),
         "output": _content(printed),
         "value": value[len(token) :] if value.startswith(token) else None,
+        "time_s": used.ru_utime + used.ru_stime,
     }
     for descriptor in files:
         os.close(descriptor)
@@ -126,6 +130,8 @@ def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, An
     module = types.ModuleType("__main__" if is_script else "solution")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
     space = module.__dict__
+    if job["recursion_limit"]:
+        sys.setrecursionlimit(job["recursion_limit"])
     _execute(job["prelude"], "<solution>", space)
     if "judgements" in case:
         _execute(case["setup"], "<test>", space)

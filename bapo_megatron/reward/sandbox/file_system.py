@@ -7,7 +7,7 @@ settings, too, read-only).
 Landlock (Linux 5.13, linux/landlock.h) restricts a process and its children to files beneath some paths; any
 user may use it, also in containers without namespaces. An older version of it leaves some actions open
 (truncation before 6.2, signals and abstract sockets before 6.12); changes of the mode, owner and times of a
-file always are. Used by ``child.py`` and ``isolation.py``.
+file always are.
 """
 
 from __future__ import annotations

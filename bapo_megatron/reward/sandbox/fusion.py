@@ -3,7 +3,7 @@
 Its API is that of github.com/bytedance/SandboxFusion: ``POST /run_code`` with ``code``, ``stdin``,
 ``run_timeout`` and ``memory_limit_MB`` gives ``status`` and ``run_result`` (``status``, ``return_code``,
 ``stdout``). Expected outputs stay here, as with the sandbox of this machine. Calls block; SandboxError if the
-server fails. Used by ``reward/code.py`` and ``reward/functions.py``.
+server fails.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import asyncio
 import inspect
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.endpoint_client import EndpointError, JsonClient, with_path
 from bapo_megatron.reward.sandbox import plain
-from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox, SandboxError
+from bapo_megatron.reward.sandbox.sandbox import CLOCK_FACTOR, START_LIMIT_S, Ended, Sandbox, SandboxError
 
 _CALL_S = 120.0
 """Longest call, in seconds. The limits of tests and responses are shorter, except on an overloaded server."""
@@ -84,20 +85,22 @@ class FusionServer:
                 "(docs/rewards.md#a-sandboxfusion-server), or mend the address"
             )
 
-    def run(self, code: str, stdin: str, memory_mb: int, case_limit_s: float, limit_s: float) -> Ended | None:
-        """Run the code. None if it took longer than ``case_limit_s``.
+    def run(
+        self, code: str, stdin: str, memory_mb: int, case_limit_s: float, clock_limit_s: float
+    ) -> Ended | None:
+        """Run the code. None if it took longer than ``case_limit_s`` there.
 
-        SandboxError if the server did not answer within ``limit_s``, or could not run it.
+        SandboxError if the server did not answer within ``clock_limit_s``, or could not run it.
         """
         body = {
             "code": code,
             "language": "python",
             "stdin": stdin,
-            "run_timeout": min(case_limit_s, limit_s),
+            "run_timeout": case_limit_s,
             "memory_limit_MB": memory_mb,
         }
         try:
-            answer = asyncio.run(self._asked(body, limit_s))
+            answer = asyncio.run(self._asked(body, clock_limit_s))
         except EndpointError as error:
             if error.place == "long answer":  # the program printed too much
                 return None
@@ -117,37 +120,51 @@ class FusionServer:
         if run.get("status") != "Finished":
             return None
         code = run.get("return_code")
-        return Ended(code if isinstance(code, int) else 1, str(run.get("stdout") or ""), None)
+        took_s = run.get("execution_time")
+        took_s = float(took_s) if isinstance(took_s, (int, float)) else 0.0
+        return Ended(code if isinstance(code, int) else 1, str(run.get("stdout") or ""), None, took_s)
 
 
 class FusionSandbox(Sandbox):
     """Sandbox of one source on a server, where each case is a program of its own."""
 
     def __init__(
-        self, server: FusionServer, source: str, prelude: str, memory_mb: int, case_limit_s: float
+        self,
+        server: FusionServer,
+        source: str,
+        prelude: str,
+        memory_mb: int,
+        case_limit_s: float,
+        recursion_limit: int,
     ) -> None:
         # Not the base's, which would start a process.
         self._server, self._source, self._prelude = server, source, prelude
         self._memory_mb, self._case_limit_s = memory_mb, case_limit_s
+        self._first = f"import sys\nsys.setrecursionlimit({recursion_limit})\n"
+        self.used_s = 0.0
 
     def run(self, stdin: str, limit_s: float) -> Ended | None:
         """As `Sandbox.run`."""
-        code = f"{self._prelude}\n{self._source}" if self._prelude else self._source
-        return self._run(code, stdin, limit_s)
+        program = f"exec(compile({self._source!r}, '<solution>', 'exec', dont_inherit=True), globals())\n"
+        return self._run(f"{self._first}del sys\n{self._prelude}\n{program}", stdin, limit_s)
 
     def close(self) -> None:
         """Nothing stays on the server."""
 
     def _run(self, code: str, stdin: str, limit_s: float) -> Ended | None:
-        return self._server.run(code, stdin, self._memory_mb, self._case_limit_s, limit_s)
+        limit_s = min(limit_s, self._case_limit_s)
+        clock_limit_s = CLOCK_FACTOR * limit_s + START_LIMIT_S
+        ended = self._server.run(code, stdin, self._memory_mb, limit_s, clock_limit_s)
+        self.used_s += limit_s if ended is None else ended.time_s
+        return ended
 
     def _ask(self, case: dict[str, Any], limit_s: float) -> Ended | None:
         """Value of a case, printed after a random mark in the output. Judgements never see the source."""
         mark = os.urandom(16).hex()
         source = {} if "judgements" in case else {"source": self._source}
         told = json.dumps({**case, **source, "prelude": self._prelude})
-        code = f"{inspect.getsource(plain)}{_CASE}_end({mark!r} + _tell(json.loads({told!r})))\n"
+        code = f"{inspect.getsource(plain)}{_CASE}{self._first}_end({mark!r} + _tell(json.loads({told!r})))\n"
         ended = self._run(code, "", limit_s)
         if ended is None or ended.code != 0 or mark not in ended.output:
             return ended
-        return Ended(ended.code, "", ended.output.rpartition(mark)[2].strip())
+        return replace(ended, output="", value=ended.output.rpartition(mark)[2].strip())

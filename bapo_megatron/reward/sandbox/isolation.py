@@ -4,7 +4,7 @@ Runs in the sandbox's own processes (child.py), and imports no package of others
 `enter_namespaces`, then `confine_sandbox` (file system, user, Landlock). For each program: `confine_program`
 (limits, system call filter, audit hook). A wall is one of these layers; one that this kernel does not grant
 leaves a note, or is covered by another; the file system needs the namespaces. ``box`` is the sandbox's
-directory. Used by ``child.py``, ``environment/tools/python_tool.py`` and ``reward/worker.py``.
+directory.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 OUTPUT_BYTES = 8 << 20
 """Longest output, and largest file, of a case."""
+
+STACK_BYTES = 64 << 20
+"""Stack of a tested program's main thread: for as deep a recursion as tests permit, also through C code."""
 
 TASKS = 128
 """Most threads of a tested program, with the sandbox's own three processes."""
@@ -209,6 +212,7 @@ def _limit(walls: Walls, memory_mb: int, cpu_s: int) -> None:
         resource.RLIMIT_FSIZE: OUTPUT_BYTES,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_STACK: STACK_BYTES,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 64,

@@ -5,7 +5,7 @@ are, numbers and text as exactly int, float and str, so that a subclass's own eq
 arrays and numbers are lists and numbers. A list, tuple, set or dict is [kind, items]. On request a range,
 bytes, complex number or deque is [``written``, name of its type, parts], an iterator or a view of a dict
 [``iterator``, items], another object [``object``, name of its type, attributes]. Anything else is
-[``other``, name of its type]. Used by ``reward/code.py``, ``child.py`` and ``fusion.py``.
+[``other``, name of its type].
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 Calls block. Layers of isolation (walls) that the kernel does not grant are only noted by a sandbox; code
 rewards need every one, and ``checked_sandbox``, a preflight by a trial program, refuses a machine that lacks
-some, unless ``reward.allow_weak_sandbox`` is set. Used in ``commands/``, ``environment/``, ``evaluation/``,
-``reward/``, ``trainer/`` and this folder.
+some, unless ``reward.allow_weak_sandbox`` is set.
+
+A case's limit counts its processor time and its sleep, not the clock: a busy or paused machine makes no
+program slow.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import os
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import bapo_megatron
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.sandbox import child
-from bapo_megatron.runtime.child_process import AnsweringChild, ChildError
+from bapo_megatron.runtime.child_process import WATCH_S, AnsweringChild, ChildDied, ChildError, ChildTimeout
 from bapo_megatron.workers.scratch import remove_tree
 
 START_LIMIT_S = 20.0
@@ -33,6 +38,10 @@ from {child.__name__} import main
 del sys.path[0]
 main(int(sys.argv[2]))
 """
+
+CLOCK_FACTOR = 10
+"""Longest time of a case, or of a response, on the clock, as a multiple of its limit: then the machine gave
+it no processor, and nothing is known of the program."""
 
 END_LIMIT_S = 5.0
 """Seconds for the isolated processes to end; then the rest is killed."""
@@ -50,7 +59,10 @@ _READABLE: dict[str, list[str]] = {}
 
 
 class SandboxError(Exception):
-    """Failure of the sandbox itself; that of tested code is an ``Ended`` with its exit code, or None."""
+    """Failure of the sandbox itself: it did not start, was killed, or had no processor.
+
+    That of tested code is an ``Ended`` with its exit code, or None.
+    """
 
 
 @dataclass(frozen=True)
@@ -63,29 +75,41 @@ class Ended:
     """Standard output, up to `isolation.OUTPUT_BYTES`."""
     value: str | None
     """JSON of the expression's value, see `plain.encoded`; None if it gave none."""
+    time_s: float = 0.0
+    """What counts against limits: seconds of processor time, of all its threads, and of sleep."""
 
 
 class Sandbox:
     """Sandbox of one source, a context manager of its isolated processes; each case is a fork of them.
 
-    All cases share a temporary directory. After a case that gave None (time, death) the sandbox takes no
+    All cases share a temporary directory. After a case that gave None (out of time) the sandbox takes no
     other.
     """
 
     def __init__(
-        self, source: str, prelude: str, memory_mb: int, case_limit_s: float, hash_seed: int | None = None
+        self,
+        source: str,
+        prelude: str,
+        memory_mb: int,
+        case_limit_s: float,
+        hash_seed: int | None = None,
+        recursion_limit: int | None = None,
     ) -> None:
         """Start and isolate it; raises SandboxError. ``prelude`` runs before the source in its namespace.
         ``hash_seed``: of the hashes of texts, so that a program that runs again sees its sets in one order;
-        None: others in each sandbox."""
+        None: others in each sandbox. ``recursion_limit``: None for Python's own."""
         self._box = box = os.path.realpath(tempfile.mkdtemp(prefix="bapo_box_"))
         self._case_limit_s = case_limit_s
+        self.used_s = 0.0
+        """Sum of the times of its cases so far, see `Ended.time_s`."""
+        self._out_of_memory = _out_of_memory_kills()
         job = {
             "source": source,
             "prelude": prelude,
             "box": box,
             "memory_mb": memory_mb,
             "cpu_s": math.ceil(case_limit_s) + 1,
+            "recursion_limit": recursion_limit,
             "readable": _READABLE.get(sys.executable),
         }
         root = str(Path(bapo_megatron.__file__).resolve().parents[1])
@@ -107,7 +131,10 @@ class Sandbox:
         _READABLE[sys.executable] = answer["readable"]
 
     def run(self, stdin: str, limit_s: float) -> Ended | None:
-        """Run the source as a script on ``stdin``. None if it timed out, or ended the sandbox."""
+        """Run the source as a script on ``stdin``. None if it took more than ``limit_s``, see `Ended.time_s`.
+
+        SandboxError if nothing is known of the program.
+        """
         return self._ask({"stdin": stdin}, limit_s)
 
     def value(
@@ -153,10 +180,93 @@ class Sandbox:
 
     def _ask(self, case: dict[str, Any], limit_s: float) -> Ended | None:
         """Run a case in the child. After None the sandbox is lost, and takes no other case."""
+        limit_s = min(limit_s, self._case_limit_s)
+        clock = _CaseClock(self._child.pid, limit_s)
+        clock_limit_s = CLOCK_FACTOR * limit_s + START_LIMIT_S
         try:
-            return Ended(**self._child.ask(case, min(limit_s, self._case_limit_s)))
-        except ChildError:
-            return None
+            ended = Ended(**self._child.ask(case, clock_limit_s, clock.watch))
+        except _OutOfTime:
+            ended = None
+        except ChildTimeout:
+            raise SandboxError(
+                f"nothing is known of the program: in {clock_limit_s:g} s this machine gave it "
+                f"{clock.used_s:g} s of processor time, of {limit_s:g} s; lower reward.workers, or run fewer "
+                "other programs beside"
+            ) from None
+        except ChildDied as error:
+            raise SandboxError(f"the sandbox was killed while a program ran: {error}") from error
+        if ended is not None:
+            ended = replace(ended, time_s=max(ended.time_s, clock.used_s) + clock.slept_s)
+            if ended.code == -signal.SIGKILL and _out_of_memory_kills() > self._out_of_memory:
+                raise SandboxError(
+                    "the program was killed while this machine was out of memory; lower reward.workers or "
+                    "reward.memory_limit_mb"
+                )
+        self.used_s += limit_s if ended is None else ended.time_s
+        return None if ended is None or ended.time_s > limit_s else ended
+
+
+class _OutOfTime(Exception):
+    """A case took more than its limit."""
+
+
+class _CaseClock:
+    """Clock of a running case, read from /proc: its processor time, and the time in which all of it slept.
+
+    Processes that it may have started where a wall is missing count, too. Waiting for a processor or a disk,
+    or being stopped, counts for nothing. A pause of this process counts as two looks at most.
+    """
+
+    def __init__(self, first: int, limit_s: float) -> None:
+        """``first``: the sandbox's first process, the case's grandparent."""
+        self._first, self._limit_s = first, limit_s
+        self._looked = time.monotonic()
+        self.used_s = self.slept_s = 0.0
+
+    def watch(self) -> None:
+        """Look at the case. _OutOfTime if it has had its time."""
+        looked, self._looked = self._looked, time.monotonic()
+        with suppress(OSError, ValueError):  # it has just ended, or /proc is not readable
+            [server] = _children_of(self._first)
+            processes = list(_descendants_of(server))
+            states = {_stat(thread)[0] for one in processes for thread in _threads_of(one)}
+            self.slept_s += min(self._looked - looked, 2 * WATCH_S) if {"S"} <= states <= {"S", "Z"} else 0.0
+            ticks = sum(int(ticks) for one in processes for ticks in _stat(f"/proc/{one}")[11:15])
+            self.used_s = max(self.used_s, ticks / os.sysconf("SC_CLK_TCK"))
+        if self.used_s + self.slept_s > self._limit_s:
+            raise _OutOfTime
+
+
+def _threads_of(pid: int) -> list[str]:
+    """Folders of a process's threads."""
+    return [f"/proc/{pid}/task/{thread}" for thread in os.listdir(f"/proc/{pid}/task")]
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for thread in _threads_of(pid):
+        with open(f"{thread}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def _descendants_of(pid: int) -> Iterator[int]:
+    for one in _children_of(pid):
+        yield one
+        yield from _descendants_of(one)
+
+
+def _stat(folder: str) -> list[str]:
+    """Fields of a process or thread behind its name, which may have any characters."""
+    with open(f"{folder}/stat", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+def _out_of_memory_kills() -> int:
+    """Number of processes that the kernel has killed since its start for want of memory, in any cgroup."""
+    with suppress(OSError), open("/proc/vmstat") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    return 0
 
 
 def _environment(box: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 A denied call returns EPERM; clone3, and one that is newer than this file, ENOSYS; nothing is killed, so that
 a library which only asks goes on. Numbers are those of the kernel's headers (asm/unistd_64.h,
-asm-generic/unistd.h). isolation.py installs it for each program. Used by ``isolation.py``.
+asm-generic/unistd.h). isolation.py installs it for each program.
 """
 
 from __future__ import annotations

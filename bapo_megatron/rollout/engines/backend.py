@@ -1,8 +1,7 @@
 """The rollout backend: the factory of one kind of inference engine (checks, servers, clients), e.g. SGLang.
 
 ``LocalBackend``, without servers, is here; SGLang's is in its folder, and a user's own class is one that
-`rollout.engine` names by its import path. Used in ``commands/``, ``evaluation/``, ``rollout/engines/``,
-``rollout/sampler/`` and ``trainer/``.
+`rollout.engine` names by its import path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pool of a run's engines, made by ``open_pool``, and the pool of colocated ones.
 
 Colocated engines share GPUs with the policy: they sleep, wake up and get weights as the GPU hand-over
-(``trainer/gpu_handover.py``) asks by ``SamplerClient``. Used in ``evaluation/`` and ``rollout/sampler/``.
+(``trainer/gpu_handover.py``) asks by ``SamplerClient``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ Tokens are sampled by inverse CDF, independent of the batch's other rows:
     token = min { v : sum_{u <= v} p_u >= draw },  p = softmax(logits / temperature),  draw in (0, 1]
 
 Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_U`` distinct prompts, ``_L`` padded prompt,
-``_R`` longest response, ``_V`` vocabulary, ``_LK`` layers and experts of a token. Used by
-``local_engine.py``.
+``_R`` longest response, ``_V`` vocabulary, ``_LK`` layers and experts of a token.
 """
 
 from __future__ import annotations

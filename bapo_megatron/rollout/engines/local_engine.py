@@ -3,8 +3,7 @@
 Any causal language model of transformers works; it is meant for small ones. Requests that arrive in one turn
 of the event loop, while no batch is computed, are one batch. Sampled tokens depend on the request (seed,
 prefix) and the weights, and on the batch only through the rounding of matrix products: with the rounds of
-``LocalBackend`` a run without overlap always forms the same batches and samples the same tokens. Used by
-``backend.py``.
+``LocalBackend`` a run without overlap always forms the same batches and samples the same tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -27,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.fp8 import is_quantized
-from bapo_megatron.hf.parameter_map import expert_tensors, hf_tensors
+from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.weight_stream import checked_weights
 from bapo_megatron.interfaces import Confirm
@@ -120,14 +118,8 @@ class LocalEngine:
 
 def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The weights of an HF folder, one at a time; those of a folder in fp8 in bfloat16."""
-    if is_quantized(folder):  # of bapo eval and --rollout-only; a run's own folders are in bfloat16
-        reader = HfReader(folder)
-        yield from ((name, reader.read(name)) for name in hf_tensors(read_model_shape(folder)))
-        return
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
+    reader = HfReader(folder)
+    yield from ((name, reader.read(name)) for name in reader.names)
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:
@@ -300,6 +292,7 @@ def _load(hf_path: Path, dtype: str, device: str) -> Any:
         del config.quantization_config
         empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
         return empty.to(device).eval()
+    HfReader(hf_path).check_files()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             hf_path,

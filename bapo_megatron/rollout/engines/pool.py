@@ -3,7 +3,7 @@
 An engine that fails in any way (refuses, hangs, crashes, answers nonsense, reports wrong weights) is put in
 quarantine: its requests fail at once, and the caller sends them to other engines. It takes requests again
 after a health check and a verified load of the current weights. All of this happens in one event loop: that
-of the sampler's process, or of `bapo eval`. Used in ``evaluation/``, this folder and ``rollout/sampler/``.
+of the sampler's process, or of `bapo eval`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 An engine that misses a timeout is put in quarantine, or reported as hanging; ``open_pool`` sets them. All is
 synchronous but the clock, and local to the event loop of ``EnginePool``, which changes the slots. An engine
-is chosen by prefix affinity and load. Used in ``commands/``, ``evaluation/``, ``planning/``, this folder,
-``rollout/engines/sglang/`` and ``rollout/sampler/``.
+is chosen by prefix affinity and load.
 """
 
 from __future__ import annotations

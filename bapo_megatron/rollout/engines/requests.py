@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +55,21 @@ class Dataset:
 
 
 def response_text(tokenizer: Any, ids: np.ndarray) -> str:
-    """Text of a response, without special tokens but those around a thinking part.
+    """Text of a response, without special tokens but those around a thinking part and ordinary characters.
 
-    Rewards find the answer behind these, and some tokenizers call them special: the answer would be lost.
+    Rewards find the answer behind the tags, which some tokenizers call special, and some models pad with
+    ``!``: the answer would be lost, or its factorial.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    tags = {number for number, token in added.items() if token.special and str(token) in (THINKING, THOUGHT)}
-    if not tags:
-        text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-        return text
-    runs = groupby(ids.tolist(), tags.__contains__)
-    return "".join(tokenizer.decode([*run], skip_special_tokens=not is_tag) for is_tag, run in runs)
+    special = {number: str(token) for number, token in added.items() if token.special}
+    told = {number for number, text in special.items() if _is_told(text)}
+    kept = [one for one in ids.tolist() if not told or one in told or one not in special]
+    decoded: str = tokenizer.decode(kept, skip_special_tokens=not told)
+    return decoded
+
+
+def _is_told(special: str) -> bool:
+    return special in (THINKING, THOUGHT) or len(special.strip()) < 2
 
 
 def prompt_of_turn(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int) -> Prompt:

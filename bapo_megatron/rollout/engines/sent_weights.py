@@ -2,8 +2,7 @@
 
 A digest is a hash. The trainer computes those that an engine must report while it sends the weights; the
 engine pool compares, before the engine samples from them. Engines that all lack the same tensor agree with
-each other: only the trainer's digests show it. Where those are unknown, a quorum of engines decides. Used in
-this folder, ``rollout/engines/sglang/`` and ``rollout/weight_sync/``.
+each other: only the trainer's digests show it. Where those are unknown, a quorum of engines decides.
 """
 
 from __future__ import annotations

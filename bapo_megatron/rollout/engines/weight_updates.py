@@ -2,8 +2,7 @@
 
 The trainer's side of a transport is a file of ``rollout/weight_sync/``, which makes the four calls in this
 order by ``SamplerClient``. An engine sees one call, its ``load`` or ``wake``, which waits for them. For
-weights in a folder the pool makes that call alone (``CurrentWeights``). Used by
-``rollout/sampler/process.py``.
+weights in a folder the pool makes that call alone (``CurrentWeights``).
 """
 
 from __future__ import annotations

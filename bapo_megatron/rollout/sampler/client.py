@@ -1,6 +1,6 @@
 """The trainer's client of the sampler process: RPC through a pipe, restart of a process that dies or hangs.
 
-On rank 0; the other end is ``process.py``. Used in ``rollout/weight_sync/`` and ``trainer/``.
+On rank 0; the other end is ``process.py``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
 from bapo_megatron.rollout.sampler.process import ALIVE, WAKE_CALLS, Setup
 from bapo_megatron.rollout.sampler.step_batches import read_header
+from bapo_megatron.runtime.exit_codes import holding_signals
 from bapo_megatron.runtime.guards import death
 from bapo_megatron.types import StepHeader
 
@@ -263,7 +264,8 @@ class SamplerClient:
     def _launch(self) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, theirs = Pipe()
         command = [sys.executable, "-m", _SERVICE, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        with holding_signals():
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
         self._is_set_up = False
         return process, ours

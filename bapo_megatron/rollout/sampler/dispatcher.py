@@ -3,13 +3,14 @@
 Admission is back-pressure: it bounds how far sampling runs ahead of the trainer. (AReaL bounds staleness in
 the same way, arXiv 2505.24298, with samples for groups.) The dispatcher schedules the requests of admitted
 groups, one segment of a response at a time: an engine's answer to one request, the next tokens of a response,
-at most ``rollout.segment_tokens``. Used by ``group_sampler.py`` and ``loop.py``.
+at most ``rollout.segment_tokens``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections import Counter
 from functools import partial
 from itertools import count
@@ -49,7 +50,8 @@ class AdmissionController:
     w: step of the engines' weights; p: last step whose groups the trainer has; outstanding: sampled, scored,
     or waiting for their step. While the policy trains, p = w + 1: S B groups; when it waits for groups, p =
     w: (S + 1) B. So no group is opened that would have to wait for more than S steps, and S = 0 samples
-    nothing during training. Nothing may be sampled before ``open``.
+    nothing during training. After a resume more may be outstanding, opened under newer weights than those
+    that the engines have now: then only as many may sample, the oldest. Nothing before ``open``.
 
     Synchronous. The loop asks it before it opens groups, the dispatcher before it sends a request. Made by
     ``GroupSampler``.
@@ -106,9 +108,20 @@ class AdmissionController:
         if not self.may_sample:
             return 0
         replaced = (self._config.max_oversampling - 1) * self._config.prompts_per_step
-        beyond = max(0, self._state.dropped["uniform"] - int(replaced))
+        dropped = self._state.dropped["uniform"] + self._state.dropped["failed"]
+        beyond = max(0, dropped - int(replaced))
         most = (self._steps_ahead + 1) * self._config.prompts_per_step
         return max(0, most - beyond - self._state.outstanding)
+
+    @property
+    def newest_sampling(self) -> float:
+        """Number of the newest group that may sample: a later one would be too old for its step."""
+        if not self.may_sample:
+            return -1
+        most = (self._steps_ahead + 1) * self._config.prompts_per_step
+        if self._state.outstanding <= most:
+            return math.inf
+        return heapq.nsmallest(most, [*self._state.open, *self._state.finished])[-1]
 
     def budget(self, group: OpenGroup, sample: int) -> int | None:
         """Most tokens that a response may still have from the current weights; None: any number."""
@@ -178,8 +191,12 @@ class Dispatcher:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is in flight or waits for an engine, or a result is not taken yet."""
-        return bool(self._running or self._ready or self.has_results)
+        """Whether a request is in flight or waits for an engine, or a result is not taken yet.
+
+        A group that may sample only under newer weights does not count.
+        """
+        waits = bool(self._ready) and self._ready[0][0] <= self._admission.newest_sampling
+        return bool(self._running or waits or self.has_results)
 
     @property
     def has_results(self) -> bool:
@@ -220,17 +237,18 @@ class Dispatcher:
 
     async def send(self, at_once: bool) -> None:
         """Fill the engines with requests: ``at_once``, or in bursts between which results are processed."""
+        newest = self._admission.newest_sampling
         for sent in count(1):
-            if not self._send_one():
+            if not self._send_one(newest):
                 return
             if sent == _BURST and not at_once:
                 self._pool.changed.set()
                 await asyncio.sleep(0)
                 return
 
-    def _send_one(self) -> bool:
-        """Send the first admitted request to an engine with room; returns whether one was sent."""
-        while self._ready and self._admission.may_sample:
+    def _send_one(self, newest: float) -> bool:
+        """Send the first request of a group up to ``newest`` to an engine with room; whether one was sent."""
+        while self._ready and self._ready[0][0] <= newest:
             key = self._ready[0]
             group = self._state.open.get(key[0])
             need = None if group is None or key in self._running else self._need(group, key[1])

@@ -3,8 +3,7 @@
 ``SamplerLoop`` commits the records, then ``SamplerState.apply`` changes the state by them. At the end the
 first records of a journal that begins at a checkpoint: of a fork, or after the journal was lost. A checkpoint
 has the sampler's position in the dataset and the prompts of unfinished groups, without their tokens: these
-prompts are sampled again, first. A fork with another order of prompts starts its dataset anew. Used in
-this folder and by ``trainer/resume.py``.
+prompts are sampled again, first. A fork with another order of prompts starts its dataset anew.
 """
 
 from __future__ import annotations
@@ -122,22 +121,28 @@ def response_restarted(group: OpenGroup, sample: int, why: str) -> Record:
 
 def group_scored(
     number: int,
-    rewards: Sequence[float],
+    rewards: Sequence[float | None],
     failures: Sequence[str],
     teacher_log_probs: Sequence[np.ndarray] | None = None,
+    scores: Sequence[float | None] = (),
 ) -> Record:
     """Event: a complete group has its rewards, and the teacher's log-probs of its responses if there is one.
 
-    ``failures``: the kind of each failed score.
+    A reward None: the response is left out of the group. ``failures``: the kind of each failed score.
+    ``scores``: the rewards without penalties; none: the same.
     """
     arrays = {} if teacher_log_probs is None else {TEACHER_LOG_PROBS: np.concatenate(teacher_log_probs)}
+    fields: dict[str, Any] = {"number": number, "rewards": list(rewards), "failures": list(failures)}
+    if scores and list(scores) != fields["rewards"]:
+        fields["scores"] = list(scores)
     # The kind on disk is "judged", as in journals of earlier versions.
-    return Record("judged", {"number": number, "rewards": list(rewards), "failures": list(failures)}, arrays)
+    return Record("judged", fields, arrays)
 
 
 def group_dropped(number: int, reason: str) -> Record:
     """Event: a group is dropped, and not trained on. ``reason``: ``uniform``, ``stale``, ``refused``,
-    or ``untaught`` where the run has a teacher, and had none when the group was sampled."""
+    ``failed`` (too few scores), or ``untaught`` where the run has a teacher, and had none when the
+    group was sampled."""
     return Record("dropped", {"number": number, "reason": reason}, {})
 
 

@@ -2,7 +2,6 @@
 
 The journal, a write-ahead log of all that was sampled, is the state that outlives the process. The batch
 builder selects the finished groups of a step, and writes the step's file.
-Used by ``process.py`` and ``benchmarks/sampler_scale.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from bapo_megatron.rollout.sampler.events import (
 )
 from bapo_megatron.rollout.sampler.loop import SamplerLoop
 from bapo_megatron.rollout.sampler.sampling_metrics import sampler_metrics
-from bapo_megatron.rollout.sampler.scoring import GroupScorer, Scorer
+from bapo_megatron.rollout.sampler.scoring import FailedScores, GroupScorer, Scorer
 from bapo_megatron.rollout.sampler.state import FinishedGroup, SamplerState
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path, write_step
 from bapo_megatron.rollout.sampler.stepper import Stepper
@@ -34,6 +33,7 @@ from bapo_megatron.rollout.sampler.teacher import GroupTeacher, Teacher
 from bapo_megatron.rollout.sampler.turns import Environments
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.runtime.storage import OldFiles
 from bapo_megatron.types import StepBatch
 
 
@@ -67,7 +67,7 @@ class GroupSampler:
         """
         self._rollout, self._report, self._pool = config.rollout, report, pool
         self._folder = RunPaths(config.directory).journal
-        self._journal = SegmentJournal(self._folder)
+        self._journal = SegmentJournal(self._folder, OldFiles(report))
         self._files = StepFiles(self._folder, report)
         prompts, rollout = dataset.prompts, config.rollout
         self._identity = identity(config, dataset)
@@ -84,7 +84,8 @@ class GroupSampler:
             self._journal,
             admission,
             dispatcher,
-            GroupScorer(dataset, scorer, config.reward.failed),
+            GroupScorer(dataset, scorer, config.reward),
+            FailedScores(rollout.prompts_per_step, config.reward.outage_minutes, report),
             pool.changed,
             report,
             rounds,
@@ -174,14 +175,19 @@ class GroupSampler:
         counts, and the prompts of unfinished groups."""
         return {**self._state.snapshot().fields, OUTSTANDING: self._state.outstanding_places}
 
-    async def checkpointed(self, oldest: int) -> None:
-        """Start a new log, and delete files that no resume from step ``oldest`` needs."""
-        if (keep := self._rollout.keep_steps) is not None:
-            await asyncio.to_thread(self._files.delete, min(oldest, self._state.served - keep))
+    async def checkpointed(self, oldest: int) -> int:
+        """Start a new log, and delete files that no resume from step ``oldest`` needs.
+
+        Returns the last step whose files are not kept; below 1 for none.
+        """
+        keep = self._rollout.keep_steps
+        last = 0 if keep is None else min(oldest, self._state.served - keep)
+        await asyncio.to_thread(self._files.delete, last)
         async with self._loop.between_commits():
             # The snapshot first: only then are the older logs without unfinished groups superfluous.
             self._journal.rotate(self._state.snapshot())
             self._journal.delete_old([*self._state.open, *self._state.finished])
+        return last
 
     async def close(self) -> None:
         """Stop, and commit the tokens of requests in flight, unless it samples in ``rounds``."""

@@ -8,8 +8,7 @@ The file is written atomically at the end; an evaluation that a kill interrupts 
 
 ``whole_response`` sends a request for each segment, or in `bapo eval` for the whole response or turn; a lost
 engine costs the request in flight only. Responses for training go through ``dispatcher.py`` instead, which
-journals them. Both follow the state machine of ``response.py``. Used by ``evaluation/run.py`` and
-``process.py``.
+journals them. Both follow the state machine of ``response.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from bapo_megatron.rollout.sampler.turns import Environments, TurnTaker, turn_ta
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
-from bapo_megatron.runtime.storage import writing
+from bapo_megatron.runtime.storage import OldFiles, writing
 from bapo_megatron.types import Prompt
 
 _EPOCH = 2**32
@@ -83,9 +82,10 @@ class HeldOut:
         scorer: Scorer,
         environments: Environments | None = None,
         rounds: bool = False,
+        old: OldFiles | None = None,
     ) -> None:
         """``environments``: those of the run, by source; a suite has that of the source of its name.
-        ``rounds``: see ``GroupSampler``."""
+        ``rounds``: see ``GroupSampler``. ``old``: deletes old results."""
         self._config, self._suites = config, suites
         self._dataset, self._pool, self._scorer = dataset, pool, scorer
         temperature, most = config.evaluation_sampling
@@ -101,7 +101,7 @@ class HeldOut:
         self._programs = {suite.name: programs_of(suite, config.reward.function) for suite in suites}
         """The problems of each suite that ask for a program, which is in no box."""
         self._in_rounds = rounds and any(self._turns.values())
-        self._paths = RunPaths(config.directory)
+        self._paths, self._old = RunPaths(config.directory), old or OldFiles()
         self._task: asyncio.Task[None] | None = None
         self._step: int | None = None
         """The step that is being evaluated, or will be when its weights are loaded."""
@@ -109,10 +109,21 @@ class HeldOut:
         """The version of its weights: tokens of others are refused."""
 
     def start(self, first_step: int) -> None:
-        """Delete the results of ``first_step`` and later steps: the run resumes before them."""
+        """Delete the results of ``first_step`` and later steps: the run resumes before them.
+
+        Those that cannot be deleted stay the results of their steps.
+        """
+        self._delete(lambda step: step >= first_step)
+
+    def delete(self, last: int) -> None:
+        """Delete the results of the steps up to ``last``."""
+        self._delete(lambda step: step <= last)
+
+    def _delete(self, is_old: Callable[[int], bool]) -> None:
         for (step, _), path in step_entries(self._paths.evaluation, ".jsonl"):
-            if step >= first_step:
-                path.unlink()
+            if is_old(step):
+                with self._old.deleting(path):
+                    path.unlink()
 
     def expect(self, step: int, version: int) -> None:
         """Prepare the evaluation of ``step``, if it is due and not done; its weights are being loaded.
@@ -228,7 +239,7 @@ class HeldOut:
         prompt, programs = item.suite.prompts[item.problem], self._programs[item.suite.name]
         ids = [response.so_far.token_ids_R, response.last_turn_R]
         text, last = await asyncio.to_thread(self._dataset.texts, ids)
-        prompt = judged_prompt(self._dataset.tokenizer, prompt, response)
+        prompt = await asyncio.to_thread(judged_prompt, self._dataset.tokenizer, prompt, response)
         result = await response_score(self._scorer, prompt, response, last, self._config.reward.failed)
         return {
             "suite": item.suite.name,

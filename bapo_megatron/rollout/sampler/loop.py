@@ -3,7 +3,7 @@
 One task wakes up at every change. It writes all queued events and returned segments in one commit, and only
 then applies them. It opens new groups as admission allows, and sends requests to engines (both
 ``dispatcher.py``), and turns to their environments (``stepper.py``). Complete groups are scored
-(``scoring.py``). Used by ``group_sampler.py``.
+(``scoring.py``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-
-import numpy as np
 
 from bapo_megatron.algo.advantages import is_uniform
 from bapo_megatron.config import RolloutConfig
@@ -29,7 +27,7 @@ from bapo_megatron.rollout.sampler.events import (
     response_restarted,
     segments_arrived,
 )
-from bapo_megatron.rollout.sampler.scoring import FirstStepScores, GroupScorer
+from bapo_megatron.rollout.sampler.scoring import RETRY_S, FailedScores, GroupScorer
 from bapo_megatron.rollout.sampler.state import FinishedGroup, OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.stepper import Stepper
 from bapo_megatron.rollout.sampler.teacher import GroupTeacher
@@ -57,6 +55,7 @@ class SamplerLoop:
         admission: AdmissionController,
         dispatcher: Dispatcher,
         scorer: GroupScorer,
+        failed_scores: FailedScores,
         changed: asyncio.Event,
         report: Report,
         rounds: bool,
@@ -71,12 +70,12 @@ class SamplerLoop:
         self._changed, self._report, self._rounds, self._is_held = changed, report, rounds, is_held
         self._stepper = stepper
         self._teacher = teacher
-        self._of_teacher: dict[int, list[np.ndarray]] = {}
-        """The teacher's log-probs of groups whose rewards do not count yet, by number."""
         self._events: list[Record] = []
         """Events that are queued for the next commit."""
         self._next_number = 0
-        self._first_scores = FirstStepScores(config.prompts_per_step)
+        self._failed_scores = failed_scores
+        self._retrying: asyncio.Task[None] | None = None
+        """Scores waiting groups again; None while none waits."""
         self._scoring: dict[int, asyncio.Task[None]] = {}
         self._dropping: set[int] = set()
         """Numbers of groups whose drop is queued."""
@@ -91,7 +90,7 @@ class SamplerLoop:
     def start(self) -> None:
         """Resume the open groups, and start the loop."""
         self._next_number = self._state.next_number
-        self._first_scores.begin(self._state)
+        self._failed_scores.begin(self._state)
         if self._teacher:  # which the run may have got later than these groups
             for finished in [*self._state.finished.values()]:
                 if any(one.teacher_log_probs_R is None for one in finished.group.rollouts):
@@ -140,7 +139,7 @@ class SamplerLoop:
         self._dispatcher.cancel()
         if self._stepper:
             self._stepper.cancel()
-        for task in self._scoring.values():
+        for task in [*self._scoring.values(), *([self._retrying] if self._retrying else [])]:
             task.cancel()
 
     @property
@@ -193,7 +192,8 @@ class SamplerLoop:
     def _is_busy(self) -> bool:
         """Whether anything is being sampled, stepped or scored, or is queued for a commit."""
         steps = self._stepper is not None and self._stepper.is_busy
-        return bool(self._dispatcher.is_busy or steps or self._scoring or self._events)
+        scores = self._scoring or self._failed_scores.is_waiting
+        return bool(self._dispatcher.is_busy or steps or scores or self._events)
 
     async def _commit(self) -> None:
         """Write all new events and segments in one commit, then apply them and act on them."""
@@ -282,24 +282,56 @@ class SamplerLoop:
     def _score_if_complete(self, group: OpenGroup) -> None:
         """Begin to score a group if all of its responses are finished."""
         if group.is_complete and self._is_open(group):
-            self._scoring[group.number] = task = asyncio.create_task(self._score(group))
-            task.add_done_callback(self._note_error)
+            self._begin_scoring(group)
 
-    async def _score(self, group: OpenGroup) -> None:
+    def _begin_scoring(self, group: OpenGroup, is_last_try: bool = False) -> None:
+        self._scoring[group.number] = task = asyncio.create_task(self._score(group, is_last_try))
+        task.add_done_callback(self._note_error)
+
+    async def _score(self, group: OpenGroup, is_last_try: bool) -> None:
+        """Score a group; queue its rewards, if they count, and its drop, if it trains nothing."""
+        scores_before = self._failed_scores.scores
         results = await self._scorer.score(group)
-        if self._teacher and not self._is_useless([one.reward for one in results]):
-            self._of_teacher[group.number] = await self._teacher.of_group(group)
+        rewards = self._scorer.rewards(results)
+        why = self._why_useless(rewards)
+        taught = await self._teacher.of_group(group) if self._teacher and not why else None
         del self._scoring[group.number]
-        for scored, found in self._first_scores.passed(group, results):
-            rewards, failures = [one.reward for one in found], [one.failure for one in found if one.failure]
-            self.post(
-                group_scored(scored.number, rewards, failures, self._of_teacher.pop(scored.number, None))
-            )
-            if self._is_useless(rewards):
-                self._drop(scored, "uniform")
+        # What scores works, if another score has succeeded meanwhile.
+        is_last_try = is_last_try or self._failed_scores.scores > scores_before
+        if not self._failed_scores.passes(group, results, is_last_try, asyncio.get_running_loop().time()):
+            if self._retrying is None:
+                self._retrying = asyncio.create_task(self._retry())
+                self._retrying.add_done_callback(self._note_error)
+            return
+        if self._failed_scores.scores > scores_before:
+            self._score_again()
+        failures = [one.failure for one in results if one.failure]
+        scores = [
+            None if reward is None else reward if one.score is None else one.score
+            for reward, one in zip(rewards, results, strict=True)
+        ]
+        self.post(group_scored(group.number, rewards, failures, taught, scores))
+        if why:
+            self._drop(group, why)
 
-    def _is_useless(self, rewards: Sequence[float]) -> bool:
-        return self._config.drop_uniform_groups and is_uniform(rewards)
+    async def _retry(self) -> None:
+        """Score waiting groups again, now and then, while there are some."""
+        while self._failed_scores.is_waiting:
+            await asyncio.sleep(RETRY_S)
+            self._score_again()
+        self._retrying = None
+
+    def _score_again(self) -> None:
+        groups, is_last_try = self._failed_scores.to_score_again(asyncio.get_running_loop().time())
+        for group in groups:
+            self._begin_scoring(group, is_last_try)
+
+    def _why_useless(self, rewards: Sequence[float | None]) -> str | None:
+        """Why a group with these rewards is dropped; None if it is not."""
+        found = [reward for reward in rewards if reward is not None]
+        if len(found) < min(2, len(rewards)):
+            return "failed"
+        return "uniform" if self._config.drop_uniform_groups and is_uniform(found) else None
 
     def _note_error(self, task: asyncio.Task[None]) -> None:
         """End the loop after an error of scoring: the trainer's next call raises it."""
@@ -321,5 +353,6 @@ class SamplerLoop:
         self._dispatcher.cancel_group(number)
         if self._stepper:
             self._stepper.cancel_group(number)
+        self._failed_scores.forget(number)
         if task := self._scoring.pop(number, None):
             task.cancel()

@@ -4,7 +4,6 @@
 a ``Setup``; then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
 ``("error", kind, text, events)``, with heartbeats before it, which stop where this process hangs. When the
 trainer ends the pipe closes, and this process ends, too: all that it has told the trainer is in the journal.
-Used by ``client.py`` and ``trainer/build.py``.
 """
 
 from __future__ import annotations
@@ -43,9 +42,10 @@ from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.rollout.sampler.turns import open_environments
-from bapo_megatron.runtime.exit_codes import SIGNALS
+from bapo_megatron.runtime.device import environment_variable
+from bapo_megatron.runtime.exit_codes import ignore_signals
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
-from bapo_megatron.runtime.storage import FailingDiskError, is_of_failing_disk
+from bapo_megatron.runtime.storage import FailingDiskError, OldFiles, is_of_failing_disk
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ class Service:
             "load_weights": self._load_weights,
             "keep_weights": self._keep_weights,
             "state": self._state,
-            "checkpointed": self._sampler.checkpointed,
+            "checkpointed": self._checkpointed,
             "begin": self._begin,
             "receive": self._updates.receive,
             "confirm": self._updates.confirm,
@@ -148,6 +148,11 @@ class Service:
     async def _start(self, first_step: int, state: dict[str, Any] | None) -> None:
         self._held_out.start(first_step)
         await self._sampler.start(first_step, state)
+
+    async def _checkpointed(self, oldest: int) -> None:
+        last = await self._sampler.checkpointed(oldest)
+        # Not the step's own: the trainer may still read it.
+        await asyncio.to_thread(self._held_out.delete, last - 1)
 
     async def _next_batch(self, step: int, wait_s: float) -> Path | Need | None:
         return self._path_or_need(await self._sampler.next_batch(step, wait_s))
@@ -205,11 +210,8 @@ def _failed(error: Exception) -> tuple[str, str, str]:
 def main() -> None:
     """Run the sampler process, until the pipe closes."""
     die_with_parent()  # by the kernel: also if this process is stopped or hangs
-    # The trainer handles Ctrl-C and Slurm's signals to stop, which go to every process of a job: it needs the
-    # sampler until it has saved.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in SIGNALS:
-        signal.signal(number, lambda *_: None)
+    ignore_signals()  # the trainer needs the sampler until it has saved
     allow_open_files()  # a connection for each request in flight
     pipe = Connection(int(sys.argv[1]))
     try:
@@ -233,7 +235,7 @@ def use_threads(of_a_rank: int | None) -> None:
     ``of_a_rank``: threads of one rank; None: torch's own number.
     """
     if of_a_rank is not None:
-        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+        ranks = environment_variable("LOCAL_WORLD_SIZE") or environment_variable("WORLD_SIZE") or "1"
         torch.set_num_threads(of_a_rank * int(ranks))
 
 
@@ -319,7 +321,7 @@ async def _open(
     environments = await open_environments(config, tokenizer, report, opened)
     stops, problems = stop_token_ids(config.model.hf_path, tokenizer), setup.problems
     dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources, problems.tools_sha256)
-    held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, environments, rounds)
+    held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, environments, rounds, OldFiles(report))
     teacher = await _open_teacher(config, dataset, opened)
     # If an engine samples in rounds, the last bits of its answers depend on the other requests of a batch: an
     # evaluation and training must not mix.

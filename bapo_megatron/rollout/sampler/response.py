@@ -11,8 +11,7 @@
 
 Only responses in an environment wait; one without is an *episode* of a single turn. Pure functions on frozen
 data: no engine, no file, no clock. The dispatcher and the stepper drive responses for training with it (the
-write-ahead log is between an answer and the next state), ``held_out.py`` those of evaluations. Used in
-``evaluation/`` and this folder.
+write-ahead log is between an answer and the next state), ``held_out.py`` those of evaluations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Metrics of the sampling of a step: rewards, lengths, truncation, episodes, and an account of all tokens.
+"""Metrics of a step's groups and of what was sampled: rewards, lengths, episodes; an account of all tokens.
 
-Episodes are those of environments: turns, given tokens, failures, and what the environments reported. Used by
-``group_sampler.py``.
+Episodes are those of environments: turns, given tokens, failures, and what the environments reported.
 """
 
 from __future__ import annotations
@@ -19,6 +18,10 @@ REPORTED = "episode/"
 """Prefix of the metrics of a user's environment."""
 
 
+SAMPLED = "sampled/"
+"""Prefix of the metrics of what was sampled since the last batch, trained on or not."""
+
+
 def sampler_metrics(
     sampler_state: SamplerState,
     chosen: Sequence[FinishedGroup],
@@ -28,72 +31,100 @@ def sampler_metrics(
 ) -> Metrics:
     """The metrics of a step that trains on the groups ``chosen``, of which ``stale`` are too old.
 
-    Counts from the start of the run: sampled = trained + dropped + kept (``sampler/tokens_*``). ``sources``:
-    names of the run's sources; each has its own ``rollout_metrics`` and ``episode_metrics`` under
-    ``source/NAME/``.
+    Those of ``group_metrics`` are of these groups, whenever they were sampled; under ``sampled/`` they are of
+    all groups that were scored since the last batch, before uniform ones are dropped: so the filter does not
+    bias them. Counts from the start of the run: sampled = trained + dropped + kept (``sampler/tokens_*``).
     """
-    trained = sum(group.tokens for group in chosen)
+    trained, scored = [one.summary for one in chosen], sampler_state.scored
+    tokens = sum(group.tokens for group in chosen)
     dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
+    sampled = group_metrics(scored, reward, sources)
     return {
-        **rollout_metrics(sampler_state.scored, len(chosen), reward),
-        **_by_source(sampler_state.scored, chosen, reward, sources),
-        **episode_metrics(sampler_state.scored),
+        **group_metrics(trained, reward, sources, trained_only=True),
+        # Times have one name, which whoever compares two runs leaves out.
+        **{SAMPLED + name: value for name, value in sampled.items() if not name.startswith("time/")},
+        **_counts(trained, scored),
+        **{
+            f"source/{source}/{name}": value
+            for source in sources
+            for name, value in _counts(_of(trained, source), _of(scored, source)).items()
+        },
         "rollout/groups_dropped": float(sampler_state.dropped["uniform"]),
+        "rollout/groups_failed": float(sampler_state.dropped["failed"]),
         "rollout/groups_stale": float(sampler_state.dropped["stale"] + stale),
         "sampler/groups_kept": float(sampler_state.outstanding - len(chosen)),
         "sampler/tokens_sampled": float(sampler_state.tokens["sampled"]),
-        "sampler/tokens_trained": float(sampler_state.tokens["trained"] + trained),
+        "sampler/tokens_trained": float(sampler_state.tokens["trained"] + tokens),
         "sampler/tokens_dropped": float(dropped),
-        "sampler/tokens_kept": float(sampler_state.outstanding_tokens - trained),
+        "sampler/tokens_kept": float(sampler_state.outstanding_tokens - tokens),
     }
 
 
-def _by_source(
-    scored: Sequence[GroupSummary],
-    chosen: Sequence[FinishedGroup],
+def _counts(trained: Sequence[GroupSummary], scored: Sequence[GroupSummary]) -> Metrics:
+    return {"rollout/groups_sampled": float(len(scored)), "rollout/groups": float(len(trained))}
+
+
+def _of(groups: Sequence[GroupSummary], source: str) -> list[GroupSummary]:
+    return [one for one in groups if one.source == source]
+
+
+def group_metrics(
+    groups: Sequence[GroupSummary],
     reward: RewardConfig,
-    sources: Sequence[str],
+    sources: Sequence[str] = (),
+    trained_only: bool = False,
 ) -> Metrics:
-    found: Metrics = {}
+    """``rollout_metrics`` and ``episode_metrics`` of scored groups, and those of each source as
+    ``source/NAME/...``. ``sources``: names of the run's sources. ``trained_only``: without the responses that
+    are left out of their groups."""
+
+    def metrics(groups: Sequence[GroupSummary]) -> Metrics:
+        shown = [group.trained for group in groups] if trained_only else groups
+        return {**rollout_metrics(groups, reward, trained_only), **episode_metrics(shown)}
+
+    found = metrics(groups)
     for source in sources:
-        kept = sum(one.group.prompt.source == source for one in chosen)
-        own = [one for one in scored if one.source == source]
-        metrics = {**rollout_metrics(own, kept, reward), **episode_metrics(own)}
-        # Times have one name, which whoever compares two runs leaves out.
-        named = {name: value for name, value in metrics.items() if not name.startswith("time/")}
+        own = metrics(_of(groups, source))
+        named = {name: value for name, value in own.items() if not name.startswith("time/")}
         found |= {f"source/{source}/{name}": value for name, value in named.items()}
     return found
 
 
-def rollout_metrics(scored: Sequence[GroupSummary], kept: int, reward: RewardConfig) -> Metrics:
-    """Statistics of all responses scored for the step, before uniform groups are dropped.
+def rollout_metrics(
+    groups: Sequence[GroupSummary], reward: RewardConfig, trained_only: bool = False
+) -> Metrics:
+    """Statistics of the responses of scored groups. ``trained_only``: see ``group_metrics``.
 
-    So the filter does not bias them. A response is correct if its reward is nearer to ``reward.correct`` than
-    to ``reward.wrong``. A mean over nothing is None. Lengths are in tokens.
+    Rewards are of the responses that have one, lengths of all. A response is correct if its
+    score, the reward without penalties, is nearer to ``reward.correct`` than to
+    ``reward.wrong``. A mean over nothing is None. Lengths are in tokens.
     """
-    groups = sorted(scored)
-    rewards = np.array([value for group in groups for value in group.rewards])
-    lengths = np.array([length for group in groups for length in group.lengths])
-    correct = np.abs(rewards - reward.correct) < np.abs(rewards - reward.wrong)
-    truncated = np.array([reason == "length" for group in groups for reason in group.reasons])
+    groups = sorted(groups, key=lambda one: one.number)
+    responses = sum(len(group.rewards) for group in groups)
+    scored = [one for group in groups if (one := group.trained).rewards]
+    rewards = np.array([value for group in scored for value in group.rewards], float)
+    scores = np.array([value for group in scored for value in group.scores or group.rewards], float)
+    correct = np.abs(scores - reward.correct) < np.abs(scores - reward.wrong)
+    of_scored = np.array([length for group in scored for length in group.lengths])
+    shown = scored if trained_only else groups
+    lengths = np.array([length for group in shown for length in group.lengths])
+    truncated = np.array([reason == "length" for group in shown for reason in group.reasons])
     failures = sum(len(group.failures) for group in groups)
-    ends = np.cumsum([len(group.rewards) for group in groups], dtype=np.int64)
+    ends = np.cumsum([len(group.rewards) for group in scored], dtype=np.int64)
     # Not `np.split` of nothing: it gives one empty group, which would count as solved by none and by all.
-    correct_by_group = np.split(correct, ends[:-1]) if groups else []
+    correct_by_group = np.split(correct, ends[:-1]) if scored else []
     return {
         "reward/mean": _array_mean(rewards),
         "reward/correct_fraction": _array_mean(correct),
         "reward/solved_none": _array_mean(np.array([not one.any() for one in correct_by_group])),
         "reward/solved_all": _array_mean(np.array([one.all() for one in correct_by_group])),
         "reward/failures": float(failures),
-        "reward/failed_fraction": failures / len(rewards) if len(rewards) else None,
+        "reward/failed_fraction": failures / responses if responses else None,
         "reward/timeouts": float(sum(group.failures.count("time") for group in groups)),
-        "rollout/groups_sampled": float(len(groups)),
-        "rollout/groups": float(kept),
         "rollout/length_mean": _array_mean(lengths),
         "rollout/length_max": float(lengths.max()) if len(lengths) else None,
-        "rollout/length_positive_mean": _array_mean(lengths[correct]),
-        "rollout/length_negative_mean": _array_mean(lengths[~correct]),
+        "rollout/length_positive_mean": _array_mean(of_scored[correct]),
+        "rollout/length_negative_mean": _array_mean(of_scored[~correct]),
         "rollout/truncated_fraction": _array_mean(truncated),
         "rollout/tokens": float(lengths.sum()),
     }
@@ -104,7 +135,7 @@ def _array_mean(values: np.ndarray) -> float | None:
 
 
 def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
-    """Statistics of all episodes scored for the step; empty where no prompt has an environment.
+    """Statistics of all episodes of scored groups; empty where no prompt has an environment.
 
     Groups without episodes, of a source without an environment, count nowhere.
 

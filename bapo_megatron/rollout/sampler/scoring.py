@@ -1,4 +1,4 @@
-"""Scoring of complete groups: decode the responses, compute their rewards, check the run's first scores.
+"""Scoring of complete groups: decode the responses, compute their rewards, notice an outage of the scores.
 
 ``SamplerLoop`` scores a group as soon as its last response is complete, beside the sampling of others. Used
 in ``evaluation/`` and this folder.
@@ -7,12 +7,18 @@ in ``evaluation/`` and this folder.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-from bapo_megatron.errors import ConfigError
+import numpy as np
+
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.reward.pool import FailureReports, RewardResult
 from bapo_megatron.rollout.engines.pool import Report
-from bapo_megatron.rollout.engines.requests import Dataset, prompt_of_turn
+from bapo_megatron.rollout.engines.requests import Dataset, prompt_of_turn, response_text
 from bapo_megatron.rollout.sampler.response import Response
 from bapo_megatron.rollout.sampler.state import OpenGroup, SamplerState
 from bapo_megatron.types import Prompt
@@ -54,23 +60,46 @@ class GroupScorer:
     Made by ``GroupSampler``, called by ``SamplerLoop``.
     """
 
-    def __init__(self, dataset: Dataset, scorer: Scorer, failed: float) -> None:
-        """``failed``: the reward of a response whose environment failed."""
-        self._dataset, self._scorer, self._failed = dataset, scorer, failed
+    def __init__(self, dataset: Dataset, scorer: Scorer, reward: RewardConfig) -> None:
+        self._dataset, self._scorer, self._reward = dataset, scorer, reward
+
+    def rewards(self, results: Sequence[RewardResult]) -> list[float | None]:
+        """The rewards of a group; None for a failed response that is left out of it."""
+        leaves_out = self._reward.on_failure == "leave_out"
+        return [None if one.failure and leaves_out else one.reward for one in results]
 
     async def score(self, group: OpenGroup) -> list[RewardResult]:
         """The results of a complete group, in the order of its responses."""
         prompt = self._dataset.prompts[group.index]
-        ids = [response.last_turn_R for response in group.responses]
-        texts = await asyncio.to_thread(self._dataset.texts, ids)  # it takes a while for long responses
+        judged = await asyncio.to_thread(self._judged, prompt, group)  # it takes a while for long responses
+        return await asyncio.gather(
+            *(response_score(self._scorer, *one, self._reward.failed) for one in judged)
+        )
+
+    def _judged(self, prompt: Prompt, group: OpenGroup) -> list[tuple[Prompt, Response, str]]:
+        texts = self._dataset.texts([response.last_turn_R for response in group.responses])
         prompts = [judged_prompt(self._dataset.tokenizer, prompt, one) for one in group.responses]
-        judged = zip(prompts, group.responses, texts, strict=True)
-        return await asyncio.gather(*(response_score(self._scorer, *one, self._failed) for one in judged))
+        return list(zip(prompts, group.responses, texts, strict=True))
 
 
 def judged_prompt(tokenizer: Any, prompt: Prompt, response: Response) -> Prompt:
-    """The prompt as of the last turn of a response, see ``prompt_of_turn``."""
-    return prompt_of_turn(tokenizer, prompt, response.so_far.token_ids_R, response.episode.last_turn_start)
+    """The prompt as of the last turn of a response, see ``prompt_of_turn``, with the turns before that."""
+    ids_R, last, start = response.so_far.token_ids_R, response.episode.last_turn_start, 0
+    turns = []
+    for end, given in response.episode.turns:
+        if end > last:
+            break
+        text = _turn_text(tokenizer, prompt, ids_R[:end], start) if given is None else given
+        turns.append({"role": "assistant" if given is None else "environment", "content": text})
+        start = end
+    return replace(prompt_of_turn(tokenizer, prompt, ids_R, last), turns=turns)
+
+
+def _turn_text(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int) -> str:
+    """A turn as text; with the tag of its thinking part where the template has opened one without end."""
+    text = response_text(tokenizer, ids_R[start:])
+    opened = prompt_of_turn(tokenizer, prompt, ids_R, start).opens_thinking
+    return f"{THINKING}{text}" if opened and THOUGHT not in text else text
 
 
 async def response_score(
@@ -89,38 +118,104 @@ async def response_score(
 ScoredGroup = tuple[OpenGroup, list[RewardResult]]
 """A complete group and the results of its responses."""
 
+RETRY_S = 10.0
+"""Seconds between two attempts to score a group again while no score succeeds."""
 
-class FirstStepScores:
-    """The check of a run's first scores: a reward function that always fails ends the run before any update.
 
-    Groups whose scores all failed are held back until another score succeeds. If none does, ``passed`` raises
-    ConfigError; the journal keeps them without rewards, and a resumed run scores them again. Made by
-    ``SamplerLoop``.
+_OUTAGE_GROUPS = 8
+"""Groups without a score, one after the other, that are no accident of their prompts; fewer if a step has."""
+
+
+class FailedScores:
+    """The check of scores that fail one after the other, as a judge's do that is out.
+
+    Groups whose scores all failed wait until another score succeeds; then they are scored once more, and what
+    comes counts. Where none succeeds: in the first step of a run ConfigError, before any update, once a whole
+    step's groups wait; later RunStopped after ``outage_minutes``, in which they are tried again and again.
+    The journal keeps them without rewards, and a resumed run scores them again. Fewer groups than an outage
+    has are tried once more, and then dropped. Made by ``SamplerLoop``.
     """
 
-    def __init__(self, groups_per_step: int) -> None:
-        self._groups_per_step = groups_per_step
-        self._waiting: list[ScoredGroup] = []
-        self._is_over = False
+    def __init__(self, groups_per_step: int, outage_minutes: float, report: Report) -> None:
+        self._groups_per_step, self._outage_minutes, self._report = groups_per_step, outage_minutes, report
+        self._waiting: dict[int, ScoredGroup] = {}
+        self._failed: set[int] = set()
+        """Numbers of the groups without a score since the last score."""
+        self._since_s = 0.0
+        """When the first of them had none."""
+        self._has_scores = False
+        """Whether a score of the run has succeeded."""
+        self.scores = 0
+        """Groups with a score in this process."""
 
     def begin(self, sampler_state: SamplerState) -> None:
-        """Skip the check if the journal has a step, or a score that succeeded."""
+        """Skip the check of the first step if the journal has a step, or a score that succeeded."""
         succeeded = any(len(one.failures) < len(one.rewards) for one in sampler_state.scored)
-        self._is_over = sampler_state.served > 0 or succeeded
+        self._has_scores = sampler_state.served > 0 or succeeded
 
-    def passed(self, group: OpenGroup, results: list[RewardResult]) -> list[ScoredGroup]:
-        """Add a scored group; returns the groups whose rewards now count, in the order of scoring.
+    @property
+    def is_waiting(self) -> bool:
+        """Whether groups wait for a score."""
+        return bool(self._waiting)
 
-        ConfigError if all scores of a whole step's groups have failed.
+    def forget(self, number: int) -> None:
+        """Forget a group that is dropped."""
+        self._waiting.pop(number, None)
+
+    def passes(self, group: OpenGroup, results: list[RewardResult], is_last_try: bool, now_s: float) -> bool:
+        """Whether the results of a group count; if not, the group waits.
+
+        ``is_last_try``: they count in any case. ConfigError if all scores of a first step's groups failed.
         """
-        self._waiting.append((group, results))
-        if self._is_over or any(one.failure is None for one in results):
-            self._is_over = True
-            passed, self._waiting = self._waiting, []
-            return passed
-        if len(self._waiting) >= self._groups_per_step:
-            raise ConfigError(_all_failed([one for _, found in self._waiting for one in found]))
-        return []
+        if any(one.failure is None for one in results):
+            self.scores += 1
+            self._has_scores = True
+            self._failed.clear()
+            return True
+        if not self._failed:
+            self._since_s = now_s
+        is_new = group.number not in self._failed
+        self._failed.add(group.number)
+        if self._has_scores and is_last_try:
+            return True
+        self._waiting[group.number] = group, results
+        if not self._has_scores and len(self._waiting) >= self._groups_per_step:
+            raise ConfigError(_all_failed([one for _, found in self._waiting.values() for one in found]))
+        if self._has_scores and is_new and len(self._failed) == self._outage_groups:
+            self._report("reward_outage", detail=f"{self._told}; tried for {self._outage_minutes:g} minutes")
+        return False
+
+    def to_score_again(self, now_s: float) -> tuple[list[OpenGroup], bool]:
+        """The waiting groups to score now, which then wait no more, and whether it is their last try.
+
+        RunStopped if no score has succeeded for ``outage_minutes``.
+        """
+        if not self._has_scores:
+            return [], False
+        is_outage = len(self._failed) >= self._outage_groups
+        if is_outage and now_s - self._since_s >= self._outage_minutes * 60:
+            raise RunStopped(
+                f"no response could be scored for {self._outage_minutes:g} minutes (reward.outage_minutes): "
+                f"{self._told}. Nothing was trained on them. Mend what scores, then give the same command: "
+                "the responses are kept, and are scored again"
+            )
+        chosen = [group for group, _ in self._waiting.values()]
+        chosen = chosen[:1] if is_outage else chosen
+        for group in chosen:
+            del self._waiting[group.number]
+        return chosen, not is_outage
+
+    @property
+    def _outage_groups(self) -> int:
+        return max(2, min(_OUTAGE_GROUPS, self._groups_per_step))
+
+    @property
+    def _told(self) -> str:
+        _, results = next(reversed(self._waiting.values()))
+        last = results[-1]
+        return (
+            f"{len(self._failed)} groups in a row have no score, the last for {last.failure}: {last.detail}"
+        )
 
 
 def _all_failed(results: list[RewardResult]) -> str:

@@ -8,8 +8,6 @@ Steps: ``served`` is the last step that got its groups; the weights of step s ar
 initial ones).
 
     lag of a group at step t = (t - 1) - (step of the weights of its oldest token)      0 is on-policy
-
-Used in this folder.
 """
 
 from __future__ import annotations
@@ -31,22 +29,28 @@ FORMAT = 2
 """Format of the journal of a run with an environment; without one it is 1, and the same as before."""
 TEACHER_LOG_PROBS = RESPONSE_COLUMNS["teacher_log_probs_R"].array
 """Array of a record ``judged``: the teacher's log-probs of all responses, end to end."""
+_PROMPTS_DIFFER = (
+    " (the data, or the model's tokenizer or chat template; or a message of a prompt spells a control token, "
+    "such as <|im_end|>: in a run of an earlier version it became that token, now it is text)"
+)
 KEPT_STEPS = 10_000
 """Steps for which the state remembers weights and token counts, at least: far more than a group waits or a
 resume goes back. Each checkpoint has all of them, and its reader takes at most 64 MiB."""
 
 
 class GroupSummary(NamedTuple):
-    """The statistics of a scored group for the metrics of its step, also if it is dropped. Plain data.
+    """The statistics of a scored group for the metrics of a step, also if it is dropped. Plain data.
 
-    Made when a group's scores are applied; ``sampling_metrics.py`` reads it.
+    Made when a group's scores are applied, from records of the log alone: a resumed run counts the same.
+    ``sampling_metrics.py`` reads it.
     """
 
     number: int
-    rewards: list[float]
-    lengths: list[int]
+    rewards: Sequence[float | None]
+    """Of each response; None for one that is left out of the group."""
+    lengths: Sequence[int]
     """Sampled tokens of each response."""
-    reasons: list[str]
+    reasons: Sequence[str]
     """Finish reason of each response."""
     failures: list[str]
     """The kind of each failed score."""
@@ -54,6 +58,29 @@ class GroupSummary(NamedTuple):
     """The source of the prompt; empty in a run of one file."""
     episodes: Sequence[dict[str, Any]] = ()
     """The ``summary`` of each response's episode; none for a prompt without an environment."""
+    scores: Sequence[float | None] = ()
+    """The reward of each response without penalties; none where all equal ``rewards``."""
+
+    @property
+    def trained(self) -> GroupSummary:
+        """The summary without the responses that are left out, but for their failures."""
+        kept = [place for place, reward in enumerate(self.rewards) if reward is not None]
+        if len(kept) == len(self.rewards):
+            return self
+        names = ("rewards", "lengths", "reasons", "episodes", "scores")
+        rows: dict[str, Any] = {
+            name: [row[place] for place in kept] for name in names if (row := getattr(self, name))
+        }
+        return self._replace(**rows)
+
+    @property
+    def stored(self) -> tuple[Any, ...]:
+        """The fields for a snapshot, without the last ones if they are empty: as earlier versions wrote them,
+        which know fewer."""
+        fields = list(self)
+        while not fields[-1] and len(fields) > 6:
+            fields.pop()
+        return tuple(fields)
 
 
 @dataclass
@@ -103,6 +130,7 @@ class FinishedGroup:
     group: Group
     tokens: int
     oldest_version: int
+    summary: GroupSummary
 
 
 class SamplerState:
@@ -125,6 +153,8 @@ class SamplerState:
         """Number of prompts taken from the dataset, over all epochs."""
         self.served = 0
         """The last step that got its groups."""
+        self.unrecorded: set[int] = set()
+        """Steps up to ``served`` whose batches no record tells: it was damaged."""
         self.weights_step = 0
         """The step whose updates made the engines' weights."""
         self._version = 0
@@ -210,8 +240,7 @@ class SamplerState:
             "first_step_of": sorted(self._first_step_of.items()),
             "tokens": dict(self.tokens),
             "trained": sorted(self._trained.items()),
-            # The key of earlier versions. Those do not know of episodes, and read no journal that has some.
-            "judged": [one if one.episodes else one[:-1] for one in self.scored],
+            "judged": [one.stored for one in self.scored],  # the key of earlier versions
             "dropped": dict(self.dropped),
         }
         return Record("state", fields, {})
@@ -228,11 +257,13 @@ class SamplerState:
         for name, ours in self._identity.items():
             theirs = fields["identity"].get(name)
             if theirs != ours and not (name == PROMPTS and theirs is None):
-                what = " (the data, or the model's tokenizer or chat template)" if name == PROMPTS else ""
+                what = _PROMPTS_DIFFER if name == PROMPTS else ""
                 raise ConfigError(
                     f"the run's journal was written with {name}={theirs}, now it is {ours}{what}: continue "
                     "with the same settings and files, or name another --run-dir"
                 )
+        if not self.is_empty:  # else the logs before it were deleted, and with them the groups of their steps
+            self._pass_over(fields["served"] + 1)
         self.next_number, self.taken = fields["next_number"], fields["taken"]
         self.served, self.weights_step = fields["served"], fields["weights_step"]
         self._step_of = dict(fields["step_of"])
@@ -288,25 +319,33 @@ class SamplerState:
         ends = np.cumsum([response.tokens for response in group.responses])
         taught = record.arrays.get(TEACHER_LOG_PROBS)
         columns = [None] * len(rewards) if taught is None else np.split(taught, ends[:-1])
-        rollouts = tuple(
-            response.rollout(reward, column)
+        scored = [
+            (response, reward, column)
             for response, reward, column in zip(group.responses, rewards, columns, strict=True)
-        )
+            if reward is not None
+        ]
+        rollouts = tuple(response.rollout(reward, column) for response, reward, column in scored)
+        tokens = sum(response.sampled_tokens for response, *_ in scored)
+        if left_out := group.tokens - tokens:
+            self.tokens["dropped_failed"] += left_out
+        lengths = [response.sampled_tokens for response in group.responses]
+        reasons = [str(response.finish_reason) for response in group.responses]
+        source = self._prompts[group.index].source
+        found = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
+        if self._is_in_environment(source):
+            found = found._replace(episodes=[summary(response.episode) for response in group.responses])
+        found = found._replace(scores=record.fields.get("scores", ()))
+        self.scored.append(found)
         del self.open[group.number]
         self.finished[group.number] = FinishedGroup(
             group.number,
             group.epoch,
             group.index,
             Group(self._prompts[group.index], rollouts),
-            group.tokens,
-            group.oldest_version or 0,
+            tokens,
+            min((version for response, *_ in scored for version in response.tokens_by_version), default=0),
+            found,
         )
-        lengths = [response.sampled_tokens for response in group.responses]
-        reasons, source = [str(r.finish_reason) for r in rollouts], self._prompts[group.index].source
-        found = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
-        if self._is_in_environment(source):
-            found = found._replace(episodes=[summary(response.episode) for response in group.responses])
-        self.scored.append(found)
 
     def _on_dropped(self, record: Record) -> None:
         number, reason = record.fields["number"], record.fields["reason"]
@@ -322,6 +361,8 @@ class SamplerState:
                 self._trained[step] = self._trained.get(step, 0) + group.tokens
         if len(self._trained) > 2 * KEPT_STEPS:
             self._trained = {at: count for at, count in self._trained.items() if at > step - KEPT_STEPS}
+        self._pass_over(step)
+        self.unrecorded.discard(step)
         self.served = max(self.served, step)
         self.scored.clear()
         self.dropped.clear()
@@ -332,6 +373,10 @@ class SamplerState:
             lost = self._trained.pop(step)
             self.tokens["trained"] -= lost
             self.tokens["dropped_lost"] += lost
+
+    def _pass_over(self, step: int) -> None:
+        """Note the steps between the last one that was served and ``step``: their records are missing."""
+        self.unrecorded.update(range(self.served + 1, step))
 
     def _on_weights(self, record: Record) -> None:
         version, step = record.fields["version"], record.fields["step"]

@@ -6,7 +6,7 @@ The sampler's process writes them; rank 0 of the trainer reads a file as a whole
 rank its own samples (``step_columns.py``). A file holds a JSON header, the prompts' ids, and an array for
 each column of the responses (``types.RESPONSE_COLUMNS``), in numpy's zip format: it is bit-exact, and
 checksums show damage. Routes, thirty times as large as all else, are in a file beside it
-(``data/routes.py``). Used in ``commands/``, this folder and ``trainer/``.
+(``data/routes.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bapo_megatron.rollout.sampler.step_columns import PROMPTS, column_file, hea
 from bapo_megatron.rollout.sampler.write_ahead_log import Record
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_name
-from bapo_megatron.runtime.storage import check_readable, writing
+from bapo_megatron.runtime.storage import OldFiles, check_readable, writing
 from bapo_megatron.types import (
     RESPONSE_COLUMNS,
     Group,
@@ -184,16 +184,19 @@ class StepFiles:
 
     def __init__(self, folder: Path, report: Report) -> None:
         self._folder, self._report = folder, report
+        self._old = OldFiles(report)
 
     def missing_records(self, sampler_state: SamplerState, first_step: int) -> list[Record]:
         """Batch records that ``sampler_state`` lacks, rebuilt from the step files.
 
         A record is missing after damage, or after a kill between the file and the record. The file decides:
-        its groups belong to its step. Steps before ``first_step`` have been trained.
+        its groups belong to its step. Steps before ``first_step`` have been trained. Files whose records are
+        in the log are not opened: there may be a thousand.
         """
         missing, served = [], sampler_state.served
         outstanding = {*sampler_state.open, *sampler_state.finished}
-        for step in steps_in(self._folder):
+        unrecorded = sampler_state.unrecorded
+        for step in (one for one in steps_in(self._folder) if one > served or one in unrecorded):
             try:
                 numbers = step_groups(self._folder, step)
             except ConfigError as error:
@@ -213,7 +216,8 @@ class StepFiles:
         for suffix in (".npz", ".lost", _ROUTES, _LOST_ROUTES):
             for (step, _), path in step_entries(self._folder, suffix):
                 if step <= last:
-                    path.unlink()
+                    with self._old.deleting(path):
+                        path.unlink()
 
     def is_readable(self, step: int) -> bool:
         """Whether the file of ``step`` can be read. If not, it and all later ones become ``*.lost``."""
@@ -313,7 +317,7 @@ def _arrays(batch: StepBatch, numbers: Sequence[int], more: dict[str, Any]) -> d
 
 def _group_header(group: Group) -> dict[str, Any]:
     prompt = {**dataclasses.asdict(group.prompt), "token_ids_P": len(group.prompt.token_ids_P)}
-    for unneeded in ("opens_thinking", "reward", "messages"):  # the rewards are known
+    for unneeded in ("opens_thinking", "reward", "messages", "turns"):  # the rewards are known
         del prompt[unneeded]
     rollouts = [(len(r.token_ids_R), r.finish_reason, float(r.reward)) for r in group.rollouts]
     return {"prompt": prompt, "rollouts": rollouts}

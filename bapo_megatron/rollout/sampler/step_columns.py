@@ -6,7 +6,7 @@
 A batch has gigabytes where a header has kilobytes, and a rank trains on its own samples alone: so the columns
 travel through the run directory, which all nodes share. A rank takes only the file that rank 0 has read: it
 compares size and tail, where the zip format has the CRC-32 of every array, then the checksum of each
-response. Used by ``step_batches.py``, ``train.py`` and ``trainer/flow_control.py``.
+response.
 """
 
 from __future__ import annotations

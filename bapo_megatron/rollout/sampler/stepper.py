@@ -1,7 +1,7 @@
 """The stepper: asks environments for their answers to the model's turns, and collects them.
 
 The dispatcher's counterpart: a response is with one or the other, and holds no place at an engine while its
-environment works. Used by ``group_sampler.py`` and ``loop.py``.
+environment works.
 """
 
 from __future__ import annotations

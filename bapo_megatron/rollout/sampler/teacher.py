@@ -3,7 +3,7 @@
 A complete group is scored by the teacher once it has its rewards and is kept; its log-probs go to the
 write-ahead log before they count, and from there into the step's file. So a resumed or replayed run does not
 ask for those again. SGLang gives the log-probs of given tokens at temperature 1 alone, which
-``rollout.temperature`` must therefore be. Used in this folder and ``trainer/``.
+``rollout.temperature`` must therefore be.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A turn of a model and what it is given next: the question to its environment, and the answer as tokens.
 
 And the start of environments, one for each source of prompts or for all: their checks before any work, and
-their parts in the process that samples. Used in ``evaluation/``, ``trainer/`` and this folder.
+their parts in the process that samples.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bapo_megatron.environment.pool import (
     read_traits,
     stop_ids,
 )
-from bapo_megatron.environment.template import ObservationTemplate, check_template
+from bapo_megatron.environment.template import History, ObservationTemplate, check_template
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.reward.pool import FailureReports
@@ -196,9 +196,12 @@ def _end(reason: FinishReason, result: StepResult) -> Answer:
     )
 
 
-def check_environment(environment: EnvironmentConfig, model: Path, tokenizer: Any) -> Tools:
+def check_environment(
+    environment: EnvironmentConfig, model: Path, tokenizer: Any, begun: bool = False
+) -> Tools:
     """Check of the environment: its class in a worker, its stops, the tokens of its observations.
 
+    ``begun``: for a run with steps, as in ``check_template``.
     Returns the schemas of its tools, for the prompts. ConfigError for a class that does not load or
     contradicts itself, a stop of several tokens, and a chat template that ignores its tools, or does not
     continue a response over several turns as it was sampled.
@@ -210,11 +213,12 @@ def check_environment(environment: EnvironmentConfig, model: Path, tokenizer: An
     traits = read_traits(environment)
     stop_ids(traits, tokenizer)
     template = ObservationTemplate(tokenizer, traits.role, stop_token_ids(model, tokenizer), traits.tools)
-    check_template(template, str(model), "sampled" if environment.history == "sampled" else "template")
+    history: History = "sampled" if environment.history == "sampled" else "template"
+    check_template(template, str(model), history, begun)
     return traits.tools
 
 
-def check_environments(config: RunConfig, tokenizer: Any) -> dict[str, Tools]:
+def check_environments(config: RunConfig, tokenizer: Any, begun: bool = False) -> dict[str, Tools]:
     """Check of all environments of a run, each once; returns the tools of each source's.
 
     ConfigError as ``check_environment``, with the field.
@@ -222,7 +226,7 @@ def check_environments(config: RunConfig, tokenizer: Any) -> dict[str, Tools]:
     found: dict[str, Tools] = {}
     for source, environment in _distinct(config.environments).items():
         with _naming_field_of(source, config):
-            found[source] = check_environment(environment, config.model.hf_path, tokenizer)
+            found[source] = check_environment(environment, config.model.hf_path, tokenizer, begun)
     return _for_all_sources(found, config.environments)
 
 

@@ -6,8 +6,7 @@ A record is a header (magic, kind, sizes, CRC of the header), a JSON object, and
 with a CRC over both. The magic says whether more records of the same commit follow: at the end of a file a
 commit counts only if it is complete. Recovery: a torn tail is truncated when the file is opened for
 writing; a damaged record is reported with its offset, and reading goes on at the next whole one. Every log
-begins with a snapshot of the sampler's state, so that older logs can be deleted. Used in
-this folder.
+begins with a snapshot of the sampler's state, so that older logs can be deleted.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import append_whole, open_lock, open_plain, sync_folder
-from bapo_megatron.runtime.storage import writing
+from bapo_megatron.runtime.files import append_whole, open_lock, sync_folder
+from bapo_megatron.runtime.storage import OldFiles, writing
 
 _MAGIC = b"BPR"
 _LAST, _MORE = _MAGIC + b"1", _MAGIC + b"+"
@@ -84,7 +83,7 @@ class WriteAheadLog:
         """Open or create the file, and truncate the torn tail that a kill has left."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = FileIO(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+        self._file = FileIO(path, "ab")
         held = self._file.seek(0, os.SEEK_END)
         self.size = _whole_end(path) if held else 0
         if held > self.size:
@@ -213,8 +212,9 @@ class SegmentJournal:
     data; RunStopped if it fails. Made by ``GroupSampler``.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, old: OldFiles | None = None) -> None:
+        """``old``: deletes old logs."""
+        self._folder, self._old = folder, old or OldFiles()
         with writing("the journal", folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(folder / ".lock")
@@ -264,12 +264,16 @@ class SegmentJournal:
             self._groups[self._log.path].update(_group_numbers(record))
 
     def delete_old(self, outstanding: Iterable[int]) -> None:
-        """Delete the oldest logs, up to the first with records of one of the ``outstanding`` groups."""
+        """Delete the oldest logs, up to the first with records of one of the ``outstanding`` groups, or that
+        cannot be deleted: what is replayed has no holes."""
         needed = set(outstanding)
         for path in self._paths()[:-1]:
             if self._groups.get(path, needed) & needed:
                 return
-            path.unlink()
+            with self._old.deleting(path):
+                path.unlink()
+            if path.exists():
+                return
             self._groups.pop(path, None)
 
     def close(self) -> None:

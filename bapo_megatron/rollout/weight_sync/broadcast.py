@@ -3,8 +3,7 @@
 Every tensor-parallel rank of every engine receives (``rollout/engines/weight_updates.py``), in a process
 group that is separate from the trainer's own. Control calls to the engines go another way (the sampler's
 process, then HTTP): each returns a future that is done when all engines have answered. A broadcast that fails
-is replaced by the sync by disk. Opened by its path in ``config/transports.py``. Used by
-``benchmarks/weight_sync.py``.
+is replaced by the sync by disk. Opened by its path in ``config/transports.py``.
 """
 
 from __future__ import annotations

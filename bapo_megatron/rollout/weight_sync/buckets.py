@@ -1,7 +1,7 @@
 """Buckets of weights: flat byte buffers of bounded size, the unit of weight transport (broadcast, IPC).
 
 Many tensors travel in one message, and no second copy of the model exists. Shapes (suffix of a name): ``_B``
-bytes of a bucket. Used in ``planning/rehearsal/`` and this folder.
+bytes of a bucket.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Weight sync by disk: one Hugging Face folder per version on a file system that engines read.
 
 All ranks of the first replica write in parallel: the all-gather gives each of them every tensor, and each
-writes its share to files of its own. Rank 0 makes a temporary folder first, and renames it last. Used in
-this folder and ``trainer/``.
+writes its share to files of its own. Rank 0 makes a temporary folder first, and renames it last.
 """
 
 from __future__ import annotations
@@ -16,21 +15,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
 from bapo_megatron.config import EngineConfig
 from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.fp8 import weight_of_scale, without_quantization
-from bapo_megatron.hf.parameter_map import expert_tensors
-from bapo_megatron.hf.weight_stream import checked_weights, write_shards
+from bapo_megatron.hf.fp8 import without_quantization
+from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT
+from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.hf.weight_files import INDEX
+from bapo_megatron.hf.weight_stream import WrittenShard, checked_weights, write_shards
 from bapo_megatron.interfaces import Policy, Sampler, WeightSync
 from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester, SentDigests
 from bapo_megatron.runtime.distributed import all_gather, is_main, on_all_ranks
 from bapo_megatron.runtime.dotted_path import load_dotted_path
-from bapo_megatron.runtime.files import remove_folder
-from bapo_megatron.runtime.storage import writing
+from bapo_megatron.runtime.files import read_file_inside, remove_folder
+from bapo_megatron.runtime.storage import OldFiles, writing
 
 if TYPE_CHECKING:
     from bapo_megatron.rollout.sampler.client import SamplerClient
@@ -125,7 +125,7 @@ class DiskSync:
         on_all_ranks(lambda: staging.prepare(version) if is_main() else None)
         sent: list[SentDigests | None] = [None]
 
-        def write_share() -> dict[str, int]:
+        def write_share() -> dict[str, WrittenShard]:
             if policy.data_rank != 0:
                 policy.give_experts()
                 return {}
@@ -143,7 +143,7 @@ class DiskSync:
 
         try:
             shares = on_all_ranks(write_share)
-            files = {name: size for share in shares for name, size in share.items()}
+            files = {name: shard for share in shares for name, shard in share.items()}
             # After every rank has written: engines may load a folder as soon as it has its name.
             on_all_ranks(lambda: staging.publish(version, files, sent[0]) if is_main() else None)
         finally:
@@ -157,20 +157,19 @@ class WeightStaging:
 
     In order: ``prepare`` on rank 0; ``write_share`` by every writer; ``publish`` on rank 0; then, also after
     an error, ``discard``. ``write`` is all four, for one writer. Nothing here is collective: the caller makes
-    the ranks wait for each other. ConfigError if ``hf_path`` is no model folder.
+    the ranks wait for each other. ConfigError if ``hf_path`` is not a model's folder.
     """
 
-    def __init__(self, folder: Path, hf_path: Path) -> None:
-        config_file = hf_path / "config.json"
-        if not config_file.is_file():
-            raise ConfigError(f"model.hf_path={hf_path}: no config.json there; give a Hugging Face folder")
-        config = json.loads(config_file.read_text())
+    def __init__(self, folder: Path, hf_path: Path, old: OldFiles | None = None) -> None:
+        """``old``: deletes the folders of old versions."""
+        self._old = old or OldFiles()
+        reader = HfReader(hf_path)
         self._folder, self._hf_path = folder, hf_path
-        self._shapes = _tensor_shapes(hf_path)
-        tied = config.get("tie_word_embeddings", False)
-        self._aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+        self._shapes = {name: reader.shape(name) for name in reader.names}
+        tied = json.loads(read_file_inside(hf_path, "config.json")).get("tie_word_embeddings", False)
+        self._aliases = {OUTPUT: EMBEDDING} if tied else {}
         if tied:
-            self._shapes.pop("lm_head.weight", None)  # some folders hold it twice
+            self._shapes.pop(OUTPUT, None)  # some folders hold it twice
 
     def folder(self, version: int) -> Path:
         """The folder of a version, which exists once it is published."""
@@ -197,8 +196,8 @@ class WeightStaging:
 
     def write_share(
         self, weights: Iterable[tuple[str, Tensor]], version: int, writer: int = 0, writers: int = 1
-    ) -> dict[str, int]:
-        """Write the share of one of ``writers``, and check all ``weights``; returns its files' sizes by name.
+    ) -> dict[str, WrittenShard]:
+        """Write the share of one of ``writers``, and check all ``weights``; returns its files by name.
         ValueError if they are not exactly the model's tensors. RunStopped if the disk fails."""
         temporary = self._temporary(version)
         if not temporary.is_dir():
@@ -213,13 +212,15 @@ class WeightStaging:
         """``weights``, checked as they pass. ValueError, at their end at the latest, if not the model's."""
         return checked_weights(weights, self._shapes, self._aliases)
 
-    def publish(self, version: int, files: Mapping[str, int], sent: SentDigests | None = None) -> None:
-        """Rename the temporary folder, after a check that all ``files`` are there with these sizes in bytes.
+    def publish(
+        self, version: int, files: Mapping[str, WrittenShard], sent: SentDigests | None = None
+    ) -> None:
+        """Rename the temporary folder, after a check that all ``files`` are there, and with their index.
 
         ``sent``: the digests that engines must report when they have loaded it."""
         temporary, final = self._temporary(version), self.folder(version)
         with writing(f"weights of version {version}", final):
-            for name, size in files.items():
+            for name, (size, _) in files.items():
                 path = temporary / name
                 found = path.stat().st_size if path.is_file() else None
                 if found != size:
@@ -228,6 +229,8 @@ class WeightStaging:
                         f"{path} {seen} on rank 0's machine: the run directory must be on a disk that the "
                         f"machines of all ranks share"
                     )
+            weight_map = {tensor: name for name, shard in files.items() for tensor in shard.tensors}
+            (temporary / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
             # The rename comes last: a folder with the version's name is whole, its digests included.
             if sent is not None:
                 sent.write(temporary)
@@ -240,23 +243,8 @@ class WeightStaging:
         """Delete the folders of all other versions; None: of all versions."""
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             if path != folder and _VERSION.fullmatch(path.name):
-                remove_folder(path, ignore_errors=True)
+                with self._old.deleting(path):
+                    remove_folder(path)
 
     def _temporary(self, version: int) -> Path:
         return self._folder / f".v{version}.tmp"
-
-
-def _tensor_shapes(hf_path: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(hf_path.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if weight_of_scale(name):
-                    continue
-                shape = tuple(file.get_slice(name).get_shape())
-                experts = expert_tensors(name, shape)
-                own = {one: (rows.stop - rows.start, shape[2]) for one, (_, rows) in experts.items()}
-                shapes |= own or {name: shape}
-    if not shapes:
-        raise ConfigError(f"model.hf_path={hf_path}: no safetensors files there")
-    return shapes

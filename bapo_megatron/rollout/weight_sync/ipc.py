@@ -16,7 +16,7 @@ was read, and readers decrement a dummy counter. They do not wait for a CUDA eve
 opens one for each handle and closes none: the stream is synchronized before a handle is made.
 
 Fallback: an engine that fails to receive is ended; the weights are written to disk once, and its new server
-loads them. Opened by its path in ``config/transports.py``. Used by ``planning/rehearsal/program.py``.
+loads them. Opened by its path in ``config/transports.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from bapo_megatron.interfaces import Policy
 from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts
-from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
+from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS, environment_variable
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, on_all_ranks
 
 if TYPE_CHECKING:
@@ -314,7 +314,9 @@ def _shared_by_name() -> Iterator[None]:
 @contextmanager
 def _fixed_segments() -> Iterator[None]:
     """Disable expandable segments of CUDA's allocator within the block."""
-    settings = os.environ.get(ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    settings = environment_variable(ALLOCATOR_VARIABLE) or (
+        environment_variable("PYTORCH_CUDA_ALLOC_CONF") or ""
+    )
     if GROWING_SEGMENTS not in settings:
         yield
         return

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from bapo_megatron.runtime.event_kinds import ENDS, last_turn
-from bapo_megatron.runtime.files import read_plain
 from bapo_megatron.runtime.jsonl_log import append_event, parse_row, tail_rows
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.trackers import (
@@ -89,7 +88,7 @@ class _Tail:
 
     def rows(self, end: int) -> Iterator[TrackedRow]:
         """The rows since the last call whose lines begin before the byte ``end``."""
-        with read_plain(self._path) as file:
+        with self._path.open("rb") as file:
             file.seek(self._offset)
             while self._offset < end and (line := file.readline()).endswith(b"\n"):
                 values = parse_row(line)

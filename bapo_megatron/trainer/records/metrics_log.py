@@ -3,8 +3,7 @@
 Written by rank 0 through ``Recorder``, in a rollout-only run through ``RolloutRecord``. The files are the
 record of the run. TensorBoard is written in this process. Every other tracker (W&B, trackio, MLflow), which
 may hang, fail or be slow, gets a process that follows the files (``following.py``): no call but ``close``
-waits for a tracker, and its problems are events and warnings, never errors. Used in ``trainer/`` and this
-folder.
+waits for a tracker, and its problems are events and warnings, never errors.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import Preempted
 from bapo_megatron.runtime.child_process import exit_text, with_import_path
-from bapo_megatron.runtime.files import open_plain, write_atomically
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import JsonlLog, finite_json, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import writing
@@ -37,8 +37,11 @@ Report = Callable[..., None]
 _ThreadHook = Callable[[threading.ExceptHookArgs], object]
 
 
-def evaluation_means(run_dir: Path) -> dict[int, float]:
-    """Score of each evaluated step of a run, ``eval/mean``, read from its file; none without evaluations."""
+def evaluation_means(run_dir: Path) -> dict[int, float | None]:
+    """Score of each evaluated step of a run, ``eval/mean``, read from its file; none without evaluations.
+
+    None of one whose responses could not be judged.
+    """
     log = RunPaths(run_dir).evaluations
     rows = read_jsonl(log) if log.exists() else []
     return {row["step"]: row["eval/mean"] for row in rows}
@@ -61,11 +64,13 @@ class MetricsLog:
             log.rewind(resume_step)
         self._evaluated = evaluation_means(run_dir).keys()
         self._run_dir = run_dir
+        self._open_tensorboard: Callable[[], Any] | None = None
+        """Opens TensorBoard's file, which begins with the first metrics; None without TensorBoard."""
         self._tensorboard: Any = None
         trackers = [name for name in logging.chosen if name != "tensorboard"]
         with writing(_BOARDS, run_dir):
             if "tensorboard" in logging.chosen:
-                self._tensorboard = _tensorboard_writer(paths.tensorboard, resume_step)
+                self._open_tensorboard = partial(_tensorboard_writer, paths.tensorboard, resume_step)
             catch_up_s = logging.catch_up_minutes * 60
             self._boards = Boards(trackers, paths, resume_step, report, catch_up_s)
 
@@ -83,9 +88,10 @@ class MetricsLog:
         return True
 
     def _show(self, step: int, metrics: Metrics) -> None:
-        if self._tensorboard is not None:
+        if self._open_tensorboard is not None:
             numbers = {name: value for name, value in finite_json(metrics).items() if value is not None}
             with writing(_BOARDS, self._run_dir):
+                self._tensorboard = self._tensorboard or self._open_tensorboard()
                 for name, value in numbers.items():
                     self._tensorboard.add_scalar(name, value, step)
                 self._tensorboard.flush()
@@ -183,8 +189,7 @@ class Boards:
 
 def _start_board(name: str, paths: RunPaths, resume_step: int, limit_s: float) -> subprocess.Popen[bytes]:
     program = [sys.executable, "-m", "bapo_megatron.trainer.records.following"]
-    log = open_plain(paths.tracker_log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:  # in a session of its own: Ctrl-C is for the run
+    with paths.tracker_log(name).open("ab") as log:  # in a session of its own: Ctrl-C is for the run
         return subprocess.Popen(
             [*program, str(paths.root), name, str(resume_step), str(limit_s)],
             env=with_import_path(os.environ),
@@ -193,5 +198,3 @@ def _start_board(name: str, paths: RunPaths, resume_step: int, limit_s: float) -
             bufsize=0,
             start_new_session=True,
         )
-    finally:
-        os.close(log)

@@ -1,11 +1,11 @@
 """The progress display of a run: live in a terminal, one plain line a step in a log file.
 
-On rank 0, through ``Recorder``. It shows metrics, and reads none from disk. Used by ``recorder.py`` and
-``trainer/rollout_only.py``.
+On rank 0, through ``Recorder``. It shows metrics, and reads none from disk.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -127,31 +127,70 @@ def numbered_line(step: int, total_steps: int, parts: Sequence[str]) -> str:
 
 
 def notes(metrics: Metrics) -> list[str]:
-    """Notes on an unusual step: failed scores and environments, and the reason why it made no update."""
+    """Notes on a step: scores and environments that failed and groups that were dropped since the step
+    before, and the reason why it made no update."""
     found: list[str] = []
-    scored, all_failed = metrics.get("rollout/groups_sampled"), metrics.get("reward/failed_fraction") == 1.0
-    failed = _failed(metrics)
+    scored, all_failed = (
+        metrics.get("rollout/groups_sampled"),
+        _sampled(metrics, "reward/failed_fraction") == 1.0,
+    )
+    failed, dropped = _failed(metrics), metrics.get("rollout/groups_dropped")
     if not all_failed:
         found.extend(failed)
+        if scored and dropped and dropped != scored:
+            found.append(_kept(metrics, scored, scored - dropped))
+    if stale := metrics.get("rollout/groups_stale"):
+        found.append(f"{stale:.0f} groups too old")
     if metrics.get("policy/updates") != 0.0:
         return found
     if all_failed:
         why = "all " + ", ".join(failed)
     elif metrics.get("rollout/groups"):
         why = "all responses rejected"  # by algorithm.corrections
-    elif scored and metrics.get("rollout/groups_dropped") == scored:
+    elif scored and dropped == scored:
         why = f"all {scored:.0f} groups uniform"
     else:
         why = "no group is left"
     return [*found, f"no update: {why}"]
 
 
+def _kept(metrics: Metrics, scored: float, kept: float) -> str:
+    """How many groups are kept of those that were scored, and how many of all responses are right."""
+    right = _sampled(metrics, "reward/correct_fraction")
+    of_all = "" if right is None else f" (of all: right {right:.1%})"
+    return f"{kept:.0f} of {scored:.0f} groups kept{of_all}"
+
+
+def _sampled(metrics: Metrics, name: str) -> float | None:
+    """A metric of what was sampled; rollouts of earlier versions have it as the metric of the step."""
+    return metrics.get(f"sampled/{name}", metrics.get(name))
+
+
 def _failed(metrics: Metrics) -> list[str]:
     """How many scores failed, and how many environments: ``reward/failures`` counts both."""
-    environments = metrics.get("environment/failures") or 0.0
-    scores = (metrics.get("reward/failures") or 0.0) - environments
+    environments = _sampled(metrics, "environment/failures") or 0.0
+    scores = (_sampled(metrics, "reward/failures") or 0.0) - environments
     parts = ((scores, "scores failed"), (environments, "environments failed"))
     return [f"{count:.0f} {what}" for count, what in parts if count > 0]
+
+
+_AVERAGE = re.compile(r"eval/(?P<suite>.+)/(?P<name>avg@\d+)")
+
+
+def evaluation_line(step: int, metrics: Metrics) -> str:
+    """The line of a held-out evaluation: each suite's avg@n with its interval, and the mean of several."""
+    parts = []
+    for metric, value in metrics.items():
+        if found := _AVERAGE.fullmatch(metric):
+            text = f"{found['suite']} {found['name']} {number_text(value, '.1%')}"
+            if (low := metrics.get(f"{metric}_low")) is not None:
+                text += f" ({low:.1%} to {number_text(metrics.get(f'{metric}_high'), '.1%')})"
+            if unjudged := metrics.get(f"eval/{found['suite']}/unjudged"):
+                text += f", {unjudged:.1%} not judged"
+            parts.append(text)
+    if len(parts) > 1:
+        parts.append(f"mean {number_text(metrics.get('eval/mean'), '.1%')}")
+    return f"held-out problems after step {step}: " + "; ".join(parts)
 
 
 def shown_values(metrics: Metrics) -> list[tuple[str, str]]:
@@ -160,6 +199,7 @@ def shown_values(metrics: Metrics) -> list[tuple[str, str]]:
     high = _number(metrics, "bapo/clip_high", ".2f", 4)
     return [
         ("reward", _number(metrics, "reward/mean", ".3f", 6)),
+        ("right", _number(metrics, "reward/correct_fraction", ".1%", 6)),
         ("entropy", _number(metrics, "policy/entropy", ".3f", 6)),
         ("clip", f"{low}..{high}"),
         ("contribution", _number(metrics, "bapo/contribution", ".3f", 6)),

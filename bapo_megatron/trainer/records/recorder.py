@@ -3,8 +3,7 @@
 ``Recorder`` is on rank 0 alone. If none of the first 16 stale updates, or of 64 later ones, has moved BAPO's
 bounds, it says once for such a stretch which fixed bounds the run equals in it. Around it are two context
 managers: ``sending_events`` outside, the life of the process that sends events (``runtime/event_sender.py``),
-and ``recorded_end`` inside, so that the end (done, preempted, stopped, failed) is sent, too. Used by
-``train.py`` and in ``trainer/``.
+and ``recorded_end`` inside, so that the end (done, preempted, stopped, failed) is sent, too.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from bapo_megatron.config.validation import REWARD_FUNCTIONS, unused_settings
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.event_kinds import last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
-from bapo_megatron.runtime.files import open_plain
+from bapo_megatron.runtime.files import others_may_write
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, rows_from_end, tail_rows
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
-from bapo_megatron.trainer.records.progress import Progress
+from bapo_megatron.trainer.records.progress import Progress, evaluation_line
 from bapo_megatron.types import Metrics, StepHeader
 
 MOVED = "bapo/bounds_moved"
@@ -132,7 +131,8 @@ class Recorder:
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
         directory = config.directory
-        self._events = EventLog(RunPaths(directory).events)
+        self._events_path, self._last_step = RunPaths(directory).events, config.steps
+        self._events = EventLog(self._events_path)
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, self._events.event)
         self._warned: set[str] = set()
         """Kinds of warnings that were printed."""
@@ -168,9 +168,10 @@ class Recorder:
             print(f"note: {message}", flush=True)
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
-        """Write the held-out metrics of the weights after ``step``, unless they were written before."""
+        """Write and print the held-out metrics of the weights after ``step``, unless they were before."""
         if self._metrics.write_evaluation(step, metrics):
             self._events.event("evaluation", step=step, mean=metrics["eval/mean"])
+            print(evaluation_line(step, metrics), flush=True)
 
     def engine_gap(self, step: int, message: str, on_gap: Literal["warn", "stop"]) -> None:
         """Record an engine mismatch; print it unless the run stops with the same message."""
@@ -208,6 +209,13 @@ class Recorder:
         """Record the final Hugging Face folder."""
         self._events.event("export", step=step, path=str(path))
 
+    def is_exported(self, path: Path) -> bool:
+        """Whether the final folder is there, made after the newest checkpoint."""
+        ends = ("export", "checkpoint")
+        newest = next((row for row in rows_from_end(self._events_path) if row.get("kind") in ends), {})
+        is_last = newest.get("kind") == "export" and newest.get("step") == self._last_step
+        return is_last and (path / "config.json").is_file()
+
     def event(self, event: dict[str, Any]) -> None:
         """Record an event: its kind and its fields."""
         self._events.event(**event)
@@ -221,6 +229,8 @@ class Recorder:
 
 def _warnings(config: RunConfig) -> Iterator[str]:
     """Settings of a run that are allowed, and hardly meant."""
+    if shared := others_may_write(config.directory):
+        yield shared
     reference, reward = config.algorithm.reference_kl, config.reward
     if reference.in_loss and reference.estimator == "k1":
         yield (
@@ -228,10 +238,15 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             "reference, so it holds the policy to nothing: take k2 or k3, or place=reward"
         )
     pays_wrong = any(one in (*REWARD_FUNCTIONS, "llm_judge") for one in config.reward_functions)
-    if pays_wrong and reward.failed > reward.wrong:
+    if pays_wrong and reward.on_failure == "value" and reward.failed > reward.wrong:
         yield (
             f"reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a response that hangs "
             "its scorer gets more than a wrong one; lower reward.failed"
+        )
+    if reward.failed and reward.on_failure == "leave_out":
+        yield (
+            f"reward.failed={reward.failed:g} does nothing with reward.on_failure=leave_out: leave it out, "
+            "or set reward.on_failure=value"
         )
     yield from unused_settings(config)
 
@@ -268,7 +283,9 @@ def step_metrics(
     taken = sum(update.get("policy/tokens") != 0.0 for update in updates)  # not those without a response
     metrics = {**header.metrics, **means, "policy/updates": taken, **clock.metrics()}
     seconds = metrics["time/step_s"] or 1.0
-    metrics["time/tokens_per_s"] = (metrics.get("rollout/tokens") or 0.0) / seconds
+    # Of what was sampled; rollouts of earlier versions have it as the metric of the step.
+    sampled = metrics.get("sampled/rollout/tokens", metrics.get("rollout/tokens"))
+    metrics["time/tokens_per_s"] = (sampled or 0.0) / seconds
     return metrics
 
 
@@ -353,7 +370,7 @@ def _start_sender(config: RunConfig) -> subprocess.Popen[bytes] | None:
     paths.logs.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "bapo_megatron.runtime.event_sender", str(os.getpid())]
     try:
-        with open(open_plain(paths.on_event_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log:
+        with paths.on_event_log.open("ab") as log:
             # Its own session: signals that kill the run must not kill the sender, which reports them.
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True

@@ -5,7 +5,7 @@ run: an id (W&B, MLflow) or a name (trackio). It runs in a process of its own, a
 is made. Errors of a package or its server are raised, and ``following.py`` tries again. A new tracker is a
 class with the methods of ``Tracker``, an entry in ``TRACKERS`` and one in ``TrackerName`` (config/run.py).
 Secrets (API keys, passwords in URLs) are taken out of what a tracker's package prints or raises, and of the
-configuration that it gets. Used by ``following.py``.
+configuration that it gets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
-from bapo_megatron.runtime.files import read_plain
+from bapo_megatron.runtime.device import environment_variable, set_default
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _STEP_MARK = "time/step_s"
@@ -113,9 +113,9 @@ def tracked_run(root: Path, tracker: str) -> TrackedRun:
     ``logging.wandb_project`` is the project of W&B alone.
     """
     paths = RunPaths(root)
-    with read_plain(paths.config) as file:
+    with paths.config.open("rb") as file:
         config = json.load(file)["config"]
-    with read_plain(paths.wandb_id) as file:
+    with paths.wandb_id.open("rb") as file:
         run_id = file.read().decode().strip()
     former = config.get("logging.wandb_project") if tracker == "wandb" else None
     project = former or config.get("logging.project", _PROJECT)
@@ -145,7 +145,7 @@ class WandbTracker:
             resume="allow",
             name=run.name,
             config=run.config,
-            dir=os.environ.get("WANDB_DIR") or str(run.folder),
+            dir=environment_variable("WANDB_DIR") or str(run.folder),
             settings=wandb.Settings(console="off"),
         )
 
@@ -168,7 +168,7 @@ class TrackioTracker:
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        os.environ["TRACKIO_DIR"] = os.environ.get("TRACKIO_DIR") or str(run.folder / "trackio")
+        set_default("TRACKIO_DIR", str(run.folder / "trackio"))
         import trackio
 
         # Trackio finds the run to continue by its name, which other runs of the folder may have.
@@ -211,7 +211,7 @@ class MlflowTracker:
 
         self._metric: Any = Metric
         folder = run.folder / "mlflow"
-        uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
+        uri, artifacts = environment_variable("MLFLOW_TRACKING_URI"), None
         if not uri:
             folder.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()

@@ -46,9 +46,28 @@ def test_rewards_must_be_finite(rewards: list[float]) -> None:
         group_advantages(rewards, "grpo")
 
 
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
+def test_rewards_that_differ_by_rounding_train_nothing(kind: str) -> None:
+    assert group_advantages([0.1 + 0.2, 0.3] * 4, kind).tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
+def test_a_reward_that_no_float32_holds_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="as large as 1e[+]18"):
+        group_advantages([1e300, -1e300], kind)
+    assert np.isfinite(group_advantages([1e18, -1e18], kind)).all()
+
+
 @pytest.mark.parametrize(
     ("rewards", "expected"),
-    [([], True), ([1.0], True), ([0.5, 0.5], True), ([0.0, 1.0], False), ([1.0, 1.0, 0.0], False)],
+    [
+        *(([], True), ([1.0], True), ([0.5, 0.5], True), ([0.0, 1.0], False), ([1.0, 1.0, 0.0], False)),
+        # equal but for rounding: of a sum, of float32, of large numbers
+        ([0.1 + 0.2, 0.3] * 4, True),
+        ([float(np.float32(0.35)), 0.35], True),
+        ([-1e8, np.nextafter(-1e8, 0)], True),
+        *(([1.0, 1.0 - 1e-6], False), ([0.0, 1e-9], False), ([0.0, 0.0], True)),
+    ],
 )
 def test_is_uniform(rewards: list[float], expected: bool) -> None:
     assert is_uniform(rewards) is expected

@@ -247,3 +247,8 @@ def test_published_code_has_the_ranges_of_its_yaml() -> None:
 def test_baselines_are_fixed_bounds() -> None:
     assert (low_values(bounds.grpo()), high_values(bounds.grpo())) == ([0.8], [1.2])
     assert (low_values(bounds.clip_higher()), high_values(bounds.clip_higher())) == ([0.8], [1.28])
+
+
+def test_a_preset_takes_a_dual_clip() -> None:
+    with_clip = dataclasses.replace(bounds.clip_higher(), dual_clip=3.0)
+    assert bounds.fixed(0.8, 1.28, dual_clip=3.0) == with_clip

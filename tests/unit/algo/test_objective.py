@@ -109,6 +109,18 @@ def test_the_gap_is_that_of_the_tokens_which_the_present_weights_sampled() -> No
     assert metrics["rollout/engine_gap_max"] == pytest.approx(0.5**0.5)
 
 
+def test_engines_that_keep_keys_have_no_gap_at_tokens_behind_those_of_older_weights() -> None:
+    """Of two tokens of version 5 one comes behind a token of version 3, whose keys its engine has kept."""
+    tokens = pack([1.0] * 3, [-1.0, -1.0, -2.0], [1.0] * 3, [5, 3, 5])
+    tokens = dataclasses.replace(tokens, oldest_version_T=torch.tensor([5, 3, 3], dtype=torch.int32))
+    stats = TokenStats(torch.tensor([-1.25, -1.5, -2.5]), torch.zeros(3))
+    for keeps_keys, gap in ((False, (0.25 + 0.5) / 2), (True, 0.25)):
+        objective = Objective(build_loss(AlgorithmConfig(bounds=grpo())), keeps_keys=keeps_keys)
+        found = objective.loss.search.known if objective.loss.search else None
+        sums = objective.token_fn(found, 5)(stats, tokens)
+        assert objective.metrics(sums, found)["rollout/engine_gap_mean"] == pytest.approx(gap)
+
+
 def test_pi_old_is_in_the_ratio_and_pi_rollout_in_the_rest() -> None:
     """pi = 1/2, pi_old = 1/4, pi_rollout = 1/8: the ratio is 2, clipped at 1.2, the weight of Eq. 8 is 1/8.
 

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import Settings, cli, to_hf, to_megatron, verify
 from checkpoints_tools.core.copying import to_bfloat16
 from checkpoints_tools.core.fp8 import as_float32, dequantized, quantized
-from checkpoints_tools.formats.safetensors_folder import INDEX
 from tests.support import fp8
 from tests.support.checkpoint_models import folder_bytes, load_tensors, save_random_model, save_tensors
 from tests.support.models import EXPERTS, tiny_model

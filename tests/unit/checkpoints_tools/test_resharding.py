@@ -26,7 +26,7 @@ from checkpoints_tools.formats.locate import open_checkpoint
 from checkpoints_tools.formats.mp_rank import MpRank
 from checkpoints_tools.formats.torch_dist import TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
-from checkpoints_tools.to_megatron import common_for_stacked
+from checkpoints_tools.hf_to_megatron import common_for_stacked
 from tests.support.checkpoint_models import edit_metadata, folder_bytes, load_tensors, save_random_model
 from tests.support.legacy_checkpoints import save_legacy
 

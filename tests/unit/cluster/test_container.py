@@ -48,50 +48,37 @@ def test_it_has_a_compiler_and_the_headers_of_python() -> None:
 
 
 def test_every_file_that_it_copies_exists_and_is_sent_to_the_builder() -> None:
-    """And all that `make cluster` and the package's set-up read is copied."""
+    """And all that the installation and the package's set-up read is copied."""
     sources = [word for name, text in instructions() if name == "COPY" for word in text.split()[:-1]]
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert set(sources) == sent
     for source in sources:
         assert (ROOT / source).exists(), source
-    rules = (ROOT / "Makefile").read_text().split("$(CLUSTER_VENV)/.done:")[1].split("image:")[0]
-    for path in [*re.findall(r"cluster/\w+\.txt", rules), "bapo_megatron/constraints.txt"]:
+    script = (ROOT / "cluster/install.sh").read_text()
+    for path in {*re.findall(r"cluster/\w+\.txt", script), "bapo_megatron/constraints.txt"}:
         assert (ROOT / path).is_file(), path
         assert path.split("/")[0] in sources
 
 
-def test_it_installs_by_make_cluster_what_the_cluster_file_names() -> None:
-    (install,) = [
-        line for line in run_lines() if "make" in shlex.split(line) and "cluster" in shlex.split(line)
-    ]
-    words = shlex.split(install[install.index("make") :])
-    assert words[1] == "cluster"
-    variables = dict(word.split("=", 1) for word in words[2:])
-    makefile = (ROOT / "Makefile").read_text()
-    for name in variables:
-        assert re.search(rf"^{name} \?=", makefile, re.MULTILINE), name
+def test_it_installs_as_make_cluster_does_what_the_cluster_file_names() -> None:
+    """By the same script; wheels and downloads are kept in the builder's cache between tries."""
+    installs = [shlex.split(line) for line in run_lines() if "cluster/install.sh" in line]
+    assert all(words[0] == "--mount=type=cache,target=/root/.cache" for words in installs)
+    folders = {words[-2]: words[-1] for words in installs}
     cluster = load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml")
-    assert cluster.python == f"{variables['CLUSTER_VENV']}/bin/python"
-    assert cluster.sglang_python == f"{variables['CLUSTER_SGLANG_VENV']}/bin/python"
+    assert cluster.python == f"{folders['trainer']}/bin/python"
+    assert cluster.sglang_python == f"{folders['sglang']}/bin/python"
+    [trainer] = [words for words in installs if words[-2] == "trainer"]
+    variables = dict(word.split("=", 1) for word in trainer[1:-4])
+    assert variables == {
+        "PYTHON": "python3.11",
+        "CLUSTER_ARCH": "${CLUSTER_ARCH}",
+        "MAX_JOBS": "${MAX_JOBS}",
+        "CLUSTER_WHEELS": "/root/.cache/wheels",
+    }
+    assert ("ARG", "MAX_JOBS") in instructions()  # without a default: jobs by memory
+    makefile = (ROOT / "Makefile").read_text()
     assert Path(cluster.container or "").name == re.search(r"^IMAGE \?= (.*)$", makefile, re.MULTILINE)[1]  # type: ignore[index]
-
-
-def test_make_knows_what_the_container_asks_for() -> None:
-    """The commands that would run, by make itself: nothing is installed."""
-    command = [
-        "make",
-        "-n",
-        "-B",
-        "cluster",
-        "PYTHON=python3.11",
-        "CLUSTER_ARCH=8.0",
-        "CLUSTER_VENV=/opt/venv",
-    ]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "python3.11 -m venv /opt/venv" in shown
-    assert "/opt/venv/bin/pip install --no-deps -r cluster/nccl.txt" in shown
-    assert ".venv-cluster-sglang/bin/pip install -r cluster/sglang.txt" in shown
-    assert 'case "8.0" in 8.*)' in shown
 
 
 @pytest.fixture
@@ -104,8 +91,8 @@ def tools(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_image(path: str, image: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": path, "IMAGE": str(image), "CLUSTER_ARCH": "8.0"}
+def make_image(path: str, image: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": path, "IMAGE": str(image), "CLUSTER_ARCH": "8.0"} | variables
     script = [os.environ.get("BASH", "/bin/bash"), str(ROOT / "cluster/make_image.sh")]
     return subprocess.run(script, env=environment, capture_output=True, text=True)
 
@@ -119,6 +106,8 @@ def test_the_image_is_built_and_written_by_one_command(tools: Path) -> None:
     assert re.fullmatch(r"bapo-megatron:\d+\.\d+.*", tag)
     assert build == f"docker build -f cluster/Dockerfile --build-arg CLUSTER_ARCH=8.0 -t {tag} ."
     assert write == f"enroot import -o {image} dockerd://{tag}"
+    assert make_image(f"{tools}:/usr/bin:/bin", image, MAX_JOBS="3").returncode == 0
+    assert "--build-arg MAX_JOBS=3 -t" in (tools / "calls").read_text()
     image.touch()
     again = make_image(f"{tools}:/usr/bin:/bin", image)
     assert (again.returncode, "exists" in again.stderr) == (2, True)

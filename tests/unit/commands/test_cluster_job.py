@@ -201,11 +201,15 @@ def test_warnings_for_missing_inputs_and_a_small_disk(tmp_path: Path) -> None:
         f"model.hf_path: {tmp_path}/models/DeepSeek-R1-Distill-Qwen-32B has no config.json"
     )
     assert data.startswith(f"data.path: {tmp_path}/data/skywork_math/data.jsonl is absent")
+    assert large.settings()["BAPO_ENGINES_LOAD_S"] == "655"  # 65.5 GB at 0.1 GB/s
     (tmp_path / "models/DeepSeek-R1-Distill-Qwen-32B").mkdir(parents=True)
     (tmp_path / "models/DeepSeek-R1-Distill-Qwen-32B/config.json").touch()
     (tmp_path / "data/skywork_math").mkdir(parents=True)
     (tmp_path / "data/skywork_math/data.jsonl").touch()
     assert check_job(large, force=False) == []
+    needy = replace(large.cluster, health=replace(large.cluster.health, memory_gb=1))
+    (warning,) = check_job(replace(large, cluster=needy), force=False)
+    assert warning.endswith("and the probe asks for 1: set health.memory_gb = 81 in the cluster file")
     small = replace(large.cluster, health=replace(large.cluster.health, disk_gb=1500))
     (warning,) = check_job(replace(large, cluster=small), force=False)
     assert "needs 1,623 GB" in warning

@@ -135,6 +135,17 @@ def test_a_package(package: Package, version: str | None, imported: Import, stat
     assert bool(row.fix) is (state != "ok")
 
 
+def test_a_board_that_the_recipe_names_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    boards = [one for one in PACKAGES if one.purpose == packages.BOARDS]
+    monkeypatch.setattr(packages, "installed_version", lambda _name: None)
+    for trackers, states in (
+        ((), ["optional"] * 3),
+        (("tensorboard", "mlflow"), ["optional", "optional", "problem"]),
+        (("wandb", "trackio"), ["problem", "problem", "optional"]),
+    ):
+        assert [row.state for row in package_rows(boards, trackers)][1:] == states
+
+
 def test_the_fix_installs_what_was_tested() -> None:
     megatron = next(package for package in PACKAGES if package.name == "megatron-core")
     row = package_row(megatron, None, Import(), None, "0.16.1")

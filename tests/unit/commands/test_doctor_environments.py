@@ -171,7 +171,7 @@ def test_a_step_that_raises_at_the_invented_turn_ends_no_run(game: str) -> None:
     assert row.state == "optional"
     says = r"to 'I do not know\.': raised: ValueError\('the door is shut'\).*raise ValueError\("
     assert re.search(says, row.found, re.DOTALL)
-    goes_on = "a run goes on, and this response fails (reward.failed); if it should not, mend the class where"
+    goes_on = "a run goes on, and this response fails (reward.on_failure); if it should not, mend the class"
     assert row.fix.startswith(goes_on)
 
 
@@ -249,7 +249,7 @@ def refuses(*_):
 recipe._load = lambda *_: None
 recipe.problems_of = lambda *_: iter(["a problem"])
 recipe.facts_of = lambda _: recipe.RecipeFacts()
-recipe._turn_end = lambda _: []
+recipe._turn_end = recipe._files_left_out = lambda _: []
 recipe._try_rewards = lambda *_: [recipe.DoctorRow("recipe", "reward", "ok", "score 1")]
 recipe.try_environments = lambda *_: []
 CHANGE

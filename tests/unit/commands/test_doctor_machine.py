@@ -26,7 +26,7 @@ from bapo_megatron.commands.doctor.machine import (
     sandbox_rows,
     shared_memory_row,
 )
-from bapo_megatron.commands.doctor.packages import SGLANG, pins
+from bapo_megatron.commands.doctor.packages import SGLANG, SGLANG_CUDA, TRAINING, pins
 from bapo_megatron.reward.sandbox.sandbox import SandboxError
 
 # --- SGLang's environment ------------------------------------------------------------------------
@@ -50,6 +50,18 @@ def test_sglang_is_asked_for_its_versions(tmp_path: Path) -> None:
     ]
     assert rows[1].found == "0.5.20, which was not tested"
     assert rows[1].needed == f"tested: {pins(SGLANG)['sglang']}"
+
+
+def test_an_environment_of_make_cluster_is_held_against_its_own_pins(tmp_path: Path) -> None:
+    """With CUDA's kernels in it. On a login node `make sglang` would lay CPU builds over it."""
+    told = {**pins(SGLANG_CUDA), "python": "3.11.7"}
+    rows = list(sglang.sglang_rows(True, interpreter(tmp_path, f"echo '{json.dumps(told)}'")))
+    assert [row.state for row in rows] == ["ok"] * 4
+    assert rows[2].found == pins(SGLANG_CUDA)["torch"] != pins(TRAINING)["torch"]
+    told["torch"] = pins(TRAINING)["torch"]
+    rows = list(sglang.sglang_rows(True, interpreter(tmp_path, f"echo '{json.dumps(told)}'")))
+    assert (rows[2].state, rows[2].needed) == ("optional", f"tested: {pins(SGLANG_CUDA)['torch']}")
+    assert rows[2].fix == "make cluster installs the tested versions"
 
 
 @pytest.mark.parametrize("required", [True, False])

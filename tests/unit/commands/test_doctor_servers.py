@@ -18,9 +18,11 @@ from bapo_megatron.commands.doctor.packages import SGLANG, pins
 from bapo_megatron.commands.doctor.recipe import RecipeFacts, facts_of, problems_of, recipe_rows
 from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.commands.doctor.servers import get, longest_sequence, server_rows
-from bapo_megatron.config import RunConfig
+from bapo_megatron.config import RunConfig, SourceConfig
 from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, is_loopback
+from bapo_megatron.trainer.preflight import check_weights
 
 ROOT = Path(__file__).parents[3]
 KEY = "k" * 43
@@ -317,16 +319,53 @@ def test_every_problem_is_reported_once(demo: Callable[..., RunConfig], tmp_path
     sglang = dataclasses.replace(config.rollout.sglang, python=tmp_path / "none")
     rollout = dataclasses.replace(config.rollout, sglang=sglang)
     found = list(problems_of(demo(data=data, logging=logging, parallel=parallel, rollout=rollout)))
-    assert len(found) == len(set(found)) == 3
+    assert len(found) == len(set(found)) == 4
     assert "wandb is not installed" in found[0]
     assert "model chunks of the model's 4 layers" in found[1]
-    assert "no interpreter at" in found[2]  # the dataset cannot be read before the tokenizer
+    assert "no interpreter at" in found[2]
+    assert found[3].startswith(f"data.path={tmp_path / 'none.jsonl'}: no such file; give")
 
 
-def test_wrong_fields_stop_the_search(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
-    model = dataclasses.replace(demo().model, hf_path=tmp_path / "none")
-    found = list(problems_of(demo(steps=0, seed=-1, model=model)))
-    assert found == ["steps=0 must be at least 1", "seed=-1 must be at least 0"]
+def test_mistakes_of_every_kind_are_told_at_once(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
+    """Wrong fields, in their own words alone, an absent model, and files of two sources and a suite."""
+    config, model = demo(), dataclasses.replace(demo().model, hf_path=tmp_path / "none")
+    sources = tuple(SourceConfig(tmp_path / f"{name}.jsonl") for name in ("one", "two"))
+    evaluation = dataclasses.replace(config.evaluation, every=1, suites=("absent",))
+    reward = dataclasses.replace(config.reward, function="no_such_reward")
+    data = dataclasses.replace(config.data, path=None, sources=sources)
+    changes = {"model": model, "data": data, "evaluation": evaluation, "reward": reward}
+    found = list(problems_of(demo(steps=0, seed=-1, **changes)))
+    beginnings = (
+        *("steps=0 must be at least 1", "seed=-1 must be at least 0", "reward.function='no_such_reward' is"),
+        f"model.hf_path={tmp_path / 'none'}: no config.json there",
+        *(f"data.sources[{name}].path={tmp_path / name}.jsonl: no such file" for name in ("one", "two")),
+        "suite absent: there is neither",
+        f"model folder {tmp_path / 'none'} holds neither",  # the servers' view of it
+    )
+    assert [one[: len(text)] for one, text in zip(found, beginnings, strict=True)] == list(beginnings)
+
+
+def test_a_check_that_crashes_on_a_wrong_field_is_not_another_problem(
+    demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_config: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", broken)
+    monkeypatch.setattr("bapo_megatron.trainer.preflight._check_engine", lambda _config: None)
+    assert list(problems_of(demo(steps=0))) == ["steps=0 must be at least 1"]
+
+
+def test_weights_that_are_absent_hide_no_mistake_of_the_layout(
+    demo: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = demo()
+    (tmp_path / "config.json").write_bytes((config.model.hf_path / "config.json").read_bytes())
+    model = dataclasses.replace(config.model, hf_path=tmp_path)
+    parallel = dataclasses.replace(config.parallel, tensor=3)
+    with pytest.raises(ConfigError, match="holds neither model.safetensors") as raised:
+        check_weights(model, parallel)
+    assert "parallel.tensor=3 does not divide" in str(raised.value).splitlines()[1]
 
 
 def test_a_check_that_raises_is_reported(
@@ -371,6 +410,7 @@ def test_the_disk_that_a_run_needs(demo: Callable[..., RunConfig], monkeypatch: 
         rollout=sampled,
         model=dataclasses.replace(config.model, dtype="bfloat16"),
         checkpoint=dataclasses.replace(config.checkpoint, keep_last=2),
+        evaluation=dataclasses.replace(config.evaluation, every=0),
     )
     assert facts_of(large).disk_gb == 48.0 + rollouts
     often = dataclasses.replace(large.checkpoint, every=1)

@@ -347,6 +347,15 @@ def test_headline_skips_steps_without_a_reward() -> None:
     assert headline(MetricTable([]))["reward_first"] is None
 
 
+def test_the_reward_of_a_run_is_of_all_that_was_sampled_before_and_after_it_had_the_name() -> None:
+    """A run of an earlier version that goes on: its first rows have it as ``reward/mean``."""
+    then = [{"step": step, "reward/mean": 0.25} for step in (1, 2)]
+    now = [{"step": step, "reward/mean": 0.5, "sampled/reward/mean": 0.75} for step in (3, 4)]
+    table = MetricTable([*then, *now])
+    assert table.column("sampled/reward/mean").tolist() == [0.25, 0.25, 0.75, 0.75]
+    assert (headline(table)["reward_first"], headline(table)["reward_last"]) == (0.25, 0.75)
+
+
 def test_moving_mean_by_hand() -> None:
     values = np.array([1.0, 2.0, np.nan, 4.0, 9.0])
     assert moving_mean(values, 3) == pytest.approx([1.5, 1.5, 3.0, 6.5, 6.5])

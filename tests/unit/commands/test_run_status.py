@@ -235,6 +235,19 @@ def test_how_a_local_run_ended(run: Path, kinds: tuple[str, ...], told: str) -> 
         assert "engines     1 of 1 alive\n" in status_text(read_status(run, NOW))
 
 
+@pytest.mark.parametrize("status", ["stopped", "done", "cancelled"])
+def test_a_job_that_is_over_has_no_engines(run: Path, monkeypatch: pytest.MonkeyPatch, status: str) -> None:
+    """Those of its own node are in no registry: its last metrics say that one was alive."""
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: ("", ""))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 120, "sampler/engines": 1.0}) + "\n")
+    (run / "slurm.state").write_text(STATE.replace("status=running", f"status={status}"))
+    for registered in (True, False):
+        text = status_text(read_status(run, NOW))
+        assert f", {status}, restart" in text
+        assert "alive" not in text, registered
+        shutil.rmtree(run / "engines", ignore_errors=True)
+
+
 @pytest.mark.parametrize("status", ["stopped", "done", "cancelled", "requeued"])
 def test_a_run_that_goes_on_by_hand_after_its_job(
     run: Path, monkeypatch: pytest.MonkeyPatch, status: str

@@ -24,12 +24,14 @@ from bapo_megatron.checkpoint.run_directory import (
     check_writable,
     only_writer,
     store_config,
+    with_former_failures,
 )
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
     CheckpointConfig,
     DataConfig,
+    EngineConfig,
     EvaluationConfig,
     LoggingConfig,
     ModelConfig,
@@ -69,6 +71,15 @@ def test_a_good_run_passes() -> None:
 def test_a_good_reward_passes() -> None:
     reward = RewardConfig("my.rewards:score", overlong_tokens=199, overlong_penalty=0.1, format_pattern=".*")
     dataclasses.replace(GOOD, reward=reward).check()
+
+
+@pytest.mark.parametrize(("last", "steps"), [(True, [0, 2, 3]), (False, [0, 2])])
+def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps: list[int]) -> None:
+    evaluation = EvaluationConfig(every=2, suites=("aime24",), last=last)
+    run = dataclasses.replace(GOOD, steps=3, evaluation=evaluation)
+    assert [step for step in range(4) if run.evaluates(step)] == steps
+    never = dataclasses.replace(run, evaluation=dataclasses.replace(evaluation, every=0))
+    assert not any(never.evaluates(step) for step in range(4))
 
 
 @pytest.mark.parametrize(
@@ -299,6 +310,74 @@ def test_flags_that_new_weights_do_not_go_with_are_refused(flags: tuple[str, ...
             check("=".join(flags))
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "draft"),
+        ("--speculative-algorithm=standalone",),
+        ("--speculative-draft-model-path=draft",),
+    ],
+)
+def test_a_draft_model_gets_its_weights_from_disk_alone(flags: tuple[str, ...]) -> None:
+    def check(sync: str, *given: str) -> None:
+        sglang = SglangConfig(flags=given, sync=sync, colocated=sync == "ipc")
+        dataclasses.replace(
+            GOOD, rollout=dataclasses.replace(GOOD.rollout, engine="sglang", sglang=sglang)
+        ).check()
+
+    check("disk", *flags)
+    for sync in ("broadcast", "ipc"):
+        check(sync, "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+        name = flags[0].split("=")[0]
+        told = rf"rollout\.sglang\.flags: {name} has a draft model, which sync={sync} .*sync=disk"
+        with pytest.raises(ConfigError, match=told):
+            check(sync, *flags)
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("http://", "it has no host"),
+        ("http://:30000", "it has no host"),
+        ("http://::1:30000", "Port could not be cast"),
+        ("http://fe80::1:30000", "Port could not be cast"),
+        ("http://[::1:30000", "Invalid IPv6 URL"),
+        ("http://[h]:30000", "h"),
+        ("http://h:99999", "Port out of range"),
+        ("http://h:0", "its port is missing, or 0"),
+        ("http://h:", "its port is missing, or 0"),
+        ("http://h:port", "Port could not be cast"),
+        ("http://h 2:1", "it has a blank"),
+        ("http://h:1\n", "it has a blank"),
+        ("http://user@h:1", "it has a user"),
+        ("http://h:1?key=2", "it has a user, a query"),
+        ("ftp://h:1", "begins with neither"),
+        ("h:1", "begins with neither"),
+    ],
+)
+def test_an_address_that_no_server_has(url: str, problem: str) -> None:
+    [told] = EngineConfig(urls=(url,)).problems(100)
+    assert told.startswith(f"urls: {url!r} is no address (")
+    assert problem in told
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("http://h:1", "http://h:1/"),
+        ("http://h:80", "http://H"),
+        ("http://[::1]:30000", "http://[0:0::1]:30000/"),
+        ("https://h:443/a", "https://h/a/"),
+    ],
+)
+def test_a_server_is_named_once(first: str, second: str) -> None:
+    for url in (first, second):
+        assert not list(EngineConfig(urls=(url,)).problems(100))
+    [told] = EngineConfig(urls=(first, second)).problems(100)
+    assert told.startswith("urls names a server twice: ")
+    assert not list(EngineConfig(urls=(first, "http://[::2]:30000", "http://h:2")).problems(100))
+
+
 def test_only_colocated_servers_read_the_trainers_memory() -> None:
     def with_servers(**settings: Any) -> RunConfig:
         rollout = dataclasses.replace(GOOD.rollout, engine="sglang", sglang=SglangConfig(**settings))
@@ -520,6 +599,20 @@ def test_a_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
         check_same_run(dataclasses.replace(run, optimizer=OptimizerConfig(lr=0.1)))
 
 
+@pytest.mark.parametrize(("name", "least"), [("step_000006", 6), ("step_000006_update_002", 7)])
+def test_a_run_does_not_end_at_a_step_that_it_has_passed(tmp_path: Path, name: str, least: int) -> None:
+    """Its newest weights would be exported as those of the earlier step."""
+    (checkpoint := tmp_path / "checkpoints" / name).mkdir(parents=True)
+    run = dataclasses.replace(GOOD, run_dir=tmp_path)
+    check_same_run(dataclasses.replace(run, steps=4))  # a half-deleted one is no checkpoint
+    (checkpoint / "manifest.json").write_text("{}")
+    check_same_run(dataclasses.replace(run, steps=least))
+    with pytest.raises(
+        ConfigError, match=rf"steps={least - 1}, but .* has trained 6 .* give --steps {least} "
+    ):
+        check_same_run(dataclasses.replace(run, steps=least - 1))
+
+
 @pytest.mark.parametrize(
     ("part", "change", "allowed"),
     [
@@ -653,3 +746,35 @@ def test_names_and_positions_that_recipes_of_version_0_1_use(tmp_path: Path) -> 
     assert load_recipe(path, CorrectionsConfig).off_policy_delta == 1.0
     config = AlgorithmConfig(BoundsConfig(), "dr_grpo", PolarityConfig(enabled=True))
     assert (config.advantage, config.polarity.enabled, config.loss) == ("dr_grpo", True, "clip")
+
+
+def test_a_run_of_before_goes_on_with_the_reward_of_failed_scores(tmp_path: Path) -> None:
+    """Its settings lack the field; also when its continuation is stored. ``--allow-change`` changes over."""
+    old = dataclasses.replace(GOOD, run_dir=tmp_path, reward=RewardConfig(failed=-0.5))
+    store_config(old)
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    del stored["default_on_failure"], stored["config"]["reward.on_failure"]
+    path.write_text(json.dumps(stored))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for _ in range(2):
+        kept, line = with_former_failures(old)
+        assert kept.reward == RewardConfig(failed=-0.5, on_failure="value")
+        assert line is not None
+        assert "reward.failed=-0.5, and goes on so; new runs leave it out" in line
+        check_same_run(kept)
+        store_config(kept)
+    changed = dataclasses.replace(old, allow_change=("reward.on_failure",))
+    assert with_former_failures(changed) == (changed, None)
+    store_config(changed)
+    assert with_former_failures(old) == (old, None)
+
+
+def test_a_run_of_today_has_the_value_only_if_it_says_so(tmp_path: Path) -> None:
+    run = dataclasses.replace(GOOD, run_dir=tmp_path, reward=RewardConfig(on_failure="value"))
+    store_config(run)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    now = dataclasses.replace(run, reward=RewardConfig())
+    assert with_former_failures(now) == (now, None)
+    with pytest.raises(ConfigError, match="reward.on_failure: 'value' in the run, 'leave_out' now"):
+        check_same_run(now)

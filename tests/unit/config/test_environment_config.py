@@ -344,6 +344,29 @@ def test_a_run_from_before_there_were_settings_has_none(tmp_path: Path) -> None:
     assert changed_settings(run) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--algorithm.loss=bapo_megatron.types:Missing"], "bapo_megatron.types has no class Missing"),
+        (
+            ["--algorithm.loss=no_such_module:Loss"],
+            "importing no_such_module failed",
+        ),
+        (["--reward.function=bapo_megatron.types:missing"], "bapo_megatron.types has no function missing"),
+        (["--rollout.engine=bapo_megatron.types:Missing"], "bapo_megatron.types has no class Missing"),
+        (["--environment.function=bapo_megatron.types:Missing"], "bapo_megatron.types has no class Missing"),
+    ],
+)
+def test_planning_refuses_code_that_is_not_there(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.run(["plan", "recipes/demo_cpu.py", *flags]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert flags[0].removeprefix("--").partition("=")[0] in said
+
+
 def test_planning_refuses_what_a_registered_loss_does_not_take(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

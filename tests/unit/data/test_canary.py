@@ -119,6 +119,7 @@ DENSE = model_shape(
         "hidden_size": 32,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "intermediate_size": 64,
         "vocab_size": 50,
         "max_position_embeddings": 4096,

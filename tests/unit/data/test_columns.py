@@ -80,6 +80,7 @@ def test_tokens_that_are_masked_are_like_a_prompt() -> None:
     assert pack.rollout_log_prob_T.tolist() == [0, -1, 0, 0, -4]
     assert pack.old_log_prob_T.tolist() == [0, -0.25, 0, 0, -1]
     assert pack.version_T.tolist() == [0, 3, 0, 0, 6]
+    assert pack.oldest_version_T.tolist() == [0, 3, 0, 0, 3]
     assert pack.sequence_T.tolist() == [-1, 0, -1, -1, 0]
 
 

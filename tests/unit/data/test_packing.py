@@ -88,6 +88,30 @@ def test_sequence_mean_weighs_every_response_alike() -> None:
     assert pack.weight_T.tolist() == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2.0])
 
 
+def untrained(prompt: list[int], response: list[int]) -> Sample:
+    """A response of which an environment gave every token."""
+    return dataclasses.replace(sample(prompt, response), loss_mask_R=np.zeros(len(response), np.uint8))
+
+
+@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_sequence_mean_counts_responses_with_a_trained_token(ranks: int, context: int) -> None:
+    """Of 1, 3 and 0 trained tokens: N = 2, so the weights are (4 / 2) / 1 = 2 and (4 / 2) / 3, in all 4, the
+    divisor of the loss: at every number of replicas, and with documents padded for context parallelism."""
+    samples = [sample([1], [2]), untrained([7], [8, 9]), sample([3], [4, 5, 6]), untrained([7], [])]
+    many = 2 * context
+    layouts = [PackLayout(rank, ranks, many, document_multiple=many) for rank in range(ranks)]
+    packs = [pack for layout in layouts for pack in pack_samples(samples, 16, "sequence", layout)]
+    found = torch.cat([pack.weight_T[pack.mask_T > 0] for pack in packs])
+    assert sorted(found.tolist()) == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2.0])
+    assert all(pack.sequences == 4 for pack in packs)
+
+
+def test_a_sequence_mean_of_nothing_has_no_weight() -> None:
+    [pack] = pack_samples([untrained([7], [8, 9])], 16, "sequence")
+    assert pack.weight_T.tolist() == [0, 0]
+
+
 def test_documents_are_padded_to_their_multiple() -> None:
     """4 and 1 positions take 4 and 4; the pack of 8 is padded to 12 by a document of 4."""
     layout = PackLayout(length_multiple=12, document_multiple=4)

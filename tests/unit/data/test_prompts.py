@@ -27,13 +27,17 @@ class CharacterTokenizer:
     chat_template = "yes"
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool, return_dict: bool
-    ) -> list[int]:
+        self, messages: list[dict[str, str]], add_generation_prompt: bool, tokenize: bool
+    ) -> str:
         assert add_generation_prompt
-        assert not return_dict
+        assert not tokenize
         if any(message["role"] == "tool" for message in messages):
             raise RuntimeError("no tools here")
-        return [ord(char) for message in messages for char in message["content"]]
+        return "".join(message["content"] for message in messages)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(char) for char in text]
 
     def decode(self, ids: Any, skip_special_tokens: bool) -> str:
         return "".join(chr(one) for one in ids)
@@ -304,8 +308,8 @@ def test_epochs_and_seeds_differ() -> None:
 class Deaf(CharacterTokenizer):
     """A template that ignores the messages."""
 
-    def apply_chat_template(self, *_: object, **__: object) -> list[int]:
-        return [7, 8, 9]
+    def apply_chat_template(self, *_: object, **__: object) -> str:
+        return "789"
 
 
 def test_equal_prompts_throughout_are_refused(file: Path) -> None:

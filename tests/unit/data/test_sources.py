@@ -27,9 +27,9 @@ from bapo_megatron.data.problem_sets import load_problems
 from bapo_megatron.data.prompts import MixedSource
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.reward.functions import check_functions
 from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.rollout.sampler.state import GroupSummary
-from bapo_megatron.trainer.preflight import _check_reward
 from bapo_megatron.trainer.sft import _batches, load_solutions
 from bapo_megatron.types import StepBatch
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
@@ -216,7 +216,7 @@ def test_the_reward_of_a_source_that_cannot_be_had_is_named_by_its_field(tmp_pat
     sources = (SourceConfig(tmp_path / "a.jsonl"), SourceConfig(tmp_path / "b.jsonl", reward="math:nothing"))
     config = RunConfig("run", ModelConfig(tmp_path), DataConfig(sources=sources))
     with pytest.raises(ConfigError, match=r"^data\.sources\[b\]\.reward=math:nothing: math has no function"):
-        _check_reward(config)
+        check_functions(config, config.reward_functions)
 
 
 # --- rewards --------------------------------------------------------------------------------------

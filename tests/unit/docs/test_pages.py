@@ -152,7 +152,7 @@ def _named(metric: str) -> str:
 def _written() -> set[str]:
     lines = (ROOT / "tests/fixtures/bapo/metrics.jsonl").read_text().splitlines()
     stored = {name for line in lines for name in json.loads(line) if "/" in name}
-    return {*objective(paper()).metric_names(), *rollout_metrics([], 0, RewardConfig()), *stored}
+    return {*objective(paper()).metric_names(), *rollout_metrics([], RewardConfig()), *stored}
 
 
 def test_every_metric_is_on_a_page() -> None:

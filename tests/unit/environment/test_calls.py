@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 
-from bapo_megatron.environment.tools.calls import Call, argument, tool_calls, without_calls
+from bapo_megatron.environment.tools.calls import Call, answer_part, argument, tool_calls, without_calls
 from tests.support.chat_templates import family_tokenizer
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call>'
@@ -66,6 +69,73 @@ def test_calls_of_qwen3_coder() -> None:
     assert tool_calls(CODER.format(begun)) == [Call("run", {"a": "1"})]
     for odd in ([None], [{"function": {"name": "run", "parameters": 5}}]):
         assert tool_calls(mistyped, odd) == [Call("run", {"times": "three", "of": "[1]"})]
+
+
+def function(name: str, *parameters: str) -> str:
+    return f"<function={name}>\n{''.join(parameters)}</function>\n"
+
+
+def test_two_functions_of_a_block_are_two_calls() -> None:
+    block = function("run", parameter("times", "1")) + function("see", parameter("times", "5"))
+    calls = tool_calls(f"<tool_call>\n{block}</tool_call>", [SCHEMA])
+    assert calls == [Call("run", {"times": 1}), Call("see", {"times": "5"})]
+    assert without_calls(f"Both. <tool_call>\n{block}</tool_call>") == "Both."
+    quoted = parameter("code", "s = '<function=see> <parameter=a>'")
+    assert tool_calls(f"<tool_call>{function('run', quoted)}</tool_call>") == [
+        Call("run", {"code": "s = '<function=see> <parameter=a>'"})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name"),
+    [
+        ([parameter("a", "1"), "<parameter=b>\n2\n"], "b"),
+        (["<parameter=a>\n1\n", parameter("b", "2")], "a"),
+        (["<parameter=a>\n1\n</function>\n<function=see>\n", parameter("b", "2")], "a"),
+    ],
+)
+@pytest.mark.parametrize("end", ["</tool_call>", ""])
+def test_an_argument_without_its_end_is_a_problem(parameters: list[str], name: str, end: str) -> None:
+    """It would swallow what follows. ``end``: the token of the turn may be the end of the block."""
+    [call] = tool_calls(f"<tool_call>\n{function('run', *parameters)}{end}")
+    assert call.problem == f"the argument '{name}' of 'run' has no </parameter>"
+
+
+@pytest.mark.parametrize(
+    "thought", ["", "<think>Hm.</think>\n", "Could <tool_call> it.</think>", "Hm.</think>"]
+)
+@pytest.mark.parametrize("code", ["print('</think>')", "'<think>'", "'<think></think><think>'"])
+def test_a_tag_of_a_thought_within_an_argument_is_text(thought: str, code: str) -> None:
+    arguments = json.dumps({"code": code})
+    for written in (
+        f'<tool_call>{{"name": "run", "arguments": {arguments}}}</tool_call>',
+        CODER.format(parameter("code", code)),
+        f'{{"name": "run", "parameters": {arguments}}}',
+    ):
+        assert tool_calls(thought + written) == [Call("run", {"code": code})]
+        thought_of = f"<think>{written}</think>5"
+        assert (tool_calls(thought_of), answer_part(thought_of)) == ([], "5")
+        assert tool_calls(f"<think>{written}") == []
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "<tool_call>" * 90_000,
+        "<tool_call><function=a>" + "<parameter=b>" * 75_000,
+        "<tool_call><function=a>" + "<parameter=b>1</parameter>" * 38_000,
+        "<tool_call><function=a></tool_call>" * 28_000,
+        "<think></think>" * 66_000,
+        '{"a": "</think>' * 66_000,
+        "<tool_call>{</think>" * 50_000,
+        "<tool_call><function=a><parameter=b>" + "\n" * 1_000_000,
+    ],
+)
+def test_a_turn_of_a_megabyte_is_read_in_seconds(turn: str) -> None:
+    began = time.process_time()
+    tool_calls(turn)
+    without_calls(turn)
+    assert time.process_time() - began < 20
 
 
 def test_calls_of_llama() -> None:

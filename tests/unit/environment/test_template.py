@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bapo_megatron.data.chat_template import absent_mark
 from bapo_megatron.environment.template import ObservationTemplate, check_template
 from bapo_megatron.errors import ConfigError
 from tests.support.chat_templates import demo_tokenizer
@@ -64,6 +65,8 @@ def test_a_turn_that_ended_at_a_tool_call_is_closed(template: ObservationTemplat
         "",
         " 5\n",
         "|im_end|><",
+        "aAturn7f3aEndb",
+        absent_mark("turn", ["5"]),
     ],
 )
 def test_what_looks_like_a_token_in_an_observation_is_text(
@@ -126,10 +129,39 @@ def test_a_template_that_opens_the_thinking_part() -> None:
     opening = OPENING.replace("assistant\n", "assistant\n<think>\n")
     check = ObservationTemplate(tokenizer(CHATML + opening), "user", [CLOSE])
     assert check.difference(["<think>\nHm.\n</think>\n\n5"]) is None
+    check_template(check, "models/ours")  # no turn is without one
+
+
+REASONING = "{% set parts = m.content.split('</think>') %}"
+THOUGHT = "{{ parts[0].split('<think>')[-1].strip('\n') if parts|length > 1 else '' }}"
+ALWAYS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    f"{REASONING}<think>\n{THOUGHT}\n</think>\n\n{{{{ parts[-1].lstrip('\n') }}}}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+"""It writes the block always, as newer models' do."""
+
+
+@pytest.mark.parametrize("opened", ["<think>\n", "<think>\n\n</think>\n\n"])
+def test_a_template_that_always_writes_the_block_passes(opened: str) -> None:
+    """Behind an opened part no turn is without one, behind an empty one none has another."""
+    opening = OPENING.replace("assistant\n", f"assistant\n{opened}")
+    check_template(ObservationTemplate(tokenizer(ALWAYS + opening), "tool", [CLOSE]), "models/ours")
+    template = ObservationTemplate(tokenizer(ALWAYS + OPENING), "tool", [CLOSE])
+    with pytest.raises(ConfigError, match="two rounds without thinking, at token"):
+        check_template(template, "models/ours")
+
+
+def test_a_template_that_drops_an_empty_thinking_part_is_refused() -> None:
+    """As Qwen3's. A run that began before it was looked at goes on."""
+    drops = CHATML.replace("m.content", "m.content.replace('<think>\n\n</think>\n\n', '')")
+    template = ObservationTemplate(tokenizer(drops + OPENING), "tool", [CLOSE])
     with pytest.raises(
-        ConfigError, match="two rounds without thinking, at token .* the episode has '<think>"
+        ConfigError, match="two rounds with an empty thinking part, at token .* has '<think>.* writes 'First"
     ):
-        check_template(check, "models/ours")
+        check_template(template, "models/ours")
+    check_template(template, "models/ours", begun=True)
+    check_template(template, "models/ours", "sampled")
 
 
 def test_the_message_names_the_role_that_the_template_continues() -> None:

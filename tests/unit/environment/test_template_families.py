@@ -18,19 +18,21 @@ from tests.support.chat_templates import FOLDERS, family_tokenizer
 pytestmark = pytest.mark.slow
 
 REFUSED = {
+    ("Qwen3", "tool"): "with an empty thinking part, at token 15 the episode has '<think>.* writes 'First",
     (
         "Qwen3",
         "user",
-    ): r"with thinking, at token 15 the episode has '<think>.* writes 'First.*continues exactly",
+    ): r"with thinking, at token 15 the episode has '<think>.* writes 'First.*does not continue, either",
     (
         "DeepSeek V3",
         "tool",
     ): "without thinking, at token .* the episode has '<\uff5ctool▁outputs▁begin\uff5c>",
-    ("R1", "tool"): r"the episode has '<think>.* writes 'First.*which it does not continue, either",
-    ("R1", "user"): r"the episode has '<think>.* writes 'First.*which it does not continue, either",
+    ("R1", "tool"): r"the episode has '<think>.* writes '\\n\\nFirst.*which it does not continue, either",
+    ("R1", "user"): r"the episode has '<think>.* writes '\\n\\nFirst.*which it does not continue, either",
 }
 CASES = [(name, role) for name in FOLDERS for role in ("tool", "user")]
-EXACT = [case for case in CASES if case not in REFUSED]
+EXACT = [case for case in CASES if case not in REFUSED or case == ("Qwen3", "tool")]
+"""Qwen3's is exact but for an empty thinking part, with which no test of these has a turn."""
 OBSERVATIONS = [
     *(
         "5",
@@ -64,6 +66,8 @@ def test_exact_or_refused_or_as_sampled(name: str, role: str) -> None:
     else:
         check_template(template, f"models/{name}")
     check_template(template, f"models/{name}", "sampled")
+    if (name, role) == ("Qwen3", "tool"):
+        check_template(template, f"models/{name}", begun=True)
 
 
 @pytest.mark.parametrize(("name", "role"), EXACT)
@@ -143,4 +147,4 @@ def test_tools_that_a_template_ignores(name: str) -> None:
     with pytest.raises(ConfigError, match="ignores the tools"):
         check_template(template, f"models/{name}", "sampled")
     qwen = family_tokenizer("Qwen3")
-    check_template(ObservationTemplate(qwen, "tool", [qwen.eos_token_id], tools), "models/Qwen3")
+    check_template(ObservationTemplate(qwen, "tool", [qwen.eos_token_id], tools), "models/Qwen3", "sampled")

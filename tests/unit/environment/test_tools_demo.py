@@ -7,6 +7,9 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.config import RunConfig, load_recipe
 from bapo_megatron.environment import Reply, Task
 from bapo_megatron.environment.tools.calculator import Calculator
@@ -80,3 +83,16 @@ def test_the_recipe_of_the_real_model_and_its_example() -> None:
     replies = play(Calculator, task, run.environment.settings, [call, answer])
     assert [reply.observation for reply in replies] == [value, None]
     assert call in question
+
+
+@pytest.mark.parametrize("name", ["demo_real", "demo_real_tools"])
+@pytest.mark.parametrize("preset", ["paper", "balanced", "clip_higher", "published_code"])
+def test_the_real_models_recipes_take_every_preset(name: str, preset: str, tmp_path: Path) -> None:
+    """As a user edits them: one word of the recipe."""
+    text = (ROOT / f"recipes/{name}.py").read_text()
+    edited = tmp_path / "edited.py"
+    edited.write_text(text.replace("import paper", f"import {preset} as paper"))
+    run = load_recipe(edited, RunConfig)
+    run.check()
+    check_names(run)
+    assert run.batch.hold_forwards is (preset in ("paper", "balanced"))

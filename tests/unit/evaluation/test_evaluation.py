@@ -54,7 +54,7 @@ from bapo_megatron.rollout.sampler.response import MOST_LOSSES, Sampling
 from bapo_megatron.trainer.build import load_suites
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt
 from checkpoints_tools.formats.locate import Format
-from checkpoints_tools.to_megatron import to_megatron
+from checkpoints_tools.hf_to_megatron import to_megatron
 
 MODEL = Path(__file__).parents[3] / "recipes/demo/policy"
 ROWS = [
@@ -96,6 +96,23 @@ def test_the_metrics_by_hand() -> None:
     assert found["rerun_std"] == pytest.approx((2 * 0.25 / 1) ** 0.5 / 2)
     # Means 0.5 and 1 have a standard deviation of 0.5 / sqrt 2; two such models differ by sqrt 2 of it.
     assert found["detectable_difference"] == pytest.approx(2.80158 * 0.5 / 2**0.5, rel=1e-5)
+
+
+def test_a_response_that_could_not_be_scored_is_neither_right_nor_wrong() -> None:
+    """Problem 0: one of one is right, and one is not judged. 1: one of two. 2: none is judged."""
+    failed = {"failure": "endpoint"}
+    found = score(
+        [judged(0, 0, True), judged(0, 1, False, **failed), judged(1, 0, True), judged(1, 1, False)]
+        + [judged(2, sample, False, **failed) for sample in (0, 1)],
+        pass_at=(1, 2),
+    )
+    assert (found["problems"], found["unjudged"]) == (3, 0.5)
+    assert found["avg@2"] == found["pass@1"] == 0.75
+    assert found["pass@2"] == 1.0, "of problem 1 alone"
+    assert (found["pass@2_low"], found["pass@2_high"]) == (1.0, 1.0)
+    assert found["rerun_std"] is None
+    nothing = score([judged(0, 0, False, **failed)], pass_at=(1,))
+    assert (nothing["avg@1"], nothing["pass@1"], nothing["detectable_difference"]) == (None, None, None)
 
 
 def test_programs_have_no_majority() -> None:

@@ -188,8 +188,8 @@ def test_spread() -> None:
 
 def test_two_evaluations_of_one_model() -> None:
     """Two problems, 2 of 4 and 4 of 4: sqrt(2 (1/4 + 0) / 3) / 2."""
-    assert rerun_std(4, [2, 4]) == pytest.approx(math.sqrt(2 * 0.25 / 3) / 2)
-    assert rerun_std(1, [0, 1]) is None
+    assert rerun_std([4, 4], [2, 4]) == pytest.approx(math.sqrt(2 * 0.25 / 3) / 2)
+    assert rerun_std([1, 1], [0, 1]) is None
 
 
 def test_two_evaluations_of_one_model_in_a_simulation() -> None:
@@ -197,7 +197,7 @@ def test_two_evaluations_of_one_model_in_a_simulation() -> None:
     rates = np.array([0.1, 0.5, 0.9, 1.0])
     runs = generator.binomial(8, rates, size=(4000, 2, 4))
     apart = (runs[:, 0] - runs[:, 1]).mean(axis=1) / 8
-    estimates = [rerun_std(8, counts) ** 2 for counts in runs[:, 0].tolist()]
+    estimates = [rerun_std([8] * len(counts), counts) ** 2 for counts in runs[:, 0].tolist()]
     assert np.mean(estimates) == pytest.approx(apart.var(), rel=0.05)
 
 

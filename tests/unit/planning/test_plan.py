@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo, paper
+from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo, paper, published_code
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.commands.recipe_flags import parse_flags
@@ -24,6 +24,7 @@ from bapo_megatron.config import (
     DataConfig,
     DistillationConfig,
     EnvironmentConfig,
+    EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -46,7 +47,13 @@ from bapo_megatron.hf.config import (
 from bapo_megatron.hf.parameter_map import mapping_table
 from bapo_megatron.layers.mlp import Experts, Mlp
 from bapo_megatron.planning import memory as plan_memory
-from bapo_megatron.planning.advice import fastest_layouts, problems, smallest_changes
+from bapo_megatron.planning.advice import (
+    changed_flags,
+    fastest_layouts,
+    problems,
+    shorter_packs,
+    smallest_changes,
+)
 from bapo_megatron.planning.engines import cache_bytes_per_token, engine_plan
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, in_flight, slots
 from bapo_megatron.planning.memory import (
@@ -60,6 +67,7 @@ from bapo_megatron.planning.memory import (
 from bapo_megatron.planning.page import plan_dict, plan_text
 from bapo_megatron.planning.plan import JobPlan, duration, make_plan, nodes_text, summary
 from bapo_megatron.planning.sizes import (
+    evaluation_bytes,
     largest_parameter,
     rollout_bytes,
     run_folder_bytes,
@@ -249,9 +257,9 @@ def test_peaks_by_hand() -> None:
     assert memory.workspace == 16 * 2 * (3 * 16 + 2 * 8)
     parts = memory.activations + max(memory.workspace, memory.head)  # one after the other
     assert memory.training == pytest.approx(steady + 1.05 * parts + memory.buffers, abs=1e-3)
-    assert memory.buffers == 3 * 16 * 64  # the columns of three packs
+    assert memory.buffers == 3 * 16 * 68  # the columns of three packs
     message = 2 * 16 * 8 * 2  # sent and received
-    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 64
+    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 68
 
 
 def test_activations_by_hand() -> None:
@@ -654,6 +662,45 @@ def test_comparison_keeps_experts_within_a_node() -> None:
     assert best.cost < 0.7 * plan.cost
 
 
+def for_short_responses(**algorithm: object) -> JobPlan:
+    """A recipe for responses of 64k on 16 GPUs, with those of 16k: its packs have room for 67,584 tokens."""
+    path = RECIPES / "bp_math_7b_64k.py"
+    run = load_recipe(path, RunConfig)
+    rollout = replace(run.rollout, max_response_tokens=16384)
+    run = replace(run, rollout=rollout, algorithm=replace(run.algorithm, **algorithm))
+    return make_plan(Job(run, find_shape(path, run.model.hf_path), PlanOptions()))
+
+
+def test_packs_of_the_longest_sequence_are_proposed() -> None:
+    plan = for_short_responses()
+    same, fewest = shorter_packs(plan)
+    assert changed_flags(plan, same) == ["--batch.pack-tokens 18432"]
+    assert changed_flags(plan, fewest) == ["--parallel.context 1", "--batch.pack-tokens 18432"]
+    assert (plan.job.gpus, same.job.gpus, fewest.job.gpus) == (16, 16, 4)
+    assert same.peak < 0.7 * plan.peak
+    assert fewest.verdict.fits
+    page = plan_text(plan, [], [])
+    assert "Packs have room for 67,584 tokens, and the longest sequence has 18,432" in page
+    assert f"--batch.pack-tokens 18432: {same.peak / 1e9:.1f} GB on 16 GPUs" in page
+    assert plan_dict(plan)["shorter_packs"][1]["gpus"] == 4
+
+
+def test_packs_that_are_needed_or_decide_the_search_stay() -> None:
+    assert not shorter_packs(make_plan(planned()))
+    in_packs = for_short_responses(bounds=published_code())
+    assert in_packs.job.run.algorithm.bounds.sums_over == "micro_batch"
+    assert not shorter_packs(in_packs)
+    assert {one.job.run.batch.pack_tokens for one in fastest_layouts(in_packs, 40)} == {67584}
+
+
+def test_the_comparison_varies_the_packs() -> None:
+    plan = for_short_responses()
+    found = fastest_layouts(plan, 40)
+    assert {one.job.run.batch.pack_tokens for one in found} == {18432, 67584}
+    assert found[0].cost < plan.cost
+    assert "18,432" in plan_text(plan, [], found[:1])
+
+
 def test_comparison_is_sorted_and_fits() -> None:
     plans = fastest_layouts(make_plan(planned()), 5)
     assert len(plans) == 5
@@ -999,6 +1046,24 @@ def test_the_disk_of_a_run_by_hand() -> None:
         (CheckpointConfig(every=10, keep_last=1, export_every=20), 2 * 12 + 3 * 4),
     ]:
         assert run_folder_bytes(replace(local, checkpoint=checkpoint), SMALL) == count * expected
+
+
+def test_the_disk_of_held_out_responses_by_hand(tmp_path: Path) -> None:
+    """Two suites of 3 and 1 problems, 8 responses of 10 tokens, 5 bytes a token; of steps 0, 20 and 40."""
+    for name, rows in (("a", 3), ("b", 1)):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n" * rows + "\n")
+    run = replace(job().run, steps=40)
+    assert evaluation_bytes(run, 10) == 0
+    asked = EvaluationConfig(every=20, suites=tuple(str(tmp_path / f"{n}.jsonl") for n in "ab"), samples=8)
+    run = replace(run, evaluation=asked)
+    assert evaluation_bytes(run, 10) == 3 * 4 * 8 * 10 * 5
+    assert (
+        evaluation_bytes(replace(run, evaluation=replace(asked, max_response_tokens=4)), 10)
+        == 3 * 4 * 8 * 4 * 5
+    )
+    assert evaluation_bytes(changed(run, "rollout.keep_steps", 25), 10) == 2 * 4 * 8 * 10 * 5
+    assert evaluation_bytes(replace(run, evaluation=replace(asked, suites=("absent",))), 10) == 0
+    assert replace(job(), run=run).rollouts > rollout_bytes(run, job().shape, job().mean_response)
 
 
 def test_the_disk_of_rollouts_by_hand() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,8 +24,15 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import Job, PlanOptions
-from bapo_megatron.planning.rehearsal.job import RehearseOptions, choose_layers, packs_of, ranks_of
+from bapo_megatron.planning.rehearsal.job import (
+    RehearseOptions,
+    choose_layers,
+    packs_of,
+    ranks_of,
+    rehearse_job,
+)
 from bapo_megatron.planning.rehearsal.program import sequence_lengths
+from bapo_megatron.planning.rehearsal.rank import RankRehearsal
 from bapo_megatron.planning.rehearsal.records import Call, LargeTensor, Peak, RankRequest, RankResult, Wait
 from bapo_megatron.planning.rehearsal.results import collective_mismatches, needed, rehearsal_text
 from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS, find_sources
@@ -46,6 +55,22 @@ def test_one_rank_of_each_kind_or_those_that_are_asked_for() -> None:
         ranks_of(four, RehearseOptions(rank=16))
     with pytest.raises(ConfigError, match="--stage 4: the layout has stages 0 to 3"):
         ranks_of(four, RehearseOptions(stage=4))
+
+
+def test_a_rank_names_its_phases_but_among_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[RankRequest] = []
+    monkeypatch.setattr("bapo_megatron.planning.rehearsal.job.rehearse", lambda all_, *_: asked.extend(all_))
+    for options in (RehearseOptions(layers="torch"), RehearseOptions(layers="torch", all_ranks=True)):
+        rehearse_job(job(), Path("anywhere"), options)
+    one, *all_ranks = asked
+    assert one.names_phases
+    assert not any(request.names_phases for request in all_ranks)
+    rank = RankRehearsal(one)
+    rank.meter = SimpleNamespace(during=lambda _name: nullcontext())  # type: ignore[assignment]
+    with rank._phase("update 1"):
+        assert capsys.readouterr().err.endswith("rank 0: update 1 ...\n")
 
 
 def test_packs_fill_the_pipeline() -> None:

@@ -17,7 +17,15 @@ import pytest
 
 from bapo_megatron.data.prompts import load_prompts
 from bapo_megatron.reward.code import last_code_block, program_is_right, same_output, same_value
-from bapo_megatron.reward.code_tests import Asserted, Called, Printed, check_tests, is_tests, read_tests
+from bapo_megatron.reward.code_tests import (
+    Asserted,
+    Called,
+    Printed,
+    check_tests,
+    forgeable_tests,
+    is_tests,
+    read_tests,
+)
 from bapo_megatron.reward.expressions import Split
 from bapo_megatron.reward.sandbox import sandbox as sandbox_module
 from bapo_megatron.reward.sandbox.sandbox import Sandbox
@@ -44,6 +52,52 @@ CHECK = json.dumps(
 )
 TWO = "class Solution:\n    def two(self, nums: List[int], target: int) -> List[int]:\n        return {}"
 
+PYTEST = """import pytest
+from solution import double, shift
+
+BASE = 3
+
+def test_double():
+    '''What it does.'''
+    assert double(2) == 4
+    assert double('a') == 'aa'
+
+def test_shift():
+    items = [1, 2]
+    shift(items)
+    if not items:
+        return
+    assert items == [2, 1]
+
+if __name__ == "__main__":
+    pytest.main()
+"""
+FUNCTIONAL = json.dumps(
+    {
+        "functional": "def check(candidate):\n"
+        "    assert is_same_list(candidate(head = list_node([1, 2, 3])), list_node([3, 2, 1]))\n"
+        "    assert is_same_list(candidate(head = list_node([])), list_node([]))\n\n\n"
+        "check(Solution().turned)"
+    }
+)
+MIRROR = json.dumps(
+    {
+        "functional": "def check(candidate):\n"
+        "    assert is_same_tree(candidate(tree_node([1, 2, 3, None, 4])),\n"
+        "        tree_node([1, 3, 2, None, None, 4]))\n"
+        "check(Solution().mirrored)"
+    }
+)
+TURNED = """class Solution:
+    def turned(self, head: Optional[ListNode]) -> Optional[ListNode]:
+        before = None
+        while head:
+            head.next, before, head = before, head, head.next
+        return before"""
+MIRRORED = """class Solution:
+    def mirrored(self, root):
+        return root and TreeNode(root.val, self.mirrored(root.right), self.mirrored(root.left))"""
+
 
 def right(ground_truth: str, source: str, case_limit_s: float = 5.0, total_limit_s: float = 60.0) -> bool:
     response = f"I think\n```python\n{source}\n```\nDone."
@@ -60,13 +114,27 @@ def right(ground_truth: str, source: str, case_limit_s: float = 5.0, total_limit
         ("```python\na\n```\n```py\nb\nc\n```\nend", "b\nc"),
         ("```python\na\n```\n```python\nb", "a"),
         ("```Python3 \n\n  a\n```", "\n  a"),
-        ("- item\n   ```python\n   a\n   ```", "   a"),
+        ("- item\n   ```python\n   if a:\n\n       b\n  c\n   ```", "if a:\n\n    b\nc"),
+        ("\t```python\n\ta\n\t```", "a"),
+        ("````python\n```python\na\n```\n````", "```python\na\n```"),
+        ("````python\na\n```\n", None),
+        ("```python\na\n`````", "a"),
+        ('```python title="a.py"\na\n```', "a"),
+        ("```python {linenums=1}\na\n```", "a"),
+        ("```{.python .numbered}\na\n```", "a"),
+        ("``` Python 3\na\n```", "a"),
+        ("```python3.11\na\n```", "a"),
+        ("\ufeff```python\n\ufeffa\n```", "a"),
+        ("```python-repl\na\n```", None),
+        ("```pythonic\na\n```", None),
+        ("```pycon\na\n```", None),
+        ("```python`a`\nb\n```", None),
         ("```python\nlost\n```python\nb\n```", "b"),
         ("```python\ns = '\x0b\u2028'\n```", "s = '\x0b\u2028'"),
         ("```python\na\n```\n```\noutput\n```", "a"),
         ("```\na\n```", None),
         ("```cpp\na\n```", None),
-        ("```python a\n```", None),
+        ("```python a\n```", ""),
         ("no code", None),
         ("", None),
     ],
@@ -90,6 +158,8 @@ def test_a_program_counts_behind_the_thinking_part() -> None:
 def test_finding_it_takes_linear_time() -> None:
     start = time.process_time()  # other programs may have the processor
     assert last_code_block("```python\n" * 200_000) is None
+    for line in ("`" * 2_000_000, " " * 2_000_000, "```python" + ".1" * 1_000_000, "```" + " " * 2_000_000):
+        assert last_code_block(line) is None
     assert time.process_time() - start < 10  # quadratic would be hours
 
 
@@ -112,6 +182,11 @@ def test_the_forms_of_ground_truth() -> None:
         assert "they must be of one" in str(check_tests(json.dumps(other)))
     no_name = [{"input": "1", "output": "2", "fn_name": ["f"], "type": {}}]
     assert "it must be the name of a function" in str(check_tests(json.dumps(no_name)))
+    streams = [{"input": {"stdin": "1\n"}, "output": {"stdout": "2\n"}}]  # SandboxFusion's code_contests
+    assert read_tests(json.dumps(streams)).cases == (Printed("1\n", "2\n"),)
+    assert read_tests('{"input": ["1"], "output": [2.5]}').cases == (Printed("1", "2.5"),)  # rLLM
+    for inner in (CALL, json.loads(CALL)):  # TACO, LiveCodeBench
+        assert read_tests(json.dumps({"input_output": inner})) == read_tests(CALL)
     assert read_tests(ASSERTS).cases == (
         Asserted("", "double(2)", True, 4),
         Asserted("", "double('a')", True, "aa"),
@@ -153,6 +228,25 @@ def test_a_check_with_more_than_asserts_stays_whole() -> None:
         ('["assert f("]', "is not Python"),
         ('{"test_code": "def check(f): assert f() == 1"}', '"entry_point" is None'),
         ('{"test_code": "x = 1", "entry_point": "f"}', "defines no function check"),
+        (
+            '{"functional": "def check(f): assert f()"}',
+            '"functional" must be text that defines check(candidate)',
+        ),
+        ('{"functional": null}', '"functional" must be text'),
+        ('{"tests": [1]}', "its keys are 'tests' (docs/rewards.md#programs)"),
+        (
+            '{"inputs": ["1"], "outputs": [null]}',
+            "a script has null as stdout; it must be text, a list of lines",
+        ),
+        ('{"inputs": [{"a": 1}], "outputs": ["1"]}', 'a script has {"a": 1} as stdin'),
+        ('{"inputs": ["1"], "outputs": [["1", ["2"]]]}', 'a script has ["2"] as stdout'),
+        ('[{"input": {"stdin": "1", "a.txt": ""}, "output": {"stdout": "1"}}]', '"a.txt": ""} as stdin'),
+        ('{"public_test_cases": "[]", "private_test_cases": "eJ"}', "pickle: decode both, and write"),
+        ("from solution import f\ndef test_a(capsys): assert f()", "def test_a(capsys):"),
+        ("from solution import f\ndef test_a():\n with pytest.raises(OSError): f()", "needs pytest (raises,"),
+        ("from solution import f as g\ndef test_a(): assert g()", "more than `from solution import NAME`"),
+        ("import solution\ndef test_a(): assert solution.f()", "'import solution' needs pytest"),
+        ("def f():\n  def test(): pass", "no function test_...() of pytest"),
     ],
 )
 def test_broken_tests_are_named(ground_truth: str, problem: str) -> None:
@@ -163,22 +257,27 @@ def test_broken_tests_are_named(ground_truth: str, problem: str) -> None:
 
 
 def test_code_and_mathematics_are_told_apart() -> None:
-    assert all(map(is_tests, (ADD, CALL, ASSERTS, CHECK, "assert f(1) == 2", "{}")))
+    assert all(map(is_tests, (ADD, CALL, ASSERTS, CHECK, PYTEST, "assert f(1) == 2", "{}")))
     assert not any(map(is_tests, ("34", r"\{1, 2\}", "[1, 2]", '"text"', "{1, 2}", "", "[" * 100_000)))
 
 
-def test_lists_of_asserts_survive_the_reading_of_a_dataset(tmp_path: Path) -> None:
+def test_lists_of_asserts_and_objects_survive_the_reading_of_a_dataset(tmp_path: Path) -> None:
     class Tokenizer:
         chat_template = "any"
 
-        def apply_chat_template(self, *_: Any, **__: Any) -> list[int]:
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            return "1"
+
+        def encode(self, *_: Any, **__: Any) -> list[int]:
             return [1]
 
         def decode(self, *_: Any, **__: Any) -> str:
             return ""
 
     one, two = ["assert f(1) == 2"], ["assert f(1) == 2", "assert f(2) == 3"]
-    for truth, cases in ((json.dumps(one), 1), (json.dumps(two), 2), (two, 2)):
+    streams = {"input": {"stdin": "1"}, "output": {"stdout": "2"}}
+    objects = (([streams], 1), ([streams] * 2, 2), (json.loads(FUNCTIONAL), 2), (json.loads(CALL), 2))
+    for truth, cases in ((json.dumps(one), 1), (json.dumps(two), 2), (two, 2), *objects):
         row = {
             "data_source": "train-code",
             "prompt": [{"role": "user", "content": "do"}],
@@ -195,6 +294,8 @@ def test_lists_of_asserts_survive_the_reading_of_a_dataset(tmp_path: Path) -> No
         ("3\n", "3", True),
         ("3 \n4\t\n\n", "3\n4", True),
         ("3\n\n4", "3\n4", False),
+        ("\n \n3\n", "3", True),
+        ("3", "\n3", True),
         (" 3", "3", True),
         ("1  2", "1 2", True),
         ("12", "1 2", False),
@@ -294,10 +395,61 @@ def test_scripts(source: str, is_it: bool) -> None:
         ('["assert f() is None"]', "def f(): pass", True),
         ('["assert not f()"]', "def f(): return 1", False),
         ('{"inputs": [["a"]], "outputs": [["aa"]], "fn_name": "f"}', "f = lambda s: s + s", True),
+        (PYTEST, "double = lambda x: 2 * x\ndef shift(x): x.append(x.pop(0))", True),
+        (PYTEST, "double = lambda x: 2 * x\ndef shift(x): pass", False),
+        (PYTEST, "double = lambda x: 4\ndef shift(x): x.append(x.pop(0))", False),
+        (FUNCTIONAL, TURNED, True),
+        (FUNCTIONAL, TURNED.replace("return before", "return None"), False),
+        (MIRROR, MIRRORED, True),
+        (MIRROR, MIRRORED.replace("(root.right)", "(None)"), False),
     ],
 )
 def test_functions(ground_truth: str, source: str, is_it: bool) -> None:
     assert right(ground_truth, source) is is_it
+
+
+def test_tests_of_pytest_with_more_than_asserts_can_be_forged() -> None:
+    assert [case.forgeable for case in read_tests(PYTEST).cases] == [False, False, True]
+    assert (forgeable_tests(PYTEST), forgeable_tests(FUNCTIONAL)) == (1, 0)
+
+
+def test_a_function_has_the_names_of_leetcode_and_livecodebench() -> None:
+    source = """
+class Solution:
+    def order(self, x):
+        assert [xor(5, 1), factorial(4), log10(100), mean([1, 3]), pow(2, 5, 7)] == [4, 24, 2, 2, 4]
+        assert [ascii_lowercase[:2], string.digits[:2], loads("[1]")] == ["ab", "01", [1]]
+        assert datetime.timedelta(1) == timedelta(1) and deepcopy([x]) == copy.deepcopy([x]) == [x]
+        assert [bisect([1, 2], 1), bisect.bisect_left([1, 2], 1), bisect_right([1, 2], 1)] == [1, 0, 1]
+        assert sub(3, 1) == reduce(sub, [3, 1]) and random.randint(1, 1) == randint(1, 1) == 1
+        return sorted(x)"""
+    assert right(CALL, source)
+    assert not right(CALL, source.replace("xor", "exclusive_or"))
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "source", "is_it"),
+    [
+        ('{"inputs": [[5]], "outputs": [120], "fn_name": "factorial"}', "x = 1", False),
+        ('["assert factorial(5) == 120"]', "fact = lambda n: 120", False),
+        ('["assert abs(mean([1, 2]) - 1.5) < 1e-9"]', "x = 1", False),
+        ("from solution import gcd\ndef test_it():\n    n = gcd(4, 6)\n    assert n == 2", "x = 1", False),
+        ('["assert factorial(5) == 120"]', "from math import *", True),
+        ('["assert abs(mean([1, 2]) - 1.5) < 1e-9"]', "def mean(x): return sum(x) / len(x)", True),
+        ('["assert f(5) == factorial(5)"]', "def f(n): return 120", True),
+    ],
+)
+def test_a_name_of_the_prelude_is_no_solution(ground_truth: str, source: str, is_it: bool) -> None:
+    assert right(ground_truth, source) is is_it
+
+
+@pytest.mark.parametrize("source", ["", "@cache\n"], ids=["plain", "through C"])
+def test_recursion_is_as_deep_as_in_livecodebench(source: str) -> None:
+    deep = source + "def f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
+    assert right('{"inputs": [[24000]], "outputs": [24000], "fn_name": "f"}', deep)
+    script = f"from functools import cache\n{deep}print(f(24000))\n"
+    assert right('{"inputs": [""], "outputs": ["24000"]}', script)
+    assert not right('{"inputs": [""], "outputs": ["60000"]}', script.replace("24000", "60000"))
 
 
 def test_a_response_without_a_block_needs_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:

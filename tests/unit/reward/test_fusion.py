@@ -6,9 +6,11 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
@@ -70,6 +72,19 @@ PROGRAMS = {
         "import builtins\nbuiltins.len = lambda items: 3\n\ndef f(n):\n    return []",
         False,
     ),
+    "script with names of its own": (
+        ADD,
+        "from __future__ import annotations\nassert 'sys' not in globals()\n"
+        "def deep(n):\n    return 0 if n == 0 else 1 + deep(n - 1)\n"
+        "deep(20_000)\nprint(sum(map(int, input().split())))",
+        True,
+    ),
+    "names of the site": (CALL, "def order(items):\n    return sorted(items) * factorial(xor(5, 4))", True),
+    "deep call": (
+        CALL,
+        "def order(items, n=20_000):\n    return sorted(items) if n == 0 else order(items, n - 1)",
+        True,
+    ),
     "floods": (ADD, "print('3' * 5_000_000)", False),
     "loops": (ADD, "while True:\n    pass", False),
 }
@@ -114,8 +129,7 @@ def test_a_program_has_the_time_of_its_test_and_of_its_response(fusion: JudgeSer
     response = "```python\nprint(4)\n```"
     program_is_right(ADD, response, 300, 6.0, 2.5, FusionServer(root(fusion)))
     [body] = fusion.bodies
-    assert body["memory_limit_MB"] == 300
-    assert 0 < body["run_timeout"] <= 2.5
+    assert (body["memory_limit_MB"], body["run_timeout"]) == (300, 2.5)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +157,30 @@ def test_a_busy_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with judge_server(says({}, 429), says({}, 503), run_code) as server:
         FusionServer(root(server)).check()
         assert len(server.bodies) == 3
+
+
+async def slow(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+    """A server that has others before."""
+    await asyncio.sleep(1.5)
+    return await run_code(body, request)
+
+
+def test_the_servers_queue_is_not_the_programs_time() -> None:
+    with judge_server(slow) as server:
+        limits = {"time_limit_s": 1.0, "code_case_limit_s": 1.0}
+        reward = RewardConfig(function="code", sandbox_url=root(server), workers=1, **limits)
+
+        async def act() -> RewardResult:
+            pool = RewardPool(reward, 100)
+            await pool.start()
+            try:
+                return await pool.score(prompt(), f"```python\n{PROGRAMS['script'][1]}\n```", 1)
+            finally:
+                await pool.close()
+
+        assert asyncio.run(act()) == RewardResult(1.0)
+        *_, first, second = [body["run_timeout"] for body in server.bodies]
+        assert (first, round(second, 6)) == (0.9, 0.8)  # each program took 0.1 s
 
 
 def prompt() -> Prompt:

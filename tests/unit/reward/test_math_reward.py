@@ -159,9 +159,9 @@ def test_a_ground_truth_that_has_lost_its_backslash_is_refused(truth: str) -> No
         ('[{"input": "3", "output": "6"}]', "a program or data"),
         ("{'inputs': ['3'], 'outputs': ['6']}", "a program or data"),
         ("['3', '4']", "a list of answers"),
-        ("1 000", "side by side"),
-        ("12 345 678", "side by side"),
-        (r"1\ 000", "side by side"),
+        ("1 00", "side by side"),
+        ("12 345 67", "side by side"),
+        (r"1\ 2", "side by side"),
     ],
 )
 def test_a_ground_truth_that_math_verify_misreads_is_refused(truth: str, says: str) -> None:

@@ -73,6 +73,7 @@ async def test_a_failure_loses_one_response_and_is_reported() -> None:
         "inf": "not finite",
         "none": "not finite",
         "text": "not finite",
+        "digits": "not finite",
     }
     details = {
         "raise": "IndexError('list index out of range')",
@@ -80,6 +81,7 @@ async def test_a_failure_loses_one_response_and_is_reported() -> None:
         "crash": "signal SIGSEGV",
         "wait 1000": "twice more than reward.time_limit_s=2.0",
         "text": "'much'",
+        "digits": "'1.0'",
     }
     responses = [line for word in kinds for line in (word, "0.5")]
 
@@ -190,7 +192,12 @@ def test_a_long_traceback_is_shortened() -> None:
             r"is of_verl\(data_source: .str., solution_str: .str., ground_truth.*missing a required argument"
             r".*wrap it: def score\(prompt, response\): return of_verl\(prompt.data_source, response, ",
         ),
-        ("later", r"is an async function.*make it a plain one"),
+        ("later", r"is an async function.*make it a plain function"),
+        ("LATER", r"is an async function.*make it a plain function"),
+        ("LATER_IN_PART", r"is an async function.*make it a plain function"),
+        ("in_steps", r"is a generator function.*make it a plain function"),
+        ("IN_STEPS", r"is a generator function.*make it a plain function"),
+        ("Verdict", r"is a class, whose calls make objects.*make it a plain function"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_the_start(name: str, message: str) -> None:
@@ -204,7 +211,7 @@ def test_a_file_in_place_of_a_module_is_told_its_module() -> None:
         load_function("/lab/code/mine.py:score")
 
 
-@pytest.mark.parametrize("name", ["score", "with_more", "OBJECT"])
+@pytest.mark.parametrize("name", ["score", "with_more", "OBJECT", "waited", "Half"])
 def test_any_callable_of_two_arguments_is_a_reward(name: str) -> None:
     assert callable(load_function(f"tests.support.reward_functions:{name}"))
 

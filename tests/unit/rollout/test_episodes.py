@@ -457,7 +457,7 @@ async def test_how_a_response_ends(
 
 async def test_a_failed_environment_has_the_reward_failed_and_is_reported(tmp_path: Path) -> None:
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "end" if sample else "raise")
-    world.config = dataclasses.replace(world.config, reward=RewardConfig(failed=-2.0))
+    world.config = dataclasses.replace(world.config, reward=RewardConfig(failed=-2.0, on_failure="value"))
     batch = await step_of(world)
     ends = [[row[4] for row in group] for group in plain(batch)]
     assert ends == [[("failed", -2.0), ("stop", 1.0)]] * 3
@@ -516,7 +516,7 @@ async def test_an_answer_does_not_open_a_dropped_group_again(tmp_path: Path) -> 
 
 def test_metrics_without_episodes_are_as_before() -> None:
     assert episode_metrics([]) == {}
-    assert not [name for name in rollout_metrics([], 0, RewardConfig()) if name.startswith("environment")]
+    assert not [name for name in rollout_metrics([], RewardConfig()) if name.startswith("environment")]
 
 
 @pytest.mark.parametrize("seed", slow_but(range(20), 0, 1, 2, 3))
@@ -602,6 +602,7 @@ async def test_an_observation_that_cannot_be_rendered_fails_its_response(tmp_pat
 
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "end" if turn or sample else "odd")
     world.environments = {"": dataclasses.replace(world.stepping, template=Picky())}
+    world.config = dataclasses.replace(world.config, reward=RewardConfig(on_failure="value"))
     batch = await step_of(world)
     ends = [[(row[0], row[4][0]) for row in group] for group in plain(batch)]
     assert ends == [[("odd\x03", "failed"), ("end\x03", "stop")]] * 3
@@ -623,6 +624,7 @@ def test_a_response_that_begins_again_and_again_fails(
 
     monkeypatch.setattr(turns, "MOST_RESTARTS", 3)
     world = EpisodeWorld(tmp_path, counting, Lost())
+    world.config = dataclasses.replace(world.config, reward=RewardConfig(on_failure="value"))
     batch = run(step_of(world), monkeypatch)
     assert [[row[4][0] for row in group] for group in plain(batch)] == [["failed", "stop"]] * 3
     assert batch.metrics["environment/restarts"] == 9.0

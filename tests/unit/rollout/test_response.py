@@ -18,15 +18,18 @@ from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.events import Segment, groups_opened, segments_arrived
 from bapo_megatron.rollout.sampler.response import (
+    Answer,
     Response,
     Sampling,
     Tokens,
     continued,
     finish_reason_of,
+    given,
     given_up,
     needs,
     next_request,
 )
+from bapo_megatron.rollout.sampler.scoring import judged_prompt
 from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.types import RESPONSE_COLUMNS, Generation, Prompt, ResponseTokens, Rollout
 from tests.support.pages import ROOT
@@ -157,6 +160,40 @@ def test_the_tags_of_a_thinking_part_are_text_though_a_tokenizer_calls_them_spec
     texts = Dataset((), tokenizer, ()).texts([np.array(one, np.int32) for one in ids])
     assert texts == [whole, cut_off]
     assert [final_answer(text) for text in texts] == ["2", None]
+
+
+def test_a_pad_token_that_is_an_ordinary_character_is_text() -> None:
+    r"""Else `\boxed{5!}` was judged as `\boxed{5}`. The end token and others are still left out."""
+    tokenizer = load_tokenizer(ROOT / "recipes/demo/policy")
+    tokenizer.add_special_tokens({"pad_token": "!"})
+    assert tokenizer.added_tokens_decoder[0].special
+    text = r"3! is 6, \boxed{5!}"
+    ids = [*tokenizer.encode(text), tokenizer.convert_tokens_to_ids("<|endoftext|>"), tokenizer.eos_token_id]
+    assert Dataset((), tokenizer, ()).texts([np.array(ids, np.int32)]) == [text]
+
+
+def test_the_turns_before_the_one_that_is_judged() -> None:
+    """As text, with the tag of a thought that the template has opened and that has no end."""
+    tokenizer = load_tokenizer(ROOT / "recipes/demo/policy")
+
+    def ids(text: str) -> ResponseTokens:
+        return tokens(*tokenizer.encode(text, add_special_tokens=False))
+
+    opened = Prompt(0, ids("1+1=<think>").token_ids_R, "", "test", opens_thinking=True)
+    episode = Response()
+    for turn, said in (("Hm.<|im_end|>", "5"), ("7<|im_end|>", "8"), ("9<|im_end|>", None)):
+        episode = continued(episode, ids(turn), "turn" if said else "stop")
+        if said:
+            episode = given(episode, Answer(ids(f"<|im_start|>{said}\n").token_ids_R, said))
+    found = judged_prompt(tokenizer, opened, episode)
+    assert [(one["role"], one["content"]) for one in found.turns] == [
+        ("assistant", "<think>Hm."),
+        ("environment", "5"),
+        ("assistant", "7"),
+        ("environment", "8"),
+    ]
+    assert not found.opens_thinking
+    assert judged_prompt(tokenizer, opened, response(ids("Hm."), complete=True)).turns == []
 
 
 ONE_TOKEN = Prompt(0, np.array([1], np.int32), "", "test")

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from bapo_megatron.errors import ConfigError
@@ -89,8 +90,9 @@ async def test_oversampling_is_bounded_and_fewer_groups_are_legal(tmp_path: Path
         batch = await world.train(1)
         assert batch.groups == ()
         assert batch.metrics["rollout/groups_sampled"] == 8
-        assert batch.metrics["reward/solved_none"] == 1.0
-        assert batch.metrics["rollout/length_positive_mean"] is None
+        assert batch.metrics["sampled/reward/solved_none"] == 1.0
+        assert batch.metrics["sampled/rollout/length_positive_mean"] is None
+        assert batch.metrics["reward/mean"] is None, "of the batch, which has no response"
         # Prompts 8 to 10 are uniform and replaced, in a new step's limit.
         assert prompt_ids(await world.batch(2)) == [11]
 
@@ -103,30 +105,79 @@ async def test_uniform_groups_stay_if_they_are_not_to_be_dropped(tmp_path: Path)
     assert batch.metrics["rollout/groups_dropped"] == 0
 
 
-async def test_metrics_are_over_all_that_was_sampled(tmp_path: Path) -> None:
+async def test_metrics_are_of_the_batch_and_of_all_that_was_sampled(tmp_path: Path) -> None:
     def answer(prompt: int, sample: int) -> str:
         return {0: "yy", 1: "nothing at all"}.get(prompt) or mixed(prompt, sample)
 
     world = World(tmp_path, [ScriptedEngine(answer)])
     async with world.sampling():
         metrics = (await world.batch(1)).metrics
+    # The batch: four groups with a right response of 2 tokens and two wrong ones of 3.
+    assert metrics["reward/mean"] == metrics["reward/correct_fraction"] == pytest.approx(1 / 3)
+    assert metrics["reward/solved_all"] == metrics["reward/solved_none"] == 0
+    assert (metrics["rollout/tokens"], metrics["rollout/length_max"]) == (4 * 8, 3)
+    assert metrics["rollout/truncated_fraction"] == 0
+    counts = {name: metrics[f"rollout/groups{name}"] for name in ("", "_sampled", "_dropped")}
+    assert counts == {"": 4, "_sampled": 6, "_dropped": 2}
     # Of 6 groups one is all right (3 tokens each), one all wrong (cut at 6), four have a right (2) and
     # two wrong ones (3).
-    assert metrics["reward/mean"] == pytest.approx(7 / 18)
-    assert metrics["reward/correct_fraction"] == pytest.approx(7 / 18)
-    assert metrics["reward/solved_all"] == pytest.approx(1 / 6)
-    assert metrics["reward/solved_none"] == pytest.approx(1 / 6)
-    assert metrics["rollout/tokens"] == 9 + 18 + 4 * (2 + 3 + 3)
-    assert metrics["rollout/length_mean"] == pytest.approx(59 / 18)
-    assert metrics["rollout/length_max"] == 6
-    assert metrics["rollout/length_positive_mean"] == pytest.approx((9 + 8) / 7)
-    assert metrics["rollout/length_negative_mean"] == pytest.approx((18 + 24) / 11)
-    assert metrics["rollout/truncated_fraction"] == pytest.approx(3 / 18)
+    assert metrics["sampled/reward/mean"] == pytest.approx(7 / 18)
+    assert metrics["sampled/reward/correct_fraction"] == pytest.approx(7 / 18)
+    assert metrics["sampled/reward/solved_all"] == pytest.approx(1 / 6)
+    assert metrics["sampled/reward/solved_none"] == pytest.approx(1 / 6)
+    assert metrics["sampled/rollout/tokens"] == 9 + 18 + 4 * (2 + 3 + 3)
+    assert metrics["sampled/rollout/length_mean"] == pytest.approx(59 / 18)
+    assert metrics["sampled/rollout/length_max"] == 6
+    assert metrics["sampled/rollout/length_positive_mean"] == pytest.approx((9 + 8) / 7)
+    assert metrics["sampled/rollout/length_negative_mean"] == pytest.approx((18 + 24) / 11)
+    assert metrics["sampled/rollout/truncated_fraction"] == pytest.approx(3 / 18)
     assert metrics["sampler/tokens_sampled"] == 59
     assert metrics["sampler/tokens_trained"] == 4 * 8
     assert metrics["sampler/tokens_dropped"] == 9 + 18
     assert metrics["sampler/tokens_kept"] == 0
     assert json.loads(json.dumps(metrics)) == metrics
+
+
+async def test_a_steps_metrics_are_of_its_batch_whenever_it_was_sampled(tmp_path: Path) -> None:
+    """With a staleness of 1 the sampler is a batch ahead. The same after a kill, from the log alone."""
+
+    def answer(prompt: int, sample: int) -> str:
+        return "y" * (1 + prompt % 4) if sample == 0 else "n" * (prompt % 7)
+
+    killed = World(tmp_path, [ScriptedEngine(answer)], max_staleness=1)
+    async with killed.sampling(rounds=False):
+        batches = [await killed.train(step) for step in (1, 2)]
+        await until(lambda: len(killed.sampler._state.finished) == 8)
+        killed.kill()
+    continued = World(tmp_path, [ScriptedEngine(answer)], max_staleness=1)
+    async with continued.sampling(first_step=3, rounds=False):
+        batches += [await continued.train(step) for step in (3, 4)]
+    for batch in batches:
+        rollouts = [one for group in batch.groups for one in group.rollouts]
+        lengths = [len(one.token_ids_R) for one in rollouts]
+        found = {name: value for name, value in batch.metrics.items() if not name.startswith("sampled/")}
+        assert found["rollout/groups"] == len(batch.groups) == 4
+        assert found["reward/mean"] == pytest.approx(np.mean([one.reward for one in rollouts]))
+        assert (found["rollout/tokens"], found["rollout/length_max"]) == (sum(lengths), max(lengths))
+        cut = np.mean([one.finish_reason == "length" for one in rollouts])
+        assert found["rollout/truncated_fraction"] == pytest.approx(cut)
+    sampled = [batch.metrics["sampled/rollout/tokens"] for batch in batches]
+    assert sum(sampled) == batches[-1].metrics["sampler/tokens_sampled"]
+    assert sampled != [batch.metrics["rollout/tokens"] for batch in batches]
+
+
+async def test_right_responses_are_those_without_penalties(tmp_path: Path) -> None:
+    class Penalised:
+        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
+            score = float(response.startswith("y"))
+            return RewardResult(score - 0.75, score=score)
+
+    world = World(tmp_path, [ScriptedEngine(mixed)], scorer=Penalised())
+    async with world.sampling():
+        metrics = (await world.batch(1)).metrics
+    assert metrics["reward/mean"] == pytest.approx(1 / 3 - 0.75)
+    assert metrics["reward/correct_fraction"] == pytest.approx(1 / 3)
+    assert metrics["rollout/length_positive_mean"] == 2
 
 
 def test_request_seeds_are_unique_and_reproducible(tmp_path: Path) -> None:
@@ -295,6 +346,39 @@ async def test_admission_bounds_the_staleness_of_new_groups(tmp_path: Path, stal
         assert staleness == 0 or max(lags) > 0
 
 
+async def test_a_resume_samples_no_group_that_it_then_drops(tmp_path: Path) -> None:
+    """A checkpoint at step 4 and a log to step 7, which has opened the groups of step 9 at the weights of 7.
+
+    The trainer makes steps 5 to 7 again. At the weights of step 6, with the batch of 7, only the groups of
+    step 8 may sample: those of step 9 would be two steps old, and were all dropped.
+    """
+    killed = World(tmp_path, [ScriptedEngine(mixed)], prompts=60, max_staleness=1)
+    async with killed.sampling(rounds=False):
+        for step in range(1, 7):
+            await killed.train(step)
+        await killed.batch(7)
+        killed.engines[0].gate.clear()
+        await killed.weights(7)
+        await until(lambda: len(killed.sampler._state.open) == 4)
+        killed.kill()
+
+    engine = ScriptedEngine(mixed)
+    again = World(tmp_path, [engine], prompts=60, max_staleness=1)
+    async with again.sampling(first_step=5, rounds=False):
+        assert again.sampler._state.served == 7
+        assert {*again.sampler._state.open} == {32, 33, 34, 35}
+        for step in (5, 6, 7):
+            await again.batch(step)
+            await asyncio.sleep(10)  # training
+            assert not engine.asked, f"sampled for step 9 with the weights of step {step - 1}"
+            await again.weights(step)
+        batches = [await again.train(step) for step in (8, 9, 10)]
+    assert prompt_ids(batches[1]) == [32, 33, 34, 35]
+    assert again.sampler._state.tokens["dropped_stale"] == 0
+    assert [batch.metrics["rollout/groups_stale"] for batch in batches] == [0, 0, 0]
+    check_accounts(tmp_path / "journal", again.journal, again.config.rollout, again.dataset.prompts)
+
+
 async def test_no_round_starts_during_training(tmp_path: Path) -> None:
     """New weights would come at an undefined token of the round, although admission has room."""
     engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))
@@ -409,7 +493,8 @@ async def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
             pass
     other = World(tmp_path, [ScriptedEngine(mixed)])
     other.dataset.prompts[3].token_ids_P[:] = 7  # by another chat template
-    with pytest.raises(ConfigError, match=r"prompts_sha256=.* \(the data, or the model's tokenizer"):
+    why = r"the model's tokenizer .* spells a control token, .* earlier version .* now it is text\)"
+    with pytest.raises(ConfigError, match=rf"prompts_sha256=.* \(the data, or {why}"):
         async with other.sampling():
             pass
     with pytest.MonkeyPatch.context() as patch:  # an earlier version's journal, which lacks the digest

@@ -19,10 +19,22 @@ from bapo_megatron.errors import RunStopped, StorageFailed
 from bapo_megatron.rollout.sampler import client, process
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import ALIVE, with_heartbeats
+from bapo_megatron.runtime.exit_codes import SIGNALS
 
 SILENT_S = 5.0
 """Longer than a busy machine takes to start an interpreter."""
 UPDATE_CALLS = [("begin", (7, ["one"])), ("receive", ({"one": [b"7"]},)), ("confirm", ()), ("resume", ())]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_to_stop_does_not_end_a_sampler_that_starts(
+    number: signal.Signals, events: list[dict[str, Any]]
+) -> None:
+    """Slurm sends it to every process of a job, also while this one still imports."""
+    made = SamplerClient(None, events.append)  # type: ignore[arg-type]
+    os.kill(made._process.pid, number)
+    made.close()
+    assert made._process.returncode == 0
 
 
 @pytest.fixture

@@ -118,14 +118,14 @@ def test_the_file_of_a_batch_and_its_event(tmp_path: Path) -> None:
 def test_failed_scores_and_timeouts_are_counted() -> None:
     failures = [["time", "raised"], [], ["time", "time"]]
     scored = [GroupSummary(n, [1.0, 0.0], [3, 4], ["stop"] * 2, kinds) for n, kinds in enumerate(failures)]
-    metrics = rollout_metrics(scored, 3, RewardConfig())
+    metrics = rollout_metrics(scored, RewardConfig())
     assert (metrics["reward/failures"], metrics["reward/timeouts"]) == (4, 3)
     assert metrics["reward/correct_fraction"] == 0.5
 
 
 def test_a_mean_over_no_group_is_none() -> None:
     """Of a step without a scored group, and of a source that gave a step none: nobody solved anything."""
-    metrics = rollout_metrics([], 0, RewardConfig())
+    metrics = rollout_metrics([], RewardConfig())
     means = {"reward/mean", "reward/correct_fraction", "reward/solved_none", "reward/solved_all"}
     means |= {"reward/failed_fraction", "rollout/truncated_fraction", "rollout/length_mean"}
     assert {name: metrics[name] for name in means} == dict.fromkeys(means)
@@ -191,7 +191,7 @@ def test_a_group_is_scored_in_the_order_of_its_responses() -> None:
         answer = answer_of(ids, np.zeros(len(ids), np.int32))
         state.apply(segments_arrived([Segment(state.open[0], sample, 0, answer, "stop")]))
     results = asyncio.run(
-        GroupScorer(Dataset(PROMPTS, Letters(), (EOS,)), Length(), 0.0).score(state.open[0])
+        GroupScorer(Dataset(PROMPTS, Letters(), (EOS,)), Length(), RewardConfig()).score(state.open[0])
     )
     assert [(one.reward, one.detail) for one in results] == [(2.0, "5 a"), (3.0, "5 bc")]
 
@@ -305,17 +305,17 @@ async def test_a_first_step_of_failed_scores_ends_the_run_and_is_rescored(
     assert [one.reward for one in batch.groups[0].rollouts] == [1, 0, 0]
 
 
+@pytest.mark.virtual_time
 async def test_held_back_groups_count_after_the_first_success(tmp_path: Path) -> None:
     world = World(tmp_path, [ScriptedEngine(mixed)], scorer=FailsOn(0, 1, 2))
     async with world.sampling():
         first = await world.train(1)
         assert prompt_ids(first) == [3, 4, 5, 6]
-        assert first.metrics["reward/failures"] == 9
-        world.score.numbers = tuple(range(12))  # from now on all fail, which is no first step
-        second = await world.train(2)
-    assert (prompt_ids(second), second.metrics["reward/failed_fraction"]) == ([], 1.0)
+        assert first.metrics["sampled/reward/failures"] == 9
+        assert (first.metrics["rollout/groups_failed"], first.metrics["reward/failures"]) == (3, 0)
 
 
+@pytest.mark.virtual_time
 async def test_a_resumed_run_with_a_successful_score_skips_the_check(tmp_path: Path) -> None:
     engine = ScriptedEngine(mixed)
     engine.holds = lambda request: request.input_ids[0] > 0
@@ -328,7 +328,8 @@ async def test_a_resumed_run_with_a_successful_score_skips_the_check(tmp_path: P
         killed.kill()
     continued = World(tmp_path, [ScriptedEngine(mixed)], scorer=FailsOn(*range(12)))
     async with continued.sampling(rounds=False):
-        assert prompt_ids(await continued.batch(1)) == [0]
+        assert await continued.sampler.next_batch(1, 60.0) is None  # they wait for a score
+    assert "reward_outage" in continued.event_kinds()
 
 
 def test_each_distinct_failure_is_reported_once_then_counted() -> None:

@@ -336,32 +336,37 @@ def test_a_gpu_server_finds_the_programs_of_its_environment(
     assert server_environment(cuda=True)["PATH"].startswith(f"{python.parent}{os.pathsep}")
 
 
+TOOLKIT = ("bin/nvcc", "include/cuda_runtime.h")
+
+
 def test_doctor_looks_for_the_compilers_where_servers_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where no variable names the toolkit, it is the folder above an nvcc of PATH, though that be a link."""
     monkeypatch.setattr("bapo_megatron.commands.doctor.sglang._CUDA", tmp_path / "usr")
-    programs = {
-        name: tmp_path / name for name in ("path/ninja", "path/nvcc", "home/bin/nvcc", "usr/bin/nvcc")
-    }
-    for program in programs.values():
-        program.parent.mkdir(parents=True, exist_ok=True)
+
+    def make(*names: str) -> None:
+        for name in names:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("#!/bin/sh\n")
+            path.chmod(0o755)
 
     def found(**variables: Path) -> tuple[str, str]:
-        environment = {"PATH": str(tmp_path / "path")} | {
-            name: str(value) for name, value in variables.items()
-        }
+        environment = {"PATH": f"{tmp_path / 'links/bin'}:{tmp_path / 'tools'}"}
+        environment |= {name: str(value) for name, value in variables.items()}
         row = compilers_row(environment, required=True)
-        return row.state, row.found
+        assert row.state == "ok" or "set CUDA_HOME to the folder that has bin/nvcc" in row.fix
+        return row.state, row.found.replace(str(tmp_path), "")
 
-    assert found() == ("problem", "no ninja and no nvcc")
-    for name in ("path/ninja", "usr/bin/nvcc"):
-        programs[name].write_text("#!/bin/sh\n")
-        programs[name].chmod(0o755)
-    assert found() == ("ok", str(programs["usr/bin/nvcc"]))
-    programs["path/nvcc"].write_text("#!/bin/sh\n")
-    programs["path/nvcc"].chmod(0o755)
-    assert found() == ("ok", str(programs["path/nvcc"]))
-    assert found(CUDA_HOME=tmp_path / "home") == ("problem", "no nvcc")  # it has precedence
+    lacking = "; ".join(f"no {file} in /usr" for file in TOOLKIT)
+    assert found() == ("problem", f"no ninja; {lacking}")
+    make("tools/ninja", *(f"usr/{file}" for file in TOOLKIT))
+    assert found() == ("ok", "/usr/bin/nvcc")
+    make("links/bin/nvcc")
+    assert found() == ("problem", "; ".join(f"no {file} in /links" for file in TOOLKIT[1:]))
+    assert found(CUDA_HOME=tmp_path / "usr") == ("ok", "/usr/bin/nvcc")  # it has precedence
+    assert found(CUDA_PATH=tmp_path / "none")[0] == "problem"
     assert compilers_row({"PATH": "", "CUDA_PATH": "/none"}, required=False).state == "optional"
 
 
@@ -380,6 +385,35 @@ def test_library_path_is_unchanged_without_a_cuda_runtime(monkeypatch: pytest.Mo
     assert library_path(Path(sys.executable), None) is None
     assert library_path(Path(sys.executable), "/of/the/site") == "/of/the/site"
     assert library_path(Path("/nowhere/python"), None) is None
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_torchvisions_operators_are_stood_in_for_where_its_own_do_not_load(
+    loads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may register them once: beside torchvision's own the stand-ins end SGLang's import."""
+    (tmp_path / "torchvision").mkdir()
+    for name in ("__init__.py", "_C_stable.so"):
+        (tmp_path / "torchvision" / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    opened: list[Path] = []
+
+    def load(path: Path) -> None:
+        opened.append(path)
+        if not loads:
+            raise OSError("libtorch_cuda.so: cannot open shared object file")
+
+    defined: list[str] = []
+    made = SimpleNamespace(define=defined.append)
+    monkeypatch.setattr(stand_ins.torch.ops, "load_library", load)
+    monkeypatch.setattr(stand_ins.torch.library, "Library", lambda *_: made)
+    monkeypatch.setattr(stand_ins, "_library", None)
+    monkeypatch.setattr(stand_ins, "_triton", lambda _stubs: None)
+    monkeypatch.setattr(stand_ins, "_platform_stubs", lambda: None)
+    stand_ins.install()
+    stand_ins.install()
+    assert opened == [tmp_path / "torchvision/_C_stable.so"]
+    assert [text.partition("(")[0] for text in defined] == ([] if loads else ["nms", "qnms"])
 
 
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"

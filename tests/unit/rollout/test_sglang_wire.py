@@ -223,14 +223,29 @@ def test_a_missing_environment_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BAPO_SGLANG_PYTHON", raising=False)
     monkeypatch.setattr(device, "gpu_signs", lambda: iter([]))
-    with pytest.raises(ConfigError, match=r"no interpreter at .venv-sglang/bin/python: `make sglang`"):
+    nowhere = r"no interpreter at .venv-sglang/bin/python or .venv-cluster-sglang/bin/python: `make sglang`"
+    with pytest.raises(ConfigError, match=nowhere):
         sglang_python()
     monkeypatch.setattr(device, "gpu_signs", lambda: iter(["/dev/nvidia0 exists"]))
     with pytest.raises(ConfigError, match=r"no interpreter at .venv-cluster-sglang/.*: `make cluster`"):
         sglang_python()
+    monkeypatch.setenv("BAPO_SGLANG_PYTHON", "")  # as a script leaves it: not set
+    with pytest.raises(ConfigError, match=r"no interpreter at .venv-cluster-sglang"):
+        sglang_python()
     monkeypatch.setenv("BAPO_SGLANG_PYTHON", str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match="absent"):
         sglang_python()
+
+
+def test_a_login_node_takes_the_environment_with_cuda_where_it_has_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BAPO_SGLANG_PYTHON", raising=False)
+    monkeypatch.setattr(device, "gpu_signs", lambda: iter([]))
+    (tmp_path / ".venv-cluster-sglang/bin").mkdir(parents=True)
+    (tmp_path / ".venv-cluster-sglang/bin/python").touch()
+    assert sglang_python() == tmp_path / ".venv-cluster-sglang/bin/python"
 
 
 def test_the_environment_with_cuda_comes_first_on_a_machine_with_gpus(

@@ -111,6 +111,32 @@ def test_srun() -> None:
 
 
 @pytest.mark.usefixtures("step")
+@pytest.mark.parametrize("name", [*TORCHRUN, "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"])
+def test_a_variable_that_is_empty_is_not_set(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As a script leaves it that exports what it does not know."""
+    monkeypatch.setenv(name, "")
+    assert launched_world_size() == 8
+    assert [os.environ[name] for name in TORCHRUN] == ["5", "1", "8", "gpu07", "23456"]
+
+
+def test_no_launcher_where_its_variables_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.setenv(name, "")
+    assert launched_world_size() is None
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="RANK is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
+        launched_world_size()
+
+
+@pytest.mark.usefixtures("step")
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID"])
+def test_a_step_without_a_number_says_which(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "")
+    with pytest.raises(ConfigError, match=f"{name} of this Slurm step is not set"):
+        launched_world_size()
+
+
+@pytest.mark.usefixtures("step")
 @pytest.mark.parametrize(
     ("tasks", "node", "local"),
     [("4(x2)", "1", "4"), ("4(x2),3", "2", "3"), ("1,7", "1", "7"), ("8", "0", "8")],

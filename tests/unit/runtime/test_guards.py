@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime import guards
+from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.exit_codes import SIGNALS, handling
-from bapo_megatron.runtime.guards import OutOfMemoryError, PreemptionSignal, death, naming_memory
+from bapo_megatron.runtime.guards import LATE, OutOfMemoryError, PreemptionSignal, death, naming_memory
+from bapo_megatron.runtime.run_paths import JOB_END
 from tests.support.processes import heed_signals
 
 START = 1_000_000.0
@@ -45,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(guards, "time", clock)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
-    for name in ("BAPO_END_TIME", "SLURM_JOB_END_TIME"):
+    for name in ("BAPO_END_TIME", "SLURM_JOB_END_TIME", "BAPO_LOGS", "RANK"):
         monkeypatch.delenv(name, raising=False)
     return clock
 
@@ -101,11 +103,27 @@ def test_an_invalid_job_end_is_ignored(clock: Clock, monkeypatch: pytest.MonkeyP
     assert PreemptionSignal().reason() is None
 
 
+def test_a_moved_end_is_heeded(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the job's script writes it: a later end, none, an earlier one."""
+    monkeypatch.setenv("BAPO_LOGS", str(tmp_path))
+    monkeypatch.setenv("BAPO_END_TIME", str(int(START) + 30))
+    watched = PreemptionSignal()
+    monkeypatch.setenv("RANK", "1")  # which leaves it to rank 0
+    assert watched.reason() is None
+    monkeypatch.setenv("RANK", "0")
+    for moved in (f"{int(START) + 1000} 1:00:00", "0 UNLIMITED"):
+        (tmp_path / JOB_END).write_text(f"{moved}\n")
+        assert watched.reason() is None
+    (tmp_path / JOB_END).write_text(f"{int(START) + 50} 10:00\n")
+    assert watched.reason() == LATE
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_is_noted_within_the_block_alone(clock: Clock, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     watched = PreemptionSignal()
     with watched.heeding():
+        watched.begun()
         assert watched.reason() is None
         os.kill(os.getpid(), number)
         assert watched.reason() == f"told to stop by {number.name}"
@@ -147,6 +165,60 @@ def test_a_command_that_is_told_to_stop_before_it_has_begun_ends_with_85(name: s
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=heed_signals)
     assert done.returncode == 85, done.stderr
     assert f"told to stop by {name} before the run began" in done.stderr
+
+
+WAITING = """
+import os, sys, time
+from bapo_megatron.runtime.distributed import process_group
+from bapo_megatron.runtime.guards import PreemptionSignal
+watched = PreemptionSignal()
+watched.record = lambda event: {record}
+with watched.heeding():
+    os.write(int(os.environ["READY"]), b"r")
+    with process_group("gloo", 60):  # the other rank never comes
+        raise SystemExit("they met")
+"""
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [("print(event, flush=True)", "told to stop by SIGTERM while"), ("time.sleep(600)", "")],
+)
+def test_a_start_that_waits_in_c_is_stopped_at_once(record: str, said: str) -> None:
+    """For another rank, where no Python handler runs; also if its event cannot be written."""
+    reading, writing = os.pipe()
+    meeting = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING.format(record=record)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=[writing],
+        env={**os.environ, **meeting, "READY": str(writing)},
+        preexec_fn=heed_signals,
+        text=True,
+    )
+    assert os.read(reading, 1) == b"r"
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 85, output
+    assert said in output
+    assert "stopped: told to stop by SIGTERM before the run began" in output
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_rank_that_begins_later_is_told_in_vain_no_more() -> None:
+    """After ``begun`` the loop stops the run: this process goes on."""
+    script = WAITING.partition("    os.write")[0] + (
+        "    watched.begun()\n    os.kill(os.getpid(), 15)\n    print(watched._reason)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script.format(record=None)],
+        capture_output=True,
+        text=True,
+        preexec_fn=heed_signals,
+    )
+    assert (done.returncode, done.stdout) == (0, "told to stop by SIGTERM\n"), done.stderr
 
 
 @pytest.mark.parametrize("opened", [pty.openpty, os.pipe])

@@ -1,4 +1,4 @@
-"""A run directory: its names in every version, and files that lead elsewhere, never end, or are gone."""
+"""A run directory: its names in every version, who may write to it, and files that never end or are gone."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bapo_megatron.checkpoint.run_directory import check_writable, only_writer, read_config
-from bapo_megatron.commands.cluster.run_job import read_job_state, show_logs
-from bapo_megatron.commands.cluster.status import _is_ready, read_status, status_text, tail_rows
+from bapo_megatron.checkpoint.run_directory import check_writable, only_writer
+from bapo_megatron.commands.cluster.status import read_status, status_text, tail_rows
 from bapo_megatron.commands.report.page import write_report
 from bapo_megatron.commands.train import _run_lock
 from bapo_megatron.errors import ConfigError, RunStopped, printable
-from bapo_megatron.rollout.sampler.write_ahead_log import SegmentJournal, WriteAheadLog
-from bapo_megatron.runtime import jsonl_log
-from bapo_megatron.runtime.files import check_no_links, open_lock
+from bapo_megatron.runtime import files, jsonl_log
+from bapo_megatron.runtime.files import others_may_write
 from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, read_jsonl
 from bapo_megatron.runtime.run_paths import (
+    JOB_END,
     MANIFEST,
     Moment,
     RunPaths,
@@ -41,23 +40,6 @@ def lock_run(run: Path) -> None:
         pass
 
 
-WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "lock": (".lock", lock_run),
-    "lock of the start": (".lock", check_writable),
-    "lock alone": (".lock", lambda run: open_lock(run / ".lock")),
-    "journal's lock": ("journal/.lock", lambda run: SegmentJournal(run / "journal")),
-    "journal": (
-        "journal/segments-000001.log",
-        lambda run: WriteAheadLog(run / "journal/segments-000001.log"),
-    ),
-    "events": ("events.jsonl", lambda run: EventLog(run / "events.jsonl")),
-    "metrics": ("metrics.jsonl", lambda run: JsonlLog(run / "metrics.jsonl")),
-    "picture": ("report/overview.png", lambda run: write_report([run])),
-    "server's log": ("logs/server-0.log", check_writable),
-    "profile": ("profile/step_000001_rank_0.json", check_writable),
-}
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     made = tmp_path / "run"
@@ -66,72 +48,29 @@ def run(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize(("name", "write"), WRITERS.values(), ids=WRITERS)
-def test_a_link_of_a_run_directory_is_refused_and_its_target_stays(
-    run: Path, tmp_path: Path, name: str, write: Callable[[Path], object]
+@pytest.mark.parametrize(
+    ("mode", "group", "owner", "found"),
+    [
+        (0o755, "ada", 7, None),
+        (0o775, "ada", 7, None),  # a group of the user's own name
+        (0o775, "lab", 7, "may be written by its group 70 (mode 0775)"),
+        (0o2770, "lab", 7, "may be written by its group 70 (mode 2770)"),
+        (0o1777, "ada", 7, "may be written by everybody (mode 1777)"),
+        (0o755, "ada", 8, "belongs to user 8"),
+        (0o755, "ada", 0, None),  # root may write anywhere
+    ],
+)
+def test_a_run_directory_that_others_may_write_to_is_told(
+    mode: int, group: str, owner: int, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "kept"
-    target.write_text("mine")
-    (run / name).symlink_to(target)
-    if not name.startswith("metrics"):
-        (run / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(
-        ConfigError, match=r"is a link to .*kept.* not followed: put the file or folder itself"
-    ):
-        write(run)
-    assert target.read_text() == "mine"
-
-
-LARGE = ["checkpoints", "exports", "export", "weights", "tensorboard", "logs"]
-"""Folders that may be on another disk."""
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_large_folders_of_a_run_may_be_the_users_on_another_disk(tmp_path: Path, name: str) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "scratch").mkdir(mode=0o755)
-    (tmp_path / "run" / name).symlink_to(tmp_path / "scratch")
-    check_writable(tmp_path / "run")
-    lock_run(tmp_path / "run")
-
-
-@pytest.mark.parametrize("name", LARGE)
-@pytest.mark.parametrize("kind", ["a file", "nothing", "another user's", "of everybody"])
-def test_links_of_large_folders_lead_only_to_own_folders(
-    tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "run").mkdir()
-    target = tmp_path / "target"
-    (tmp_path / "run" / name).symlink_to(target)
-    if kind == "a file":
-        target.touch()
-    elif kind != "nothing":
-        target.mkdir()
-        target.chmod(0o1777 if kind == "of everybody" else 0o755)
-    if kind == "another user's":
-        monkeypatch.setattr(os, "geteuid", lambda: target.stat().st_uid + 1)
-    with pytest.raises(
-        ConfigError, match=f"{name} is a link to .*folders of yours that others may not write"
-    ):
-        check_no_links(tmp_path / "run")
-
-
-def test_what_a_linked_folder_of_logs_holds_is_no_link(tmp_path: Path) -> None:
-    for name in ("run", "scratch"):
-        (tmp_path / name).mkdir(mode=0o755)
-    (tmp_path / "run/logs").symlink_to(tmp_path / "scratch")
-    (tmp_path / "scratch/server-0.log").symlink_to(tmp_path / "kept")
-    with pytest.raises(ConfigError, match=r"server-0\.log is a link"):
-        check_no_links(tmp_path / "run")
-
-
-@pytest.mark.parametrize("name", ["journal", "report", "evaluation", "profile", "engines"])
-def test_folders_of_a_run_may_not_lead_out(tmp_path: Path, name: str) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "scratch").mkdir(mode=0o755)
-    (tmp_path / "run" / name).symlink_to(tmp_path / "scratch")
-    with pytest.raises(ConfigError, match=f"{name} is a link to .*whole run directory, which may be a link"):
-        check_no_links(tmp_path / "run")
+    monkeypatch.setattr(os, "geteuid", lambda: 7)
+    monkeypatch.setattr(files.grp, "getgrgid", lambda _gid: SimpleNamespace(gr_name=group))
+    monkeypatch.setattr(files.pwd, "getpwuid", lambda _uid: SimpleNamespace(pw_name="ada"))
+    status = SimpleNamespace(st_uid=owner, st_gid=70, st_mode=0o40000 | mode)
+    folder: Any = SimpleNamespace(stat=lambda: status)
+    text = others_may_write(folder)
+    assert (text is None) == (found is None)
+    assert found is None or (found in text and "replace its checkpoints" in text)
 
 
 def test_the_run_directory_itself_may_be_a_link(tmp_path: Path) -> None:
@@ -147,39 +86,6 @@ def test_a_lock_file_is_not_truncated(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("text")
     lock_run(tmp_path)
     assert (tmp_path / ".lock").read_text() == "text"
-
-
-READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "status": ("events.jsonl", read_status),
-    "status's metrics": ("metrics.jsonl", lambda run: list(tail_rows(run / "metrics.jsonl"))),
-    "report": ("metrics.jsonl", lambda run: write_report([run])),
-    "report's events": ("events.jsonl", lambda run: read_jsonl(run / "events.jsonl")),
-    "job": ("slurm.state", read_job_state),
-    "configuration": ("config.json", read_config),
-    "log": ("logs/server-0.log", lambda run: show_logs(run, None)),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("kind", ["FIFO", "device"])
-def test_a_server_entry_that_is_no_plain_file_is_of_no_ready_server(run: Path, kind: str) -> None:
-    entry = run / "a.json"
-    if kind == "FIFO":
-        os.mkfifo(entry)
-    else:
-        entry.symlink_to("/dev/zero")
-    assert not _is_ready(entry, 0.0)
-
-
-@pytest.mark.parametrize("kind", ["FIFO", "device"])
-@pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
-def test_a_fifo_is_not_read(run: Path, name: str, read: Callable[[Path], object], kind: str) -> None:
-    (run / name).parent.mkdir(exist_ok=True)
-    if kind == "FIFO":
-        os.mkfifo(run / name)
-    else:
-        (run / name).symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match=r"no plain file|is a link to '/dev/zero'"):
-        read(run)
 
 
 def test_a_line_without_an_end_is_refused(tmp_path: Path) -> None:
@@ -337,6 +243,7 @@ def test_the_shell_has_the_same_names() -> None:
         "BAPO_LOGS_FOLDER": RUN.logs.name,
         "BAPO_ENGINES_FOLDER": RUN.engines.name,
         "BAPO_CHECKPOINTS_FOLDER": RUN.checkpoints.name,
+        "BAPO_JOB_END_FILE": JOB_END,
         "BAPO_MANIFEST_FILE": MANIFEST,
     }
     pattern = shell["BAPO_STEP_PATTERN"]

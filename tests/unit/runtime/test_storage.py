@@ -6,11 +6,13 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,13 +27,14 @@ from bapo_megatron.checkpoint.store import CheckpointStore, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.hf.export import export_hf
+from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, read_step, write_step
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal, read_records
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.runtime.exit_codes import report_error
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.runtime.storage import DiskError, writing
+from bapo_megatron.runtime.storage import DiskError, FailingDiskError, OldFiles, writing
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
 from tests.support.models import save_tiny_model
 from tests.support.saves import save, write_policy
@@ -314,6 +317,83 @@ def test_a_checkpoint_that_is_still_read_is_deleted_later(
     )
     save_20(tmp_path)
     assert [path.name for path in folder.iterdir()] == ["step_000020"]
+
+
+Report = Callable[..., None]
+
+
+def delete_checkpoint(run: Path, report: Report) -> None:
+    own = CheckpointStore(run, CheckpointConfig(keep_last=1), (20, 0), old=OldFiles(report))
+    own.delete_old()
+
+
+def delete_log(run: Path, report: Report) -> None:
+    journal = SegmentJournal(run / "journal", OldFiles(report))
+    journal.rotate(Record("state", {}, {}))
+    journal.delete_old(())
+    journal.close()
+
+
+def delete_held_out(run: Path, report: Report) -> None:
+    made = SimpleNamespace(_paths=RunPaths(run), _old=OldFiles(report))
+    made._delete = MethodType(HeldOut._delete, made)
+    HeldOut.delete(made, 4)  # type: ignore[arg-type]
+
+
+OLD: dict[str, tuple[str, Callable[[Path, Report], None]]] = {
+    "checkpoint": ("checkpoints/step_000005/policy", delete_checkpoint),
+    "rollouts of a step": (
+        "journal/step_000005.npz",
+        lambda run, report: StepFiles(run / "journal", report).delete(20),
+    ),
+    "log": ("journal/segments-000001.log", delete_log),
+    "weights": (
+        "weights/v2/model.safetensors",
+        lambda run, report: WeightStaging(run / "weights", MODEL, OldFiles(report)).keep_only(None),
+    ),
+    "results of an evaluation": ("evaluation/step_000004.jsonl", delete_held_out),
+}
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EPERM, errno.EACCES])
+@pytest.mark.parametrize(("name", "delete"), OLD.values(), ids=OLD)
+def test_what_is_old_and_cannot_be_deleted_ends_no_run(
+    tmp_path: Path, name: str, delete: Callable[[Path, Report], None], number: int
+) -> None:
+    """A mount point, an immutable file, another user's: an event, and the next turn tries again."""
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.touch()
+    (tmp_path / "checkpoints/step_000020").mkdir(parents=True)
+    told: list[tuple[str, str]] = []
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def report(kind: str, *, path: str, reason: str) -> None:
+        told.append((kind, reason))
+        assert path.startswith(str(tmp_path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, call in ((Path, "unlink"), (Path, "rename"), (shutil, "rmtree")):
+            patch.setattr(owner, call, refused)
+        delete(tmp_path, report)
+    assert path.exists()
+    assert told == [("old_kept", os.strerror(number))]
+    delete(tmp_path, report)
+    assert not path.exists()
+    assert len(told) == 1
+
+
+def test_of_what_stays_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = OldFiles()
+    for _ in range(3):
+        with old.deleting(tmp_path):
+            raise OSError(errno.EPERM, "Operation not permitted")
+    told = f"warning: {tmp_path} could not be deleted (Operation not permitted); the next save or start tries"
+    assert capsys.readouterr().err == f"{told} again\n"
+    with pytest.raises(FailingDiskError, match="Stale file handle"), old.deleting(tmp_path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 FOREIGN: dict[str, tuple[str, Callable[[Path], None]]] = {

@@ -15,6 +15,7 @@ from bapo_megatron.commands.cluster.cluster_file import ClusterFile
 from bapo_megatron.commands.cluster.run_job import read_job_state
 from bapo_megatron.runtime.guards import LATE
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import JOB_END, RunPaths
 from tests.unit.slurm.conftest import NO_PAUSES
 
 pytestmark = pytest.mark.integration
@@ -221,28 +222,115 @@ BUSY = """
 
 def test_a_job_asks_for_its_end_until_slurm_answers(shell: Shell) -> None:
     """No answer is no end: `date -d ""` is the last midnight, at which every rank would have to stop."""
-    assert shell(BUSY % ("squeue", "echo 2001-09-09T01:46:40") + "bapo_end_time", TZ="UTC").stdout == (
-        "1000000000\n"
-    )
-    silent, none = "squeue() { return 1; }; bapo_end_time", "squeue() { echo N/A; }; bapo_end_time"
-    assert shell(silent, BAPO_SLURM_WAIT_S="0").stdout == "0\n"
-    assert shell(silent, BAPO_SLURM_WAIT_S="0", SLURM_JOB_END_TIME="1700000000").stdout == "1700000000\n"
-    assert shell(none, SLURM_JOB_END_TIME="1700000000").stdout == "0\n"
+    assert shell(
+        BUSY % ("squeue", "echo 2001-09-09T01:46:40 30:00") + "bapo_end_time bapo_ask", TZ="UTC"
+    ).stdout == ("1000000000 30:00\n")
+    asked = "bapo_end_time bapo_ask"
+    silent, none = f"squeue() {{ return 1; }}; {asked}", f"squeue() {{ echo N/A UNLIMITED; }}; {asked}"
+    assert shell(silent, BAPO_SLURM_WAIT_S="0").stdout == "0 \n"
+    assert shell(silent, BAPO_SLURM_WAIT_S="0", SLURM_JOB_END_TIME="1700000000").stdout == "1700000000 \n"
+    assert shell(none, SLURM_JOB_END_TIME="1700000000").stdout == "0 UNLIMITED\n"
 
 
 def test_the_users_format_of_times_does_not_change_a_jobs_end(shell: Shell) -> None:
     script = """
-        squeue() { [[ ${SLURM_TIME_FORMAT:-} = standard ]] && echo 2001-09-09T01:46:40 || echo 01:46; }
-        bapo_end_time
+        squeue() { [[ ${SLURM_TIME_FORMAT:-} = standard ]] && echo 2001-09-09T01:46:40 1:00 || echo 01:46; }
+        bapo_end_time bapo_ask
     """
-    assert shell(script, TZ="UTC", SLURM_TIME_FORMAT="%H:%M").stdout == "1000000000\n"
+    assert shell(script, TZ="UTC", SLURM_TIME_FORMAT="%H:%M").stdout == "1000000000 1:00\n"
 
 
 @pytest.mark.parametrize("end", ["1792888200", "1792891800"])
 def test_a_job_may_end_in_the_hour_that_is_there_twice(shell: Shell, end: str) -> None:
     """25 October 2026, half past two in Berlin, in summer time and an hour later."""
-    script = f"squeue() {{ date -d @{end} +%FT%T; }}; bapo_end_time"
-    assert shell(script, TZ="CET-1CEST,M3.5.0,M10.5.0/3").stdout == f"{end}\n"
+    script = f"squeue() {{ date -d @{end} +%FT%T; }}; bapo_end_time bapo_ask"
+    assert shell(script, TZ="CET-1CEST,M3.5.0,M10.5.0/3").stdout == f"{end} \n"
+
+
+def test_another_time_limit_moves_the_end_a_preemption_does_not(shell: Shell, tmp_path: Path) -> None:
+    """Slurm moves the end of a job that it preempts, too, and leaves its limit."""
+    look = """
+        timeout() { cat "$BAPO_RUN/answer"; }
+        BAPO_END=1000000000 BAPO_LIMIT=30:00 TZ=UTC0
+        bapo_read_state
+        for answer in "2001-09-09T01:40:00 30:00" "" "2001-09-09T02:46:40 1:30:00" "N/A UNLIMITED"; do
+            echo "$answer" >"$BAPO_RUN/answer"
+            bapo_look_at_end
+            bapo_heed_end
+            echo "$BAPO_END $BAPO_LIMIT $(sed -n s/^end=//p "$BAPO_RUN/$BAPO_STATE_FILE")"
+        done
+    """
+    found = shell(f"touch {RunPaths(tmp_path).slurm_state}; {look}")
+    assert found.stdout.splitlines() == [
+        "1000000000 30:00 ",
+        "1000000000 30:00 ",
+        "1000003600 1:30:00 1000003600",
+        "0 UNLIMITED 0",
+    ], found.stderr
+    events = read_jsonl(RunPaths(tmp_path).events)
+    assert [(row["kind"], row["end"]) for row in events] == [
+        ("job_end_moved", 1000003600),
+        ("job_end_moved", 0),
+    ]
+    assert (tmp_path / JOB_END).read_text() == "0 UNLIMITED\n"
+
+
+def test_a_signal_while_slurm_does_not_answer_is_kept(shell: Shell, tmp_path: Path) -> None:
+    """Before the job has counted its start: no rank begins, and it ends as preempted."""
+    (tmp_path / "recipe.py").touch()
+    script = f"""
+        bapo_ask() {{ kill -TERM $$; "$@"; }}
+        bapo_finish() {{ echo "finished $1" >"$BAPO_RUN/said"; }}
+        bapo_begin recipe.py --run-dir {tmp_path}
+        echo "a rank" >"$BAPO_RUN/said"
+    """
+    found = shell(script, BAPO_HEALTH="off")
+    assert found.returncode == 85, found.stderr
+    assert (tmp_path / "said").read_text() == "finished 85\n"
+    assert read_jsonl(RunPaths(tmp_path).events)[-1]["signal"] == "TERM"
+
+
+def test_a_trainer_that_starts_after_the_signal_is_told(shell: Shell, tmp_path: Path) -> None:
+    script = """
+        bapo_finish() { echo "finished $1"; }
+        bapo_read_state
+        BAPO_SIGNAL=USR1
+        bash -c 'trap "exit 85" USR1; touch "$0/ready"; while :; do sleep 0.01; done' "$BAPO_RUN" &
+        until [[ -e $BAPO_RUN/ready ]]; do :; done
+        bapo_supervise "$!"
+    """
+    assert "finished 85" in (found := shell(script)).stdout, found.stderr
+
+
+IMAGE = """
+    srun() {  # a container, whose image has values of its own
+        while [[ $1 = -* ]]; do shift; done
+        (
+            export NCCL_DEBUG=WARN OF_IMAGE=kept HOME=/proc/none TMPDIR=/proc/none PYTHONPATH=/image
+            SLURMD_NODENAME=n1 "$@"
+        )
+    }
+"""
+
+
+@pytest.mark.parametrize("script", ["eval", "evaluate", "convert"])
+def test_the_cluster_files_variables_win_over_the_images_in_helper_jobs(
+    shell: Shell, tmp_path: Path, script: str
+) -> None:
+    say = tmp_path / "say"
+    say.write_text('#!/bin/sh\necho "$NCCL_DEBUG $OF_IMAGE ${TMPDIR-none} $PYTHONPATH"\ntest -w "$HOME"\n')
+    say.chmod(0o755)
+    words = {"eval": "100 aime24", "evaluate": f"{say}", "convert": "bapo-ckpt inspect"}[script]
+    found = shell(
+        f"{IMAGE}\nset -- {tmp_path} {words}\n. {SLURM}/{script}.sbatch",
+        BAPO_SLURM=str(SLURM),
+        BAPO_PYTHON=str(say),
+        BAPO_TASK_SETTINGS="export NCCL_DEBUG=INFO",
+    )
+    [log] = tmp_path.glob("logs/7/0/job.log")
+    assert f"INFO kept none {SLURM.parent}:/image" in log.read_text()
+    assert found.returncode == 0, found.stderr
+    assert read_jsonl(RunPaths(tmp_path).events)[-1]["exit_code"] == 0
 
 
 def test_a_busy_controller_does_not_keep_a_job_from_its_requeue(shell: Shell, tmp_path: Path) -> None:
@@ -364,50 +452,13 @@ def test_an_event_with_a_truncated_text_is_valid_json(
     assert len(kept) > 250 or len(text) == 1
 
 
-WRITTEN_BY_A_JOB = [
-    "events.jsonl",
-    "slurm.state",
-    ".slurm.state.7.tmp",
-    "engines/n1-8000.json.tmp",
-    "logs/7/0/job.log",
-    "logs/7/0/.job.log.tmp",
-    "logs/7/0/ended/0.tmp",
-]
-
-
-@pytest.mark.parametrize("name", WRITTEN_BY_A_JOB)
-def test_a_job_follows_no_symlink_out_of_its_run_directory(shell: Shell, tmp_path: Path, name: str) -> None:
-    (tmp_path / "kept").write_text("mine\n")
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.symlink_to(tmp_path / "kept")
-    found = shell("bapo_open_logs")
-    assert found.returncode == 2
-    assert f"{name} is a link; links in a run directory are not followed" in found.stderr
-    assert (tmp_path / "kept").read_text() == "mine\n"
-
-
-@pytest.mark.parametrize("name", WRITTEN_BY_A_JOB)
-def test_a_job_does_not_wait_for_a_fifo(shell: Shell, tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.mkfifo(path)
-    found = shell("bapo_open_logs")
-    assert found.returncode == 2
-    assert f"{name} is no plain file; delete it" in found.stderr
-
-
-@pytest.mark.parametrize(("mode", "code"), [(0o755, 0), (0o777, 2)])
-def test_the_logs_may_be_on_another_disk(shell: Shell, tmp_path: Path, mode: int, code: int) -> None:
-    """Behind a link to a folder of the user that others may not write to."""
+def test_the_logs_may_be_on_another_disk(shell: Shell, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    scratch.chmod(mode)
     (tmp_path / "logs").symlink_to(scratch)
     found = shell("bapo_open_logs")
-    assert found.returncode == code, found.stderr
-    assert ("logs is a link; links in a run directory are not followed" in found.stderr) is (code == 2)
-    assert bool(list(scratch.rglob("job.log"))) is (code == 0)
+    assert found.returncode == 0, found.stderr
+    assert list(scratch.rglob("job.log"))
 
 
 def test_a_half_line_of_the_running_trainer_is_kept(shell: Shell, tmp_path: Path) -> None:

@@ -122,6 +122,19 @@ def test_the_worst_token_and_the_mean_decide_each_by_its_range(
     assert is_outside(np.log([4.0, 1.0, 0.25]), CorrectionsConfig(**limits)) is outside
 
 
+def test_the_limits_of_verl_are_those_of_the_inverse_ratio() -> None:
+    """Its `seq_mean_k1` keeps log(lower) <= mean(log pi_rollout - log pi_old) <= log(upper)
+    (docs/customize.md#where-the-numbers-differ)."""
+    lower, upper = 0.9, 1.3
+    ours = CorrectionsConfig(geometric_min=1 / upper, geometric_max=1 / lower)
+    same = CorrectionsConfig(geometric_min=lower, geometric_max=upper)
+    drawn = np.random.default_rng(0).normal(0.0, 0.3, (264, 6))
+    theirs = [not math.log(lower) <= float(np.mean(-row)) <= math.log(upper) for row in drawn]
+    assert [is_outside(row, ours) for row in drawn] == theirs
+    assert 0 < sum(theirs) < 264
+    assert sum(a != is_outside(row, same) for a, row in zip(theirs, drawn, strict=True)) > 20
+
+
 def test_the_geometric_mean_by_hand() -> None:
     """Of 4 and 1: 2, a limit that is met. Of 1/4 and 1: 1/2. A nan is outside, nothing is inside."""
     config = CorrectionsConfig(geometric_min=0.5, geometric_max=2.0)

@@ -8,11 +8,12 @@ from io import StringIO
 
 import pytest
 
-from bapo_megatron.trainer.records.progress import Progress, notes, plain_line, sparkline
+from bapo_megatron.trainer.records.progress import Progress, evaluation_line, notes, plain_line, sparkline
 from bapo_megatron.types import Metrics
 
 METRICS: Metrics = {
     "reward/mean": 0.531,
+    "reward/correct_fraction": 0.542,
     "policy/entropy": 1.204,
     "bapo/clip_low": 0.66,
     "bapo/clip_high": 1.45,
@@ -36,7 +37,7 @@ def test_log_has_one_plain_line_a_step() -> None:
         progress.update(12, METRICS)
     first, second = stream.getvalue().splitlines()
     assert second == (
-        "step 12/60  reward  0.531  entropy  1.204  clip 0.66..1.45  contribution  0.412  "
+        "step 12/60  reward  0.531  right  54.2%  entropy  1.204  clip 0.66..1.45  contribution  0.412  "
         "tokens/s  12346  step_s   18.0  eta 0:14:24"
     )
     assert first.startswith("step  1/60  reward")
@@ -46,7 +47,7 @@ def test_log_has_one_plain_line_a_step() -> None:
 def test_columns_stay_where_they_are_when_values_are_missing() -> None:
     full = plain_line(1, 60, METRICS, 60.0)
     empty = plain_line(1, 60, dict.fromkeys(METRICS), None)
-    for column in ("reward", "entropy", "clip", "contribution", "tokens/s", "step_s", "eta"):
+    for column in ("reward", "right", "entropy", "clip", "contribution", "tokens/s", "step_s", "eta"):
         assert full.index(column) == empty.index(column)
     assert plain_line(1, 60, {}, None) == empty
     assert re.search(r"reward +- ", empty)
@@ -114,13 +115,28 @@ FOUR_GROUPS = {"rollout/groups_sampled": 4.0, "rollout/groups": 0.0, "policy/upd
             {
                 **FOUR_GROUPS,
                 "rollout/groups_dropped": 4.0,
-                "reward/failures": 32.0,
-                "reward/failed_fraction": 1.0,
+                "sampled/reward/failures": 32.0,
+                "sampled/reward/failed_fraction": 1.0,
+                "reward/failures": 0.0,
+                "reward/failed_fraction": None,
             },
             ["no update: all 32 scores failed"],
         ),
         ({**FOUR_GROUPS, "rollout/groups": 4.0}, ["no update: all responses rejected"]),
-        ({**FOUR_GROUPS, "rollout/groups_dropped": 1.0}, ["no update: no group is left"]),
+        (
+            {**FOUR_GROUPS, "rollout/groups_dropped": 1.0, "sampled/reward/correct_fraction": None},
+            ["3 of 4 groups kept", "no update: no group is left"],
+        ),
+        (
+            {
+                "rollout/groups_sampled": 8.0,
+                "rollout/groups_dropped": 6.0,
+                "rollout/groups_stale": 1.0,
+                "sampled/reward/correct_fraction": 0.8125,
+                "policy/updates": 4.0,
+            },
+            ["2 of 8 groups kept (of all: right 81.2%)", "1 groups too old"],
+        ),
     ],
 )
 def test_a_step_without_an_update_says_why(metrics: Metrics, says: list[str]) -> None:
@@ -130,3 +146,22 @@ def test_a_step_without_an_update_says_why(metrics: Metrics, says: list[str]) ->
     stream = Terminal()
     with closing(Progress(60, 3, stream)) as progress:
         progress.update(3, {**METRICS, **metrics})
+
+
+def test_held_out_results_have_a_line() -> None:
+    metrics: Metrics = {
+        "eval/aime24/problems": 30.0,
+        "eval/aime24/avg@4": 0.25,
+        "eval/aime24/avg@4_low": 0.2,
+        "eval/aime24/avg@4_high": 0.3,
+        "eval/aime24/unjudged": 0.0,
+        "eval/sums/avg@4": None,
+        "eval/sums/unjudged": 1.0,
+        "eval/mean": 0.25,
+    }
+    assert evaluation_line(40, metrics) == (
+        "held-out problems after step 40: aime24 avg@4 25.0% (20.0% to 30.0%); "
+        "sums avg@4 -, 100.0% not judged; mean 25.0%"
+    )
+    one = {name: value for name, value in metrics.items() if "aime24" in name}
+    assert evaluation_line(40, one).endswith("(20.0% to 30.0%)")

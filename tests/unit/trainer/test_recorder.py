@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, fixed, grpo, paper, published_code
 from bapo_megatron.algo.papo_schedule import PapoConfig
+from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -64,6 +66,26 @@ def test_a_step_has_the_means_of_its_updates_and_of_maxima_the_largest() -> None
     assert row[gap] == 0.25
     assert row["policy/updates"] == 2
     assert "version" not in row
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_an_export_is_the_last_one_if_no_checkpoint_came_after_it(tmp_path: Path) -> None:
+    run = replace(run_config(tmp_path, RewardConfig()), steps=6)
+    export = tmp_path / "export"
+    with closing(Recorder(run, 1, True)) as recorder:
+        recorder.checkpoint(Saved(6, 0, 0.1))
+        recorder.export(6, export)
+        assert not recorder.is_exported(export), "it was moved"
+        export.mkdir()
+        (export / "config.json").touch()
+        assert recorder.is_exported(export)
+        recorder.evaluation(6, {"eval/mean": 0.5})
+        assert recorder.is_exported(export)
+        recorder.checkpoint(Saved(6, 0, 0.1))  # the step was trained again
+        assert not recorder.is_exported(export)
+    with closing(Recorder(replace(run, steps=7), 7, True)) as recorder:
+        recorder.export(6, export)
+        assert not recorder.is_exported(export), "it has the weights of another step"
 
 
 def test_an_update_without_a_response_is_none() -> None:
@@ -120,7 +142,7 @@ def run_config(run_dir: Path, reward: RewardConfig) -> RunConfig:
 def test_a_failed_reward_above_the_wrong_reward_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, failed: float, warned: bool
 ) -> None:
-    reward = RewardConfig(function=function, wrong=-1.0, failed=failed)
+    reward = RewardConfig(function=function, wrong=-1.0, failed=failed, on_failure="value")
     Recorder(run_config(tmp_path, reward), 1, True).close()
     said = "warning: reward.failed=0 is above reward.wrong=-1: a response that hangs its scorer gets more"
     assert (said in capsys.readouterr().out) == warned
@@ -130,6 +152,10 @@ def test_a_failed_reward_above_the_wrong_reward_is_warned_of(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (
+            {"reward": RewardConfig(failed=-1.0)},
+            "warning: reward.failed=-1 does nothing with reward.on_failure=leave_out: leave it out, or set",
+        ),
         (
             {"data": DataConfig(Path("data.jsonl"), min_difficulty=0.25)},
             "warning: data.min_difficulty=0.25 leaves nothing out without data.difficulty: say there where",
@@ -204,6 +230,15 @@ def test_a_start_says_whether_the_journal_goes_on(
     assert (event["kind"], event.get("segments")) == ("start", "kept" if goes_on else None)
     kept = ", with the responses of its journal" if goes_on else ""
     assert re.search(rf": start at step 1 of \d+, processes: 1{kept}\n", capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_an_evaluation_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for first_step in (1, 5):  # the second goes on from the checkpoint of step 4
+        recorder = Recorder(run_config(tmp_path, RewardConfig()), first_step, True)
+        recorder.evaluation(4, {"eval/sums/avg@2": 0.5, "eval/mean": 0.5})
+        recorder.close()
+    assert capsys.readouterr().out.count("held-out problems after step 4: sums avg@2 50.0%\n") == 1
 
 
 @pytest.mark.usefixtures("one_process_group")

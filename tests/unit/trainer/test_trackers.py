@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import runpy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.commands.doctor.packages import BOARDS, PACKAGES
 from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer import preflight
@@ -245,17 +247,29 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_missing_tracker_packages_are_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     only(monkeypatch)
-    with pytest.raises(ConfigError, match="pip install tensorboard") as error:
+    with pytest.raises(ConfigError, match='pip install "tensorboard') as error:
         check_logging(LoggingConfig(trackers=("tensorboard", "wandb", "trackio", "mlflow")))
     lines = str(error.value).splitlines()
     assert len(lines) == 4
-    assert (
-        "logging.trackers has wandb, but wandb is not installed: `pip install wandb` or the extra" in lines[1]
+    assert lines[1] == (
+        'logging.trackers has wandb, but wandb is not installed: `pip install "wandb>=0.19,<1"`, or take '
+        "wandb out"
     )
-    assert "`pip install mlflow-skinny`" in lines[3]
+    assert '`pip install "mlflow-skinny>=3.17,<4" "sqlalchemy' in lines[3]
     check_logging(LoggingConfig(trackers=()))
     only(monkeypatch, "wandb")
     check_logging(LoggingConfig(trackers=("wandb",)))
+
+
+def test_each_board_has_one_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run's message, in `bapo doctor`, and in the extra of setup.py."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", given.update)
+    runpy.run_path("setup.py")
+    lines = [line for name, line in preflight._INSTALLS.items() if name != "tensorboard"]
+    assert [word.strip('"') for line in lines for word in line.split()] == given["extras_require"]["trackers"]
+    assert preflight._INSTALLS["tensorboard"].strip('"') in given["install_requires"]
+    assert [one.install for one in PACKAGES if one.purpose == BOARDS] == lines
 
 
 def test_mlflow_without_a_server_needs_a_database(monkeypatch: pytest.MonkeyPatch) -> None:

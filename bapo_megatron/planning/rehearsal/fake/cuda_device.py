@@ -4,7 +4,7 @@ torch's FakeTensorMode makes tensors on ``cuda`` and finds mixed devices without
 for a CUDA device guard, which a CPU build lacks. So Python sees ``cuda``, and C++ sees ``meta``, which has
 one. What C++ decides wrongly for that reason is repaired by ``CudaFunctions``; what it wants to make on
 ``meta`` is made on ``cuda`` (``Meter``). ``install`` changes torch for the whole process: call it in a
-process that does nothing else. Used in ``planning/rehearsal/``.
+process that does nothing else.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A block is one storage; all views of it are one block. It is released with its storage, as in CUDA's caching
 allocator, or when that is resized to 0. Here is also what finds the line of the program to which an
-allocation, a call or a wait belongs. Used in this folder and ``planning/rehearsal/``.
+allocation, a call or a wait belongs.
 """
 
 from __future__ import annotations

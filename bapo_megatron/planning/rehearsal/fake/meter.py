@@ -6,7 +6,7 @@ fake GPU), the ``Meter``, and torch's FakeTensorMode (shapes, types and devices,
 FLOPs are those of matrix products, by their shapes, and of attention as executed: flash
 attention does two products for each pair of a query and a key forward and five backward (recomputed scores,
 and the gradients of queries, keys, values and scores): Dao 2023, FlashAttention-2 (arXiv 2307.08691), section
-3.1. Of a causal chunk only unmasked pairs are counted. Used by ``planning/rehearsal/rank.py``.
+3.1. Of a causal chunk only unmasked pairs are counted.
 """
 
 from __future__ import annotations

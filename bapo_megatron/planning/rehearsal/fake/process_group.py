@@ -6,7 +6,7 @@ rank decides by are answered as if every peer were like this one, and so are obj
 that pipeline stages announce.
 
 torch's object collectives stay patched in this process, and so does what ``repair_torch`` patches for fake
-tensors of any device. Used by ``meter.py`` and ``planning/rehearsal/rank.py``.
+tensors of any device.
 """
 
 from __future__ import annotations

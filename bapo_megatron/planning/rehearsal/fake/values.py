@@ -5,7 +5,7 @@ computed from them; hidden states are not. So a data-dependent shape (``nonzero`
 program's own data decide it. Else ``ShapesFromValues`` gives ``nonzero`` and masks the largest shape, and
 ``bincount`` its ``minlength``; NotImplementedError for ``repeat_interleave`` of unknown counts, and for a
 mask beside other indices. Results of the model's arithmetic are guessed as ones, which are finite, positive
-and true. Used in ``planning/rehearsal/`` and this folder.
+and true.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ cannot show is in docs/gpu.md.
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.device import environment_variable
 
 VERSIONS = ("2.11.0", "2.20.2")
 """The last version that megatron-core 0.16.1 asks for (>=2.9, <2.12), and the newest that was tested."""
@@ -37,7 +37,7 @@ def find_sources(version: str) -> Path:
     It is ``VERSION`` in the folder that BAPO_TE_SOURCES names, by default ``.te`` of the repository; else
     that of the package that is installed, if it is of this version. ConfigError if neither is there.
     """
-    folder = Path(os.environ.get("BAPO_TE_SOURCES", _REPOSITORY / ".te")) / version
+    folder = Path(environment_variable("BAPO_TE_SOURCES") or _REPOSITORY / ".te") / version
     if (folder / "transformer_engine/__init__.py").is_file():
         return folder
     with suppress(PackageNotFoundError):

@@ -8,7 +8,7 @@ keys].
 
 In ring attention (context parallelism) a rank holds two chunks of each document, one after the other: its
 first and its second half here. ``cu_seqlens`` are those of the rank's tokens; log-sum-exps are packed,
-[heads, tokens]. Used by ``planning/rehearsal/fake/meter.py`` and ``installation.py``.
+[heads, tokens].
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A kernel in torch allocates the tensors that the compiled one returns or keeps, and no others; then it
 computes them where there are values. Under FakeTensorMode there are none, so that what is allocated there is
 what a GPU would allocate. A call counter and observers are one for a process. A function without a stand-in
-raises NotImplementedError when it is called. Used in ``planning/rehearsal/`` and this folder.
+raises NotImplementedError when it is called.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Once in a process, before megatron is imported. Where tensors are on a CPU, torch.cuda answers as if there
 were a GPU (``answer_cuda``, for tests): ``is_available`` and ``is_cuda`` say yes to Transformer Engine's
 modules alone; properties, streams, events and ``Tensor.cuda`` are fake for every caller. A rehearsal has
-answers of its own (``fake/cuda_device.py``). Used by ``planning/rehearsal/job.py``.
+answers of its own (``fake/cuda_device.py``).
 """
 
 from __future__ import annotations

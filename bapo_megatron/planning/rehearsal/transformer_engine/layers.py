@@ -4,7 +4,7 @@ GEMM, RMSNorm, rotary position embedding, grouped GEMM, permutation by expert; A
 inside, whatever the types in and out. RoPE is for packed documents (thd), also under context parallelism. The
 permutation is of Transformer Engine's triton kernels, whose wrappers are replaced: they need a GPU to be
 imported at all. NotImplementedError for fp8, GELU, overlapped communication, interleaved RoPE, and RoPE of
-anything but packs of documents. Used by ``installation.py``.
+anything but packs of documents.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m bapo_megatron.rollout.engines.sglang.authorization URL FILE
 
 exits with 0 if the server asks for a key and takes the one in FILE (``slurm/task.sh`` registers it then).
-A server that answers without a key is not sent it. Used in this folder.
+A server that answers without a key is not sent it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     make_key_file,
     read_key_file,
 )
+from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.http import ask
 from bapo_megatron.runtime.run_paths import RunPaths
 
@@ -184,7 +185,7 @@ class Authorization:
 
 
 def _given_file(sglang: SglangConfig) -> Path | None:
-    named = os.environ.get(VARIABLE)
+    named = environment_variable(VARIABLE)
     return sglang.api_key_file or (Path(named) if named else None)
 
 

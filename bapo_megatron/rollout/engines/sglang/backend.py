@@ -7,7 +7,6 @@ called: ``bapo plan`` asks for the backend by its name, and must answer at once.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -43,7 +42,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     server_flags,
     sglang_python,
 )
-from bapo_megatron.runtime.files import open_plain
+from bapo_megatron.runtime.device import set_default
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _HOST = "127.0.0.1"
@@ -74,16 +73,23 @@ class SglangBackend(EngineBackend):
         """For sync=broadcast on GPUs: NCCL's settings of the servers, which are in one group with rank 0."""
         if cuda and rollout.sglang.sync == "broadcast":
             for name, value in nccl_settings(rollout.sglang.flags).items():
-                os.environ.setdefault(name, value)
+                set_default(name, value)
 
     def check_weights(self, hf_path: Path) -> None:
-        """Refuse fused experts and quantized folders, with ConfigError.
+        """Refuse fused experts, quantized folders and weights beside a single file, with ConfigError.
 
-        SGLang passes over tensors whose names it does not know, and would put bfloat16 into fp8 layers.
+        SGLang passes over tensors whose names it does not know, would put bfloat16 into fp8 layers, and
+        without an index loads every safetensors file of the folder.
         """
         from bapo_megatron.hf.fp8 import is_quantized
         from bapo_megatron.hf.reader import HfReader
+        from bapo_megatron.hf.weight_files import INDEX, SINGLE, files_left_out
 
+        if (others := files_left_out(hf_path)) and not (hf_path / INDEX).exists():
+            raise ConfigError(
+                f"model.hf_path={hf_path} holds {SINGLE} and {', '.join(others[:5])} without {INDEX}: SGLang "
+                f"would load all of them, one over the other; move what is not {SINGLE} to another folder"
+            )
         if is_quantized(hf_path):
             raise ConfigError(
                 f"model.hf_path={hf_path} is quantized: servers would load it into fp8 layers, which the "
@@ -196,9 +202,9 @@ class RunServers(EngineServers):
             if reason is None:
                 asked.unlink(missing_ok=True)
             elif entry.is_file():
-                os.close(open_plain(asked, os.O_WRONLY | os.O_CREAT))
+                asked.touch()
                 return True
-        except (OSError, ConfigError) as error:  # a failing disk, or a link, must not end the run here
+        except OSError as error:  # a failing disk must not end the run here
             print(f"{asked}: {error}", flush=True)
         return False
 

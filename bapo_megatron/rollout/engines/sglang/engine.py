@@ -3,8 +3,7 @@
 Weights come from a folder, by broadcast or by memory handles. A request at its deadline is aborted and
 returns its tokens so far; one on a dropped kept-alive connection is sent once more. The engine adds what the
 server does not promise: unsent requests wait at a gate (``InflightRequests``) during a pause or a load and
-obey an abort, and weights change between two tokens while requests are in flight. Used by ``backend.py`` and
-``benchmarks/sampler_scale.py``.
+obey an abort, and weights change between two tokens while requests are in flight.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ GPU  each 32-bit word is mixed with its place and summed by tiles of 8,192 words
 
 Both take a bounded chunk at a time. Of a GPU's tensor 16 bytes a tile are kept until its size is known.
 
-Shapes (suffix of a name): ``_B`` bytes; ``_TW`` tiles, words of a tile; ``_W`` words; ``_T`` tiles. Used by
-``backend.py``.
+Shapes (suffix of a name): ``_B`` bytes; ``_TW`` tiles, words of a tile; ``_W`` words; ``_T`` tiles.
 """
 
 from __future__ import annotations

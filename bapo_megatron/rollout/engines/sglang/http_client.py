@@ -1,7 +1,6 @@
 """The HTTP client of one SGLang server: an error names the server, and every control call has a deadline.
 
-``generate`` waits as long as the answer takes: its caller (``SglangEngine``) has the deadline. Used by
-``backend.py``, ``engine.py`` and ``benchmarks/sampler_scale.py``.
+``generate`` waits as long as the answer takes: its caller (``SglangEngine``) has the deadline.
 """
 
 from __future__ import annotations

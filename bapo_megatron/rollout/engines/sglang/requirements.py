@@ -1,7 +1,6 @@
 """What SGLang's servers require: an environment, flags and settings, one NCCL version, a CUDA runtime, GPUs.
 
-No third-party package is imported, because `bapo doctor` runs on a bare machine. Used in
-``commands/cluster/``, ``commands/doctor/``, ``planning/`` and this folder.
+No third-party package is imported, because `bapo doctor` runs on a bare machine.
 """
 
 from __future__ import annotations

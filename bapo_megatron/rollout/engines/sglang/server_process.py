@@ -2,7 +2,7 @@
 
 A run's supervisors start servers by ``ServerProcess``; `bapo rollout-server` becomes one by ``serve``. Each
 has a private temporary folder (TMPDIR) for its ZMQ sockets: they unpickle what they receive, in /tmp every
-user could list them, and a killed server leaves them. Used in ``commands/`` and this folder.
+user could list them, and a killed server leaves them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
 )
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
 from bapo_megatron.runtime.child_process import ChildProcess
-from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, should_have_gpu
-from bapo_megatron.runtime.files import open_plain
+from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, environment_variable, should_have_gpu
 from bapo_megatron.runtime.http import ask, without_proxy
 from bapo_megatron.runtime.processes import descendants
 
@@ -51,6 +50,8 @@ PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 START_VARIABLE = "BAPO_SERVER_START_S"
 """Most seconds of a server's start. The task of a Slurm job, which does not read the recipe, finds it in the
 server's environment (``start_limit`` in slurm/task.sh), and ends a server that takes longer."""
+_ENVIRONMENTS = (".venv-sglang", ".venv-cluster-sglang")
+"""The folders into which `make sglang` and `make cluster` install SGLang, with CPU and with CUDA builds."""
 _LAUNCHER = Path(__file__).parents[1] / "sglang_launch/launch.py"
 _CPU_LAUNCHER = Path(__file__).parents[1] / "sglang_cpu/launch.py"
 _CPU_FLAGS = (
@@ -228,14 +229,17 @@ def _is_of_launcher(name: str) -> bool:
 
 def sglang_python(given: Path | None = None) -> Path:
     """The interpreter of SGLang's environment: ``given``, else that of BAPO_SGLANG_PYTHON, else where `make`
-    installs it. ConfigError if there is none."""
-    named = given or (Path(os.environ[PYTHON_VARIABLE]) if PYTHON_VARIABLE in os.environ else None)
-    own = Path(".venv-cluster-sglang" if should_have_gpu() else ".venv-sglang")
-    path = named or own / "bin/python"
-    if not path.is_file():
+    installs it. Without a GPU that of `make cluster` serves, too, where `make sglang` has made none.
+    ConfigError if there is none."""
+    variable = environment_variable(PYTHON_VARIABLE)
+    named = given or (Path(variable) if variable else None)
+    folders = [Path(name) for name in (_ENVIRONMENTS[1:] if should_have_gpu() else _ENVIRONMENTS)]
+    places = [named] if named else [folder / "bin/python" for folder in folders]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
         raise ConfigError(
-            f"no interpreter at {path}: `{install_command()}` installs SGLang into {own}; an environment "
-            f"elsewhere is named by {PYTHON_VARIABLE}"
+            f"no interpreter at {' or '.join(map(str, places))}: `{install_command()}` installs SGLang into "
+            f"{folders[0]}; an environment elsewhere is named by {PYTHON_VARIABLE}"
         )
     return path.absolute()
 
@@ -263,7 +267,7 @@ class ServerProcess(ChildProcess):
         self._folder = ServerFolder(environment.get("TMPDIR"))
         environment = {**environment, "TMPDIR": self._folder.path}
         try:
-            with open(open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
+            with log.open("ab") as output:
                 super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
         except BaseException:
             self._folder.remove()
@@ -349,7 +353,7 @@ class ServerFolder:
     def __init__(self, parent: str | None = None) -> None:
         """``parent``: None for TMPDIR. /tmp replaces a parent whose path is too long for sockets, that does
         not exist (TMPDIR of a Slurm job's node, inside a container), or that is not writable."""
-        base = parent or os.environ.get("TMPDIR") or "/tmp"
+        base = parent or environment_variable("TMPDIR") or "/tmp"
         if len(os.fsencode(base)) > _LONGEST_BASE or not os.path.isabs(base):
             base = "/tmp"
         try:

@@ -7,7 +7,7 @@ Routes are ``meta_info.routed_experts``, base64 of int32 [tokens, layers, K]. A 
 position that predicts its first token on (``routed_experts_start_len``), so the rows are those of the
 answer's tokens. They are all but a hundredth of an answer: 2,048 characters a token of Qwen3-30B-A3B. So they
 are cut out before JSON is parsed, and packed at once; ``pybase64`` decodes them in a fiftieth of the standard
-library's time. Used by ``engine.py`` and ``http_client.py``.
+library's time.
 """
 
 from __future__ import annotations

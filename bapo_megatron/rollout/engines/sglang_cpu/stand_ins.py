@@ -1,6 +1,7 @@
 """Import stand-ins for SGLang 0.5.23 on a CPU: torchvision's operators, and triton, which it never calls.
 
-``launch.py`` installs them in SGLang's own environment, before anything imports ``sglang``.
+``launch.py`` installs them in SGLang's own environment, before anything imports ``sglang``. Each only where
+the real one is missing: an environment with CUDA builds has both, also on a machine without a GPU.
 """
 
 import importlib.util
@@ -61,7 +62,13 @@ def unpin() -> None:
 
 
 def _torchvision_operators() -> Any:
-    """The two operators that importing torchvision needs; those of PyPI's CUDA build do not load here."""
+    """The two operators that importing torchvision needs. PyPI's CUDA build has them in a library that a CPU
+    build of torch cannot load; where it can, they are torchvision's own."""
+    found = importlib.util.find_spec("torchvision")
+    for path in Path(found.origin).parent.glob("_C*.so") if found and found.origin else ():
+        with suppress(OSError):
+            torch.ops.load_library(path)
+            return path
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

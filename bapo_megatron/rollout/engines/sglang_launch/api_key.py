@@ -1,7 +1,6 @@
 """The API key of a run: its file.
 
-Clients and the servers' launchers share this module. Used by ``commands/doctor/servers.py``,
-``rollout/engines/sglang/authorization.py`` and ``rollout/engines/sglang/server_process.py``.
+Clients and the servers' launchers share this module.
 """
 
 from __future__ import annotations

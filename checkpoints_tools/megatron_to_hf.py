@@ -1,6 +1,6 @@
 """Megatron-to-HF conversion: a checkpoint as a Hugging Face folder that transformers and engines load.
 
-For ``bapo-ckpt to-hf``, exports and evaluations. Used in ``checkpoint/``, this folder and ``evaluation/``.
+For ``bapo-ckpt to-hf``, exports and evaluations.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from bapo_megatron.hf.fp8 import (
     with_fp8,
 )
 from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, hf_tensors
+from bapo_megatron.hf.weight_files import INDEX, SINGLE, read_weight_map
 from bapo_megatron.runtime.files import read_file_inside
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import check_output, temporary_folder
 from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.formats.locate import LATEST, Format, OpenedCheckpoint, open_checkpoint
-from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE, plan_safetensors, read_weight_map
+from checkpoints_tools.formats.safetensors_folder import plan_safetensors
 from checkpoints_tools.formats.torch_dist import TorchDist
 
 _MOST_SHARD_BYTES = 5_000_000_000

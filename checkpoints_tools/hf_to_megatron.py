@@ -2,8 +2,7 @@
 
 ``bapo-ckpt to-megatron`` and ``reshard``; the output appears whole or not at all. A resharded checkpoint has
 another grid of chunks or padding of the vocabulary, and stacked keys: all layers of a parameter under one.
-The trainer loads torch_dist at any parallel layout as it is: that needs no reshard. Used by
-``checkpoints_tools/`` and ``commands.py``.
+The trainer loads torch_dist at any parallel layout as it is: that needs no reshard.
 """
 
 from __future__ import annotations

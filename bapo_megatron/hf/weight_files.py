@@ -1,0 +1,110 @@
+"""Weight files of a Hugging Face folder: which safetensors files, and which of their tensors, are the model.
+
+Where there is an index, it alone says so: transformers and SGLang pass over a safetensors file that it
+does not name (``mtp``, ``consolidated``, ``adapter_model``, another precision), and so does everything here.
+They would load a tensor that a named file holds and the index leaves out, so such an index is refused.
+Without an index ``model.safetensors`` is the model, as for transformers. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.runtime.files import file_inside, read_file_inside
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def read_weight_map(folder: Path) -> dict[str, str] | None:
+    """Weight map of the folder's index: the file of each tensor; None if ``model.safetensors`` is the model.
+
+    CheckpointError for a folder without either, and for an index that names no files of the folder.
+    """
+    index, single = folder / INDEX, folder / SINGLE
+    if not index.exists():
+        if single.exists():
+            return None
+        raise CheckpointError(
+            f"model folder {folder} holds neither {SINGLE} nor {INDEX}: "
+            "it must be a Hugging Face folder in safetensors (docs/customize.md#files-of-verl-as-they-are)"
+        )
+    try:
+        weight_map = json.loads(read_file_inside(folder, INDEX), object_pairs_hook=json_table)["weight_map"]
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error!r:.200}") from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map is no table of tensors")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file != Path(file).name:
+            raise CheckpointError(
+                f"{index}: tensor {name} is placed in {file!r:.200}, which names no file beside it"
+            )
+    for file in {*weight_map.values()}:
+        file_inside(folder, file)
+    if single.exists() and SINGLE not in weight_map.values():
+        raise CheckpointError(
+            f"{folder} holds both {SINGLE}, which transformers would load, and {INDEX}, which does not list "
+            "it: remove the one of the two that is not the model's"
+        )
+    return weight_map
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Files that hold the model's weights, sorted. They may be missing. Errors as of ``read_weight_map``."""
+    weight_map = read_weight_map(folder)
+    return [folder / name for name in sorted({SINGLE} if weight_map is None else {*weight_map.values()})]
+
+
+def files_left_out(folder: Path) -> list[str]:
+    """Names of safetensors files of the folder that are not the model's. Errors as of ``read_weight_map``."""
+    own = {path.name for path in weight_files(folder)}
+    return sorted(path.name for path in folder.glob("*.safetensors") if path.name not in own)
+
+
+def left_out_text(folder: Path) -> str | None:
+    """Sentence for the user about the files that are left out; None if there are none."""
+    if not (names := files_left_out(folder)):
+        return None
+    indexed = (folder / INDEX).exists()
+    why = f"{INDEX} does not name" if indexed else f"without {INDEX} {SINGLE} is all of it, beside"
+    what = ("is", "it") if len(names) == 1 else ("are", "them")
+    return f"model folder {folder}: {', '.join(names[:5])} {what[0]} not part of the model: {why} {what[1]}"
+
+
+def check_shard(path: Path, held: Iterable[str], weight_map: Mapping[str, str]) -> None:
+    """Check that the index places all tensors ``held`` by the file there. CheckpointError for another.
+
+    Libraries load every tensor of a file that the index names, whatever it says of the tensor.
+    """
+    for name in held:
+        if (placed := weight_map.get(name)) != path.name:
+            where = "does not list" if placed is None else f"places in {placed}"
+            raise CheckpointError(
+                f"{path} holds tensor {name}, which {INDEX} {where}; transformers and engines would load it "
+                "all the same: take the index that belongs to the files, or fetch the model again"
+            )
+
+
+def missing_file(path: Path, weight_map: Mapping[str, str]) -> str:
+    """Error message for a missing file of weights that the index names."""
+    first, *others = sorted(name for name, file in weight_map.items() if file == path.name)
+    more = f" and {len(others)} more" if others else ""
+    return (
+        f"{path} is missing: the index says that it holds {first}{more}. Copy it from where the model came "
+        "from, or fetch the model again"
+    )
+
+
+def json_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. ValueError for a key that stands there twice."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice} stands there twice")
+    return result

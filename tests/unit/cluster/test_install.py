@@ -1,0 +1,237 @@
+"""cluster/install.sh on a made-up pip, Python and nvcc: their calls, and what a second try does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CLUSTER = ROOT / "cluster"
+PYTHON = """#!/bin/bash
+# `python -m venv FOLDER`, `python -m pip ...`, and all else by the real one.
+if [[ "$1 $2" = "-m venv" ]]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && exit; fi
+if [[ "$1 $2" != "-m pip" ]]; then exec REAL "$@"; fi
+shift 2
+echo "$*" >>"$TEST_FOLDER/calls"
+env >"$TEST_FOLDER/$1.environment"
+while [[ $# -gt 1 ]]; do
+    case $1 in
+    --dest) mkdir -p "$TEST_FOLDER/made-1" && tar -czf "$2/made-1.tar.gz" -C "$TEST_FOLDER" made-1 ;;
+    --wheel-dir)
+        if [[ -e $TEST_FOLDER/broken ]]; then echo "a compiler failed" >&2; touch "${!#}/object.o"; exit 1; fi
+        name=$(basename "${!#}") name=${name#source-}
+        mkdir -p "$2" && touch "$2/${name//-/_}-1-cp311.whl" ;;
+    esac
+    shift
+done
+"""
+NVCC = """#!/bin/bash
+case $1 in --version) echo "Cuda tools, release RELEASE, V1" ;; --dryrun) echo '#$ TOP=TOP' >&2 ;; esac
+"""
+
+
+@dataclass
+class Machine:
+    """Its folder of programs, and what was called."""
+
+    folder: Path
+
+    def install(self, kind: str, venv: str = "venv", **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            "PATH": f"{self.folder / 'bin'}:/usr/bin:/bin",
+            "PYTHON": str(self.folder / "bin/python"),
+            "TEST_FOLDER": str(self.folder),
+            "CLUSTER_WHEELS": str(self.folder / "wheels"),
+        }
+        command = ["bash", str(CLUSTER / "install.sh"), kind, str(self.folder / venv)]
+        return subprocess.run(command, env=environment | variables, capture_output=True, text=True)
+
+    def calls(self) -> list[str]:
+        """Calls of pip since the last question."""
+        path = self.folder / "calls"
+        found = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return found
+
+    def environment(self, command: str) -> dict[str, str]:
+        lines = (self.folder / f"{command}.environment").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines)
+
+    def add(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """With CUDA 13, whose nvcc is a link in PATH, beside which there are no headers."""
+    made = Machine(tmp_path)
+    made.add("bin/python", PYTHON.replace("REAL", sys.executable))
+    toolkit = tmp_path / "cuda"
+    nvcc = made.add("cuda/bin/nvcc", NVCC.replace("RELEASE", "13.0").replace("=TOP", f"={toolkit}/bin/.."))
+    (tmp_path / "bin/nvcc").symlink_to(nvcc)
+    return made
+
+
+def test_transformer_engine_finds_its_headers_in_torchs_wheels_and_asks_no_download_server(
+    machine: Machine,
+) -> None:
+    done = machine.install("trainer")
+    assert done.returncode == 0, done.stderr
+    found = machine.environment("wheel")
+    [packages] = {path.partition("/nvidia/")[0] for path in found["CPATH"].split(":")}
+    assert packages.endswith("site-packages")
+    assert [path.removeprefix(packages) for path in found["CPATH"].split(":")] == [
+        f"/nvidia/{name}/include" for name in ("cu13", "cudnn", "nccl")
+    ]
+    assert found["CUDA_HOME"] == str(machine.folder / "cuda")
+    assert found["NVTE_PYTORCH_FORCE_BUILD"] == found["FLASH_ATTENTION_FORCE_BUILD"] == "TRUE"
+    assert "NVTE_BUILD_USE_NVIDIA_WHEELS" not in (CLUSTER / "install.sh").read_text()  # not in 2.11
+
+
+def test_every_step_of_an_installation_in_its_order(machine: Machine) -> None:
+    """pip is pinned and first, NCCL last; torch is there to compile against; no flash-attn on Hopper."""
+    assert machine.install("trainer", CLUSTER_ARCH="9.0").returncode == 0
+    calls = machine.calls()
+    assert calls[0] == "install pip==26.3"
+    assert re.fullmatch(r"install -c \S+ -r cluster/build\.txt torch==[\d.]+", calls[1])
+    assert calls[2].startswith("install --no-deps megatron-core==")
+    assert calls[3].endswith(" transformer-engine-torch==2.11.0")
+    assert [call.split()[0] for call in calls[3:5]] == ["download", "wheel"]
+    assert re.fullmatch(r"install --find-links \S+ -c \S+ -r cluster/trainer\.txt -e \.\[cluster\]", calls[5])
+    assert re.fullmatch(r"install --no-deps reasoning-gym==\S+ champ-dataset==\S+", calls[6])
+    assert calls[7:] == ["install --no-deps -r cluster/nccl.txt"]
+    done = machine.install("sglang", "sglang")
+    assert machine.calls() == [
+        "install pip==26.3",
+        "install -r cluster/sglang.txt",
+        "install --no-deps -r cluster/nccl.txt",
+    ]
+    steps = [line for line in done.stdout.splitlines() if line.startswith("cluster/install.sh: ")]
+    assert all(re.match(r"cluster/install\.sh: \d+ s, environment of \d+ MB: ", line) for line in steps)
+    assert len(steps) == 3
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9"])
+def test_flash_attention_is_compiled_for_one_architecture(machine: Machine, capability: str) -> None:
+    assert machine.install("trainer", CLUSTER_ARCH=capability).returncode == 0
+    found = machine.environment("wheel")
+    assert (found["FLASH_ATTN_CUDA_ARCHS"], found["FLASH_ATTENTION_FORCE_BUILD"]) == ("80", "TRUE")
+    *_, wheel, install, nccl = machine.calls()
+    assert wheel.endswith("/source-flash-attn")
+    assert re.fullmatch(r"install --no-deps --find-links \S+-sm80 -r cluster/flash_attn\.txt", install)
+    assert nccl.endswith("cluster/nccl.txt")
+
+
+def test_a_second_try_goes_on_and_another_environment_finds_the_wheel(machine: Machine) -> None:
+    (machine.folder / "broken").touch()
+    failed = machine.install("trainer")
+    assert (failed.returncode, "a compiler failed" in failed.stderr) == (1, True)
+    assert sum(call.startswith("download") for call in machine.calls()) == 1
+    (machine.folder / "broken").unlink()
+    [compiled] = (machine.folder / "wheels").glob("*/source-*/object.o")
+    assert machine.install("trainer").returncode == 0
+    kinds = [call.split()[0] for call in machine.calls()]
+    assert (kinds.count("download"), kinds.count("wheel")) == (0, 1)  # in the folder that has the object
+    assert not compiled.exists()
+    for venv in ("venv", "of_another_checkout"):
+        (machine.folder / "bin/nvcc").unlink(missing_ok=True)  # no compiler is needed any more
+        assert machine.install("trainer", venv).returncode == 0
+        assert {call.split()[0] for call in machine.calls()} == {"install"}
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "given", "transformer_engine", "flash_attention"),
+    [("7", "", "3", "1"), ("1", "", "1", "1"), ("99", "", "5", "5"), ("7", "4", "4", "4")],
+)
+def test_compilers_run_by_memory_unless_their_number_is_given(
+    machine: Machine, gigabytes: str, given: str, transformer_engine: str, flash_attention: str
+) -> None:
+    machine.add("bin/awk", f"#!/bin/sh\necho {gigabytes}\n")
+    machine.add("bin/nproc", "#!/bin/sh\necho 5\n")
+    machine.add("bin/cat", "#!/bin/sh\necho max\n")  # this machine's own limits
+    for kind, expected in (("trainer", transformer_engine), ("flash_attn_wheel", flash_attention)):
+        assert machine.install(kind, MAX_JOBS=given).returncode == 0
+        assert machine.environment("wheel")["MAX_JOBS"] == expected
+
+
+def test_a_limit_of_memory_counts(machine: Machine) -> None:
+    machine.add("bin/awk", "#!/bin/sh\necho 99\n")
+    machine.add("bin/nproc", "#!/bin/sh\necho 5\n")
+    machine.add("bin/cat", f"#!/bin/sh\necho {4 << 30}\n")
+    assert machine.install("trainer").returncode == 0
+    assert machine.environment("wheel")["MAX_JOBS"] == "2"
+
+
+def without_nvcc(machine: Machine) -> dict[str, str]:
+    for name in ("bash", "dirname", "realpath", "grep", "cut", "du", "mkdir", "cp", "sed", "cat"):
+        (machine.folder / "bin" / name).symlink_to(f"/usr/bin/{name}")
+    (machine.folder / "bin/nvcc").unlink()
+    return {"PATH": str(machine.folder / "bin"), "CUDA_HOME": str(machine.folder / "nothing")}
+
+
+def of_cuda_12(machine: Machine) -> dict[str, str]:
+    machine.add("cuda/bin/nvcc", NVCC.replace("RELEASE", "12.9").replace("=TOP", f"={machine.folder}/cuda"))
+    return {}
+
+
+@pytest.mark.parametrize("change", [without_nvcc, of_cuda_12])
+def test_without_a_compiler_of_cuda_13_one_line_says_what_to_do(
+    machine: Machine, change: Callable[[Machine], dict[str, str]]
+) -> None:
+    done = machine.install("trainer", **change(machine))
+    assert done.returncode == 2
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert re.fullmatch(
+        r"error: CUDA_HOME=\S+ has no nvcc of CUDA 13, .*: load its module, or set CUDA_HOME", line
+    )
+
+
+def test_make_hands_on_its_variables() -> None:
+    """The commands that would run, by make itself: nothing is installed."""
+    variables = ("PYTHON=python3.11", "CLUSTER_ARCH=8.0", "CLUSTER_VENV=/opt/venv", "CLUSTER_WHEELS=/wheels")
+    command = ["make", "-n", "-B", "cluster", *variables]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    call = 'PYTHON="python3.11" CLUSTER_ARCH="8.0" CLUSTER_WHEELS="/wheels" bash cluster/install.sh'
+    assert f"{call} trainer /opt/venv\n" in shown
+    assert f"{call} sglang .venv-cluster-sglang\n" in shown
+
+
+@pytest.mark.parametrize("target", ["trainer", "sglang"])
+def test_a_change_of_what_an_installation_reads_makes_it_again(target: str) -> None:
+    rules = dict(re.findall(r"^\$\((CLUSTER\w*VENV)\)/\.done: (.*)$", (ROOT / "Makefile").read_text(), re.M))
+    wanted = {"cluster/install.sh", "cluster/build.txt", "cluster/nccl.txt", f"cluster/{target}.txt"}
+    if target == "trainer":
+        wanted |= {"cluster/flash_attn.txt", "setup.py", "$(PINS)"}
+    venv = "CLUSTER_VENV" if target == "trainer" else "CLUSTER_SGLANG_VENV"
+    assert set(rules[venv].split()) == wanted
+
+
+def test_the_checks_compilers_take_one_file_of_each_extension_as_it_is(machine: Machine) -> None:
+    for name in ("c++", "nvcc"):
+        (machine.folder / name).symlink_to(CLUSTER / "check_compiler.sh")
+    for name in ("bin/c++", "cuda/bin/nvcc"):
+        machine.add(name, '#!/bin/sh\necho "$*"\n')
+
+    def run(name: str, *arguments: str) -> str:
+        environment = {**os.environ, "PATH": f"{machine.folder}/bin:/usr/bin:/bin"}
+        environment["CUDA_HOME"] = str(machine.folder / "cuda")
+        command = [str(machine.folder / name), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert run("c++", "-c", "/x/csrc/common.cpp", "-O3") == "-c /x/csrc/common.cpp -O3\n"
+    assert run("c++", "-c", "/x/csrc/other.cpp", "-O3") == "-c /x/csrc/other.cpp -O3 -O0\n"
+    kernel = "/x/flash_fwd_hdim128_bf16_sm80.cu"
+    assert run("nvcc", "-c", kernel, "-o", "a.o") == f"-c {kernel} -o a.o\n"
+    assert run("nvcc", "-c", "/x/other.cu", "-o", "a.o") == f"-c {machine.folder}/empty.cu -o a.o\n"
+    assert (machine.folder / "empty.cu").read_bytes() == b""

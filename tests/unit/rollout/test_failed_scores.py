@@ -1,0 +1,187 @@
+"""What becomes of responses that cannot be scored, and of a run whose scores all fail; in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.types import Prompt
+from tests.support.accounts import check_accounts
+from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
+
+pytestmark = pytest.mark.virtual_time
+
+Fails = Callable[[int, str], bool]
+"""From the prompt's number and the response to whether its score fails."""
+
+
+class Judge:
+    """A judge that gives 1 for a response that begins with a y, or that fails."""
+
+    def __init__(self, fails: Fails) -> None:
+        self.fails, self.asked = fails, 0
+
+    async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
+        """After a second."""
+        await asyncio.sleep(1)
+        self.asked += 1
+        if self.fails(prompt.prompt_id, response):
+            return RewardResult(-2.0, "endpoint", "http://judge: HTTP 503", place="503")
+        score = float(response.startswith("y"))
+        return RewardResult(score, score=score)
+
+
+def world(folder: Path, fails: Fails, engine: ScriptedEngine | None = None, **reward: Any) -> World:
+    """Groups of three: a right response of two tokens, and two wrong ones of three and four."""
+    found = World(folder, [engine or ScriptedEngine(answer)], scorer=Judge(fails), prompts=40)
+    found.config = dataclasses.replace(found.config, reward=RewardConfig(failed=-2.0, **reward))
+    return found
+
+
+def answer(_prompt: int, sample: int) -> str:
+    return ("y", "no", "nay")[sample]
+
+
+def cut_nay(prompt: int, response: str) -> bool:
+    return prompt in (1, 2) and response == "nay"
+
+
+def check(found: World) -> None:
+    check_accounts(found.journal, found.journal, found.config.rollout, found.dataset.prompts)
+
+
+async def test_a_failed_response_is_left_out_of_its_group(tmp_path: Path) -> None:
+    one = world(tmp_path, cut_nay)
+    async with one.sampling():
+        batch = await one.train(1)
+    assert prompt_ids(batch) == [0, 1, 2, 3]
+    assert [[r.reward for r in group.rollouts] for group in batch.groups] == [
+        [1, 0, 0],
+        [1, 0],
+        [1, 0],
+        [1, 0, 0],
+    ]
+    found = batch.metrics
+    assert (found["reward/failures"], found["reward/failed_fraction"]) == (2, 2 / 12)
+    assert found["reward/mean"] == found["reward/correct_fraction"] == 4 / 10
+    assert found["rollout/tokens"] == found["sampler/tokens_trained"] == 4 * (2 + 3) + 2 * 4
+    assert found["sampled/rollout/tokens"] == found["sampler/tokens_sampled"] == 4 * (2 + 3 + 4)
+    assert (found["sampler/tokens_dropped"], found["rollout/groups_failed"]) == (8, 0)
+    check(one)
+
+
+async def test_a_failed_response_may_have_a_value(tmp_path: Path) -> None:
+    one = world(tmp_path, cut_nay, on_failure="value")
+    async with one.sampling():
+        batch = await one.train(1)
+    assert [[r.reward for r in group.rollouts] for group in batch.groups][1] == [1, 0, -2]
+    assert batch.metrics["reward/mean"] == pytest.approx((4 - 2 * 2) / 12)
+    assert batch.metrics["sampler/tokens_dropped"] == 0
+    check(one)
+
+
+@pytest.mark.parametrize("drop_uniform", [True, False])
+async def test_a_group_with_one_score_is_dropped_and_another_is_sampled(
+    tmp_path: Path, drop_uniform: bool
+) -> None:
+    one = world(tmp_path, lambda prompt, response: prompt == 1 and response != "y")
+    rollout = dataclasses.replace(one.config.rollout, drop_uniform_groups=drop_uniform)
+    one.config = dataclasses.replace(one.config, rollout=rollout)
+    async with one.sampling():
+        batch = await one.train(1)
+    assert prompt_ids(batch) == [0, 2, 3, 4]
+    assert (batch.metrics["rollout/groups_failed"], batch.metrics["sampled/reward/failures"]) == (1, 2)
+    check(one)
+
+
+async def test_a_run_recounts_the_same_after_a_kill(tmp_path: Path) -> None:
+    engines = [ScriptedEngine(answer), ScriptedEngine(answer)]
+    whole, parts = world(tmp_path / "whole", cut_nay), world(tmp_path / "parts", cut_nay, engines[0])
+    async with whole.sampling():
+        expected = await whole.batch(1)
+    async with parts.sampling(rounds=False):
+        while len(parts.sampler._state.finished) < 4:
+            await asyncio.sleep(1)
+        parts.kill()
+    again = world(tmp_path / "parts", lambda prompt, response: True, engines[1])
+    async with again.sampling():
+        batch = await again.batch(1)
+    assert batch.metrics == expected.metrics
+    assert not engines[1].asked
+
+
+async def test_prompts_that_cannot_be_scored_do_not_stop_a_run(tmp_path: Path) -> None:
+    """A few at a time: they are tried once more, then dropped; nobody waits for 30 minutes."""
+    one = world(tmp_path, lambda prompt, response: prompt % 5 == 4)
+    async with one.sampling():
+        begun_s = asyncio.get_running_loop().time()
+        batches = [await one.train(step) for step in range(1, 6)]
+        took_s = asyncio.get_running_loop().time() - begun_s
+    assert [number for batch in batches for number in prompt_ids(batch)] == [
+        n for n in range(25) if n % 5 < 4
+    ]
+    assert took_s < 120
+    assert "reward_outage" not in one.event_kinds()
+
+
+async def test_an_outage_costs_nothing_if_it_ends(tmp_path: Path) -> None:
+    engine = ScriptedEngine(answer)
+    one = world(tmp_path, lambda prompt, response: False, engine)
+    async with one.sampling():
+        await one.train(1)
+        one.score.fails = lambda prompt, response: True
+        assert await one.sampler.next_batch(2, 10 * 60) is None
+        asked = len(engine.asked)
+        one.score.fails = lambda prompt, response: False
+        batch = await one.train(2)
+    assert prompt_ids(batch) == [4, 5, 6, 7]
+    assert len(engine.asked) == asked == 8 * 3
+    assert batch.metrics["sampled/reward/failures"] == 0
+    [event] = [event for event in one.events if event["kind"] == "reward_outage"]
+    assert event["detail"] == (
+        "4 groups in a row have no score, the last for endpoint: http://judge: HTTP 503; tried for 30 minutes"
+    )
+
+
+@pytest.mark.parametrize("on_failure", ["leave_out", "value"])
+async def test_a_longer_outage_stops_the_run_and_the_responses_are_kept(
+    tmp_path: Path, on_failure: str
+) -> None:
+    one = world(tmp_path, lambda prompt, response: False, on_failure=on_failure, outage_minutes=12.0)
+    says = (
+        r"no response could be scored for 12 minutes \(reward.outage_minutes\): 4 groups in a row have no "
+        "score, the last for endpoint: http://judge: HTTP 503. Nothing was trained on them. Mend what scores"
+    )
+    async with one.sampling():
+        await one.train(1)
+        one.score.fails = lambda prompt, response: True
+        begun_s = asyncio.get_running_loop().time()
+        with pytest.raises(RunStopped, match=says):
+            await one.sampler.next_batch(2, 800)
+        assert 12 * 60 <= asyncio.get_running_loop().time() - begun_s < 13 * 60
+        one.kill()
+    check(one)
+    engine = ScriptedEngine(answer)
+    again = world(tmp_path, lambda prompt, response: False, engine, on_failure=on_failure)
+    async with again.sampling(first_step=2):
+        assert prompt_ids(await again.train(2)) == [4, 5, 6, 7]
+    assert not engine.asked
+
+
+async def test_a_run_whose_steps_have_one_group_notices_an_outage(tmp_path: Path) -> None:
+    one = World(tmp_path, [ScriptedEngine(mixed)], scorer=Judge(lambda *_: False), prompts_per_step=1)
+    one.config = dataclasses.replace(one.config, reward=RewardConfig(outage_minutes=5.0))
+    async with one.sampling():
+        await one.train(1)
+        one.score.fails = lambda prompt, response: True
+        with pytest.raises(RunStopped, match="2 groups in a row have no score"):
+            await one.sampler.next_batch(2, 800)
+        one.kill()

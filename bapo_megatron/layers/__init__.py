@@ -107,13 +107,13 @@ class Kind(ABC):
             if not isinstance(size, bool) and not 1 <= size <= MOST:
                 yield f"a model with {name}={str(size)[:20]} cannot be"
 
-    @abstractmethod
     def arguments(self) -> dict[str, object]:
         """Megatron-LM's arguments of it."""
+        return {}
 
-    @abstractmethod
     def states(self) -> tuple[str, ...]:
         """Its modules that keep a state of their own on Transformer Engine."""
+        return ()
 
     @abstractmethod
     def cuts(self) -> tuple[Cut, ...]:

@@ -29,9 +29,6 @@ class Mlp(Kind):
     def parameters(self, hidden: int) -> dict[str, Mapping]:
         return {**_norm(hidden), **_gated("mlp.", self.ffn, hidden)}
 
-    def arguments(self) -> dict[str, object]:
-        return {}
-
     def states(self) -> tuple[str, ...]:
         return "mlp.linear_fc1", "mlp.linear_fc2"
 

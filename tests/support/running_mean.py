@@ -27,7 +27,7 @@ from torch import Tensor
 from bapo_megatron.hf.config import FAMILIES, Family, dense_stack, read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.layers import Block, Kind, Mapping, plain
-from bapo_megatron.layers.costs import Cut, Decoding, Flops, Place, Saved
+from bapo_megatron.layers.costs import Cut, Flops, Place, Saved
 from bapo_megatron.policy.layers import Builder, norm_class
 from bapo_megatron.policy.positions import gathered_rows, positions
 
@@ -50,12 +50,6 @@ class RunningMean(Kind):
             "self_attention.down.weight": plain("mean.down.weight", (hidden, self.width), tp_dim=1),
         }
 
-    def arguments(self) -> dict[str, object]:
-        return {}
-
-    def states(self) -> tuple[str, ...]:
-        return ()
-
     def cuts(self) -> tuple[Cut, ...]:
         return (Cut("tensor", "width of the mean", self.width),)
 
@@ -71,9 +65,6 @@ class RunningMean(Kind):
     def sent(self, at: Place) -> dict[str, float]:
         own = at.element * self.width / at.parallel.tensor
         return {"TP": at.pair(False), "CP": own * (at.parallel.context - 1) * (2 + at.passes)}
-
-    def decoding(self) -> Decoding:
-        return Decoding()
 
 
 class Mean(MegatronModule):  # type: ignore[misc]

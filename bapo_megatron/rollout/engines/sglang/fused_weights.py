@@ -81,10 +81,10 @@ class FusedLayout:
         self.tensor, self._tied = tensor, shape.tied
         self._places: dict[str, Place] = {}
         for mapping in mapping_table(shape).values():
-            names, experts = mapping.hf_names, 1 if mapping.expert is None else shape.experts.count  # type: ignore[union-attr]
+            names, experts = mapping.hf_names, shape.experts.count if shape.experts else 1
+            parts = len(names) * (1 if mapping.expert is None else experts)
             for number, name in enumerate(names):
                 part = number + (mapping.expert or 0) * len(names)
-                parts = experts * len(names)
                 self._places[name] = Place(mapping.served or name, self._cut(mapping, number), part, parts)
 
     def place(self, name: str) -> Place | None:

@@ -48,7 +48,9 @@ def recipe() -> RunConfig:
             updates_per_epoch=1,
         ),
         optimizer=replace(run.optimizer, lr=1.4e-4),
-        evaluation=replace(run.evaluation, suites=(str(demo / "eval_study.jsonl"),)),
+        # As the arms in docs/study.jsonl were run.
+        evaluation=replace(run.evaluation, suites=(str(demo / "eval_study.jsonl"),), last=False),
+        reward=replace(run.reward, on_failure="value"),
         checkpoint=replace(run.checkpoint, keep_last=1),
         logging=LoggingConfig(tensorboard=False),
     )

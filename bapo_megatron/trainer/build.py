@@ -140,9 +140,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
                 on_event(event)
         if point.has_work:
             sync.push(policy, point.first_step - 1)
-        client = sampler if isinstance(sampler, SamplerClient) else None
-        handing_over = sync if isinstance(sync, HandsOver) else None
-        handover = GpuHandover(config, policy, client, servers, on_event, handing_over)
+        handover = _handover(config, policy, sampler, servers, on_event, sync)
         # The watchdog starts last: loading a model and starting servers may take longer than its limit.
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         barrier()  # a rank that is told to stop before it ends at once, and the others with it
@@ -163,6 +161,19 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
             preemption=preemption,
             watchdog=watchdog,
         )
+
+
+def _handover(
+    config: RunConfig,
+    policy: MegatronPolicy,
+    sampler: Sampler | None,
+    servers: EngineServers | None,
+    on_event: OnEvent,
+    sync: WeightSync,
+) -> GpuHandover:
+    client = sampler if isinstance(sampler, SamplerClient) else None
+    handing_over = sync if isinstance(sync, HandsOver) else None
+    return GpuHandover(config, policy, client, servers, on_event, handing_over)
 
 
 def _update_loss(config: RunConfig) -> UpdateLoss:

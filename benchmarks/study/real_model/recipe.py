@@ -30,7 +30,9 @@ def recipe() -> RunConfig:
         rollout=replace(run.rollout, max_response_tokens=96),
         algorithm=replace(run.algorithm, bounds=BoundsConfig(), reuse_epochs=1, updates_per_epoch=1),
         optimizer=replace(run.optimizer, lr=1.5e-5, warmup_updates=0, decay="constant"),
-        evaluation=replace(run.evaluation, suites=(str(HELD_OUT),)),
+        # As the arms of the study were begun.
+        evaluation=replace(run.evaluation, suites=(str(HELD_OUT),), last=False),
+        reward=replace(run.reward, on_failure="value"),
         batch=replace(run.batch, hold_forwards=False),  # arms with fixed bounds search nothing, and refuse it
         checkpoint=replace(run.checkpoint, keep_last=1),
         logging=LoggingConfig(tensorboard=False),

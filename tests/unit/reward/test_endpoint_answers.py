@@ -69,7 +69,7 @@ def test_an_answer_that_is_no_http_does_not_show_the_query(caplog: pytest.LogCap
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=_nonsense, args=(listening,), daemon=True).start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1?key={KEY}"
-        settings = {"url": url, "model": "m", "give_up_s": 0.5}
+        settings = {"url": url, "model": "m", "give_up_s": 3.0}
         found = pooled(one(), RewardConfig(function="llm_judge", settings=settings))
     assert (found.failure, found.place) == ("endpoint", "ClientResponseError")
     assert KEY not in found.detail + caplog.text

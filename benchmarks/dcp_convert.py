@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
+from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.hf.parameter_map import checkpoint_keys, mapping_table
 from bapo_megatron.policy.weight_map import join, split
 
 
@@ -30,11 +30,15 @@ def to_megatron(hf_folder: Path, output: Path) -> None:
     shape = read_model_shape(hf_folder)
     state = {}
     for name, mapping in mapping_table(shape).items():
-        layers = range(shape.layers) if "{layer}" in name else range(1)
-        joined = [join(mapping, [tensors[n.format(layer=i)] for n in mapping.hf_names]) for i in layers]
-        state[checkpoint_key(name)] = torch.stack(joined) if "{layer}" in name else joined[0]
+        places = mapping.places
+        joined = [join(mapping, [tensors[n.format(layer=i)] for n in mapping.hf_names]) for i in places]
+        state[_key(name, shape)] = joined[0] if mapping.layers is None else torch.stack(joined)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(output), no_dist=True)
     torch.save({"content_metadata": {"singleton_local_shards": False}}, output / "common.pt")
+
+
+def _key(name: str, shape: ModelShape) -> str:
+    return checkpoint_keys(name, shape.blocks[0])[0]
 
 
 def to_hf(hf_folder: Path, checkpoint: Path, output: Path) -> None:
@@ -45,15 +49,14 @@ def to_hf(hf_folder: Path, checkpoint: Path, output: Path) -> None:
     table = mapping_table(shape)
     state = {
         key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
-        for key in map(checkpoint_key, table)
+        for key in (_key(name, shape) for name in table)
     }
     dcp.load(state, storage_reader=reader, no_dist=True)
     tensors = {}
     for name, mapping in table.items():
-        stacked = "{layer}" in name
-        for layer in range(shape.layers) if stacked else range(1):
-            value = state[checkpoint_key(name)]
-            parts = split(mapping, value[layer] if stacked else value)
+        for layer in mapping.places:
+            value = state[_key(name, shape)]
+            parts = split(mapping, value if layer is None else value[layer])
             for hf_name, tensor in zip(mapping.hf_names, parts, strict=True):
                 tensors[hf_name.format(layer=layer)] = tensor.contiguous()
     output.mkdir()

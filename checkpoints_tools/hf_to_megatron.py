@@ -32,8 +32,7 @@ from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dis
 # Megatron-LM's name for weights that no training run of its own has saved: it then asks for no optimizer.
 _RELEASE = "release"
 _COMMON, _CONTENT = "common.pt", "content_metadata"
-_WRITTEN_CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-"""The rules by which our keys are made; megatron-core reads it from ``common.pt``."""
+_LAYERS_APART = "non_homogeneous_layers"
 
 
 def to_megatron(hf_folder: Path, output: Path, grid: int = 8, settings: Settings = DEFAULTS) -> Conversion:
@@ -115,7 +114,7 @@ def _contents(source: OpenedCheckpoint, weights_only: bool) -> Contents:
     if weights_only or not isinstance(content, TorchDist):
         return Contents(_new_common(source.shape, source.location.iteration or 0))
     # Layers' own states have keys as the layers have, so they fit only where these stay the same.
-    same_keys = content.layout == "stacked" and not content.prefix
+    same_keys = _has_our_keys(content) and not content.prefix
     with ChunkFiles() as files:
         objects = {
             key: files.read(place)
@@ -141,18 +140,29 @@ def common_for_stacked(source: TorchDist) -> bytes:
     CheckpointError for an object that the pickle writer cannot write.
     """
     path = source.folder / _COMMON
-    if source.layout == "stacked":
+    if _has_our_keys(source):
         return read_file_inside(source.folder, _COMMON)
     content = source.common.get(_CONTENT)
     kept = content if isinstance(content, dict) else {}
-    changed = {**kept, **_WRITTEN_CONTENT}
-    changed.pop("non_homogeneous_layers", None)
+    others = {name: value for name, value in kept.items() if name != _LAYERS_APART}
+    changed = {**others, **_rules(source.shape)}
     try:
         return object_archive(_as_written({**source.common, _CONTENT: changed}))
     except (TypeError, CheckpointError) as error:
         raise CheckpointError(
             f"{path} cannot be written anew ({error}); --weights-only leaves it behind"
         ) from None
+
+
+def _has_our_keys(source: TorchDist) -> bool:
+    """Whether the layout of the layers is the one that is written."""
+    return source.layout == ("stacked" if source.shape.is_uniform else "per_layer")
+
+
+def _rules(shape: ModelShape) -> dict[str, bool]:
+    """The rules by which our keys are made; megatron-core reads them from ``common.pt``."""
+    rules = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    return rules if shape.is_uniform else {**rules, _LAYERS_APART: True}
 
 
 def _as_written(value: Any) -> Any:
@@ -194,7 +204,7 @@ def _new_common(shape: ModelShape, iteration: int = 0) -> bytes:
     """``common.pt`` of a checkpoint without an optimizer."""
     namespace = Instance(Name("argparse", "Namespace"), arguments(shape))
     return object_archive(
-        {"checkpoint_version": 3.0, "iteration": iteration, _CONTENT: _WRITTEN_CONTENT, "args": namespace}
+        {"checkpoint_version": 3.0, "iteration": iteration, _CONTENT: _rules(shape), "args": namespace}
     )
 
 
@@ -206,12 +216,7 @@ def arguments(shape: ModelShape) -> Mapping[str, Any]:
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
         "ffn_hidden_size": shape.ffn,
-        "num_attention_heads": shape.heads,
-        "group_query_attention": True,
-        "num_query_groups": shape.kv_heads,
-        "kv_channels": shape.head_dim,
-        "qk_layernorm": shape.qk_norm,
-        "add_qkv_bias": shape.qkv_bias,
+        **{name: value for kind in shape.kinds for name, value in kind.arguments().items()},
         "add_bias_linear": False,
         "swiglu": True,
         "normalization": "RMSNorm",
@@ -226,18 +231,4 @@ def arguments(shape: ModelShape) -> Mapping[str, Any]:
         "consumed_train_samples": 0,
         "no_save_optim": True,
         "no_save_rng": True,
-        **_expert_arguments(shape),
-    }
-
-
-def _expert_arguments(shape: ModelShape) -> Mapping[str, Any]:
-    if shape.experts is None:
-        return {}
-    return {
-        "num_experts": shape.experts.count,
-        "moe_ffn_hidden_size": shape.experts.ffn,
-        "moe_router_topk": shape.experts.per_token,
-        "moe_router_pre_softmax": not shape.experts.normalized,
-        "moe_router_load_balancing_type": "none",
-        "expert_model_parallel_size": 1,
     }

@@ -191,7 +191,11 @@ def _model(location: Location, reference: Path | None) -> tuple[dict[str, Any] |
     except CheckpointError:
         return None, None
     shape = read_model_shape(folder)
-    model = {"name": FAMILIES[shape.family], "config": str(folder), **asdict(shape)}
+    sizes = asdict(shape)
+    del sizes["blocks"], sizes["pattern"]
+    sizes |= {"layers": shape.layers, **asdict(shape.attention)}
+    sizes["experts"] = asdict(shape.experts) if shape.experts else None
+    model = {"name": FAMILIES[shape.family].title, "config": str(folder), **sizes}
     return model, sum(prod(tensor) for tensor in hf_tensors(shape).values())
 
 

@@ -43,9 +43,6 @@ _MEET_S = 5.0
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of a refused hard link, after which a copy is tried."""
 
-_SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qkv_bias", "qk_norm")
-"""Fields of ``ModelShape`` that, with the experts, determine the names and shapes of a model's tensors."""
-
 
 # --- preflight ---
 
@@ -106,7 +103,7 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
     if (theirs / "config.json").is_file():
         other, ours = _sizes(read_model_shape(theirs)), _sizes(read_model_shape(config.model.hf_path))
         if differ := [name for name in other if other[name] != ours[name]]:
-            told = ", ".join(f"{name} {other[name]}, here {ours[name]}" for name in differ)
+            told = ", ".join(f"{name} {other.get(name, 0)}, here {ours.get(name, 0)}" for name in differ)
             raise ConfigError(
                 f"--fork {source}: its weights do not fit model.hf_path={config.model.hf_path} ({told}); all "
                 f"other settings may differ, the shape of the model may not"
@@ -120,11 +117,8 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
 
 def _sizes(shape: ModelShape) -> dict[str, object]:
     """What determines the names and shapes of a model's tensors, by its name in messages."""
-    experts = shape.experts
-    return {name: getattr(shape, name) for name in _SHAPE} | {
-        "experts": experts.count if experts else 0,
-        "width of an expert": experts.ffn if experts else 0,
-    }
+    found = {name: getattr(shape, name) for name in ("layers", "hidden", "ffn", "vocab", "tied")}
+    return found | {name: size for kind in shape.kinds for name, size in kind.sizes().items()}
 
 
 def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:

@@ -12,13 +12,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.fp8 import check_quantization, without_quantization
+from bapo_megatron.layers import MOST, Block, Kind
+from bapo_megatron.layers.attention import Attention
+from bapo_megatron.layers.mlp import Experts, Mlp
 from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside, read_file_inside
 from bapo_megatron.runtime.written_folders import MARK
 
@@ -45,39 +49,17 @@ _GENERATION = {
 """Fields of generation_config.json that engines read, with what each must be; null counts as missing."""
 
 _LONGEST_BYTES = 1 << 24
-_MOST_LAYERS, _MOST_EXPERTS, _MOST = 10_000, 1 << 20, 2**31 - 1
-
-FAMILIES = {
-    "qwen2": "Qwen2 / Qwen2.5",
-    "qwen3": "Qwen3 dense",
-    "qwen3_moe": "Qwen3 MoE",
-    "llama": "Llama 3",
-}
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """Shape of a layer's mixture of experts: a router and gated SiLU MLPs; each token takes a few of them."""
-
-    count: int
-    per_token: int
-    """Experts of a token, those of its highest router logits (top-k)."""
-    ffn: int
-    normalized: bool
-    """Whether the weights of a token's experts sum to 1; else they are their probabilities among all."""
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder: RMSNorm, RoPE, grouped-query attention, and gated SiLU MLPs or experts."""
+    """Shape of a decoder: RMSNorm, RoPE, and what each of its layers is made of."""
 
     family: str
-    layers: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     ffn: int
+    """Width of an MLP by config.json; a model of experts alone has none."""
     vocab: int
     max_positions: int
     norm_eps: float
@@ -85,10 +67,43 @@ class ModelShape:
     rope_scaling: float | None
     """Factor of Llama 3's frequency scaling; None for none."""
     tied: bool
-    qkv_bias: bool
-    qk_norm: bool
-    experts: ExpertShape | None = None
-    """Experts of each layer, which then has no MLP of width ``ffn``; None for a dense model."""
+    blocks: tuple[Block, ...]
+    """The different layers that the model has."""
+    pattern: tuple[int, ...]
+    """Index of each layer's block."""
+
+    @property
+    def layers(self) -> int:
+        return len(self.pattern)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The different kinds of its layers."""
+        return tuple(dict.fromkeys(kind for block in self.blocks for kind in block.kinds))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike. Checkpoints then stack them; else each layer has keys of its own."""
+        return len(self.blocks) == 1
+
+    def block_of(self, layer: int | None) -> Block:
+        """The block of a layer; of None, which stands for the model, that of the first."""
+        return self.blocks[self.pattern[layer or 0]]
+
+    def layers_of(self, kind: Kind) -> tuple[int, ...]:
+        """The layers that have ``kind``."""
+        having = [kind in block.kinds for block in self.blocks]
+        return tuple(layer for layer, block in enumerate(self.pattern) if having[block])
+
+    @property
+    def attention(self) -> Attention:
+        """The attention of its layers, by which RoPE is made."""
+        return next(kind for kind in self.kinds if isinstance(kind, Attention))
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of its layers; None for a dense model."""
+        return next((kind for kind in self.kinds if isinstance(kind, Experts)), None)
 
 
 def read_model_shape(folder: Path) -> ModelShape:
@@ -115,18 +130,16 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
     """Shape from a parsed config.json; ``source`` names it in errors."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        known = ", ".join(f"{name} ({title})" for name, title in FAMILIES.items())
+        known = ", ".join(f"{name} ({one.title})" for name, one in FAMILIES.items())
         raise ConfigError(f"{source}: model_type={family!r:.80} is not supported; supported are {known}")
     try:
-        heads, hidden = _integer(config, "num_attention_heads"), _integer(config, "hidden_size")
+        _check_sizes({"layers": _integer(config, "num_hidden_layers")}, _MOST_LAYERS, source)
         rope_theta, rope_scaling = _rope(config, source)
+        stack = FAMILIES[family].stack(config)
+        blocks = tuple(dict.fromkeys(stack))
         shape = ModelShape(
             family=family,
-            layers=_integer(config, "num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=_kv_heads(config, family, heads),
-            head_dim=_head_dim(config, family, hidden, heads),
+            hidden=_integer(config, "hidden_size"),
             ffn=_integer(config, "intermediate_size"),
             vocab=_integer(config, "vocab_size"),
             max_positions=_integer(config, "max_position_embeddings"),
@@ -134,9 +147,8 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             tied=_flag(config, "tie_word_embeddings"),
-            qkv_bias=family == "qwen2",
-            qk_norm=family in ("qwen3", "qwen3_moe"),
-            experts=_experts(config) if family == "qwen3_moe" else None,
+            blocks=blocks,
+            pattern=tuple(blocks.index(block) for block in stack),
         )
         _check_counts(shape, source)
         _refuse_variants(config, source)
@@ -251,45 +263,67 @@ def problems_of(folder: Path, problems: Sequence[str]) -> str:
 
 
 def _check_counts(shape: ModelShape, source: str) -> None:
-    for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions"):
-        most = _MOST_LAYERS if field == "layers" else _MOST
-        if not 1 <= getattr(shape, field) <= most:
-            raise ConfigError(f"{source}: a model with {field}={str(getattr(shape, field))[:20]} cannot be")
+    sizes = {field: getattr(shape, field) for field in ("hidden", "ffn", "vocab", "max_positions")}
+    _check_sizes(sizes, MOST, source)
     for name, number in {"rms_norm_eps": shape.norm_eps, "rope_theta": shape.rope_theta}.items():
         if not (math.isfinite(number) and number > 0):
             raise ConfigError(f"{source}: {name}={number} cannot be")
-    if shape.experts is not None:
-        _check_experts(shape.experts, source)
-    if shape.heads % shape.kv_heads:
-        raise ConfigError(
-            f"{source}: num_attention_heads={shape.heads} is no multiple of "
-            f"num_key_value_heads={shape.kv_heads}"
-        )
+    for problem in (problem for kind in shape.kinds for problem in kind.problems()):
+        raise ConfigError(f"{source}: {problem}")
 
 
-def _experts(config: dict[str, Any]) -> ExpertShape:
-    """The experts: transformers 5 writes ``num_local_experts``, the hub's folders have ``num_experts``."""
-    return ExpertShape(
+def _check_sizes(sizes: dict[str, int], most: int, source: str) -> None:
+    for field, size in sizes.items():
+        if not 1 <= size <= most:
+            raise ConfigError(f"{source}: a model with {field}={str(size)[:20]} cannot be")
+
+
+def dense_stack(config: dict[str, Any], qkv_bias: bool = False, qk_norm: bool = False) -> list[Block]:
+    """Layers of attention and an MLP."""
+    family, heads = config["model_type"], _integer(config, "num_attention_heads")
+    attention = Attention(
+        heads=heads,
+        kv_heads=_kv_heads(config, family, heads),
+        head_dim=_head_dim(config, family, _integer(config, "hidden_size"), heads),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+    block = Block(attention, Mlp(_integer(config, "intermediate_size")))
+    return [block] * _integer(config, "num_hidden_layers")
+
+
+def _expert_stack(config: dict[str, Any]) -> list[Block]:
+    """Layers with experts: transformers 5 writes ``num_local_experts``, the hub's folders ``num_experts``."""
+    experts = Experts(
         count=_integer(config, "num_experts" if "num_experts" in config else "num_local_experts"),
         per_token=_integer(config, "num_experts_per_tok"),
         ffn=_integer(config, "moe_intermediate_size"),
         normalized=_flag(config, "norm_topk_prob"),
     )
+    return [replace(block, mlp=experts) for block in dense_stack(config, qk_norm=True)]
 
 
-def _check_experts(experts: ExpertShape, source: str) -> None:
-    for field, value in {"num_experts": experts.count, "moe_intermediate_size": experts.ffn}.items():
-        if not 1 <= value <= _MOST_EXPERTS:
-            raise ConfigError(f"{source}: a model with {field}={str(value)[:20]} cannot be")
-    if experts.per_token == 1 and experts.normalized:
-        raise ConfigError(
-            f"{source}: num_experts_per_tok=1 with norm_topk_prob is not supported: a token's one expert "
-            "has the weight 1 always, so the router has no gradient"
-        )
-    if not 1 <= experts.per_token <= experts.count:
-        raise ConfigError(
-            f"{source}: num_experts_per_tok={experts.per_token} cannot be: there are {experts.count} experts"
-        )
+@dataclass(frozen=True)
+class Family:
+    """Family of models: how its config.json describes the layers."""
+
+    title: str
+    served: str | None = None
+    """Class whose servers have the layout of weights that the kinds of its layers say; None: unknown."""
+    stack: Callable[[dict[str, Any]], list[Block]] = dense_stack
+    """Each layer of the model that a config.json describes."""
+    allows: tuple[str, ...] = ()
+    """Settings that ``_refuse_variants`` refuses in other families."""
+
+
+FAMILIES = {
+    "qwen2": Family(
+        "Qwen2 / Qwen2.5", "Qwen2ForCausalLM", partial(dense_stack, qkv_bias=True), allows=("attention_bias",)
+    ),
+    "qwen3": Family("Qwen3 dense", "Qwen3ForCausalLM", partial(dense_stack, qk_norm=True)),
+    "qwen3_moe": Family("Qwen3 MoE", "Qwen3MoeForCausalLM", _expert_stack),
+    "llama": Family("Llama 3", "LlamaForCausalLM"),
+}
 
 
 def _rope(config: dict[str, Any], source: str) -> tuple[float, float | None]:
@@ -350,7 +384,7 @@ def _refuse_variants(config: dict[str, Any], source: str) -> None:
     """ConfigError for unsupported settings, which would silently change the model's function."""
     refused = {
         "use_sliding_window": _flag(config, "use_sliding_window"),
-        "attention_bias": _flag(config, "attention_bias") and config["model_type"] != "qwen2",
+        "attention_bias": _flag(config, "attention_bias"),
         "mlp_bias": _flag(config, "mlp_bias"),
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
@@ -358,7 +392,7 @@ def _refuse_variants(config: dict[str, Any], source: str) -> None:
         "layer_types": set(_layer_types(config)) - {"full_attention"} != set(),
     }
     for field, wrong in refused.items():
-        if wrong:
+        if wrong and field not in FAMILIES[config["model_type"]].allows:
             raise ConfigError(f"{source}: {field}={config[field]!r:.80} is not supported")
     check_quantization(config, source)
 
@@ -371,22 +405,6 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
     return found or []
 
 
-def attention_matmuls(shape: ModelShape) -> int:
-    """2 hidden head_dim (heads + kv_heads): entries of one layer's q, k, v and output projections."""
-    return 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
-
-
-def mlp_matmuls(shape: ModelShape) -> int:
-    """3 hidden ffn: entries of the matrices of one layer's MLP (gate, up, down) that a token passes.
-
-    With experts: hidden (3 per_token expert_ffn + experts), those of its experts and of the router.
-    """
-    if shape.experts is not None:
-        experts = shape.experts
-        return shape.hidden * (3 * experts.per_token * experts.ffn + experts.count)
-    return 3 * shape.hidden * shape.ffn
-
-
 def head_flops_per_token(shape: ModelShape) -> float:
     """2 hidden vocab: forward FLOPs of the output layer for one token."""
     return 2.0 * shape.hidden * shape.vocab
@@ -394,16 +412,14 @@ def head_flops_per_token(shape: ModelShape) -> float:
 
 def linear_flops_per_token(shape: ModelShape) -> float:
     """Forward FLOPs of all weight matrices for one token, output layer included, without attention scores."""
-    per_layer = attention_matmuls(shape) + mlp_matmuls(shape)
-    return 2.0 * shape.layers * per_layer + head_flops_per_token(shape)
+    flops = ((len(shape.layers_of(kind)), kind.flops(shape.hidden)) for kind in shape.kinds)
+    return sum(count * (own.linear + own.routed) for count, own in flops) + head_flops_per_token(shape)
 
 
 def attention_flops(shape: ModelShape, n: float) -> float:
-    """2 layers heads head_dim n^2: forward FLOPs of causal attention for a sequence of ``n`` tokens.
-
-    Scores and weighted values take 2 heads head_dim FLOPs each for one of the n^2 / 2 causal pairs of tokens.
-    """
-    return 2.0 * shape.layers * shape.heads * shape.head_dim * n**2
+    """Forward FLOPs of causal attention for a sequence of ``n`` tokens, which grow with n^2."""
+    flops = ((len(shape.layers_of(kind)), kind.flops(shape.hidden)) for kind in shape.kinds)
+    return sum(count * own.quadratic for count, own in flops) * n**2
 
 
 def attention_weight(shape: ModelShape) -> float:

@@ -2,19 +2,18 @@
 
 A megatron parameter is its HF tensors cut into segments of rows and stacked. Weights in memory follow the
 table (``policy/weight_map.py``: loading, syncing), and so do weights in files (``checkpoints_tools``), which
-is why nothing here needs torch. All shapes are *global*: those of a model that no parallelism has cut.
-
-Layouts, from megatron-core: ``linear_qkv`` stacks, for each KV group, its query heads, its key head and its
-value head; ``linear_fc1`` stacks the gate over the up projection, on each TP rank anew.
+is why nothing here needs torch. What a layer has, its kinds say (``layers/``).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from bapo_megatron.hf.config import ExpertShape, ModelShape
+from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.layers import Block, Mapping, plain
+from bapo_megatron.layers.mlp import EXPERTS
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -22,100 +21,31 @@ Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by their Hugging Face names."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowSegment:
-    """Row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor."""
-
-    source: int
-    """Index of the HF tensor among the parameter's."""
-    row: int
-    """First row of the segment in the HF tensor."""
-    rows: int
-
-
-@dataclass(frozen=True)
-class Mapping:
-    """Mapping of one megatron parameter of a layer or the model: HF tensors, row segments, TP cut."""
-
-    hf_names: tuple[str, ...]
-    """Names of the HF tensors, which may contain ``{layer}``."""
-    hf_shapes: tuple[tuple[int, ...], ...]
-    segments: tuple[RowSegment, ...]
-    """Segments from the parameter's first row to its last. Each row of each HF tensor is in exactly one."""
-    tp_dim: int | None
-    """Dimension that tensor parallelism cuts; None for a replicated parameter."""
-    tp_parts: int = 1
-    """Stacked parts along ``tp_dim`` that are each cut on their own (gate and up: 2)."""
-    expert: int | None = None
-    """Number of the parameter's expert, which one rank of EP has, and ETP cuts along ``tp_dim``. None: every
-    rank of EP has the parameter, and TP cuts it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
-        return (sum(shape[0] for shape in self.hf_shapes), *self.hf_shapes[0][1:])
-
-
 def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
     """Parameter map of a model: from megatron names (``{layer}`` for the layer number) to mappings."""
-    h, d = shape.hidden, shape.head_dim
-    queries = shape.heads * d
-    hf = "model.layers.{layer}."
-    mg = "decoder.layers.{layer}."
-    table = {
-        "embedding.word_embeddings.weight": _plain(EMBEDDING, (shape.vocab, h), tp_dim=0),
-        mg + "input_layernorm.weight": _plain(hf + "input_layernorm.weight", (h,)),
-        mg + "self_attention.linear_qkv.weight": _qkv(shape, "weight", (h,)),
-        mg + "self_attention.linear_proj.weight": _plain(
-            hf + "self_attn.o_proj.weight", (h, queries), tp_dim=1
-        ),
-        mg + "pre_mlp_layernorm.weight": _plain(hf + "post_attention_layernorm.weight", (h,)),
-        **(
-            _mixture(mg + "mlp.", hf + "mlp.", shape.experts, h)
-            if shape.experts
-            else _mlp(mg + "mlp.", hf + "mlp.", shape.ffn, h)
-        ),
-        "decoder.final_layernorm.weight": _plain("model.norm.weight", (h,)),
-    }
-    if shape.qkv_bias:
-        table[mg + "self_attention.linear_qkv.bias"] = _qkv(shape, "bias", ())
-    if shape.qk_norm:
-        table[mg + "self_attention.q_layernorm.weight"] = _plain(hf + "self_attn.q_norm.weight", (d,))
-        table[mg + "self_attention.k_layernorm.weight"] = _plain(hf + "self_attn.k_norm.weight", (d,))
+    table = {"embedding.word_embeddings.weight": plain(EMBEDDING, (shape.vocab, shape.hidden), tp_dim=0)}
+    for kind in shape.kinds:
+        layers = shape.layers_of(kind)
+        for name, mapping in kind.parameters(shape.hidden).items():
+            key = f"decoder.layers.{{layer}}.{name}"
+            hf_names = tuple(f"model.layers.{{layer}}.{hf_name}" for hf_name in mapping.hf_names)
+            others = table[key].layers if key in table else None  # a norm is of several kinds
+            if others and table[key].hf_shapes != mapping.hf_shapes:
+                raise ValueError(f"{key} has two shapes in layers of two kinds")
+            served = mapping.served and f"model.layers.{{layer}}.{mapping.served}"
+            having = tuple(sorted((*layers, *(others or ()))))
+            table[key] = replace(mapping, hf_names=hf_names, served=served, layers=having)
+    table["decoder.final_layernorm.weight"] = plain("model.norm.weight", (shape.hidden,))
     if not shape.tied:
-        table["output_layer.weight"] = _plain(OUTPUT, (shape.vocab, h), tp_dim=0)
-    return table
-
-
-def _mlp(mg: str, hf: str, ffn: int, hidden: int) -> dict[str, Mapping]:
-    """A gated MLP of width ``ffn``: that of a dense layer, or one expert."""
-    return {
-        mg + "linear_fc1.weight": Mapping(
-            tuple(f"{hf}{x}_proj.weight" for x in ("gate", "up")),
-            ((ffn, hidden),) * 2,
-            (RowSegment(0, 0, ffn), RowSegment(1, 0, ffn)),
-            tp_dim=0,
-            tp_parts=2,
-        ),
-        mg + "linear_fc2.weight": _plain(hf + "down_proj.weight", (hidden, ffn), tp_dim=1),
-    }
-
-
-def _mixture(mg: str, hf: str, experts: ExpertShape, hidden: int) -> dict[str, Mapping]:
-    """A mixture of experts: the router, which every rank has, and each expert's MLP."""
-    table = {mg + "router.weight": _plain(hf + "gate.weight", (experts.count, hidden))}
-    for number in range(experts.count):
-        own = f"experts.{number}."
-        for name, mapping in _mlp(mg + own, hf + own, experts.ffn, hidden).items():
-            table[name] = replace(mapping, expert=number)
+        table["output_layer.weight"] = plain(OUTPUT, (shape.vocab, shape.hidden), tp_dim=0)
     return table
 
 
 def hf_tensors(shape: ModelShape) -> Shapes:
     """All tensors of an HF folder of this model shape, with their shapes, in a natural order."""
     expected: Shapes = {}
-    for name, mapping in mapping_table(shape).items():
-        for layer in range(shape.layers) if "{layer}" in name else range(1):
+    for mapping in mapping_table(shape).values():
+        for layer in mapping.places:
             for hf_name, hf_shape in zip(mapping.hf_names, mapping.hf_shapes, strict=True):
                 expected[hf_name.format(layer=layer)] = hf_shape
     return expected
@@ -174,12 +104,9 @@ def fused_rows(name: str, shape: Sequence[int]) -> int | None:
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # Transformer Engine fuses a norm into the linear layer that follows it and names it there. Checkpoints do
-# so too, whichever of the two wrote them.
-_FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-_UNFUSED_NORMS = {plain: fused for fused, plain in _FUSED_NORMS.items()}
+# so too, whichever of the two wrote them (``Kind.norm_keys``).
+_FUSED_NORM = re.compile(r"(self_attention|mlp)\.\w+\.layer_norm_weight")
+_NORMS = {"self_attention": "input_layernorm.weight", "mlp": "pre_mlp_layernorm.weight"}
 _LOCAL_EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)(\d+))"
 )
@@ -196,40 +123,23 @@ def canonical_name(name: str, first_layer: int, first_expert: int = 0) -> tuple[
     match = _LAYER.fullmatch(name)
     if match is None:
         return name, None
-    suffix = _FUSED_NORMS.get(match[2], match[2])
+    fused = _FUSED_NORM.fullmatch(match[2])
+    suffix = _NORMS[fused[1]] if fused else match[2]
     if expert := _LOCAL_EXPERT.fullmatch(suffix):
         number = first_expert + int(expert[1] or expert[4])
         suffix = f"mlp.experts.{number}.{expert[2] or expert[3]}"
     return f"decoder.layers.{{layer}}.{suffix}", first_layer + int(match[1])
 
 
-def checkpoint_key(name: str, stacked: bool = True, sparse: bool = False) -> str:
-    """Key in a torch_dist checkpoint of the parameter ``name`` of the map.
+def checkpoint_keys(name: str, block: Block, stacked: bool = True) -> tuple[str, ...]:
+    """Keys in torch_dist checkpoints of the parameter ``name`` of the map: as written, then by other writers.
 
-    ``stacked``: all layers under one key, with a dimension for the layer in front of the parameter's own;
-    otherwise a key for each, with ``{layer}`` in it as in the table's name. All experts are under one key in
-    any case, with a dimension for the expert. ``sparse``: of a model with experts, where the norm before them
-    keeps its own name.
+    ``block``: that of the layer. ``stacked``: all layers under one key, with a dimension for the layer in
+    front of the parameter's own; otherwise a key for each, with ``{layer}`` in it as in the table's name. All
+    experts are under one key in any case, with a dimension for the expert.
     """
     prefix, layer, suffix = name.partition("decoder.layers.{layer}.")
     if not layer:
-        return prefix
-    suffix = _EXPERT.sub("mlp.experts.experts.", suffix)
-    if not (sparse and suffix == "pre_mlp_layernorm.weight"):
-        suffix = _UNFUSED_NORMS.get(suffix, suffix)
-    return ("decoder.layers." if stacked else layer) + suffix
-
-
-def _plain(hf_name: str, hf_shape: tuple[int, ...], tp_dim: int | None = None) -> Mapping:
-    return Mapping((hf_name,), (hf_shape,), (RowSegment(0, 0, hf_shape[0]),), tp_dim)
-
-
-def _qkv(shape: ModelShape, kind: str, tail: tuple[int, ...]) -> Mapping:
-    groups, d = shape.kv_heads, shape.head_dim
-    rows = (shape.heads // groups * d, d, d)  # of a group: query, key, value
-    return Mapping(
-        tuple(f"model.layers.{{layer}}.self_attn.{x}_proj.{kind}" for x in "qkv"),
-        tuple((groups * count, *tail) for count in rows),
-        tuple(RowSegment(i, g * count, count) for g in range(groups) for i, count in enumerate(rows)),
-        tp_dim=0,
-    )
+        return (prefix,)
+    own = block.keys(_EXPERT.sub(EXPERTS, suffix))
+    return tuple(("decoder.layers." if stacked else layer) + key for key in own)

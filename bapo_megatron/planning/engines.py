@@ -84,7 +84,7 @@ class EnginePlan:
 
 def cache_bytes_per_token(shape: ModelShape) -> int:
     """Bytes of one token's keys and values in bfloat16, all layers."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
+    return sum(len(shape.layers_of(kind)) * kind.decoding().per_token for kind in shape.kinds)
 
 
 def _default_gpus(job: Job) -> int:
@@ -103,7 +103,7 @@ def engine_plan(job: Job) -> EnginePlan:
     per_token = cache_bytes_per_token(job.shape)
     count = gpus // size
     # SGLang cuts the cache by KV heads; with more ranks than heads several ranks hold the same ones.
-    split = min(size, job.shape.kv_heads)
+    split = min(size, max(kind.decoding().heads for kind in job.shape.kinds))
     held = cache * split / per_token
     lengths = job.lengths
     present = job.mean_prompt + lengths.running_mean

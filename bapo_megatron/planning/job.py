@@ -20,12 +20,12 @@ from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.layers.costs import Place, Spec
 from bapo_megatron.planning.lengths import ResponseLengths, response_lengths
 from bapo_megatron.planning.sizes import (
-    ExpertLoad,
     evaluation_bytes,
-    expert_load,
     measured_imbalance,
+    rank_imbalance,
     rollout_bytes,
     run_folder_bytes,
 )
@@ -245,10 +245,11 @@ class Job:
         p = self.parallel
         return max(1, p.tensor * self.optimizer_shards // (p.expert * p.expert_tensor))
 
-    @property
-    def expert_load(self) -> ExpertLoad | None:
-        """Load of a layer's experts on the busiest rank; None without experts."""
-        return expert_load(self.shape, self.parallel, self.expert_imbalance)
+    def place(self, spec: Spec = "te", passes: float = 0.0) -> Place:
+        """The busiest rank, by which kinds of layers count; with ``passes`` forward-only ones an update."""
+        imbalance = rank_imbalance(self.parallel, self.expert_imbalance)
+        recompute = self.run.batch.recompute
+        return Place(self.shape.hidden, self.parallel, self.element, spec, recompute, imbalance, passes)
 
     @property
     def expert_imbalance(self) -> float:

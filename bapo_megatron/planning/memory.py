@@ -5,9 +5,11 @@ Weights, gradients, optimizer states and activations are counted; fields that ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from bapo_megatron.planning.activations import Spec, activation_bytes_per_token
+from bapo_megatron.layers import Block
+from bapo_megatron.layers.costs import Place, Saved, Spec
 from bapo_megatron.planning.job import GB, Job, in_flight
 from bapo_megatron.planning.sizes import (
     StageParameters,
@@ -15,7 +17,7 @@ from bapo_megatron.planning.sizes import (
     stage_parameters,
     total_parameters,
 )
-from bapo_megatron.policy.layout import chunk_layers
+from bapo_megatron.policy.layout import chunk_blocks
 from bapo_megatron.step_header import RouteShape
 
 _FP32 = 4
@@ -108,7 +110,8 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     optimizer = 0.0 if job.host_optimizer else optimizer_bytes(job, optimizer_shard(job, parameters))
     flight = _forwards_in_flight(job, stage)
     activations = activation_bytes(job, stage, spec)
-    workspace, head, buffers = _workspace(job), _head(job, stage), _buffers(job, stage)
+    workspace = _dearest(job, lambda saved: saved.workspace)
+    head, buffers = _head(job, stage), _buffers(job, stage)
     steady = weights + gradients + optimizer + FIXED
     shared = job.has_servers(stage)
     reads = shared and job.weights_by_ipc
@@ -153,19 +156,24 @@ def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
     The transient is one recomputed layer, or the final norm, which is freed before the first layer is
     recomputed. Every model chunk but the very last also holds its output.
     """
-    part = activation_bytes_per_token(
-        job.shape,
-        job.parallel,
-        job.element,
-        job.run.batch.recompute,
-        spec,
-        job.expert_imbalance,
-    )
-    layers = max(chunk_layers(job.parallel, job.shape.layers)[stage :: job.parallel.pipeline])
+    at, own = job.place(spec), chunk_blocks(job.parallel, job.shape)[stage :: job.parallel.pipeline]
+    kept = {block: block_bytes(block, at) for chunk in own for block in chunk}
+    layers = max(sum(count * kept[block][0] for block, count in chunk.items()) for chunk in own)
     chunks = _forwards_in_flight(job, stage)
     last = stage == job.parallel.pipeline - 1
-    on_top = max(part.transient, part.final_norm * last)
-    return job.tokens * (chunks * layers * part.layer + (chunks - last) * part.boundary + on_top)
+    on_top = max(at.norm * last, *(transient for _, transient in kept.values()))
+    return job.tokens * (chunks * layers + (chunks - last) * at.input + on_top)
+
+
+def block_bytes(block: Block, at: Place) -> tuple[float, float]:
+    """Bytes that a layer saves for a token, and those of its recomputation, for one layer at a time."""
+    parts = [kind.saved(at) for kind in block.kinds]
+    whole = sum(part.whole for part in parts)
+    return {
+        "none": (whole, 0.0),
+        "selective": (sum(part.selective for part in parts), max(part.again for part in parts)),
+        "full": (at.input, whole - at.shared_input),
+    }[at.recompute]
 
 
 def _forwards_in_flight(job: Job, stage: int) -> int:
@@ -238,18 +246,10 @@ def offloaded_bytes(job: Job) -> float:
     return max(stage.weights + stage.optimizer for stage in stages)
 
 
-def _workspace(job: Job) -> float:
-    """Backward workspace of one layer: gradients of gate, up and their product (3 x ffn) and of the hidden
-    state, and the input gathered over the TP ranks.
-
-    With experts all of a copy of a token, or while copies change places two of its hidden states.
-    """
-    hidden = job.shape.hidden
-    if (load := job.expert_load) is None:
-        entries = 3 * job.shape.ffn / job.parallel.tensor + 2 * hidden
-        return job.tokens * job.element * entries
-    copies = job.tokens * load.rows * max(3 * load.width + hidden, 2 * hidden)
-    return job.element * (copies + 2 * job.tokens * load.routed * hidden)
+def _dearest(job: Job, what: Callable[[Saved], float]) -> float:
+    """The most bytes that any kind of layer takes of a pack, for one layer at a time."""
+    at = job.place()
+    return job.tokens * max(what(kind.saved(at)) for kind in job.shape.kinds)
 
 
 def _head(job: Job, stage: int) -> float:
@@ -274,8 +274,7 @@ def _buffers(job: Job, stage: int) -> float:
     the routes of the packs in flight."""
     message = job.tokens * job.shape.hidden * job.element / job.norm_split
     pipeline = 2 * message if job.parallel.pipeline > 1 else 0.0
-    kv = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
-    ring = 4 * job.tokens * kv * job.element if job.parallel.context > 1 else 0.0
+    ring = _dearest(job, lambda saved: saved.buffers)
     return pipeline + ring + job.micro_batches * job.tokens * PACK_COLUMNS + _routes(job, stage)
 
 
@@ -284,7 +283,8 @@ def _routes(job: Job, stage: int) -> float:
     experts = job.shape.experts
     if experts is None or job.run.rollout.route_replay == "off":
         return 0.0
-    layers = max(chunk_layers(job.parallel, job.shape.layers)[stage :: job.parallel.pipeline])
+    chunks = chunk_blocks(job.parallel, job.shape)[stage :: job.parallel.pipeline]
+    layers = max(sum(count for block, count in chunk.items() if block.mlp == experts) for chunk in chunks)
     shape = RouteShape(layers, experts.per_token, experts.count)
     size = layers * experts.per_token * shape.dtype.itemsize
     return float(job.tokens * size * _forwards_in_flight(job, stage))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from bapo_megatron.algo.bounds import describe, low_values
-from bapo_megatron.planning.activations import Recompute
+from bapo_megatron.layers.costs import Recompute
 from bapo_megatron.planning.advice import Change, changed_flags, shorter_packs
 from bapo_megatron.planning.engines import open_response_lines, open_responses
 from bapo_megatron.planning.job import GB, Job

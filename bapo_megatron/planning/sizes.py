@@ -21,12 +21,11 @@ from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.problem_sets import suite_path
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.hf.parameter_map import Mapping, mapping_table
-from bapo_megatron.policy.layout import stage_layers
+from bapo_megatron.hf.parameter_map import mapping_table
+from bapo_megatron.layers import Kind, Mapping
+from bapo_megatron.policy.layout import stage_kinds
 from bapo_megatron.step_header import RouteShape
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-_OUTPUT = "output_layer.weight"
 _TOKEN_BYTES = 12
 """Bytes of a token in a step's file: its number, log-prob and version."""
 _TEXT_BYTES = 5
@@ -63,13 +62,18 @@ class StageParameters:
 
 def stage_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int) -> StageParameters:
     """Parameters on one GPU of pipeline stage ``stage``: TP splits matrices, PP layers, EP x ETP experts."""
-    per_layer, experts, embedding, norm = _pieces(shape, parallel.tensor)
-    experts //= parallel.expert * parallel.expert_tensor
-    layers = stage_layers(parallel, shape.layers)[stage]
+    kinds = stage_kinds(parallel, shape)[stage]
+    own = [(count, *_of_kind(kind, shape.hidden, parallel.tensor)) for kind, count in kinds.items()]
     last = stage == parallel.pipeline - 1
-    output = embedding if last and not (shape.tied and stage == 0) else 0
-    body = layers * per_layer + norm * last
-    return StageParameters(layers, body, layers * experts, embedding * (stage == 0), output)
+    embedding = shape.vocab * shape.hidden // parallel.tensor
+    return StageParameters(
+        layers=kinds.total() // 2,
+        body=sum(count * body for count, body, _ in own) + shape.hidden * last,
+        experts=sum(count * experts for count, _, experts in own)
+        // (parallel.expert * parallel.expert_tensor),
+        embedding=embedding * (stage == 0),
+        output=embedding if last and not (shape.tied and stage == 0) else 0,
+    )
 
 
 def total_parameters(shape: ModelShape) -> int:
@@ -103,34 +107,6 @@ def read_parameters(shape: ModelShape, tokens: float) -> float:
     experts = stage_parameters(shape, ParallelConfig(), 0).experts
     missed: float = (1 - shape.experts.per_token / shape.experts.count) ** tokens
     return total - experts * missed
-
-
-@dataclass(frozen=True)
-class ExpertLoad:
-    """Load of one layer's experts, for each token of a pack on a CP rank."""
-
-    routed: float
-    """Tokens that a rank routes: 1 / TP, since sequence parallelism splits them."""
-    copies: float
-    """Copies of those: experts of a token x ``routed``."""
-    rows: float
-    """Copies that the busiest rank's experts process: x ETP, whose ranks have parts of the same experts, and
-    x the imbalance."""
-    local: int
-    """Experts of a layer on one rank."""
-    width: float
-    """MLP width of an expert on a rank of ETP."""
-
-
-def expert_load(shape: ModelShape, parallel: ParallelConfig, imbalance: float) -> ExpertLoad | None:
-    """The load of a layer's experts; None for a model without experts."""
-    if shape.experts is None:
-        return None
-    routed = 1 / (parallel.tensor if parallel.sequence else 1)
-    copies = shape.experts.per_token * routed
-    rows = copies * parallel.expert_tensor * rank_imbalance(parallel, imbalance)
-    local, width = shape.experts.count // parallel.expert, shape.experts.ffn / parallel.expert_tensor
-    return ExpertLoad(routed, copies, rows, local, width)
 
 
 def rank_imbalance(parallel: ParallelConfig, imbalance: float) -> float:
@@ -248,22 +224,16 @@ def _problems(suite: str) -> int:
         return 0
 
 
-@lru_cache(maxsize=64)
-def _pieces(shape: ModelShape, tensor: int) -> tuple[int, int, int, int]:
-    """Parameters on one TP rank: of a layer without its experts, of the embedding, and of the final norm; in
-    second place those of all experts of a layer, uncut."""
-    layer = experts = embedding = norm = 0
-    for name, mapping in mapping_table(shape).items():
-        entries = _entries(mapping) // (1 if mapping.tp_dim is None or mapping.expert is not None else tensor)
+@lru_cache(maxsize=256)
+def _of_kind(kind: Kind, hidden: int, tensor: int) -> tuple[int, int]:
+    """Parameters of a layer's kind on one TP rank, without its experts, and those of all experts, uncut."""
+    own = experts = 0
+    for mapping in kind.parameters(hidden).values():
         if mapping.expert is not None:
-            experts += entries
-        elif "{layer}" in name:
-            layer += entries
-        elif name == _EMBEDDING:
-            embedding = entries
-        elif name != _OUTPUT:
-            norm += entries
-    return layer, experts, embedding, norm
+            experts += _entries(mapping)
+        else:
+            own += _entries(mapping) // (1 if mapping.tp_dim is None else tensor)
+    return own, experts
 
 
 def _entries(mapping: Mapping) -> int:

@@ -8,19 +8,16 @@ take turns on the same GPUs.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from bapo_megatron.hf.config import (
-    attention_flops,
-    head_flops_per_token,
-    linear_flops_per_token,
-    mlp_matmuls,
-)
+from bapo_megatron.hf.config import attention_flops, head_flops_per_token, linear_flops_per_token
+from bapo_megatron.layers import Kind
 from bapo_megatron.planning.job import Job, slots
 from bapo_megatron.planning.memory import largest_shard, largest_stage_weights, offloaded_bytes
 from bapo_megatron.planning.sizes import rank_imbalance, total_parameters
 from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, known_passes, update_traffic
-from bapo_megatron.policy.layout import stage_layers
+from bapo_megatron.policy.layout import stage_kinds
 
 _STEP_BYTES = 40
 """Host memory traffic of an element in a host optimizer step, bytes: AdamW reads gradient, master weight and
@@ -66,9 +63,10 @@ def speed(job: Job) -> Speed:
     before = forward_passes(job) * once
     tokens = job.tokens_per_update
     rate = tokens / (train + before) / job.gpus
-    work = _training(job)
+    layers: Counter[Kind] = sum(stage_kinds(job.parallel, job.shape), Counter())
+    work = _training(job, layers)
     executed = work.flops + forward_passes(job) * forward
-    busy = (work.seconds(job) + forward_passes(job) * _forward(job).seconds(job)) * tokens / job.gpus
+    busy = (work.seconds(job) + forward_passes(job) * _forward(job, layers).seconds(job)) * tokens / job.gpus
     return Speed(
         flops_per_token=3 * forward,
         flops_per_token_longest=3 * forward_flops(job, job.run.longest_sequence),
@@ -106,40 +104,32 @@ class _Work:
     def flops(self) -> float:
         return self.matrices + self.experts + self.attention + self.head
 
-    def seconds(self, job: Job, share: float = 1.0, head: bool = True, imbalance: float = 1.0) -> float:
-        """Seconds of one GPU for a ``share`` of the layers, and for the output layer with ``head``.
-
-        ``imbalance``: copies of tokens that its experts process, over the mean.
-        """
-        layers = (self.matrices + self.experts * imbalance) * share
-        matrices = (layers + self.head * head) / job.options.mfu
-        return (matrices + self.attention * share / job.options.attention_mfu) / job.gpu.peak
-
-    def slowest_stage(self, job: Job) -> float:
-        """Seconds of one GPU of the slowest pipeline stage, of equal ones the last, with the head."""
-        layers = stage_layers(job.parallel, job.shape.layers)
-        last = len(layers) - 1
-        shares = (own / job.shape.layers for own in layers)
-        busiest = rank_imbalance(job.parallel, job.expert_imbalance)
-        return max(self.seconds(job, share, stage == last, busiest) for stage, share in enumerate(shares))
+    def seconds(self, job: Job, imbalance: float = 1.0) -> float:
+        """Seconds of one GPU. ``imbalance``: copies of tokens that its experts process, over the mean."""
+        matrices = (self.matrices + self.experts * imbalance + self.head) / job.options.mfu
+        return (matrices + self.attention / job.options.attention_mfu) / job.gpu.peak
 
 
-def _forward(job: Job) -> _Work:
-    head = head_flops_per_token(job.shape)
-    attention = attention_flops(job.shape, job.typical_length) / job.typical_length
-    experts = 2.0 * job.shape.layers * (mlp_matmuls(job.shape) if job.shape.experts else 0)
-    return _Work(linear_flops_per_token(job.shape) - head - experts, experts, attention, head)
+def _forward(job: Job, kinds: Counter[Kind], head: bool = True) -> _Work:
+    """The work of a forward pass of some layers, and of the output layer with ``head``."""
+    flops = [(count, kind.flops(job.shape.hidden)) for kind, count in kinds.items()]
+    return _Work(
+        matrices=sum(count * own.linear for count, own in flops),
+        experts=sum(count * own.routed for count, own in flops),
+        attention=sum(count * own.quadratic for count, own in flops) * job.typical_length,
+        head=head_flops_per_token(job.shape) * head,
+    )
 
 
-def _training(job: Job) -> _Work:
+def _training(job: Job, kinds: Counter[Kind], head: bool = True) -> _Work:
     """Training FLOPs: forward, backward and recomputation ("selective": of the MLP), and a second forward
     pass of the output layer if the bounds are searched before its gradient.
 
     Flash attention's backward pass makes five products where the forward pass makes two (FlashAttention-2,
     arXiv 2307.08691, section 3.1), so half a forward pass more than the four of one that has the scores.
     """
-    forward, mode = _forward(job), job.run.batch.recompute
-    mlp = 0 if job.shape.experts else 2 * job.shape.layers * mlp_matmuls(job.shape)
+    forward, mode = _forward(job, kinds, head), job.run.batch.recompute
+    mlp = sum(count * kind.flops(job.shape.hidden).selective for kind, count in kinds.items())
     matrices = {"none": 0.0, "selective": mlp, "full": forward.matrices}[mode]
     twice = job.run.batch.hold_forwards or job.run.algorithm.bounds.sums_over == "micro_batch"
     return _Work(
@@ -155,9 +145,11 @@ def _seconds(job: Job, training: bool) -> float:
 
     The slowest stage sets the pace of the pipeline.
     """
-    work = _training(job) if training else _forward(job)
-    ranks = job.parallel.tensor * job.parallel.context
-    pack = work.slowest_stage(job) * job.run.batch.pack_tokens / ranks
+    work, stages = (_training if training else _forward), stage_kinds(job.parallel, job.shape)
+    busiest = rank_imbalance(job.parallel, job.expert_imbalance)
+    last = len(stages) - 1
+    slowest = max(work(job, own, stage == last).seconds(job, busiest) for stage, own in enumerate(stages))
+    pack = slowest * job.run.batch.pack_tokens / (job.parallel.tensor * job.parallel.context)
     return pack * slots(job.parallel, job.filled_packs)
 
 

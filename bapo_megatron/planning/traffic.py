@@ -19,7 +19,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GB, GPUS_PER_NODE, Job
 from bapo_megatron.planning.memory import optimizer_shard
 from bapo_megatron.planning.sizes import stage_parameters, total_parameters
-from bapo_megatron.policy.layout import stage_layers
+from bapo_megatron.policy.layout import stage_kinds
 
 DISK_RATE = 2 * GB
 """Assumed rate at which a node writes or reads its file system, in bytes a second."""
@@ -49,8 +49,7 @@ def update_traffic(job: Job) -> list[Traffic]:
     reach["DP"] = reach["CP"] * job.replicas
     reach["PP"] = reach["DP"] * p.pipeline
     reach |= {"ETP": p.expert_tensor, "EP": p.expert_tensor * p.expert}
-    volumes = {"TP": _tensor(job), "CP": _context(job), "EP": _experts(job), "ETP": _expert_tensor(job)}
-    volumes |= {"PP": _pipeline(job), "DP": _data(job)}
+    volumes = {**_layers(job), "PP": _pipeline(job), "DP": _data(job)}
     return [_on_link(job, name, sent, reach[name]) for name, sent in volumes.items() if sent]
 
 
@@ -142,56 +141,17 @@ def _per_update(job: Job) -> float:
     return job.tokens * job.filled_packs
 
 
-def _tensor(job: Job) -> float:
-    """Bytes of TP: four collectives of a layer forward, four backward.
-
-    The four are two all-reduces, or under SP two pairs of an all-gather and a reduce-scatter. Under SP the
-    backward pass also gathers both matrices' inputs again. In a layer with experts TP cuts the
-    attention alone: half of all that, of which "selective" recomputes nothing.
-    """
-    size = job.parallel.tensor
-    message = _per_update(job) * job.shape.hidden * job.element * (size - 1) / size
-    backward = 6 if job.parallel.sequence else 4
-    again = {"none": 0, "selective": 2, "full": 4}[job.run.batch.recompute]
-    layers = max(stage_layers(job.parallel, job.shape.layers))
-    each = 4 + backward + again + 4 * forward_passes(job)
-    if job.shape.experts is not None:
-        again = {"none": 0, "selective": 0, "full": 2}[job.run.batch.recompute]
-        each = 2 + backward / 2 + again + 2 * forward_passes(job)
-    return message * (layers * each + 2)  # and the output layer's input and gradient
-
-
-def _copies(job: Job) -> float:
-    """Copies of an update's tokens that the busiest rank gets, times that one travels, in all layers of the
-    largest stage: to its expert and back in each forward pass, a recomputed one included, and its gradients;
-    0 without experts."""
-    if (load := job.expert_load) is None:
-        return 0.0
-    again = 0 if job.run.batch.recompute == "none" else 2
-    layers = max(stage_layers(job.parallel, job.shape.layers))
-    return layers * (4 + again + 2 * forward_passes(job)) * _per_update(job) * load.rows
-
-
-def _experts(job: Job) -> float:
-    """Bytes of EP: all-to-alls, in which the busiest rank sends what its experts made of their copies."""
-    size = job.parallel.expert
-    copies = _copies(job) / job.parallel.expert_tensor
-    return copies * job.shape.hidden * job.element * (size - 1) / size
-
-
-def _expert_tensor(job: Job) -> float:
-    """Bytes of ETP: copies are gathered, and the results reduce-scattered in float32."""
-    size = job.parallel.expert_tensor
-    return _copies(job) * job.shape.hidden * (job.element + 4) / 2 * (size - 1) / size
-
-
-def _context(job: Job) -> float:
-    """Bytes of CP: keys and values go round the ring once forward, and with their gradients backward."""
-    size = job.parallel.context
-    width = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
-    again = 1 if job.run.batch.recompute == "full" else 0
-    layers = max(stage_layers(job.parallel, job.shape.layers))
-    return layers * _per_update(job) * width * job.element * (size - 1) * (3 + again + forward_passes(job))
+def _layers(job: Job) -> dict[str, float]:
+    """Bytes by kind of parallelism that layers send, those of the busiest stage; with TP the output layer's
+    input and gradient."""
+    at, size = job.place(passes=forward_passes(job)), job.parallel.tensor
+    found = {"TP": 0.0, "CP": 0.0, "EP": 0.0, "ETP": 0.0}
+    for kinds in stage_kinds(job.parallel, job.shape):
+        sent = [(count, kind.sent(at)) for kind, count in kinds.items()]
+        own = {name: sum(count * by.get(name, 0.0) for count, by in sent) for name in found}
+        found = {name: max(found[name], own[name]) for name in found}
+    found["TP"] += 2 * at.hidden * at.element * (size - 1) / size
+    return {name: _per_update(job) * sent for name, sent in found.items()}
 
 
 def _pipeline(job: Job) -> float:

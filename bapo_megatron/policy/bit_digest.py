@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from bapo_megatron.hf.parameter_map import Mapping
+from bapo_megatron.layers import Mapping
 from bapo_megatron.policy.optimizer_state import STATES, placements
 from bapo_megatron.policy.weight_map import Key, WeightMap, cut_group, shard
 

@@ -72,7 +72,7 @@ def optimizer_problem() -> str | None:
 def attention_problem(dtype: torch.dtype) -> str | None:
     """The lack of an attention kernel for ``dtype`` on this machine, with the fix; None if one exists.
 
-    Transformer Engine's kernels for a layout and a GPU are checked later, by ``model.layer_spec``.
+    Transformer Engine's kernels for a layout and a GPU are checked later, by ``layers.layer_spec``.
     """
     if dtype == torch.float32 or not has_cuda() or uses_transformer_engine(dtype):
         return None

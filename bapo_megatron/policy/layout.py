@@ -6,12 +6,17 @@ groups: every rank makes it within ``parallel_processes``, a context manager.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import accumulate
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.layers import Block, Kind
+from bapo_megatron.layers.costs import Cut
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
@@ -38,17 +43,9 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
 
 def layout_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
     """Divisibility problems of a model in a layout, each with the fix."""
-    sizes = {"attention heads": shape.heads, "KV heads": shape.kv_heads}
-    if shape.experts is None:
-        sizes["MLP width"] = shape.ffn
-    sizes["vocabulary"] = shape.vocab
-    for title, size in sizes.items():
-        if size % parallel.tensor:
-            yield (
-                f"parallel.tensor={parallel.tensor} does not divide the model's {title} ({size}): "
-                f"use one of {_divisors(*sizes.values())}"
-            )
-    yield from _expert_problems(parallel, shape)
+    cuts = [*(cut for kind in shape.kinds for cut in kind.cuts()), Cut("tensor", "vocabulary", shape.vocab)]
+    yield from _cut_problems("tensor", parallel.tensor, cuts)
+    yield from _expert_problems(parallel, cuts)
     chunks = parallel.pipeline * parallel.virtual
     if shape.layers < chunks:
         yield (
@@ -82,27 +79,41 @@ def _like_sizes(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(longest - (chunk in shorter) for chunk in range(chunks))
 
 
-def stage_layers(parallel: ParallelConfig, layers: int) -> list[int]:
-    """Layers of each pipeline stage of a model of ``layers``, all its chunks together."""
-    chunks = chunk_layers(parallel, layers)
-    return [sum(chunks[stage :: parallel.pipeline]) for stage in range(parallel.pipeline)]
+def stage_kinds(parallel: ParallelConfig, shape: ModelShape) -> list[Counter[Kind]]:
+    """How many layers of each pipeline stage have each kind, all its chunks together."""
+    found = [Counter[Kind]() for _ in range(parallel.pipeline)]
+    for number, chunk in enumerate(chunk_blocks(parallel, shape)):
+        for block, count in chunk.items():
+            found[number % parallel.pipeline].update(dict.fromkeys(block.kinds, count))
+    return found
 
 
-def _expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
+@lru_cache(maxsize=64)
+def chunk_blocks(parallel: ParallelConfig, shape: ModelShape) -> list[Counter[Block]]:
+    """How many layers of each model chunk are of each block, in the model's order."""
+    sizes = chunk_layers(parallel, shape.layers)
+    parts = (shape.pattern[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
+    return [Counter({shape.blocks[own]: count for own, count in Counter(part).items()}) for part in parts]
+
+
+def _cut_problems(axis: str, ranks: int, cuts: Sequence[Cut]) -> Iterator[str]:
+    sizes = {cut.title: cut.size for cut in cuts if cut.axis == axis}
+    for title, size in sizes.items():
+        if size % ranks:
+            yield (
+                f"parallel.{axis}={ranks} does not divide the model's {title} ({size}): "
+                f"use one of {_divisors(*sizes.values())}"
+            )
+
+
+def _expert_problems(parallel: ParallelConfig, cuts: Sequence[Cut]) -> Iterator[str]:
     own = f"parallel.expert x expert_tensor = {parallel.expert} x {parallel.expert_tensor}"
-    if shape.experts is None:
+    if not any(cut.axis == "expert" for cut in cuts):
         if parallel.expert * parallel.expert_tensor > 1:
             yield f"{own}, but the model has no experts: leave both at 1"
         return
-    for field, size, title, whole in (
-        ("expert", parallel.expert, "experts", shape.experts.count),
-        ("expert_tensor", parallel.expert_tensor, "experts' width", shape.experts.ffn),
-    ):
-        if whole % size:
-            yield (
-                f"parallel.{field}={size} does not divide the model's {title} ({whole}): "
-                f"use one of {_divisors(whole)}"
-            )
+    yield from _cut_problems("expert", parallel.expert, cuts)
+    yield from _cut_problems("expert_tensor", parallel.expert_tensor, cuts)
     if parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"parallel.tensor={parallel.tensor} of a model with experts needs sequence parallelism: "

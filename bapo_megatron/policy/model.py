@@ -1,41 +1,39 @@
 """The model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
 
-Layers are Transformer Engine's (GPU, half precision, installed), or torch's (``layer_spec``). Weights are not
+Layers are Transformer Engine's (GPU, half precision, installed), or torch's (``layers.py``). Weights are not
 loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``).
 """
 
 from __future__ import annotations
 
-import sys
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from bapo_megatron.config import BatchConfig, ParallelConfig
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.policy import device
-from bapo_megatron.policy.attention import DocumentAttention, DocumentPack
-from bapo_megatron.policy.device import has_cuda, has_te_attention, pack_attention
-from bapo_megatron.policy.experts import PackLoad, PackRoutes, UpdateTally, replaying, unknown_T
+from bapo_megatron.policy.attention import DocumentPack
+from bapo_megatron.policy.device import has_cuda
+from bapo_megatron.policy.experts import PackLoad, PackRoutes, UpdateTally, unknown_T
+from bapo_megatron.policy.layers import Builder, builders, layer_spec, norm_class
 from bapo_megatron.policy.layout import chunk_layers
 from bapo_megatron.policy.positions import Rotary
 from bapo_megatron.tensor_types import MicroBatch
@@ -45,20 +43,16 @@ def transformer_config(
     shape: ModelShape, parallel: ParallelConfig, batch: BatchConfig, dtype: torch.dtype
 ) -> TransformerConfig:
     """The megatron-core TransformerConfig of the model."""
+    kinds = builders(shape.kinds, device.uses_transformer_engine(dtype))
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -67,6 +61,8 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
         pipeline_model_parallel_layout=_uneven_stages(shape, parallel),
         context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -91,9 +87,10 @@ def transformer_config(
         batch_p2p_sync=False,  # a host sync after each message, which only old versions of torch need
         # Stages send each other the length of each pack; the interleaved schedule cannot.
         variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual == 1,
+        hetereogenous_dist_checkpoint=not shape.is_uniform,  # else keys stack the layers
         moe_token_dispatcher_type="alltoall",  # variable lengths require it, also without experts
-        **_experts(shape, parallel, dtype),
-        **_recompute(batch, shape),
+        **_of_kinds(kinds),
+        **_recompute(batch, kinds),
     )
 
 
@@ -108,34 +105,21 @@ def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str
     return chunks
 
 
-def _experts(shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, object]:
-    if shape.experts is None:
-        return {}
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # megatron's router asks for it, also where the package is missing
-    return {
-        "num_moe_experts": shape.experts.count,
-        "moe_ffn_hidden_size": shape.experts.ffn,
-        "moe_router_topk": shape.experts.per_token,
-        "moe_router_pre_softmax": not shape.experts.normalized,
-        # In bfloat16 nearly equal logits change places between engine and trainer.
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": device.uses_transformer_engine(dtype),
-        "moe_permute_fusion": device.uses_transformer_engine(dtype),
-        "moe_router_fusion": False,
-        "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": parallel.expert_tensor,
-    }
+def _of_kinds(kinds: Sequence[Builder]) -> dict[str, object]:
+    """What the kinds of layers add. ValueError if two of them contradict each other."""
+    found: dict[str, object] = {}
+    for name, value in (field for builder in kinds for field in builder.config().items()):
+        if found.setdefault(name, value) != value:
+            raise ValueError(f"kinds of layers contradict each other: {name}={found[name]} and {value}")
+    return found
 
 
-def _recompute(batch: BatchConfig, shape: ModelShape) -> dict[str, object]:
+def _recompute(batch: BatchConfig, kinds: Sequence[Builder]) -> dict[str, object]:
     if batch.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if batch.recompute == "selective":
-        mlp = "moe" if shape.experts else "mlp"  # megatron ignores "mlp" in layers with experts
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", mlp]}
+        modules = filter(None, dict.fromkeys(builder.recomputed for builder in kinds))
+        return {"recompute_granularity": "selective", "recompute_modules": [*modules]}
     return {}
 
 
@@ -225,8 +209,10 @@ def build_chunks(
     """
     virtual = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
-    layer = layer_spec(config, longest)
-    chunks = [_chunk(config, shape, max_positions, stage, layer) for stage in stages]
+    te = device.uses_transformer_engine(config.params_dtype)
+    specs = [layer_spec(block, config, te, longest) for block in shape.blocks]
+    layers = [specs[block] for block in shape.pattern]
+    chunks = [_chunk(config, shape, max_positions, stage, layers) for stage in stages]
     for chunk in chunks:
         if chunk.rotary is None:
             chunk.rotary_pos_emb.get_rotary_seq_len = partial(_rotary_length, longest)
@@ -247,15 +233,14 @@ def _chunk(
     shape: ModelShape,
     max_positions: int,
     stage: int | None,
-    spec: tuple[ModuleSpec, type],
+    layers: Sequence[ModuleSpec],
 ) -> PolicyModel:
-    layer, final_norm = spec
-    layers = get_num_layers_to_build(config, vp_stage=stage)
+    first, count = get_transformer_layer_offset(config, stage), get_num_layers_to_build(config, stage)
     alone = stage is None
     fused = device.uses_transformer_engine(config.params_dtype)
     model = PolicyModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=final_norm),
+        TransformerBlockSubmodules([*layers[first : first + count]], norm_class(fused)),
         vocab_size=shape.vocab,
         max_sequence_length=max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=alone, vp_stage=stage),
@@ -268,11 +253,13 @@ def _chunk(
         rope_scaling_factor=shape.rope_scaling or 1.0,
         vp_stage=stage,
     )
-    _mark_experts(model)
+    for layer, block in zip(model.decoder.layers, shape.pattern[first : first + count], strict=True):
+        for builder in builders(shape.blocks[block].kinds, fused):
+            builder.mark(layer)
     if fused:
         _add_gradients_in_float32(model)
     else:
-        model.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        model.rotary = Rotary(shape.attention.head_dim, shape.rope_theta, shape.rope_scaling)
     return model
 
 
@@ -286,91 +273,3 @@ def _add_gradients_in_float32(model: PolicyModel) -> None:
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
-
-
-def _mark_experts(model: PolicyModel) -> None:
-    """Mark experts' parameters as no copies of each other over TP, CP and DP, whatever EP is.
-
-    Megatron does so for EP > 1 alone. Without the mark, experts that TP repeats (ETP < TP) would keep the
-    gradient of their own rank's tokens, and a checkpoint of EP 1 has another form of optimizer than of EP 2.
-    ETP cuts all of them: without that mark, which they lack on Transformer Engine 2.20, the gradient norm
-    counts those of the first rank of ETP alone.
-    """
-    for module in model.modules():
-        if isinstance(module, MoELayer):
-            for parameter in module.experts.parameters():
-                parameter.allreduce = False
-                parameter.tensor_model_parallel = True
-
-
-def layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, type]:
-    """The spec of one transformer layer, and the class of the final norm.
-
-    ``longest``: length of the longest document. ConfigError if this GPU has no attention kernel for it.
-    """
-    if device.uses_transformer_engine(config.params_dtype):
-        spec, norm = _te_layer_spec(config, longest)
-    else:
-        spec, norm = _torch_layer_spec(config), RMSNorm
-    return replaying(spec) if config.num_moe_experts else spec, norm
-
-
-def _te_layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, type]:
-    """Transformer Engine's layers; torch's attention where Transformer Engine has no kernel for packs."""
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-    )
-    attention = pack_attention()
-    if not has_te_attention(config, longest):
-        if problem := device.varlen_problem():
-            raise ConfigError(f"Transformer Engine has no attention for packs on this GPU, and {problem}")
-        _announce_torch_attention()
-        attention = DocumentAttention
-    if attention is not DocumentAttention or config.context_parallel_size == 1:
-        # These kernels keep no scores, and no other rank's keys: recomputed, a layer would keep more, and run
-        # them once more.
-        config.recompute_modules = [name for name in config.recompute_modules if name != "core_attn"]
-    spec.submodules.self_attention.submodules.core_attention = attention
-    return spec, TENorm
-
-
-@lru_cache(maxsize=1)
-def _announce_torch_attention() -> None:
-    if dist.get_rank() == 0:
-        print(
-            "attention is torch's variable-length kernel: Transformer Engine has none for packs on this GPU "
-            "(it has with flash-attn installed, and on Hopper and newer)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _torch_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
-    layer = spec.submodules
-    if config.num_moe_experts:
-        # Transformer Engine has no fused norm before experts: in its checkpoints the norm has its own name.
-        names = layer.sharded_state_dict_keys_map
-        layer.sharded_state_dict_keys_map = {
-            own: stored for own, stored in names.items() if not own.startswith("pre_mlp_layernorm")
-        }
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = DocumentAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return spec
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of torch, marked so that its gradient is summed over the TP ranks in sequence parallelism."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -18,8 +18,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.hf.parameter_map import Mapping, canonical_name, mapping_table
+from bapo_megatron.hf.parameter_map import canonical_name, mapping_table
 from bapo_megatron.hf.reader import TensorReader
+from bapo_megatron.layers import Mapping
 
 Key = tuple[str, int | None]
 """The key of a parameter of the whole model: its name in the parameter map, and its layer."""
@@ -48,7 +49,6 @@ class WeightMap:
     def __init__(self, shape: ModelShape, chunks: Sequence[Any], chunk_layers: Sequence[int]) -> None:
         """``chunks``: those of this rank; ``chunk_layers``: layers of all chunks of the model."""
         self.table = mapping_table(shape)
-        self.layers = shape.layers
         self._chunk_layers = chunk_layers
         self._experts_here = 1
         first_expert = 0
@@ -68,11 +68,8 @@ class WeightMap:
 
     def keys(self) -> Iterator[Key]:
         """The keys of the whole model's parameters, in the same order on all ranks."""
-        for name in self.table:
-            if "{layer}" in name:
-                yield from ((name, layer) for layer in range(self.layers))
-            else:
-                yield name, None
+        for name, mapping in self.table.items():
+            yield from ((name, layer) for layer in mapping.places)
 
     def load(self, reader: TensorReader, chunks: Sequence[Any], tied: bool) -> None:
         """Load this rank's shards from an HF folder; nothing else is read."""
@@ -200,7 +197,7 @@ def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
     """Cut the global parameter for TP rank ``rank`` of ``size``."""
     if mapping.tp_dim is None or size == 1:
         return value
-    parts = value.chunk(mapping.tp_parts, mapping.tp_dim)
+    parts = value.split(list(mapping.sections), mapping.tp_dim) if mapping.sections else [value]
     return _cat([part.chunk(size, mapping.tp_dim)[rank] for part in parts], mapping.tp_dim)
 
 
@@ -221,21 +218,11 @@ def shard_parts(mapping: Mapping, rank: int, size: int) -> Iterator[Part]:
             rows = slice(segment.row, segment.row + segment.rows)
             yield Part(segment.source, rows, slice(rank * width, (rank + 1) * width))
         return
-    parts, ranks, own = (1, 1, 0) if mapping.tp_dim is None else (mapping.tp_parts, size, rank)
-    height = mapping.shape[0] // parts // ranks
-    for part in range(parts):
-        begin = (part * ranks + own) * height
-        yield from _rows(mapping, begin, begin + height)
-
-
-def _rows(mapping: Mapping, begin: int, end: int) -> Iterator[Part]:
-    """The rows ``begin`` to ``end`` of the global parameter, as rows of its HF tensors."""
-    above = 0
-    for segment in mapping.segments:
-        first, last = max(begin, above), min(end, above + segment.rows)
-        if first < last:
-            yield Part(segment.source, slice(segment.row + first - above, segment.row + last - above))
-        above += segment.rows
+    ranks, own = (1, 0) if mapping.tp_dim is None else (size, rank)
+    for first, length in mapping.spans:
+        height = length // ranks
+        for part in mapping.rows_of(first + own * height, first + (own + 1) * height):
+            yield Part(part.source, slice(part.row, part.row + part.rows))
 
 
 def unshard(mapping: Mapping, pieces: Sequence[Tensor]) -> Tensor:
@@ -243,7 +230,8 @@ def unshard(mapping: Mapping, pieces: Sequence[Tensor]) -> Tensor:
     if mapping.tp_dim is None or len(pieces) == 1:
         return pieces[0]
     dim = mapping.tp_dim
-    parts = zip(*(piece.chunk(mapping.tp_parts, dim) for piece in pieces), strict=True)
+    own = [rows // len(pieces) for rows in mapping.sections]
+    parts = zip(*(piece.split(own, dim) if own else [piece] for piece in pieces), strict=True)
     return torch.cat([piece for part in parts for piece in part], dim)  # one copy of the whole, not two
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.fp8 import FP8
-from bapo_megatron.hf.parameter_map import RowSegment
+from bapo_megatron.layers import RowSegment
 
 WEIGHT_TYPES = ("BF16", "F16", "F32")
 """Types of weights, by safetensors' names."""

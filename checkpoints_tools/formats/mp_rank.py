@@ -19,7 +19,8 @@ from typing import Any
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.hf.parameter_map import Mapping, canonical_name, mapping_table
+from bapo_megatron.hf.parameter_map import canonical_name, mapping_table
+from bapo_megatron.layers import Mapping
 from bapo_megatron.runtime.files import COPY_AGAIN, file_inside
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
 from checkpoints_tools.core.blocks import (
@@ -131,7 +132,7 @@ class MpRank:
                 check_cover(tensor)
                 found[tensor.name] = tensor
         for name, mapping in table.items():
-            for layer in range(self.shape.layers) if "{layer}" in name else range(1):
+            for layer in mapping.places:
                 if mapping.hf_names[0].format(layer=layer) not in found:
                     raise CheckpointError(f"{self.folder}: {name.format(layer=layer)} is in no file")
         return found
@@ -195,11 +196,12 @@ def shard_blocks(
     """
     rows, columns = local[0], prod(local[1:])
     stride = columns * ITEM_BYTES[dtype]
-    height = rows // mapping.tp_parts
-    for part in range(mapping.tp_parts):
-        row = part * (mapping.shape[0] // mapping.tp_parts) + (rank * height if mapping.tp_dim == 0 else 0)
+    for first, whole in mapping.spans:
+        height = whole * rows // mapping.shape[0]
+        row = first + (rank * height if mapping.tp_dim == 0 else 0)
         column = rank * columns if mapping.tp_dim == 1 else 0
-        yield Block(row, height, column, columns, file, position + part * height * stride, stride)
+        yield Block(row, height, column, columns, file, position, stride)
+        position += height * stride
 
 
 def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:

@@ -8,6 +8,7 @@ given as places in files (``core/blocks.py``).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +18,9 @@ from typing import Any
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.hf.parameter_map import Mapping as Parameter
-from bapo_megatron.hf.parameter_map import RowSegment, checkpoint_key, mapping_table
+from bapo_megatron.hf.parameter_map import checkpoint_keys, mapping_table
+from bapo_megatron.layers import Mapping as Parameter
+from bapo_megatron.layers import RowSegment
 from checkpoints_tools.core.blocks import (
     ITEM_BYTES,
     WEIGHT_TYPES,
@@ -48,8 +50,8 @@ OPTIMIZER = "optimizer.state."
 RESHARDABLE = "fully_reshardable"
 
 _PREFIXES = ("", "model.", "module.")
-_EMBEDDING, _FC1 = VOCABULARY[0], "decoder.layers.{layer}.mlp.linear_fc1.weight"
-_ROUTER = "decoder.layers.{layer}.mlp.router.weight"
+_EMBEDDING = VOCABULARY[0]
+_OF_A_LAYER = re.compile(r"decoder\.layers\.\d+\..*?(\.weight_w)?")
 _MASTERS = ("param", "fp32_param")
 
 
@@ -76,6 +78,11 @@ class TorchDist:
         self.common: dict[str, Any] = read_common(folder)
         self.prefix = find_prefix(self.metadata, folder)
         self.layout = layers_layout(self.metadata, self.prefix)
+        if self.layout == "stacked" and not shape.is_uniform:
+            raise CheckpointError(
+                f"{folder}: its layers are stacked under one key, but those of config.json are not all "
+                "alike; is config.json that of this model?"
+            )
         self._table = mapping_table(shape)
         self._check_keys()
 
@@ -141,26 +148,25 @@ class TorchDist:
                     found[tensor.name] = tensor
         return found
 
-    def _parts(self, prefix: str) -> Iterator[tuple[tuple[str, int], list[_Part]]]:
+    def _parts(self, prefix: str) -> Iterator[tuple[tuple[str, int | None], list[_Part]]]:
         """For every parameter (name and layer) the keys that hold it."""
         for name, parameter in self._table.items():
-            for layer in range(self.shape.layers) if "{layer}" in name else range(1):
+            for layer in parameter.places:
                 yield (name, layer), self._parts_of(prefix, name, parameter, layer)
 
-    def _parts_of(self, prefix: str, name: str, parameter: Parameter, layer: int) -> list[_Part]:
+    def _parts_of(self, prefix: str, name: str, parameter: Parameter, layer: int | None) -> list[_Part]:
         stacked = self.layout == "stacked"
-        if name == _FC1 and self.layout == "singleton":
+        if parameter.section_keys and self.layout == "singleton":
             key = prefix + name.format(layer=layer)
             return [
-                _Part(f"{key}_{half}", (), (RowSegment(source, 0, self.shape.ffn),))
-                for source, half in enumerate("wv")
+                _Part(key + own, (), tuple(parameter.rows_of(first, first + rows)))
+                for own, (first, rows) in zip(parameter.section_keys, parameter.spans, strict=True)
             ]
         # Megatron's two layer specs agree on the fused names of the norms; other writers may not.
-        plain = name.replace("{layer}.", "" if stacked else "{layer}.")
-        own = checkpoint_key(name, stacked, sparse=self.shape.experts is not None)
-        keys = [prefix + key.format(layer=layer) for key in (own, checkpoint_key(name, stacked), plain)]
+        own = checkpoint_keys(name, self.shape.block_of(layer), stacked)
+        keys = [prefix + key.format(layer=layer) for key in own]
         key = next((key for key in keys if key in self.metadata.tensors), keys[0])
-        place = (layer,) if stacked and "{layer}" in name else ()
+        place = (layer,) if stacked and layer is not None else ()
         if parameter.expert is not None:
             place = (*place, parameter.expert)
         return [_Part(key, place, parameter.segments)]
@@ -204,10 +210,9 @@ def optimizer_format(metadata: Metadata, common: Mapping[str, Any]) -> str | Non
 
 def layers_layout(metadata: Metadata, prefix: str) -> str:
     """The layout of the layers: ``stacked``, ``per_layer`` or ``singleton``."""
-    if prefix + _FC1.format(layer=0) + "_w" in metadata.tensors:
-        return "singleton"
-    first = (prefix + name.format(layer=0) for name in (_FC1, _ROUTER))
-    return "per_layer" if any(key in metadata.tensors for key in first) else "stacked"
+    own = (_OF_A_LAYER.fullmatch(key.removeprefix(prefix)) for key in metadata.tensors)
+    found = {match[1] for match in own if match}
+    return "stacked" if not found else "per_layer" if found == {None} else "singleton"
 
 
 def find_prefix(metadata: Metadata, folder: Path) -> str:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.hf.parameter_map import Mapping as Parameter
-from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
+from bapo_megatron.hf.parameter_map import checkpoint_keys, mapping_table
+from bapo_megatron.layers import Mapping as Parameter
+from bapo_megatron.layers.mlp import EXPERTS
 from checkpoints_tools.archives.torch_archive import (
     Call,
     Instance,
@@ -33,15 +34,6 @@ from checkpoints_tools.formats.torch_dist import VOCABULARY
 
 DATA_FILES = 8  # each may be written by a thread of its own
 MOST_CHUNK_BYTES = 1 << 30  # a rank that needs a part of a chunk reads all of it
-# Modules of Transformer Engine keep a state of their own, which is nothing without FP8. megatron-core asks
-# for that of the modules that the loading model has, and refuses a checkpoint without it.
-_LAYER_MODULES = (
-    "self_attention.core_attention",
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-)
-_MLP, _BEFORE_EXPERTS = ("mlp.linear_fc1", "mlp.linear_fc2"), ("pre_mlp_layernorm",)
-_QK_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -138,23 +130,24 @@ class _TorchDistPlanner:
 
     def _place_all(self, prefix: str, name: str, parameter: Parameter) -> None:
         """A parameter of all layers."""
-        layers = range(self.shape.layers) if "{layer}" in name else [None]
         parameter = replace(parameter, hf_names=tuple(prefix + hf_name for hf_name in parameter.hf_names))
-        names = [hf_name.format(layer=layer) for layer in layers for hf_name in parameter.hf_names]
-        experts = self.shape.experts
-        key = prefix + checkpoint_key(name, sparse=experts is not None)
-        stack = (self.shape.layers,) if "{layer}" in name else ()
-        if experts is not None and parameter.expert is not None:
-            stack = (*stack, experts.count)
-        dtype = _shared_type(self.source, names)
-        stored = self.stored.setdefault(key, _StoredKey(dtype, (*stack, *parameter.shape)))
-        if stored.dtype != dtype:
-            raise CheckpointError(
-                f"tensor {names[0]} is {dtype}, those of other experts are {stored.dtype}; "
-                "megatron-core keeps them under one key, which has one type"
-            )
-        for layer in layers:
-            self._place(key, dtype, parameter, layer)
+        stacked, experts = self.shape.is_uniform, self.shape.experts
+        for layers in [parameter.places] if stacked else [(layer,) for layer in parameter.places]:
+            names = [hf_name.format(layer=layer) for layer in layers for hf_name in parameter.hf_names]
+            own, *_ = checkpoint_keys(name, self.shape.block_of(layers[0]), stacked)
+            key = prefix + own.format(layer=layers[0])
+            stack = () if parameter.layers is None or not stacked else (len(layers),)
+            if experts is not None and parameter.expert is not None:
+                stack = (*stack, experts.count)
+            dtype = _shared_type(self.source, names)
+            stored = self.stored.setdefault(key, _StoredKey(dtype, (*stack, *parameter.shape)))
+            if stored.dtype != dtype:
+                raise CheckpointError(
+                    f"tensor {names[0]} is {dtype}, those of other experts are {stored.dtype}; "
+                    "megatron-core keeps them under one key, which has one type"
+                )
+            for layer in layers:
+                self._place(key, dtype, parameter, layer)
 
     def _place(self, key: str, dtype: str, parameter: Parameter, layer: int | None) -> None:
         """One parameter of one layer, in one file: two threads must not write the same file."""
@@ -162,7 +155,8 @@ class _TorchDistPlanner:
         vector = len(parameter.shape) == 1
         # Ranks read whole experts (EP), and seldom a part of one (ETP): a chunk each.
         grid = self.grid if parameter.expert is None else 1
-        place = tuple(index for index in (layer, parameter.expert) if index is not None)
+        stack = layer if self.shape.is_uniform else None
+        place = tuple(index for index in (stack, parameter.expert) if index is not None)
         for row, rows, column, columns in _chunks(parameter, ITEM_BYTES[dtype], grid):
             size = (rows,) if vector else (rows, columns)
             offset = (row,) if vector else (row, column)
@@ -181,19 +175,22 @@ class _TorchDistPlanner:
                 self.blocks.setdefault(name.format(layer=layer), []).extend(blocks)
 
     def _extra_states(self) -> dict[str, bytes]:
-        empty = object_archive([None])
-        count = self.shape.layers
-        modules = _LAYER_MODULES + (_QK_NORMS if self.shape.qk_norm else ())
-        modules += _MLP if self.shape.experts is None else _BEFORE_EXPERTS
-        keys = [f"decoder.layers.{m}._extra_state/shard_{i}_{count}" for i in range(count) for m in modules]
-        experts = self.shape.experts.count if self.shape.experts else 0
-        keys += [
-            f"decoder.layers.mlp.experts.experts.{m}._extra_state/shard_{i}.{e}_{count}.{experts}"
-            for i in range(count)
-            for e in range(experts)
-            for m in ("linear_fc1", "linear_fc2")
-        ]
-        return dict.fromkeys([*keys, "decoder.final_layernorm._extra_state/shard_0_1"], empty)
+        """States that modules of Transformer Engine keep, which are nothing without FP8.
+
+        megatron-core asks for those of the modules that the loading model has, and refuses a checkpoint
+        without them.
+        """
+        shape, keys = self.shape, ["decoder.final_layernorm._extra_state/shard_0_1"]
+        for layer, block in enumerate(shape.pattern):
+            # A key's shard: its place, and the sizes, in the dimensions for layers and experts.
+            own, at, of = ("", [layer], [shape.layers]) if shape.is_uniform else (f"{layer}.", [], [])
+            for module in (module for kind in shape.blocks[block].kinds for module in kind.states()):
+                count = shape.experts.count if shape.experts and module.startswith(EXPERTS) else 0
+                for place in [[*at, expert] for expert in range(count)] or [at or [0]]:
+                    size = [*of, count] if count else of or [1]
+                    shard = "_".join(".".join(map(str, numbers)) for numbers in (place, size))
+                    keys.append(f"decoder.layers.{own}{module}._extra_state/shard_{shard}")
+        return dict.fromkeys(keys, object_archive([None]))
 
     def _place_objects(self, objects: Mapping[str, bytes]) -> None:
         for key, archive in objects.items():
@@ -224,9 +221,8 @@ def _chunks(parameter: Parameter, item: int, grid: int) -> Iterator[tuple[int, i
     if parameter.tp_dim is None or len(parameter.shape) == 1:
         yield 0, rows, 0, columns
     elif parameter.tp_dim == 0:
-        part = rows // parameter.tp_parts
-        count = min(part, max(grid, ceil(part * columns * item / MOST_CHUNK_BYTES)))
-        for first in range(0, rows, part):
+        for first, part in parameter.spans:
+            count = min(part, max(grid, ceil(part * columns * item / MOST_CHUNK_BYTES)))
             for begin, end in _cuts(part, count):
                 yield first + begin, end - begin, 0, columns
     else:

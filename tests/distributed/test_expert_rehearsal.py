@@ -11,7 +11,6 @@ import pytest
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
-from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.job import Job, PlanOptions, shape_folder
 from bapo_megatron.planning.memory import FIXED, stage_memory
 from bapo_megatron.planning.rehearsal.job import rehearse
@@ -21,6 +20,7 @@ from bapo_megatron.policy import offload
 from tests.distributed.test_rehearsal import contents, unlike
 from tests.support.cluster_recipes import cluster_recipe
 from tests.support.rehearsals import TOKENS, colocated, expert_run, real_ranks
+from tests.support.shapes import activation_bytes_per_token
 from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.distributed

@@ -78,9 +78,9 @@ def _model_state(
         attention, mlp = f"decoder.layers.{layer}.self_attention.", f"decoder.layers.{layer}.mlp."
         state[f"{attention}linear_qkv.layer_norm_weight"] = mine["input_layernorm.weight"]
         state[f"{attention}linear_qkv.weight"] = part(_qkv(mine, shape, "weight"))
-        if shape.qkv_bias:
+        if shape.attention.qkv_bias:
             state[f"{attention}linear_qkv.bias"] = part(_qkv(mine, shape, "bias"))
-        if shape.qk_norm:
+        if shape.attention.qk_norm:
             state[f"{attention}q_layernorm.weight"] = mine["self_attn.q_norm.weight"]
             state[f"{attention}k_layernorm.weight"] = mine["self_attn.k_norm.weight"]
         state[f"{attention}linear_proj.weight"] = part(mine["self_attn.o_proj.weight"], 1)
@@ -101,5 +101,5 @@ def _model_state(
 def _qkv(layer: Tensors, shape: ModelShape, kind: str) -> torch.Tensor:
     """Megatron's fused QKV of a layer: for each KV group its queries, key and value, [rows, ...]."""
     q, k, v = (layer[f"self_attn.{name}_proj.{kind}"] for name in "qkv")
-    grouped = [whole.view(shape.kv_heads, -1, *whole.shape[1:]) for whole in (q, k, v)]
+    grouped = [whole.view(shape.attention.kv_heads, -1, *whole.shape[1:]) for whole in (q, k, v)]
     return torch.cat(grouped, 1).reshape(-1, *q.shape[1:])

@@ -27,12 +27,12 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.job import GB, Job, PlanOptions
 from bapo_megatron.planning.memory import FIXED, FRAGMENTATION
 from bapo_megatron.planning.plan import JobPlan, make_plan
 from bapo_megatron.planning.sizes import total_parameters
 from bapo_megatron.planning.traffic import BROADCAST_RATE
+from tests.support.shapes import activation_bytes_per_token, uniform
 
 MILES = "[miles](https://github.com/radixark/miles/blob/main/docs/models/qwen/qwen3-8.md)"
 VERL = "[verl 7060](https://github.com/verl-project/verl/issues/7060)"
@@ -76,7 +76,7 @@ def dense(
     fixed = {"family": "qwen3", "head_dim": 128, "max_positions": 40960, "norm_eps": 1e-6, "rope_theta": 1e6}
     settings = {"rope_scaling": None, "tied": False, "qkv_bias": False, "qk_norm": True, **fixed, **more}
     shape = {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads, "kv_heads": kv_heads}
-    return ModelShape(vocab=vocab, **shape, **settings)
+    return uniform(vocab=vocab, **shape, **settings)
 
 
 QWEN3_8B = dense(36, 4096, 12288, 32, 8, 151936)

@@ -66,7 +66,7 @@ def test_apex_gives_adam_and_list_kernels_only(apex: TransformerEngineProcess, t
     assert found["optimizer"] == "apex's FusedAdam"
     assert found["step in the groups"]
     assert found["norm of gradients"].endswith("transformer_engine.layers")  # where amp_C has it from
-    assert found["norms"] == {"bapo_megatron.policy.model.RMSNorm"}
+    assert found["norms"] == {"bapo_megatron.policy.layers.RMSNorm"}
     [without] = apex.run(what_is_taken, ONE, folder, choices=TORCH)
     assert without["optimizer"] == "torch's AdamW"
     assert not without["step in the groups"]

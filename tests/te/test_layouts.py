@@ -131,9 +131,8 @@ def one_document() -> None:
 
 def norms_swapped() -> None:
     """The norm before the MLP in the place of the one before attention, and the other way."""
-    fused = parameter_map._FUSED_NORMS
-    names = list(fused)
-    fused.update(zip(names, reversed([fused[name] for name in names]), strict=True))
+    norms = parameter_map._NORMS
+    norms["self_attention"], norms["mlp"] = norms["mlp"], norms["self_attention"]
 
 
 OTHER_LOG_PROBS = AssertionError, "Tensor-likes are not close"

@@ -18,7 +18,7 @@ TOOLS = ROOT / "checkpoints_tools"
 LAYERS = [
     {"types", "step_header", "tensor_types", "errors", "interfaces"},
     {"runtime", "workers", "algo"},
-    {"config", "hf"},
+    {"config", "hf", "layers"},
     {"data", "reward", "environment", "checkpoints_tools"},
     {"rollout", "policy", "checkpoint"},
     {"evaluation"},
@@ -32,7 +32,7 @@ SIBLINGS = {"rollout", "policy", "checkpoint"}
 LARGEST_ROOM = 20
 TOOLS_MAY_USE = {
     *("errors", "runtime.files", "runtime.run_paths", "runtime.text_table", "runtime.written_folders"),
-    *("hf.config", "hf.fp8", "hf.parameter_map", "hf.weight_files"),
+    *("hf.config", "hf.fp8", "hf.parameter_map", "hf.weight_files", "layers"),
 }
 
 
@@ -90,7 +90,12 @@ def test_imports_run_one_way() -> None:
                 assert room(name) == room(other), f"{name} imports {other}, of a sibling room"
 
 
-BY_PATH = {"config.transports": {"rollout"}, "runtime.device": {"policy"}}
+BY_PATH = {
+    "config.transports": {"rollout"},
+    "runtime.device": {"policy"},
+    "layers.attention": {"policy"},
+    "layers.mlp": {"policy"},
+}
 """Rooms above that a module names by string paths. Who loads those of transports is in ``rollout``."""
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
+from bapo_megatron.hf.parameter_map import checkpoint_keys, mapping_table
 from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.policy.weight_map import join
 from bapo_megatron.runtime.written_folders import MARK
@@ -71,7 +71,7 @@ def test_torch_reads_the_parameters_that_the_table_joins(family: str, tmp_path: 
             join(mapping, [tensors[n.format(layer=layer)] for n in mapping.hf_names])
             for layer in range(shape.layers if stacked else 1)
         ]
-        key = checkpoint_key(name, sparse=family == EXPERTS)
+        key = checkpoint_keys(name, shape.blocks[0])[0]
         expected[key] = torch.stack(layers) if stacked else layers[0]
         if mapping.expert is not None:
             experts.setdefault(key, []).append(expected[key])

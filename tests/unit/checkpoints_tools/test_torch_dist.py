@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.parameter_map import RowSegment
+from bapo_megatron.layers import RowSegment
 from checkpoints_tools import to_hf, to_megatron, verify
 from checkpoints_tools.core.blocks import Block, BlockTensor, check_cover, cut_into_sources
 from checkpoints_tools.formats.locate import open_checkpoint

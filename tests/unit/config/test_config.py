@@ -47,10 +47,12 @@ from bapo_megatron.config import (
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat, parallel_problems
 from bapo_megatron.errors import ConfigError, StorageFailed
-from bapo_megatron.hf.config import ExpertShape, ModelShape
-from bapo_megatron.policy.layout import chunk_layers, data_parallel_size, layout_problems, stage_layers
+from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.layers.mlp import Experts
+from bapo_megatron.policy.layout import chunk_layers, data_parallel_size, layout_problems, stage_kinds
 from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 from bapo_megatron.trainer.preflight import check_new_run
+from tests.support.shapes import resized, uniform
 
 GOOD = RunConfig(
     "good",
@@ -252,7 +254,22 @@ def test_all_mistakes_are_told_at_once() -> None:
         dataclasses.replace(GOOD, steps=0, parallel=ParallelConfig(context=0)).check()
 
 
-SHAPE = ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 131072, 1e-6, 1e4, None, False, True, False)
+SHAPE = uniform(
+    family="qwen2",
+    layers=28,
+    hidden=3584,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    ffn=18944,
+    vocab=152064,
+    max_positions=131072,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tied=False,
+    qkv_bias=True,
+)
 
 
 @pytest.mark.parametrize(
@@ -392,6 +409,12 @@ def test_a_layout_that_splits_the_model_passes() -> None:
     assert not list(layout_problems(ParallelConfig(pipeline=3, pipeline_layers=(14, 10, 4)), SHAPE))
 
 
+def _stages(parallel: ParallelConfig, layers: int) -> list[int]:
+    """Layers of each stage, by its attention."""
+    shape = resized(SHAPE, layers=layers)
+    return [kinds[shape.attention] for kinds in stage_kinds(parallel, shape)]
+
+
 @pytest.mark.parametrize(
     ("layers", "pipeline", "virtual", "chunks", "stages"),
     [
@@ -410,13 +433,13 @@ def test_layers_that_the_chunks_do_not_divide_are_spread(
     parallel = ParallelConfig(pipeline=pipeline, virtual=virtual)
     assert chunk_layers(parallel, layers) == chunks
     assert sum(chunks) == layers
-    assert stage_layers(parallel, layers) == stages
+    assert _stages(parallel, layers) == stages
 
 
 def test_listed_layers_are_taken_as_they_are() -> None:
     listed = ParallelConfig(pipeline=2, virtual=2, pipeline_layers=(1, 4, 2, 3))
     assert chunk_layers(listed, 10) == (1, 4, 2, 3)
-    assert stage_layers(listed, 10) == [3, 7]
+    assert _stages(listed, 10) == [3, 7]
 
 
 @pytest.mark.parametrize(
@@ -451,7 +474,7 @@ def test_a_layout_that_does_not_is_named_with_the_fix(parallel: ParallelConfig, 
         raise AssertionError("\n".join(layout_problems(parallel, SHAPE)))
 
 
-EXPERTS = dataclasses.replace(SHAPE, experts=ExpertShape(count=6, per_token=2, ffn=40, normalized=True))
+EXPERTS = resized(SHAPE, experts=Experts(count=6, per_token=2, ffn=40, normalized=True))
 
 
 @pytest.mark.parametrize(

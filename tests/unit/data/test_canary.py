@@ -23,8 +23,10 @@ from bapo_megatron.algo.bounds import (
 from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored, with_random_routes
 from bapo_megatron.data.packing import UNKNOWN_BYTE, pack_samples
 from bapo_megatron.data.routes import route_problem
-from bapo_megatron.hf.config import ExpertShape, model_shape
+from bapo_megatron.hf.config import model_shape
+from bapo_megatron.layers.mlp import Experts
 from bapo_megatron.types import RouteShape
+from tests.support.shapes import resized
 
 SPEC = CanarySpec(seed=3, tokens=4000, longest=200, vocab=50)
 
@@ -130,7 +132,7 @@ DENSE = model_shape(
 @pytest.mark.parametrize(("experts", "per_token"), [(8, 2), (128, 8), (7, 3), (4, 4), (300, 8)])
 def test_every_position_of_a_mixture_of_experts_has_a_route(experts: int, per_token: int) -> None:
     """Prompts, too: in a pack only padding has none. All experts are taken about as often."""
-    model = dataclasses.replace(DENSE, experts=ExpertShape(experts, per_token, 24, True))
+    model = resized(DENSE, experts=Experts(experts, per_token, 24, True))
     plain = unscored(canary_sequences(SPEC, balanced()))
     samples = with_random_routes(plain, 5, model)
     shape, counts = RouteShape(3, per_token, experts), np.zeros(experts)

@@ -40,8 +40,8 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, left_out: str)
     for name in OPTIONAL if left_out == "all of them" else (left_out,):
         config.pop(name, None)
     theirs, ours = CLASSES[family](**config), model_shape(config, "here")
-    assert ours.kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 128 // 64)
+    assert ours.attention.kv_heads == theirs.num_key_value_heads
+    assert ours.attention.head_dim == (getattr(theirs, "head_dim", None) or 128 // 64)
     assert ours.tied == theirs.tie_word_embeddings
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     if ours.experts is not None:
@@ -51,7 +51,9 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, left_out: str)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_as_many_key_value_heads_as_heads_where_they_are_null(family: str) -> None:
     config = config_of(family, num_key_value_heads=None)
-    assert model_shape(config, "here").kv_heads == CLASSES[family](**config).num_key_value_heads == 8
+    assert (
+        model_shape(config, "here").attention.kv_heads == CLASSES[family](**config).num_key_value_heads == 8
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.hf.config import ExpertShape, linear_flops_per_token, model_shape, read_model_shape
+from bapo_megatron.hf.config import linear_flops_per_token, model_shape, read_model_shape
 from bapo_megatron.hf.parameter_map import (
     canonical_name,
-    checkpoint_key,
+    checkpoint_keys,
     expert_tensors,
     hf_tensors,
     mapping_table,
 )
 from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.layers.mlp import Experts
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from checkpoints_tools import to_hf, to_megatron
@@ -45,7 +46,7 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_names_of_the_hub_and_of_transformers_5_are_read() -> None:
     config = config_of(EXPERTS)
-    wanted = ExpertShape(count=5, per_token=2, ffn=24, normalized=False)
+    wanted = Experts(count=5, per_token=2, ffn=24, normalized=False)
     assert model_shape(config, "here").experts == wanted
     config["num_local_experts"] = config.pop("num_experts")
     assert model_shape(config, "here").experts == wanted
@@ -85,11 +86,13 @@ def test_a_ranks_experts_are_counted_from_its_first(name: str) -> None:
 
 def test_all_experts_share_a_key_and_the_norm_before_them_keeps_its_name() -> None:
     layer = "decoder.layers.{layer}."
-    experts = {checkpoint_key(f"{layer}mlp.experts.{i}.linear_fc1.weight", sparse=True) for i in (0, 11)}
-    assert experts == {"decoder.layers.mlp.experts.experts.linear_fc1.weight"}
+    [block] = model_shape(config_of(EXPERTS), "here").blocks
+    experts = {checkpoint_keys(f"{layer}mlp.experts.{i}.linear_fc1.weight", block) for i in (0, 11)}
+    assert experts == {("decoder.layers.mlp.experts.experts.linear_fc1.weight",)}
     norm = f"{layer}pre_mlp_layernorm.weight"
-    assert checkpoint_key(norm, sparse=True) == "decoder.layers.pre_mlp_layernorm.weight"
-    assert checkpoint_key(norm) == "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    own, of_others = checkpoint_keys(norm, block)
+    assert own == "decoder.layers.pre_mlp_layernorm.weight"
+    assert of_others == "decoder.layers.mlp.linear_fc1.layer_norm_weight"
 
 
 def test_a_fused_tensor_is_cut_into_experts() -> None:
@@ -176,7 +179,14 @@ def found(path: Path, **changes: object) -> tuple[object, ...]:
     shape = model_shape(config, "test")
     tensors = hf_tensors(shape)
     return (
-        *(shape.layers, shape.heads, shape.kv_heads, shape.tied, shape.rope_theta, shape.max_positions),
+        *(
+            shape.layers,
+            shape.attention.heads,
+            shape.attention.kv_heads,
+            shape.tied,
+            shape.rope_theta,
+            shape.max_positions,
+        ),
         *(len(tensors), 2 * sum(map(math.prod, tensors.values()))),
     )
 

@@ -200,11 +200,11 @@ def test_what_is_quantized_and_what_stays() -> None:
     assert modules_in_bfloat16(tensors, names) == [
         "model.embed_tokens",
         f"{layer}input_layernorm",
+        f"{layer}self_attn.q_norm",
+        f"{layer}self_attn.k_norm",
         f"{layer}post_attention_layernorm",
         f"{layer}mlp.gate",
         "model.norm",
-        f"{layer}self_attn.q_norm",
-        f"{layer}self_attn.k_norm",
         "lm_head",
     ]
 

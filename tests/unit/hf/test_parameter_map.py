@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, model_shape, read_model_shape
-from bapo_megatron.hf.parameter_map import canonical_name, checkpoint_key, hf_tensors, mapping_table
+from bapo_megatron.hf.parameter_map import canonical_name, checkpoint_keys, hf_tensors, mapping_table
 from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.layers import Mapping, RowSegment
 from bapo_megatron.policy.weight_map import join, shard, shard_parts, split, unshard
+from checkpoints_tools.formats.mp_rank import shard_blocks
 from tests.support.models import EXPERTS, FAMILIES, save_tiny_model
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -157,6 +159,11 @@ def test_transformer_engine_names_mean_the_same() -> None:
 
 
 def test_keys_of_checkpoints() -> None:
+    [block] = shape().blocks
+
+    def checkpoint_key(name: str, stacked: bool = True) -> str:
+        return checkpoint_keys(name, block, stacked)[0]
+
     norm = "decoder.layers.{layer}.input_layernorm.weight"
     assert checkpoint_key(norm) == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
     assert checkpoint_key(norm, stacked=False) == (
@@ -336,3 +343,22 @@ def test_old_and_new_rope_fields_mean_the_same() -> None:
         shape(**both) == shape(**{**both, "rope_parameters": None}) == shape(**{**both, "rope_scaling": None})
     )
     assert shape(**both).rope_scaling == 8.0
+
+
+def test_parts_of_unequal_rows_are_cut_each_on_its_own() -> None:
+    """4 rows of one tensor over 2 of another: a rank has half of each, by every way to cut and join."""
+    mapping = Mapping(
+        ("a", "b"),
+        ((4, 1), (2, 1)),
+        (RowSegment(0, 0, 4), RowSegment(1, 0, 2)),
+        tp_dim=0,
+        sections=(4, 2),
+    )
+    whole = torch.tensor([[1], [2], [3], [4], [5], [6]])
+    pieces = [shard(mapping, whole, rank, 2) for rank in range(2)]
+    assert [piece.flatten().tolist() for piece in pieces] == [[1, 2, 5], [3, 4, 6]]
+    assert torch.equal(unshard(mapping, pieces), whole)
+    parts = [(part.source, part.rows.start, part.rows.stop) for part in shard_parts(mapping, 1, 2)]
+    assert parts == [(0, 2, 4), (1, 1, 2)]
+    blocks = shard_blocks(mapping, (3, 1), 1, Path("file"), 100, "F32")
+    assert [(block.row, block.rows, block.position) for block in blocks] == [(2, 2, 100), (5, 1, 108)]

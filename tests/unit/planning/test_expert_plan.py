@@ -11,9 +11,10 @@ import pytest
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ExpertShape, attention_flops, linear_flops_per_token, read_model_shape
+from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
+from bapo_megatron.layers.costs import Place
+from bapo_megatron.layers.mlp import Experts
 from bapo_megatron.planning import sizes as experts
-from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.advice import Change, smallest_changes
 from bapo_megatron.planning.engines import engine_plan
 from bapo_megatron.planning.job import Job
@@ -24,7 +25,6 @@ from bapo_megatron.planning.rehearsal.records import RankResult
 from bapo_megatron.planning.rehearsal.results import model_flops
 from bapo_megatron.planning.sizes import (
     active_parameters,
-    expert_load,
     largest_parameter,
     measured_imbalance,
     rank_imbalance,
@@ -34,12 +34,13 @@ from bapo_megatron.planning.sizes import (
 )
 from bapo_megatron.planning.speed import speed
 from bapo_megatron.planning.traffic import sync_traffic, update_traffic
+from tests.support.shapes import activation_bytes_per_token, resized
 from tests.unit.planning.test_plan import SMALL, job, planned
 
 SHAPES = Path(__file__).parents[3] / "recipes/shapes"
 # A layer: 8 x (8 + 4 + 4) qkv + 8 x 8 projection + 2 x 8 norms + 4 x 8 router = 240, and 4 experts of
 # 3 x 8 x 6 = 144. The model: 4 x (240 + 576) + 2 x 256 embedding and output + 8 = 3784.
-MOE = replace(SMALL, family="qwen3_moe", qkv_bias=False, experts=ExpertShape(4, 2, 6, True))
+MOE = resized(SMALL, family="qwen3_moe", qkv_bias=False, experts=Experts(4, 2, 6, True))
 EP = ParallelConfig(data=2, expert=2)
 ETP = ParallelConfig(tensor=2, sequence=True, expert_tensor=2)
 BOTH = ParallelConfig(tensor=2, data=2, sequence=True, expert=2, expert_tensor=2)
@@ -70,8 +71,9 @@ def test_the_published_models_by_hand(name: str, total: int, active: int) -> Non
     own = stage_parameters(shape, spread, 0)
     assert own.experts == shape.layers * 8 * 3 * shape.hidden * shape.experts.ffn  # type: ignore[union-attr]
     # Attention is cut by TP, router and norms are not.
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) // 4
-    whole = 128 * shape.hidden + 2 * shape.hidden + 2 * shape.head_dim
+    mixer = shape.attention
+    attention = shape.hidden * mixer.head_dim * 2 * (mixer.heads + mixer.kv_heads) // 4
+    whole = 128 * shape.hidden + 2 * shape.hidden + 2 * mixer.head_dim
     assert own.body == shape.layers * (attention + whole) + shape.hidden
 
 
@@ -106,13 +108,10 @@ def test_states_of_experts_are_shared_by_the_ranks_that_have_them() -> None:
 
 def test_copies_by_hand() -> None:
     """Two experts of a token, of which TP + SP routes half on a rank; ETP gathers its ranks' copies."""
-    even = expert_load(MOE, EP, 1.0)
-    assert even is not None
-    assert (even.routed, even.copies, even.rows, even.local) == (1, 2, 2, 2)
-    busy = expert_load(MOE, BOTH, 1.5)
-    assert busy is not None
-    assert (busy.routed, busy.copies, busy.rows, busy.local) == (0.5, 1, 3, 2)
-    assert expert_load(SMALL, EP, 1.5) is None
+    own = MOE.experts
+    assert own is not None
+    assert own.rows(Place(8, EP, 2, "te", "none")) == 2
+    assert own.rows(Place(8, BOTH, 2, "te", "none", 1.5)) == 3
     # All copies may go to one of two ranks, not more; one rank has them all anyway.
     assert [rank_imbalance(ParallelConfig(expert=size), 3.0) for size in (1, 2, 4)] == [1, 2, 3]
 

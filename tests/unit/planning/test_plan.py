@@ -44,8 +44,9 @@ from bapo_megatron.hf.config import (
     linear_flops_per_token,
     read_model_shape,
 )
+from bapo_megatron.hf.parameter_map import mapping_table
+from bapo_megatron.layers.mlp import Experts, Mlp
 from bapo_megatron.planning import memory as plan_memory
-from bapo_megatron.planning.activations import activation_bytes_per_token
 from bapo_megatron.planning.advice import (
     changed_flags,
     fastest_layouts,
@@ -56,6 +57,7 @@ from bapo_megatron.planning.advice import (
 from bapo_megatron.planning.engines import cache_bytes_per_token, engine_plan
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, in_flight, slots
 from bapo_megatron.planning.memory import (
+    activation_bytes,
     host_bytes,
     offloaded_bytes,
     optimizer_bytes,
@@ -76,13 +78,14 @@ from bapo_megatron.planning.speed import handover_estimate, host_update, referen
 from bapo_megatron.planning.teacher import teacher_plan
 from bapo_megatron.planning.traffic import Sync, forward_passes, known_passes, update_traffic
 from bapo_megatron.policy import output_head
+from tests.support.shapes import activation_bytes_per_token, resized, uniform
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 RECIPE = RECIPES / "bp_math_32b_64k.py"
 SHAPES = RECIPES / "shapes"
 
 # One layer: 8 x (8 + 4 + 4) qkv + 16 bias + 8 x 8 projection + 3 x 8 x 16 MLP + 2 x 8 norms = 608.
-SMALL = ModelShape(
+SMALL = uniform(
     family="qwen2",
     layers=4,
     hidden=8,
@@ -274,9 +277,30 @@ def test_activations_by_hand() -> None:
     assert halved.layer == (none.layer - 8) / 2 + 8
 
 
+def test_stages_of_unlike_layers_by_hand() -> None:
+    """Two of four layers, the last ones, have an MLP of twice the width: stage 1 has both."""
+    [block] = SMALL.blocks
+    wide = replace(block, mlp=Mlp(32))
+    mixed = replace(SMALL, blocks=(block, wide), pattern=(0, 0, 1, 1))
+    one = ParallelConfig(pipeline=2)
+    first, second = (stage_parameters(mixed, one, stage) for stage in range(2))
+    assert (first.body, second.body) == (2 * 608, 2 * (608 + 3 * 8 * 16) + 8)
+    assert linear_flops_per_token(mixed) == linear_flops_per_token(SMALL) + 2 * 2 * 3 * 8 * 16
+    narrow, both = job(one), job(one, mixed)
+    assert activation_bytes(both, 0, "te") == activation_bytes(narrow, 0, "te")
+    more = 16 * 2 * 3 * 16 * 2  # tokens, bytes, gate, up and product, in two layers
+    assert activation_bytes(both, 1, "te") == activation_bytes(narrow, 1, "te") + more
+    table = mapping_table(replace(mixed, blocks=(block, replace(block, mlp=Experts(2, 1, 4, False)))))
+    assert table["decoder.layers.{layer}.mlp.linear_fc1.weight"].layers == (0, 1)
+    assert table["decoder.layers.{layer}.mlp.experts.1.linear_fc1.weight"].layers == (2, 3)
+    assert table["decoder.layers.{layer}.pre_mlp_layernorm.weight"].layers == (0, 1, 2, 3)
+    with pytest.raises(ValueError, match="linear_fc1.weight has two shapes in layers of two kinds"):
+        mapping_table(mixed)
+
+
 def test_norms_of_queries_and_keys_keep_copies() -> None:
     """Norms of queries and keys keep copies of their inputs, which lie scattered in the fused output."""
-    normed = replace(SMALL, qk_norm=True)
+    normed = resized(SMALL, qk_norm=True)
     extra = (
         activation_bytes_per_token(normed, ONE, 2, "none", "te").layer
         - activation_bytes_per_token(SMALL, ONE, 2, "none", "te").layer
@@ -615,7 +639,7 @@ def test_the_optimizer_on_the_host_is_advised() -> None:
 
 def test_stages_of_listed_layers_are_advised_without_the_list() -> None:
     """448 layers at TP 8, with all else that saves: more stages are left, which the list does not fit."""
-    deep = replace(planned("tensor=8", "context=1", "data=1", "pipeline=2"), shape=replace(BIG, layers=448))
+    deep = replace(planned("tensor=8", "context=1", "data=1", "pipeline=2"), shape=resized(BIG, layers=448))
     parallel = replace(deep.run.parallel, pipeline_layers=(220, 228))
     optimizer = replace(deep.run.optimizer, device="cpu")
     batch = replace(deep.run.batch, recompute="full")

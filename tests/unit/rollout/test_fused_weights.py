@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from bapo_megatron.layers.mlp import Experts
 from bapo_megatron.rollout.engines.sent_weights import SentDigests, UnknownDigests
 from bapo_megatron.rollout.engines.sglang.fused_weights import (
     FusedDigests,
@@ -18,9 +20,29 @@ from bapo_megatron.rollout.engines.sglang.fused_weights import (
     fused_digests,
     padded_vocabulary,
 )
+from tests.support.checkpoint_models import config_of
+from tests.support.models import EXPERTS
+from tests.support.shapes import resized, uniform
 
 HEADS, KV_HEADS, HEAD, HIDDEN, INNER, TOKENS = 8, 2, 2, 6, 8, 70
 LAYER = "model.layers.3."
+SHAPE = uniform(
+    family="qwen3",
+    layers=4,
+    hidden=HIDDEN,
+    heads=HEADS,
+    kv_heads=KV_HEADS,
+    head_dim=HEAD,
+    ffn=INNER,
+    vocab=TOKENS,
+    max_positions=64,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tied=False,
+    qkv_bias=True,
+    qk_norm=True,
+)
 
 
 def numbered(rows: int, *columns: int) -> Tensor:
@@ -36,7 +58,6 @@ WEIGHTS = {
     f"{LAYER}self_attn.k_proj.bias": numbered(KV_HEADS * HEAD) + 0.25,
     f"{LAYER}self_attn.v_proj.bias": numbered(KV_HEADS * HEAD) + 0.5,
     f"{LAYER}self_attn.o_proj.weight": numbered(HIDDEN, HEADS * HEAD),
-    f"{LAYER}self_attn.o_proj.bias": numbered(HIDDEN),
     f"{LAYER}self_attn.q_norm.weight": numbered(HEAD),
     f"{LAYER}self_attn.k_norm.weight": numbered(HEAD) + 1,
     f"{LAYER}mlp.gate_proj.weight": numbered(INNER, HIDDEN),
@@ -53,10 +74,8 @@ def sha(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def digests(
-    tensor: int = 1, names: Sequence[str] = tuple(WEIGHTS), tied: bool = False, kv_heads: int = KV_HEADS
-) -> SentDigests:
-    found = FusedDigests(FusedLayout(kv_heads, tied, tensor), "cpu")
+def digests(tensor: int = 1, names: Sequence[str] = tuple(WEIGHTS), tied: bool = False) -> SentDigests:
+    found = FusedDigests(FusedLayout(replace(SHAPE, tied=tied), tensor), "cpu")
     for name in names:
         found.add(name, WEIGHTS[name])
     return found.result()
@@ -120,7 +139,7 @@ def test_the_shard_of_each_rank(ranks: int, rank: int, queries: slice, keys: sli
     assert found[f"{LAYER}mlp.gate_up_proj.weight"] == sha(torch.cat([gate, up]))
     assert found[f"{LAYER}mlp.down_proj.weight"] == sha(WEIGHTS[f"{LAYER}mlp.down_proj.weight"][:, inner])
     assert found[f"{LAYER}self_attn.o_proj.weight"] == sha(attention("o_proj.weight")[:, queries])
-    for name in ("self_attn.o_proj.bias", "self_attn.q_norm.weight", "input_layernorm.weight"):
+    for name in ("self_attn.k_norm.weight", "self_attn.q_norm.weight", "input_layernorm.weight"):
         assert found[LAYER + name] == sha(WEIGHTS[LAYER + name])  # whole on every rank
     rows = 128 // ranks
     padded = torch.cat([WEIGHTS["lm_head.weight"], torch.zeros(58, HIDDEN)])
@@ -138,7 +157,7 @@ def test_the_experts_of_a_layer_are_two_tensors(backwards: bool) -> None:
         )
     }
     router = numbered(3, HIDDEN)
-    found = FusedDigests(FusedLayout(KV_HEADS, False, 2, experts=3), "cpu")
+    found = FusedDigests(FusedLayout(resized(SHAPE, experts=Experts(3, 2, INNER, True)), 2), "cpu")
     for name in sorted(own, reverse=backwards):
         found.add(name, own[name])
     found.add(f"{LAYER}mlp.gate.weight", router)
@@ -168,18 +187,22 @@ def test_the_padded_vocabulary(tokens: int, ranks: int, rows: int) -> None:
 
 
 def test_unknown_or_incomplete_tensors_raise() -> None:
-    found = FusedDigests(FusedLayout(KV_HEADS, False, 3), "cpu")
+    found = FusedDigests(FusedLayout(SHAPE, 3), "cpu")
     with pytest.raises(ValueError, match=r"the layout of model\.layers\.0\.mlp\.shared_expert\.up_proj"):
         found.add("model.layers.0.mlp.shared_expert.up_proj.weight", torch.zeros(3))
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts\.2: the model has 2 experts"):
-        FusedLayout(KV_HEADS, False, 1, experts=2).place("model.layers.0.mlp.experts.2.up_proj.weight")
+    two = FusedLayout(resized(SHAPE, experts=Experts(2, 1, INNER, False)), 1)
+    with pytest.raises(ValueError, match=r"the layout of model\.layers\.0\.mlp\.experts\.2\.up"):
+        two.place("model.layers.0.mlp.experts.2.up_proj.weight")
     with pytest.raises(ValueError, match="8 rows or columns are not divided by 3 ranks"):
         found.add(f"{LAYER}mlp.down_proj.weight", WEIGHTS[f"{LAYER}mlp.down_proj.weight"])
     with pytest.raises(ValueError, match=r"layers\.3\.mlp\.gate_up_proj\.weight is incomplete"):
         digests(names=[f"{LAYER}mlp.gate_proj.weight"])
 
 
-MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 128}
+MOE = {
+    **config_of(EXPERTS, moe_intermediate_size=128, num_experts=4),
+    "architectures": ["Qwen3MoeForCausalLM"],
+}
 
 
 @pytest.mark.parametrize(
@@ -208,7 +231,7 @@ MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermed
 def test_supported_models_and_server_flags(
     config: dict[str, object], flags: tuple[str, ...], reason: str | None, tmp_path: Path
 ) -> None:
-    whole = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, **config}
+    whole = {**config_of("qwen2"), "architectures": ["Qwen2ForCausalLM"], **config}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     found = fused_digests(tmp_path, 2, "cpu", flags)
     if reason is None:
@@ -220,7 +243,7 @@ def test_supported_models_and_server_flags(
 
 def test_the_layout_of_experts_on_a_gpu_is_unknown(tmp_path: Path) -> None:
     """Some of SGLang's kernels reorder their rows, and no flag says which one it takes."""
-    (tmp_path / "config.json").write_text(json.dumps({**MOE, "num_key_value_heads": 2}))
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
     found = fused_digests(tmp_path, 2, "cuda")
     assert isinstance(found, UnknownDigests)
     assert "experts on GPUs" in (found.result().unknown or "")

@@ -12,7 +12,7 @@
     mlp.gate (router)         the same              all
 
 The trainer computes them while it sends weights; servers must report the same ones. A tied output layer is no
-tensor of its own. This holds for Qwen2, Qwen3, Qwen3 MoE and Llama.
+tensor of its own. Kinds of layers say it of theirs (``Mapping.served``), families whether it holds.
 
 A tensor's hash is equal to that of SGLang's `/weights_checker`, and comes from its bytes, piece by piece:
 
@@ -32,16 +32,18 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.hf.config import FAMILIES, ModelShape, model_shape
+from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, mapping_table
+from bapo_megatron.layers import Mapping
 from bapo_megatron.rollout.engines.sent_weights import SentDigests, UnknownDigests
 
-FUSED_MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 _OTHER_LAYOUTS = (
     *("--quantization", "--dtype", "--load-format", "--model-impl", "--torchao", "--modelopt", "--lora"),
     *("--enable-lora", "--dp", "--data-parallel", "--enable-dp", "--tp", "--tensor-parallel", "--pp"),
@@ -51,7 +53,7 @@ _OTHER_LAYOUTS = (
 )
 """Prefixes of flags that make a server's weight layout differ from the one computed here."""
 
-_LAYER = r"model\.layers\.\d+\."
+_LAYER = re.compile(r"(model\.layers\.)(\d+)\.")
 _PADDED_TO = 64
 _PADDED_EXPERTS = 32
 """Rows of an expert on a rank that a CPU server pads to a multiple (SGLang 0.5.23, update_config.py)."""
@@ -72,65 +74,38 @@ class Place:
     """Number of Hugging Face tensors that the server's tensor is fused from; ``part``: index of this one."""
 
 
-@dataclass(frozen=True)
 class FusedLayout:
-    """The layout of a model's weights on a server: names, fusion and sharding. Arithmetic, without I/O."""
+    """The layout of a model's weights on servers of ``tensor`` ranks: names, fusion, sharding."""
 
-    kv_heads: int
-    tied: bool
-    tensor: int
-    """Tensor-parallel size."""
-    experts: int = 0
-    """Experts of a layer; 0 for a dense model."""
+    def __init__(self, shape: ModelShape, tensor: int) -> None:
+        self.tensor, self._tied = tensor, shape.tied
+        self._places: dict[str, Place] = {}
+        for mapping in mapping_table(shape).values():
+            names, experts = mapping.hf_names, shape.experts.count if shape.experts else 1
+            parts = len(names) * (1 if mapping.expert is None else experts)
+            for number, name in enumerate(names):
+                part = number + (mapping.expert or 0) * len(names)
+                self._places[name] = Place(mapping.served or name, self._cut(mapping, number), part, parts)
 
     def place(self, name: str) -> Place | None:
         """The place of the tensor ``name``; None if the server has no such tensor. ValueError if unknown."""
-        if name == "lm_head.weight" and self.tied:
+        if name == OUTPUT and self._tied:
             return None
-        if found := re.fullmatch(rf"({_LAYER}self_attn\.)([qkv])_proj\.(weight|bias)", name):
-            part = "qkv".index(found[2])
-            cut = self._rows if part == 0 else self._heads
-            return Place(f"{found[1]}qkv_proj.{found[3]}", cut, part, 3)
-        if found := re.fullmatch(rf"({_LAYER}mlp\.)(gate|up)_proj\.weight", name):
-            part = ("gate", "up").index(found[2])
-            return Place(f"{found[1]}gate_up_proj.weight", self._rows, part, 2)
-        if found := re.fullmatch(rf"({_LAYER}mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight", name):
-            return self._expert(found[1], int(found[2]), found[3])
-        alone: Sequence[tuple[str, Cut]] = (
-            (rf"{_LAYER}(self_attn\.o_proj|mlp\.down_proj)\.weight", self._columns),
-            (rf"{_LAYER}self_attn\.o_proj\.bias", self._whole),
-            (rf"{_LAYER}(input_layernorm|post_attention_layernorm|mlp\.gate)\.weight", self._whole),
-            (rf"{_LAYER}self_attn\.[qk]_norm\.weight", self._whole),
-            (r"model\.norm\.weight", self._whole),
-            (r"(model\.embed_tokens|lm_head)\.weight", self._vocabulary),
-        )
-        for pattern, own_cut in alone:
-            if re.fullmatch(pattern, name):
-                return Place(name, own_cut)
-        raise ValueError(f"the layout of {name} on a server is unknown")
+        layer = _LAYER.match(name)
+        found = self._places.get(_LAYER.sub(r"\1{layer}.", name))
+        if found is None:
+            raise ValueError(f"the layout of {name} on a server is unknown")
+        return replace(found, name=found.name.format(layer=layer and layer[2]))
 
-    def _expert(self, prefix: str, number: int, kind: str) -> Place:
-        """The place of an expert's matrix: all experts of a layer are one tensor, expert after expert."""
-        if number >= self.experts:
-            raise ValueError(f"{prefix}{number}: the model has {self.experts} experts")
-        if kind == "down":
-            return Place(f"{prefix}w2_weight", self._columns, number, self.experts)
-        part = 2 * number + ("gate", "up").index(kind)
-        return Place(f"{prefix}w13_weight", self._rows, part, 2 * self.experts)
-
-    def _whole(self, tensor: Tensor, _rank: int) -> list[Tensor]:
-        return [tensor]
-
-    def _rows(self, tensor: Tensor, rank: int) -> list[Tensor]:
-        return [_share(tensor, 0, rank, self.tensor)]
-
-    def _columns(self, tensor: Tensor, rank: int) -> list[Tensor]:
-        return [_share(tensor, 1, rank, self.tensor)]
-
-    def _heads(self, tensor: Tensor, rank: int) -> list[Tensor]:
-        """Key or value heads: neighbouring ranks share a head if there are fewer heads than ranks."""
-        shares = min(self.kv_heads, self.tensor)
-        return [_share(tensor, 0, rank // (self.tensor // shares), shares)]
+    def _cut(self, mapping: Mapping, number: int) -> Cut:
+        """How servers cut one of the mapping's HF tensors; ranks share a head if there are fewer heads."""
+        if mapping.hf_names[0] in (EMBEDDING, OUTPUT):
+            return self._vocabulary
+        if mapping.tp_dim is None:
+            return lambda tensor, _rank: [tensor]
+        dim, ranks = mapping.tp_dim, self.tensor
+        shares = min(ranks, mapping.heads[number]) if mapping.heads else ranks
+        return lambda tensor, rank: [_share(tensor, dim, rank // (ranks // shares), shares)]
 
     def _vocabulary(self, tensor: Tensor, rank: int) -> list[Tensor]:
         """A rank's rows of the padded vocabulary: rows of tokens, then rows of zeros."""
@@ -218,7 +193,7 @@ def fused_digests(
     config: dict[str, Any] = json.loads((hf_path / "config.json").read_text())
     reason = None
     name, *_ = config.get("architectures") or ["a model without a class"]
-    if name not in FUSED_MODELS:
+    if name not in {family.served for family in FAMILIES.values()}:
         reason = f"the weight layout of {name} on servers is unknown"
     elif config.get("quantization_config"):
         reason = "the model is quantized"
@@ -226,17 +201,17 @@ def fused_digests(
         reason = f"servers with {other[0].partition('=')[0]} have another weight layout"
     elif device not in HASHES:
         reason = f"the tensor hash of servers on {device} is unknown"
-    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-    if experts and device == "cpu" and config["moe_intermediate_size"] % (_PADDED_EXPERTS * tensor):
-        reason = f"servers on a CPU pad experts to a multiple of {_PADDED_EXPERTS} rows on each rank"
-    elif experts and device == "cuda" and reason is None:
-        # Some of SGLang's kernels for experts reorder rows after a load: which one is chosen, no flag says.
-        reason = "the layout of experts on GPUs depends on the kernel that SGLang chooses"
     if reason:
         return UnknownDigests(reason)
-    kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    tied = bool(config.get("tie_word_embeddings"))
-    return FusedDigests(FusedLayout(kv_heads, tied, tensor, experts), device)
+    shape = model_shape(config, str(hf_path))
+    if shape.experts and device == "cpu" and shape.experts.ffn % (_PADDED_EXPERTS * tensor):
+        return UnknownDigests(
+            f"servers on a CPU pad experts to a multiple of {_PADDED_EXPERTS} rows on each rank"
+        )
+    if shape.experts and device == "cuda":
+        # Some of SGLang's kernels for experts reorder rows after a load: which one is chosen, no flag says.
+        return UnknownDigests("the layout of experts on GPUs depends on the kernel that SGLang chooses")
+    return FusedDigests(FusedLayout(shape, tensor), device)
 
 
 # --- hashes of tensors ---------------------------------------------------------------------------

@@ -1,0 +1,109 @@
+"""The kind of grouped-query attention, with RoPE.
+
+``linear_qkv`` stacks, for each KV group, its query heads, its key head and its value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bapo_megatron.layers import Kind, Mapping, RowSegment, plain
+from bapo_megatron.layers.costs import FP32, Cut, Decoding, Flops, Place, Saved
+
+
+@dataclass(frozen=True)
+class Attention(Kind):
+    """Grouped-query attention: sizes, and what its family adds."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    builder = "bapo_megatron.policy.layers:AttentionBuilder"
+    norm_keys = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+
+    def parameters(self, hidden: int) -> dict[str, Mapping]:
+        width, d = self.heads * self.head_dim, self.head_dim
+        table = {
+            "input_layernorm.weight": plain("input_layernorm.weight", (hidden,)),
+            "self_attention.linear_qkv.weight": self._qkv("weight", (hidden,)),
+            "self_attention.linear_proj.weight": plain("self_attn.o_proj.weight", (hidden, width), tp_dim=1),
+        }
+        if self.qkv_bias:
+            table["self_attention.linear_qkv.bias"] = self._qkv("bias", ())
+        for x in "qk" if self.qk_norm else "":
+            table[f"self_attention.{x}_layernorm.weight"] = plain(f"self_attn.{x}_norm.weight", (d,))
+        return table
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.kv_heads > 0 and self.heads % self.kv_heads:
+            yield f"num_attention_heads={self.heads} is no multiple of num_key_value_heads={self.kv_heads}"
+
+    def arguments(self) -> dict[str, object]:
+        return {
+            "num_attention_heads": self.heads,
+            "group_query_attention": True,
+            "num_query_groups": self.kv_heads,
+            "kv_channels": self.head_dim,
+            "qk_layernorm": self.qk_norm,
+            "add_qkv_bias": self.qkv_bias,
+        }
+
+    def states(self) -> tuple[str, ...]:
+        modules = ("core_attention", "linear_qkv", "linear_proj")
+        norms = ("q_layernorm", "k_layernorm") if self.qk_norm else ()
+        return tuple(f"self_attention.{module}" for module in modules + norms)
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return Cut("tensor", "attention heads", self.heads), Cut("tensor", "KV heads", self.kv_heads)
+
+    def flops(self, hidden: int) -> Flops:
+        """Projections of q, k, v and the output; scores and weighted values take 2 heads head_dim FLOPs each
+        for one of the n^2 / 2 causal pairs of tokens."""
+        linear = 4.0 * hidden * self.head_dim * (self.heads + self.kv_heads)
+        return Flops(linear, quadratic=2.0 * self.heads * self.head_dim)
+
+    def saved(self, at: Place) -> Saved:
+        """Norms of queries and keys keep contiguous copies of their inputs, the attention queries, keys and
+        values of its own (in a ring, in the last message that came), a log-sum-exp of each head, no scores.
+        Nothing recomputes Transformer Engine's attention alone: that would keep more, the fused projection's
+        output too, in which the values lie. torch's has padded queries, keys, values and output."""
+        b, heads, kv_heads = at.element, self.heads / at.parallel.tensor, self.kv_heads / at.parallel.tensor
+        q, kv = heads * self.head_dim, kv_heads * self.head_dim
+        fused = b * (q + 2 * kv)
+        copied = b * q if kv_heads > 1 else 0.0  # of several groups the queries are no view of it
+        norms, around = FP32 * (heads + kv_heads), at.norm + at.input + b * q
+        ring = 4 * 2 * kv * b if at.parallel.context > 1 else 0.0
+        if at.spec == "te":
+            whole = around + (b * (q + kv) + norms) * self.qk_norm + fused + FP32 * heads
+            return Saved(whole, whole, 0.0, buffers=ring)
+        core, arguments = fused + b * q + FP32 * heads, copied + fused
+        if self.qk_norm:  # inputs that are float32 already are kept as they came, others as float32 copies
+            around += FP32 * (q + kv) + norms + (fused + copied if b == FP32 else FP32 * (q + kv))
+            arguments = b * (q + kv) + (0.0 if b == FP32 else fused)
+        return Saved(around + core, around + arguments, core, buffers=ring)
+
+    def sent(self, at: Place) -> dict[str, float]:
+        """Of CP keys and values go round the ring once forward, and with their gradients backward."""
+        kv = 2 * self.kv_heads * self.head_dim / at.parallel.tensor * at.element
+        rounds = 3 + (at.recompute == "full") + at.passes
+        return {"TP": at.pair(False), "CP": kv * (at.parallel.context - 1) * rounds}
+
+    def decoding(self) -> Decoding:
+        return Decoding(2 * 2 * self.kv_heads * self.head_dim, self.kv_heads)
+
+    def _qkv(self, part: str, tail: tuple[int, ...]) -> Mapping:
+        groups, d = self.kv_heads, self.head_dim
+        rows = (self.heads // groups * d, d, d)  # of a group: query, key, value
+        return Mapping(
+            tuple(f"self_attn.{x}_proj.{part}" for x in "qkv"),
+            tuple((groups * count, *tail) for count in rows),
+            tuple(RowSegment(i, g * count, count) for g in range(groups) for i, count in enumerate(rows)),
+            tp_dim=0,
+            served=f"self_attn.qkv_proj.{part}",
+            heads=(self.heads, groups, groups),
+        )

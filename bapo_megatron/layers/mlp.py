@@ -1,0 +1,173 @@
+"""The kinds of gated SiLU MLPs: a dense one, and a mixture of experts.
+
+``linear_fc1`` stacks the gate over the up projection, on each TP rank anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from bapo_megatron.layers import Kind, Mapping, RowSegment, plain
+from bapo_megatron.layers.costs import FP32, INT32, INT64, Cut, Flops, Place, Saved
+
+EXPERTS = "mlp.experts.experts."
+"""Prefix of the keys in checkpoints that all experts of a layer share."""
+_MOST_EXPERTS = 1 << 20
+_NORM, _FUSED_NORM = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
+
+
+@dataclass(frozen=True)
+class Mlp(Kind):
+    """A dense MLP: gate and up projection to ``ffn``, and the down projection."""
+
+    ffn: int
+
+    builder = "bapo_megatron.policy.layers:MlpBuilder"
+    norm_keys = (_FUSED_NORM, _NORM)
+
+    def parameters(self, hidden: int) -> dict[str, Mapping]:
+        return {**_norm(hidden), **_gated("mlp.", self.ffn, hidden)}
+
+    def states(self) -> tuple[str, ...]:
+        return "mlp.linear_fc1", "mlp.linear_fc2"
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return (Cut("tensor", "MLP width", self.ffn),)
+
+    def flops(self, hidden: int) -> Flops:
+        linear = 6.0 * hidden * self.ffn
+        return Flops(linear, selective=linear)
+
+    def saved(self, at: Place) -> Saved:
+        """Gate and up, and their product; torch also keeps silu(gate), and up once more (megatron adds a zero
+        offset). The workspace: gradients of the three, and of the hidden state and the gathered input."""
+        width = at.element * self.ffn / at.parallel.tensor
+        gated = (3 if at.spec == "te" else 5) * width
+        # Fused, the norm is recomputed with the matrix.
+        kept, again = (at.input, FP32 + at.input) if at.spec == "te" else (at.norm + at.input, 0.0)
+        work = 3 * width + 2 * at.element * at.hidden
+        return Saved(at.norm + at.input + gated, kept, again + gated, work)
+
+    def sent(self, at: Place) -> dict[str, float]:
+        return {"TP": at.pair(True)}
+
+
+@dataclass(frozen=True)
+class Experts(Kind):
+    """A mixture of experts: a router and gated SiLU MLPs; each token takes a few of them."""
+
+    count: int
+    per_token: int
+    """Experts of a token, those of its highest router logits (top-k)."""
+    ffn: int
+    normalized: bool
+    """Whether the weights of a token's experts sum to 1; else they are their probabilities among all."""
+
+    builder = "bapo_megatron.policy.layers:ExpertsBuilder"
+    norm_keys = (_NORM, _FUSED_NORM)
+
+    def parameters(self, hidden: int) -> dict[str, Mapping]:
+        """The router, which every rank has, and each expert's MLP."""
+        router = plain("mlp.gate.weight", (self.count, hidden))
+        table = {**_norm(hidden), "mlp.router.weight": router}
+        for number in range(self.count):
+            for name, mapping in _gated(f"mlp.experts.{number}.", self.ffn, hidden).items():
+                served = "mlp.experts.w13_weight" if mapping.served else "mlp.experts.w2_weight"
+                table[name] = replace(mapping, expert=number, served=served)
+        return table
+
+    def arguments(self) -> dict[str, object]:
+        return {
+            "num_experts": self.count,
+            "moe_ffn_hidden_size": self.ffn,
+            "moe_router_topk": self.per_token,
+            "moe_router_pre_softmax": not self.normalized,
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": 1,
+        }
+
+    def states(self) -> tuple[str, ...]:
+        return "pre_mlp_layernorm", f"{EXPERTS}linear_fc1", f"{EXPERTS}linear_fc2"
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return Cut("expert", "experts", self.count), Cut("expert_tensor", "experts' width", self.ffn)
+
+    def flops(self, hidden: int) -> Flops:
+        return Flops(routed=2.0 * hidden * (3 * self.per_token * self.ffn + self.count))
+
+    def rows(self, at: Place) -> float:
+        """Copies that the busiest rank's experts process, of each token of a pack on a CP rank: sequence
+        parallelism splits those that a rank routes, ETP gathers its ranks', which have parts of the same."""
+        return self.per_token / at.split * at.parallel.expert_tensor * at.imbalance
+
+    def saved(self, at: Place) -> Saved:
+        """Of each routed token the numbers of its experts, and their weights after the softmax.
+
+        Transformer Engine's fused permutation keeps a map of 2 experts + 1 numbers of each token; its grouped
+        layer of a copy its input, gate and up, the product with the weight, which SwiGLU fuses, the weight,
+        and its place in the order of experts, if there are several. megatron's SequentialMLP and permutation
+        by torch keep the mask and the weights of all experts, and the number of each copy's token; of a copy
+        gate and up, silu(gate), up once more, product, product x weight, and the weight.
+        The norm is a module of its own in both specs. The workspace has the gradients of a copy, or while
+        copies change places two of its hidden states.
+        """
+        b, hidden, rows, share = at.element, at.hidden, self.rows(at), 1 / at.split
+        width, local = self.ffn / at.parallel.expert_tensor, self.count // at.parallel.expert
+        if at.spec == "te":
+            routed = INT32 * (2 * self.count + 1) * share
+            routed += rows * (b * (hidden + 3 * width) + FP32 + INT32 * (local > 1))
+        else:
+            routed = ((FP32 + 1) * self.count + INT64 * self.per_token) * share
+            routed += rows * (b * (hidden + 6 * width) + FP32)
+        routed += (INT64 + FP32) * self.per_token * share
+        kept = at.norm + at.input  # the normalized input, which router and permutation read
+        work = rows * max(3 * width + hidden, 2 * hidden) + 2 * share * hidden
+        return Saved(kept + routed, kept, routed, b * work)
+
+    def sent(self, at: Place) -> dict[str, float]:
+        """A copy travels to its expert and back in each forward pass, a recomputed one included, and its
+        gradients. EP: all-to-alls, in which the busiest rank sends what its experts made of their copies.
+        ETP: copies are gathered, and the results reduce-scattered in float32."""
+        ep, etp = at.parallel.expert, at.parallel.expert_tensor
+        travels = 4 + 2 * (at.recompute != "none") + 2 * at.passes
+        copies = travels * self.rows(at) * at.hidden
+        return {
+            "EP": copies / etp * at.element * (ep - 1) / ep,
+            "ETP": copies * (at.element + FP32) / 2 * (etp - 1) / etp,
+        }
+
+    def sizes(self) -> dict[str, int]:
+        return {"experts": self.count, "width of an expert": self.ffn}
+
+    def problems(self) -> Iterator[str]:
+        for field, value in {"num_experts": self.count, "moe_intermediate_size": self.ffn}.items():
+            if not 1 <= value <= _MOST_EXPERTS:
+                yield f"a model with {field}={str(value)[:20]} cannot be"
+        if self.per_token == 1 and self.normalized:
+            yield (
+                "num_experts_per_tok=1 with norm_topk_prob is not supported: a token's one expert has the "
+                "weight 1 always, so the router has no gradient"
+            )
+        if not 1 <= self.per_token <= self.count:
+            yield f"num_experts_per_tok={self.per_token} cannot be: there are {self.count} experts"
+
+
+def _norm(hidden: int) -> dict[str, Mapping]:
+    return {_NORM: plain("post_attention_layernorm.weight", (hidden,))}
+
+
+def _gated(prefix: str, ffn: int, hidden: int) -> dict[str, Mapping]:
+    """A gated MLP of width ``ffn``, named alike in both: that of a dense layer, or one expert."""
+    return {
+        f"{prefix}linear_fc1.weight": Mapping(
+            tuple(f"{prefix}{x}_proj.weight" for x in ("gate", "up")),
+            ((ffn, hidden),) * 2,
+            (RowSegment(0, 0, ffn), RowSegment(1, 0, ffn)),
+            tp_dim=0,
+            sections=(ffn, ffn),
+            section_keys=("_w", "_v"),
+            served=f"{prefix}gate_up_proj.weight",
+        ),
+        f"{prefix}linear_fc2.weight": plain(f"{prefix}down_proj.weight", (hidden, ffn), tp_dim=1),
+    }

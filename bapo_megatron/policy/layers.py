@@ -1,0 +1,180 @@
+"""Kinds of layers in megatron-core: what each adds to the configuration, to the spec of a layer, and marks.
+
+A kind names its builder by path (``Kind.builder``). ``model.py`` makes a spec for each different layer of a
+model: megatron's for attention and an MLP, on Transformer Engine or on torch, which the builders of its
+kinds change.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.layers import Block, Kind
+from bapo_megatron.policy import device
+from bapo_megatron.policy.attention import DocumentAttention
+from bapo_megatron.policy.device import has_te_attention, pack_attention
+from bapo_megatron.policy.experts import replaying
+from bapo_megatron.runtime.dotted_path import load_dotted_path
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm of torch, marked so that its gradient is summed over the TP ranks in sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def norm_class(te: bool) -> type:
+    """The class of norms that are modules of their own."""
+    if not te:
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm  # type: ignore[no-any-return]
+
+
+class Builder:
+    """Builder of a kind of layer, on Transformer Engine's layers (``te``) or torch's."""
+
+    recomputed: ClassVar[str | None] = None
+    """Megatron's name of the module that "selective" recomputes."""
+
+    def __init__(self, kind: Any, te: bool) -> None:
+        self.kind, self.te = kind, te
+
+    def config(self) -> dict[str, object]:
+        """Its fields of TransformerConfig."""
+        return {}
+
+    def install(self, spec: ModuleSpec, config: TransformerConfig, longest: int) -> None:
+        """Put its modules into the spec of a layer. ``longest``: length of the longest document."""
+
+    def mark(self, layer: Any) -> None:
+        """Mark the parameters of a layer, where megatron's own marks are not enough."""
+
+
+def builders(kinds: Iterable[Kind], te: bool) -> list[Builder]:
+    """The builders of kinds."""
+    return [load_dotted_path("builder", kind.builder, "class")(kind, te) for kind in kinds]
+
+
+def layer_spec(block: Block, config: TransformerConfig, te: bool, longest: int) -> ModuleSpec:
+    """The spec of one transformer layer. ConfigError if this GPU has no attention kernel for ``longest``."""
+    if te:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        )
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    for builder in builders(block.kinds, te):
+        builder.install(spec, config, longest)
+    return spec
+
+
+class AttentionBuilder(Builder):
+    """Builder of attention: the core attention of packs, and norms of queries and keys."""
+
+    recomputed = "core_attn"
+
+    def config(self) -> dict[str, object]:
+        return {
+            "num_attention_heads": self.kind.heads,
+            "num_query_groups": self.kind.kv_heads,
+            "kv_channels": self.kind.head_dim,
+            "add_qkv_bias": self.kind.qkv_bias,
+            "qk_layernorm": self.kind.qk_norm,
+        }
+
+    def install(self, spec: ModuleSpec, config: TransformerConfig, longest: int) -> None:
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = _te_attention(config, longest) if self.te else DocumentAttention
+        if self.kind.qk_norm and not self.te:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+
+def _te_attention(config: TransformerConfig, longest: int) -> type:
+    """Transformer Engine's attention; torch's where Transformer Engine has no kernel for packs."""
+    attention = pack_attention()
+    if not has_te_attention(config, longest):
+        if problem := device.varlen_problem():
+            raise ConfigError(f"Transformer Engine has no attention for packs on this GPU, and {problem}")
+        _announce_torch_attention()
+        attention = DocumentAttention
+    if attention is not DocumentAttention or config.context_parallel_size == 1:
+        # These kernels keep no scores, and no other rank's keys: recomputed, a layer would keep more, and run
+        # them once more.
+        config.recompute_modules = [name for name in config.recompute_modules if name != "core_attn"]
+    return attention
+
+
+@lru_cache(maxsize=1)
+def _announce_torch_attention() -> None:
+    if dist.get_rank() == 0:
+        print(
+            "attention is torch's variable-length kernel: Transformer Engine has none for packs on this GPU "
+            "(it has with flash-attn installed, and on Hopper and newer)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class MlpBuilder(Builder):
+    """Builder of a dense MLP, which is megatron's."""
+
+    recomputed = "mlp"
+
+
+class ExpertsBuilder(Builder):
+    """Builder of a mixture of experts, whose routers replay routes."""
+
+    recomputed = "moe"  # megatron ignores "mlp" in layers with experts
+
+    def config(self) -> dict[str, object]:
+        if not hasattr(moe_utils, "te_general_gemm"):
+            moe_utils.te_general_gemm = None  # the router asks for it, also where the package is missing
+        return {
+            "num_moe_experts": self.kind.count,
+            "moe_ffn_hidden_size": self.kind.ffn,
+            "moe_router_topk": self.kind.per_token,
+            "moe_router_pre_softmax": not self.kind.normalized,
+            # In bfloat16 nearly equal logits change places between engine and trainer.
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": self.te,
+            "moe_permute_fusion": self.te,
+            "moe_router_fusion": False,
+        }
+
+    def install(self, spec: ModuleSpec, config: TransformerConfig, longest: int) -> None:
+        layer = spec.submodules
+        layer.mlp = gpt_layer_specs.get_mlp_module_spec(self.te, self.kind.count, config.moe_grouped_gemm)
+        layer.pre_mlp_layernorm = norm_class(self.te)
+        # Transformer Engine has no fused norm before experts: in its checkpoints the norm has its own name.
+        layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        replaying(spec)
+
+    def mark(self, layer: Any) -> None:
+        """Mark experts' parameters as no copies of each other over TP, CP and DP, whatever EP is.
+
+        Megatron does so for EP > 1 alone. Without the mark, experts that TP repeats (ETP < TP) would keep the
+        gradient of their own rank's tokens, and a checkpoint of EP 1 has another form of optimizer than of EP
+        2. ETP cuts all of them: without that mark, which they lack on Transformer Engine 2.20, the gradient
+        norm counts those of the first rank of ETP alone.
+        """
+        for parameter in layer.mlp.experts.parameters():
+            parameter.allreduce = False
+            parameter.tensor_model_parallel = True

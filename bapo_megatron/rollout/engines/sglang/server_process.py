@@ -70,7 +70,11 @@ _LAUNCHER_VARIABLES = (
 )
 """Rank variables of torchrun and ``runtime/distributed.py``. A server that inherited them would join the
 trainer's store, not its own, and wait there for ever."""
-_CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+_CPU_VARIABLES = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",  # a hybrid's, which is bfloat16 otherwise: 5e-5 in a log-prob
+}
 _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 """Lets a server start whose context is longer than the model's (by ``RESERVED_TOKENS``): no request is."""
 _WATCHDOG = "--watchdog-timeout"

@@ -130,6 +130,8 @@ flash_attn_wheel() {
 trainer() {
     step make_environment
     step pip install -c "$pins" -r cluster/build.txt "$(pinned "$pins" torch)"
+    "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.version.cuda)' ||
+        fail "pip has installed a torch without CUDA: its index or find-links (\`pip config list\`, PIP_...) name another build"
     step pip install --no-deps "$(pinned "$pins" megatron-core)"
     step build_wheel "$(pinned cluster/trainer.txt transformer-engine-torch)" 2 "$(folder_of_torch)"
     step pip install --find-links "$built" -c "$pins" -r cluster/trainer.txt -e ".[cluster]"

@@ -18,6 +18,7 @@ PYTHON = """#!/bin/bash
 # `python -m venv FOLDER`, `python -m pip ...`, and all else by the real one.
 if [[ "$1 $2" = "-m venv" ]]; then mkdir -p "$3/bin" && cp -f "$TEST_FOLDER/bin/python" "$3/bin" && exit; fi
 if [[ "$*" = "-m pip --version" ]]; then exit; fi
+if [[ "$2" = *torch.version.cuda* ]]; then [[ ! -e $TEST_FOLDER/cpu_build ]] && exit || exit 1; fi
 if [[ "$1 $2" != "-m pip" ]]; then exec REAL "$@"; fi
 shift 2
 echo "$*" >>"$TEST_FOLDER/calls"
@@ -84,6 +85,15 @@ def machine(tmp_path: Path) -> Machine:
     nvcc = made.add("cuda/bin/nvcc", NVCC.replace("RELEASE", "13.0").replace("=TOP", f"={toolkit}/bin/.."))
     (tmp_path / "bin/nvcc").symlink_to(nvcc)
     return made
+
+
+def test_a_torch_without_cuda_is_refused_before_anything_is_compiled(machine: Machine) -> None:
+    """Transformer Engine's setup fails on it with "Invalid version: None"."""
+    machine.add("cpu_build", "")
+    done = machine.install("trainer")
+    assert done.returncode == 2
+    assert "error: pip has installed a torch without CUDA: its index or find-links" in done.stderr
+    assert "transformer-engine-torch" not in str(machine.calls())
 
 
 def test_transformer_engine_finds_its_headers_in_torchs_wheels_and_asks_no_download_server(

@@ -151,8 +151,8 @@ def _within_depth(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, int]]
             depth = max(0, depth + _STEPS.get(token.group(), 0))
             if depth > MAX_DEPTH:
                 raise ConfigError(
-                    f"{path}, line {number}: more than {MAX_DEPTH} brackets within each other, or lines without "
-                    "their last ones"
+                    f"{path}, line {number}: more than {MAX_DEPTH} brackets within each other, or lines "
+                    "without their last ones"
                 )
         yield line, depth
 

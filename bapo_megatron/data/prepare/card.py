@@ -178,8 +178,9 @@ def _card_lines(card: Card) -> list[str]:
     forgeable = f"rows with tests that a program can forge (docs/rewards.md#programs): {card.forgeable}"
     operations = f"rows whose answer is an operation (docs/rewards.md#mathematics): {card.operations}"
     control = (
-        "rows whose prompt spells a control token such as <|im_end|>, which a model gets as text: "
-        f"give messages in place of rendered prompts (docs/data.md#which-fields-are-understood): {card.control_tokens}"
+        "rows whose prompt spells a control token such as <|im_end|>, which a model gets as text: give "
+        "messages in place of rendered prompts "
+        f"(docs/data.md#which-fields-are-understood): {card.control_tokens}"
     )
     lengths = {name: total // card.kept for name, total in card.texts.most_common()}
     long = [f"{name} ({n:,} characters a row)" for name, n in lengths.items() if n >= _LONG_CHARACTERS]

@@ -90,7 +90,14 @@ jobs_of() { # GB: how many compilers that take so much run at a time
 build_wheel() { # REQUIREMENT GB FOLDER
     local name=${1%%==*} version=${1##*==} folder=$wheels/$3 source jobs
     built=$folder
-    if compgen -G "$folder/${name//-/_}-${version}[-+]*.whl" >/dev/null; then return; fi
+    # Two installations must not compile in one folder: the second waits, and takes the first one's wheel.
+    mkdir -p "$folder"
+    exec 9>"$folder/lock"
+    flock 9 || echo "cluster/install.sh: $folder cannot be locked: no other installation may use it now" >&2
+    if compgen -G "$folder/${name//-/_}-${version}[-+]*.whl" >/dev/null; then
+        exec 9>&-
+        return
+    fi
     find_cuda
     local packages
     packages=$(realpath "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')")
@@ -110,9 +117,10 @@ build_wheel() { # REQUIREMENT GB FOLDER
         rm "$source.part"/*.tar.gz
         mv "$source.part" "$source"
     fi
-    MAX_JOBS=$jobs pip wheel --no-deps --no-build-isolation --wheel-dir "$folder/part" "$source"
+    MAX_JOBS=$jobs pip wheel --no-deps --no-build-isolation --wheel-dir "$folder/part" "$source" 9>&-
     mv "$folder"/part/*.whl "$folder"
     rm -rf "$folder/part" "$source"
+    exec 9>&-
 }
 
 # The folder of wheels for the trainer's torch and Python.

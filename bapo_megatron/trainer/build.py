@@ -25,7 +25,13 @@ from bapo_megatron.checkpoint.run_directory import (
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.data.prepare.options import SUITES
-from bapo_megatron.data.problem_sets import NO_TOOLS, Suite, load_problems, load_suite
+from bapo_megatron.data.problem_sets import (
+    NO_TOOLS,
+    Suite,
+    control_tokens_text,
+    load_problems,
+    load_suite,
+)
 from bapo_megatron.data.prompts import Tools
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import TensorReader
@@ -291,6 +297,8 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
         print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
     if left_out := problems.found - len(problems.prompts):
         print(f"left out {left_out} prompts by their {config.data.difficulty}")
+    if told := control_tokens_text(problems.prompts, tokenizer):
+        print(f"warning: {told}", flush=True)
     with engine_backend(config.rollout.engine).serve(config, has_cuda(), on_event) as servers:
 
         def on_sampler_event(event: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ def run_checks(
     if config.rollout.replay is not None:
         yield lambda: _check_replay(config)
     else:
-        yield lambda: engine_backend(config.rollout.engine).check_weights(config.model.hf_path)
+        yield lambda: _check_weights(config)
     if config.rollout.replay is None and read_dataset:
         yield lambda: _check_sandbox(config)
         yield tools
@@ -159,6 +159,12 @@ def _missing_files(config: RunConfig) -> Iterator[str]:
             suite_path(suite, SUITES)
         except ConfigError as error:
             yield str(error)
+
+
+def _check_weights(config: RunConfig) -> None:
+    """Check of the weights by the engine. Of a folder that holds no model the trainer's message is enough."""
+    read_model_shape(config.model.hf_path)
+    engine_backend(config.rollout.engine).check_weights(config.model.hf_path)
 
 
 def _check_sandbox(config: RunConfig) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -39,6 +40,11 @@ ENDPOINT_DEADLINE_S = 20.0
 """Seconds within which a reward endpoint must answer."""
 _REPORT_S = 30.0
 """Seconds before the deadline at which the trials of environments must be over, to be told."""
+
+
+_COMMAND = re.compile(r"`((?:bapo data prepare .* --output|pip install) [^`]+)`")
+"""The command of a message that mends its problem: a missing suite, a missing package."""
+_OTHER_FIX = "change the recipe, or lay a flag over it: the message says which and how"
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,8 @@ def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
         checked = "fields, model, tokenizer, layout, dataset and run directory fit together"
         yield DoctorRow(SECTION, name, "ok", checked)
     for problem in problems:
-        fix = "change the recipe, or lay a flag over it: the message says which and how"
+        command = _COMMAND.search(problem)
+        fix = command[1] if command else _OTHER_FIX
         yield DoctorRow(SECTION, name, "problem", problem, "what `bapo train` accepts", fix)
 
 

@@ -304,3 +304,26 @@ def test_the_checks_compilers_take_one_file_of_each_extension_as_it_is(machine: 
     assert run("nvcc", "-c", kernel, "-o", "a.o") == f"-c {kernel} -o a.o\n"
     assert run("nvcc", "-c", "/x/other.cu", "-o", "a.o") == f"-c {machine.folder}/empty.cu -o a.o\n"
     assert (machine.folder / "empty.cu").read_bytes() == b""
+
+
+FIRST_ENDS = """#!/bin/bash
+# The lock is taken when another installation has made its wheel.
+folder=$(dirname "$(readlink /proc/self/fd/9)")
+touch "$folder/transformer_engine_torch-$(sed -n 's/^transformer-engine-torch==//p' FILE)-cp311.whl"
+exec /usr/bin/flock "$@"
+"""
+
+
+def test_a_second_installation_waits_for_the_wheel_of_the_first(machine: Machine) -> None:
+    machine.add("bin/flock", FIRST_ENDS.replace("FILE", str(CLUSTER / "trainer.txt")))
+    done = machine.install("trainer")
+    assert done.returncode == 0, done.stderr
+    assert {call.split()[0] for call in machine.calls()} == {"install"}
+
+
+def test_a_folder_that_cannot_be_locked_is_told(machine: Machine) -> None:
+    machine.add("bin/flock", "#!/bin/sh\nexit 66\n")
+    done = machine.install("trainer")
+    assert done.returncode == 0, done.stderr
+    assert re.search("wheels/.* cannot be locked: no other installation may use it now", done.stderr)
+    assert "wheel" in [call.split()[0] for call in machine.calls()]

@@ -249,8 +249,8 @@ class WeightStaging:
                     remove_folder(path)
 
     def _remove(self, path: Path) -> None:
-        """Delete a leftover of ``path``'s name. It is renamed first: on NFS what a server of this machine still
-        has open cannot be deleted, and the folder of that name must be new."""
+        """Delete a leftover of ``path``'s name. It is renamed first: on NFS what a server of this machine
+        still has open cannot be deleted, and the folder of that name must be new."""
         if os.path.lexists(path):
             hidden = path.with_name(f".{path.name.strip('.')}.{uuid.uuid4().hex[:8]}.deleted")
             path.rename(hidden)

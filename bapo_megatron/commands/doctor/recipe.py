@@ -57,6 +57,7 @@ class RecipeFacts:
     python: str | None = None
     """Interpreter of SGLang's environment, if the recipe names one."""
     on_update: str = ""
+    sync: str = "disk"
     longest_sequence: int = 0
     dtype: str = ""
     runs_programs: bool = False
@@ -304,6 +305,7 @@ def facts_of(config: RunConfig) -> RecipeFacts:
         urls=list(sglang.urls) if samples else [],
         python=None if sglang.python is None else str(sglang.python),
         on_update=sglang.on_update,
+        sync=sglang.sync,
         colocated=sglang.colocated,
         needs_routes=rollout.route_replay != "off",
         longest_sequence=config.longest_request,

@@ -204,6 +204,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
         "problem",
         "no --disable-radix-cache",
     ),
+    "draft": (
+        "/server_info",
+        {"speculative_algorithm": "EAGLE"},
+        {"sync": "broadcast"},
+        "problem",
+        "has --speculative-algorithm EAGLE",
+    ),
     "overlap": (
         "/server_info",
         {"disable_radix_cache": True},

@@ -27,9 +27,11 @@ from bapo_megatron.checkpoint.store import CheckpointStore, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.hf.export import export_hf
+from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, read_step, write_step
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal, read_records
+from bapo_megatron.rollout.weight_sync import disk as disk_sync
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.runtime.exit_codes import report_error
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
@@ -317,6 +319,30 @@ def test_a_checkpoint_that_is_still_read_is_deleted_later(
     )
     save_20(tmp_path)
     assert [path.name for path in folder.iterdir()] == ["step_000020"]
+
+
+def test_weights_are_written_where_a_leftover_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server may have files of a killed run open; the folders of the version hold nothing of them."""
+    folder = tmp_path / "weights"
+    for name in ("v3", ".v3.tmp"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "model-00000.safetensors").write_text("half")
+
+    def refused(_: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_sync, "remove_folder", refused)
+        staging = WeightStaging(folder, MODEL)
+        staging.prepare(3)
+        staging.publish(3, {})
+    assert sorted(path.name for path in (folder / "v3").iterdir()) == ["config.json", INDEX]
+    assert capsys.readouterr().err.count("could not be deleted") == 2
+    staging.keep_only(folder / "v3")
+    assert [path.name for path in folder.iterdir()] == ["v3"]
 
 
 Report = Callable[..., None]

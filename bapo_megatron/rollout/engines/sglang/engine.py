@@ -26,7 +26,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     ServerError,
     SglangServer,
 )
-from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, OUTLIVING, flag
+from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, OUTLIVING, SPECULATIVE, drafting, flag
 from bapo_megatron.rollout.engines.sglang.wire import without_old_routes
 from bapo_megatron.types import (
     BroadcastGroup,
@@ -142,7 +142,7 @@ class SglangEngine:
         ``confirm``: the server must not sample then before a load has succeeded."""
         timeout = await self._load_seconds(weights)
         async with self._one_control:
-            await self._check_settings()
+            await self._check_settings(isinstance(weights, Path))
             # The pause comes first and the resume last: no token is sampled from half-loaded weights, nor
             # from weights whose digest is not confirmed.
             if isinstance(weights, Path):
@@ -257,10 +257,15 @@ class SglangEngine:
             raise ServerError(f"{self.name}: reports weight version {found} after a load of {version}")
         await confirm(await self.server.checksum(timeout))
 
-    async def _check_settings(self) -> None:
+    async def _check_settings(self, from_disk: bool) -> None:
         """Check the settings of a server that the run may not have started. ServerError names a flag that is
-        wrong."""
+        wrong. ``from_disk``: the weights are in a folder."""
         settings = await self.server.settings()
+        if not from_disk and (draft := drafting(settings)):
+            raise ServerError(
+                f"{self.name}: its draft model ({SPECULATIVE} {draft}) gets new weights from disk alone: set "
+                f"rollout.sglang.sync=disk, or start it without {SPECULATIVE}"
+            )
         for field in OUTLIVING:
             if settings.get(field):
                 why = "it keeps keys and values of earlier weights"

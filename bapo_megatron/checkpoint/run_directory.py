@@ -389,17 +389,11 @@ def _stored(directory: Path) -> dict[str, Any] | None:
         with path.open("rb") as file:
             stored: dict[str, Any] = json.loads(file.read(_CONFIG_BYTES))
         version, _ = stored["format"], stored["config"].items()
-        if not all(map(_is_source, stored["config"].get("data.sources", []))):
-            raise TypeError("data.sources is no list of objects")
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error!r}") from None
     if version != FORMAT:
         raise ConfigError(f"{path} has run format {version}, this version of the program reads {FORMAT}")
     return stored
-
-
-def _is_source(stored: Any) -> bool:
-    return isinstance(stored, dict) and isinstance(stored.get("environment") or {}, dict)
 
 
 def with_present_fields(stored: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.panels import AGES, NEGATIVE, NEUTRAL, POSITIVE, Curve, Panel
-from bapo_megatron.commands.report.text import ends, number, percent, source_names
+from bapo_megatron.commands.report.series import ends, number, percent, source_names
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import Piece, TextDecoder
 from bapo_megatron.rollout.sampler.step_batches import read_example, steps_in

@@ -6,33 +6,36 @@ differ. matplotlib is imported when the page is drawn.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from bapo_megatron.checkpoint.run_directory import NOT_SETTINGS
 from bapo_megatron.commands.report.data import RunRecord, headline, read_run, smoothing_window
 from bapo_megatron.commands.report.episodes import conversations, episode_cells, episode_panels
 from bapo_megatron.commands.report.header import comparison_readings, facts, main_settings, readings
 from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, expert_panels
-from bapo_megatron.commands.report.series import FEW_TOKENS, LOSS_EVENTS, event_marks, final_results
-from bapo_megatron.commands.report.text import (
+from bapo_megatron.commands.report.series import (
+    FEW_TOKENS,
+    LOSS_EVENTS,
     NO_VALUE,
     SOURCE_COLUMNS,
     ends,
-    event_cells,
+    event_marks,
+    final_results,
     number,
-    render,
-    setting_lines,
     short_count,
     source_cells,
     staleness_cells,
-    svg_uri,
 )
 from bapo_megatron.errors import ConfigError, refuse_arguments
 from bapo_megatron.runtime.files import write_atomically
@@ -250,6 +253,36 @@ def _line_names(labels: Sequence[str]) -> str:
         return f"Shown: {labels[0]}." if labels and labels[0] else ""
     lines = zip(("solid", "dashed", "dotted"), labels, strict=False)
     return "; ".join(f"{line}: {label}" for line, label in lines).capitalize() + "."
+
+
+def render(template: str, **values: Any) -> str:
+    """The HTML that a jinja template of this package makes of ``values``."""
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(lambda name: files(__package__).joinpath(name).read_text(encoding="utf-8")),
+    )
+    return environment.get_template(template).render(**values)
+
+
+def svg_uri(svg: bytes) -> str:
+    """The data URI of an SVG."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+
+
+def setting_lines(config: dict[str, Any]) -> list[str]:
+    """The resolved configuration, one setting a line."""
+    return [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in sorted(config.items())]
+
+
+def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:
+    """The table cells of an event: time, kind and details."""
+    others = {key: value for key, value in event.items() if key not in ("time", "kind")}
+    details = ", ".join(f"{key} {value}" for key, value in others.items())
+    time = str(event.get("time", ""))[:19].replace("T", " ")  # Whole seconds, without the zone: it is UTC.
+    return time, str(event.get("kind", "")), details
 
 
 # --- the command -----------------------------------------------------------------------------------

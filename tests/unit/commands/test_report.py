@@ -199,31 +199,6 @@ def test_markup_in_a_run_is_text(tmp_path: Path) -> None:
     check_harmless((tmp_path / "report/index.html").read_text())
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"algorithm.bounds.low_start": "x"}, "algorithm.bounds.low_start='x' must be a number"),
-        ({"algorithm.bounds.target": None}, "algorithm.bounds.target=None must be a number"),
-        ({"algorithm.bounds.low_step": 1e-12}, "low_step=1e-12 makes more than 1,000,000 candidates"),
-        ({"algorithm.bounds.low_step": 0}, "low_step=0 makes more than 1,000,000 candidates"),
-        ({"algorithm.reuse_epochs": {}}, "algorithm.reuse_epochs={} must be a whole number"),
-        ({"model.hf_path": 3}, "model.hf_path=3 must be a text"),
-        ({"data.sources": 3}, "cannot be read: TypeError"),
-        ({"data.sources": ["x"]}, r"cannot be read: TypeError\('data.sources is no list of ob"),
-        ({"data.sources": [{"environment": "x"}]}, "cannot be read: TypeError"),
-    ],
-)
-@pytest.mark.usefixtures("few_pictures")
-def test_a_configuration_that_no_run_had_is_one_line(
-    tmp_path: Path, changes: dict[str, Any], says: str
-) -> None:
-    """Who made the folder has written what he liked: no traceback, and no list that fills the memory."""
-    made_up_run(tmp_path, steps=2, updates=1)
-    write_config(tmp_path, {**BOUNDS, **changes})
-    with pytest.raises(ConfigError, match=f"config.json.*{says}"):
-        write_report([tmp_path])
-
-
 def test_names_of_metrics_that_no_run_has_are_names(tmp_path: Path) -> None:
     made_up_run(tmp_path, steps=2, updates=1)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -6,7 +6,8 @@ an older log lacks give NaN or None.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -16,6 +17,7 @@ import numpy as np
 from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS, RATIO_EDGES
 from bapo_megatron.commands.report.data import MetricTable, RunRecord, Series, headline, mean
 from bapo_megatron.runtime.jsonl_log import Row
+from bapo_megatron.types import FinishReason
 
 LOSS_EVENTS = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
 """The kinds of events that count as losses."""
@@ -343,4 +345,55 @@ def _source_cells(run: RunRecord, prefix: str, window: int) -> list[str]:
         *(percent(mean(values(name))) for name in ("token_share", "gradient_share")),
         *(percent(mean(values(f"bapo/contribution{end}"))) for end in ("", "_unclipped")),
         *(percent(mean(values(f"bapo/clip_fraction_{bound}"))) for bound in ("high", "low")),
+    ]
+
+
+# --- episodes ---
+
+EPISODE_ENDS: dict[FinishReason, str] = {
+    "stop": "ended by the environment",
+    "length": "ended at the longest response",
+    "turns": "ended after the most turns",
+    "failed": "ended by a failure",
+}
+"""How a response in an environment ended, in words."""
+_ROWS = (
+    ("turns of a response, mean", "turns_mean", number),
+    ("turns of a response, most", "turns_max", number),
+    ("answers to a response", "steps_mean", number),
+    ("given tokens", "given_share", percent),
+    ("failed environments in a step", "failures", number),
+    ("responses begun again in a step", "restarts", number),
+    *((said, f"finish_{reason}", percent) for reason, said in EPISODE_ENDS.items()),
+)
+REWARD_BY_TURN = "environment/reward_turn_"
+"""First part of the names of the rewards by turn."""
+_REWARD_TURN = re.compile(f"{REWARD_BY_TURN}([0-9]{{1,9}})")
+
+
+def reward_turns(metrics: Iterable[str]) -> list[int]:
+    """The numbers of the answers that have a reward, from 1."""
+    return sorted({int(turn[1]) for name in metrics if (turn := _REWARD_TURN.fullmatch(name))})
+
+
+def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
+    """The rows of the table: a name, then the means of the first and of the last ``window`` steps (``ends``).
+
+    None for a run without an environment. With several sources, rows of all episodes, then of each source.
+    """
+    sources = source_names(run)
+    own = [(f"{name}: ", f"source/{name}/") for name in sources]
+    return [cell for label, prefix in [("", ""), *own] for cell in _episode_cells(run, window, label, prefix)]
+
+
+def _episode_cells(run: RunRecord, window: int, of: str, prefix: str) -> list[tuple[str, list[str]]]:
+    """The rows of the metrics behind ``prefix``, each label behind ``of``."""
+    names = [name.removeprefix(prefix) for name in run.steps.names if name.startswith(prefix)]
+    rows = [(label, f"environment/{name}", form) for label, name, form in _ROWS]
+    rows += [(f"reward of answer {turn}", f"{REWARD_BY_TURN}{turn}", number) for turn in reward_turns(names)]
+    rows += [(name.removeprefix("episode/"), name, number) for name in names if name.startswith("episode/")]
+    return [
+        (of + label, [*ends(run.steps, prefix + metric, window, form)])
+        for label, metric, form in rows
+        if len(run.steps.known(prefix + metric))
     ]

@@ -17,9 +17,8 @@ from matplotlib.image import imread
 from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.checkpoint.run_directory import FORMAT
 from bapo_megatron.commands.report.data import MetricTable, moving_mean, read_run
-from bapo_megatron.commands.report.episodes import episode_panels
 from bapo_megatron.commands.report.page import headline, report_command, write_report
-from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, bands
+from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS, bands, episode_panels
 from bapo_megatron.errors import ConfigError
 
 ALLOWED = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

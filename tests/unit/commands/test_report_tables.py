@@ -12,13 +12,13 @@ import pytest
 
 from bapo_megatron.algo.bins import RATIO_BINS
 from bapo_megatron.commands.report.data import MetricTable, RunRecord, read_metrics, read_run
-from bapo_megatron.commands.report.episodes import episode_cells
 from bapo_megatron.commands.report.page import _metric_rows, own_metrics
 from bapo_megatron.commands.report.series import (
     NO_VALUE,
     RATIO_CENTRES,
     Mark,
     bounds_in_force,
+    episode_cells,
     event_marks,
     final_results,
     number,

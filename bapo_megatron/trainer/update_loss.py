@@ -33,6 +33,7 @@ from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn
+from bapo_megatron.trainer.records.recorder import MOVES
 from bapo_megatron.types import Metrics
 
 
@@ -128,6 +129,15 @@ class UpdateLoss:
             return self._search.find(sums)
         known = self._carried is not None and self._carried[0] == self._step_version
         return self._search.find(sums, self._carried[1] if self._carried and known else None)
+
+    def metrics(self, sums: Tensor, on_policy: bool) -> Metrics:
+        """Metrics of the update whose reduced vector is ``sums``, after ``observe``. Call it once an update.
+
+        ``on_policy`` as in ``loss``: then all ratios are 1, no bound acts, and ``MOVES`` are None.
+        """
+        used = self.observe(sums)
+        measured = self.objective.metrics(sums, self.found)
+        return {**measured, **(dict.fromkeys(MOVES & measured.keys()) if on_policy else {}), **used}
 
     def observe(self, sums: Tensor) -> Metrics:
         """Keep from ``sums``, the reduced vector of an update, what the search and PAPO of the next one need.

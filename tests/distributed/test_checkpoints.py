@@ -30,6 +30,7 @@ from bapo_megatron.policy import background_save
 from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.runtime.guards import OutOfMemoryError
+from bapo_megatron.runtime.run_paths import RunPaths
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import save_tiny_model
 from tests.support.saves import complete
@@ -178,7 +179,7 @@ def _verified(folder: Path) -> tuple[int, list[str]]:
         return real(path)
 
     checkpoint.digest = noting
-    latest = checkpoint.latest_checkpoint(folder)
+    latest = checkpoint.latest_checkpoint(RunPaths(folder))
     assert latest is not None
     assert latest.trainer == {"version": latest.step}
     return latest.step, read

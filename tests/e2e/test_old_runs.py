@@ -156,7 +156,7 @@ def test_a_run_whose_sources_had_no_environments_goes_on(tmp_path: Path) -> None
         source = SourceConfig(Path("a.jsonl"), 2.0, "math", **own)
         data = dataclasses.replace(config.data, path=None, sources=(source,))
         ours = dataclasses.replace(config, data=data, run_dir=run_dir)
-        return [name for name, *_ in changed_settings(ours)]
+        return [name for name, *_ in changed_settings(ours, read_config(ours.directory))]
 
     assert "data.sources" not in given()
     assert "data.sources" in given(environment=EnvironmentConfig("a:B"))

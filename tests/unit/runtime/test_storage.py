@@ -81,11 +81,11 @@ def test_weights(disk: Path, model: Path) -> None:
 
 
 def test_a_checkpoint(disk: Path) -> None:
-    store = CheckpointStore(disk, CheckpointConfig())
+    store = CheckpointStore(RunPaths(disk), CheckpointConfig())
     save(store, 10, write_policy(bytes(100_000)), {})
 
     def again() -> None:
-        latest = latest_checkpoint(disk)
+        latest = latest_checkpoint(RunPaths(disk))
         assert latest is not None
         assert latest.step == 10
         save(store, 20, write_policy(bytes(100_000)), {})
@@ -94,10 +94,10 @@ def test_a_checkpoint(disk: Path) -> None:
     ballast = fill(disk, 8)
     with pytest.raises(RunStopped, match="checkpoint of step 30 could not be written .*No space left"):
         save(store, 30, write_policy(bytes(100_000)), {})
-    clear_leftovers(disk)  # as a continuation does, which needs the room
+    clear_leftovers(RunPaths(disk))  # as a continuation does, which needs the room
     ballast.unlink()
     assert sum(path.stat().st_size for path in disk.rglob("*.bin")) == 200_000
-    latest = latest_checkpoint(disk)
+    latest = latest_checkpoint(RunPaths(disk))
     assert latest is not None
     assert latest.step == 20
 
@@ -238,17 +238,17 @@ MODEL = Path(__file__).parents[3] / "recipes/demo/policy"
 
 def keep_one(run: Path) -> None:
     """Save steps 10 and 20, of which the second is kept."""
-    store = CheckpointStore(run, CheckpointConfig(keep_last=1))
+    store = CheckpointStore(RunPaths(run), CheckpointConfig(keep_last=1))
     for step in (10, 20):
         save(store, step, write_policy(b"x"), {})
 
 
 def save_20(run: Path) -> None:
-    save(CheckpointStore(run, CheckpointConfig(keep_last=1)), 20, write_policy(b"x"), {})
+    save(CheckpointStore(RunPaths(run), CheckpointConfig(keep_last=1)), 20, write_policy(b"x"), {})
 
 
 def resume_exports(run: Path) -> None:
-    StepExports(run, MODEL, 0, lambda event: None).resume([])
+    StepExports(RunPaths(run), MODEL, 0, lambda event: None).resume([])
 
 
 def keep_no_weights(run: Path) -> None:
@@ -269,7 +269,10 @@ def delete_steps(run: Path) -> None:
 OWN: dict[str, tuple[str, Callable[[Path], None]]] = {
     "checkpoint that is not kept": ("checkpoints/step_000005", save_20),
     "checkpoint that is saved anew": ("checkpoints/step_000020", save_20),
-    "half-written checkpoint": ("checkpoints/.step_000020.0123abcd.tmp", clear_leftovers),
+    "half-written checkpoint": (
+        "checkpoints/.step_000020.0123abcd.tmp",
+        lambda run: clear_leftovers(RunPaths(run)),
+    ),
     "half-deleted checkpoint": ("checkpoints/.step_000005_update_001.deleted", save_20),
     "half-written export": ("exports/.step_000020.bapo-ckpt.tmp", resume_exports),
     "older weights": ("weights/v2", keep_no_weights),
@@ -349,7 +352,7 @@ Report = Callable[..., None]
 
 
 def delete_checkpoint(run: Path, report: Report) -> None:
-    own = CheckpointStore(run, CheckpointConfig(keep_last=1), (20, 0), old=OldFiles(report))
+    own = CheckpointStore(RunPaths(run), CheckpointConfig(keep_last=1), (20, 0), old=OldFiles(report))
     own.delete_old()
 
 

@@ -1,4 +1,4 @@
-"""Arms of the GPU study, in the order in which they run: an hour that is cut short still has the first ones."""
+"""Arms of the GPU study, in the order in which they run: a shortened hour still has the first ones."""
 
 from __future__ import annotations
 

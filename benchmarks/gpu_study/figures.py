@@ -7,6 +7,7 @@ has none, and all its updates stand for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,7 @@ def running_means(values_S: np.ndarray) -> np.ndarray:
 def stale_updates(run: RunRecord) -> list[Row]:
     """The updates after the first of their step; all of them if each step has one."""
     rows = run.updates.rows()
-    later = [row for before, row in zip(rows, rows[1:], strict=False) if before["step"] == row["step"]]
+    later = [row for before, row in pairwise(rows) if before["step"] == row["step"]]
     return later or rows
 
 

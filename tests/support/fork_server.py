@@ -24,8 +24,8 @@ import sys
 from contextlib import suppress
 
 from bapo_megatron.runtime.processes import die_with_parent
-from tests.support.forked_sampler import fork_first_sampler
 from tests.support.at_start import sitecustomize  # noqa: F401  # its hook, for what is forked
+from tests.support.forked_sampler import fork_first_sampler
 
 _LONGEST = 1 << 20
 """Bytes of a request."""

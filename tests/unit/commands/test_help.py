@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron import cli
 from bapo_megatron.cli import COMMANDS, USAGE, run
 from bapo_megatron.errors import ConfigError, refuse_arguments
 from checkpoints_tools.cli import USAGE as CKPT_USAGE

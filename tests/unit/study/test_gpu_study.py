@@ -177,9 +177,13 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     ]
     fresh = {"policy/entropy": 2.0, "raised/tokens": 0.0, "bapo/bounds_moved": 0.0}
     stale = {
-        **{"policy/entropy": 1.0, "raised/tokens": 0.25, "bapo/bounds_moved": 1.0},
-        **{"bapo/clip_fraction_low": 0.125, "bapo/clip_fraction_high": 0.0625},
-        **{"quadrant/positive_low/contribution": 0.25, "quadrant/positive_high/contribution": 0.125},
+        "policy/entropy": 1.0,
+        "raised/tokens": 0.25,
+        "bapo/bounds_moved": 1.0,
+        "bapo/clip_fraction_low": 0.125,
+        "bapo/clip_fraction_high": 0.0625,
+        "quadrant/positive_low/contribution": 0.25,
+        "quadrant/positive_high/contribution": 0.125,
     }
     updates = [{"step": row["step"], **kind} for row in steps for kind in (fresh, stale)]
     for name, rows in (("metrics", steps), ("updates", updates)):
@@ -189,7 +193,13 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     known = {name: value for name, value in found.items() if not math.isnan(value)}
     assert known == pytest.approx(
         {
-            **{"mean_reward": 0.5, "best_reward": 1.0, "final_reward": 0.2, "entropy_kept": 0.5},
-            **{"clipped": 0.1875, "positive_share": 0.375, "raised_tokens": 0.25, "moved": 1.0},
+            "mean_reward": 0.5,
+            "best_reward": 1.0,
+            "final_reward": 0.2,
+            "entropy_kept": 0.5,
+            "clipped": 0.1875,
+            "positive_share": 0.375,
+            "raised_tokens": 0.25,
+            "moved": 1.0,
         }
     )

@@ -1,4 +1,4 @@
-"""Each interval and p-value on the pages of the studies, computed anew from the published figures of its runs."""
+"""Each interval and p-value on the studies' pages, computed anew from the published figures of the runs."""
 
 from __future__ import annotations
 

@@ -203,7 +203,8 @@ def _binned(fields: Sequence[Tensor], weight: Weight, edges: Tensor, group_T: Te
     bins = 2 * (len(edges) + 1)
     histogram = edges.new_zeros(2, groups * bins)
     _add_clipped(histogram, fields, weight, edges, group_T * bins)
-    return histogram.unflatten(-1, (groups, 2, len(edges) + 1)).movedim(1, 0)
+    parts: Tensor = histogram.unflatten(-1, (groups, 2, len(edges) + 1)).movedim(1, 0)
+    return parts
 
 
 def _add_unclipped(

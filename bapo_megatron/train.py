@@ -138,7 +138,7 @@ def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: i
     versions = [[sample.versions for sample in group] for group in groups]
     ages = age_metrics(versions, policy.version, step_version)
     packs = pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
-    metrics = optimize(run, packs, on_policy, step_version)
+    metrics = optimize(run, packs, on_policy)
     return {"version": policy.version, **metrics, **corrections, **ages}
 
 
@@ -153,9 +153,9 @@ def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
     return {"version": run.policy.version, **dict.fromkeys(names), "policy/tokens": 0.0, **corrections}
 
 
-def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_version: int) -> Metrics:
+def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
     """One optimizer step on ``packs``, this rank's micro-batches, with the update's loss; its metrics."""
-    loss, _ = run.update_loss.loss(run.policy, packs, on_policy, step_version)
+    loss, _ = run.update_loss.loss(run.policy, packs, on_policy)
     result = run.policy.update(packs, loss)
     return {
         **run.update_loss.metrics(result.sums, on_policy),

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
+from bapo_megatron.config.removed import removed_settings, without_removed
 from bapo_megatron.config.validation import flat, settings_of_scores
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.runtime.device import environment_variable
@@ -54,8 +55,6 @@ _ADDED: dict[str, Any] = {
     "algorithm.loss": "clip",
     "algorithm.loss_settings": {},
     "algorithm.bounds.bounds_tokens": None,
-    "algorithm.bounds.negative_weight": "present",
-    "algorithm.bounds.low_within_batch": "searched",
     "algorithm.importance_level": "token",
     "algorithm.reference_kl.coefficient": 0.0,
     "algorithm.reference_kl.estimator": "k3",
@@ -205,7 +204,10 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     _check_last_step(config)
     if stored is None or not has_steps(config.directory):
         return
-    found = differences(plain_values(config), with_present_fields(stored["config"]))
+    present = with_present_fields(stored["config"])
+    for told in removed_settings(present):
+        raise ConfigError(f"the run {config.directory} was started with a setting that is gone. {told}")
+    found = differences(plain_values(config), present)
     different = [change for change in found if not _may_change(change, config)]
     if different:
         raise ConfigError(
@@ -397,8 +399,11 @@ def _stored(directory: Path) -> dict[str, Any] | None:
 
 
 def with_present_fields(stored: dict[str, Any]) -> dict[str, Any]:
-    """Migration of a stored configuration: default values for the fields that were added since."""
-    found = {**_ADDED, **stored}
+    """Migration of a stored configuration: defaults of fields that were added, without those that are gone.
+
+    A field that is gone stays where its value was not its default.
+    """
+    found = {**_ADDED, **without_removed(stored)}
     found["data.sources"] = [_present_source(one) for one in found["data.sources"]]
     return found
 

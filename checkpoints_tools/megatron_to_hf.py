@@ -27,14 +27,13 @@ from bapo_megatron.hf.weight_files import INDEX, SINGLE, read_weight_map
 from bapo_megatron.runtime.files import read_file_inside
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import OutputPlan, check_output, temporary_folder
-from checkpoints_tools.core.blocks import BlockTensor
+from checkpoints_tools.core.blocks import WEIGHT_TYPES, BlockTensor
 from checkpoints_tools.formats.locate import LATEST, Format, OpenedCheckpoint, open_checkpoint
 from checkpoints_tools.formats.safetensors_folder import Planned, plan_safetensors
 from checkpoints_tools.formats.torch_dist import TorchDist
 
 _MOST_SHARD_BYTES = 5_000_000_000
 _CONFIG = "config.json"
-_TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def to_hf(
@@ -110,7 +109,7 @@ def plan_hf_folder(
     files = carried_files(model)
     config = files.pop(_CONFIG).read_bytes()
     plan.copied = {folder / name: path for name, path in files.items()}
-    plan.last[folder / _CONFIG] = with_dtype(config, {_TORCH_TYPES[kind] for kind in kinds})
+    plan.last[folder / _CONFIG] = with_dtype(config, {WEIGHT_TYPES[kind] for kind in kinds})
     return plan
 
 

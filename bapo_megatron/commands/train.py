@@ -129,7 +129,7 @@ def finish(run: Run) -> None:
 
 def _export(run: Run, output: Path) -> None:
     """Write the final policy as a Hugging Face folder, and record it. Collective."""
-    from bapo_megatron.hf.export import export_hf, keep_others
+    from bapo_megatron.checkpoint.export import export_hf, keep_others
     from bapo_megatron.runtime.distributed import is_main
 
     for kept in keep_others(output) if is_main() else ():

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bapo_megatron.checkpoint.export import check_export_output
 from bapo_megatron.checkpoint.fork import check_fork
 from bapo_megatron.checkpoint.fork_record import ForkSource
 from bapo_megatron.checkpoint.run_directory import check_same_run, has_steps
@@ -33,7 +34,6 @@ from bapo_megatron.data.problem_sets import load_problems, missing_files, suite_
 from bapo_megatron.data.prompts import Tools
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape
-from bapo_megatron.hf.export import check_export_output
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
 from bapo_megatron.policy.device import attention_problem, check_environment, has_cuda, optimizer_problem

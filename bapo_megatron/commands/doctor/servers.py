@@ -32,14 +32,10 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
     install_command,
     prefill_graph,
 )
-from bapo_megatron.rollout.engines.sglang_launch.api_key import (
-    VARIABLE,
-    is_loopback,
-    read_key_file,
-)
+from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, read_key_file
 from bapo_megatron.runtime.child_process import within
 from bapo_megatron.runtime.device import environment_variable
-from bapo_megatron.runtime.http import Answer, ask
+from bapo_megatron.runtime.http import Answer, ask, is_loopback
 from bapo_megatron.runtime.run_paths import RunPaths
 
 SECTION = "servers"

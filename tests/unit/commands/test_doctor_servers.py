@@ -21,7 +21,8 @@ from bapo_megatron.commands.doctor.servers import get, longest_sequence, server_
 from bapo_megatron.config import RunConfig, SourceConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, is_loopback
+from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE
+from bapo_megatron.runtime.http import is_loopback
 from bapo_megatron.trainer.preflight import check_weights
 
 ROOT = Path(__file__).parents[3]

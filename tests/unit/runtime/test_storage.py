@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from bapo_megatron.checkpoint import store
+from bapo_megatron.checkpoint.export import export_hf
 from bapo_megatron.checkpoint.exports import StepExports
 from bapo_megatron.checkpoint.reader import latest_checkpoint
 from bapo_megatron.checkpoint.store import CheckpointStore, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
-from bapo_megatron.hf.export import export_hf
 from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, read_step, write_step

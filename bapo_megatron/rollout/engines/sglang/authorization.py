@@ -22,12 +22,11 @@ from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     VARIABLE,
     ApiKey,
-    is_loopback,
     make_key_file,
     read_key_file,
 )
 from bapo_megatron.runtime.device import environment_variable
-from bapo_megatron.runtime.http import ask
+from bapo_megatron.runtime.http import ask, is_loopback
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _LIMIT_S = 5.0

@@ -143,7 +143,9 @@ def test_a_board_that_the_recipe_names_is_required(monkeypatch: pytest.MonkeyPat
         (("tensorboard", "mlflow"), ["optional", "optional", "problem"]),
         (("wandb", "trackio"), ["problem", "problem", "optional"]),
     ):
-        assert [row.state for row in package_rows(boards, trackers)][1:] == states
+        rows = list(package_rows(boards, trackers))[1:]
+        assert [row.state for row in rows] == states
+        assert [row.fix for row in rows] == [f"pip install {board.install}" for board in boards]
 
 
 def test_a_missing_board_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import base64
 import gzip
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -423,19 +423,17 @@ def test_a_server_whose_cache_outlives_new_weights_takes_none(
 def test_a_draft_model_gets_new_weights_from_disk_alone(
     server: FakeServer, engine: BlockingEngine, model: Path
 ) -> None:
-    """Of a server that the run has not started, too. Drafts by n-grams have no weights."""
+    """Of a server that the run has not started, too, and at the first load, which is from disk before the
+    first step. Drafts by n-grams have no weights."""
 
-    async def no_parts() -> AsyncIterator[Any]:
-        for part in ():
-            yield part
-
-    async def load_parts() -> None:
-        one = SglangEngine(SglangServer(server.url, HttpSessions()), limits_of(model))
-        await one.load(no_parts(), 5, confirm=AsyncMock())
+    async def load_first() -> None:
+        client = SglangServer(server.url, HttpSessions())
+        one = SglangEngine(client, limits_of(model), sync="broadcast")
+        await one.load(model, 0, confirm=AsyncMock())
 
     server.answers["server_info"] = (200, {"speculative_algorithm": "EAGLE"})
     with pytest.raises(ServerError, match=f"{server.url}: its draft model .* EAGLE.*sync=disk"):
-        asyncio.run(load_parts())
+        asyncio.run(load_first())
     engine.update_weights(weights(model), 5)
     assert server.version == "5"
     assert drafting({"speculative_algorithm": "NGRAM"}) is drafting({"speculative_algorithm": None}) is None

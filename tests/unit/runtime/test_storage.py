@@ -348,6 +348,20 @@ def test_weights_are_written_where_a_leftover_cannot_be_deleted(
     assert [path.name for path in folder.iterdir()] == ["v3"]
 
 
+def test_weights_whose_leftover_cannot_be_renamed_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point of the version's name: the folder, and what to do."""
+    (tmp_path / "v3").mkdir()
+
+    def refused(_path: Path, _target: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(DiskError, match=r"/v3, left over .*\(Device or resource busy\): move or unmount it"):
+        WeightStaging(tmp_path, MODEL).prepare(3)
+
+
 Report = Callable[..., None]
 
 

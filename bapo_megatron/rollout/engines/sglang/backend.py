@@ -136,7 +136,8 @@ class SglangBackend(EngineBackend):
             return SglangServer(url, sessions, authorization=authorization)
 
         return [
-            SglangEngine(server_at(url), limits, sglang.on_update, deadlines, sglang.tensor) for url in urls
+            SglangEngine(server_at(url), limits, sglang.on_update, deadlines, sglang.tensor, sglang.sync)
+            for url in urls
         ]
 
 

@@ -70,14 +70,16 @@ class SglangEngine:
         on_update: PauseMode = "retract",
         deadlines: Deadlines | None = None,
         tensor: int = 1,
+        sync: str = "disk",
     ) -> None:
         """``on_update``: the treatment of requests in flight when weights change, see ``SglangConfig``.
-        ``tensor``: tensor-parallel size of the server."""
+        ``tensor``: tensor-parallel size of the server. ``sync``: the run's transport of weights."""
         self.name = server.url
         self.broadcast_ranks = tensor
         self.server = server
         self._limits = limits
         self._on_update = on_update
+        self._sync = sync
         self._deadlines = deadlines or Deadlines()
         self._inflight = InflightRequests()
         self._one_control = asyncio.Lock()
@@ -142,7 +144,7 @@ class SglangEngine:
         ``confirm``: the server must not sample then before a load has succeeded."""
         timeout = await self._load_seconds(weights)
         async with self._one_control:
-            await self._check_settings(isinstance(weights, Path))
+            await self._check_settings()
             # The pause comes first and the resume last: no token is sampled from half-loaded weights, nor
             # from weights whose digest is not confirmed.
             if isinstance(weights, Path):
@@ -257,11 +259,11 @@ class SglangEngine:
             raise ServerError(f"{self.name}: reports weight version {found} after a load of {version}")
         await confirm(await self.server.checksum(timeout))
 
-    async def _check_settings(self, from_disk: bool) -> None:
+    async def _check_settings(self) -> None:
         """Check the settings of a server that the run may not have started. ServerError names a flag that is
-        wrong. ``from_disk``: the weights are in a folder."""
+        wrong, at the first load: those before a run's first step come from disk, whatever ``sync``."""
         settings = await self.server.settings()
-        if not from_disk and (draft := drafting(settings)):
+        if self._sync != "disk" and (draft := drafting(settings)):
             raise ServerError(
                 f"{self.name}: its draft model ({SPECULATIVE} {draft}) gets new weights from disk alone: set "
                 f"rollout.sglang.sync=disk, or start it without {SPECULATIVE}"

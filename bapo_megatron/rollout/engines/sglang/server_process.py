@@ -50,7 +50,8 @@ PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 START_VARIABLE = "BAPO_SERVER_START_S"
 """Most seconds of a server's start. The task of a Slurm job, which does not read the recipe, finds it in the
 server's environment (``start_limit`` in slurm/task.sh), and ends a server that takes longer."""
-_ENVIRONMENTS = (".venv-sglang", ".venv-cluster-sglang")
+CUDA_ENVIRONMENT = ".venv-cluster-sglang"
+_ENVIRONMENTS = (".venv-sglang", CUDA_ENVIRONMENT)
 """The folders into which `make sglang` and `make cluster` install SGLang, with CPU and with CUDA builds."""
 _LAUNCHER = Path(__file__).parents[1] / "sglang_launch/launch.py"
 _CPU_LAUNCHER = Path(__file__).parents[1] / "sglang_cpu/launch.py"

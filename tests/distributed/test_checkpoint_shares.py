@@ -53,7 +53,7 @@ def build(folder: Path, dtype: str, parallel: ParallelConfig, reader: Any = None
 def trained(folder: Path, dtype: str, samples: list[Sample], parallel: ParallelConfig) -> MegatronPolicy:
     policy = build(folder, dtype, parallel)
     packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    found = search(torch.zeros(8, dtype=torch.float64), grpo())
+    found = search(torch.zeros(2, dtype=torch.float64), grpo())
     for _ in range(2):
         policy.update(packs, loss_fn(found, grpo(), policy.version))
     return policy

@@ -52,7 +52,7 @@ def save_and_go_on(
         ModelConfig(folder, dtype), parallel, BatchConfig(pack_tokens=96), optimizer, 6, 1.0
     )
     packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    found = search(torch.zeros(8, dtype=torch.float64), grpo())
+    found = search(torch.zeros(2, dtype=torch.float64), grpo())
 
     def go(count: int) -> list[tuple[float, float, float]]:
         results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(count)]
@@ -137,7 +137,7 @@ def save_before_any_update(folder: Path, samples: list[Sample], path: Path) -> t
 
     def go(policy: MegatronPolicy) -> list[tuple[float, float]]:
         packs = pack_samples(samples, 96)
-        found = search(torch.zeros(8, dtype=torch.float64), grpo())
+        found = search(torch.zeros(2, dtype=torch.float64), grpo())
         results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(2)]
         return [(float(r.sums[0]), r.grad_norm) for r in results]
 

@@ -78,8 +78,7 @@ _GOES_ON = {
 """What Ctrl-C leaves of a command that has work to lose."""
 
 REMOVED = {
-    "study": "the studies are done, docs/results.md has their results; their code is at the git tag "
-    "studies-2026-11: `git checkout studies-2026-11`"
+    "study": "the studies are done, docs/results.md has their results; for their code `git checkout f6aa2582`"
 }
 """Commands of earlier versions, with what to do instead."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 _REPAIR = (
     "no study showed a gain: leave it out, or start c_low higher, algorithm.bounds=floored(); the code is at "
-    "the git tag studies-2026-11"
+    "commit f6aa2582"
 )
 
 REMOVED: dict[str, tuple[Any, str]] = {

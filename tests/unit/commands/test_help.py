@@ -98,7 +98,7 @@ def test_the_studies_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> 
     assert run(["study", "staleness", "--quick"]) == 2
     message = capsys.readouterr().err
     assert "bapo study is gone" in message
-    assert "`git checkout studies-2026-11`" in message
+    assert "`git checkout f6aa2582`" in message
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def check(words: list[str]) -> None:
     rest = [word for word in rest if word not in ("...", "FLAGS", "$FLAGS", "$IN")]
     rest = [PLACEHOLDERS.get(word, word) for word in rest]
     if program == "bapo" and rest[0] in REMOVED:
-        return  # at a git tag, which the page names
+        return  # at a commit that the page names
     if program == "bapo":
         if "--help" in rest:
             assert rest[0] in PARSERS

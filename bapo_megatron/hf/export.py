@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bapo_megatron.hf.config import carried_files, with_dtype
+from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape, with_dtype
+from bapo_megatron.hf.parameter_map import kept_in_float32
+from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.storage import writing
 from bapo_megatron.runtime.written_folders import (
@@ -48,7 +51,14 @@ def export_hf(
             for name, path in carried_files(reference).items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, folder / name)
-            dtypes = _write_shards(weights, folder, shard_bytes)
+            shape = read_model_shape(reference)
+            written = _write_shards(chain(weights, _untrained(reference, shape)), folder, shard_bytes)
+            kept = kept_in_float32(shape)
+            dtypes = {
+                dtype
+                for name, dtype in written.items()
+                if name not in kept and not name.startswith(shape.untrained)
+            }
             config = folder / "config.json"
             write_atomically(config, with_dtype(config.read_bytes(), dtypes))
             write_mark(folder, _WRITER)
@@ -58,9 +68,17 @@ def export_hf(
     dist.barrier()
 
 
-def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> set[str]:
-    """Write the shards of ``weights``; the dtypes of the tensors."""
-    dtypes = set()
+def _untrained(reference: Path, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder that are not trained, as they are."""
+    if shape.untrained:
+        reader = HfReader(reference)
+        names = (name for name in reader.names if name.startswith(shape.untrained))
+        yield from ((name, reader.read(name)) for name in names)
+
+
+def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> dict[str, str]:
+    """Write the shards of ``weights``; the dtype of each tensor."""
+    dtypes = {}
     shards: list[list[str]] = []
     total = filled = 0
     held: dict[str, Tensor] = {}
@@ -74,7 +92,7 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_byt
 
     for name, tensor in weights:
         size = tensor.numel() * tensor.element_size()
-        dtypes.add(str(tensor.dtype).removeprefix("torch."))
+        dtypes[name] = str(tensor.dtype).removeprefix("torch.")
         if held and filled + size > shard_bytes:
             flush()
             filled = 0

@@ -94,6 +94,7 @@ BY_PATH = {
     "config.transports": {"rollout"},
     "runtime.device": {"policy"},
     "layers.attention": {"policy"},
+    "layers.delta_net": {"policy"},
     "layers.mlp": {"policy"},
 }
 """Rooms above that a module names by string paths. Who loads those of transports is in ``rollout``."""

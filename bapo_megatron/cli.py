@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.device import prepare_device, set_default, silence_libraries
@@ -30,7 +29,6 @@ COMMANDS = {
     "verify-parallel": "commands.train:verify_command",
     "data": "data.prepare.command:data_command",
     "eval": "evaluation.command:eval_command",
-    "study": "cli:study_command",
     "doctor": "commands.doctor.doctor:run_doctor",
 }
 """Dispatch table: each command's function, as ``module:name`` below this package. The function takes the
@@ -67,12 +65,6 @@ usage: bapo COMMAND ...
   eval CHECKPOINT --suite NAME,... [flags]
                          avg@n, pass@k, maj@n with intervals; goes on where it stopped
   eval compare A B       two evaluations, problem by problem, with a p-value
-  study staleness [flags]
-                         the paper's claims about stale data, tried with small runs; goes on where it stopped
-  study controller [flags]
-                         the same where BAPO's search acts, with controls: calibration, rates, study
-  study real-model [flags]
-                         the same on a pretrained model of 135 M parameters
   doctor [RECIPE] [--json]
                          what is installed and what is missing; exit code 1 if a run could not start
 """
@@ -82,11 +74,13 @@ _GOES_ON = {
     "train": "; the same command continues from its last checkpoint, if it has one",
     "sft": "; nothing is saved before its end, the same command begins anew",
     "eval": "; the same command goes on where it stopped",
-    "study": "; the same command goes on where it stopped",
 }
 """What Ctrl-C leaves of a command that has work to lose."""
 
-_CHECKOUT = Path(__file__).parents[1]
+REMOVED = {
+    "study": "the studies are done, docs/results.md has their results; for their code `git checkout f6aa2582`"
+}
+"""Commands of earlier versions, with what to do instead."""
 
 
 def main() -> None:
@@ -111,6 +105,8 @@ def run(arguments: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0 if arguments else 2
     try:
+        if arguments[0] in REMOVED:
+            raise ConfigError(f"bapo {arguments[0]} is gone: {REMOVED[arguments[0]]}")
         if arguments[0] not in COMMANDS:
             raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
         if arguments[0] == "data":
@@ -125,18 +121,6 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped{_GOES_ON.get(arguments[0], '')}", file=sys.stderr)
         return 130
-
-
-def study_command(arguments: Sequence[str]) -> int:
-    """Run the study in ``benchmarks/study``. ConfigError if the package is installed without a checkout."""
-    if not (_CHECKOUT / "benchmarks/study/command.py").is_file():
-        raise ConfigError(
-            f"bapo study runs from a checkout of the repository, and {_CHECKOUT} is none: clone it and "
-            "install the package from there, `pip install -e .`"
-        )
-    sys.path.insert(0, str(_CHECKOUT))  # before any other package called benchmarks
-    code: int = import_module("benchmarks.study.command").study_command(arguments, run)
-    return code
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from bapo_megatron.trainer.checks import (
     check_updates,
     expert_metrics,
     route_metrics,
-    router_names,
+    update_names,
 )
-from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
+from bapo_megatron.trainer.corrections import corrected, with_old_log_probs
 from bapo_megatron.trainer.flow_control import (
     WAIT_S,
     begin_checkpoint,
@@ -39,7 +39,7 @@ from bapo_megatron.trainer.flow_control import (
     wait_for_sampler,
 )
 from bapo_megatron.trainer.profile import profiled
-from bapo_megatron.trainer.records.recorder import MOVES, StepClock, step_metrics
+from bapo_megatron.trainer.records.recorder import StepClock, step_metrics
 from bapo_megatron.trainer.reference import check_teacher_log_probs, with_reference
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import Metrics, StepHeader
@@ -88,19 +88,8 @@ def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
     algorithm = run.config.algorithm
     version, done = run.partial_step or PartialStep(run.policy.version, [])
     run.partial_step = None
-    sources, routes = run.config.data.source_names, run.config.rollout.route_replay
-    check_stored_routes(run.config.rollout, step, batch.header)
-    groups: Sequence[Sequence[TrainingSample]] = samples_of(batch, algorithm.advantage, sources, routes)
-    if algorithm.old_log_probs == "trainer":
-        cap, level = algorithm.importance_cap, algorithm.importance_level
-        # Before the first update: pi_old of all updates of the step is the policy at the step's start.
-        groups = with_old_log_probs(run.policy, groups, run.config.batch.pack_tokens, cap, level)
-    if algorithm.distillation.enabled:
-        check_teacher_log_probs(step, batch.header)
-    if algorithm.reference_kl.enabled:  # after pi_old, at which a penalty in the reward is taken
-        groups = with_reference(run.policy, groups, batch.header, algorithm, run.config.batch.pack_tokens)
     uses = algorithm.reuse_epochs, algorithm.updates_per_epoch
-    parts = updates_of_step(groups, *uses, run.config.seed, step)
+    parts = updates_of_step(training_samples(run, step, batch), *uses, run.config.seed, step)
     for epoch, part in parts[len(done) :]:
         run.watchdog.beat()  # each update is progress, also in a step that cannot be cut
         # With the trainer's pi_old no checkpoint lies within a step: a resumed run could not compute it.
@@ -108,6 +97,26 @@ def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
             stop_if_preempted(run, step - 1, PartialStep(version, done))
         done.append({"epoch": epoch, **update(run, part, version)})
     return done
+
+
+def training_samples(run: Run, step: int, batch: TrainingBatch) -> Sequence[Sequence[TrainingSample]]:
+    """The samples of ``step``, group by group, with every column that the loss needs. Collective.
+
+    ConfigError or RunStopped, on every rank, for stored rollouts that lack one.
+    """
+    config, algorithm = run.config, run.config.algorithm
+    check_stored_routes(config.rollout, step, batch.header)
+    if algorithm.distillation.enabled:
+        check_teacher_log_probs(step, batch.header)
+    sources, routes = config.data.source_names, config.rollout.route_replay
+    groups: Sequence[Sequence[TrainingSample]] = samples_of(batch, algorithm.advantage, sources, routes)
+    if algorithm.old_log_probs == "trainer":
+        cap, level = algorithm.importance_cap, algorithm.importance_level
+        # Before the first update: pi_old of all updates of the step is the policy at the step's start.
+        groups = with_old_log_probs(run.policy, groups, config.batch.pack_tokens, cap, level)
+    if algorithm.reference_kl.enabled:  # after pi_old, at which a penalty in the reward is taken
+        groups = with_reference(run.policy, groups, batch.header, algorithm, config.batch.pack_tokens)
+    return groups
 
 
 def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: int) -> Metrics:
@@ -129,7 +138,7 @@ def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: i
     versions = [[sample.versions for sample in group] for group in groups]
     ages = age_metrics(versions, policy.version, step_version)
     packs = pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
-    metrics = optimize(run, packs, on_policy, step_version)
+    metrics = optimize(run, packs, on_policy)
     return {"version": policy.version, **metrics, **corrections, **ages}
 
 
@@ -140,22 +149,16 @@ def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
     """
     if run.recorder:
         run.recorder.all_rejected(run.policy.version + 1, rejected)
-    routes = router_names(run.config.rollout, run.policy.has_experts)
-    names = [*run.update_loss.objective.metric_names(), "policy/grad_norm", "policy/lr", *routes]
+    names = [*update_names(run), "policy/grad_norm", "policy/lr"]
     return {"version": run.policy.version, **dict.fromkeys(names), "policy/tokens": 0.0, **corrections}
 
 
-def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_version: int) -> Metrics:
+def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
     """One optimizer step on ``packs``, this rank's micro-batches, with the update's loss; its metrics."""
-    loss, _ = run.update_loss.loss(run.policy, packs, on_policy, step_version)
+    loss, _ = run.update_loss.loss(run.policy, packs, on_policy)
     result = run.policy.update(packs, loss)
-    weights = run.update_loss.observe(result.sums)
-    measured = run.update_loss.objective.metrics(result.sums, run.update_loss.found)
-    if on_policy:  # they are of stale updates alone: where all ratios are 1 no bound acts
-        measured.update(dict.fromkeys(MOVES & measured.keys()))
     return {
-        **measured,
-        **weights,
+        **run.update_loss.metrics(result.sums, on_policy),
         "policy/grad_norm": result.grad_norm,
         "policy/lr": result.learning_rate,
         **expert_metrics(result.experts),
@@ -166,8 +169,5 @@ def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_versio
 def _record(run: Run, step: int, header: StepHeader, updates: Sequence[Metrics], clock: StepClock) -> None:
     """Rank 0's metrics of ``step``, written to all logs."""
     if run.recorder:
-        corrections = correction_metrics(run.config.algorithm)
-        routes = router_names(run.config.rollout, run.policy.has_experts)
-        names = [*run.update_loss.objective.metric_names(), *corrections, *routes]
-        metrics = step_metrics(header, updates, clock, names)
+        metrics = step_metrics(header, updates, clock, update_names(run))
         run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})

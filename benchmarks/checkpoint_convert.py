@@ -2,7 +2,7 @@
 
     python -m benchmarks.checkpoint_convert [--folder FOLDER] [--rounds 5] [--slow-rounds 2]
 
-Writes benchmarks/results/checkpoint_convert.md. FOLDER needs room for four times the model. For a small
+Writes benchmarks/results/checkpoint_convert.md. FOLDER needs room for five times the model. For a small
 model: --layers 2 --vocabulary 8192 --results /tmp/small.md.
 """
 
@@ -47,6 +47,7 @@ _CONFIG = {
 RESULTS = Path(__file__).parent / "results"
 _TOOL = (sys.executable, "-m", "checkpoints_tools.cli")
 _ORACLE = (sys.executable, "-W", "ignore", "-m", "benchmarks.dcp_convert")
+_FORMAT_UTILS = f"{sys.executable} -W ignore -m torch.distributed.checkpoint.format_utils"
 _OF_HF, _OF_MEGATRON = "cp -r of the HF folder, and fsync", "cp -r of the Megatron folder, and fsync"
 
 
@@ -88,6 +89,8 @@ def main() -> None:
         nbytes = save_model(folder / "hf", arguments.layers, arguments.vocabulary)
         run_process([*_TOOL, "to-megatron", folder / "hf", folder / "megatron"])
         found = candidates(folder, arguments.slow_rounds)
+        if arguments.slow_rounds:
+            run_process(dcp_to_torch(folder / "megatron/release", folder / "torch"))
         if arguments.only:
             found = {n: one for n, one in found.items() if n in {*arguments.only, _OF_HF, _OF_MEGATRON}}
         runs = measure(found, folder / "output", arguments.rounds)
@@ -120,6 +123,7 @@ def save_model(folder: Path, layers: int, vocabulary: int) -> int:
 def candidates(folder: Path, slow_rounds: int) -> dict[str, Candidate]:
     """The converter's commands, the copies they are compared with, and torch.distributed.checkpoint."""
     hf, megatron, output = folder / "hf", folder / "megatron", folder / "output"
+    release = megatron / "release"
     synced = ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +']
     return {
         _OF_HF: Candidate([*synced, hf, output]),
@@ -133,9 +137,31 @@ def candidates(folder: Path, slow_rounds: int) -> dict[str, Candidate]:
             [*_ORACLE, "to-megatron", hf, output], _OF_HF, slow_rounds
         ),
         "to-hf through torch.distributed.checkpoint": Candidate(
-            [*_ORACLE, "to-hf", hf, megatron / "release", output], _OF_MEGATRON, slow_rounds
+            [*_ORACLE, "to-hf", hf, release, output], _OF_MEGATRON, slow_rounds
+        ),
+        "to-hf through megatron-core's load_plain_tensors": Candidate(
+            [*_ORACLE, "to-hf-by-megatron", hf, release, output], _OF_MEGATRON, slow_rounds
+        ),
+        "torch's format_utils dcp_to_torch, names as they are": Candidate(
+            dcp_to_torch(release, output), _OF_MEGATRON, slow_rounds
+        ),
+        "torch's format_utils torch_to_dcp, names as they are": Candidate(
+            [*_FORMAT_UTILS.split(), "torch_to_dcp", folder / "torch/model.pt", output],
+            _OF_MEGATRON,
+            slow_rounds,
         ),
     }
+
+
+def dcp_to_torch(release: Path, output: Path) -> list[object]:
+    """The command by which torch converts a checkpoint to ``output/model.pt``."""
+    return [
+        "sh",
+        "-c",
+        f'mkdir "$1" && exec {_FORMAT_UTILS} dcp_to_torch "$0" "$1/model.pt"',
+        release,
+        output,
+    ]
 
 
 def measure(candidates: dict[str, Candidate], output: Path, rounds: int) -> dict[str, list[Run]]:
@@ -183,7 +209,9 @@ def render(candidates: dict[str, Candidate], runs: dict[str, list[Run]], size: s
         "candidates take turns; *ratio* is the median over the rounds of the wall time over that of",
         "`cp -r` and fsync of the same input in the same round, its range in brackets. Ours end when all is",
         "on disk, too; `cp -r` alone does not. Processor time includes the start-up. `verify` reads",
-        f"both folders, writes nothing. Load at the end: {os.getloadavg()[0]:.0f} (of others).",
+        "both folders, writes nothing. torch's format_utils keep Megatron's names and make no Hugging Face",
+        "folder. mbridge and Megatron-Bridge need CUDA: they do not run here.",
+        f"Load at the end: {os.getloadavg()[0]:.0f} (of others).",
         "",
         "| candidate | wall, s | ratio | processor, s | peak memory, MiB |",
         "|---|---:|---:|---:|---:|",

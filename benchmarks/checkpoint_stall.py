@@ -80,7 +80,7 @@ class Training:
             self._policy, self._packs, True
         )
         self._run_dir = folder
-        self.store = CheckpointStore(folder, CheckpointConfig(keep_last=1))
+        self.store = CheckpointStore(RunPaths(folder), CheckpointConfig(keep_last=1))
         self._step = 0
 
     def update(self) -> float:
@@ -124,7 +124,7 @@ class Training:
     def verify(self, readers: int) -> None:
         """Read it back, so many files at a time."""
         reader.READERS = readers
-        assert reader.latest_checkpoint(self._run_dir) is not None
+        assert reader.latest_checkpoint(RunPaths(self._run_dir)) is not None
 
 
 def measured(size: Size) -> tuple[str, str]:

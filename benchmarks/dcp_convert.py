@@ -1,15 +1,19 @@
 """Reference converter by torch.distributed.checkpoint, with the whole model in memory.
 
-Slow, simple, and independent of checkpoints_tools, which benchmarks and tests compare with it.
+Slow, simple, and independent of checkpoints_tools, which benchmarks and tests compare with it. HF_DIR of a
+conversion to Hugging Face is for config and tokenizer; to-hf-by-megatron reads with megatron-core's own
+``load_plain_tensors``.
 
     python -m benchmarks.dcp_convert to-megatron HF_DIR OUT
-    python -m benchmarks.dcp_convert to-hf HF_DIR CHECKPOINT OUT     (HF_DIR: for config and tokenizer)
+    python -m benchmarks.dcp_convert to-hf HF_DIR CHECKPOINT OUT
+    python -m benchmarks.dcp_convert to-hf-by-megatron HF_DIR CHECKPOINT OUT
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -46,14 +50,26 @@ def to_hf(hf_folder: Path, checkpoint: Path, output: Path) -> None:
     shape = read_model_shape(hf_folder)
     reader = dcp.FileSystemReader(checkpoint)
     stored = reader.read_metadata().state_dict_metadata
-    table = mapping_table(shape)
     state = {
         key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
-        for key in (_key(name, shape) for name in table)
+        for key in (_key(name, shape) for name in mapping_table(shape))
     }
     dcp.load(state, storage_reader=reader, no_dist=True)
+    _save_hf(state, shape, hf_folder, output)
+
+
+def to_hf_by_megatron(hf_folder: Path, checkpoint: Path, output: Path) -> None:
+    """As ``to_hf``, by megatron-core's reader."""
+    from megatron.core import dist_checkpointing
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    state = dist_checkpointing.load_plain_tensors(str(checkpoint))
+    _save_hf(state, read_model_shape(hf_folder), hf_folder, output)
+
+
+def _save_hf(state: Mapping[str, Tensor], shape: ModelShape, hf_folder: Path, output: Path) -> None:
     tensors = {}
-    for name, mapping in table.items():
+    for name, mapping in mapping_table(shape).items():
         for layer in mapping.places:
             value = state[_key(name, shape)]
             parts = split(mapping, value if layer is None else value[layer])
@@ -67,4 +83,5 @@ def to_hf(hf_folder: Path, checkpoint: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"to-megatron": to_megatron, "to-hf": to_hf}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    commands = {"to-megatron": to_megatron, "to-hf": to_hf, "to-hf-by-megatron": to_hf_by_megatron}
+    commands[sys.argv[1]](*map(Path, sys.argv[2:]))

@@ -5,7 +5,7 @@ For ``bapo-ckpt to-hf``, exports and evaluations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -26,15 +26,14 @@ from bapo_megatron.hf.parameter_map import OUTPUT, embedding_name, hf_tensors, k
 from bapo_megatron.hf.weight_files import INDEX, SINGLE, read_weight_map
 from bapo_megatron.runtime.files import read_file_inside
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
-from checkpoints_tools.core.atomic_output import check_output, temporary_folder
-from checkpoints_tools.core.blocks import BlockTensor
+from checkpoints_tools.core.atomic_output import OutputPlan, check_output, temporary_folder
+from checkpoints_tools.core.blocks import WEIGHT_TYPES, BlockTensor
 from checkpoints_tools.formats.locate import LATEST, Format, OpenedCheckpoint, open_checkpoint
-from checkpoints_tools.formats.safetensors_folder import plan_safetensors, untrained_tensors
+from checkpoints_tools.formats.safetensors_folder import Planned, plan_safetensors, untrained_tensors
 from checkpoints_tools.formats.torch_dist import TorchDist
 
 _MOST_SHARD_BYTES = 5_000_000_000
 _CONFIG = "config.json"
-_TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def to_hf(
@@ -90,16 +89,34 @@ def to_hf(
     for name in in_fp8:
         wanted[name] = (FP8, tensors[name].shape)
         wanted[scale_name(name)] = ("F32", scale_shape(tensors[name].shape))
-    folder = temporary_folder(output)
-    plan = plan_safetensors(wanted, folder, shard_bytes or _MOST_SHARD_BYTES, weight_map, _index(model))
-    files = carried_files(model)
-    dtypes = {_TORCH_TYPES[types[name]] for name in types.keys() - kept}
-    config = with_dtype(files.pop(_CONFIG).read_bytes(), dtypes)
+    folder, kinds = temporary_folder(output), {types[name] for name in types.keys() - kept}
+    plan = plan_hf_folder(model, folder, wanted, kinds, shard_bytes or _MOST_SHARD_BYTES, weight_map)
     if in_fp8:
-        config = with_fp8(config, modules_in_bfloat16(tensors, in_fp8))
-    plan.copied = {folder / name: path for name, path in files.items()}
-    plan.last[folder / _CONFIG] = config
+        config = folder / _CONFIG
+        plan.last[config] = with_fp8(plan.last[config], modules_in_bfloat16(tensors, in_fp8))
     return convert(source, tensors, plan, output, settings)
+
+
+def plan_hf_folder(
+    model: Path,
+    folder: Path,
+    tensors: Planned,
+    kinds: Collection[str],
+    most_bytes: int,
+    weight_map: Mapping[str, str] | None = None,
+) -> OutputPlan:
+    """Plan of a Hugging Face ``folder`` with ``tensors``, and with what ``model`` has beside its weights.
+
+    ``kinds``: types of the weights before they are quantized, for config.json. The others: as of
+    ``plan_safetensors``.
+    """
+    index = read_file_inside(model, INDEX) if (model / INDEX).is_file() else None
+    plan = plan_safetensors(tensors, folder, most_bytes, weight_map, index)
+    files = carried_files(model)
+    config = files.pop(_CONFIG).read_bytes()
+    plan.copied = {folder / name: path for name, path in files.items()}
+    plan.last[folder / _CONFIG] = with_dtype(config, {WEIGHT_TYPES[kind] for kind in kinds})
+    return plan
 
 
 def _masters(opened: OpenedCheckpoint) -> dict[str, BlockTensor]:
@@ -135,7 +152,3 @@ def _weight_map(model: Path, tensors: Iterable[str], in_fp8: Iterable[str]) -> d
         return {name: file for name, file in held.items() if not weight_of_scale(name)} | scales
     names = [*tensors, *map(scale_name, in_fp8)]
     return dict.fromkeys(names, SINGLE) if (model / SINGLE).is_file() else None
-
-
-def _index(model: Path) -> bytes | None:
-    return read_file_inside(model, INDEX) if (model / INDEX).is_file() else None

@@ -90,7 +90,14 @@ jobs_of() { # GB: how many compilers that take so much run at a time
 build_wheel() { # REQUIREMENT GB FOLDER
     local name=${1%%==*} version=${1##*==} folder=$wheels/$3 source jobs
     built=$folder
-    if compgen -G "$folder/${name//-/_}-${version}[-+]*.whl" >/dev/null; then return; fi
+    # Two installations must not compile in one folder: the second waits, and takes the first one's wheel.
+    mkdir -p "$folder"
+    exec 9>"$folder/lock"
+    flock 9 || echo "cluster/install.sh: $folder cannot be locked: no other installation may use it now" >&2
+    if compgen -G "$folder/${name//-/_}-${version}[-+]*.whl" >/dev/null; then
+        exec 9>&-
+        return
+    fi
     find_cuda
     local packages
     packages=$(realpath "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')")
@@ -110,9 +117,10 @@ build_wheel() { # REQUIREMENT GB FOLDER
         rm "$source.part"/*.tar.gz
         mv "$source.part" "$source"
     fi
-    MAX_JOBS=$jobs pip wheel --no-deps --no-build-isolation --wheel-dir "$folder/part" "$source"
+    MAX_JOBS=$jobs pip wheel --no-deps --no-build-isolation --wheel-dir "$folder/part" "$source" 9>&-
     mv "$folder"/part/*.whl "$folder"
     rm -rf "$folder/part" "$source"
+    exec 9>&-
 }
 
 # The folder of wheels for the trainer's torch and Python.
@@ -130,6 +138,8 @@ flash_attn_wheel() {
 trainer() {
     step make_environment
     step pip install -c "$pins" -r cluster/build.txt "$(pinned "$pins" torch)"
+    "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.version.cuda)' ||
+        fail "pip has installed a torch without CUDA: its index or find-links (\`pip config list\`, PIP_...) name another build"
     step pip install --no-deps "$(pinned "$pins" megatron-core)"
     step build_wheel "$(pinned cluster/trainer.txt transformer-engine-torch)" 2 "$(folder_of_torch)"
     step pip install --find-links "$built" -c "$pins" -r cluster/trainer.txt -e ".[cluster]"

@@ -33,12 +33,9 @@ from bapo_megatron.algo.bounds import (
 if TYPE_CHECKING:
     from bapo_megatron.algo.surrogate import (
         TokenBounds,
-        all_measures,
         clipped_tokens,
         contribution_sums,
-        contributions,
         gradient_factor,
-        measured_sums,
         policy_loss,
     )
     from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT
@@ -48,12 +45,10 @@ __all__ = [
     "Bounds",
     "BoundsConfig",
     "TokenBounds",
-    "all_measures",
     "balanced",
     "clip_higher",
     "clipped_tokens",
     "contribution_sums",
-    "contributions",
     "describe",
     "eq8_literal",
     "fixed",
@@ -62,7 +57,6 @@ __all__ = [
     "grpo",
     "high_values",
     "low_values",
-    "measured_sums",
     "paper",
     "policy_loss",
     "positive_share",

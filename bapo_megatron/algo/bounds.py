@@ -18,7 +18,6 @@ Measure = Literal["surrogate", "gradient"]
 Share = Literal["absolute", "signed", "ratio"]
 Weight = Literal["rollout_probability", "uniform"]
 Order = Literal["high_first", "low_first"]
-NegativeWeight = Literal["present", "first_pass"]
 
 PAPER_TOKENS = 16384
 """Tokens of a micro-batch of the authors' example script: dynamic batches at verl's default
@@ -81,13 +80,6 @@ class BoundsConfig:
     in their order, are cut into groups of about so many, each with bounds of its own, which are the same in
     every layout and with every pack length. None: the packs that all ranks process at the same time, whatever
     they hold."""
-    negative_weight: NegativeWeight = "present"
-    """A repair of ours, for measure ``gradient``. ``present``: an unclipped negative token counts with its
-    ratio r, so that a suppressed one counts less and less. ``first_pass``: it counts with max(r, 1), as in
-    the first pass over its batch, until c_low clips it."""
-    low_within_batch: Literal["searched", "held"] = "searched"
-    """A repair of ours. ``held``: within the updates of one batch the search begins at the last c_low, so
-    that c_low never falls while the batch becomes stale. Each new batch begins at ``low_start``."""
 
     @property
     def grouped(self) -> bool:
@@ -120,23 +112,13 @@ class BoundsConfig:
         yield from self._part_problems()
 
     def _part_problems(self) -> Iterator[str]:
-        """Invalid combinations of the search groups' size and the repairs."""
+        """Invalid sizes of the search groups."""
         if self.bounds_tokens is not None and self.bounds_tokens < 1:
             yield f"bounds_tokens={self.bounds_tokens} must be at least 1, or None for the packs"
         if self.bounds_tokens is not None and self.scope != "micro_batch":
             yield (
                 f"bounds_tokens={self.bounds_tokens} sizes the searches of scope=micro_batch; with "
                 f"scope={self.scope} set it to None"
-            )
-        if self.negative_weight == "first_pass" and self.measure == "surrogate":
-            yield (
-                "negative_weight=first_pass leaves out clipped tokens, measure=surrogate counts them with "
-                "their clipped value: set measure=gradient"
-            )
-        if self.low_within_batch == "held" and self.scope == "micro_batch":
-            yield (
-                "low_within_batch=held needs one c_low for the update, and scope=micro_batch has many: set "
-                "scope=update, or leave it out"
             )
 
 
@@ -218,16 +200,13 @@ def positive_share(positive: float, negative: float, kind: Share) -> float:
     return positive / denominator
 
 
-def search_bounds(
-    sums: Sequence[float] | FloatArray, config: BoundsConfig, lowest: float | None = None
-) -> Bounds:
+def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> Bounds:
     """Search of the bounds (Algorithm 1, lines 9 to 17): the first pair with ``rho >= target``, from [H + L].
 
     Args:
         sums: ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]``, the sums of the positive
             and the magnitudes of the negative tokens at every candidate; a sequence or a 1-D tensor.
         config: the candidates, the target, the share and the order of the moves.
-        lowest: the candidate of c_low at which the search begins (``low_within_batch``); None: the first.
 
     Returns:
         The first pair of bounds whose contribution reaches the target, or the last pair. Where all sums
@@ -239,10 +218,9 @@ def search_bounds(
     """
     positive, negative = _checked(sums, config)
     lows, highs = low_values(config), high_values(config)
-    first = 0 if lowest is None else lows.index(lowest)
     if not any(positive) and not any(negative):
-        return Bounds(lows[first], highs[0], dual_clip=config.dual_clip)
-    for rounds, (low, high) in enumerate(search_path(config, first)):
+        return Bounds(lows[0], highs[0], dual_clip=config.dual_clip)
+    for rounds, (low, high) in enumerate(search_path(config)):
         contribution = positive_share(positive[high], negative[low], config.share)
         reached = contribution >= config.target
         bounds = Bounds(lows[low], highs[high], contribution, rounds, reached, config.dual_clip)
@@ -264,17 +242,14 @@ def _checked(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> tuple[
     return numbers[:highs], numbers[highs:]
 
 
-def search_path(config: BoundsConfig, first: int = 0) -> Iterator[tuple[int, int]]:
-    """Candidate pairs of the search, as indices (c_low, c_high): one bound to its end, then the other.
-
-    ``first``: index of the c_low at which it begins.
-    """
+def search_path(config: BoundsConfig) -> Iterator[tuple[int, int]]:
+    """Candidate pairs of the search, as indices (c_low, c_high): one bound to its end, then the other."""
     lows, highs = len(low_values(config)), len(high_values(config))
     if config.order == "high_first":
-        yield from ((first, high) for high in range(highs))
-        yield from ((low, highs - 1) for low in range(first + 1, lows))
+        yield from ((0, high) for high in range(highs))
+        yield from ((low, highs - 1) for low in range(1, lows))
     else:
-        yield from ((low, 0) for low in range(first, lows))
+        yield from ((low, 0) for low in range(lows))
         yield from ((lows - 1, high) for high in range(1, highs))
 
 
@@ -352,8 +327,6 @@ def describe(config: BoundsConfig) -> str:
         return f"fixed at {config.low_start:g} and {config.high_start:g}"
     size = f" of about {config.bounds_tokens} tokens" if config.grouped else ""
     parts = [config.measure, config.share, config.weight, config.order, config.scope + size]
-    parts += ["negatives of the first pass"] * (config.negative_weight == "first_pass")
-    parts += ["c_low held within a batch"] * (config.low_within_batch == "held")
     return f"{preset_name(config) or 'of no preset'} ({', '.join(parts)}, target {config.target:g})"
 
 

@@ -19,12 +19,11 @@ outside the loss (whatever their other fields hold, nan and inf included) and el
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,14 +31,9 @@ from torch import Tensor
 from bapo_megatron.algo.bounds import (
     Bounds,
     BoundsConfig,
-    Measure,
-    NegativeWeight,
-    Share,
     Weight,
     high_values,
     low_values,
-    positive_share,
-    sum_count,
 )
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, constant_on, ratio, selects, unmasked
 
@@ -136,6 +130,8 @@ def contribution_sums(
     rollout_log_prob_T: Tensor,
     mask_T: Tensor,
     config: BoundsConfig,
+    group_T: Tensor | None = None,
+    groups: int = 1,
 ) -> Tensor:
     """Contribution sums (Eq. 8): ``P(c_high) = sum_{A>0} w A min(r, c_high)``, ``N(c_low)``: [H + L].
 
@@ -145,10 +141,10 @@ def contribution_sums(
     - ``surrogate`` (Eq. 8): ``P(c_high) = sum_{A > 0} w A min(r, c_high)`` and
       ``N(c_low) = sum_{A < 0} w |A| max(r, c_low)``
     - ``gradient`` (Eq. 5): ``P(c_high) = sum_{A > 0, r < c_high} w A r`` and
-      ``N(c_low) = sum_{A < 0, r > c_low} w |A| r``, or ``w |A| max(r, 1)`` with ``negative_weight``
-      ``first_pass``
+      ``N(c_low) = sum_{A < 0, r > c_low} w |A| r``
 
-    ``rollout_log_prob_T``, ``log pi_rollout``, is read if the weight asks for it.
+    ``rollout_log_prob_T``, ``log pi_rollout``, is read if the weight asks for it. With ``group_T``, the group
+    of each token, there is such a vector for each of the ``groups``, one after the other.
 
     Returns:
         float64 ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]`` on the device of the
@@ -159,64 +155,7 @@ def contribution_sums(
         ValueError: if shapes differ, or the candidates of c_low and c_high overlap.
     """
     tokens = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
-    return candidate_sums(histograms(*tokens, config, [config.weight], config.negative_weight)[0], config)
-
-
-def all_measures(config: BoundsConfig) -> list[BoundsConfig]:
-    """Readings of Eq. 8: ``config``, then each other combination of measure and weight, without repairs."""
-    variants = [
-        dataclasses.replace(config, measure=measure, weight=weight, negative_weight="present")
-        for measure in get_args(Measure)
-        for weight in get_args(Weight)
-    ]
-    return [config, *(variant for variant in variants if variant != config)]
-
-
-@torch.no_grad()
-def measured_sums(
-    log_ratio_T: Tensor,
-    advantage_T: Tensor,
-    rollout_log_prob_T: Tensor,
-    mask_T: Tensor,
-    config: BoundsConfig,
-    group_T: Tensor | None = None,
-    groups: int = 1,
-) -> Tensor:
-    """Contribution sums under every reading of Eq. 8, ``all_measures(config)``: [groups readings (H + L)].
-
-    The first ``sum_count(config)`` numbers are for ``search_bounds``; the rest is for ``contributions``.
-    Costs little more than ``contribution_sums``. With ``group_T``, the group of each token, there is such a
-    vector for each of the ``groups``, one after the other.
-    """
-    weights: list[Weight] = list(get_args(Weight))
-    tokens = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
-    variants = all_measures(config)
-    binned = {
-        kind: histograms(*tokens, config, weights, kind, group_T, groups)
-        for kind in dict.fromkeys(one.negative_weight for one in variants)
-    }
-    rows = [
-        candidate_sums(binned[one.negative_weight][..., weights.index(one.weight), :, :, :], one)
-        for one in variants
-    ]
-    return torch.cat(rows, -1).flatten()
-
-
-def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[str, float]:
-    """Contributions rho of the positive tokens (Eq. 8) at ``bounds``, under all twelve readings.
-
-    From the (reduced) vector of ``measured_sums``: ``{"contribution/MEASURE_SHARE_WEIGHT": value}``, where a
-    value is inf if the denominator alone is zero. ValueError if vector or bounds do not belong to ``config``.
-    """
-    rows = sums.reshape(-1, sum_count(config)).tolist()
-    highs = high_values(config)
-    high, low = highs.index(bounds.high), len(highs) + low_values(config).index(bounds.low)
-    return {
-        f"contribution/{one.measure}_{kind}_{one.weight}": positive_share(row[high], row[low], kind)
-        for one, row in zip(all_measures(config), rows, strict=True)
-        for kind in get_args(Share)
-        if one.negative_weight == "present"
-    }
+    return candidate_sums(histograms(*tokens, config, group_T, groups), config).flatten()
 
 
 def histograms(
@@ -225,67 +164,53 @@ def histograms(
     rollout_log_prob_T: Tensor,
     mask_T: Tensor,
     config: BoundsConfig,
-    weights: Sequence[Weight],
-    negative_weight: NegativeWeight = "present",
     group_T: Tensor | None = None,
     groups: int = 1,
 ) -> Tensor:
     """Histograms of ``w |A| r`` and ``w |A|`` over log r, with the candidates of the bounds as bin edges.
 
-    With ``negative_weight`` ``first_pass`` the r of a negative token is max(r, 1) in the first of the two.
     With ``group_T``, the index of each token's group below ``groups``, there is a histogram for each group.
 
     Fast path: most tokens are clipped by no candidate. They all belong to the middle bin, which needs plain
     sums alone; only the other tokens are sorted into bins.
 
     Returns:
-        float64 [weights, 2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1], before it [groups]
-        if there are any: all that the sums at every candidate need, under either measure.
+        float64 [2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1], before it [groups] if there are
+        any: all that the sums at every candidate need, under either measure.
     """
     check_shapes(log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
-    if group_T is not None or negative_weight == "first_pass":
-        every = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
-        return _binned(every, config, weights, negative_weight, group_T, groups)
     fields = [field.reshape(-1) for field in (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)]
     edges = constant_on(log_ratio_T.device, _edges(config))
+    if group_T is not None:
+        return _binned(fields, config.weight, edges, group_T.reshape(-1), groups)
     unclipped = _unclipped(config)
-    histogram = edges.new_zeros(len(weights), 2, 2, len(edges) + 1)
-    middle = histogram[:, 0, :, len(low_values(config))]
+    histogram = edges.new_zeros(2, 2, len(edges) + 1)
+    middle = histogram[0, :, len(low_values(config))]
     chunk = CHUNK_TOKENS if log_ratio_T.device.type == "cpu" else max(1, log_ratio_T.numel())
     left_out_T = torch.cat(
         [
-            _add_unclipped(middle, tokens, weights, unclipped)
+            _add_unclipped(middle, tokens, config.weight, unclipped)
             for tokens in zip(*(field_T.split(chunk) for field_T in fields), strict=True)
         ]
     )
     for tokens in _left_out(fields, left_out_T, chunk):
-        _add_clipped(histogram.flatten(2), tokens, weights, edges)
+        _add_clipped(histogram.flatten(1), tokens, config.weight, edges)
     return histogram
 
 
-def _binned(
-    fields: Sequence[Tensor],
-    config: BoundsConfig,
-    weights: Sequence[Weight],
-    negative_weight: NegativeWeight,
-    group_T: Tensor | None,
-    groups: int,
-) -> Tensor:
-    """Slow path of ``histograms``: every token is sorted into its bin, for groups and ``first_pass``."""
-    edges = constant_on(fields[0].device, _edges(config))
+def _binned(fields: Sequence[Tensor], weight: Weight, edges: Tensor, group_T: Tensor, groups: int) -> Tensor:
+    """Slow path of ``histograms``: every token is sorted into its bin, for groups."""
     bins = 2 * (len(edges) + 1)
-    histogram = edges.new_zeros(len(weights), 2, groups * bins)
-    first_T = torch.zeros((), dtype=torch.int64) if group_T is None else group_T.reshape(-1) * bins
-    tokens = [field_T.reshape(-1) for field_T in fields]
-    _add_clipped(histogram, tokens, weights, edges, first_T, negative_weight)
-    parts: Tensor = histogram.unflatten(-1, (groups, 2, len(edges) + 1)).movedim(2, 0)
-    return parts[0] if group_T is None else parts
+    histogram = edges.new_zeros(2, groups * bins)
+    _add_clipped(histogram, fields, weight, edges, group_T * bins)
+    parts: Tensor = histogram.unflatten(-1, (groups, 2, len(edges) + 1)).movedim(1, 0)
+    return parts
 
 
 def _add_unclipped(
-    middle: Tensor, fields: Sequence[Tensor], weights: Sequence[Weight], unclipped: tuple[float, float]
+    middle: Tensor, fields: Sequence[Tensor], weight: Weight, unclipped: tuple[float, float]
 ) -> Tensor:
-    """Fast path: add ``w |A| r`` of the unclipped tokens to ``middle`` [weights, 2 (negative; positive)].
+    """Fast path: add ``w |A| r`` of the unclipped tokens to ``middle`` [2 (negative; positive)].
 
     Nearly all the time of the sums goes here. So it works in place, and multiplies masked tokens with 0
     instead of selecting the others; a token where that does not give 0 is left out.
@@ -298,16 +223,14 @@ def _add_unclipped(
     left_out_T = log_ratio_T.clamp(*unclipped).sub_(log_ratio_T)
     left_out_T.mul_(advantage_T).clamp_(max=0.0)  # 0 where no candidate clips
     value_T = log_ratio_T.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp_().mul_(advantage_T).mul_(mask_T)
-    values = [
-        value_T if weight == "uniform" else value_T * rollout_log_prob_T.double().exp() for weight in weights
-    ]
-    for value_T in values:
-        left_out_T.add_(value_T, alpha=0.0)  # nan where the value is nan or inf
+    if weight == "rollout_probability":
+        value_T.mul_(rollout_log_prob_T.double().exp())
+    left_out_T.add_(value_T, alpha=0.0)  # nan where the value is nan or inf
     left_out_T = left_out_T != 0  # nan is not 0
-    for value_T, (negative, positive) in zip(values, middle, strict=True):
-        value_T.masked_fill_(left_out_T, 0.0)
-        positive += _ordered_sum(value_T.clamp(min=0.0))
-        negative -= _ordered_sum(value_T.clamp_(max=0.0))
+    value_T.masked_fill_(left_out_T, 0.0)
+    negative, positive = middle
+    positive += _ordered_sum(value_T.clamp(min=0.0))
+    negative -= _ordered_sum(value_T.clamp_(max=0.0))
     return left_out_T
 
 
@@ -328,18 +251,16 @@ def _ordered_sum(value_T: Tensor) -> Tensor:
 def _add_clipped(
     histogram: Tensor,
     fields: Sequence[Tensor],
-    weights: Sequence[Weight],
+    weight: Weight,
     edges: Tensor,
     first_T: Tensor | None = None,
-    negative_weight: NegativeWeight = "present",
 ) -> None:
     """Slow path: add ``w |A| r`` and ``w |A|`` of any tokens to the bins of ``histogram``.
 
     Args:
-        histogram: [weights, 2 (w |A| r; w |A|), 2 * (candidates + 1)], first the negative tokens; of every
-            group, where there are groups.
+        histogram: [2 (w |A| r; w |A|), 2 * (candidates + 1)], first the negative tokens; of every group,
+            where there are groups.
         first_T: the first bin of each token's group; None: 0.
-        negative_weight: r of a negative token, or max(r, 1).
     """
     log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
@@ -347,16 +268,13 @@ def _add_clipped(
     bin_T = torch.bucketize(log_ratio_T, edges, right=True).add_(advantage_T > 0, alpha=positive_bins)
     if first_T is not None:
         bin_T += first_T
-    ratio_T = ratio(log_ratio_T)
-    if negative_weight == "first_pass":
-        ratio_T = torch.where(advantage_T < 0, ratio_T.clamp(min=1.0), ratio_T)
-    for weight, (ratio_mass, mass) in zip(weights, histogram, strict=True):
-        size_T = advantage_T.abs().mul_(mask_T)
-        if weight == "rollout_probability":
-            (log_prob_T,) = unmasked(mask_T, rollout_log_prob_T)
-            size_T.mul_(log_prob_T.exp())
-        mass.scatter_add_(0, bin_T, size_T)
-        ratio_mass.scatter_add_(0, bin_T, size_T.mul_(ratio_T))
+    size_T = advantage_T.abs().mul_(mask_T)
+    if weight == "rollout_probability":
+        (log_prob_T,) = unmasked(mask_T, rollout_log_prob_T)
+        size_T.mul_(log_prob_T.exp())
+    ratio_mass, mass = histogram
+    mass.scatter_add_(0, bin_T, size_T)
+    ratio_mass.scatter_add_(0, bin_T, size_T.mul_(ratio(log_ratio_T)))
 
 
 def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:

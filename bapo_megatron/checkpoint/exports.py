@@ -57,12 +57,11 @@ class StepExports:
     """
 
     def __init__(
-        self, run_dir: Path, model: Path, every: int, on_event: OnEvent, after: AfterExport | None = None
+        self, paths: RunPaths, model: Path, every: int, on_event: OnEvent, after: AfterExport | None = None
     ) -> None:
         """``model``: the Hugging Face folder that the run started from. ``every``: steps; 0 for none.
         ``after``: the export hook; closed with this."""
-        self._paths = RunPaths(run_dir)
-        self._model, self._every, self._on_event = model, every, on_event
+        self._paths, self._model, self._every, self._on_event = paths, model, every, on_event
         self.after = after
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._process: subprocess.Popen[str] | None = None
@@ -184,7 +183,7 @@ class AfterExport:
 
     def __init__(
         self,
-        run_dir: Path,
+        paths: RunPaths,
         run_name: str,
         last_step: int,
         command: str,
@@ -192,7 +191,7 @@ class AfterExport:
         on_event: OnEvent,
     ) -> None:
         """``last_step``: the run's last step, whose hook gets `RUN/export` and not exports/step_NNNNNN."""
-        self._paths, self._run_name, self._on_event = RunPaths(run_dir), run_name, on_event
+        self._paths, self._run_name, self._on_event = paths, run_name, on_event
         self._last_step = last_step
         self._words, self._limit_minutes = command_words(command), limit_minutes
         self._done = _stored(self._paths.after_export)

@@ -52,7 +52,7 @@ def check_fork(config: RunConfig, source: ForkSource | None) -> None:
 
     A directory that is this fork already is resumed, even if the other run is gone.
     """
-    fork, is_begun = read_fork(config.directory), _has_checkpoint(config.directory)
+    fork, is_begun = read_fork(config.directory), _has_checkpoint(config.paths)
     if source is None:
         if fork and not is_begun:
             raise ConfigError(
@@ -61,7 +61,7 @@ def check_fork(config: RunConfig, source: ForkSource | None) -> None:
             )
         return
     if fork is None:
-        _check_new(config.directory, source)
+        _check_new(config.paths, source)
     else:
         source = _same_source(config.directory, fork, source)
         if is_begun:
@@ -80,15 +80,12 @@ def _same_source(directory: Path, fork: Fork, source: ForkSource) -> ForkSource:
     return replace(source, step=fork.origin.step)
 
 
-def _check_new(directory: Path, source: ForkSource) -> None:
-    paths = RunPaths(directory)
-    if source.run.resolve() == directory.resolve():
+def _check_new(paths: RunPaths, source: ForkSource) -> None:
+    if source.run.resolve() == paths.root.resolve():
         raise ConfigError(f"--fork {source}: that is this run's own directory; give a new --run-dir")
-    if _has_checkpoint(directory) or any(
-        path.exists() for path in (paths.config, paths.metrics, paths.journal)
-    ):
+    if _has_checkpoint(paths) or any(path.exists() for path in (paths.config, paths.metrics, paths.journal)):
         raise ConfigError(
-            f"--fork {source}: {directory} is a run already, which is no fork of it; give a new --run-dir"
+            f"--fork {source}: {paths.root} is a run already, which is no fork of it; give a new --run-dir"
         )
 
 
@@ -96,7 +93,7 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
     settings = read_config(source.run)
     if settings is None:
         raise ConfigError(
-            f"--fork {source}: {source.run} is no run directory: it has no {RunPaths(source.run).config.name}"
+            f"--fork {source}: {source.run} is no run directory: it has no {source.paths.config.name}"
         )
     step = max(_candidates(source, {}))
     theirs = Path(settings["model.hf_path"])
@@ -126,7 +123,7 @@ def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
 
     A checkpoint within a step is no candidate: the batch of its step belongs to the other run.
     """
-    found = dict(newest_first(RunPaths(source.run).checkpoints))
+    found = dict(newest_first(source.paths.checkpoints))
     whole = {step: path for (step, updates), path in found.items() if not updates}
     left = {step: path for step, path in sorted(whole.items()) if step not in refused}
     chosen = left if source.step is None else {s: path for s, path in left.items() if s == source.step}
@@ -145,8 +142,8 @@ def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
     )
 
 
-def _has_checkpoint(directory: Path) -> bool:
-    return any(step_entries(RunPaths(directory).checkpoints))
+def _has_checkpoint(paths: RunPaths) -> bool:
+    return any(step_entries(paths.checkpoints))
 
 
 # --- the fork itself ---
@@ -158,17 +155,17 @@ def make_fork(config: RunConfig, source: ForkSource) -> None:
     If ``source`` gives no step, a checkpoint that is damaged, or that the other run deletes meanwhile, is
     passed over with a message. ConfigError if none is left; RunStopped if the disk is full or fails.
     """
-    directory = config.directory
-    fork = broadcast_from_main(read_fork(directory) if is_main() else None)
+    paths = config.paths
+    fork = broadcast_from_main(read_fork(paths.root) if is_main() else None)
     if fork is not None:
-        if broadcast_from_main(_has_checkpoint(directory) if is_main() else None):
+        if broadcast_from_main(_has_checkpoint(paths) if is_main() else None):
             return
-        source = _same_source(directory, fork, source)
+        source = _same_source(paths.root, fork, source)
     refused: dict[int, str] = {}
     while True:
         candidates = _on_main(lambda: _candidates(source, refused))
         step = max(candidates)
-        hidden, problem = _copied(candidates[step], directory, step)
+        hidden, problem = _copied(candidates[step], paths, step)
         if problem is None:
             break
         refused[step] = problem
@@ -176,14 +173,14 @@ def make_fork(config: RunConfig, source: ForkSource) -> None:
             passed = f"--fork {source}: passing over the checkpoint of step {step}: {problem}"
             print(printable(passed), flush=True)
     # Published last: until then the checkpoint has a hidden name, and a killed process leaves no run behind.
-    _on_main(lambda: _publish(directory, source, hidden, step))
+    _on_main(lambda: _publish(paths, source, hidden, step))
 
 
-def _copied(checkpoint: Path, directory: Path, step: int) -> tuple[Path, str | None]:
-    """Hidden, verified copy of ``checkpoint`` in ``directory``; or the reason of a failure. Collective."""
-    final = RunPaths(directory).checkpoint(step)
+def _copied(checkpoint: Path, paths: RunPaths, step: int) -> tuple[Path, str | None]:
+    """Hidden, verified copy of ``checkpoint`` at ``paths``; or the reason of a failure. Collective."""
+    final = paths.checkpoint(step)
     hidden = final.with_name(f".{final.name}.{broadcast_from_main(uuid.uuid4().hex[:8])}.tmp")
-    return hidden, _on_main(lambda: _place(checkpoint, hidden)) or _damage(hidden, step)
+    return hidden, _on_main(lambda: _place(checkpoint, hidden, paths)) or _damage(hidden, step)
 
 
 def _on_main(action: Callable[[], T]) -> T:
@@ -202,9 +199,9 @@ def _is_done(future: Future[T]) -> bool:
     return future.done()
 
 
-def _place(checkpoint: Path, hidden: Path) -> str | None:
+def _place(checkpoint: Path, hidden: Path, paths: RunPaths) -> str | None:
     """Link or copy the files of ``checkpoint`` into the folder ``hidden``, durably; or why that failed."""
-    clear_leftovers(hidden.parents[1])
+    clear_leftovers(paths)
     files, problem = manifest_of(checkpoint)
     if problem is not None:
         return problem
@@ -252,9 +249,9 @@ def _damage(folder: Path, step: int) -> str | None:
     return None
 
 
-def _publish(directory: Path, source: ForkSource, hidden: Path, step: int) -> None:
+def _publish(paths: RunPaths, source: ForkSource, hidden: Path, step: int) -> None:
     """Publish the fork: write fork.json, then rename the checkpoint to its final name."""
-    other, final = source.run.resolve(), RunPaths(directory).checkpoint(step)
+    other, final = source.run.resolve(), paths.checkpoint(step)
     fork = Fork(
         Origin(str(other), step),
         hashlib.sha256((hidden / MANIFEST).read_bytes()).hexdigest(),
@@ -262,10 +259,10 @@ def _publish(directory: Path, source: ForkSource, hidden: Path, step: int) -> No
         before.lineage if (before := read_fork(other)) else (),
     )
     # fork.json first: a checkpoint without it would be taken for one that the run has written itself.
-    with writing("the record of a fork", RunPaths(directory).fork):
-        write_fork(directory, fork)
+    with writing("the record of a fork", paths.fork):
+        write_fork(paths, fork)
         hidden.rename(final)
         sync_folder(final.parent)
-    later = [one for one, _ in step_entries(RunPaths(other).checkpoints) if one > (step, 0)]
+    later = [one for one, _ in step_entries(source.paths.checkpoints) if one > (step, 0)]
     left = f" (its newest lies within step {max(later)[0] + 1})" if later and source.step is None else ""
-    print(f"{directory}: forked from {fork.origin}{left}", flush=True)
+    print(f"{paths.root}: forked from {fork.origin}{left}", flush=True)

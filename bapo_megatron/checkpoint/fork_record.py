@@ -48,6 +48,11 @@ class ForkSource:
             return cls(Path(run), int(step))
         return cls(Path(text), None)
 
+    @property
+    def paths(self) -> RunPaths:
+        """The paths in the other run's directory."""
+        return RunPaths(self.run)
+
     def __str__(self) -> str:
         return str(self.run) if self.step is None else f"{self.run}:{self.step}"
 
@@ -86,9 +91,9 @@ class Fork:
         return [change for change in differences(settings, self.settings) if change[0] not in NOT_SETTINGS]
 
 
-def write_fork(run_dir: Path, fork: Fork) -> None:
+def write_fork(paths: RunPaths, fork: Fork) -> None:
     """Write ``fork.json`` into the run directory."""
-    write_atomically(RunPaths(run_dir).fork, json.dumps({"format": _FORMAT, **asdict(fork)}, indent=2) + "\n")
+    write_atomically(paths.fork, json.dumps({"format": _FORMAT, **asdict(fork)}, indent=2) + "\n")
 
 
 def read_fork(run_dir: Path) -> Fork | None:
@@ -109,14 +114,6 @@ def read_fork(run_dir: Path) -> Fork | None:
         )
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error!r}") from None
-
-
-def began_with(run_dir: Path) -> dict[str, Any] | None:
-    """Settings that a start continues from: the run's own, or before a fork's first start its origin's."""
-    if (stored := read_config(run_dir)) is not None:
-        return stored
-    fork = read_fork(run_dir)
-    return fork.settings if fork else None
 
 
 # --- changed settings, and the state that they affect ---

@@ -50,14 +50,14 @@ class Checkpoint:
         return self.path / POLICY
 
 
-def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
+def latest_checkpoint(paths: RunPaths) -> Checkpoint | None:
     """The newest whole checkpoint of a run; None if it never had one. Collective: each rank reads its share.
 
     A damaged checkpoint is skipped with a message. CheckpointError, on every rank, if all are damaged, or if
     their folder is empty though the run has recorded one (a disk that is not mounted): a start at step 1
     would erase the run's record, and only its user may decide that.
     """
-    folder = RunPaths(run_dir).checkpoints
+    folder = paths.checkpoints
     problems: list[str] = []
     for moment, path in broadcast_from_main(newest_first(folder) if is_main() else None):
         try:
@@ -72,7 +72,7 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
             + "\n".join(problems)
             + f"\nrestore one, or move {folder} away to begin at step 1"
         )
-    step = broadcast_from_main(_recorded_step(run_dir) if is_main() and folder.is_dir() else None)
+    step = broadcast_from_main(_recorded_step(paths.events) if is_main() and folder.is_dir() else None)
     if step is not None:
         raise CheckpointError(
             f"{folder} is empty, and the run has recorded a checkpoint of step {step}: mount its disk or "
@@ -81,9 +81,9 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
     return None
 
 
-def _recorded_step(run_dir: Path) -> int | None:
+def _recorded_step(events: Path) -> int | None:
     """Step of the last checkpoint that the run has recorded since it began at step 1; None for none."""
-    events, step = RunPaths(run_dir).events, None
+    step = None
     for number, line in enumerate(whole_lines(events) if events.exists() else (), 1):
         if b'"start"' in line or b'"checkpoint"' in line:  # of a long run's events few
             row = parse_line(line, events, number)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.config import RunConfig
+from bapo_megatron.config.removed import removed_settings, without_removed
 from bapo_megatron.config.validation import flat, settings_of_scores
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.runtime.device import environment_variable
@@ -54,8 +55,6 @@ _ADDED: dict[str, Any] = {
     "algorithm.loss": "clip",
     "algorithm.loss_settings": {},
     "algorithm.bounds.bounds_tokens": None,
-    "algorithm.bounds.negative_weight": "present",
-    "algorithm.bounds.low_within_batch": "searched",
     "algorithm.importance_level": "token",
     "algorithm.reference_kl.coefficient": 0.0,
     "algorithm.reference_kl.estimator": "k3",
@@ -200,12 +199,15 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     A directory without a finished step fits any settings. ConfigError also if a training run would continue
     one of ``--rollout-only`` (``samples_only``), or the reverse, or end at a step that it has passed.
     """
-    _check_kind(config.directory, samples_only)
+    stored = _stored(config.directory)
+    _check_kind(config.paths, stored or {}, samples_only)
     _check_last_step(config)
-    stored = read_config(config.directory)
     if stored is None or not has_steps(config.directory):
         return
-    found = differences(plain_values(config), stored)
+    present = with_present_fields(stored["config"])
+    for told in removed_settings(present):
+        raise ConfigError(f"the run {config.directory} was started with a setting that is gone. {told}")
+    found = differences(plain_values(config), present)
     different = [change for change in found if not _may_change(change, config)]
     if different:
         raise ConfigError(
@@ -219,7 +221,7 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
 
 def _check_last_step(config: RunConfig) -> None:
     """ConfigError for a later checkpoint: its weights would be exported as those of ``steps``."""
-    found = step_entries(RunPaths(config.directory).checkpoints)
+    found = step_entries(config.paths.checkpoints)
     newest = max((moment for moment, path in found if (path / MANIFEST).is_file()), default=(0, 0))
     if newest > (config.steps, 0):
         done, updates = newest
@@ -243,22 +245,29 @@ def known_suites(directory: Path) -> list[str]:
     return list((stored or {}).get("evaluation.suites") or [])
 
 
-def with_former_preset(config: RunConfig) -> tuple[RunConfig, str | None]:
-    """Preset of an older run that goes on: ``balanced`` in place of ``paper``, and the line that says so.
+def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The settings of an older run that goes on as it began, and a line for each default that changed since.
 
-    A run that began before ``paper`` became the default of recipes goes on as it began, though its command
-    and its recipe now ask for ``paper``. Unchanged, with None, for every other run, and where
-    ``allow_change`` names the fields.
+    Unchanged, without lines, for every other run, and where ``allow_change`` names the fields.
     """
-    stored, bounds = _stored(config.directory), config.algorithm.bounds
-    names = ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
-    if stored is None or _DEFAULT_PRESET in stored or not has_steps(config.directory):
-        return config, None
+    stored, lines = _stored(config.directory), []
+    if stored is None or not has_steps(config.directory):
+        return config, []
     then = with_present_fields(stored["config"])
-    former = (_FORMER.scope, _FORMER.bounds_tokens)
-    is_former = tuple(then.get(name) for name in names) == former
+    formers = {_DEFAULT_PRESET: _with_former_preset, _DEFAULT_ON_FAILURE: _with_former_failures}
+    for mark, with_former in formers.items():
+        if mark not in stored and (found := with_former(config, then)):
+            config, line = found
+            lines.append(line)
+    return config, lines
+
+
+def _with_former_preset(config: RunConfig, then: dict[str, Any]) -> tuple[RunConfig, str] | None:
+    """The preset ``balanced`` in place of ``paper``, which the command and the recipe now ask for."""
+    bounds, names = config.algorithm.bounds, ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
+    is_former = tuple(then.get(name) for name in names) == (_FORMER.scope, _FORMER.bounds_tokens)
     if not is_former or not bounds.grouped or set(names) & set(config.allow_change):
-        return config, None
+        return None
     kept = replace(bounds, scope=_FORMER.scope, bounds_tokens=_FORMER.bounds_tokens)
     line = (
         f"{config.directory} began with one search of the bounds an update (preset balanced), and goes on "
@@ -268,17 +277,11 @@ def with_former_preset(config: RunConfig) -> tuple[RunConfig, str | None]:
     return replace(config, algorithm=replace(config.algorithm, bounds=kept)), line
 
 
-def with_former_failures(config: RunConfig) -> tuple[RunConfig, str | None]:
-    """Failed scores of an older run that goes on: they have the reward ``failed``; and the line that says so.
-
-    Unchanged, with None, for every other run, and where ``allow_change`` names the field.
-    """
-    stored, name = _stored(config.directory), "reward.on_failure"
-    if stored is None or _DEFAULT_ON_FAILURE in stored or not has_steps(config.directory):
-        return config, None
-    then, reward = with_present_fields(stored["config"])[name], config.reward
-    if then == reward.on_failure or then != "value" or name in config.allow_change:
-        return config, None
+def _with_former_failures(config: RunConfig, then: dict[str, Any]) -> tuple[RunConfig, str] | None:
+    """The reward ``failed`` for responses that could not be scored."""
+    name, reward = "reward.on_failure", config.reward
+    if then[name] == reward.on_failure or then[name] != "value" or name in config.allow_change:
+        return None
     line = (
         f"{config.directory} began when a response that could not be scored had the reward reward.failed="
         f"{reward.failed:g}, and goes on so; new runs leave it out of its group. To change over: "
@@ -287,19 +290,17 @@ def with_former_failures(config: RunConfig) -> tuple[RunConfig, str | None]:
     return replace(config, reward=replace(reward, on_failure="value")), line
 
 
-def _check_kind(directory: Path, samples_only: bool) -> None:
+def _check_kind(paths: RunPaths, stored: dict[str, Any], samples_only: bool) -> None:
     """ConfigError if the directory is of the other kind: of training, or of ``--rollout-only``."""
-    paths = RunPaths(directory)
-    stored = _stored(directory) or {}
     if stored.get(_SAMPLES_ONLY) and not samples_only:
         raise ConfigError(
-            f"{directory} holds the rollouts of a run with --rollout-only, which training would mix with its "
-            f"own: give another --run-dir. --train-only {directory} trains on them"
+            f"{paths.root} holds the rollouts of a run with --rollout-only, which training would mix with "
+            f"its own: give another --run-dir. --train-only {paths.root} trains on them"
         )
     traces = (paths.config, paths.metrics, paths.checkpoints, paths.journal)
     if samples_only and not stored.get(_SAMPLES_ONLY) and any(path.exists() for path in traces):
         raise ConfigError(
-            f"{directory} is the directory of a training run, which --rollout-only would damage: give "
+            f"{paths.root} is the directory of a training run, which --rollout-only would damage: give "
             f"another --run-dir"
         )
 
@@ -342,9 +343,8 @@ def _without_limits(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def changed_settings(config: RunConfig) -> list[Change]:
-    """Changed fields of ``config`` against the run directory's stored configuration; none for a new run."""
-    before = read_config(config.directory)
+def changed_settings(config: RunConfig, before: dict[str, Any] | None) -> list[Change]:
+    """Changed fields of ``config`` against the settings of the run's last start; none for a new run."""
     return differences(plain_values(config), before) if before else []
 
 
@@ -370,7 +370,7 @@ def store_config(config: RunConfig, samples_only: bool = False) -> None:
         if before is None or mark in before or not has_steps(config.directory):
             kind[mark] = default
     stored = {"format": FORMAT, **kind, "config": plain_values(config)}
-    write_atomically(RunPaths(config.directory).config, json.dumps(stored, indent=2) + "\n")
+    write_atomically(config.paths.config, json.dumps(stored, indent=2) + "\n")
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
@@ -391,8 +391,6 @@ def _stored(directory: Path) -> dict[str, Any] | None:
         with path.open("rb") as file:
             stored: dict[str, Any] = json.loads(file.read(_CONFIG_BYTES))
         version, _ = stored["format"], stored["config"].items()
-        if not all(map(_is_source, stored["config"].get("data.sources", []))):
-            raise TypeError("data.sources is no list of objects")
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error!r}") from None
     if version != FORMAT:
@@ -400,13 +398,12 @@ def _stored(directory: Path) -> dict[str, Any] | None:
     return stored
 
 
-def _is_source(stored: Any) -> bool:
-    return isinstance(stored, dict) and isinstance(stored.get("environment") or {}, dict)
-
-
 def with_present_fields(stored: dict[str, Any]) -> dict[str, Any]:
-    """Migration of a stored configuration: default values for the fields that were added since."""
-    found = {**_ADDED, **stored}
+    """Migration of a stored configuration: defaults of fields that were added, without those that are gone.
+
+    A field that is gone stays where its value was not its default.
+    """
+    found = {**_ADDED, **without_removed(stored)}
     found["data.sources"] = [_present_source(one) for one in found["data.sources"]]
     return found
 

@@ -72,21 +72,21 @@ class CheckpointStore:
 
     def __init__(
         self,
-        run_dir: Path,
+        paths: RunPaths,
         config: CheckpointConfig,
         newest: Moment = (0, 0),
         scores: dict[int, float] | None = None,
         is_in_use: Callable[[int], bool] = lambda step: False,
         old: OldFiles | None = None,
     ) -> None:
-        """The store of ``run_dir``.
+        """The store of the run at ``paths``.
 
         ``newest``: (step, updates) of the checkpoint that the run continues from; (0, 0) for none.
         ``scores``: the validation score of each step, for ``keep_best``; needed on rank 0 alone.
         ``is_in_use``: whether an export still reads the checkpoint of a step; asked on rank 0 alone.
         ``old``: deletes old checkpoints, on rank 0 alone.
         """
-        self._paths, self._config = RunPaths(run_dir), config
+        self._paths, self._config = paths, config
         self._scores, self._is_in_use = scores or {}, is_in_use
         self._old = old or OldFiles()
         self._pending: _PendingCheckpoint | None = None
@@ -166,7 +166,7 @@ class CheckpointStore:
         return found | {step for step in steps if every is not None and step % every == 0}
 
     def _make_empty(self, temporary: Path) -> None:
-        clear_leftovers(self._paths.root, self._old)
+        clear_leftovers(self._paths, self._old)
         temporary.mkdir(parents=True)
 
 
@@ -281,9 +281,9 @@ def _on_main(action: Callable[[], None]) -> None:
     dist.barrier()
 
 
-def clear_leftovers(run_dir: Path, old: OldFiles | None = None) -> None:
+def clear_leftovers(paths: RunPaths, old: OldFiles | None = None) -> None:
     """Delete the leftovers of a killed process or a full disk: half-written and half-deleted checkpoints."""
-    folder = RunPaths(run_dir).checkpoints
+    folder = paths.checkpoints
     try:
         leftovers = list(step_leftovers(folder))
     except OSError as error:

@@ -13,8 +13,8 @@ import json
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from bapo_megatron.algo.bounds import (
     search_bounds,
     sum_count,
 )
-from bapo_megatron.algo.surrogate import all_measures
+from bapo_megatron.config.removed import without_removed
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
@@ -61,7 +61,7 @@ class Totals:
     """Totals of one layout over the batch, taken as one update: sums, bounds, loss, gradient norm."""
 
     sums: np.ndarray
-    """float64: the contribution sums at every candidate, under every measure (``measured_sums``)."""
+    """float64: the contribution sums at every candidate (``contribution_sums``)."""
     low: float
     """The bound c_low that the search found from ``sums``."""
     high: float
@@ -120,7 +120,7 @@ def read_layout_reference(path: Path) -> LayoutReference:
 
 def identity_differences(reference: LayoutReference, identity: dict[str, Any]) -> list[str]:
     """Fields in which ``identity`` differs from the reference's, a line with both values for each."""
-    stored = reference.identity
+    stored = without_removed(reference.identity)
     return [
         f"{name}: {stored.get(name)!r} in the certificate, {identity.get(name)!r} here"
         for name in sorted(stored.keys() | identity.keys())
@@ -222,9 +222,10 @@ def compare_layouts(
 ) -> list[QuantityRow]:
     """The comparison, one row for each quantity, upstream first. ``config`` is that of both searches."""
     samples, said = reference.samples, reference.tokens
-    ours, theirs = totals, reference.totals
+    # Files of earlier versions have sums of other readings behind those of the search.
+    ours, theirs = totals, replace(reference.totals, sums=reference.totals.sums[: sum_count(config)])
     relative, absolute = tolerances.total_relative, tolerances.total_absolute
-    names, norm = list(_sum_names(config)), tolerances.norm_relative
+    names, norm = _sum_names(config), tolerances.norm_relative
     return [
         _token_row("log-probs", said.log_probs, tokens.log_probs, samples, tolerances),
         _token_row("entropies", said.entropies, tokens.entropies, samples, tolerances),
@@ -332,12 +333,12 @@ def _total_row(
     )
 
 
-def _sum_names(config: BoundsConfig) -> Iterator[str]:
-    """Names of the numbers of ``measured_sums``, in order."""
-    for one in all_measures(config):
-        reading = f"({one.measure}, {one.weight})"
-        yield from (f"P(c_high={high:g}) {reading}" for high in high_values(config))
-        yield from (f"N(c_low={low:g}) {reading}" for low in low_values(config))
+def _sum_names(config: BoundsConfig) -> list[str]:
+    """Names of the contribution sums, in order."""
+    return [
+        *(f"P(c_high={high:g})" for high in high_values(config)),
+        *(f"N(c_low={low:g})" for low in low_values(config)),
+    ]
 
 
 def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> QuantityRow:
@@ -366,7 +367,7 @@ def _tie_reason(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
     stopped and the other went on, both contributions must lie so near the target that the tolerated
     difference of P and of N (each once) carries them across it.
     """
-    sums = [totals.sums[: sum_count(config)] for totals in (theirs, ours)]
+    sums = [totals.sums for totals in (theirs, ours)]
     if not all(np.isfinite(one).all() for one in sums):
         return ""
     found = [search_bounds(one.tolist(), config) for one in sums]

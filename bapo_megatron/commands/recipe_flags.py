@@ -49,7 +49,11 @@ def recipe_path(command: str, arguments: Sequence[str]) -> Path:
 def parse_flags(command: str, recipe: Path, default: C, arguments: Sequence[str]) -> C:
     """The dataclass ``default`` with its fields overridden by the flags after the recipe."""
     from bapo_megatron.config.flags import parse_options
+    from bapo_megatron.config.removed import removed_settings
 
+    words = (word.removeprefix("run.").partition("=")[0] for word in arguments[1:])
+    for told in removed_settings(word.removeprefix("--") for word in words if "." in word):
+        raise ConfigError(told)
     described = f"Defaults are those of {recipe}."
     default = _with_named_data(default, arguments[1:])
     return parse_options(type(default), f"bapo {command} {recipe}", arguments[1:], default, described)

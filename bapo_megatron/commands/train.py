@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from bapo_megatron.commands.recipe_flags import recipe_command, recipe_config
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.device import silence_libraries
-from bapo_megatron.runtime.run_paths import RunPaths
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,7 +86,7 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
     from bapo_megatron.runtime.device import should_have_gpu
     from bapo_megatron.train import train
     from bapo_megatron.trainer.build import open_run
-    from bapo_megatron.trainer.resume import pin_threads
+    from bapo_megatron.trainer.resume import pin_threads, read_begun
 
     if config.rollout.replay is None:  # which has no engines
         engine_backend(config.rollout.engine).prepare_process(config.rollout, should_have_gpu())
@@ -96,8 +95,10 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
     with _process_guards(config) as preemption, parallel_processes(config.parallel), _run_lock(config):
         if fork is not None:
             make_fork(config, fork)  # under the lock, and before the run reads its directory
-        config, kept = pin_threads(config)  # before any kernel: the thread count decides how sums round
-        with open_run(config, preemption) as run:
+        begun = read_begun(config.directory)
+        # Before any kernel: the thread count decides how sums round.
+        config, kept = pin_threads(config, begun)
+        with open_run(config, begun, preemption) as run:
             if kept and run.recorder:
                 run.recorder.event(kept)
             train(run)
@@ -114,7 +115,7 @@ def finish(run: Run) -> None:
     from bapo_megatron.trainer.flow_control import bring_policy_back
 
     bring_policy_back(run)  # engines have the GPUs after the evaluation of the last step
-    output = RunPaths(run.config.directory).export
+    output = run.config.paths.export
     is_exported = broadcast_from_main(run.recorder is not None and run.recorder.is_exported(output))
     if not is_exported:
         _export(run, output)
@@ -128,7 +129,7 @@ def finish(run: Run) -> None:
 
 def _export(run: Run, output: Path) -> None:
     """Write the final policy as a Hugging Face folder, and record it. Collective."""
-    from bapo_megatron.hf.export import export_hf, keep_others
+    from bapo_megatron.checkpoint.export import export_hf, keep_others
     from bapo_megatron.runtime.distributed import is_main
 
     for kept in keep_others(output) if is_main() else ():
@@ -163,7 +164,7 @@ def wait_for_exports(run: Run) -> None:
 def _summary(run: Run) -> str:
     from bapo_megatron.commands.report.data import headline, read_metrics
 
-    paths = RunPaths(run.config.directory)
+    paths = run.config.paths
     metrics = read_metrics(paths.metrics)
     figures, updates = headline(metrics), metrics.known("policy/updates").sum()  # a fork's own
     first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
@@ -177,7 +178,7 @@ def _summary(run: Run) -> str:
 def rollout_only_process(config: RunConfig) -> None:
     """Entry point of one rank of ``--rollout-only``. Rank 0 samples; ranks of a launcher beside it wait."""
     from bapo_megatron.runtime.distributed import process_group
-    from bapo_megatron.trainer.resume import pin_threads
+    from bapo_megatron.trainer.resume import pin_threads, read_begun
     from bapo_megatron.trainer.rollout_only import sample_steps
 
     with (
@@ -185,7 +186,7 @@ def rollout_only_process(config: RunConfig) -> None:
         process_group("gloo", config.parallel.timeout_minutes),
         _run_lock(config),
     ):
-        config, kept = pin_threads(config)
+        config, kept = pin_threads(config, read_begun(config.directory))
         sample_steps(config, preemption, kept)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from bapo_megatron.checkpoint.fork_record import ForkSource
-from bapo_megatron.checkpoint.run_directory import with_former_failures, with_former_preset
+from bapo_megatron.checkpoint.run_directory import with_former_defaults
 from bapo_megatron.commands.recipe_flags import recipe_command
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
@@ -73,10 +73,9 @@ def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
 
 def _continued(run: RunConfig) -> RunConfig:
     """The run, with what it began with before today's defaults; it is said on the first rank."""
-    for former in (with_former_preset, with_former_failures):
-        run, line = former(run)
-        if line and _speaks():
-            print(line, file=sys.stderr, flush=True)
+    run, lines = with_former_defaults(run)
+    for line in lines if _speaks() else ():
+        print(line, file=sys.stderr, flush=True)
     return run
 
 

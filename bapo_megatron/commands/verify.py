@@ -25,7 +25,6 @@ import numpy as np
 from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
 from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.objective import Objective
-from bapo_megatron.algo.surrogate import contributions
 from bapo_megatron.commands.layout_reference import (
     TOLERANCES,
     LayoutReference,
@@ -101,7 +100,7 @@ def measure_totals(
     loss = ClipLoss(replace(config.algorithm, bounds=bounds))
     sums = policy.token_sums(packs, loss.search.measure)
     chosen = loss.search.find(sums)
-    used = chosen if at is None else SearchResult(at, contributions(sums, at, bounds))
+    used = chosen if at is None else SearchResult(at)
     result = policy.update(packs, Objective(loss).token_fn(used, policy.version))
     tokens = sum(sample.trained_tokens for sample in samples)
     loss_mean = float(result.sums[0]) / tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 from contextlib import redirect_stdout
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig
+from bapo_megatron.config.removed import removed_settings
 from bapo_megatron.errors import ConfigError
 
 C = TypeVar("C")
@@ -50,7 +52,10 @@ def load_recipe(path: Path, kind: type[C]) -> C:
         ) from error
     except Exception as error:  # of a syntax error the message, as its place follows
         told = f"SyntaxError({error.msg!r})" if isinstance(error, SyntaxError) else repr(error)
-        raise ConfigError(f"recipe {path}: {told} {_place(error, spec.origin)}") from error
+        gone = removed_settings(re.findall(r"unexpected keyword argument '(\w+)'", str(error)))
+        raise ConfigError(
+            ". ".join([f"recipe {path}: {told} {_place(error, spec.origin)}", *gone])
+        ) from error
     if not isinstance(config, kind):
         raise ConfigError(
             f"recipe {path}: recipe() returned {type(config).__name__}, expected {kind.__name__}"

@@ -33,6 +33,7 @@ from bapo_megatron.config.validation import (
     range_problems,
     run_problems,
 )
+from bapo_megatron.runtime.run_paths import RunPaths
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,11 @@ class RunConfig:
     def directory(self) -> Path:
         """The run directory."""
         return self.run_dir or Path("runs") / self.name
+
+    @property
+    def paths(self) -> RunPaths:
+        """The paths in the run directory."""
+        return RunPaths(self.directory)
 
     @property
     def planned_updates(self) -> int:

@@ -34,6 +34,9 @@ _OF_ANY_MODEL = re.compile(
 """The first character of what is a control token of the one or the other known model."""
 
 
+_SHOWN_CHARACTERS = 16
+
+
 def is_control(text: str, special: bool) -> bool:
     """Whether an added token frames a conversation: special ones, and those that look like it.
 
@@ -50,7 +53,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         added = {str(one): one.special for one in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         self._tokenizer = tokenizer
-        self._control = _spelling(text for text, special in added.items() if is_control(text, special))
+        self.control = _spelling(text for text, special in added.items() if is_control(text, special))
+        """The first character of each control token that a text spells."""
         self._added = _spelling(text for text in added if len(text.strip()) > 1)
 
     def token_ids(
@@ -80,7 +84,7 @@ class ChatTemplate:
 
     def plain(self, text: str, mark: str) -> str:
         """A text with ``mark`` in each control token that it spells."""
-        return self._control.sub(rf"\g<0>{mark}", text)
+        return self.control.sub(rf"\g<0>{mark}", text)
 
     def encode(self, text: str, mark: str) -> list[int]:
         """Token ids of a text whose marks separate pieces."""
@@ -100,6 +104,16 @@ class ChatTemplate:
 def chat_template_of(tokenizer: Any) -> ChatTemplate:
     """The chat template of a tokenizer, made once: thousands of prompts ask for it."""
     return ChatTemplate(tokenizer)
+
+
+def spelled_control_token(messages: Iterable[Message], tokenizer: Any = None) -> str | None:
+    """The beginning of the first control token that a message spells, of this tokenizer or of another known
+    model; None if there is none. The model gets it as text, also where a prompt was already rendered."""
+    known = [_OF_ANY_MODEL, *([chat_template_of(tokenizer).control] if tokenizer is not None else [])]
+    for text in (str(one.get("content") or "") for one in messages):
+        if found := next(filter(None, (one.search(text) for one in known)), None):
+            return text[found.start() : found.start() + _SHOWN_CHARACTERS].split()[0]
+    return None
 
 
 def plain_for_any_model(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 
 from bapo_megatron.config import DataConfig, SourceConfig
 from bapo_megatron.config.validation import BOXED_REWARDS
+from bapo_megatron.data.chat_template import spelled_control_token
 from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE, SUITES
 from bapo_megatron.data.prompts import MixedSource, PromptSet, Tools, load_prompts
 from bapo_megatron.data.rows import read_rows, within_difficulty
@@ -65,6 +66,21 @@ def load_problems(
         sum(one.found for one in sets),
         tuple(mixed(source, one) for source, one in zip(data.sources, sets, strict=True)),
         digest,
+    )
+
+
+def control_tokens_text(prompts: Sequence[Prompt], tokenizer: Any) -> str | None:
+    """The text of a warning of prompts that spell a control token, as rendered ones do; None if none does."""
+    spelled = [(one, spelled_control_token(one.messages, tokenizer)) for one in prompts]
+    found = [(prompt, token) for prompt, token in spelled if token]
+    if not found:
+        return None
+    prompt, token = found[0]
+    of_source = f" of source {prompt.source}" if prompt.source else ""
+    return (
+        f"{len(found)} of {len(prompts)} prompts spell a control token, which the model gets as text (first: "
+        f"row {prompt.prompt_id}{of_source}, {token!r}). If they were rendered by a chat template, give "
+        "their messages (docs/data.md#which-fields-are-understood)"
     )
 
 

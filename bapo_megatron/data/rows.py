@@ -16,7 +16,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -34,7 +33,7 @@ Message = dict[str, Any]
 """A chat message: role, content, and what else its template reads (name, tool_calls, tool_call_id)."""
 
 FORMATS = (".jsonl", ".json", ".parquet")
-"""File name endings. What a JSON file holds, lines or one list, is seen from its first character."""
+"""File name endings. What a JSON file holds, objects or one list, is seen from its first value."""
 _GZIP, _GZIP_ENDING = b"\x1f\x8b", ".gz"
 
 PARQUET_ROWS = 256
@@ -48,6 +47,7 @@ r"""A string, or a bracket outside of strings. An unterminated string extends to
 every quote in it would be tried as a beginning."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of what a prompt shows, as verl has them, beside places such as ``<image>`` in its text."""
+_DECODER, _NO_BLANK = json.JSONDecoder(), re.compile(r"\S")
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -95,21 +95,42 @@ def _json(path: Path) -> Iterator[Any]:
     number = 0
     try:
         with _text(path) as text:
-            lines = _within_depth(path, text)
-            first = next((line for line in lines if line.strip()), "")
-            if first.lstrip().startswith("["):
-                yield from json.loads(first + "".join(lines))
-                return
-            for line in chain([first], lines):
-                if line.strip():
-                    yield json.loads(line)
-                    number += 1
+            for value in _values(_within_depth(path, text)):
+                rows = value if isinstance(value, list) and number == 0 else [value]
+                yield from rows
+                number += len(rows)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}, row {number} (the first is 0): cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError too
         form = "" if number else "; a file of rows has one object a line, or is one list of objects"
-        why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        why = f"{error.msg}, {_place(error)}" if isinstance(error, json.JSONDecodeError) else error
         raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {why}{form}") from error
+
+
+def _values(lines: Iterable[tuple[str, int]]) -> Iterator[Any]:
+    """JSON values, one behind the other: on a line of its own, several on one, or over many (``jq .``).
+
+    ``lines``: each with the number of brackets that are open behind it.
+    """
+    held: list[str] = []
+    for line, depth in lines:
+        held.append(line)
+        if not depth:
+            yield from _values_of("".join(held))
+            held.clear()
+    yield from _values_of("".join(held))
+
+
+def _values_of(text: str) -> Iterator[Any]:
+    end = 0
+    while begins := _NO_BLANK.search(text, end):
+        value, end = _DECODER.raw_decode(text, begins.start())
+        yield value
+
+
+def _place(error: json.JSONDecodeError) -> str:
+    line = f"line {error.lineno} of it, " if error.lineno > 1 else ""
+    return f"{line}column {error.colno}"
 
 
 def _text(path: Path) -> TextIO:
@@ -119,18 +140,21 @@ def _text(path: Path) -> TextIO:
     return gzip.open(path, "rt", encoding="utf-8-sig") if zipped else path.open(encoding="utf-8-sig")
 
 
-def _within_depth(path: Path, lines: Iterable[str]) -> Iterator[str]:
-    """Depth check of the lines of a JSON file: ConfigError where they nest deeper than ``MAX_DEPTH``.
+def _within_depth(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Depth check of a JSON file: its lines, each with the number of brackets that are open behind it.
 
-    Brackets of earlier lines that are still open count.
+    ConfigError where they nest deeper than ``MAX_DEPTH``.
     """
     depth = 0
     for number, line in enumerate(lines, start=1):
         for token in _BRACKETS.finditer(line):
             depth = max(0, depth + _STEPS.get(token.group(), 0))
             if depth > MAX_DEPTH:
-                raise ConfigError(f"{path}, line {number}: more than {MAX_DEPTH} brackets within each other")
-        yield line
+                raise ConfigError(
+                    f"{path}, line {number}: more than {MAX_DEPTH} brackets within each other, or lines "
+                    "without their last ones"
+                )
+        yield line, depth
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -36,6 +36,7 @@ from bapo_megatron.evaluation.responses import (
 )
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.hf.weight_files import files_left_out
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.reward.code_tests import is_tests
 from bapo_megatron.reward.functions import check_function
@@ -235,8 +236,16 @@ def _made_of(note: Path) -> str | None:
 
 
 def model_digest(folder: Path) -> str:
-    """SHA-256 over the names and SHA-256 of weights, configuration and tokenizer files."""
-    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name.endswith(_FILES))
+    """SHA-256 over the names and SHA-256 of weights, configuration and tokenizer files.
+
+    Safetensors files that are not part of the model, as ``hf/weight_files.py`` says, do not count.
+    """
+    others = files_left_out(folder)
+    paths = sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and path.name.endswith(_FILES) and path.name not in others
+    )
     with ThreadPoolExecutor(8) as threads:
         digests = list(threads.map(sha256_of, paths))
     lines = "".join(f"{digest}  {path.name}\n" for digest, path in zip(digests, paths, strict=True))

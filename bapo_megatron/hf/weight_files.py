@@ -60,6 +60,13 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted({SINGLE} if weight_map is None else {*weight_map.values()})]
 
 
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the model's weight files; 0 without a model. Errors as of ``read_weight_map``."""
+    if not any((folder / name).exists() for name in (INDEX, SINGLE)):
+        return 0
+    return sum(path.stat().st_size for path in weight_files(folder) if path.exists())
+
+
 def files_left_out(folder: Path) -> list[str]:
     """Names of safetensors files of the folder that are not the model's. Errors as of ``read_weight_map``."""
     own = {path.name for path in weight_files(folder)}

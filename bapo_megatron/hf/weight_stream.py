@@ -1,10 +1,10 @@
 """Streams of weights by name: their check, and a safetensors writer that several processes may share.
 
-For the weight sync by disk; the check also for the loads of the local engine. A safetensors file
+For the weight sync by disk; the check also for exports and the loads of the local engine. A safetensors file
 (https://github.com/huggingface/safetensors) is the length of a JSON header in eight bytes, the header, which
 may end in spaces, then the tensors' bytes without gaps. The header has the offset of each tensor, so room is
-left for it, and it is written last. (Exports use the safetensors library, which holds a file's tensors in
-memory and sorts them.)
+left for it, and it is written last. (Exports, whose tensors are known before, are planned files:
+``checkpoints_tools``.)
 
 Shapes (suffix of a name): ``_B`` bytes.
 """
@@ -31,7 +31,7 @@ _HEADER_BYTES = 2**18
 _MOST_TENSORS = 1000
 """Most tensors of a file: so many entries with names of up to 128 characters fit into the header."""
 
-_TYPES = {
+SAFETENSORS_TYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -95,8 +95,8 @@ def write_shards(
     files = _Files(folder, shard_bytes, writer, writers)
     with BackgroundCopy(files) as copy:
         for name, tensor in weights_of_writer(weights, writer, writers):
-            if tensor.dtype not in _TYPES:
-                known = ", ".join(_TYPES.values())
+            if tensor.dtype not in SAFETENSORS_TYPES:
+                known = ", ".join(SAFETENSORS_TYPES.values())
                 raise ValueError(f"weight {name} is of {tensor.dtype}; model weights are {known}")
             copy.add(name, tensor)
     return files.written
@@ -177,7 +177,7 @@ class _Shard:
         """Note a tensor in the header; its bytes follow."""
         end = self._end + torch.Size(shape).numel() * dtype.itemsize
         self._header[name] = {
-            "dtype": _TYPES[dtype],
+            "dtype": SAFETENSORS_TYPES[dtype],
             "shape": list(shape),
             "data_offsets": [self._end, end],
         }

@@ -268,10 +268,11 @@ def _shorter_packs(plan: JobPlan) -> Iterator[str]:
 
 
 def _host_and_sync(plan: JobPlan) -> Iterator[str]:
-    checkpoint = total_parameters(plan.job.shape) * (plan.job.element + 12)
+    job, checkpoint = plan.job, total_parameters(plan.job.shape) * (plan.job.element + 12)
     yield (
-        f"Host memory of a node while it saves: {plan.host / GB:,.0f} GB of "
-        f"{plan.job.host_budget / GB:,.0f}; the checkpoint has {checkpoint / GB:,.0f} GB"
+        f"Host memory of a node while it saves: {plan.host / GB:,.0f} GB of the {job.host_budget / GB:,.0f} "
+        f"that it may use, {job.options.memory_fraction:.0%} of its {job.gpu.host_memory / GB:,.0f}; the "
+        f"checkpoint has {checkpoint / GB:,.0f} GB"
     )
     way = (
         "see the changes of a step"

@@ -229,9 +229,25 @@ def _answer_cuda_queries() -> None:
     import megatron.core.tensor_parallel.random as megatron_random
 
     _adapt_expert_dispatch()
+    _skip_lone_collectives()
     # Recompute saves and restores the CUDA generator; there is none, and dropout is zero.
     megatron_random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.empty(0)
     megatron_random._set_cuda_rng_state = lambda *_args, **_kwargs: None
+
+
+def _skip_lone_collectives() -> None:
+    """Patch megatron-core's reduce-scatter of gradients and all-gather of weights. Idempotent."""
+    from megatron.core.distributed import param_and_grad_buffer as buffer
+
+    buffer.dist_reduce_scatter_func = partial(_unless_alone, torch.distributed.reduce_scatter_tensor)
+    buffer.dist_all_gather_func = partial(_unless_alone, torch.distributed.all_gather_into_tensor)
+
+
+def _unless_alone(
+    collective: Callable[..., Any], output: Tensor, given: Tensor, *, group: Any, **named: Any
+) -> Any:
+    """A collective in place; in a group of one rank nothing, where gloo copies the whole buffer."""
+    return None if group.size() == 1 else collective(output, given, group=group, **named)
 
 
 def _adapt_expert_dispatch() -> None:

@@ -8,7 +8,6 @@ environment variable, and never printed.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
 import random
@@ -20,6 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from bapo_megatron.errors import printable
 from bapo_megatron.runtime.device import environment_variable
+from bapo_megatron.runtime.http import is_loopback
 
 if TYPE_CHECKING:
     import aiohttp
@@ -293,14 +293,6 @@ def _pause_s(response: aiohttp.ClientResponse) -> float:
 def _proxy_of(url: str) -> str | None:
     """Proxy of the environment for an address, or None."""
     parts = urlsplit(url)
-    host = parts.hostname or ""
-    if host == "localhost" or _is_loopback(host) or proxy_bypass(host):
+    if is_loopback(url) or proxy_bypass(parts.hostname or ""):
         return None
     return getproxies().get(parts.scheme)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

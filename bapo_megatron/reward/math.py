@@ -42,13 +42,17 @@ INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 
 _STANDS_FOR_NOTHING = frozenset(
     (
-        *("proof", "notfound", "nan", "null", "n/a", "na", "nil", "unknown", "todo", "tbd", "fixme", "unk"),
-        *("seesolution", "seeabove", "seebelow", "seeexplanation", "notavailable", "notprovided"),
+        *("proof", "nan", "null", "n/a", "na", "nil", "unknown", "todo", "tbd", "fixme", "unk"),
         *("noanswer", "{}", "[]", "()", r"\{\}"),
     )
 )
-"""Ground truths of datasets where there is none (NuminaMath has the first two), without spaces. math-verify
+"""Ground truths of datasets where there is none (NuminaMath has the first), without spaces. math-verify
 reads products of letters, which a policy would learn to write."""
+_POINTS_ELSEWHERE = re.compile(
+    r"(?:see|referto)(?:the)?(?:solution|proof|explanation|figure|image|picture|above|below)"
+    r"|not_?(?:found|available|provided|given)"
+)
+"""A remark in place of a ground truth, without spaces; NuminaMath has ``notfound``."""
 
 _LOST_BACKSLASH = re.compile(
     r"[\x07\x08\x0b\x0c]|\t(?=ext|imes|heta|au|frac|riangle|binom|an(?![a-z])|o(?![a-z]))"
@@ -83,7 +87,8 @@ def check_ground_truth(ground_truth: str) -> str | None:
     answer = _bare(ground_truth)
     if INTEGER.fullmatch(answer):
         return None
-    if unstyled(answer).lower() in _STANDS_FOR_NOTHING or ground_truth.strip() == "None":
+    said = unstyled(answer).lower()
+    if said in _STANDS_FOR_NOTHING or _POINTS_ELSEWHERE.fullmatch(said) or ground_truth.strip() == "None":
         return f"{ground_truth!r} stands for no answer; leave the row out"
     if _LOST_BACKSLASH.search(ground_truth):
         return (

@@ -40,12 +40,12 @@ from bapo_megatron.runtime.exit_codes import (
     skips_teardown,
 )
 from bapo_megatron.runtime.guards import death
+from bapo_megatron.runtime.http import LOOPBACK
 from bapo_megatron.runtime.processes import allow_open_files, die_with_parent
 
 T = TypeVar("T")
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _LISTENERS_PORTS = range(10_000, 25_000)
 _RANDOM = random.SystemRandom()
 """Unseeded: forked processes, and runs of one seed, would all try the same ports."""
@@ -267,7 +267,7 @@ def bound_store(address: str, port: int, world_size: int | None, timeout: timede
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         is_loopback = str(place[0]).startswith("127.") or place[0] == "::1"
-        if is_loopback and address not in _LOOPBACK:
+        if is_loopback and address not in LOOPBACK:
             return TCPStore(address, port, world_size, True, timeout, wait_for_workers=False)
         listener = socket.create_server(place[:2], family=family, backlog=4096)
     except OSError as error:
@@ -287,7 +287,7 @@ def bound_store(address: str, port: int, world_size: int | None, timeout: timede
 def _meets_on_loopback() -> bool:
     """Whether the rendezvous is on this machine, and no launcher has made its store already."""
     return (
-        environment_variable("MASTER_ADDR") in _LOOPBACK
+        environment_variable("MASTER_ADDR") in LOOPBACK
         and environment_variable("TORCHELASTIC_USE_AGENT_STORE") is None
     )
 

@@ -204,6 +204,11 @@ class SenderSettings:
     evaluate_every: int
     stalled_minutes: float | None
 
+    @property
+    def paths(self) -> RunPaths:
+        """The paths in the run directory."""
+        return RunPaths(Path(self.run_dir))
+
     def line(self) -> bytes:
         """The settings as a line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -218,7 +223,7 @@ class EventSender:
     """
 
     def __init__(self, order: SenderSettings) -> None:
-        self._order, self._paths = order, RunPaths(Path(order.run_dir))
+        self._order, self._paths = order, order.paths
         self._deadline: float | None = None
         """On the monotonic clock; None until the run has ended."""
         self._keys = [hashlib.sha256(target.encode()).hexdigest()[:12] for target in order.targets]
@@ -365,7 +370,7 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by commands
     with open(0, "rb", buffering=0) as orders:  # so that no line hides in a buffer from select
         order = SenderSettings(**json.loads(orders.readline()))
-        with open_lock(RunPaths(Path(order.run_dir)).on_event_lock) as lock:
+        with open_lock(order.paths.on_event_lock) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the sender of a killed run may still be sending
             work(EventSender(order), orders, int(arguments[0]))
 

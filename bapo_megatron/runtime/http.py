@@ -6,11 +6,13 @@ requests, have aiohttp. ``without_proxy`` is for children that reach this machin
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from bapo_megatron.runtime.device import environment_variable
@@ -19,7 +21,8 @@ _MOST_BYTES = 8 << 20
 
 _NO_PROXY = ("no_proxy", "NO_PROXY")
 """Names of the variable with the hosts that are reached without a proxy; the first takes precedence."""
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Usual names of this machine."""
 
 
 @dataclass(frozen=True)
@@ -81,5 +84,14 @@ def without_proxy(host: str | None = None) -> dict[str, str]:
     given = next((value for name in _NO_PROXY if (value := environment_variable(name))), "")
     if given.strip() == "*":  # which has its meaning alone, not in a list
         return {}
-    hosts = dict.fromkeys([*filter(None, given.split(",")), *_LOOPBACK, *filter(None, [host])])
+    hosts = dict.fromkeys([*filter(None, given.split(",")), *LOOPBACK, *filter(None, [host])])
     return dict.fromkeys(_NO_PROXY, ",".join(hosts))
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL is of this machine: localhost, or a loopback address."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import append_whole
@@ -184,16 +184,9 @@ def _line(row: Row) -> bytes:
 
 def parse_row(line: bytes) -> Row:
     """The row of a line; ValueError if it is no JSON object. Invalid UTF-8 becomes replacement characters."""
-    try:
-        row: Row = json.loads(
-            line.decode(errors="replace"), parse_constant=_refuse_constant, parse_float=_finite
-        )
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    row: Row = json.loads(line.decode(errors="replace"))
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
-    if b"\\ud" in line.lower():  # half a surrogate pair cannot be printed or written
-        row = dict(map(_with_whole_characters, row.items()))
     return row
 
 
@@ -222,24 +215,6 @@ def parse_line(line: bytes, path: Path, number: int) -> Row:
         return parse_row(line)
     except ValueError as error:
         raise ConfigError(f"{path}, line {number} is not JSON ({error}); mend or delete the line") from error
-
-
-def _with_whole_characters(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, dict):
-        return {_with_whole_characters(key): _with_whole_characters(item) for key, item in value.items()}
-    return type(value)(map(_with_whole_characters, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text[:40]} is beyond a 64-bit number")
-    return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not strict JSON")
 
 
 def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

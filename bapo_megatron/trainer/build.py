@@ -19,13 +19,18 @@ from bapo_megatron.checkpoint.run_directory import (
     has_steps,
     known_suites,
     plain_values,
-    read_config,
     store_config,
 )
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.data.prepare.options import SUITES
-from bapo_megatron.data.problem_sets import NO_TOOLS, Suite, load_problems, load_suite
+from bapo_megatron.data.problem_sets import (
+    NO_TOOLS,
+    Suite,
+    control_tokens_text,
+    load_problems,
+    load_suite,
+)
 from bapo_megatron.data.prompts import Tools
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import TensorReader
@@ -42,13 +47,12 @@ from bapo_megatron.rollout.sampler.turns import tools_of
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts, WeightStaging, sender_class
 from bapo_megatron.runtime.distributed import barrier, is_main
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
-from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import OldFiles, print_kept
 from bapo_megatron.trainer.gpu_handover import GpuHandover
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.trainer.records.recorder import Recorder, recorded_end, sending_events
 from bapo_megatron.trainer.reference import load_reference, store_reference
-from bapo_megatron.trainer.resume import PartialStep, ResumePoint, check_restored, find_resume_point
+from bapo_megatron.trainer.resume import Begun, PartialStep, ResumePoint, check_restored, find_resume_point
 from bapo_megatron.trainer.update_loss import UpdateLoss
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -92,21 +96,21 @@ def announce_optimizer(name: str, on_gpu: bool) -> None:
 
 
 @contextmanager
-def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
+def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> Iterator[Run]:
     """Context manager: the run of ``config``, new or resumed from its newest whole checkpoint. Collective.
 
     Loads the checkpoint and the reference policy, starts the sampler and engines, compares the restored state
     and sends the weights, in this order. Parts close in the reverse order of their opening, after an error
     too. ResumeError, on every rank, if the restored state differs.
     """
-    paths = RunPaths(config.directory)
+    paths = config.paths
     policy = build_policy(config)
     if is_main():
         announce_optimizer(policy.optimizer_name, has_cuda())
         if left_out := left_out_text(config.model.hf_path):
             print(f"note: {left_out}", file=sys.stderr, flush=True)
     update_loss = _update_loss(config)
-    point = find_resume_point(config)
+    point = find_resume_point(config, begun)
     saved = point.checkpoint
     # Checkpoint and reference are loaded before anything is written or started: a load that fails leaves the
     # records of the run as they are, and no server behind.
@@ -119,10 +123,10 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         recorder = exports = sampler = servers = None
         if is_main():
             # First in, last out: the sampler and its servers record events until they are closed.
-            recorder = opened.enter_context(_recorder(config, point))
+            recorder = opened.enter_context(_recorder(config, begun, point))
             preemption.record = recorder.event
             if reference:
-                store_reference(config.directory, reference)
+                store_reference(paths, reference)
             exports = _exports(config, recorder)
             opened.enter_context(closing(exports))
         on_event = recorder.event if recorder else lambda _event: None
@@ -205,10 +209,8 @@ def build_policy(config: RunConfig, reader: TensorReader | None = None) -> Megat
 
 
 @contextmanager
-def _recorder(config: RunConfig, point: ResumePoint) -> Iterator[Recorder]:
+def _recorder(config: RunConfig, begun: Begun, point: ResumePoint) -> Iterator[Recorder]:
     """The recorder of a run; it also stores the configuration, and records changed settings and a fork."""
-    # Asked before `store_config`, which writes the file that says no.
-    is_first = point.fork is not None and read_config(config.directory) is None
     if point.has_work:
         store_config(config)
     # On the way out: `done` or `failed` is recorded, then the files close, then the last events are sent.
@@ -221,7 +223,7 @@ def _recorder(config: RunConfig, point: ResumePoint) -> Iterator[Recorder]:
             recorder.event(
                 {"kind": "config_changed", "fields": {name: now for name, _, now in point.changed}}
             )
-        if point.fork and is_first:
+        if point.fork and begun.settings is None:
             changed = {name: now for name, _, now in point.fork.changed(plain_values(config))}
             recorder.event({"kind": "forked", **asdict(point.fork.origin), "fields": changed})
         yield recorder
@@ -232,14 +234,14 @@ def _exports(config: RunConfig, recorder: Recorder) -> StepExports:
     asked, after = config.checkpoint, None
     if asked.after_export is not None:
         after = AfterExport(
-            config.directory,
+            config.paths,
             config.name,
             config.steps,
             asked.after_export,
             asked.after_export_minutes,
             recorder.event,
         )
-    return StepExports(config.directory, config.model.hf_path, asked.export_every, recorder.event, after)
+    return StepExports(config.paths, config.model.hf_path, asked.export_every, recorder.event, after)
 
 
 def _old_files(on_event: OnEvent) -> OldFiles:
@@ -256,10 +258,10 @@ def _checkpoint_store(
     """The checkpoint store of a run. Rank 0 also begins the exports that earlier starts have not made."""
     newest = point.checkpoint.moment if point.checkpoint else (0, 0)
     if exports is None:
-        return CheckpointStore(config.directory, config.checkpoint, newest)  # only rank 0 deletes
+        return CheckpointStore(config.paths, config.checkpoint, newest)  # only rank 0 deletes
     found = evaluation_means(config.directory)
     scores = {step: mean for step, mean in found.items() if mean is not None}
-    store = CheckpointStore(config.directory, config.checkpoint, newest, scores, exports.is_using, old)
+    store = CheckpointStore(config.paths, config.checkpoint, newest, scores, exports.is_using, old)
     exports.resume(store.steps())
     return store
 
@@ -291,6 +293,8 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
         print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
     if left_out := problems.found - len(problems.prompts):
         print(f"left out {left_out} prompts by their {config.data.difficulty}")
+    if told := control_tokens_text(problems.prompts, tokenizer):
+        print(f"warning: {told}", flush=True)
     with engine_backend(config.rollout.engine).serve(config, has_cuda(), on_event) as servers:
 
         def on_sampler_event(event: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from bapo_megatron.config import AlgorithmConfig, RolloutConfig
 from bapo_megatron.errors import ConfigError, GapError
 from bapo_megatron.runtime.distributed import barrier
 from bapo_megatron.trainer.build import Run
+from bapo_megatron.trainer.corrections import correction_metrics
 from bapo_megatron.trainer.records.recorder import Recorder
 from bapo_megatron.types import Metrics, StepHeader
 
@@ -154,6 +155,12 @@ EXPERT_NAMES = ("experts/imbalance_mean", "experts/imbalance_max", "experts/rout
 def router_names(rollout: RolloutConfig, has_experts: bool) -> tuple[str, ...]:
     """Names of the metrics that ``route_metrics`` and ``expert_metrics`` return in a run."""
     return (*(EXPERT_NAMES if has_experts else ()), *(() if rollout.route_replay == "off" else ROUTE_NAMES))
+
+
+def update_names(run: Run) -> list[str]:
+    """Names of the metrics that updates of the run have, but those of the optimizer step."""
+    routes = router_names(run.config.rollout, run.policy.has_experts)
+    return [*run.update_loss.objective.metric_names(), *correction_metrics(run.config.algorithm), *routes]
 
 
 def expert_metrics(sums_LC: Tensor | None) -> Metrics:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bapo_megatron.checkpoint.export import check_export_output
 from bapo_megatron.checkpoint.fork import check_fork
 from bapo_megatron.checkpoint.fork_record import ForkSource
 from bapo_megatron.checkpoint.run_directory import check_same_run, has_steps
@@ -33,7 +34,6 @@ from bapo_megatron.data.problem_sets import load_problems, missing_files, suite_
 from bapo_megatron.data.prompts import Tools
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape
-from bapo_megatron.hf.export import check_export_output
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
 from bapo_megatron.policy.device import attention_problem, check_environment, has_cuda, optimizer_problem
@@ -97,7 +97,7 @@ def run_checks(
     if config.rollout.replay is not None:
         yield lambda: _check_replay(config)
     else:
-        yield lambda: engine_backend(config.rollout.engine).check_weights(config.model.hf_path)
+        yield lambda: _check_weights(config)
     if config.rollout.replay is None and read_dataset:
         yield lambda: _check_sandbox(config)
         yield tools
@@ -159,6 +159,12 @@ def _missing_files(config: RunConfig) -> Iterator[str]:
             suite_path(suite, SUITES)
         except ConfigError as error:
             yield str(error)
+
+
+def _check_weights(config: RunConfig) -> None:
+    """Check of the weights by the engine. Of a folder that holds no model the trainer's message is enough."""
+    read_model_shape(config.model.hf_path)
+    engine_backend(config.rollout.engine).check_weights(config.model.hf_path)
 
 
 def _check_sandbox(config: RunConfig) -> None:

@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.policy.device import has_cuda
-from bapo_megatron.runtime.run_paths import RunPaths
 
 _ENTRIES = 1_000_000
 """Allocations that a snapshot remembers, the newest."""
@@ -35,7 +34,7 @@ def profiled(config: RunConfig, step: int) -> Iterator[None]:
     if step not in profile.steps or rank not in profile.ranks:
         yield
         return
-    paths = RunPaths(config.directory)
+    paths = config.paths
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_cuda() else [])]
     remembers = profile.memory and has_cuda()
     with _snapshot(paths.profile_of(step, rank, "memory.pickle")) if remembers else nullcontext():

@@ -74,7 +74,7 @@ def load_reference(config: RunConfig, policy: Policy) -> ReferenceRecord:
             "give all machines the same folder"
         )
     found = ReferenceRecord(str(folder), config.model.dtype, digests[0])
-    stored, problem = broadcast_from_main(_read(config.directory) if is_main() else (None, ""))
+    stored, problem = broadcast_from_main(_read(config.paths) if is_main() else (None, ""))
     if problem:
         raise ConfigError(problem)
     if stored is None or (stored.dtype, stored.weights) == (found.dtype, found.weights):
@@ -88,18 +88,18 @@ def load_reference(config: RunConfig, policy: Policy) -> ReferenceRecord:
     return found
 
 
-def store_reference(directory: Path, record: ReferenceRecord) -> None:
+def store_reference(paths: RunPaths, record: ReferenceRecord) -> None:
     """Write RUN/reference.json, atomically; on rank 0, at each start with a reference."""
-    write_atomically(RunPaths(directory).reference, json.dumps(asdict(record), indent=2) + "\n")
+    write_atomically(paths.reference, json.dumps(asdict(record), indent=2) + "\n")
 
 
-def _read(directory: Path) -> tuple[ReferenceRecord | None, str]:
+def _read(paths: RunPaths) -> tuple[ReferenceRecord | None, str]:
     """The record of a run, and the error if it cannot be read, for all ranks.
 
     None if there is no record, or no step was made with it: then the settings may still change, too
     (``run_directory.check_same_run``).
     """
-    path, metrics = RunPaths(directory).reference, RunPaths(directory).metrics
+    path, metrics = paths.reference, paths.metrics
     if not path.exists() or not metrics.exists() or metrics.stat().st_size == 0:
         return None, ""
     try:

@@ -9,13 +9,13 @@ if there is a checkpoint, once policy and sampler have their states. All three a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from bapo_megatron.checkpoint.fork_record import (
     Fork,
-    began_with,
     changed_data,
     changes_algorithm,
     may_differ,
@@ -33,6 +33,7 @@ from bapo_megatron.checkpoint.run_directory import (
     changed_settings,
     check_partial_step,
     plain_values,
+    read_config,
 )
 from bapo_megatron.checkpoint.store import clear_leftovers
 from bapo_megatron.config import RunConfig
@@ -93,7 +94,26 @@ class ResumePoint:
         return state if self.fork is None else {**state, FORKED: changed_data(config, self.fork)}
 
 
-def find_resume_point(config: RunConfig) -> ResumePoint:
+class Begun(NamedTuple):
+    """What earlier starts of a run have stored, as plain data. Read once a start, under the lock."""
+
+    settings: dict[str, Any] | None
+    """The settings of the last start, by dotted names; None before the first."""
+    fork: Fork | None
+    """The fork that the run is; None if it is not one."""
+
+    @property
+    def continued(self) -> dict[str, Any]:
+        """The settings that a start continues from; before a fork's first start those of its origin."""
+        return self.settings or (self.fork.settings if self.fork else {})
+
+
+def read_begun(directory: Path) -> Begun:
+    """What earlier starts have stored in the run directory, equal on every rank. Collective."""
+    return broadcast_from_main(Begun(read_config(directory), read_fork(directory)) if is_main() else None)
+
+
+def find_resume_point(config: RunConfig, begun: Begun) -> ResumePoint:
     """The resume point of ``config.directory``, from its newest whole checkpoint. Collective.
 
     Reads every byte of the checkpoint, and deletes leftovers of a killed save. CheckpointError if there are
@@ -101,19 +121,18 @@ def find_resume_point(config: RunConfig) -> ResumePoint:
     """
     # Before the search: half-written and half-deleted checkpoints of a killed process are no candidates.
     if is_main():
-        clear_leftovers(config.directory)
-    latest = latest_checkpoint(config.directory)
+        clear_leftovers(config.paths)
+    latest = latest_checkpoint(config.paths)
     first_step = latest.step + 1 if latest else 1
     partial = PartialStep(*latest.trainer["within"]) if latest and latest.trainer["within"] else None
     has_work = first_step <= config.steps or broadcast_from_main(
         is_main() and _lacks_last_evaluation(config, latest)
     )
-    changed = broadcast_from_main(changed_settings(config) if is_main() else None)
+    changed, fork = changed_settings(config, begun.settings), begun.fork
     if partial:
         check_partial_step(changed, config)
-    begun = broadcast_from_main(read_fork(config.directory) if is_main() else None)
-    is_beginning = begun and latest and latest.moment == (begun.origin.step, 0)
-    return ResumePoint(latest, first_step, partial, has_work, changed, begun if is_beginning else None)
+    is_beginning = fork and latest and latest.moment == (fork.origin.step, 0)
+    return ResumePoint(latest, first_step, partial, has_work, changed, fork if is_beginning else None)
 
 
 def check_restored(
@@ -178,16 +197,14 @@ _LAYOUT = [f"parallel.{name}" for name in ("tensor", "pipeline", "virtual", "con
 _LAYOUT += ["parallel.pipeline_layers", "parallel.expert", "parallel.expert_tensor"]
 
 
-def pin_threads(config: RunConfig) -> tuple[RunConfig, Event | None]:
+def pin_threads(config: RunConfig, begun: Begun) -> tuple[RunConfig, Event | None]:
     """Set this rank's number of threads: that of ``config``, else the run directory's, else torch's.
 
     Returns ``config`` with it, and the event to record if the environment would have given another. On a GPU
     only a number in ``config`` is set. Collective.
     """
-    asked = config.threads
-    kept, is_other, present = broadcast_from_main(
-        (_kept_threads(config), _has_other_layout(config), torch.get_num_threads())
-    )
+    asked, kept = config.threads, begun.continued.get(THREADS)
+    present, is_other = broadcast_from_main(torch.get_num_threads()), _has_other_layout(config, begun)
     # Another layout adds in another order anyway, so it need not keep the number.
     threads = asked or (None if is_other else kept) or present
     if asked is None and has_cuda():
@@ -216,15 +233,9 @@ def _announced(kind: str, threads: int, environment: int, message: str) -> Event
     return {"kind": kind, "threads": threads, "environment": environment, "message": message}
 
 
-def _kept_threads(config: RunConfig) -> int | None:
-    """Threads in the stored configuration of the run, or of the run that it is forked from."""
-    kept: int | None = (began_with(config.directory) or {}).get(THREADS)
-    return kept
-
-
-def _has_other_layout(config: RunConfig) -> bool:
+def _has_other_layout(config: RunConfig, begun: Begun) -> bool:
     """Whether the stored layout differs in a field that changes the order of sums."""
-    stored, now, parallel = began_with(config.directory) or {}, plain_values(config), config.parallel
+    stored, now, parallel = begun.continued, plain_values(config), config.parallel
     if any(stored.get(name, now[name]) != now[name] for name in _LAYOUT):
         return True
     data = stored.get("parallel.data")  # None: as many as were launched, which the directory does not say

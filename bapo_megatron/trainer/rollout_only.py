@@ -27,7 +27,6 @@ from bapo_megatron.rollout.sampler.step_batches import step_path
 from bapo_megatron.runtime.distributed import barrier, broadcast_from_main, is_main
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jsonl
-from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.trainer.build import open_engines
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
@@ -69,7 +68,7 @@ def sample_steps(
 
 def next_step(config: RunConfig) -> int:
     """The step to sample next: the first that lacks its metrics or its journal file. Reads files only."""
-    paths = RunPaths(config.directory)
+    paths = config.paths
     recorded = {row["step"] for row in read_jsonl(paths.metrics)} if paths.metrics.exists() else set()
     step = 1
     while step in recorded and step_path(paths.journal, step).is_file():
@@ -289,11 +288,11 @@ class RolloutRecord:
     """
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
-        self._config, self._paths = config, RunPaths(config.directory)
+        self._config, self._paths = config, config.paths
         self._events = EventLog(self._paths.events)
-        self._metrics = MetricsLog(config.directory, config.logging, first_step - 1, self._events.event)
+        self._metrics = MetricsLog(config.paths, config.logging, first_step - 1, self._events.event)
         if first_step <= config.steps:
-            kind, kept = record_beginning(self._events, config.directory, first_step, rollout_only=True)
+            kind, kept = record_beginning(self._events, config.paths, first_step, rollout_only=True)
             where = f"{config.directory}: {kind} at step {first_step} of {config.steps}{kept}"
             print(f"{where}, --rollout-only: nothing is trained or evaluated", flush=True)
 

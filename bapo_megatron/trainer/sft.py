@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bapo_megatron.checkpoint.export import export_hf
 from bapo_megatron.config import SftConfig
 from bapo_megatron.data.chat_template import chat_template_of
 from bapo_megatron.data.packing import pack_samples
@@ -24,7 +25,6 @@ from bapo_megatron.data.prompts import MixedSource, Mixture, load_prompts
 from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.export import export_hf
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.reward.answer_text import THINKING

@@ -33,6 +33,7 @@ from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn
+from bapo_megatron.trainer.records.recorder import MOVES
 from bapo_megatron.types import Metrics
 
 
@@ -55,9 +56,9 @@ class UpdateLoss:
 
     One for a run, on each rank. Call ``loss`` (collective: it may make a forward pass), then after the
     optimizer step ``observe`` with the update's sums. State between updates, for checkpoints (``state``,
-    ``load_state``): the sums of the last update for lagged bounds, what a search carries to the next update
-    of the same batch (``Search.carried``), and PAPO's entropy schedule. ConfigError for an unknown loss. Made
-    by ``trainer/build.py``, called by ``train.optimize``; a rehearsal makes one for each update.
+    ``load_state``): the sums of the last update for lagged bounds, and PAPO's entropy schedule. ConfigError
+    for an unknown loss. Made by ``trainer/build.py``, called by ``train.optimize``; a rehearsal makes one for
+    each update.
     """
 
     def __init__(
@@ -78,29 +79,27 @@ class UpdateLoss:
         self._previous: Tensor | None = None
         self._bounds = asdict(config.bounds)
         """The settings whose candidates ``_previous`` has a sum for."""
-        self._step_version = 0
-        self._carried: tuple[int, Any] | None = None  # with the version at the start of its step
         self.found: Any = None
         """Result of the last update's search (the clipping bounds); None without a search, or with one for
         each pack."""
         self._papo = PapoSchedule(config.polarity) if config.polarity.enabled else None
 
     def loss(
-        self, policy: Policy, packs: Sequence[MicroBatch], on_policy: bool, step_version: int = 0
+        self, policy: Policy, packs: Sequence[MicroBatch], on_policy: bool
     ) -> tuple[TokenFn | SearchedLoss, Any]:
         """The loss of an update on ``packs``, and the result of its search, if that comes before the passes.
 
         ``on_policy``: on all ranks the present weights are pi_old, the ratio's denominator, of every token of
-        the update: they sampled it, or the trainer computed pi_old with them. ``step_version``: the policy's
-        version at the start of the step, which tells one batch from another. Collective.
+        the update: they sampled it, or the trainer computed pi_old with them. Collective.
         """
-        search, self.found, self._step_version = self._search, None, step_version
+        search, self.found = self._search, None
 
         def make(found: object) -> TokenFn:
             return self._weighted(self.objective.token_fn(found, policy.version))
 
         def make_and_keep(sums: Tensor) -> TokenFn:
-            self.found = self._find(sums)
+            assert search is not None
+            self.found = search.find(sums)
             return make(self.found)
 
         if search is None:
@@ -121,13 +120,14 @@ class UpdateLoss:
             sums = policy.token_sums(packs, measure)
         return make_and_keep(sums), self.found
 
-    def _find(self, sums: Tensor) -> Any:
-        """Result of the search on ``sums``, and on what the last search of the same batch has carried."""
-        assert self._search is not None
-        if self._search.carried is None:
-            return self._search.find(sums)
-        known = self._carried is not None and self._carried[0] == self._step_version
-        return self._search.find(sums, self._carried[1] if self._carried and known else None)
+    def metrics(self, sums: Tensor, on_policy: bool) -> Metrics:
+        """Metrics of the update whose reduced vector is ``sums``, after ``observe``. Call it once an update.
+
+        ``on_policy`` as in ``loss``: then all ratios are 1, no bound acts, and ``MOVES`` are None.
+        """
+        used = self.observe(sums)
+        measured = self.objective.metrics(sums, self.found)
+        return {**measured, **(dict.fromkeys(MOVES & measured.keys()) if on_policy else {}), **used}
 
     def observe(self, sums: Tensor) -> Metrics:
         """Keep from ``sums``, the reduced vector of an update, what the search and PAPO of the next one need.
@@ -137,8 +137,6 @@ class UpdateLoss:
         """
         if self._search and self._search.scope == "lagged":
             self._previous = self.objective.search_sums(sums)
-        if self._search and self._search.carried and self.found is not None:
-            self._carried = (self._step_version, self._search.carried(self.found))
         if self._papo is None:
             return {}
         used: Metrics = {"polarity/phase": self._papo.phase}
@@ -152,8 +150,6 @@ class UpdateLoss:
         state: dict[str, Any] = {}
         if self._previous is not None:
             state |= {"lagged": self._previous.tolist(), "lagged_bounds": self._bounds}
-        if self._carried is not None:
-            state["carried"] = list(self._carried)
         if self._papo is not None:
             state["polarity"] = self._papo.state()
         return state or None
@@ -164,12 +160,12 @@ class UpdateLoss:
         Sums for other ``algorithm.bounds`` (``allow_change``) are left out: the next update measures its own.
         """
         known: dict[str, Any] = {"lagged": state} if isinstance(state, list) else state or {}
-        lagged = known.get("lagged")
-        if known.get("lagged_bounds", self._bounds) != self._bounds:
-            lagged = None
-        self._previous = None if lagged is None else torch.tensor(lagged, dtype=torch.float64)
-        carried = known.get("carried")
-        self._carried = None if carried is None else (carried[0], carried[1])
+        then = known.get("lagged_bounds", self._bounds)
+        same = all(then.get(name) == value for name, value in self._bounds.items())
+        lagged = known.get("lagged") if same and self._search else None
+        # Earlier versions have sums of other readings behind those of the search, and fields that are gone.
+        size = self._search.size if self._search else 0
+        self._previous = None if lagged is None else torch.tensor(lagged[:size], dtype=torch.float64)
         if self._papo is not None:
             self._papo.load_state(known.get("polarity"))
 

@@ -1,26 +1,23 @@
-"""Arms of the GPU study, in the order in which they run: an hour that is cut short still has the first ones.
-
-Used in this folder.
-"""
+"""Arms of the GPU study, in the order in which they run: a shortened hour still has the first ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from annotated_types import Ge, Gt
 
-from bapo_megatron.algo.bounds import fixed, grpo, paper
+from bapo_megatron.algo.bounds import BoundsConfig, fixed, grpo, paper
 from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.errors import ConfigError
-from benchmarks.study.methods import Method, work
-from benchmarks.study.plan import Arm, save_flags
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.trainer.records.metrics_log import evaluation_means
 
 RECIPE = Path(__file__).with_name("recipe.py")
 WARM_STEPS = 2
@@ -28,10 +25,12 @@ WARM_STEPS = 2
 
 
 @dataclass(frozen=True)
-class GpuArm:
+class Method:
     """A method with its passes and mini-batches. Plain data of ``ARMS``."""
 
-    method: Method
+    label: str
+    bounds: BoundsConfig
+    loss_mean: str = "token"
     passes: int = 2
     parts: int = 4
 
@@ -40,14 +39,50 @@ class GpuArm:
         """Updates of a batch, as the paper counts."""
         return self.passes * self.parts
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Flags of `bapo train`: all fields of the bounds, so that the recipe's own do not matter."""
+        bounds = asdict(self.bounds).items()
+        return (
+            *(f"--algorithm.bounds.{name.replace('_', '-')}={value}" for name, value in bounds),
+            f"--algorithm.loss-mean={self.loss_mean}",
+            f"--algorithm.reuse-epochs={self.passes}",
+            f"--algorithm.updates-per-epoch={self.parts}",
+            f"--optimizer.warmup-updates={WARM_STEPS * self.staleness}",
+        )
+
 
 ARMS = {
-    "grpo-on-policy": GpuArm(Method("GRPO on-policy", grpo()), 1, 1),
-    "grpo": GpuArm(Method("GRPO", grpo())),
-    "grpo-sequence": GpuArm(Method("GRPO, sequence mean", grpo(), loss_mean="sequence")),
-    "fixed-0.9-1.2": GpuArm(Method("clip [0.9, 1.2]", fixed(0.9, 1.2))),
-    "paper": GpuArm(Method("BAPO", paper())),
+    "grpo-on-policy": Method("GRPO on-policy", grpo(), passes=1, parts=1),
+    "grpo": Method("GRPO", grpo()),
+    "grpo-sequence": Method("GRPO, sequence mean", grpo(), "sequence"),
+    "fixed-0.9-1.2": Method("clip [0.9, 1.2]", fixed(0.9, 1.2)),
+    "paper": Method("BAPO", paper()),
 }
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The run of one method."""
+
+    name: str
+    steps: int
+    run_dir: Path
+    command: tuple[str, ...]
+    """Arguments of ``bapo``."""
+
+    @property
+    def method(self) -> Method:
+        """The method of ``ARMS``."""
+        return ARMS[self.name]
+
+    def is_done(self) -> bool:
+        """Whether the weights of its last step are evaluated and exported."""
+        log = RunPaths(self.run_dir).events
+        rows = read_jsonl(log) if log.exists() else []
+        exported = any(row.get("kind") == "export" and row.get("step") == self.steps for row in rows)
+        return exported and self.steps in evaluation_means(self.run_dir)
+
 
 _SMALL = (
     *("--model.dtype=float32", "--rollout.engine=local", "--rollout.sglang.no-colocated"),
@@ -164,35 +199,17 @@ def make_arms(options: GpuStudyOptions) -> list[Arm]:
 
 
 def _arm(options: GpuStudyOptions, base: RunConfig, name: str) -> Arm:
-    arm, steps = ARMS[name], options.steps or base.steps
+    steps = options.steps or base.steps
     train, held_out = options.files
     run_dir = options.home / "arms" / name
+    checkpoints = 1 if options.small or steps % 2 else 2
     flags = (
         *(f"--name={name}", f"--run-dir={run_dir}", f"--steps={steps}", f"--model.hf-path={options.model}"),
         *(f"--data.path={train}", f"--reward.function={options.reward or options.source[0]}"),
-        *_method_flags(arm),
+        *ARMS[name].flags,
         *(_SMALL if options.small else ()),
         *((f"--optimizer.lr={options.lr:g}",) if options.lr else ()),
-        *save_flags(base, steps, samples=base.evaluation.samples),
-        *((f"--checkpoint.every={steps}",) if options.small else ()),
+        *(f"--checkpoint.every={steps // checkpoints}", f"--evaluation.every={steps}"),
         *("--evaluation.suites", str(held_out)),
     )
-    return Arm(
-        name,
-        arm.staleness,
-        0,
-        steps,
-        run_dir,
-        ("train", str(RECIPE), *flags),
-        work(arm.staleness, steps),
-        True,
-    )
-
-
-def _method_flags(arm: GpuArm) -> Sequence[str]:
-    return (
-        *arm.method.flags,
-        f"--algorithm.reuse-epochs={arm.passes}",
-        f"--algorithm.updates-per-epoch={arm.parts}",
-        f"--optimizer.warmup-updates={WARM_STEPS * arm.staleness}",
-    )
+    return Arm(name, steps, run_dir, ("train", str(RECIPE), *flags))

@@ -1,22 +1,17 @@
-"""Renderer of the GPU study's page: a row for each arm, and held-out answers problem by problem.
-
-Used in this folder.
-"""
+"""Renderer of the GPU study's page: a row for each arm, and held-out answers problem by problem."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
-from benchmarks.gpu_study.arms import ARMS, GpuStudyOptions
-from benchmarks.study.measures import ArmRecord, read_arm
-from benchmarks.study.pages.document import COLUMNS
-from benchmarks.study.pages.tables import mean_and_spread, table
-from benchmarks.study.paired import paired_effect
-from benchmarks.study.plan import Arm
+from benchmarks.gpu_study.arms import Arm, GpuStudyOptions
+from benchmarks.gpu_study.figures import COLUMNS, figures_of
+from benchmarks.paired import paired_effect
 
 BASE = "grpo"
 """The arm that the others are compared with."""
@@ -29,9 +24,7 @@ search moved a bound; where it is near 0, the arm is fixed (0.6, 1.2)."""
 def page(options: GpuStudyOptions, arms: Sequence[Arm]) -> str:
     """The page of the arms that are done."""
     done = [arm for arm in arms if arm.is_done()]
-    records = {arm.name: read_arm(arm) for arm in done}
-    seconds = {arm.name: _seconds(arm.run_dir) for arm in done}
-    rows = [_row(arm, records[arm.name], seconds[arm.name]) for arm in done]
+    rows = [_row(arm) for arm in done]
     heads = ["arm", "staleness", "minutes", *(head for head, _ in COLUMNS.values())]
     small = "**Small, for a CPU: it shows that the program runs, and nothing else.**" if options.small else ""
     parts = [
@@ -45,9 +38,13 @@ def page(options: GpuStudyOptions, arms: Sequence[Arm]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _row(arm: Arm, record: ArmRecord, seconds: float) -> list[str]:
-    figures = [mean_and_spread([record.figures[name]], digits) for name, (_, digits) in COLUMNS.items()]
-    return [f"{ARMS[arm.name].method.label} (`{arm.name}`)", str(arm.passes), f"{seconds / 60:.1f}", *figures]
+def _row(arm: Arm) -> list[str]:
+    found = figures_of(arm.run_dir, arm.steps)
+    figures = [
+        f"{found[name]:.{digits}f}" if isfinite(found[name]) else "-" for name, (_, digits) in COLUMNS.items()
+    ]
+    method, minutes = arm.method, _seconds(arm.run_dir) / 60
+    return [f"{method.label} (`{arm.name}`)", str(method.staleness), f"{minutes:.1f}", *figures]
 
 
 def _seconds(run_dir: Path) -> float:
@@ -79,3 +76,9 @@ def right_answers(arm: Arm) -> dict[tuple[str, int], float]:
         count[problem] += 1
         right[problem] += bool(row["correct"])
     return {problem: right[problem] / of for problem, of in count.items()}
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -48,8 +48,8 @@ _FULL = {
 class OutputPlan:
     """Planned files of an output folder, by their paths in its temporary folder.
 
-    The writer of a format fills it. Then ``create``, the caller's copy of the tensors, and ``complete``;
-    OSError if the disk does not take them.
+    The writer of a format fills it. Then ``create``, the caller's copy of the tensors or a ``write`` of each,
+    and ``complete``; OSError if the disk does not take them.
     """
 
     tensors: dict[str, BlockTensor] = field(default_factory=dict)
@@ -83,6 +83,15 @@ class OutputPlan:
             with source.open("rb") as read, path.open("xb") as written:
                 shutil.copyfileobj(read, written, 1 << 20)
 
+    def write(self, name: str, data: memoryview) -> None:
+        """Write all bytes of a tensor, whose blocks are one. ValueError for another number of bytes."""
+        tensor = self.tensors[name]
+        if data.nbytes != tensor.nbytes:
+            raise ValueError(f"tensor {name} has {data.nbytes} bytes, not {tensor.nbytes}")
+        [block] = tensor.blocks
+        with block.file.open("r+b", buffering=0) as file:
+            _write_all(file.fileno(), data, block.position)
+
     def complete(self) -> None:
         """Sync the data files, give them their names, and write the commit files."""
         # The order makes a torn output recognizable: data on disk, then final names, then the files that a
@@ -100,7 +109,7 @@ class OutputPlan:
             sync_folder(folder)
 
 
-def _write_all(descriptor: int, data: bytes, position: int) -> None:
+def _write_all(descriptor: int, data: bytes | memoryview, position: int) -> None:
     view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, position)

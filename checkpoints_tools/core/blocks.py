@@ -21,8 +21,8 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.fp8 import FP8
 from bapo_megatron.layers import RowSegment
 
-WEIGHT_TYPES = ("BF16", "F16", "F32")
-"""Types of weights, by safetensors' names."""
+WEIGHT_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""Types of weights: safetensors' names to torch's."""
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, FP8: 1}
 """Bytes of an element in a file; weights in fp8 have block scales, and are read as BF16."""

@@ -28,7 +28,7 @@ from checkpoints_tools.archives.torch_archive import (
     tensor_archive,
 )
 from checkpoints_tools.core.atomic_output import PARTIAL, OutputPlan
-from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor, cut_into_sources
+from checkpoints_tools.core.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor, cut_into_sources
 from checkpoints_tools.formats.distcp import METADATA_JSON
 from checkpoints_tools.formats.torch_dist import VOCABULARY
 
@@ -36,7 +36,6 @@ DATA_FILES = 8  # each may be written by a thread of its own
 MOST_CHUNK_BYTES = 1 << 30  # a rank that needs a part of a chunk reads all of it
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-_TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +261,7 @@ def _key_metadata(entry: _StoredKey) -> Instance:
         return Instance(Name(_METADATA, "BytesStorageMetadata"), None)
     layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
     encoding = Call(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))  # contiguous
-    properties = (Name("torch", _TORCH_TYPES[entry.dtype]), layout, False, encoding, False)
+    properties = (Name("torch", WEIGHT_TYPES[entry.dtype]), layout, False, encoding, False)
     chunks = [
         Instance(
             Name(_METADATA, "ChunkStorageMetadata"),

@@ -52,7 +52,7 @@ def make_policy(folder: Path, dtype: str, parallel: ParallelConfig) -> MegatronP
 
 def update(policy: MegatronPolicy, samples: list[Sample], count: int) -> list[tuple[float, float]]:
     packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    found = search(torch.zeros(8, dtype=torch.float64), grpo())
+    found = search(torch.zeros(2, dtype=torch.float64), grpo())
     results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(count)]
     return [(float(r.sums[0]), r.grad_norm) for r in results]
 

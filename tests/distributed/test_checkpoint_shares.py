@@ -32,6 +32,7 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.optimizer_state import Piece, cut
+from bapo_megatron.runtime.run_paths import RunPaths
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import save_nearly_tied_experts, save_tiny_model
 from tests.support.saves import CountingReader, Written, complete, counting_reads
@@ -52,7 +53,7 @@ def build(folder: Path, dtype: str, parallel: ParallelConfig, reader: Any = None
 def trained(folder: Path, dtype: str, samples: list[Sample], parallel: ParallelConfig) -> MegatronPolicy:
     policy = build(folder, dtype, parallel)
     packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    found = search(torch.zeros(8, dtype=torch.float64), grpo())
+    found = search(torch.zeros(2, dtype=torch.float64), grpo())
     for _ in range(2):
         policy.update(packs, loss_fn(found, grpo(), policy.version))
     return policy
@@ -328,7 +329,7 @@ def _save_from_two_nodes(run: Path) -> dict[str, Any]:
         (path / f"__{rank}_0.distcp").write_bytes(bytes([rank]) * 100)
         return Written()
 
-    store = CheckpointStore(run, CheckpointConfig())
+    store = CheckpointStore(RunPaths(run), CheckpointConfig())
     store.begin((10, 0), {"policy": write}, {"version": 40})
     dist.barrier()
     os.scandir = lambda path: _WithoutNewNames(real(path), f"__{1 - rank}_")  # type: ignore[assignment, return-value]

@@ -30,6 +30,7 @@ from bapo_megatron.policy import background_save
 from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.runtime.guards import OutOfMemoryError
+from bapo_megatron.runtime.run_paths import RunPaths
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import save_tiny_model
 from tests.support.saves import complete
@@ -51,7 +52,7 @@ def save_and_go_on(
         ModelConfig(folder, dtype), parallel, BatchConfig(pack_tokens=96), optimizer, 6, 1.0
     )
     packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    found = search(torch.zeros(8, dtype=torch.float64), grpo())
+    found = search(torch.zeros(2, dtype=torch.float64), grpo())
 
     def go(count: int) -> list[tuple[float, float, float]]:
         results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(count)]
@@ -136,7 +137,7 @@ def save_before_any_update(folder: Path, samples: list[Sample], path: Path) -> t
 
     def go(policy: MegatronPolicy) -> list[tuple[float, float]]:
         packs = pack_samples(samples, 96)
-        found = search(torch.zeros(8, dtype=torch.float64), grpo())
+        found = search(torch.zeros(2, dtype=torch.float64), grpo())
         results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(2)]
         return [(float(r.sums[0]), r.grad_norm) for r in results]
 
@@ -178,7 +179,7 @@ def _verified(folder: Path) -> tuple[int, list[str]]:
         return real(path)
 
     checkpoint.digest = noting
-    latest = checkpoint.latest_checkpoint(folder)
+    latest = checkpoint.latest_checkpoint(RunPaths(folder))
     assert latest is not None
     assert latest.trainer == {"version": latest.step}
     return latest.step, read

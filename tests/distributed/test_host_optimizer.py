@@ -59,7 +59,7 @@ def build(folder: Path, text: str, dtype: str, device: str) -> MegatronPolicy:
 def train(policy: MegatronPolicy, samples: list[Sample], updates: int = UPDATES) -> list[float]:
     """The gradient norms of some updates."""
     packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    loss = loss_fn(search(torch.zeros(8, dtype=torch.float64), grpo()), grpo(), 0)
+    loss = loss_fn(search(torch.zeros(2, dtype=torch.float64), grpo()), grpo(), 0)
     return [policy.update(packs, loss).grad_norm for _ in range(updates)]
 
 

@@ -55,7 +55,7 @@ def build(folder: Path, text: str, dtype: str, device: Device) -> MegatronPolicy
 def update(policy: MegatronPolicy, samples: list[Sample]) -> tuple[float, float]:
     """The gradient's norm and the first metric of one update."""
     packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    loss = loss_fn(search(torch.zeros(8, dtype=torch.float64), grpo()), grpo(), 0)
+    loss = loss_fn(search(torch.zeros(2, dtype=torch.float64), grpo()), grpo(), 0)
     result = policy.update(packs, loss)
     return result.grad_norm, float(result.sums[0])
 

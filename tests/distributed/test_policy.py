@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bapo_megatron.checkpoint.export import export_hf
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.hf.export import export_hf
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats

@@ -15,7 +15,7 @@ import pytest
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import verify
-from tests.support.short_runs import LIMIT_S, finish, start, wait_for_steps
+from tests.support.short_runs import LIMIT_S, Command, finish, start, wait_for_steps
 from tests.support.webhook import Webhook
 
 pytestmark = pytest.mark.e2e
@@ -27,9 +27,15 @@ while [ ! -e "$0.go" ]; do sleep 0.1; done
 """An upload that says its process and its folder, and ends when it may."""
 
 
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
+PATIENCE_S = 4 * LIMIT_S
+"""A busy machine may take long; a run that has ended is told at once."""
+
+
+def wait_until(is_true: Callable[[], bool], process: Command | None = None) -> None:
+    """Until it is true. AssertionError, with the output of ``process``, if that ends before."""
+    deadline = time.monotonic() + PATIENCE_S
     while not is_true():
+        assert process is None or process.poll() is None, process.communicate()[0].decode()[-3000:]
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -52,7 +58,6 @@ def test_hooks_of_a_run_that_is_killed_in_an_upload_and_hangs(tmp_path: Path) ->
     upload.write_text(UPLOAD)
     begun, events = tmp_path / "upload.begun", run_dir / "events.jsonl"
     flags = [
-        "--steps=12",
         "--checkpoint.export-every=4",
         f"--checkpoint.after-export=sh {upload} {{folder}}",
         "--logging.on-event",
@@ -60,8 +65,8 @@ def test_hooks_of_a_run_that_is_killed_in_an_upload_and_hangs(tmp_path: Path) ->
         "--logging.stalled-minutes=0.1",
     ]
 
-    process = start(run_dir, *flags)
-    wait_until(begun.exists)
+    process = start(run_dir, *flags, "--steps=10000")  # more than it makes until the upload has begun
+    wait_until(lambda: begun.exists() and begun.read_text().endswith("\n"), process)
     wait_for_steps(process, run_dir, len(read_jsonl(run_dir / "metrics.jsonl")) + 1)  # no step waits for it
     process.kill()
     process.communicate(timeout=LIMIT_S)
@@ -71,11 +76,12 @@ def test_hooks_of_a_run_that_is_killed_in_an_upload_and_hangs(tmp_path: Path) ->
     wait_until(lambda: "failed" in hook.kinds())
 
     (tmp_path / "upload.go").touch()
-    process = start(run_dir, *flags)
-    wait_until(lambda: "resume" in kinds_of(events))  # the process that watches it is there by then
+    last = 4 * (len(read_jsonl(run_dir / "metrics.jsonl")) // 4 + 2)
+    process = start(run_dir, *flags, f"--steps={last}")
+    wait_until(lambda: "resume" in kinds_of(events), process)  # the process that watches it is there by then
     os.kill(process.pid, signal.SIGSTOP)
     counted = Counter(hook.kinds())
-    wait_until(lambda: Counter(hook.kinds())["stalled"] > counted["stalled"])
+    wait_until(lambda: Counter(hook.kinds())["stalled"] > counted["stalled"], process)
     os.kill(process.pid, signal.SIGCONT)
     finish(process)
     hook.close()
@@ -84,12 +90,12 @@ def test_hooks_of_a_run_that_is_killed_in_an_upload_and_hangs(tmp_path: Path) ->
     assert "progress_again" in told[told.index("stalled") :]
 
     uploads = [line.split()[1] for line in begun.read_text().splitlines()]
-    exports = [run_dir / "exports/step_000004", run_dir / "exports/step_000008", run_dir / "export"]
-    # The last export may be whole before that of step 8, which a process of its own makes meanwhile.
+    exports = [run_dir / f"exports/step_{step:06d}" for step in range(4, last, 4)] + [run_dir / "export"]
+    # The last export may be whole before earlier ones, which a process of its own makes meanwhile.
     assert uploads[0] == str(exports[0])
     assert sorted(uploads[1:]) == sorted(map(str, exports))
     done = [row["step"] for row in read_jsonl(events) if row["kind"] == "after_export_done"]
-    assert sorted(done) == [4, 8, 12]
+    assert sorted(done) == list(range(4, last + 1, 4))
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ import sys
 from contextlib import suppress
 
 from bapo_megatron.runtime.processes import die_with_parent
-from benchmarks.study.forked_sampler import fork_first_sampler
 from tests.support.at_start import sitecustomize  # noqa: F401  # its hook, for what is forked
+from tests.support.forked_sampler import fork_first_sampler
 
 _LONGEST = 1 << 20
 """Bytes of a request."""
@@ -128,7 +128,7 @@ def import_from(source: str) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]
     sys.path.insert(0, source)
-    importlib.import_module("benchmarks.study.forked_sampler").fork_first_sampler()
+    importlib.import_module("tests.support.forked_sampler").fork_first_sampler()
 
 
 def next_test_process(listener: socket.socket) -> socket.socket:

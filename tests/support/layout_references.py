@@ -27,5 +27,5 @@ def handmade(positive: float = 2.0) -> LayoutReference:
             [np.array([-2, -4], np.float32), np.array([-3, -5, -7], np.float32)],
             [np.array([1, 2], np.float32), np.array([3, 2, 1], np.float32)],
         ),
-        totals=Totals(np.array([positive, 4.0, 3.0, 2.0] * 4), 0.8, 1.4, -0.5, 12.0),
+        totals=Totals(np.array([positive, 4.0, 3.0, 2.0]), 0.8, 1.4, -0.5, 12.0),
     )

@@ -63,8 +63,7 @@ def negative_sum(tokens: Sequence[Token], c_low: float, config: BoundsConfig) ->
         if config.measure == "surrogate":
             total += weight(token, config) * min(r * a, max(r, c_low) * a)
         elif token.log_ratio > math.log(c_low):
-            counted = max(r, 1.0) if config.negative_weight == "first_pass" else r
-            total += weight(token, config) * counted * a
+            total += weight(token, config) * r * a
     return -total
 
 
@@ -84,15 +83,9 @@ def search(
     positive: Callable[[float], float],
     negative: Callable[[float], float],
     config: BoundsConfig,
-    lowest: float | None = None,
 ) -> Found:
-    """The while loop of Algorithm 1 for P(c_high) and N(c_low), either order, empty ranges allowed.
-
-    ``lowest``: c_low at which it begins, in place of ``low_start``.
-    """
-    low, low_end, low_step = decimals(
-        config.low_start if lowest is None else lowest, config.low_end, config.low_step
-    )
+    """The while loop of Algorithm 1 for P(c_high) and N(c_low), either order, empty ranges allowed."""
+    low, low_end, low_step = decimals(config.low_start, config.low_end, config.low_step)
     high, high_end, high_step = decimals(config.high_start, config.high_end, config.high_step)
     rounds = 0
 
@@ -112,9 +105,9 @@ def search(
     return Found(float(low), float(high), rho(), rounds, rho() >= config.target)
 
 
-def search_tokens(tokens: Sequence[Token], config: BoundsConfig, lowest: float | None = None) -> Found:
+def search_tokens(tokens: Sequence[Token], config: BoundsConfig) -> Found:
     """``search`` for the tokens of an update, which starts only if there is something to balance."""
-    start = Found(config.low_start if lowest is None else lowest, config.high_start, 0.0, 0, False)
+    start = Found(config.low_start, config.high_start, 0.0, 0, False)
     weighty = [t for t in tokens if t.mask != 0 and t.advantage != 0 and weight(t, config) != 0]
     if not any(counts_somewhere(token, config) for token in weighty):
         return start
@@ -122,7 +115,6 @@ def search_tokens(tokens: Sequence[Token], config: BoundsConfig, lowest: float |
         lambda c_high: positive_sum(tokens, c_high, config),
         lambda c_low: negative_sum(tokens, c_low, config),
         config,
-        lowest,
     )
 
 

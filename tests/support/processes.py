@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.study.forked_sampler import SAMPLER, STANDBY
+from tests.support.forked_sampler import SAMPLER, STANDBY
 
 
 def heed_signals() -> None:

@@ -40,7 +40,7 @@ APART = (
 
 FIRST = (
     "tests/slurm/",
-    *(f"tests/e2e/test_{name}.py" for name in ("sglang", "chaos", "study", "interrupts")),
+    *(f"tests/e2e/test_{name}.py" for name in ("sglang", "chaos", "interrupts")),
     *("tests/te/", "tests/contract/", "tests/distributed/test_rehearsal"),
     *(f"tests/distributed/test_{name}.py" for name in ("layouts", "expert_layouts", "host_optimizer")),
     *(f"tests/distributed/test_{name}.py" for name in ("reference", "weight_broadcast", "route_replay")),

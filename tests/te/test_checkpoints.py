@@ -118,6 +118,6 @@ def load_and_update(folder: Path, samples: list[Sample], path: Path) -> list[tup
     policy = MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-3), 4)
     policy.load(path, 0)
     packs = pack_samples(samples, 96)
-    found = search(torch.zeros(8, dtype=torch.float64), grpo())
+    found = search(torch.zeros(2, dtype=torch.float64), grpo())
     results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(2)]
     return [(float(result.sums[0]), result.grad_norm) for result in results]

@@ -275,7 +275,7 @@ def test_templates_are_ours_or_sandboxed() -> None:
     """Pages are made of templates of the package; those of a tokenizer are transformers' to render."""
     for name, path in modules().items():
         uses = {one for one in imports(path) if one.split(".")[0] == "jinja2"}
-        assert not uses or name == "bapo_megatron.commands.report.text", (name, uses)
+        assert not uses or name == "bapo_megatron.commands.report.page", (name, uses)
 
 
 def test_one_file_knows_nemo_run() -> None:

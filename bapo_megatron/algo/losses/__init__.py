@@ -66,7 +66,7 @@ class Search:
 
     measure: TokenFn
     """Additive sums of one pack: a float64 vector of one length in all packs."""
-    find: Callable[..., Any]
+    find: Callable[[Tensor], Any]
     """From the sums of ``measure`` over all packs and ranks to ``found``, the result of the search."""
     scope: Literal["update", "lagged", "micro_batch"]
     """Tokens over which ``measure`` is summed: see ``BoundsConfig.scope``."""
@@ -77,9 +77,6 @@ class Search:
     is_ratio: bool = False
     """Whether ``found`` is the ratio or the mask of the loss itself. Then it is measured also where
     ``algorithm.known_ratio`` takes the ratio as 1, except with ``old_log_probs=trainer``, where it is 1."""
-    carried: Callable[[Any], Any] | None = None
-    """From ``found`` to the second argument of ``find`` in the next search of the same batch: plain JSON,
-    which checkpoints keep. The first search of a batch gets None. Without it ``find`` has one argument."""
 
 
 class Loss(ABC):

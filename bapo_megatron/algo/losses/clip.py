@@ -37,11 +37,9 @@ from bapo_megatron.algo.losses import Loss, LossTerms, Search
 from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums, share
 from bapo_megatron.algo.surrogate import (
     TokenBounds,
-    all_measures,
     clipped_tokens,
-    contributions,
+    contribution_sums,
     gradient_factor,
-    measured_sums,
     policy_loss,
 )
 from bapo_megatron.algo.tokens import constant_on
@@ -100,20 +98,17 @@ class SearchResult:
     """Result of a search of the bounds, as plain data; equal on every rank."""
 
     bounds: Bounds
-    contributions: dict[str, float]
-    """Contribution of the positive tokens there, for each measure, share and weight (``BoundsConfig``)."""
     one_sign: bool = False
     """Whether all tokens of the search had advantages of one sign, so that there was nothing to balance."""
 
     def metrics(self) -> dict[str, float]:
-        """Bounds and contributions by their metric names."""
+        """Bounds and contribution by their metric names."""
         return {
             "bapo/clip_low": self.bounds.low,
             "bapo/clip_high": self.bounds.high,
             "bapo/contribution": self.bounds.contribution,
             "bapo/rounds": float(self.bounds.rounds),
             "bapo/reached": float(self.bounds.reached),
-            **self.contributions,
         }
 
 
@@ -124,41 +119,32 @@ def contribution_fn(config: BoundsConfig) -> TokenFn:
         log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
         fields = (log_ratio_T, batch.advantage_T, batch.rollout_log_prob_T, batch.weight_T)
         if not config.grouped or config.bounds_tokens is None:
-            return measured_sums(*fields, config)
+            return contribution_sums(*fields, config)
         group_T = group_of_tokens(batch, config.bounds_tokens)
-        return measured_sums(*fields, config, group_T, group_count(batch, config.bounds_tokens))
+        return contribution_sums(*fields, config, group_T, group_count(batch, config.bounds_tokens))
 
     return sums
 
 
-def search(sums: Tensor, config: BoundsConfig, lowest: float | None = None) -> SearchResult:
-    """Algorithm 1 on the (reduced) sums of ``contribution_fn``. ``lowest``: the c_low to begin at."""
-    own = sums[: sum_count(config)]
-    bounds = search_bounds(own, config, lowest)
-    positive, negative = own.split([len(high_values(config)), len(low_values(config))])
-    one_sign = bool(positive.any()) != bool(negative.any())
-    return SearchResult(bounds, contributions(sums, bounds, config), one_sign)
+def search(sums: Tensor, config: BoundsConfig) -> SearchResult:
+    """Algorithm 1 on the (reduced) sums of ``contribution_fn``."""
+    positive, negative = sums.split([len(high_values(config)), len(low_values(config))])
+    return SearchResult(search_bounds(sums, config), bool(positive.any()) != bool(negative.any()))
 
 
 def search_groups(sums: Tensor, config: BoundsConfig) -> tuple[SearchResult, ...]:
     """``search`` in each group, on the (reduced) sums of ``contribution_fn`` over the whole update."""
-    return tuple(search(row, config) for row in sums.reshape(-1, _width(config)))
-
-
-def _width(config: BoundsConfig) -> int:
-    """Number of sums of one search."""
-    return len(all_measures(config)) * sum_count(config)
+    return tuple(search(row, config) for row in sums.reshape(-1, sum_count(config)))
 
 
 def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> SearchResult:
     """Given bounds with their contribution on other (reduced) sums of ``contribution_fn``."""
-    rows = sums[: sum_count(config)].tolist()
+    rows = sums.tolist()
     highs = high_values(config)
     positive = rows[highs.index(bounds.high)]
     negative = rows[len(highs) + low_values(config).index(bounds.low)]
     contribution = positive_share(positive, negative, config.share)
-    bounds = replace(bounds, contribution=contribution, reached=contribution >= config.target)
-    return SearchResult(bounds, contributions(sums, bounds, config))
+    return SearchResult(replace(bounds, contribution=contribution, reached=contribution >= config.target))
 
 
 class ClipLoss(Loss):
@@ -176,20 +162,17 @@ class ClipLoss(Loss):
         """Reads ``algorithm.bounds`` alone."""
         self._config: BoundsConfig = algorithm.bounds
         config = self._config
-        size = _width(config)
-        fixed = sum_count(config) == 2
+        size = sum_count(config)
+        fixed = size == 2
         self.search = Search(
             contribution_fn(config),
-            lambda sums, lowest=None: (
-                search_groups(sums, config) if config.grouped else search(sums, config, lowest)
-            ),
+            lambda sums: search_groups(sums, config) if config.grouped else search(sums, config),
             config.sums_over,
             0 if config.grouped else size,
             known=search(torch.zeros(size, dtype=torch.float64), config) if fixed else None,
-            carried=(lambda found: found.bounds.low) if config.low_within_batch == "held" else None,
         )
         self.measurements = (
-            Measurement("bounds", 5 + 12, self._bounds_sums, self._bounds_metrics),
+            Measurement("bounds", 5, self._bounds_sums, self._bounds_metrics),
             Measurement("bounds_in_force", 6, self._in_force_sums, self._in_force_metrics),
         )
 
@@ -222,7 +205,7 @@ class ClipLoss(Loss):
         """
         searches = view.found if isinstance(view.found, tuple) else (view.found,)
         rows = [
-            (one.bounds.low, one.bounds.high, float(one.one_sign), float(self._is_moved(one)))
+            (one.bounds.low, one.bounds.high, float(one.one_sign), float(one.bounds.rounds > 0))
             for one in searches
         ]
         if not isinstance(view.found, tuple):
@@ -231,7 +214,7 @@ class ClipLoss(Loss):
         return table_G[self._group_T(view.batch)].unbind(1)
 
     def _bounds_sums(self, view: PackView) -> Tensor:
-        """Metrics of the bounds, each multiplied by the number of tokens in the loss: [5 + 12]."""
+        """Metrics of the bounds, each multiplied by the number of tokens in the loss: [5]."""
         if isinstance(view.found, tuple):
             values = [tuple(one.metrics().values()) for one in view.found]
             rows = constant_on(view.live_T.device, tuple(chain.from_iterable(values))).reshape(
@@ -251,7 +234,8 @@ class ClipLoss(Loss):
         With many searches in an update (``scope: micro_batch``) they are means over the tokens.
         ``..._distance`` costs no pass: the update's own sums give the exact bounds.
         """
-        measured, config = update.parts[SEARCH].reshape(-1, _width(self._config)).sum(0), self._config
+        config = self._config
+        measured = update.parts[SEARCH].reshape(-1, sum_count(config)).sum(0)
         exact = search(measured, config)
         found: SearchResult | tuple[SearchResult, ...] | None = update.found
         if isinstance(found, tuple) or (found is None and config.scope == "micro_batch"):
@@ -260,17 +244,13 @@ class ClipLoss(Loss):
         else:
             found = found or exact  # searched while the update held its forward passes
             used = at_bounds(found.bounds, measured, config).metrics()
-        moved = float(used["bapo/rounds"] > 0 or (isinstance(found, SearchResult) and self._is_moved(found)))
+        moved = float(used["bapo/rounds"] > 0)
         return {
             **used,
             **({"bapo/bounds_moved": moved} if sum_count(config) > 2 else {}),
             "bapo/clip_low_distance": used["bapo/clip_low"] - exact.bounds.low,
             "bapo/clip_high_distance": used["bapo/clip_high"] - exact.bounds.high,
         }
-
-    def _is_moved(self, found: SearchResult) -> bool:
-        """Whether a bound is off its start. A held c_low may be above it in a search that makes no move."""
-        return found.bounds.rounds > 0 or found.bounds.low > self._config.low_start
 
     def _in_force_sums(self, view: PackView) -> Tensor:
         """``[sum of c_low over negative tokens, their number, sum of c_high over positive ones, their number,

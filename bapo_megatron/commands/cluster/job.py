@@ -267,9 +267,9 @@ class ClusterJob:
     def _load_seconds(self) -> float | None:
         """Time in which a server reads the model's weights, by its config.json where this machine lacks them;
         None if it has neither."""
-        if found := load_seconds(self.root / self.config.model.hf_path, 0.0):
-            return found
         try:
+            if found := load_seconds(self.root / self.config.model.hf_path, 0.0):
+                return found
             shape = find_shape(self.recipe, self.config.model.hf_path)
         except ConfigError:
             return None

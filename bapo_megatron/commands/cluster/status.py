@@ -99,6 +99,8 @@ class Status:
     trouble_age_s: float | None
     forked: str | None = None
     """The run and step that it was forked from, as text."""
+    has_responses: bool = False
+    """Whether the run has sampled what its next start takes up."""
 
 
 def read_status(run: Path, now: float | None = None) -> Status:
@@ -144,6 +146,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         trouble=event_text(trouble) if trouble else None,
         trouble_age_s=_age(trouble, now) if trouble else None,
         forked=lineage_text(run),
+        has_responses=any(paths.journal.glob("segments-*.log")),
     )
 
 
@@ -291,7 +294,8 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     yield "job", _job(status)
     yield "step", _step(status)
     if status.checkpoint is None:
-        yield "checkpoint", "none yet"
+        kept = "; responses are kept, and the same command goes on with them" if status.has_responses else ""
+        yield "checkpoint", f"none yet{kept}"
     else:
         yield "checkpoint", f"step {status.checkpoint}, {ago(status.checkpoint_age_s)}"
     if status.stalled_s is not None:

@@ -71,12 +71,19 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
     python = Path(need.python) if need.python else None
     colocated = need.starts_servers and need.colocated
     programs = need.runs_programs, need.allow_weak_sandbox, need.forgeable_rows
-    yield from guarded("training", lambda: package_rows(trackers=need.trackers))
+    packages: list[DoctorRow] = []
+    yield from _collecting(guarded("training", lambda: package_rows(trackers=need.trackers)), packages)
     yield from guarded("SGLang", lambda: sglang_rows(need.starts_servers, python, colocated))
     yield from guarded("machine", lambda: machine_rows(Path(need.directory), need.disk_gb))
     yield from guarded("code sandbox", lambda: sandbox_rows(*programs))
-    yield from told
+    yield from (row for row in told if not any(_is_told_by(one, row) for one in packages))
     yield from guarded("servers", lambda: server_rows(need))
+
+
+def _is_told_by(package: DoctorRow, row: DoctorRow) -> bool:
+    """Whether a row of the recipe tells that a board's package is missing, which has a row of its own."""
+    missing = package.state == "problem" and row.found.startswith("logging.trackers has ")
+    return missing and f", but {package.name} is not installed" in row.found
 
 
 def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:

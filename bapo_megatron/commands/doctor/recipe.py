@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -41,6 +42,11 @@ _REPORT_S = 30.0
 """Seconds before the deadline at which the trials of environments must be over, to be told."""
 
 
+_COMMAND = re.compile(r"`((?:bapo data prepare .* --output|pip install) [^`]+)`")
+"""The command of a message that mends its problem: a missing suite, a missing package."""
+_OTHER_FIX = "change the recipe, or lay a flag over it: the message says which and how"
+
+
 @dataclass(frozen=True)
 class RecipeFacts:
     """Facts of a recipe that the doctor's other sections need, which the child sends as JSON; or of none."""
@@ -51,6 +57,7 @@ class RecipeFacts:
     python: str | None = None
     """Interpreter of SGLang's environment, if the recipe names one."""
     on_update: str = ""
+    sync: str = "disk"
     longest_sequence: int = 0
     dtype: str = ""
     runs_programs: bool = False
@@ -114,7 +121,8 @@ def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
         checked = "fields, model, tokenizer, layout, dataset and run directory fit together"
         yield DoctorRow(SECTION, name, "ok", checked)
     for problem in problems:
-        fix = "change the recipe, or lay a flag over it: the message says which and how"
+        command = _COMMAND.search(problem)
+        fix = command[1] if command else _OTHER_FIX
         yield DoctorRow(SECTION, name, "problem", problem, "what `bapo train` accepts", fix)
 
 
@@ -297,6 +305,7 @@ def facts_of(config: RunConfig) -> RecipeFacts:
         urls=list(sglang.urls) if samples else [],
         python=None if sglang.python is None else str(sglang.python),
         on_update=sglang.on_update,
+        sync=sglang.sync,
         colocated=sglang.colocated,
         needs_routes=rollout.route_replay != "off",
         longest_sequence=config.longest_request,

@@ -26,18 +26,16 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
     RESERVED_TOKENS,
     ROUTED_KERNEL,
     ROUTES,
+    SPECULATIVE,
+    drafting,
     flag,
     install_command,
     prefill_graph,
 )
-from bapo_megatron.rollout.engines.sglang_launch.api_key import (
-    VARIABLE,
-    is_loopback,
-    read_key_file,
-)
+from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, read_key_file
 from bapo_megatron.runtime.child_process import within
 from bapo_megatron.runtime.device import environment_variable
-from bapo_megatron.runtime.http import Answer, ask
+from bapo_megatron.runtime.http import Answer, ask, is_loopback
 from bapo_megatron.runtime.run_paths import RunPaths
 
 SECTION = "servers"
@@ -233,6 +231,10 @@ def _setting_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Itera
             needed = "no cache that outlives new weights: it would serve keys and values of earlier ones"
             fix = f"start it without {flag(field)}"
             yield DoctorRow(SECTION, url, "problem", f"has {flag(field)}", needed, fix)
+    if facts.sync != "disk" and (draft := drafting(server)):
+        needed = f"no draft model: rollout.sglang.sync={facts.sync} gives it no new weights"
+        fix = "set rollout.sglang.sync=disk, or start it without"
+        yield DoctorRow(SECTION, url, "problem", f"has {SPECULATIVE} {draft}", needed, fix)
     if facts.needs_routes:
         yield from _route_rows(url, server)
     if facts.on_update == "in_place":

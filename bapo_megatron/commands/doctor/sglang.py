@@ -51,7 +51,11 @@ def sglang_rows(required: bool, given: Path | None = None, colocated: bool = Fal
     use = "for rollout.engine=sglang"
     try:
         from bapo_megatron.rollout.engines.sglang.requirements import tried_preload
-        from bapo_megatron.rollout.engines.sglang.server_process import server_environment, sglang_python
+        from bapo_megatron.rollout.engines.sglang.server_process import (
+            CUDA_ENVIRONMENT,
+            server_environment,
+            sglang_python,
+        )
 
         python = sglang_python(given)
     except Exception as error:  # ConfigError, or whatever a broken package of this environment raises
@@ -64,7 +68,8 @@ def sglang_rows(required: bool, given: Path | None = None, colocated: bool = Fal
         yield DoctorRow(SECTION, "interpreter", missing(required), found, use, install_command())
         return
     yield DoctorRow(SECTION, "interpreter", "ok", f"{_shown(python)}, Python {versions['python']}", use)
-    command, tested = tested_versions(has_kernels=versions.get(_KERNELS) is not None)
+    is_cuda = versions.get(_KERNELS) is not None or python.parents[1].name == CUDA_ENVIRONMENT
+    command, tested = tested_versions(is_cuda)
     for name, needed in PACKAGES.items():
         yield sglang_package_row(name, versions.get(name), tested.get(name), required, needed, command)
     if versions.get("torch") and should_have_gpu():
@@ -74,9 +79,9 @@ def sglang_rows(required: bool, given: Path | None = None, colocated: bool = Fal
         yield compilers_row(environment, required)
 
 
-def tested_versions(has_kernels: bool) -> tuple[str, dict[str, str]]:
+def tested_versions(is_cuda: bool) -> tuple[str, dict[str, str]]:
     """The command that makes an environment, with CUDA kernels or without, and the versions it installs."""
-    if has_kernels and SGLANG_CUDA.is_file():
+    if is_cuda and SGLANG_CUDA.is_file():
         return "make cluster", pins(SGLANG_CUDA)
     return install_command(), {"torch": pins(TRAINING)["torch"], **pins(SGLANG)}
 

@@ -18,20 +18,12 @@ import numpy as np
 import orjson
 
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.algo.settings import out_of_range, wrong_types
 from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.jsonl_log import Row, parse_line, read_events, whole_lines
 from bapo_megatron.runtime.run_paths import RunPaths
 
-_COUNTS = (
-    *("algorithm.reuse_epochs", "algorithm.updates_per_epoch", "rollout.max_staleness"),
-    *("evaluation.every", "evaluation.samples"),
-)
-"""Fields of a stored configuration that the page computes with."""
-_MOST_CANDIDATES = 1_000_000
-"""Most candidates of a bound; the paper's have 37 and 16."""
 _PLAIN = {int, float, bool, type(None)}
 """Types of a metric's value in JSON."""
 
@@ -218,7 +210,7 @@ def read_run(run_dir: Path) -> RunRecord:
         steps,
         read_metrics(paths.updates),
         read_events(paths.events) if paths.events.exists() else [],
-        _config_of(run_dir),
+        read_config(run_dir) or {},
         read_metrics(paths.evaluations),
         lineage_text(run_dir),
     )
@@ -273,31 +265,6 @@ def configured_bounds(config: Mapping[str, Any]) -> BoundsConfig | None:
     named = {field.name: f"algorithm.bounds.{field.name}" for field in fields(BoundsConfig)}
     stored = {name: config[key] for name, key in named.items() if key in config}
     return BoundsConfig(**stored) if {"low_start", "high_start"} <= stored.keys() else None
-
-
-def _config_of(run_dir: Path) -> dict[str, Any]:
-    """The stored configuration; empty if there is none. ConfigError for values that no run can have had: who
-    made the folder may have written anything, and a step of 1e-12 has more candidates than any memory."""
-    config = read_config(run_dir) or {}
-    for problem in _impossible(config):
-        raise ConfigError(f"{RunPaths(run_dir).config}: {problem[:200]}: mend the file")
-    return config
-
-
-def _impossible(config: Mapping[str, Any]) -> Iterator[str]:
-    """Values that the page computes with and no run can have had; not what newer versions refuse as well."""
-    for name in _COUNTS:
-        if (value := config.get(name)) is not None and type(value) is not int:
-            yield f"{name}={value!r} must be a whole number"
-    if not isinstance(path := config.get("model.hf_path", ""), str):
-        yield f"model.hf_path={path!r} must be a text"
-    if (bounds := configured_bounds(config)) is None:
-        return
-    yield from (f"algorithm.bounds.{problem}" for problem in (*wrong_types(bounds), *out_of_range(bounds)))
-    for name in ("low", "high"):
-        start, end, step = (getattr(bounds, f"{name}_{part}") for part in ("start", "end", "step"))
-        if end > start and not (end - start) / _MOST_CANDIDATES <= step:
-            yield f"algorithm.bounds.{name}_step={step} makes more than {_MOST_CANDIDATES:,} candidates"
 
 
 def headline(steps: MetricTable) -> Headline:

@@ -13,7 +13,7 @@ import numpy as np
 
 from bapo_megatron.algo.bounds import BoundsConfig, describe, preset_name, sum_count
 from bapo_megatron.commands.report.data import RunRecord, headline, mean
-from bapo_megatron.commands.report.text import number, percent
+from bapo_megatron.commands.report.series import number, percent
 from bapo_megatron.runtime.jsonl_log import Row
 
 NOT_RECORDED = "not recorded"

@@ -8,12 +8,12 @@ who do not tell red from green tell these apart; tests simulate what they see.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bapo_megatron.algo.bins import BUCKETS
 from bapo_megatron.commands.report.data import RunRecord
-from bapo_megatron.commands.report.series import FEW_TOKENS
+from bapo_megatron.commands.report.series import FEW_TOKENS, REWARD_BY_TURN, reward_turns
 
 NEUTRAL = "#30343b"
 POSITIVE = "#0072b2"
@@ -347,3 +347,57 @@ def _range(run: RunRecord, bound: str, colour: str) -> list[Band]:
     if start is None or end is None or start == end:
         return []  # A fixed bound has no range.
     return [Band(start, end, colour, "allowed range")]
+
+
+def episode_panels(runs: Sequence[RunRecord]) -> list[Panel]:
+    """The plots by step, each with the curves that some run has; none for runs without an environment."""
+    names = {name for run in runs for name in run.steps.names}
+    if "environment/turns_mean" not in names:
+        return []
+    turns = reward_turns(names)[: len(AGES)]
+    panels = (
+        Panel(
+            "turns",
+            "Turns of an episode",
+            "mean of a response",
+            (
+                Curve("environment/turns_mean", NEUTRAL, "turns of the model"),
+                Curve("episode/calls", POSITIVE, "calls of tools"),
+                Curve("episode/call_errors", NEGATIVE, "calls with an error"),
+            ),
+            "How often the model speaks in a response, and asks a tool, where the environment counts that.",
+            "no figure",
+            compared=(0,),
+        ),
+        Panel(
+            "episode_ends",
+            "How episodes end",
+            "share of responses",
+            (
+                Curve("environment/finish_stop", POSITIVE, "by the environment"),
+                Curve("environment/finish_turns", NEUTRAL, "most turns"),
+                Curve("environment/finish_length", AGES[0], "longest response"),
+                Curve("environment/finish_failed", NEGATIVE, "failure", dashed=True),
+            ),
+            "An episode should end because it is over. One that is cut off has no answer, and a failure of "
+            "the environment is not the model's fault: see the events.",
+            "no figure",
+            "percent",
+            compared=(0,),
+        ),
+        Panel(
+            "reward_by_turn",
+            "Reward by answer",
+            "mean reward of an answer",
+            tuple(
+                Curve(f"{REWARD_BY_TURN}{turn}", AGES[place], f"{turn}") for place, turn in enumerate(turns)
+            ),
+            "Mean reward that the environment gave with its first answer, its second, and so on, over the "
+            "responses that had one.",
+            "no figure",
+            "auto",
+            compared=(),
+        ),
+    )
+    known = [replace(panel, curves=tuple(c for c in panel.curves if c.metric in names)) for panel in panels]
+    return [panel for panel in known if panel.curves]

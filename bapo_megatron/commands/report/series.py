@@ -1,4 +1,4 @@
-"""Derived series of a report: ratio profiles, entropy changes, event marks, final results.
+"""Derived series of a report: ratio profiles, entropy changes, event marks, final results; values as text.
 
 Entropy changes are those that the Entropy-Clip Rule (Eq. 6) predicts, and the measured ones. Metrics that
 an older log lacks give NaN or None.
@@ -6,6 +6,8 @@ an older log lacks give NaN or None.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -15,6 +17,7 @@ import numpy as np
 from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS, RATIO_EDGES
 from bapo_megatron.commands.report.data import MetricTable, RunRecord, Series, headline, mean
 from bapo_megatron.runtime.jsonl_log import Row
+from bapo_megatron.types import FinishReason
 
 LOSS_EVENTS = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
 """The kinds of events that count as losses."""
@@ -27,6 +30,14 @@ RATIO_CENTRES = np.array(
 FEW_TOKENS = 100
 """The number of tokens below which a mean is drawn pale. The standard error of a share is then above 0.05 at
 the most, and single tokens make spikes."""
+
+SOURCE_COLUMNS = (
+    *("prompts", "trained on", "reward", "length", "entropy", "tokens", "gradient"),
+    *("contribution", "without bounds", "clipped high", "clipped low"),
+)
+"""Columns of the table by source of training data."""
+
+NO_VALUE = "–"  # noqa: RUF001, the dash is meant
 
 
 @dataclass(frozen=True)
@@ -256,3 +267,133 @@ def _finished_step(event: Row) -> float | None:
     if not isinstance(step, int):
         return None
     return float(step - 1 if event.get("kind") in ("start", "resume") else step)
+
+
+# --- values as text ---
+
+
+def number(value: float | None) -> str:
+    """A number as text, with at least three significant digits; integers in full."""
+    if value is None:
+        return NO_VALUE
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}"
+    return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.3f}"
+
+
+def short_count(count: float) -> str:
+    """A count in short, e.g. 12.3M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return f"{count:.0f}"
+
+
+def staleness_cells(run: RunRecord) -> list[tuple[str, list[str]]]:
+    """Table rows, one for each staleness bucket with tokens; the first two values are percentages."""
+    return [
+        (bucket, [*(percent(value) for value in values[:2]), *(number(value) for value in values[2:])])
+        for bucket, values in staleness_table(run)
+    ]
+
+
+def percent(share: float | None) -> str:
+    """A share as text, e.g. 12.5%."""
+    return NO_VALUE if share is None else f"{100 * share:.3g}%"
+
+
+def ends(
+    steps: MetricTable, name: str, window: int, form: Callable[[float | None], str] = number
+) -> tuple[str, str]:
+    """Means of a metric over the first and over the last ``window`` steps that have it, as text.
+
+    Behind the second stands the last of these steps, where that is not the run's last.
+    """
+    values = steps.column(name)
+    known = np.flatnonzero(~np.isnan(values))
+    first, last = form(mean(values[known[:window]])), form(mean(values[known[-window:]]))
+    if not len(known) or known[-1] == len(values) - 1:
+        return first, last
+    return first, f"{last} (to step {steps.column('step')[known[-1]]:.0f})"
+
+
+def source_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
+    """Table rows, one for each source of training data: ``SOURCE_COLUMNS``; none for a run of one file."""
+    return [(name, _source_cells(run, f"source/{name}/", window)) for name in source_names(run)]
+
+
+def source_names(run: RunRecord) -> list[str]:
+    """Names of the sources of training data; none for a run of one file."""
+    first, last = "source/", "/rollout/groups"
+    named = [name for name in run.steps.names if name.startswith(first) and name.endswith(last)]
+    return [*dict.fromkeys(name.removeprefix(first).removesuffix(last) for name in named)]
+
+
+def _source_cells(run: RunRecord, prefix: str, window: int) -> list[str]:
+    def values(name: str) -> np.ndarray:
+        return run.steps.known(prefix + name)
+
+    first, last = ends(run.steps, f"sampled/{prefix}reward/mean", window)
+    return [
+        *(f"{sum(values(f'rollout/{name}')):,.0f}" for name in ("groups_sampled", "groups")),
+        f"{first} → {last}",
+        *(number(mean(values(name))) for name in ("rollout/length_mean", "policy/entropy")),
+        *(percent(mean(values(name))) for name in ("token_share", "gradient_share")),
+        *(percent(mean(values(f"bapo/contribution{end}"))) for end in ("", "_unclipped")),
+        *(percent(mean(values(f"bapo/clip_fraction_{bound}"))) for bound in ("high", "low")),
+    ]
+
+
+# --- episodes ---
+
+EPISODE_ENDS: dict[FinishReason, str] = {
+    "stop": "ended by the environment",
+    "length": "ended at the longest response",
+    "turns": "ended after the most turns",
+    "failed": "ended by a failure",
+}
+"""How a response in an environment ended, in words."""
+_ROWS = (
+    ("turns of a response, mean", "turns_mean", number),
+    ("turns of a response, most", "turns_max", number),
+    ("answers to a response", "steps_mean", number),
+    ("given tokens", "given_share", percent),
+    ("failed environments in a step", "failures", number),
+    ("responses begun again in a step", "restarts", number),
+    *((said, f"finish_{reason}", percent) for reason, said in EPISODE_ENDS.items()),
+)
+REWARD_BY_TURN = "environment/reward_turn_"
+"""First part of the names of the rewards by turn."""
+_REWARD_TURN = re.compile(f"{REWARD_BY_TURN}([0-9]{{1,9}})")
+
+
+def reward_turns(metrics: Iterable[str]) -> list[int]:
+    """The numbers of the answers that have a reward, from 1."""
+    return sorted({int(turn[1]) for name in metrics if (turn := _REWARD_TURN.fullmatch(name))})
+
+
+def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
+    """The rows of the table: a name, then the means of the first and of the last ``window`` steps (``ends``).
+
+    None for a run without an environment. With several sources, rows of all episodes, then of each source.
+    """
+    sources = source_names(run)
+    own = [(f"{name}: ", f"source/{name}/") for name in sources]
+    return [cell for label, prefix in [("", ""), *own] for cell in _episode_cells(run, window, label, prefix)]
+
+
+def _episode_cells(run: RunRecord, window: int, of: str, prefix: str) -> list[tuple[str, list[str]]]:
+    """The rows of the metrics behind ``prefix``, each label behind ``of``."""
+    names = [name.removeprefix(prefix) for name in run.steps.names if name.startswith(prefix)]
+    rows = [(label, f"environment/{name}", form) for label, name, form in _ROWS]
+    rows += [(f"reward of answer {turn}", f"{REWARD_BY_TURN}{turn}", number) for turn in reward_turns(names)]
+    rows += [(name.removeprefix("episode/"), name, number) for name in names if name.startswith("episode/")]
+    return [
+        (of + label, [*ends(run.steps, prefix + metric, window, form)])
+        for label, metric, form in rows
+        if len(run.steps.known(prefix + metric))
+    ]

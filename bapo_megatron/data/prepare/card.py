@@ -29,6 +29,13 @@ _LONG_CHARACTERS = 4000
 """Characters a row from which a column of ``extra_info`` is told of."""
 _SHOWN_CHARACTERS = 300
 _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
+_NEEDS = {
+    "max_prompt_tokens": "tokenizer",
+    **dict.fromkeys(("ngram_words", "ngram_share"), "against"),
+    **dict.fromkeys(("min_difficulty", "max_difficulty"), "difficulty"),
+    **dict.fromkeys(("seed", "task_settings"), "size"),
+}
+"""Options that say nothing of the data unless another is given."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class Card:
     """Kept rows with tests that a program can forge (`reward.code_tests.forgeable_tests`)."""
     operations: int = 0
     """Kept rows whose ground truth is an unevaluated operation, so that such an answer is right."""
+    control_tokens: int = 0
+    """Kept rows whose prompt spells a control token, which is text to a model."""
     texts: Counter[str] = field(default_factory=Counter)
     """Characters of ``extra_info``, by column."""
     too_long: Counter[int] = field(default_factory=Counter)
@@ -103,7 +112,7 @@ class Card:
             "options": {
                 name: json.loads(json.dumps(value, default=str))
                 for name, value in options.items()
-                if name not in _NOT_ABOUT_THE_DATA
+                if name not in _NOT_ABOUT_THE_DATA and (name not in _NEEDS or options[_NEEDS[name]])
             },
             "dropped": dict(self.dropped),
             "invalid_rows": [{"source": one.source, "row": one.row, "why": one.why} for one in self.invalid],
@@ -112,6 +121,7 @@ class Card:
             "by_ability": dict(self.by_ability.most_common()),
             "forgeable_rows": self.forgeable,
             "operation_rows": self.operations,
+            "control_token_rows": self.control_tokens,
             "prompt_tokens": self._prompt_tokens(),
         }
 
@@ -167,10 +177,20 @@ def summary(card: Card) -> str:
 def _card_lines(card: Card) -> list[str]:
     forgeable = f"rows with tests that a program can forge (docs/rewards.md#programs): {card.forgeable}"
     operations = f"rows whose answer is an operation (docs/rewards.md#mathematics): {card.operations}"
+    control = (
+        "rows whose prompt spells a control token such as <|im_end|>, which a model gets as text: give "
+        "messages in place of rendered prompts "
+        f"(docs/data.md#which-fields-are-understood): {card.control_tokens}"
+    )
     lengths = {name: total // card.kept for name, total in card.texts.most_common()}
     long = [f"{name} ({n:,} characters a row)" for name, n in lengths.items() if n >= _LONG_CHARACTERS]
     columns = f"long columns, which a run holds in memory: {', '.join(long)}: --drop-columns leaves them out"
-    told = ((forgeable, card.forgeable), (operations, card.operations), (columns, long))
+    told = (
+        (forgeable, card.forgeable),
+        (operations, card.operations),
+        (control, card.control_tokens),
+        (columns, long),
+    )
     return [line for line, is_told in told if is_told]
 
 

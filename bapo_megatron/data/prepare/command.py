@@ -12,8 +12,10 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bapo_megatron.config.flags import parse_options
+from bapo_megatron.data.chat_template import spelled_control_token
 from bapo_megatron.data.prepare.card import Card, Dropped, as_markdown, summary
 from bapo_megatron.data.prepare.filters import (
     INVALID,
@@ -79,9 +81,10 @@ def prepare(options: PrepareOptions) -> Card:
         card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
     if index is not None:
         index.settle()
-    filters = _filters(options, duplicates, index, card)
+    tokenizer = _tokenizer(options)
+    filters = _filters(options, duplicates, index, card, tokenizer)
     with new_folder(options.output, _WRITER, _foreign) as folder:
-        card.sha256 = _write(folder / DATA_FILE, sources, filters, card)
+        card.sha256 = _write(folder / DATA_FILE, sources, filters, card, tokenizer)
         _check_result(card, options)
         (folder / CARD_FILE).write_text(json.dumps(card.as_json(), indent=2, ensure_ascii=False) + "\n")
         (folder / CARD_TEXT).write_text(as_markdown(card))
@@ -127,8 +130,17 @@ def _contamination(options: PrepareOptions, card: Card) -> Contamination | None:
     return Contamination(problems, options.ngram_words, options.ngram_share)
 
 
+def _tokenizer(options: PrepareOptions) -> Any:
+    """The tokenizer of the options, whose chat template is fit for prompts; None without one."""
+    if options.tokenizer is None:
+        return None
+    tokenizer = load_tokenizer(options.tokenizer)
+    check_template(tokenizer, f"tokenizer={options.tokenizer}")
+    return tokenizer
+
+
 def _filters(
-    options: PrepareOptions, duplicates: Duplicates, index: Contamination | None, card: Card
+    options: PrepareOptions, duplicates: Duplicates, index: Contamination | None, card: Card, tokenizer: Any
 ) -> list[tuple[str, Filter]]:
     """Filters of the options with their names, cheap ones first."""
     found: list[tuple[str, Filter]] = [
@@ -141,9 +153,7 @@ def _filters(
     if index is not None:
         found.append(("contaminated", index.overlap))
     found.append((INVALID, scorable(options.reward_function)))
-    if options.tokenizer is not None:
-        tokenizer = load_tokenizer(options.tokenizer)
-        check_template(tokenizer, f"tokenizer={options.tokenizer}")
+    if tokenizer is not None:
         found.append(
             ("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths, card.too_long))
         )
@@ -167,7 +177,9 @@ def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[
     card.against.append({"name": text, "sha256": source.digest(), "rows": rows})
 
 
-def _write(path: Path, sources: list[Source], filters: list[tuple[str, Filter]], card: Card) -> str:
+def _write(
+    path: Path, sources: list[Source], filters: list[tuple[str, Filter]], card: Card, tokenizer: Any
+) -> str:
     """Second pass: write the kept rows, count the others in ``card``; the SHA-256 of the file."""
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -182,6 +194,7 @@ def _write(path: Path, sources: list[Source], filters: list[tuple[str, Filter]],
                     file.write(line)
                     digest.update(line)
                     card.keep(problem)
+                    card.control_tokens += spelled_control_token(problem.messages, tokenizer) is not None
     return digest.hexdigest()
 
 

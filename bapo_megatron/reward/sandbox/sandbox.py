@@ -190,8 +190,7 @@ class Sandbox:
         except ChildTimeout:
             raise SandboxError(
                 f"nothing is known of the program: in {clock_limit_s:g} s this machine gave it "
-                f"{clock.used_s:g} s of processor time, of {limit_s:g} s; lower reward.workers, or run fewer "
-                "other programs beside"
+                f"{clock.used_s:g} s of processor time, of {limit_s:g} s; {clock.advice}"
             ) from None
         except ChildDied as error:
             raise SandboxError(f"the sandbox was killed while a program ran: {error}") from error
@@ -222,6 +221,8 @@ class _CaseClock:
         self._first, self._limit_s = first, limit_s
         self._looked = time.monotonic()
         self.used_s = self.slept_s = 0.0
+        self.advice = "it slept, if /proc does not show it: mount that without hidepid"
+        """What to do where nothing is known of the case."""
 
     def watch(self) -> None:
         """Look at the case. _OutOfTime if it has had its time."""
@@ -231,6 +232,7 @@ class _CaseClock:
             processes = list(_descendants_of(server))
             states = {_stat(thread)[0] for one in processes for thread in _threads_of(one)}
             self.slept_s += min(self._looked - looked, 2 * WATCH_S) if {"S"} <= states <= {"S", "Z"} else 0.0
+            self.advice = "lower reward.workers, or run fewer other programs beside"
             ticks = sum(int(ticks) for one in processes for ticks in _stat(f"/proc/{one}")[11:15])
             self.used_s = max(self.used_s, ticks / os.sysconf("SC_CLK_TCK"))
         if self.used_s + self.slept_s > self._limit_s:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from bapo_megatron.hf.weight_files import weight_bytes
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.sent_weights import DigestQuorum
 from bapo_megatron.types import Generation
@@ -55,7 +56,7 @@ class EngineTimeouts:
 
 def load_seconds(folder: Path, base_s: float) -> float:
     """deadline = base_s + bytes / LEAST_BYTES_PER_S: of a load of the weights in ``folder``, in seconds."""
-    return base_s + read_seconds(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    return base_s + read_seconds(weight_bytes(folder))
 
 
 def read_seconds(weight_bytes: float) -> float:

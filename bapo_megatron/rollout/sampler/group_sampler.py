@@ -32,7 +32,6 @@ from bapo_megatron.rollout.sampler.stepper import Stepper
 from bapo_megatron.rollout.sampler.teacher import GroupTeacher, Teacher
 from bapo_megatron.rollout.sampler.turns import Environments
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal
-from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import OldFiles
 from bapo_megatron.types import StepBatch
 
@@ -66,7 +65,7 @@ class GroupSampler:
         sources; None if no source has one. ``teacher``: scores groups for a distillation.
         """
         self._rollout, self._report, self._pool = config.rollout, report, pool
-        self._folder = RunPaths(config.directory).journal
+        self._folder = config.paths.journal
         self._journal = SegmentJournal(self._folder, OldFiles(report))
         self._files = StepFiles(self._folder, report)
         prompts, rollout = dataset.prompts, config.rollout

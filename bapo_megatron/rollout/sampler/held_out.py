@@ -44,7 +44,7 @@ from bapo_megatron.rollout.sampler.scoring import Scorer, judged_prompt, respons
 from bapo_megatron.rollout.sampler.turns import Environments, TurnTaker, turn_takers, within
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
-from bapo_megatron.runtime.run_paths import RunPaths, step_entries
+from bapo_megatron.runtime.run_paths import step_entries
 from bapo_megatron.runtime.storage import OldFiles, writing
 from bapo_megatron.types import Prompt
 
@@ -101,7 +101,7 @@ class HeldOut:
         self._programs = {suite.name: programs_of(suite, config.reward.function) for suite in suites}
         """The problems of each suite that ask for a program, which is in no box."""
         self._in_rounds = rounds and any(self._turns.values())
-        self._paths, self._old = RunPaths(config.directory), old or OldFiles()
+        self._paths, self._old = config.paths, old or OldFiles()
         self._task: asyncio.Task[None] | None = None
         self._step: int | None = None
         """The step that is being evaluated, or will be when its weights are loaded."""

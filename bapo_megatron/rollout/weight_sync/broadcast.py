@@ -31,6 +31,7 @@ from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDi
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts
 from bapo_megatron.runtime.distributed import bound_store, broadcast_from_main
+from bapo_megatron.runtime.http import LOOPBACK
 from bapo_megatron.types import BroadcastGroup, BucketSpec
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ StartCall = Callable[[T], "Future[Any]"]
 
 _GROUP_NAME = "bapo_weights"
 _ERROR_GRACE_S = 2.0
-_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class BroadcastError(RuntimeError):
@@ -280,7 +280,7 @@ class WeightBroadcast:
 def sender_address(config: EngineConfig) -> str:
     """The sender's address, as servers reach it: the loopback address if all of them are on this machine."""
     hosts = {urlsplit(url).hostname for url in config.urls}
-    return config.address or ("127.0.0.1" if hosts <= _LOOPBACK else socket.gethostname())
+    return config.address or ("127.0.0.1" if hosts <= {*LOOPBACK} else socket.gethostname())
 
 
 class BroadcastSync:

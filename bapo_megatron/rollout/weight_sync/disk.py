@@ -7,7 +7,9 @@ writes its share to files of its own. Rank 0 makes a temporary folder first, and
 from __future__ import annotations
 
 import json
+import os
 import re
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +32,13 @@ from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDi
 from bapo_megatron.runtime.distributed import all_gather, is_main, on_all_ranks
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.runtime.files import read_file_inside, remove_folder
-from bapo_megatron.runtime.storage import OldFiles, writing
+from bapo_megatron.runtime.storage import DiskError, OldFiles, is_of_failing_disk, writing
 
 if TYPE_CHECKING:
     from bapo_megatron.rollout.sampler.client import SamplerClient
 
-_VERSION = re.compile(r"v\d+|\.v\d+\.tmp")
-"""The names of a version's folder, and of its temporary folder."""
+_VERSION = re.compile(r"v\d+|\.v\d+\.tmp|\.v\S+\.deleted")
+"""The names of a version's folder, of its temporary folder, and of what could not be deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +191,7 @@ class WeightStaging:
         with writing(f"weights of version {version}", final):
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in (temporary, final):
-                remove_folder(path, ignore_errors=True)
+                self._remove(path)
             temporary.mkdir()
             config = (self._hf_path / "config.json").read_bytes()
             (temporary / "config.json").write_bytes(without_quantization(config))  # the policy is not in fp8
@@ -245,6 +247,23 @@ class WeightStaging:
             if path != folder and _VERSION.fullmatch(path.name):
                 with self._old.deleting(path):
                     remove_folder(path)
+
+    def _remove(self, path: Path) -> None:
+        """Delete a leftover of ``path``'s name. It is renamed first: on NFS what a server of this machine
+        still has open cannot be deleted, and the folder of that name must be new."""
+        if os.path.lexists(path):
+            hidden = path.with_name(f".{path.name.strip('.')}.{uuid.uuid4().hex[:8]}.deleted")
+            try:
+                path.rename(hidden)
+            except OSError as error:
+                if is_of_failing_disk(error):
+                    raise
+                raise DiskError(
+                    f"{path}, left over from an earlier start, could not be renamed ({error.strerror}): move "
+                    "or unmount it, and start the run again"
+                ) from error
+            with self._old.deleting(hidden):
+                remove_folder(hidden)
 
     def _temporary(self, version: int) -> Path:
         return self._folder / f".v{version}.tmp"

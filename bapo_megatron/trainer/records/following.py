@@ -117,7 +117,7 @@ class Follower:
 
     def __init__(
         self,
-        root: Path,
+        paths: RunPaths,
         name: str,
         resume_step: int,
         is_evaluated: bool,
@@ -125,7 +125,7 @@ class Follower:
         wait: Wait,
         console: TextIO,
     ) -> None:
-        self._paths, self._name, self._opened = RunPaths(root), name, opened
+        self._paths, self._name, self._opened = paths, name, opened
         self._wait, self._console = wait, console
         # The evaluation of step 0 comes before the first step. A run that was stopped in a later one makes it
         # again, after the step.
@@ -220,7 +220,7 @@ def main(root: str, name: str, resume_step: str, is_evaluated: str, limit_s: str
     watch = partial(_watch, os.getppid(), ended, float(limit_s))
     threading.Thread(target=watch, daemon=True).start()
     begun = int(resume_step), is_evaluated == "1"
-    follower = Follower(Path(root), name, *begun, TRACKERS[name], cast(Any, ended.wait), console)
+    follower = Follower(RunPaths(Path(root)), name, *begun, TRACKERS[name], cast(Any, ended.wait), console)
     return 0 if follower.follow() else 1
 
 

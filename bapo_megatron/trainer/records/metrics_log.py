@@ -62,20 +62,19 @@ class MetricsLog:
     by ``Recorder``, or by ``RolloutRecord`` in a rollout-only run.
     """
 
-    def __init__(self, run_dir: Path, logging: LoggingConfig, resume_step: int, report: Report) -> None:
-        paths = RunPaths(run_dir)
+    def __init__(self, paths: RunPaths, logging: LoggingConfig, resume_step: int, report: Report) -> None:
         self._steps = JsonlLog(paths.metrics)
         self._updates = JsonlLog(paths.updates)
         self._evaluations = JsonlLog(paths.evaluations)
         for log in (self._steps, self._updates, self._evaluations):
             log.rewind(resume_step)
-        self._evaluated = evaluation_means(run_dir).keys()
-        self._run_dir = run_dir
+        self._evaluated = evaluation_means(paths.root).keys()
+        self._run_dir = paths.root
         self._open_tensorboard: Callable[[], Any] | None = None
         """Opens TensorBoard's file, which begins with the first metrics; None without TensorBoard."""
         self._tensorboard: Any = None
         trackers = [name for name in logging.chosen if name != "tensorboard"]
-        with writing(_BOARDS, run_dir):
+        with writing(_BOARDS, paths.root):
             if "tensorboard" in logging.chosen:
                 self._open_tensorboard = partial(_tensorboard_writer, paths.tensorboard, resume_step)
             catch_up_s = logging.catch_up_minutes * 60

@@ -134,11 +134,12 @@ def notes(metrics: Metrics) -> list[str]:
         metrics.get("rollout/groups_sampled"),
         _sampled(metrics, "reward/failed_fraction") == 1.0,
     )
-    failed, dropped = _failed(metrics), metrics.get("rollout/groups_dropped")
+    failed, uniform = _failed(metrics), metrics.get("rollout/groups_dropped") or 0.0
+    unscored = metrics.get("rollout/groups_failed") or 0.0
     if not all_failed:
         found.extend(failed)
-        if scored and dropped and dropped != scored:
-            found.append(_kept(metrics, scored, scored - dropped))
+        if scored and 0 < uniform + unscored < scored:
+            found.append(_kept(metrics, scored, scored - uniform - unscored))
     if stale := metrics.get("rollout/groups_stale"):
         found.append(f"{stale:.0f} groups too old")
     if metrics.get("policy/updates") != 0.0:
@@ -147,8 +148,10 @@ def notes(metrics: Metrics) -> list[str]:
         why = "all " + ", ".join(failed)
     elif metrics.get("rollout/groups"):
         why = "all responses rejected"  # by algorithm.corrections
-    elif scored and dropped == scored:
+    elif scored and uniform == scored:
         why = f"all {scored:.0f} groups uniform"
+    elif scored and uniform + unscored == scored:
+        why = f"{uniform:.0f} groups uniform, {unscored:.0f} with too few scores"
     else:
         why = "no group is left"
     return [*found, f"no update: {why}"]

@@ -106,14 +106,14 @@ class IdleSearch:
         )
 
 
-def record_beginning(events: EventLog, run_dir: Path, first_step: int, **fields: Any) -> tuple[str, str]:
+def record_beginning(events: EventLog, paths: RunPaths, first_step: int, **fields: Any) -> tuple[str, str]:
     """Record `start` or `resume`, with ``fields``; returns which, and a remark to print.
 
     The remark is of the responses that an earlier start has left, which was killed before its first
     checkpoint: the journal has records. Empty if there are none.
     """
     kind = "start" if first_step == 1 else "resume"
-    logs = RunPaths(run_dir).journal.glob("segments-*.log")
+    logs = paths.journal.glob("segments-*.log")
     goes_on = first_step == 1 and any(path.stat().st_size for path in logs)
     events.event(kind, step=first_step, **fields, **({"segments": "kept"} if goes_on else {}))
     return kind, ", with the responses of its journal" if goes_on else ""
@@ -130,28 +130,27 @@ class Recorder:
     """
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
-        directory = config.directory
-        self._events_path, self._last_step = RunPaths(directory).events, config.steps
+        paths = config.paths
+        self._events_path, self._last_step = paths.events, config.steps
         self._events = EventLog(self._events_path)
-        self._metrics = MetricsLog(directory, config.logging, first_step - 1, self._events.event)
+        self._metrics = MetricsLog(paths, config.logging, first_step - 1, self._events.event)
         self._warned: set[str] = set()
         """Kinds of warnings that were printed."""
         self._idle_search = IdleSearch(config.algorithm.bounds)
-        logs = RunPaths(directory)
-        self._idle_search.resume(rows_from_end(logs.updates), rows_from_end(logs.events))
+        self._idle_search.resume(rows_from_end(paths.updates), rows_from_end(paths.events))
         self._progress = Progress(config.steps, first_step)
         if not has_work:
             print(
-                f"{directory}: all {config.steps} steps are done; raise --steps to go on, or give another "
+                f"{paths.root}: all {config.steps} steps are done; raise --steps to go on, or give another "
                 f"--run-dir"
             )
             return
         processes = torch.distributed.get_world_size()
-        kind, kept = record_beginning(self._events, directory, first_step, processes=processes)
+        kind, kept = record_beginning(self._events, paths, first_step, processes=processes)
         where = f"step {first_step} of {config.steps}"
         if first_step > config.steps:
             where = f"the evaluation of step {config.steps}"
-        print(f"{directory}: {kind} at {where}, processes: {processes}{kept}", flush=True)
+        print(f"{paths.root}: {kind} at {where}, processes: {processes}{kept}", flush=True)
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)
         for text in _warnings(config):
@@ -322,7 +321,7 @@ def recorded_end(
         with suppress(RunStopped, OSError):  # a full disk must not hide the error that ended the run
             event(_end_event(error))
         raise
-    if has_work or last_turn(tail_rows(RunPaths(config.directory).events)) != "done":
+    if has_work or last_turn(tail_rows(config.paths.events)) != "done":
         event({"kind": "done", "step": config.steps})
 
 
@@ -357,7 +356,7 @@ def sending_events(config: RunConfig) -> Iterator[None]:
 
 
 def _start_sender(config: RunConfig) -> subprocess.Popen[bytes] | None:
-    paths, logging = RunPaths(config.directory), config.logging
+    paths, logging = config.paths, config.logging
     order = SenderSettings(
         run_dir=str(paths.root.absolute()),
         name=config.name,
@@ -392,7 +391,7 @@ def _close_sender(process: subprocess.Popen[bytes], limit_s: float, config: RunC
         process.kill()
         process.wait()
     if process.returncode:
-        log = RunPaths(config.directory).on_event_log
+        log = config.paths.on_event_log
         _warn(f"the process that sends events has ended with {process.returncode}: {log}")
 
 

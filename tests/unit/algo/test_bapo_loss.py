@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo import bapo, surrogate
-from bapo_megatron.algo.bounds import Bounds, BoundsConfig, search_bounds, sum_count
+from bapo_megatron.algo.bounds import Bounds, BoundsConfig, search_bounds
 from bapo_megatron.algo.measurements import clip_fractions
 from tests.support.bapo_objective import clip_sums
 
@@ -110,7 +110,7 @@ def test_batches_where_no_candidate_and_where_every_candidate_clips(
 
 def test_sums_leave_their_input_alone() -> None:
     fields, before = batch([1.0, 0.0, 0.5, 1.0, 1.0]), batch([1.0, 0.0, 0.5, 1.0, 1.0])
-    bapo.measured_sums(**fields, config=GRID)
+    bapo.contribution_sums(**fields, config=GRID)
     assert all(torch.equal(fields[name], before[name]) for name in fields)
 
 
@@ -142,7 +142,6 @@ def test_float32_fields_are_compared_as_float64() -> None:
 def test_empty_batch_has_zero_sums() -> None:
     empty_T = torch.zeros(0)
     assert bapo.contribution_sums(empty_T, empty_T, empty_T, empty_T, GRID).tolist() == [0.0] * 4
-    assert bapo.measured_sums(empty_T, empty_T, empty_T, empty_T, GRID).tolist() == [0.0] * 16
     assert clip_sums(empty_T, empty_T, empty_T, Bounds(0.5, 1.5)).tolist() == [0.0] * 5
     assert bapo.policy_loss(empty_T, empty_T, empty_T, Bounds(0.5, 1.5)).item() == 0.0
 
@@ -150,10 +149,9 @@ def test_empty_batch_has_zero_sums() -> None:
 def test_sums_are_float64_and_carry_no_gradient() -> None:
     fields = {name: field.float() for name, field in batch().items()}
     fields["log_ratio_T"].requires_grad_()
-    for function in (bapo.contribution_sums, bapo.measured_sums):
-        got = function(**fields, config=GRID)
-        assert got.dtype == torch.float64
-        assert not got.requires_grad
+    got = bapo.contribution_sums(**fields, config=GRID)
+    assert got.dtype == torch.float64
+    assert not got.requires_grad
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -166,7 +164,10 @@ def test_masked_tokens_count_nowhere_whatever_they_hold(bad: float) -> None:
         dirty[name][3] = bad
     for fields in (clean, dirty):
         fields["log_ratio_T"].requires_grad_()
-    assert torch.equal(bapo.measured_sums(**clean, config=GRID), bapo.measured_sums(**dirty, config=GRID))
+    for weight in ("uniform", "rollout_probability"):
+        config = dataclasses.replace(GRID, weight=weight)
+        sums_of = [bapo.contribution_sums(**fields, config=config) for fields in (clean, dirty)]
+        assert torch.equal(*sums_of)
     losses = []
     for fields in (clean, dirty):
         del fields["rollout_log_prob_T"]
@@ -292,61 +293,6 @@ def test_loss_of_float32_fields_is_float64_with_a_float32_gradient() -> None:
     assert log_ratio_T.grad.tolist() == [-1.0] * 3
 
 
-def test_all_measures_starts_with_the_one_in_use() -> None:
-    for config in (bapo.eq8_literal(), bapo.balanced(), bapo.published_code()):
-        variants = bapo.all_measures(config)
-        assert variants[0] == config
-        assert len({(one.measure, one.weight) for one in variants}) == len(variants) == 4
-        assert {dataclasses.replace(one, measure="gradient", weight="uniform") for one in variants} == {
-            dataclasses.replace(config, measure="gradient", weight="uniform")
-        }
-
-
-def test_measured_sums_are_the_sums_of_every_measure() -> None:
-    for preset in (bapo.eq8_literal(), bapo.balanced()):
-        got = bapo.measured_sums(**batch(), config=preset)
-        parts = [bapo.contribution_sums(**batch(), config=one) for one in bapo.all_measures(preset)]
-        assert torch.equal(got, torch.cat(parts))
-
-
-def test_contributions_of_every_reading() -> None:
-    # At c_low = 0.5, c_high = 2.0 (sums in the tests above):
-    # surrogate uniform P = 3.75, N = 2.6; gradient uniform P = 2.75, N = 2.6;
-    # surrogate weighted P = 1.0375, N = 0.92; gradient weighted P = 0.9375, N = 0.92.
-    expected = {}
-    for name, weight, positive, negative in [
-        ("surrogate", "uniform", 3.75, 2.6),
-        ("gradient", "uniform", 2.75, 2.6),
-        ("surrogate", "rollout_probability", 1.0375, 0.92),
-        ("gradient", "rollout_probability", 0.9375, 0.92),
-    ]:
-        expected[f"contribution/{name}_absolute_{weight}"] = positive / (positive + negative)
-        expected[f"contribution/{name}_signed_{weight}"] = positive / abs(positive - negative)
-        expected[f"contribution/{name}_ratio_{weight}"] = positive / negative
-    for config in (GRID, dataclasses.replace(GRID, measure="surrogate", weight="rollout_probability")):
-        got = bapo.contributions(bapo.measured_sums(**batch(), config=config), Bounds(0.5, 2.0), config)
-        assert got == pytest.approx(expected, rel=1e-11)
-
-
-def test_contributions_hold_what_the_search_found() -> None:
-    got = bapo.measured_sums(**batch(), config=GRID)
-    found = search_bounds(got[: sum_count(GRID)], GRID)
-    # gradient, absolute: (1.5, 0.5): 1 / 3.6 = 0.28; (2.0, 0.5): 2.75 / 5.35 = 0.51 >= 0.5.
-    assert (found.low, found.high, found.rounds) == (0.5, 2.0, 1)
-    assert found.contribution == approx(2.75 / 5.35)
-    assert (
-        bapo.contributions(got, found, GRID)["contribution/gradient_absolute_uniform"] == found.contribution
-    )
-
-
-def test_contributions_refuse_what_does_not_belong_together() -> None:
-    got = bapo.measured_sums(**batch(), config=GRID)
-    with pytest.raises(ValueError, match="0.55 is not in list"):
-        bapo.contributions(got, Bounds(0.55, 2.0), GRID)
-    with pytest.raises(ValueError, match="shorter than argument 1"):
-        bapo.contributions(got[:4], Bounds(0.5, 2.0), GRID)
-
-
 def test_clip_counts_and_fractions() -> None:
     # At 0.75, 1.5 of the five tokens: 3 positive, 2 negative; 1.75 and 4.0 clipped above, 0.6 below.
     log_ratio_T, advantage_T = float64(RATIOS).log(), float64(ADVANTAGES)
@@ -382,9 +328,9 @@ def test_cuda_agrees_with_cpu() -> None:
         "mask_T": (torch.rand(10_000, generator=generator) < 0.7).float(),
     }
     on_gpu = {name: field.cuda() for name, field in fields.items()}
-    got = bapo.measured_sums(**on_gpu, config=bapo.eq8_literal()).cpu()
+    got = bapo.contribution_sums(**on_gpu, config=bapo.eq8_literal()).cpu()
     torch.testing.assert_close(
-        got, bapo.measured_sums(**fields, config=bapo.eq8_literal()), rtol=1e-12, atol=0
+        got, bapo.contribution_sums(**fields, config=bapo.eq8_literal()), rtol=1e-12, atol=0
     )
 
 

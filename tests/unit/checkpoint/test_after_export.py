@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from bapo_megatron.checkpoint.exports import AfterExport
+from bapo_megatron.runtime.run_paths import RunPaths
 
 DEADLINE_S = 300.0
 
@@ -22,7 +23,7 @@ class Owner:
     def __init__(self, run: Path, command: str, last_step: int = 9, minutes: float = 60.0) -> None:
         self.run = run
         self.events: list[dict[str, Any]] = []
-        self.after = AfterExport(run, "my-run", last_step, command, minutes, self.events.append)
+        self.after = AfterExport(RunPaths(run), "my-run", last_step, command, minutes, self.events.append)
 
     def export(self, step: int) -> None:
         folder(self.run / f"exports/step_{step:06d}")

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_process_group")
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    store = CheckpointStore(tmp_path, CheckpointConfig())
+    store = CheckpointStore(RunPaths(tmp_path), CheckpointConfig())
     for step in (10, 20):
         save(store, step, write_policy(b"weights of %d" % step), {"version": step * 4})
     return store
@@ -40,7 +40,7 @@ def folder_of(store: CheckpointStore) -> Path:
 
 
 def latest_of(store: CheckpointStore) -> Checkpoint | None:
-    return latest_checkpoint(store._paths.root)
+    return latest_checkpoint(store._paths)
 
 
 def test_the_newest_is_found_with_its_state(store: CheckpointStore) -> None:
@@ -51,13 +51,13 @@ def test_the_newest_is_found_with_its_state(store: CheckpointStore) -> None:
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(RunPaths(tmp_path)) is None
 
 
 def test_old_ones_are_deleted_and_zero_keeps_all(store: CheckpointStore, tmp_path: Path) -> None:
     save(store, 30, write_policy(b"x"), {})
     assert sorted(path.name for path in folder_of(store).iterdir()) == ["step_000020", "step_000030"]
-    keeper = CheckpointStore(tmp_path, CheckpointConfig(keep_last=0))
+    keeper = CheckpointStore(RunPaths(tmp_path), CheckpointConfig(keep_last=0))
     save(keeper, 40, write_policy(b"x"), {})
     assert len(list(folder_of(keeper).iterdir())) == 3
 
@@ -162,7 +162,7 @@ def test_checkpoints_that_cannot_be_listed_are_no_new_run(
     with pytest.raises(kind, match=rf"list of checkpoints could not be read at .*{os.strerror(number)}"):
         latest_of(store)
     with pytest.raises(kind, match=rf"list of checkpoints could not be read at .*{os.strerror(number)}"):
-        clear_leftovers(store._paths.root)
+        clear_leftovers(store._paths)
 
 
 def test_a_link_that_cannot_be_looked_at_is_no_damage_either(
@@ -289,19 +289,19 @@ def test_an_empty_folder_is_no_new_run_if_a_checkpoint_is_on_record(tmp_path: Pa
     folder, events = RunPaths(tmp_path).checkpoints, EventLog(RunPaths(tmp_path).events)
     folder.mkdir()
     events.event("start", step=1)
-    assert latest_checkpoint(tmp_path) is None  # killed before its first one
+    assert latest_checkpoint(RunPaths(tmp_path)) is None  # killed before its first one
     events.event("checkpoint", step=10, updates=0)
     events.event("checkpoint", step=20, updates=0)
     events.event("step_lost", step=3, note='"checkpoint"')
     with pytest.raises(
         CheckpointError, match=r"is empty, .* recorded a checkpoint of step 20: mount its disk"
     ):
-        latest_checkpoint(tmp_path)
+        latest_checkpoint(RunPaths(tmp_path))
     folder.rename(tmp_path / "away")
-    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(RunPaths(tmp_path)) is None
     events.event("start", step=1)
     folder.mkdir()  # killed again, in its first save
-    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(RunPaths(tmp_path)) is None
 
 
 def test_training_continues_while_a_checkpoint_is_written(store: CheckpointStore) -> None:
@@ -345,7 +345,7 @@ def test_one_within_a_step_comes_after_the_step_before_and_before_its_own(store:
 
 def test_the_best_are_kept(tmp_path: Path) -> None:
     """Of steps 10 to 50 the newest, and the two with the highest scores; of equal ones the later."""
-    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_best=2))
+    store = CheckpointStore(RunPaths(tmp_path), CheckpointConfig(keep_last=1, keep_best=2))
     for step, score in ((10, 0.5), (20, 0.7), (30, 0.5), (40, None), (50, 0.1)):
         save(store, step, write_policy(b"x"), {})
         if score is not None:
@@ -355,14 +355,16 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_scores_of_the_run_before_count(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_best=1), scores={10: 0.5, 20: 0.4})
+    store = CheckpointStore(
+        RunPaths(tmp_path), CheckpointConfig(keep_last=1, keep_best=1), scores={10: 0.5, 20: 0.4}
+    )
     for step in (10, 20, 30):
         save(store, step, write_policy(b"x"), {})
     assert sorted(path.name for path in folder_of(store).iterdir()) == ["step_000010", "step_000030"]
 
 
 def test_milestones_are_kept_for_ever(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_every=20))
+    store = CheckpointStore(RunPaths(tmp_path), CheckpointConfig(keep_last=1, keep_every=20))
     for step in (10, 20, 30, 40, 50):
         save(store, step, write_policy(b"x"), {})
     assert sorted(path.name for path in folder_of(store).iterdir()) == [
@@ -374,10 +376,10 @@ def test_milestones_are_kept_for_ever(tmp_path: Path) -> None:
 
 def test_a_milestone_that_was_passed_over_goes(tmp_path: Path) -> None:
     """The run goes on from before it, so it is of another course, if of any."""
-    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_every=20))
+    store = CheckpointStore(RunPaths(tmp_path), CheckpointConfig(keep_last=1, keep_every=20))
     for step in (10, 20):
         save(store, step, write_policy(b"x"), {})
     truncate(folder_of(store) / "step_000020")
-    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_every=20), newest=(10, 0))
+    store = CheckpointStore(RunPaths(tmp_path), CheckpointConfig(keep_last=1, keep_every=20), newest=(10, 0))
     save(store, 11, write_policy(b"y"), {})
     assert [path.name for path in folder_of(store).iterdir()] == ["step_000011"]

@@ -28,6 +28,7 @@ from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, SourceConfig
 from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.runtime.run_paths import RunPaths
 from tests.support.checkpoint_models import config_of as config_of_model
 from tests.support.forked_commands import ROOT
 from tests.support.saves import save, write_policy
@@ -47,7 +48,7 @@ def parent(tmp_path: Path) -> Path:
     run = tmp_path / "parent"
     run.mkdir()
     store_config(config_of(run))
-    store = CheckpointStore(run, CheckpointConfig(keep_last=0))
+    store = CheckpointStore(RunPaths(run), CheckpointConfig(keep_last=0))
     for step in (10, 20):
         save(store, step, write_policy(b"weights of %d" % step), {"version": step * 4})
     store.begin((20, 3), {"policy": write_policy(b"half a step")}, {})
@@ -69,7 +70,7 @@ def fork(parent: Path, child: Path, step: int | None = None) -> None:
 
 
 def weights(run: Path) -> bytes:
-    latest = latest_checkpoint(run)
+    latest = latest_checkpoint(RunPaths(run))
     assert latest is not None
     return (latest.policy / "deep/weights.bin").read_bytes()
 
@@ -160,7 +161,7 @@ def test_a_kill_leaves_nothing_that_is_taken_for_a_run(
     if what == "named":
         check_fork(config_of(child), None)  # it is whole: it continues without the flag
     else:
-        assert latest_checkpoint(child) is None
+        assert latest_checkpoint(RunPaths(child)) is None
         assert not (child / "config.json").exists()
     if what == "name":
         with pytest.raises(
@@ -183,7 +184,12 @@ def test_begun_at_the_newest_it_stays_there_though_the_other_run_goes_on(
     with monkeypatch.context() as patch, pytest.raises(Death):
         patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(Death))
         fork(parent, child)
-    save(CheckpointStore(parent, CheckpointConfig(keep_last=0), (20, 3)), 30, write_policy(b"later"), {})
+    save(
+        CheckpointStore(RunPaths(parent), CheckpointConfig(keep_last=0), (20, 3)),
+        30,
+        write_policy(b"later"),
+        {},
+    )
     fork(parent, child)
     assert weights(child) == b"weights of 20"
     fork(parent, child)
@@ -195,7 +201,7 @@ def test_begun_at_the_newest_it_stays_there_though_the_other_run_goes_on(
 
 def test_a_full_disk_is_one_message_and_leaves_its_room(parent: Path, tmp_path: Path) -> None:
     save(
-        CheckpointStore(parent, CheckpointConfig(keep_last=0), (20, 3)),
+        CheckpointStore(RunPaths(parent), CheckpointConfig(keep_last=0), (20, 3)),
         30,
         write_policy(os.urandom(200_000)),
         {},
@@ -254,7 +260,10 @@ def test_the_other_run_may_delete_it_meanwhile(
     def late(source: Path, target: Path) -> None:
         if newest.exists() and source.name == "trainer.json":
             save(
-                CheckpointStore(parent, CheckpointConfig(keep_last=1), (20, 3)), 30, write_policy(b"new"), {}
+                CheckpointStore(RunPaths(parent), CheckpointConfig(keep_last=1), (20, 3)),
+                30,
+                write_policy(b"new"),
+                {},
             )
         link(source, target)
 

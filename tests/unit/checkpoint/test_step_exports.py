@@ -84,9 +84,9 @@ class Owner:
         **checkpoint: Any,
     ) -> None:
         self.events: list[dict[str, Any]] = []
-        self.exports = StepExports(run_dir, model, every, self.events.append)
+        self.exports = StepExports(RunPaths(run_dir), model, every, self.events.append)
         config, in_use = CheckpointConfig(**{"keep_last": 1, **checkpoint}), self.exports.is_using
-        self.store = CheckpointStore(run_dir, config, newest, is_in_use=in_use)
+        self.store = CheckpointStore(RunPaths(run_dir), config, newest, is_in_use=in_use)
         self.paths, self._policy = RunPaths(run_dir), policy
 
     def reach(self, step: int) -> None:
@@ -343,7 +343,8 @@ _TRAINER = """
 import sys
 from pathlib import Path
 from bapo_megatron.checkpoint.exports import StepExports
-exports = StepExports(Path(sys.argv[1]), Path(sys.argv[2]), 10, print)
+from bapo_megatron.runtime.run_paths import RunPaths
+exports = StepExports(RunPaths(Path(sys.argv[1])), Path(sys.argv[2]), 10, print)
 exports.resume([10])
 print("begun", exports._process.pid, flush=True)
 sys.stdin.read()

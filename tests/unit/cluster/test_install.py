@@ -18,6 +18,7 @@ PYTHON = """#!/bin/bash
 # `python -m venv FOLDER`, `python -m pip ...`, and all else by the real one.
 if [[ "$1 $2" = "-m venv" ]]; then mkdir -p "$3/bin" && cp -f "$TEST_FOLDER/bin/python" "$3/bin" && exit; fi
 if [[ "$*" = "-m pip --version" ]]; then exit; fi
+if [[ "$2" = *torch.version.cuda* ]]; then [[ ! -e $TEST_FOLDER/cpu_build ]] && exit || exit 1; fi
 if [[ "$1 $2" != "-m pip" ]]; then exec REAL "$@"; fi
 shift 2
 echo "$*" >>"$TEST_FOLDER/calls"
@@ -84,6 +85,15 @@ def machine(tmp_path: Path) -> Machine:
     nvcc = made.add("cuda/bin/nvcc", NVCC.replace("RELEASE", "13.0").replace("=TOP", f"={toolkit}/bin/.."))
     (tmp_path / "bin/nvcc").symlink_to(nvcc)
     return made
+
+
+def test_a_torch_without_cuda_is_refused_before_anything_is_compiled(machine: Machine) -> None:
+    """Transformer Engine's setup fails on it with "Invalid version: None"."""
+    machine.add("cpu_build", "")
+    done = machine.install("trainer")
+    assert done.returncode == 2
+    assert "error: pip has installed a torch without CUDA: its index or find-links" in done.stderr
+    assert "transformer-engine-torch" not in str(machine.calls())
 
 
 def test_transformer_engine_finds_its_headers_in_torchs_wheels_and_asks_no_download_server(
@@ -294,3 +304,26 @@ def test_the_checks_compilers_take_one_file_of_each_extension_as_it_is(machine: 
     assert run("nvcc", "-c", kernel, "-o", "a.o") == f"-c {kernel} -o a.o\n"
     assert run("nvcc", "-c", "/x/other.cu", "-o", "a.o") == f"-c {machine.folder}/empty.cu -o a.o\n"
     assert (machine.folder / "empty.cu").read_bytes() == b""
+
+
+FIRST_ENDS = """#!/bin/bash
+# The lock is taken when another installation has made its wheel.
+folder=$(dirname "$(readlink /proc/self/fd/9)")
+touch "$folder/transformer_engine_torch-$(sed -n 's/^transformer-engine-torch==//p' FILE)-cp311.whl"
+exec /usr/bin/flock "$@"
+"""
+
+
+def test_a_second_installation_waits_for_the_wheel_of_the_first(machine: Machine) -> None:
+    machine.add("bin/flock", FIRST_ENDS.replace("FILE", str(CLUSTER / "trainer.txt")))
+    done = machine.install("trainer")
+    assert done.returncode == 0, done.stderr
+    assert {call.split()[0] for call in machine.calls()} == {"install"}
+
+
+def test_a_folder_that_cannot_be_locked_is_told(machine: Machine) -> None:
+    machine.add("bin/flock", "#!/bin/sh\nexit 66\n")
+    done = machine.install("trainer")
+    assert done.returncode == 0, done.stderr
+    assert re.search("wheels/.* cannot be locked: no other installation may use it now", done.stderr)
+    assert "wheel" in [call.split()[0] for call in machine.calls()]

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bapo_megatron.commands.doctor import machine, packages, rows
+from bapo_megatron.commands.doctor import doctor, machine, packages, rows
 from bapo_megatron.commands.doctor.doctor import DoctorArguments, guarded, run_doctor
 from bapo_megatron.commands.doctor.packages import (
     PACKAGES,
@@ -143,7 +143,25 @@ def test_a_board_that_the_recipe_names_is_required(monkeypatch: pytest.MonkeyPat
         (("tensorboard", "mlflow"), ["optional", "optional", "problem"]),
         (("wandb", "trackio"), ["problem", "problem", "optional"]),
     ):
-        assert [row.state for row in package_rows(boards, trackers)][1:] == states
+        rows = list(package_rows(boards, trackers))[1:]
+        assert [row.state for row in rows] == states
+        assert [row.fix for row in rows] == [f"pip install {board.install}" for board in boards]
+
+
+def test_a_missing_board_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the row of its package, not by the recipe's, too; a problem with another name stays."""
+    told = [
+        DoctorRow(
+            "recipe", "r.py", "problem", f"logging.trackers has {name}, but {name} is not installed: ..."
+        )
+        for name in ("wandb", "trackio")
+    ]
+    package = DoctorRow("training", "wandb", "problem", "not installed")
+    monkeypatch.setattr(doctor, "check_recipe", lambda *_: (told, None))
+    for section in ("sglang_rows", "machine_rows", "sandbox_rows", "server_rows"):
+        monkeypatch.setattr(doctor, section, lambda *_: iter(()))
+    monkeypatch.setattr(doctor, "package_rows", lambda **_: iter([package]))
+    assert list(doctor.all_rows(DoctorArguments(Path("r.py")))) == [package, told[1]]
 
 
 def test_the_fix_installs_what_was_tested() -> None:

@@ -64,6 +64,15 @@ def test_an_environment_of_make_cluster_is_held_against_its_own_pins(tmp_path: P
     assert rows[2].fix == "make cluster installs the tested versions"
 
 
+def test_a_half_installed_environment_of_make_cluster_is_known_by_its_folder(tmp_path: Path) -> None:
+    told = {"python": "3.11.7", "sglang": None, "torch": pins(SGLANG_CUDA)["torch"]}
+    folder = tmp_path / ".venv-cluster-sglang/bin"
+    folder.mkdir(parents=True)
+    rows = list(sglang.sglang_rows(True, interpreter(folder, f"echo '{json.dumps(told)}'")))
+    assert [row.state for row in rows] == ["ok", "problem", "ok", "optional"]
+    assert rows[1].fix == "make cluster installs the tested versions"
+
+
 @pytest.mark.parametrize("required", [True, False])
 def test_no_sglang_is_a_problem_where_the_run_starts_servers(tmp_path: Path, required: bool) -> None:
     (row,) = sglang.sglang_rows(required, tmp_path / "nowhere")

@@ -21,7 +21,8 @@ from bapo_megatron.commands.doctor.servers import get, longest_sequence, server_
 from bapo_megatron.config import RunConfig, SourceConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, is_loopback
+from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE
+from bapo_megatron.runtime.http import is_loopback
 from bapo_megatron.trainer.preflight import check_weights
 
 ROOT = Path(__file__).parents[3]
@@ -204,6 +205,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
         "problem",
         "no --disable-radix-cache",
     ),
+    "draft": (
+        "/server_info",
+        {"speculative_algorithm": "EAGLE"},
+        {"sync": "broadcast"},
+        "problem",
+        "has --speculative-algorithm EAGLE",
+    ),
     "overlap": (
         "/server_info",
         {"disable_radix_cache": True},
@@ -340,9 +348,14 @@ def test_mistakes_of_every_kind_are_told_at_once(demo: Callable[..., RunConfig],
         f"model.hf_path={tmp_path / 'none'}: no config.json there",
         *(f"data.sources[{name}].path={tmp_path / name}.jsonl: no such file" for name in ("one", "two")),
         "suite absent: there is neither",
-        f"model folder {tmp_path / 'none'} holds neither",  # the servers' view of it
     )
     assert [one[: len(text)] for one, text in zip(found, beginnings, strict=True)] == list(beginnings)
+
+
+def test_the_fix_of_a_missing_suite_is_the_command_that_makes_it(demo: Callable[..., RunConfig]) -> None:
+    evaluation = dataclasses.replace(demo().evaluation, every=1, suites=("absent",))
+    [row] = recipe_rows("r.py", list(problems_of(demo(evaluation=evaluation))))
+    assert row.fix == "bapo data prepare SOURCE --output data/suites/absent"
 
 
 def test_a_check_that_crashes_on_a_wrong_field_is_not_another_problem(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron import cli
 from bapo_megatron.cli import COMMANDS, USAGE, run
 from bapo_megatron.errors import ConfigError, refuse_arguments
 from checkpoints_tools.cli import USAGE as CKPT_USAGE
@@ -95,15 +94,11 @@ def test_what_starts_nothing_answers_without_the_heavy_packages(command: str) ->
     assert answer.stdout or len(answer.stderr.splitlines()) > 1
 
 
-def test_the_study_says_what_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An installed package has no folder of benchmarks beside it."""
-    monkeypatch.setattr(cli, "_CHECKOUT", tmp_path)
-    assert run(["study", "staleness"]) == 2
+def test_the_studies_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["study", "staleness", "--quick"]) == 2
     message = capsys.readouterr().err
-    assert f"{tmp_path} is none: clone it" in message
-    assert len(message.splitlines()) == 1
+    assert "bapo study is gone" in message
+    assert "`git checkout f6aa2582`" in message
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from bapo_megatron.commands.report.data import MetricTable, RunRecord, read_run
-from bapo_megatron.commands.report.episodes import MOST_TOKENS, conversations
-from bapo_megatron.commands.report.page import write_report
+from bapo_megatron.commands.report.page import MOST_TOKENS, conversations, write_report
 from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS
 from bapo_megatron.rollout.sampler.step_batches import step_path, write_step
 from bapo_megatron.types import FinishReason, Group, Prompt, Rollout, StepBatch

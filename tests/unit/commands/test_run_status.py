@@ -330,6 +330,15 @@ def test_checkpoints_that_may_be_listed_and_not_entered_do_not_end_status(
     assert "checkpoint  none yet\n" in status_text(read_status(run, NOW))
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_keeps_its_responses(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    assert "checkpoint  none yet\n" in status_text(read_status(run, NOW))
+    (run / "journal").mkdir()
+    (run / "journal/segments-000001.log").touch()
+    kept = "checkpoint  none yet; responses are kept, and the same command goes on with them\n"
+    assert kept in status_text(read_status(run, NOW))
+
+
 def test_an_entry_of_a_server_that_is_a_link_counts_as_a_dead_server(run: Path) -> None:
     """The job passes over it, too; `bapo status` must not end at it."""
     entry = sorted((run / "engines").iterdir())[0]

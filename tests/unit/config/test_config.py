@@ -23,8 +23,9 @@ from bapo_megatron.checkpoint.run_directory import (
     check_same_run,
     check_writable,
     only_writer,
+    read_config,
     store_config,
-    with_former_failures,
+    with_former_defaults,
 )
 from bapo_megatron.config import (
     AlgorithmConfig,
@@ -656,15 +657,15 @@ def test_a_step_ends_as_it_began(tmp_path: Path) -> None:
         optimizer=OptimizerConfig(lr=0.1),
         allow_change=("algorithm.reuse_epochs", "optimizer.lr"),
     )
-    changed = changed_settings(reused)
+    changed = changed_settings(reused, read_config(reused.directory))
     assert ("optimizer.lr", 2e-6, 0.1) in changed
     with pytest.raises(
         ConfigError, match=r"^algorithm.reuse_epochs: the newest checkpoint lies within a step"
     ):
         check_partial_step(changed, reused)
     slower = dataclasses.replace(reused, algorithm=run.algorithm)
-    check_partial_step(changed_settings(slower), slower)
-    assert changed_settings(dataclasses.replace(run, run_dir=tmp_path / "new")) == []
+    check_partial_step(changed_settings(slower, read_config(slower.directory)), slower)
+    assert changed_settings(run, None) == []
 
 
 def test_a_run_from_before_there_were_losses_has_bapo(tmp_path: Path) -> None:
@@ -676,11 +677,11 @@ def test_a_run_from_before_there_were_losses_has_bapo(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(stored))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     check_same_run(run)
-    assert changed_settings(run) == []
+    assert changed_settings(run, read_config(run.directory)) == []
     other = dataclasses.replace(run, algorithm=AlgorithmConfig(loss="mine:Loss"))
     with pytest.raises(ConfigError, match="algorithm.loss: 'clip' in the run, 'mine:Loss' now"):
         check_same_run(other)
-    assert changed_settings(other) == [("algorithm.loss", "clip", "mine:Loss")]
+    assert changed_settings(other, read_config(other.directory)) == [("algorithm.loss", "clip", "mine:Loss")]
 
 
 def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -758,16 +759,15 @@ def test_a_run_of_before_goes_on_with_the_reward_of_failed_scores(tmp_path: Path
     path.write_text(json.dumps(stored))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for _ in range(2):
-        kept, line = with_former_failures(old)
+        kept, [line] = with_former_defaults(old)
         assert kept.reward == RewardConfig(failed=-0.5, on_failure="value")
-        assert line is not None
         assert "reward.failed=-0.5, and goes on so; new runs leave it out" in line
         check_same_run(kept)
         store_config(kept)
     changed = dataclasses.replace(old, allow_change=("reward.on_failure",))
-    assert with_former_failures(changed) == (changed, None)
+    assert with_former_defaults(changed) == (changed, [])
     store_config(changed)
-    assert with_former_failures(old) == (old, None)
+    assert with_former_defaults(old) == (old, [])
 
 
 def test_a_run_of_today_has_the_value_only_if_it_says_so(tmp_path: Path) -> None:
@@ -775,6 +775,6 @@ def test_a_run_of_today_has_the_value_only_if_it_says_so(tmp_path: Path) -> None
     store_config(run)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     now = dataclasses.replace(run, reward=RewardConfig())
-    assert with_former_failures(now) == (now, None)
+    assert with_former_defaults(now) == (now, [])
     with pytest.raises(ConfigError, match="reward.on_failure: 'value' in the run, 'leave_out' now"):
         check_same_run(now)

@@ -11,7 +11,7 @@ import pytest
 
 from bapo_megatron import cli
 from bapo_megatron.algo.bounds import grpo
-from bapo_megatron.checkpoint.run_directory import changed_settings, check_same_run, store_config
+from bapo_megatron.checkpoint.run_directory import changed_settings, check_same_run, read_config, store_config
 from bapo_megatron.commands.recipe_flags import check_names, parse_flags
 from bapo_megatron.config import (
     AlgorithmConfig,
@@ -88,7 +88,7 @@ def test_a_run_from_before_has_none(tmp_path: Path) -> None:
     for name in [name for name in stored["config"] if name.startswith("environment.")]:
         del stored["config"][name]
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert changed_settings(run) == []
+    assert changed_settings(run, read_config(run.directory)) == []
 
 
 def test_an_evaluation_has_the_section_too() -> None:
@@ -244,7 +244,7 @@ def test_a_run_from_before_has_neither(tmp_path: Path) -> None:
     assert stored["config"].pop("reward.settings") == {}
     assert stored["config"].pop("reward.sandbox_url") is None
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert changed_settings(run) == []
+    assert changed_settings(run, read_config(run.directory)) == []
 
 
 def test_settings_of_a_function_of_ones_own_are_its_keyword_arguments(
@@ -341,7 +341,7 @@ def test_a_run_from_before_there_were_settings_has_none(tmp_path: Path) -> None:
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["config"].pop("algorithm.loss_settings") == {}
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert changed_settings(run) == []
+    assert changed_settings(run, read_config(run.directory)) == []
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 
 from bapo_megatron.algo.bapo import clip_higher, fixed, grpo, paper
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.checkpoint.run_directory import plain_values, with_present_fields
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import AlgorithmConfig, RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
@@ -304,12 +303,3 @@ def test_the_demo_says_what_it_does_not_show() -> None:
     ):
         assert "does not show" in text
         assert "made" in text  # of the task
-
-
-def test_the_study_is_not_of_the_demo() -> None:
-    """What changes in the demo changes no arm of the study, whose results are stored."""
-    with (ROOT / "docs/study.jsonl").open() as lines:
-        stored = with_present_fields(json.loads(next(lines))["base"])
-    now = plain_values(load_recipe(ROOT / "recipes/demo_study.py", RunConfig))
-    places = {"data.path", "evaluation.suites", "model.hf_path"}
-    assert {name for name in stored | now if stored.get(name) != now.get(name)} <= places

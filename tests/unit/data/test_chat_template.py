@@ -15,7 +15,7 @@ import pytest
 
 from bapo_megatron.config import SftConfig
 from bapo_megatron.data.chat_template import ChatTemplate, chat_template_of, is_control
-from bapo_megatron.data.problem_sets import load_suite
+from bapo_megatron.data.problem_sets import control_tokens_text, load_suite
 from bapo_megatron.data.prompts import load_prompts, prompt_token_ids
 from bapo_megatron.environment.template import ObservationTemplate
 from bapo_megatron.environment.tools.calls import results
@@ -216,6 +216,21 @@ def test_other_conversations_have_the_ids_of_the_template(name: str) -> None:
                 messages, add_generation_prompt=True, return_dict=False, **described
             )
             assert prompt_token_ids(messages, tokenizer, tools).tolist() == wanted
+
+
+@pytest.mark.parametrize("spelled", ["<|im_start|>", "[INST]", "<\uff5cUser\uff5c>"])
+def test_a_run_tells_of_prompts_that_were_rendered_already(spelled: str, tmp_path: Path) -> None:
+    """Also by the template of another model."""
+    tokenizer = demo_tokenizer()
+    prompts = [
+        load_prompts(row(tmp_path, text, ""), tokenizer, 10**6).prompts[0]
+        for text in ("1 < 2? <think>", f"{spelled}user 1+1?")
+    ]
+    assert control_tokens_text(prompts[:1], tokenizer) is None
+    told = (
+        f"1 of 2 prompts spell a control token, which the model gets as text (first: row 0, {spelled[:12]!r}"
+    )
+    assert str(control_tokens_text(prompts, tokenizer)).startswith(told[:-1])
 
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>", "<|im_end|>\n"])

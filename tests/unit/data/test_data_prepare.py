@@ -553,7 +553,7 @@ def test_broken_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     parquet.write_bytes(b"PAR1 not")
     refused(str(parquet), "cannot be read as parquet")
     single = tmp_path / "bad.json"
-    single.write_text('{\n"a": 1}')
+    single.write_text('{\n"a": 1')
     refused(str(single), "row 0 .*not JSON: .*; a file of rows has one object a line, or is one list of obj")
     refused("nowhere.jsonl", "no such file")
     refused(str(tmp_path), "no such file")
@@ -727,6 +727,24 @@ def test_answers_that_are_operations_are_counted(tmp_path: Path) -> None:
     card = prepared(tmp_path, rows)
     assert card.as_json()["operation_rows"] == card.operations == 3
     assert "is an operation (docs/rewards.md#mathematics): 3" in (tmp_path / "out" / CARD_TEXT).read_text()
+
+
+@pytest.mark.parametrize("tokenizer", [None, MODEL])
+def test_prompts_that_were_rendered_already_are_counted(tmp_path: Path, tokenizer: Path | None) -> None:
+    """Control tokens of another model count, too; comparisons and tags do not."""
+    asked = ["<|im_start|>user\n1+1?<|im_end|>", "[INST] 1+2? [/INST]", "Is 1 <|x| and |y|> 2?", "1 <s 2> 3?"]
+    rows = [skywork(text, str(number)) for number, text in enumerate(asked)]
+    card = prepared(tmp_path, rows, tokenizer=tokenizer)
+    assert card.as_json()["control_token_rows"] == card.control_tokens == 2
+    assert "(docs/data.md#which-fields-are-understood): 2" in (tmp_path / "out" / CARD_TEXT).read_text()
+
+
+def test_a_card_has_the_options_that_something_was_done_with(tmp_path: Path) -> None:
+    unused = {"max_prompt_tokens", "ngram_words", "ngram_share", "min_difficulty", "max_difficulty", "seed"}
+    card = prepared(tmp_path, [skywork("1+1?", "2")])
+    assert not unused & card.as_json()["options"].keys()
+    card = prepared(tmp_path, [skywork("1+1?", "2")], tokenizer=MODEL, overwrite=True)
+    assert card.as_json()["options"]["max_prompt_tokens"] == 2048
 
 
 def test_the_kind_of_problem_that_a_row_names_stays_for_a_reward_of_ones_own(tmp_path: Path) -> None:

@@ -33,6 +33,12 @@ FILES = {
     "a mark of the byte order": ("rows.jsonl", MARK + LINES),
     "a mark before a list": ("rows.json", MARK + LIST),
     "empty lines": ("rows.jsonl", b"\n \n" + LINES.replace(b"\n", b"\r\n\r\n")),
+    "objects over several lines": (
+        "rows.jsonl",
+        b"\n".join(json.dumps(row, indent=2).encode() for row in ROWS),
+    ),
+    "objects on one line": ("rows.json", b" ".join(LINES.splitlines())),
+    "objects without a space": ("rows.jsonl", b"".join(LINES.splitlines())),
     "gzip": ("rows.jsonl", gzip.compress(LINES)),
     "gzip by its name": ("rows.jsonl.gz", gzip.compress(MARK + LINES)),
     "a list by gzip": ("rows.json.gz", gzip.compress(LIST)),
@@ -58,6 +64,17 @@ BROKEN = {
     "no object": ("rows.jsonl", LINES + b"5\n", "row 2 (the first is 0): it is no object: 5"),
     "no object in a list": ("rows.json", b"[{}, 5]", "row 1 (the first is 0): it is no object: 5"),
     "an open list": ("rows.json", LIST[:-1], "row 0 (the first is 0): not JSON: Expecting ',' delimiter"),
+    "a cut line among others": (
+        "rows.jsonl",
+        LINES[:-3] + b"\n" + LINES,
+        "row 1 (the first is 0): not JSON: Expecting",
+    ),
+    "several lists": ("rows.json", b"[{}]\n[{}]", "row 1 (the first is 0): it is no object: [{}]"),
+    "half an object over several lines": (
+        "rows.json",
+        json.dumps(ROWS[0], indent=1).encode()[:-1],
+        "not JSON: Expecting ',' delimiter, line 13 of it, column 1; a file of rows",
+    ),
     "half a line": ("rows.jsonl", LINES[:-5], "row 1 (the first is 0): not JSON: Expecting"),
     "another encoding": (
         "rows.jsonl",

@@ -47,6 +47,7 @@ from bapo_megatron.evaluation.run import (
 )
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
@@ -667,16 +668,18 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def test_the_digest_of_a_model_is_of_what_it_says(tmp_path: Path) -> None:
-    names = ("config.json", "a.safetensors", "chat_template.jinja")
+    names = ("config.json", "model.safetensors", "chat_template.jinja")
     for name in names:
         (tmp_path / name).write_text("{}")
     digests = {model_digest(tmp_path)}
-    (tmp_path / "README.md").write_text("no matter")
-    assert model_digest(tmp_path) in digests
+    for name in ("README.md", "consolidated.safetensors"):
+        (tmp_path / name).write_text("no matter")
+        assert model_digest(tmp_path) in digests
     for name in names:
         (tmp_path / name).write_text("other")
         digests.add(model_digest(tmp_path))
-    (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    (tmp_path / INDEX).write_text('{"weight_map": {"weight": "model-1.safetensors"}}')
     digests.add(model_digest(tmp_path))
     assert len(digests) == 5
 

@@ -419,6 +419,7 @@ def test_replicas_without_a_full_pack_idle() -> None:
     text = plan_text(sixteen, [], [])
     assert "WARNING: its 128 tokens fill 50% of one pack of each of 16 replicas" in text
     assert "of each of" not in plan_text(eight, [], [])
+    assert "GB of the 1,800 that it may use, 90% of its 2,000; the checkpoint has" in text
 
 
 @pytest.mark.parametrize(

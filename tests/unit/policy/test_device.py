@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,24 @@ def test_the_norm_of_thirty_million_gradients_equals_float64(
         assert found == pytest.approx(expected, rel=2e-7), parts
     ranks = [norm_of([part]) ** 2 for part in noise.chunk(4)]
     assert math.sqrt(sum(ranks)) == pytest.approx(expected, rel=2e-7)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_of_one_rank_makes_no_collective_on_a_cpu(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.distributed import param_and_grad_buffer as buffer
+
+    calls: list[str] = []
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, name=name, **__: calls.append(name))
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        monkeypatch.setattr(buffer, name, getattr(buffer, name))
+    device._skip_lone_collectives()
+    group, values = SimpleNamespace(size=lambda: ranks), torch.ones(2)
+    buffer.dist_reduce_scatter_func(values, values, op=None, group=group, async_op=False)
+    buffer.dist_all_gather_func(values, values, group=group, async_op=False)
+    assert calls == ([] if ranks == 1 else ["reduce_scatter_tensor", "all_gather_into_tensor"])
 
 
 PLAYED = Path(__file__).parents[2] / "support/played_apex"

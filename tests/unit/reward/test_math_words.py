@@ -130,7 +130,8 @@ def test_the_name_of_a_value(answer: str, split: tuple[str, str]) -> None:
     "truth",
     [
         *("None", "NA", "nil", "unknown", "TODO", "see solution", "{}", r"\text{unknown}", "[]", "No answer"),
-        *("FIXME", "unk", "See above", r"\text{not available}"),
+        *("FIXME", "unk", "See above", r"\text{not available}", "see the solution", "Refer to the solution."),
+        *("see figure", "not given", "not_available", "notfound"),
     ],
 )
 def test_a_place_holder_is_no_truth(truth: str) -> None:

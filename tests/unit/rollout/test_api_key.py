@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import bapo_megatron.rollout.engines.sglang_launch as launch_folder
-from bapo_megatron.checkpoint.run_directory import changed_settings, store_config
+from bapo_megatron.checkpoint.run_directory import changed_settings, read_config, store_config
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang import server_process as process
@@ -233,7 +233,7 @@ def test_a_run_without_a_key_file_continues(tmp_path: Path) -> None:
     for field in ("api_key_file", "require_api_key"):
         del stored["config"][f"rollout.sglang.{field}"]
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert changed_settings(config) == []
+    assert changed_settings(config, read_config(config.directory)) == []
     assert known_key(config.rollout.sglang, tmp_path) is None
     assert servers_key_file(config) == tmp_path / "api_key"
     assert known_key(config.rollout.sglang, tmp_path) is not None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,20 @@ def test_a_server_of_the_run_cannot_be_replaced_by_one_without_a_key(serve: Call
         asyncio.run(run(thief))
     assert asyncio.run(run(genuine)) == 0
     assert thief.keys_seen == {None}
+
+
+async def test_a_probe_does_not_wait_for_the_loops_threads(serve: Callable[..., Server]) -> None:
+    """Nor do those threads wait for probes: the sampler's log is written by them."""
+    release, sessions, server = threading.Event(), HttpSessions(), serve(KEY)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    busy = asyncio.ensure_future(asyncio.to_thread(release.wait))
+    client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, known))
+    try:
+        assert await asyncio.wait_for(client.weight_version(), 120) == 0
+    finally:
+        release.set()
+        await busy
+        await sessions.close()
 
 
 async def test_a_key_made_after_the_client_is_found(serve: Callable[..., Server], tmp_path: Path) -> None:

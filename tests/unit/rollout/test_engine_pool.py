@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.pool_state import EngineTimeouts, load_seconds
@@ -103,7 +105,10 @@ async def test_a_hanging_weight_load_does_not_block_other_engines(tmp_path: Path
 
 
 def test_the_deadline_of_a_load_grows_with_its_bytes(tmp_path: Path) -> None:
-    for name, size in {"a.safetensors": 3e9, "b.safetensors": 0.5e9, "config.json": 7e9}.items():
+    weight_map = {"first": "a.safetensors", "last": "b.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    sizes = {"a.safetensors": 3e9, "b.safetensors": 0.5e9, "mtp.safetensors": 2e9, "config.json": 7e9}
+    for name, size in sizes.items():
         with (tmp_path / name).open("wb") as file:
             file.truncate(int(size))  # no blocks: a hole
     assert load_seconds(tmp_path, 600) == pytest.approx(600 + 3.5e9 / 100e6)
@@ -118,7 +123,7 @@ async def test_a_slow_disk_does_not_count_as_a_hang(tmp_path: Path, monkeypatch:
     world = World(tmp_path / "run", [engine])
     weights = tmp_path / "v1"
     weights.mkdir()
-    with (weights / "model-00000.safetensors").open("wb") as file:
+    with (weights / "model.safetensors").open("wb") as file:
         file.truncate(6_000_000_000)
     async with world.sampling():
         load = engine.load

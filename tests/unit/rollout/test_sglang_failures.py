@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import numpy as np
@@ -31,6 +32,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     ServerError,
     SglangServer,
 )
+from bapo_megatron.rollout.engines.sglang.requirements import drafting
 from bapo_megatron.types import GenerateRequest, RouteShape, SamplingParams
 from tests.contract.blocking import BlockingEngine
 from tests.support.fake_sglang import FakeServer
@@ -416,6 +418,25 @@ def test_a_server_whose_cache_outlives_new_weights_takes_none(
     server.answers["server_info"] = (200, settings)
     engine.update_weights(weights(model), 5)
     assert server.version == "5"
+
+
+def test_a_draft_model_gets_new_weights_from_disk_alone(
+    server: FakeServer, engine: BlockingEngine, model: Path
+) -> None:
+    """Of a server that the run has not started, too, and at the first load, which is from disk before the
+    first step. Drafts by n-grams have no weights."""
+
+    async def load_first() -> None:
+        client = SglangServer(server.url, HttpSessions())
+        one = SglangEngine(client, limits_of(model), sync="broadcast")
+        await one.load(model, 0, confirm=AsyncMock())
+
+    server.answers["server_info"] = (200, {"speculative_algorithm": "EAGLE"})
+    with pytest.raises(ServerError, match=f"{server.url}: its draft model .* EAGLE.*sync=disk"):
+        asyncio.run(load_first())
+    engine.update_weights(weights(model), 5)
+    assert server.version == "5"
+    assert drafting({"speculative_algorithm": "NGRAM"}) is drafting({"speculative_algorithm": None}) is None
 
 
 @pytest.mark.parametrize("asks", [True, False])

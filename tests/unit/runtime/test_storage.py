@@ -21,15 +21,17 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from bapo_megatron.checkpoint import store
+from bapo_megatron.checkpoint.export import export_hf
 from bapo_megatron.checkpoint.exports import StepExports
 from bapo_megatron.checkpoint.reader import latest_checkpoint
 from bapo_megatron.checkpoint.store import CheckpointStore, clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
-from bapo_megatron.hf.export import export_hf
+from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, read_step, write_step
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal, read_records
+from bapo_megatron.rollout.weight_sync import disk as disk_sync
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.runtime.exit_codes import report_error
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
@@ -79,11 +81,11 @@ def test_weights(disk: Path, model: Path) -> None:
 
 
 def test_a_checkpoint(disk: Path) -> None:
-    store = CheckpointStore(disk, CheckpointConfig())
+    store = CheckpointStore(RunPaths(disk), CheckpointConfig())
     save(store, 10, write_policy(bytes(100_000)), {})
 
     def again() -> None:
-        latest = latest_checkpoint(disk)
+        latest = latest_checkpoint(RunPaths(disk))
         assert latest is not None
         assert latest.step == 10
         save(store, 20, write_policy(bytes(100_000)), {})
@@ -92,10 +94,10 @@ def test_a_checkpoint(disk: Path) -> None:
     ballast = fill(disk, 8)
     with pytest.raises(RunStopped, match="checkpoint of step 30 could not be written .*No space left"):
         save(store, 30, write_policy(bytes(100_000)), {})
-    clear_leftovers(disk)  # as a continuation does, which needs the room
+    clear_leftovers(RunPaths(disk))  # as a continuation does, which needs the room
     ballast.unlink()
     assert sum(path.stat().st_size for path in disk.rglob("*.bin")) == 200_000
-    latest = latest_checkpoint(disk)
+    latest = latest_checkpoint(RunPaths(disk))
     assert latest is not None
     assert latest.step == 20
 
@@ -236,17 +238,17 @@ MODEL = Path(__file__).parents[3] / "recipes/demo/policy"
 
 def keep_one(run: Path) -> None:
     """Save steps 10 and 20, of which the second is kept."""
-    store = CheckpointStore(run, CheckpointConfig(keep_last=1))
+    store = CheckpointStore(RunPaths(run), CheckpointConfig(keep_last=1))
     for step in (10, 20):
         save(store, step, write_policy(b"x"), {})
 
 
 def save_20(run: Path) -> None:
-    save(CheckpointStore(run, CheckpointConfig(keep_last=1)), 20, write_policy(b"x"), {})
+    save(CheckpointStore(RunPaths(run), CheckpointConfig(keep_last=1)), 20, write_policy(b"x"), {})
 
 
 def resume_exports(run: Path) -> None:
-    StepExports(run, MODEL, 0, lambda event: None).resume([])
+    StepExports(RunPaths(run), MODEL, 0, lambda event: None).resume([])
 
 
 def keep_no_weights(run: Path) -> None:
@@ -267,7 +269,10 @@ def delete_steps(run: Path) -> None:
 OWN: dict[str, tuple[str, Callable[[Path], None]]] = {
     "checkpoint that is not kept": ("checkpoints/step_000005", save_20),
     "checkpoint that is saved anew": ("checkpoints/step_000020", save_20),
-    "half-written checkpoint": ("checkpoints/.step_000020.0123abcd.tmp", clear_leftovers),
+    "half-written checkpoint": (
+        "checkpoints/.step_000020.0123abcd.tmp",
+        lambda run: clear_leftovers(RunPaths(run)),
+    ),
     "half-deleted checkpoint": ("checkpoints/.step_000005_update_001.deleted", save_20),
     "half-written export": ("exports/.step_000020.bapo-ckpt.tmp", resume_exports),
     "older weights": ("weights/v2", keep_no_weights),
@@ -319,11 +324,49 @@ def test_a_checkpoint_that_is_still_read_is_deleted_later(
     assert [path.name for path in folder.iterdir()] == ["step_000020"]
 
 
+def test_weights_are_written_where_a_leftover_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server may have files of a killed run open; the folders of the version hold nothing of them."""
+    folder = tmp_path / "weights"
+    for name in ("v3", ".v3.tmp"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "model-00000.safetensors").write_text("half")
+
+    def refused(_: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_sync, "remove_folder", refused)
+        staging = WeightStaging(folder, MODEL)
+        staging.prepare(3)
+        staging.publish(3, {})
+    assert sorted(path.name for path in (folder / "v3").iterdir()) == ["config.json", INDEX]
+    assert capsys.readouterr().err.count("could not be deleted") == 2
+    staging.keep_only(folder / "v3")
+    assert [path.name for path in folder.iterdir()] == ["v3"]
+
+
+def test_weights_whose_leftover_cannot_be_renamed_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point of the version's name: the folder, and what to do."""
+    (tmp_path / "v3").mkdir()
+
+    def refused(_path: Path, _target: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(DiskError, match=r"/v3, left over .*\(Device or resource busy\): move or unmount it"):
+        WeightStaging(tmp_path, MODEL).prepare(3)
+
+
 Report = Callable[..., None]
 
 
 def delete_checkpoint(run: Path, report: Report) -> None:
-    own = CheckpointStore(run, CheckpointConfig(keep_last=1), (20, 0), old=OldFiles(report))
+    own = CheckpointStore(RunPaths(run), CheckpointConfig(keep_last=1), (20, 0), old=OldFiles(report))
     own.delete_old()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from benchmarks.gpu_study.__main__ import gpu_study
-from benchmarks.gpu_study.arms import ARMS, GpuStudyOptions, make_arms, prepare_commands
+from benchmarks.gpu_study.arms import ARMS, Arm, GpuStudyOptions, make_arms, prepare_commands
+from benchmarks.gpu_study.figures import COLUMNS, figures_of
 from benchmarks.gpu_study.page import page, right_answers
-from benchmarks.study.plan import Arm
 
 
 @pytest.fixture
@@ -165,3 +166,40 @@ def test_answers_are_paired_by_problem(options: GpuStudyOptions) -> None:
     [other] = make_arms(only_paper)
     finish(other, [True, True])
     assert "`grpo` has not run." in page(only_paper, [other])
+
+
+def test_figures_by_hand(tmp_path: Path) -> None:
+    """Ten steps of two updates: the second is stale. A run that says nothing more has no more figures."""
+    rewards = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.8, 0.6, 0.4, 0.2]
+    steps = [
+        {"step": step, "sampled/reward/mean": reward, "policy/entropy": 2.0 - step / 10}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    fresh = {"policy/entropy": 2.0, "raised/tokens": 0.0, "bapo/bounds_moved": 0.0}
+    stale = {
+        "policy/entropy": 1.0,
+        "raised/tokens": 0.25,
+        "bapo/bounds_moved": 1.0,
+        "bapo/clip_fraction_low": 0.125,
+        "bapo/clip_fraction_high": 0.0625,
+        "quadrant/positive_low/contribution": 0.25,
+        "quadrant/positive_high/contribution": 0.125,
+    }
+    updates = [{"step": row["step"], **kind} for row in steps for kind in (fresh, stale)]
+    for name, rows in (("metrics", steps), ("updates", updates)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = figures_of(tmp_path, 10)
+    assert list(found) == list(COLUMNS)
+    known = {name: value for name, value in found.items() if not math.isnan(value)}
+    assert known == pytest.approx(
+        {
+            "mean_reward": 0.5,
+            "best_reward": 1.0,
+            "final_reward": 0.2,
+            "entropy_kept": 0.5,
+            "clipped": 0.1875,
+            "positive_share": 0.375,
+            "raised_tokens": 0.25,
+            "moved": 1.0,
+        }
+    )

@@ -114,7 +114,7 @@ def follow(
     """Follow what is in the files, by default as a run's last rows."""
     console = io.StringIO()
     begun = resume_step, is_evaluated
-    done = Follower(run.paths.root, "fake", *begun, store.client, wait or Waits(0), console).follow()
+    done = Follower(run.paths, "fake", *begun, store.client, wait or Waits(0), console).follow()
     run.printed = console.getvalue()
     return done
 

@@ -39,7 +39,7 @@ def write_steps(
     run_dir: Path, logging: config.LoggingConfig, resume_step: int, last: int, reward: float
 ) -> None:
     """The part of a run from ``resume_step`` to ``last``: one step line and two update lines a step."""
-    log = MetricsLog(run_dir, logging, resume_step, no_report)
+    log = MetricsLog(RunPaths(run_dir), logging, resume_step, no_report)
     for step in range(resume_step + 1, last + 1):
         for update in range(2):
             log.write_update(step, {"update": update, "policy/loss": reward})
@@ -115,11 +115,11 @@ def test_boards_follow_files_that_are_back_at_the_checkpoint(
 
 def test_evaluations_follow_a_run_that_goes_back(tmp_path: Path) -> None:
     """Of the weights that it goes on from, an evaluation stays and is not written twice; later ones go."""
-    log = MetricsLog(tmp_path, FILES_ONLY, 0, no_report)
+    log = MetricsLog(RunPaths(tmp_path), FILES_ONLY, 0, no_report)
     for step in (0, 2, 4):
         assert log.write_evaluation(step, {"eval/mean": step / 10})
     log.close()
-    again = MetricsLog(tmp_path, FILES_ONLY, 2, no_report)
+    again = MetricsLog(RunPaths(tmp_path), FILES_ONLY, 2, no_report)
     assert evaluation_means(tmp_path) == {0: 0.0, 2: 0.2}
     assert not again.write_evaluation(2, {"eval/mean": 0.9})
     assert again.write_evaluation(4, {"eval/mean": 0.5})
@@ -151,7 +151,7 @@ def test_a_full_disk_below_tensorboard_is_one_error(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def write() -> None:
-        log = MetricsLog(tmp_path, config.LoggingConfig(), 0, no_report)
+        log = MetricsLog(RunPaths(tmp_path), config.LoggingConfig(), 0, no_report)
         for step in range(1, steps + 1):
             log.write_step(step, {"reward/mean": 0.5})
         monkeypatch.setattr(RecordWriter, "write", full)

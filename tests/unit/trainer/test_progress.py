@@ -129,6 +129,27 @@ FOUR_GROUPS = {"rollout/groups_sampled": 4.0, "rollout/groups": 0.0, "policy/upd
         ),
         (
             {
+                "rollout/groups_sampled": 12.0,
+                "rollout/groups_dropped": 11.0,
+                "rollout/groups_failed": 1.0,
+                "sampled/reward/failures": 5.0,
+                "policy/updates": 0.0,
+            },
+            ["5 scores failed", "no update: 11 groups uniform, 1 with too few scores"],
+        ),
+        (
+            {
+                "rollout/groups_sampled": 12.0,
+                "rollout/groups_dropped": 9.0,
+                "rollout/groups_failed": 1.0,
+                "sampled/reward/failures": 5.0,
+                "sampled/reward/correct_fraction": None,
+                "policy/updates": 4.0,
+            },
+            ["5 scores failed", "2 of 12 groups kept"],
+        ),
+        (
+            {
                 "rollout/groups_sampled": 8.0,
                 "rollout/groups_dropped": 6.0,
                 "rollout/groups_stale": 1.0,

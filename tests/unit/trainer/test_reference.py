@@ -26,6 +26,7 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer import reference
 from bapo_megatron.trainer.preflight import check_reference, check_rollout_only
@@ -170,7 +171,7 @@ def test_other_weights_than_the_run_began_with_are_refused(tmp_path: Path) -> No
     record = load_reference(config_of(tmp_path), policy)
     assert policy.loaded == [POLICY]
     assert record == ReferenceRecord(str(POLICY), "float32", "a1")
-    store_reference(tmp_path, record)
+    store_reference(RunPaths(tmp_path), record)
     assert json.loads((tmp_path / "reference.json").read_text())["weights"] == "a1"
     assert load_reference(config_of(tmp_path), loading("b2")).weights == "b2"  # no step was made yet
     (tmp_path / "metrics.jsonl").write_text("{}\n")

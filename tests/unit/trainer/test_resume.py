@@ -20,7 +20,6 @@ from bapo_megatron.rollout.sampler import client
 from bapo_megatron.runtime.event_kinds import event_text, is_trouble
 from bapo_megatron.trainer import resume
 from bapo_megatron.trainer.build import open_engines
-from bapo_megatron.trainer.resume import pin_threads
 from tests.support.forked_commands import ROOT
 
 FOUND = {"canary": "log-probs of the canary: 0.3", "weights": "bits of the weights: aa, bb now"}
@@ -109,6 +108,10 @@ def present(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def _pinned(config: RunConfig) -> tuple[RunConfig, dict[str, Any] | None]:
+    return resume.pin_threads(config, resume.read_begun(config.directory))
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """A run that begins."""
@@ -125,7 +128,7 @@ def test_number_of_threads(
 ) -> None:
     if stored is not None:
         store_config(replace(config, threads=stored))
-    pinned, event = pin_threads(replace(config, threads=configured))
+    pinned, event = _pinned(replace(config, threads=configured))
     assert pinned.threads == torch.get_num_threads() == threads
     assert (event is not None) == kept
     if event is not None:
@@ -134,7 +137,7 @@ def test_number_of_threads(
 
 def test_another_layout_takes_the_environments_number_of_threads(config: RunConfig) -> None:
     store_config(replace(config, threads=2))
-    pinned, event = pin_threads(replace(config, parallel=ParallelConfig(pipeline=2)))
+    pinned, event = _pinned(replace(config, parallel=ParallelConfig(pipeline=2)))
     assert pinned.threads == torch.get_num_threads() == 3
     assert event is not None
     assert (event["kind"], event["threads"], event["environment"]) == ("threads_anew", 3, 3)
@@ -144,20 +147,20 @@ def test_another_layout_takes_the_environments_number_of_threads(config: RunConf
 @pytest.mark.parametrize("parallel", [ParallelConfig(timeout_minutes=30), ParallelConfig(data=1)])
 def test_an_equal_layout_keeps_the_number_of_threads(config: RunConfig, parallel: ParallelConfig) -> None:
     store_config(replace(config, threads=2))
-    assert pin_threads(replace(config, parallel=parallel))[0].threads == torch.get_num_threads() == 2
+    assert _pinned(replace(config, parallel=parallel))[0].threads == torch.get_num_threads() == 2
 
 
 def test_more_replicas_are_another_layout(config: RunConfig) -> None:
     store_config(replace(config, threads=2, parallel=ParallelConfig(data=1)))
-    assert pin_threads(replace(config, parallel=ParallelConfig(data=2)))[0].threads == 3
+    assert _pinned(replace(config, parallel=ParallelConfig(data=2)))[0].threads == 3
 
 
 def test_on_a_gpu_only_a_configured_number_of_threads_is_set(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resume, "has_cuda", lambda: True)
-    assert pin_threads(config) == (config, None)
-    assert pin_threads(replace(config, threads=1))[0].threads == torch.get_num_threads() == 1
+    assert _pinned(config) == (config, None)
+    assert _pinned(replace(config, threads=1))[0].threads == torch.get_num_threads() == 1
 
 
 @pytest.mark.integration
@@ -170,7 +173,7 @@ def test_a_sampler_that_is_started_again_takes_the_runs_number(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    config, _ = pin_threads(config)
+    config, _ = _pinned(config)
     events: list[dict[str, Any]] = []
     with open_engines(config, events.append) as (sampler, _):
         sampler.start(1, None)

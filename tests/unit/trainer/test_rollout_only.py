@@ -28,6 +28,7 @@ from bapo_megatron.config import (
 from bapo_megatron.data.packing import pack_samples, split_into_updates
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.tensor_types import TokenStats
 from bapo_megatron.trainer import rollout_only
 from bapo_megatron.trainer.records.recorder import StepClock
@@ -124,7 +125,7 @@ def test_a_step_is_done_with_its_file_and_its_metrics(
         (tmp_path / f"journal/step_{step:06d}.npz").touch()
     if rows:
         (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in rows))
-    config: Any = SimpleNamespace(directory=tmp_path)
+    config: Any = SimpleNamespace(paths=RunPaths(tmp_path))
     assert rollout_only.next_step(config) == expected
 
 

@@ -206,6 +206,23 @@ def test_lagged_sums_are_of_their_candidates_alone(changed: dict[str, float]) ->
     assert found.bounds == expected.bounds
 
 
+def test_lagged_sums_of_an_earlier_version_are_read() -> None:
+    """Sums of other readings stood behind those of the search, and its settings had two more fields."""
+    policy, before = FakePolicy(), UpdateLoss(LAGGED)
+    loss, first = before.loss(policy, PACKS, False)  # type: ignore[arg-type]
+    before.observe(policy.losses(PACKS, loss))  # type: ignore[arg-type]
+    state = json.loads(json.dumps(before.state()))
+    state["lagged"] += [0.5] * 3 * 53
+    state["lagged_bounds"] |= {"negative_weight": "present", "low_within_batch": "searched"}
+    resumed = UpdateLoss(LAGGED)
+    resumed.load_state(state)
+    assert resumed.state() == before.state()
+    policy.passes.clear()
+    _, found = resumed.loss(policy, PACKS, False)  # type: ignore[arg-type]
+    assert policy.passes == []
+    assert found.bounds == first.bounds
+
+
 def test_only_lagged_bounds_keep_anything() -> None:
     update_loss = UpdateLoss(AlgorithmConfig(bounds=balanced()))
     update_loss.observe(torch.zeros(500))
@@ -324,7 +341,7 @@ def test_importance_weighs_the_loss_and_the_contributions(cap: float, weight: fl
     for packs in policy.packs:
         assert column(packs, "weight_T") == pytest.approx([weight] * 4)
     assert updates[0]["policy/loss"] == pytest.approx(-weight / 4)
-    assert updates[0]["contribution/surrogate_absolute_uniform"] == pytest.approx(0.75)
+    assert updates[0]["bapo/contribution"] == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize("mode", ["rollout", "trainer"])

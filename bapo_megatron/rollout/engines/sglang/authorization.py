@@ -12,6 +12,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 
@@ -21,15 +22,18 @@ from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     VARIABLE,
     ApiKey,
-    is_loopback,
     make_key_file,
     read_key_file,
 )
 from bapo_megatron.runtime.device import environment_variable
-from bapo_megatron.runtime.http import ask
+from bapo_megatron.runtime.http import ask, is_loopback
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _LIMIT_S = 5.0
+
+_PROBES = ThreadPoolExecutor(32, "authorization")
+"""Threads of probes. Those of servers that do not answer would take all of the event loop's, which the
+sampler's log needs; and on those a probe would wait for others' work."""
 
 
 def status_with(url: str, key: str | None = None) -> int | None:
@@ -146,7 +150,7 @@ class Authorization:
         )
 
     async def _find(self) -> dict[str, str]:
-        status = await asyncio.to_thread(status_with, self._url)
+        status = await asyncio.get_running_loop().run_in_executor(_PROBES, status_with, self._url)
         if status == 401:
             self._has_asked = True
             try:

@@ -43,7 +43,6 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     sglang_python,
 )
 from bapo_megatron.runtime.device import set_default
-from bapo_megatron.runtime.run_paths import RunPaths
 
 _HOST = "127.0.0.1"
 _POLL_S = 1.0
@@ -138,7 +137,8 @@ class SglangBackend(EngineBackend):
             return SglangServer(url, sessions, authorization=authorization)
 
         return [
-            SglangEngine(server_at(url), limits, sglang.on_update, deadlines, sglang.tensor) for url in urls
+            SglangEngine(server_at(url), limits, sglang.on_update, deadlines, sglang.tensor, sglang.sync)
+            for url in urls
         ]
 
 
@@ -240,7 +240,7 @@ def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[Run
     """
     sglang = config.rollout.sglang
     if sglang.urls:
-        registry = RunPaths(config.directory).engines
+        registry = config.paths.engines
         yield RunServers([url.rstrip("/") for url in sglang.urls], [], on_event, registry)
         return
     supervisors = [ServerSupervisor(config, number, cuda, on_event) for number in range(sglang.servers)]
@@ -275,7 +275,7 @@ class ServerSupervisor:
         self._environment = server_environment(
             cuda, key_file=servers_key_file(config), colocated=sglang.colocated, python=python
         )
-        self._log = RunPaths(config.directory).server_log(number)
+        self._log = config.paths.server_log(number)
         self._start_s = load_seconds(config.model.hf_path, 60 * sglang.start_minutes)
         self._on_event = on_event
         self._stopping = threading.Event()

@@ -26,7 +26,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import (
     ServerError,
     SglangServer,
 )
-from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, OUTLIVING, flag
+from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, OUTLIVING, SPECULATIVE, drafting, flag
 from bapo_megatron.rollout.engines.sglang.wire import without_old_routes
 from bapo_megatron.types import (
     BroadcastGroup,
@@ -70,14 +70,16 @@ class SglangEngine:
         on_update: PauseMode = "retract",
         deadlines: Deadlines | None = None,
         tensor: int = 1,
+        sync: str = "disk",
     ) -> None:
         """``on_update``: the treatment of requests in flight when weights change, see ``SglangConfig``.
-        ``tensor``: tensor-parallel size of the server."""
+        ``tensor``: tensor-parallel size of the server. ``sync``: the run's transport of weights."""
         self.name = server.url
         self.broadcast_ranks = tensor
         self.server = server
         self._limits = limits
         self._on_update = on_update
+        self._sync = sync
         self._deadlines = deadlines or Deadlines()
         self._inflight = InflightRequests()
         self._one_control = asyncio.Lock()
@@ -259,8 +261,13 @@ class SglangEngine:
 
     async def _check_settings(self) -> None:
         """Check the settings of a server that the run may not have started. ServerError names a flag that is
-        wrong."""
+        wrong, at the first load: those before a run's first step come from disk, whatever ``sync``."""
         settings = await self.server.settings()
+        if self._sync != "disk" and (draft := drafting(settings)):
+            raise ServerError(
+                f"{self.name}: its draft model ({SPECULATIVE} {draft}) gets new weights from disk alone: set "
+                f"rollout.sglang.sync=disk, or start it without {SPECULATIVE}"
+            )
         for field in OUTLIVING:
             if settings.get(field):
                 why = "it keeps keys and values of earlier weights"

@@ -61,6 +61,9 @@ A flush after new weights empties the server's own cache, the tier in host memor
 them, so new requests would be served from those of earlier weights.
 """
 
+SPECULATIVE = "--speculative-algorithm"
+"""The flag of speculative decoding. New weights in parts leave a draft model as it was (sglang 27718)."""
+
 RESERVED_TOKENS = 8
 """Reserved tokens of a server's context, which no sequence may fill.
 
@@ -81,6 +84,12 @@ def prefill_graph(settings: Mapping[str, Any]) -> str | None:
     prefill = graphs.get("prefill") if isinstance(graphs, Mapping) else None
     backend = prefill.get("backend") if isinstance(prefill, Mapping) else None
     return backend if isinstance(backend, str) else None
+
+
+def drafting(settings: Mapping[str, Any]) -> str | None:
+    """The algorithm in a server's settings that drafts with a model; None without one, as for n-grams."""
+    algorithm = settings.get("speculative_algorithm")
+    return algorithm if isinstance(algorithm, str) and algorithm.upper() not in ("NGRAM", "NONE") else None
 
 
 def flag(setting: str) -> str:

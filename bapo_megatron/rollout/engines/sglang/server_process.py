@@ -50,7 +50,8 @@ PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 START_VARIABLE = "BAPO_SERVER_START_S"
 """Most seconds of a server's start. The task of a Slurm job, which does not read the recipe, finds it in the
 server's environment (``start_limit`` in slurm/task.sh), and ends a server that takes longer."""
-_ENVIRONMENTS = (".venv-sglang", ".venv-cluster-sglang")
+CUDA_ENVIRONMENT = ".venv-cluster-sglang"
+_ENVIRONMENTS = (".venv-sglang", CUDA_ENVIRONMENT)
 """The folders into which `make sglang` and `make cluster` install SGLang, with CPU and with CUDA builds."""
 _LAUNCHER = Path(__file__).parents[1] / "sglang_launch/launch.py"
 _CPU_LAUNCHER = Path(__file__).parents[1] / "sglang_cpu/launch.py"
@@ -70,7 +71,11 @@ _LAUNCHER_VARIABLES = (
 )
 """Rank variables of torchrun and ``runtime/distributed.py``. A server that inherited them would join the
 trainer's store, not its own, and wait there for ever."""
-_CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+_CPU_VARIABLES = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",  # a hybrid's, which is bfloat16 otherwise: 5e-5 in a log-prob
+}
 _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 """Lets a server start whose context is longer than the model's (by ``RESERVED_TOKENS``): no request is."""
 _WATCHDOG = "--watchdog-timeout"

@@ -30,7 +30,9 @@ if __name__ == "__main__":
     parser.add_argument("--model-path", type=Path)
     if model := parser.parse_known_args()[0].model_path:
         stand_ins.import_one_model(model)
+        sys.argv += stand_ins.flags_of(model)
     stand_ins.unpin()
+    stand_ins.replace_triton()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

@@ -21,8 +21,18 @@ _MODULES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
 }
 """The modules of ``sglang.srt.models`` with the architectures that this project trains."""
+_HYBRID_FLAGS = (
+    *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
+    *("--max-mamba-cache-size", "512"),
+)
+"""A CPU has no kernel for snapshots of states. Without them the radix cache has states at the ends of
+sequences alone, and SGLang refuses its overlap schedule. It would allocate states for all free memory."""
 _DISABLED = "SGLANG_DISABLED_MODEL_ARCHS"
 """Names the modules that SGLang does not import; it is read when the first of them would be."""
 
@@ -42,13 +52,22 @@ def import_one_model(model: Path) -> None:
     All are imported for a model that this project does not train or that cannot be read, which SGLang then
     says itself, and where the variable is set.
     """
-    architectures: list[str] = []
-    with suppress(OSError, ValueError, AttributeError):
-        architectures = json.loads((model / "config.json").read_text()).get("architectures") or []
-    if architectures and all(name in _MODULES for name in architectures):
-        served = {_MODULES[name] for name in architectures}
+    served = {_MODULES.get(name) for name in _architectures(model)}
+    if served and None not in served:
         models = _package().joinpath("srt/models").glob("*.py")
         os.environ.setdefault(_DISABLED, ",".join(sorted({path.stem for path in models} - served)))
+
+
+def flags_of(model: Path) -> tuple[str, ...]:
+    """Flags that a model needs on a CPU: of a hybrid those of its states."""
+    return _HYBRID_FLAGS if any(name.startswith("Qwen3_5") for name in _architectures(model)) else ()
+
+
+def _architectures(model: Path) -> list[str]:
+    """The architectures that a model's config.json names; none if it cannot be read."""
+    with suppress(OSError, ValueError, AttributeError):
+        return json.loads((model / "config.json").read_text()).get("architectures") or []
+    return []
 
 
 def unpin() -> None:
@@ -59,6 +78,19 @@ def unpin() -> None:
         return allocator.allocate(dims, dtype=dtype, device=device)
 
     ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def replace_triton() -> None:
+    """Replace what hybrids call in triton without AMX: the norm with a gate, a shared expert's gate."""
+    from sglang.kernels.ops.attention.fla import layernorm_gated
+    from sglang.kernels.ops.elementwise import elementwise
+
+    def gate(hidden: Any, weight: Any, shared: Any, output: Any, *, do_add: bool) -> None:
+        gated = torch.sigmoid(hidden @ weight)[:, None] * shared
+        output.copy_(output + gated if do_add else gated)
+
+    layernorm_gated._use_cpu = True
+    elementwise._launch_fused_gate_sigmoid_mul = gate
 
 
 def _torchvision_operators() -> Any:

@@ -13,7 +13,6 @@ import stat
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 VARIABLE = "BAPO_SGLANG_API_KEY_FILE"
 """Environment variable that names a key file; a launched server reads its own key's file from it."""
@@ -89,9 +88,3 @@ def read_key_file(path: Path) -> ApiKey:
             "delete it to get a new key, or write one: openssl rand -hex 32"
         )
     return ApiKey(text, path)
-
-
-def is_loopback(url: str) -> bool:
-    """Whether a URL is a loopback address."""
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,10 +1,12 @@
 """The stand-in for sgl-kernel's CPU build, which is not on PyPI: the names that SGLang 0.5.23 imports.
 
-No operator is registered under ``torch.ops.sgl_kernel``, so SGLang finds no AMX support and takes its plain
-torch paths. It then calls one of these functions.
+Of the operators under ``torch.ops.sgl_kernel`` it registers those of hybrids alone (``mamba.py``), so SGLang
+finds no AMX support and takes its plain torch paths. It then calls one of these functions.
 """
 
 from typing import Any, NoReturn
+
+from . import mamba  # noqa: F401  registers operators
 
 
 def assign_req_to_token_pool_cpu(

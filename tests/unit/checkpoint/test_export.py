@@ -11,16 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bapo_megatron.checkpoint.export import check_export_output, export_hf, foreign, keep_others
 from bapo_megatron.config import ModelConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import with_dtype
-from bapo_megatron.hf.export import check_export_output, export_hf, foreign, keep_others
+from bapo_megatron.hf.config import read_model_shape, with_dtype
+from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.runtime import written_folders
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.written_folders import MARK, move_foreign_aside, replaced_folder
 from bapo_megatron.trainer.preflight import check_model
 from checkpoints_tools import Settings, to_hf, to_megatron
-from tests.support.checkpoint_models import load_tensors, save_random_model
+from tests.support.checkpoint_models import folder_bytes, load_tensors, save_random_model
+from tests.support.models import EXPERTS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,6 +60,34 @@ def test_an_export_has_every_chat_template_as_a_conversion_has(model: Path, tmp_
     for output in (tmp_path / "export", tmp_path / "converted"):
         assert (output / "additional_chat_templates/tools.jinja").read_text() == "{{ tools }}", output
     export(model, tmp_path / "export")  # replaced as any other: the mark lists the folder's files
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 20_000])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_export_is_the_folder_of_a_conversion(tied: bool, shard_bytes: int, tmp_path: Path) -> None:
+    """Every byte, but for the mark of who wrote it."""
+    model = save_random_model(tmp_path / "hf", EXPERTS, tie_word_embeddings=tied)
+    to_megatron(model, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "converted", shard_bytes=shard_bytes)
+    tensors = load_tensors(model)
+    weights = ((name, tensors[name]) for name in hf_tensors(read_model_shape(model)))
+    export_hf(weights, model, tmp_path / "exported", shard_bytes)
+    expected = folder_bytes(tmp_path / "converted")
+    assert folder_bytes(tmp_path / "exported") == expected
+    assert ("model.safetensors" in expected) == (shard_bytes == 2**30)
+
+
+def test_weights_that_are_not_all_of_the_model_are_no_export(model: Path, tmp_path: Path) -> None:
+    weights = list(load_tensors(model).items())
+    (name, first), half = weights[0], [(name, tensor.float()) for name, tensor in weights[:1]]
+    for wrong, says in (
+        (weights[1:], f"1 weights are missing: {name}"),
+        ([*weights[1:], *half], rf"{name} has {first.numel() * 4} bytes, not {first.nbytes}"),
+        ([*weights, ("lm", first)], "the model has no weight lm"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            export_hf(iter(wrong), model, tmp_path / "export")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
 def run_folder(path: Path) -> None:

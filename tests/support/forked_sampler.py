@@ -1,4 +1,4 @@
-"""Pre-forked sampler process of a forked arm or test command, which saves five CPU seconds of start-up.
+"""Pre-forked sampler process of a forked command, which saves five CPU seconds of start-up.
 
 A process cannot be forked safely once it has threads, and the trainer has many when it starts its sampler.
 So rank 0 of ``bapo train`` forks a standby first, with one thread, which becomes the first sampler. A sampler

@@ -1,0 +1,94 @@
+"""Export of a policy: its streamed weights as a Hugging Face folder, by the plan of ``bapo-ckpt to-hf``.
+
+For the final policy of a run and of SFT. Exports of checkpoints: ``exports.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.parameter_map import hf_tensors, kept_in_float32
+from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.hf.weight_stream import SAFETENSORS_TYPES, checked_weights
+from bapo_megatron.runtime.storage import writing
+from bapo_megatron.runtime.written_folders import (
+    check_aside,
+    check_replaceable,
+    foreign_content,
+    move_foreign_aside,
+    new_folder,
+    replaced_folder,
+    write_mark,
+)
+from checkpoints_tools.core.atomic_output import OutputPlan
+from checkpoints_tools.formats.safetensors_folder import untrained_tensors
+from checkpoints_tools.megatron_to_hf import plan_hf_folder
+
+_WRITER = "bapo"  # of an export, in its mark
+
+_SHARD_BYTES = 4 * 2**30
+
+
+def export_hf(
+    weights: Iterator[tuple[str, Tensor]], reference: Path, output: Path, shard_bytes: int = _SHARD_BYTES
+) -> None:
+    """Export ``weights`` as a Hugging Face folder, with copies of ``reference``'s config and tokenizer.
+
+    Collective: every rank runs the iterator, rank 0 writes, and holds one tensor in host memory. ``output``
+    appears whole at the end; an earlier export is replaced, anything else there is refused (ConfigError).
+    ValueError for weights that are not the model's, or not all of one type. RunStopped if the disk does not
+    take them.
+    """
+    if dist.get_rank() == 0:
+        check_export_output(output)
+        with writing("the exported model", output), new_folder(output, _WRITER, foreign) as folder:
+            _write(weights, reference, folder, shard_bytes)
+            write_mark(folder, _WRITER)
+    else:
+        for _ in weights:
+            pass
+    dist.barrier()
+
+
+def _write(weights: Iterator[tuple[str, Tensor]], reference: Path, folder: Path, shard_bytes: int) -> None:
+    first, shape, reader = next(weights), read_model_shape(reference), HfReader(reference)
+    kind, shapes, kept = SAFETENSORS_TYPES[first[1].dtype], hf_tensors(shape), kept_in_float32(shape)
+    wanted = {name: ("F32" if name in kept else kind, own) for name, own in shapes.items()}
+    untrained = untrained_tensors(reference, shape)
+    wanted |= {name: (tensor.dtype, tensor.shape) for name, tensor in untrained.items()}
+    plan = plan_hf_folder(reference, folder, wanted, {kind}, shard_bytes)
+    plan.create()
+    for name, tensor in checked_weights(chain([first], weights), shapes, {}):
+        _write_tensor(plan, name, tensor)
+    for name in untrained:
+        _write_tensor(plan, name, reader.read(name))
+    plan.complete()
+
+
+def _write_tensor(plan: OutputPlan, name: str, tensor: Tensor) -> None:
+    plan.write(name, tensor.detach().cpu().view(-1).view(torch.uint8).numpy().data)
+
+
+def check_export_output(output: Path) -> None:
+    """Preflight of an export's folder: ConfigError if ``output`` exists and is no earlier export."""
+    check_replaceable(output, _WRITER, foreign)
+    check_aside(output, replaced_folder(output), _WRITER, foreign)
+
+
+def keep_others(output: Path) -> list[Path]:
+    """Rename foreign content at the place of an export, so that it is kept; the new names."""
+    places = [output, *([replaced_folder(output)] if os.path.lexists(output) else [])]
+    return [kept for place in places if (kept := move_foreign_aside(place, foreign)) is not None]
+
+
+def foreign(folder: Path) -> str | None:
+    """Foreign content of ``folder``, in words; None if an export wrote all of it."""
+    return foreign_content(folder, _WRITER)

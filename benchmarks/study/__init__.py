@@ -1,1 +1,0 @@
-"""Staleness study (`bapo study staleness`): the paper's claims on stale data, in small runs on a CPU."""

@@ -1,1 +1,0 @@
-"""Markdown document of a study: prose, tables and figures."""

@@ -157,8 +157,8 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
         size = self.cp.size()
         rows, back = rows_on(bounds, size, out_TD.device), _held(bounds, size, out_TD.device)
         sent = gather_rows(out_TD, back, rows)
-        received: Tensor = all_to_all(self.cp, sent)
-        return received.unflatten(0, (size, -1)).transpose(0, 1).flatten(1)
+        received: Tensor = all_to_all(self.cp, sent).unflatten(0, (size, -1))
+        return received.transpose(0, 1).flatten(1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return super()._apply(_in_float32(fn, self.A_log), recurse)
@@ -312,5 +312,5 @@ def _unit(x: Tensor) -> Tensor:
 def _in_chunks(x: Tensor, chunk: int) -> Tensor:
     """[batch, tokens, heads, width] as [batch, heads, chunks, tokens, width], zeros after the last token."""
     x = x.transpose(1, 2)
-    padded: Tensor = F.pad(x, (0, 0, 0, -x.size(2) % chunk))
-    return padded.unflatten(2, (-1, chunk))
+    chunks: Tensor = F.pad(x, (0, 0, 0, -x.size(2) % chunk)).unflatten(2, (-1, chunk))
+    return chunks

@@ -32,7 +32,7 @@ SIBLINGS = {"rollout", "policy", "checkpoint"}
 LARGEST_ROOM = 20
 TOOLS_MAY_USE = {
     *("errors", "runtime.files", "runtime.run_paths", "runtime.text_table", "runtime.written_folders"),
-    *("hf.config", "hf.fp8", "hf.parameter_map", "hf.weight_files", "layers"),
+    *("hf.config", "hf.families", "hf.fp8", "hf.parameter_map", "hf.weight_files", "layers"),
 }
 
 

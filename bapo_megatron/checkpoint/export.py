@@ -59,7 +59,7 @@ def export_hf(
 
 
 def _write(weights: Iterator[tuple[str, Tensor]], reference: Path, folder: Path, shard_bytes: int) -> None:
-    first, shape, reader = next(weights), read_model_shape(reference), HfReader(reference)
+    first, shape = next(weights), read_model_shape(reference)
     kind, shapes, kept = SAFETENSORS_TYPES[first[1].dtype], hf_tensors(shape), kept_in_float32(shape)
     wanted = {name: ("F32" if name in kept else kind, own) for name, own in shapes.items()}
     untrained = untrained_tensors(reference, shape)
@@ -68,8 +68,10 @@ def _write(weights: Iterator[tuple[str, Tensor]], reference: Path, folder: Path,
     plan.create()
     for name, tensor in checked_weights(chain([first], weights), shapes, {}):
         _write_tensor(plan, name, tensor)
-    for name in untrained:
-        _write_tensor(plan, name, reader.read(name))
+    if untrained:
+        reader = HfReader(reference)
+        for name in untrained:
+            _write_tensor(plan, name, reader.read(name))
     plan.complete()
 
 

@@ -92,7 +92,7 @@ build_wheel() { # REQUIREMENT GB FOLDER
     built=$folder
     # Two installations must not compile in one folder: the second waits, and takes the first one's wheel.
     mkdir -p "$folder"
-    exec 9>"$folder/lock"
+    exec 9>>"$folder/lock"
     flock 9 || echo "cluster/install.sh: $folder cannot be locked: no other installation may use it now" >&2
     if compgen -G "$folder/${name//-/_}-${version}[-+]*.whl" >/dev/null; then
         exec 9>&-

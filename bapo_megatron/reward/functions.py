@@ -155,7 +155,7 @@ def _advice(name: str, signature: inspect.Signature) -> str:
 
 
 def _unusable(found: Any) -> str | None:
-    """What it is, if its calls give no number: a class, an async function or a generator function.
+    """Kind of an object whose calls give no number: a class, an async or a generator function; else None.
 
     Also as the ``__call__`` of an object, or in a partial. A decorator may have made a plain function of any.
     """

@@ -187,6 +187,8 @@ def parse_row(line: bytes) -> Row:
     row: Row = json.loads(line.decode(errors="replace"))
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
+    if b"\\ud" in line.lower():  # half a surrogate pair, of a server's text, cannot be printed or written
+        row = dict(map(_with_whole_characters, row.items()))
     return row
 
 
@@ -215,6 +217,14 @@ def parse_line(line: bytes, path: Path, number: int) -> Row:
         return parse_row(line)
     except ValueError as error:
         raise ConfigError(f"{path}, line {number} is not JSON ({error}); mend or delete the line") from error
+
+
+def _with_whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_with_whole_characters(key): _with_whole_characters(item) for key, item in value.items()}
+    return type(value)(map(_with_whole_characters, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

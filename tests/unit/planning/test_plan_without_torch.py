@@ -27,7 +27,8 @@ assert "torch" not in sys.modules
 
 def test_recipes_are_planned_without_torch() -> None:
     recipes = sorted([*ROOT.glob("recipes/*.py"), *ROOT.glob("recipes/methods_7b_8k/*.py")])
-    recipes = [path for path in recipes if path.name != "__init__.py"]
+    # demo_real's model is a package that `make real-model` fetches: not everywhere.
+    recipes = [path for path in recipes if path.name != "__init__.py" and "demo_real" not in path.name]
     assert len(recipes) > 20
     command = [sys.executable, "-c", SCRIPT, *map(str, recipes)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

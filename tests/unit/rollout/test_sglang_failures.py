@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ import uvloop
 from aiohttp import web
 from safetensors.torch import load_file
 
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines import pool_state
 from bapo_megatron.rollout.engines.requests import ModelLimits, limits_of
 from bapo_megatron.rollout.engines.sglang import http_client as http_server
+from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import (
     HttpSessions,
@@ -421,15 +425,24 @@ def test_a_server_whose_cache_outlives_new_weights_takes_none(
 
 
 def test_a_draft_model_gets_new_weights_from_disk_alone(
-    server: FakeServer, engine: BlockingEngine, model: Path
+    server: FakeServer, engine: BlockingEngine, model: Path, tmp_path: Path
 ) -> None:
     """Of a server that the run has not started, too, and at the first load, which is from disk before the
     first step. Drafts by n-grams have no weights."""
 
+    demo = load_recipe(Path(__file__).parents[3] / "recipes/demo_sglang_cpu.py", RunConfig)
+    sglang = replace(demo.rollout.sglang, urls=(server.url,), sync="broadcast", require_api_key=False)
+    run = replace(
+        demo,
+        run_dir=tmp_path / "run",
+        model=replace(demo.model, hf_path=model),
+        rollout=replace(demo.rollout, sglang=sglang),
+    )
+
     async def load_first() -> None:
-        client = SglangServer(server.url, HttpSessions())
-        one = SglangEngine(client, limits_of(model), sync="broadcast")
-        await one.load(model, 0, confirm=AsyncMock())
+        async with AsyncExitStack() as opened:
+            [one] = await SglangBackend().open(run, [server.url], "cpu", opened)
+            await one.load(model, 0, confirm=AsyncMock())
 
     server.answers["server_info"] = (200, {"speculative_algorithm": "EAGLE"})
     with pytest.raises(ServerError, match=f"{server.url}: its draft model .* EAGLE.*sync=disk"):

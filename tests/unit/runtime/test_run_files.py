@@ -125,10 +125,13 @@ def test_a_report_names_the_line_that_no_run_wrote(run: Path, line: bytes, messa
 
 
 def test_damaged_characters_do_not_end_a_reader(tmp_path: Path) -> None:
-    """A character that was cut within its bytes."""
+    """Half a surrogate pair, as a server's JSON may hold, and a character that was cut within its bytes."""
     log = tmp_path / "events.jsonl"
-    log.write_bytes(b'{"kind": "\xc3"}\n')
-    assert read_jsonl(log) == list(tail_rows(log)) == [{"kind": "\ufffd"}]
+    log.write_bytes(b'{"kind": "a\\ud800", "\\udfff": ["\\uD83D\\ude00"]}\n{"kind": "\xc3"}\n')
+    first, second = read_jsonl(log)
+    assert first == {"kind": "a\ufffd", "\ufffd": ["\U0001f600"]}
+    assert second == {"kind": "\ufffd"}
+    assert list(tail_rows(log)) == [second, first]
 
 
 def test_a_report_that_cannot_be_written_names_the_flag(run: Path) -> None:

@@ -101,6 +101,13 @@ def test_a_missing_part_that_is_not_trained_is_told(tmp_path: Path) -> None:
         to_hf(tmp_path / "megatron", tmp_path / "back")
 
 
+def test_a_hybrid_is_not_quantized(tmp_path: Path) -> None:
+    to_megatron(save_tiny_model(HYBRID, tmp_path / "hf"), tmp_path / "megatron")
+    with pytest.raises(ConfigError, match="--quantize fp8-block: not supported for qwen3_5_text"):
+        to_hf(tmp_path / "megatron", tmp_path / "fp8", quantize="fp8-block")
+    assert not (tmp_path / "fp8").exists()
+
+
 def config_of(tmp_path: Path) -> dict:
     return json.loads((save_tiny_model(HYBRID, tmp_path / "hf") / "config.json").read_text())
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from bapo_megatron.config import ParallelConfig
+from bapo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
+from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import reshard, to_hf, to_megatron
 from tests.distributed.test_expert_checkpoints import load_and_look, load_both, train_and_save
-from tests.distributed.test_layouts import Answer, answers, check_agreement
-from tests.support.models import HYBRID, save_tiny_model, tiny_model
+from tests.distributed.test_layouts import Answer, Layout, answers, check_agreement, layout
+from tests.support.models import HYBRID, VOCAB, save_tiny_model, tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -68,6 +71,47 @@ def test_layout_agrees_with_one_process(
     text: str, folder: Path, samples: list[Sample], reference: Answer
 ) -> None:
     check_agreement(answers(text, folder, samples), reference, samples)
+
+
+POISON = VOCAB - 1
+"""A token whose embedding is NaN."""
+
+
+def document(tokens: int, poisoned: bool) -> Sample:
+    ids = torch.full((tokens,), POISON) if poisoned else torch.arange(tokens) * 37 % POISON
+    zeros = np.zeros(tokens - 1)
+    return Sample(ids.numpy().astype("int32"), zeros.astype("float32"), zeros.astype("int32"), 1.0)
+
+
+def log_probs_beside(folder: Path, packs: list[list[Sample]], where: Layout) -> list[torch.Tensor]:
+    """Of each pack the log-probs of the document that is not poisoned."""
+    model = ModelConfig(folder, "float32")
+    policy = MegatronPolicy(model, where.parallel, where.batch, OptimizerConfig(), 1, 1.0)
+    found = []
+    for documents in packs:
+        [pack] = pack_samples(documents, where.pack_tokens, "sequence", policy.pack_layout)
+        [stats] = policy.log_probs([pack])
+        for row, start, length in pack.rows:
+            if POISON not in documents[row].token_ids:
+                found.append(stats.log_prob_T[start : start + length].clone())
+    return found
+
+
+@pytest.mark.parametrize("text", slow_but(["one", "tp2", "cp4", "tp2-sp-cp2", "pp2-vpp2"], "tp2-sp-cp2"))
+def test_other_documents_of_a_pack_change_nothing(text: str, tmp_path: Path) -> None:
+    """They come before and after, are moved and cut, and everything that they compute is NaN."""
+    folder = save_tiny_model(HYBRID, tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    own, longer, shorter = document(83, False), document(90, True), document(7, True)
+    packs = [[own], [longer, own, shorter], [shorter, longer, own], [own, longer], [document(41, True), own]]
+    where = layout(f"{text} pack256")
+    for alone, *others in run_layout(log_probs_beside, where.parallel, folder, packs, where):
+        assert alone.isfinite().all()
+        assert len(others) == len(packs) - 1
+        for other in others:
+            torch.testing.assert_close(other, alone, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))

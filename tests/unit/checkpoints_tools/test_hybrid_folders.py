@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import model_shape, read_model_shape
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy.layout import layout_problems
 from bapo_megatron.rollout.engines.backend import engine_backend
 from checkpoints_tools import reshard, to_hf, to_megatron, verify
+from checkpoints_tools.formats.mp_rank import MpRank
 from tests.support.models import HYBRID, save_tiny_model
 
 UNTRAINED = {
@@ -106,6 +107,12 @@ def test_a_hybrid_is_not_quantized(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--quantize fp8-block: not supported for qwen3_5_text"):
         to_hf(tmp_path / "megatron", tmp_path / "fp8", quantize="fp8-block")
     assert not (tmp_path / "fp8").exists()
+
+
+def test_a_legacy_folder_of_a_hybrid_is_not_read(tmp_path: Path) -> None:
+    shape = read_model_shape(save_tiny_model(HYBRID, tmp_path / "hf"))
+    with pytest.raises(CheckpointError, match="legacy mp_rank folder of a model with layers of several kinds"):
+        MpRank(tmp_path / "legacy", shape)
 
 
 def config_of(tmp_path: Path) -> dict:

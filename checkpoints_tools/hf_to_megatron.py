@@ -14,18 +14,24 @@ from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import ModelShape, problems_of, read_model_shape
-from bapo_megatron.hf.parameter_map import hf_tensors, tensor_problems
+from bapo_megatron.hf.parameter_map import embedding_name, hf_tensors, tensor_problems
 from bapo_megatron.runtime.files import read_file_inside
 from checkpoints_tools.archives.pickle_allow_list import PickledObject
 from checkpoints_tools.archives.torch_archive import Call, Instance, Name, object_archive
 from checkpoints_tools.archives.torch_zip import StoredTensor
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, carried_beside, convert
-from checkpoints_tools.core.atomic_output import check_output, temporary_folder
+from checkpoints_tools.core.atomic_output import OutputPlan, check_output, temporary_folder
 from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.formats.distcp import ChunkFiles
 from checkpoints_tools.formats.locate import LATEST, TRACKER, OpenedCheckpoint, open_checkpoint
 from checkpoints_tools.formats.mp_rank import MpRank
-from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder, without_tied_copy
+from checkpoints_tools.formats.safetensors_folder import (
+    UNTRAINED,
+    plan_safetensors,
+    read_safetensors_folder,
+    untrained_tensors,
+    without_tied_copy,
+)
 from checkpoints_tools.formats.torch_dist import OPTIMIZER, OPTIMIZER_STATES, RESHARDABLE, TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
 
@@ -50,6 +56,7 @@ def to_megatron(hf_folder: Path, output: Path, grid: int = 8, settings: Settings
     folder = root / _RELEASE
     plan = plan_torch_dist(tensors, shape, folder, grid, Contents(_new_common(shape)))
     plan.copied = carried_beside(hf_folder, folder)
+    tensors |= _carry_untrained(plan, hf_folder, shape, folder)
     plan.last = {root / TRACKER: _RELEASE.encode(), **plan.last}
     return convert(hf_folder, tensors, plan, output, settings)
 
@@ -86,6 +93,7 @@ def reshard(
         tensors |= _optimizer_tensors(source)
     plan = plan_torch_dist(tensors, source.shape, root / name, grid, contents)
     plan.copied = carried_beside(source.reference, root / name)
+    tensors |= _carry_untrained(plan, source.reference, source.shape, root / name)
     plan.last = {root / TRACKER: (_RELEASE if iteration is None else str(iteration)).encode(), **plan.last}
     return convert(source.location.folder, tensors, plan, output, settings)
 
@@ -183,6 +191,20 @@ def _as_written(value: Any) -> Any:
     return Call(Name(module, name), _as_written(value.arguments))
 
 
+def _carry_untrained(
+    plan: OutputPlan, reference: Path, shape: ModelShape, folder: Path
+) -> dict[str, BlockTensor]:
+    """Plan a file of the tensors that are not trained, in ``folder/hf``; the tensors."""
+    found = untrained_tensors(reference, shape)
+    if found:
+        files = dict.fromkeys(found, UNTRAINED)
+        own = plan_safetensors({n: (t.dtype, t.shape) for n, t in found.items()}, folder / "hf", 0, files)
+        plan.tensors |= own.tensors
+        plan.sizes |= own.sizes
+        plan.around |= own.around
+    return found
+
+
 def _check_grid(grid: int) -> None:
     if not 1 <= grid <= 1024:
         raise ConfigError(f"--grid {grid}: give a number from 1 to 1024; 8 serves TP1 to TP8")
@@ -197,7 +219,9 @@ def _model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
     found = read_safetensors_folder(folder)
     if problems := tensor_problems({name: tensor.shape for name, tensor in found.items()}, shape):
         raise CheckpointError(problems_of(folder, problems))
-    return without_tied_copy(found, folder) if shape.tied else found
+    if shape.tied:
+        found = without_tied_copy(found, folder, embedding_name(shape))
+    return {name: found[name] for name in hf_tensors(shape)}
 
 
 def _new_common(shape: ModelShape, iteration: int = 0) -> bytes:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.config import FAMILIES, read_model_shape
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.parameter_map import EMBEDDING, hf_tensors
 from bapo_megatron.runtime.text_table import text_table
 from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, PickledObject

@@ -22,14 +22,14 @@ from bapo_megatron.hf.fp8 import (
     weight_of_scale,
     with_fp8,
 )
-from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, hf_tensors
+from bapo_megatron.hf.parameter_map import OUTPUT, embedding_name, hf_tensors, kept_in_float32
 from bapo_megatron.hf.weight_files import INDEX, SINGLE, read_weight_map
 from bapo_megatron.runtime.files import read_file_inside
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import OutputPlan, check_output, temporary_folder
 from checkpoints_tools.core.blocks import WEIGHT_TYPES, BlockTensor
 from checkpoints_tools.formats.locate import LATEST, Format, OpenedCheckpoint, open_checkpoint
-from checkpoints_tools.formats.safetensors_folder import Planned, plan_safetensors
+from checkpoints_tools.formats.safetensors_folder import Planned, plan_safetensors, untrained_tensors
 from checkpoints_tools.formats.torch_dist import TorchDist
 
 _MOST_SHARD_BYTES = 5_000_000_000
@@ -72,18 +72,24 @@ def to_hf(
         raise ConfigError(f"{source} is a Hugging Face folder already")
     output = check_output(output, settings.overwrite, [source, model])
     found = opened.tensors if origin == "model" else _masters(opened)
-    tensors = {name: found[name] for name in hf_tensors(shape)}
+    trained = {name: found[name] for name in hf_tensors(shape)}
+    kept = kept_in_float32(shape)
+    if quantize is not None and kept:
+        raise ConfigError(f"--quantize {quantize}: not supported for {shape.family}; leave the flag out")
+    untrained = untrained_tensors(model, shape)
+    tensors = {**trained, **untrained}
     in_fp8 = _in_fp8(shape) if quantize == "fp8-block" else set()
     weight_map = None if shard_bytes is not None else _weight_map(model, tensors, in_fp8)
     if shape.tied and OUTPUT in (weight_map or ()):
-        tensors[OUTPUT] = replace(tensors[EMBEDDING], name=OUTPUT)
+        trained[OUTPUT] = tensors[OUTPUT] = replace(tensors[embedding_name(shape)], name=OUTPUT)
     rounds = dtype == "bf16" or bool(in_fp8)
-    types = {name: "BF16" if rounds else tensor.dtype for name, tensor in tensors.items()}
+    kept |= untrained.keys()
+    types = {n: "BF16" if rounds and n not in kept else tensor.dtype for n, tensor in tensors.items()}
     wanted = {name: (types[name], tensor.shape) for name, tensor in tensors.items()}
     for name in in_fp8:
         wanted[name] = (FP8, tensors[name].shape)
         wanted[scale_name(name)] = ("F32", scale_shape(tensors[name].shape))
-    folder, kinds = temporary_folder(output), {*types.values()}
+    folder, kinds = temporary_folder(output), {types[name] for name in types.keys() - kept}
     plan = plan_hf_folder(model, folder, wanted, kinds, shard_bytes or _MOST_SHARD_BYTES, weight_map)
     if in_fp8:
         config = folder / _CONFIG

@@ -18,6 +18,7 @@ from bapo_megatron.runtime.files import file_below
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY
 from bapo_megatron.runtime.text_table import text_table
 from checkpoints_tools.conversion import DEFAULTS, Settings
+from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.core.comparing import Difference, compare_tensors
 from checkpoints_tools.core.progress import byte_progress
 from checkpoints_tools.formats.locate import (
@@ -99,7 +100,7 @@ def verify(
     both have it, unless ``weights_only``. CheckpointError if one of them cannot be read.
     """
     here, there = _open(first, second, reference, step)
-    pairs = {"": (here.tensors, there.tensors)}
+    pairs = {"": (_comparable(here, there), _comparable(there, here))}
     result = Verification(here.location.folder, there.location.folder)
     result.optimizer = "not compared, as asked" if weights_only else _optimizer_not_compared(here, there)
     if not result.optimizer:
@@ -137,6 +138,13 @@ def _open(
         open_checkpoint(first, step, references[0] or fallback),
         open_checkpoint(second, step, references[1] or fallback),
     )
+
+
+def _comparable(own: OpenedCheckpoint, other: OpenedCheckpoint) -> dict[str, BlockTensor]:
+    """The tensors of a checkpoint; without those that are not trained where the other is Megatron's."""
+    if other.content is None or not own.shape.untrained:
+        return own.tensors
+    return {name: one for name, one in own.tensors.items() if not name.startswith(own.shape.untrained)}
 
 
 def _optimizer_not_compared(here: OpenedCheckpoint, there: OpenedCheckpoint) -> str:

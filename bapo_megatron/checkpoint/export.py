@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.hf.parameter_map import hf_tensors, kept_in_float32
+from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.weight_stream import SAFETENSORS_TYPES, checked_weights
 from bapo_megatron.runtime.storage import writing
 from bapo_megatron.runtime.written_folders import (
@@ -27,6 +28,8 @@ from bapo_megatron.runtime.written_folders import (
     replaced_folder,
     write_mark,
 )
+from checkpoints_tools.core.atomic_output import OutputPlan
+from checkpoints_tools.formats.safetensors_folder import untrained_tensors
 from checkpoints_tools.megatron_to_hf import plan_hf_folder
 
 _WRITER = "bapo"  # of an export, in its mark
@@ -56,14 +59,24 @@ def export_hf(
 
 
 def _write(weights: Iterator[tuple[str, Tensor]], reference: Path, folder: Path, shard_bytes: int) -> None:
-    first = next(weights)
-    kind, shapes = SAFETENSORS_TYPES[first[1].dtype], hf_tensors(read_model_shape(reference))
-    wanted = {name: (kind, shape) for name, shape in shapes.items()}
+    first, shape = next(weights), read_model_shape(reference)
+    kind, shapes, kept = SAFETENSORS_TYPES[first[1].dtype], hf_tensors(shape), kept_in_float32(shape)
+    wanted = {name: ("F32" if name in kept else kind, own) for name, own in shapes.items()}
+    untrained = untrained_tensors(reference, shape)
+    wanted |= {name: (tensor.dtype, tensor.shape) for name, tensor in untrained.items()}
     plan = plan_hf_folder(reference, folder, wanted, {kind}, shard_bytes)
     plan.create()
     for name, tensor in checked_weights(chain([first], weights), shapes, {}):
-        plan.write(name, tensor.detach().cpu().view(-1).view(torch.uint8).numpy().data)
+        _write_tensor(plan, name, tensor)
+    if untrained:
+        reader = HfReader(reference)
+        for name in untrained:
+            _write_tensor(plan, name, reader.read(name))
     plan.complete()
+
+
+def _write_tensor(plan: OutputPlan, name: str, tensor: Tensor) -> None:
+    plan.write(name, tensor.detach().cpu().view(-1).view(torch.uint8).numpy().data)
 
 
 def check_export_output(output: Path) -> None:

@@ -12,17 +12,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.config_fields import flag, integer, real, table
+from bapo_megatron.hf.families import FAMILIES, layer_types
 from bapo_megatron.hf.fp8 import check_quantization, without_quantization
 from bapo_megatron.layers import MOST, Block, Kind
 from bapo_megatron.layers.attention import Attention
-from bapo_megatron.layers.mlp import Experts, Mlp
+from bapo_megatron.layers.mlp import Experts
 from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside, read_file_inside
 from bapo_megatron.runtime.written_folders import MARK
 
@@ -75,6 +76,16 @@ class ModelShape:
     @property
     def layers(self) -> int:
         return len(self.pattern)
+
+    @property
+    def body(self) -> str:
+        """Prefix of the names of all its tensors but the output layer's."""
+        return FAMILIES[self.family].body
+
+    @property
+    def untrained(self) -> tuple[str, ...]:
+        """Prefixes of tensors of its folder that are not trained."""
+        return FAMILIES[self.family].untrained
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -133,20 +144,21 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
         known = ", ".join(f"{name} ({one.title})" for name, one in FAMILIES.items())
         raise ConfigError(f"{source}: model_type={family!r:.80} is not supported; supported are {known}")
     try:
-        _check_sizes({"layers": _integer(config, "num_hidden_layers")}, _MOST_LAYERS, source)
+        config = FAMILIES[family].text_config(config)
+        _check_sizes({"layers": integer(config, "num_hidden_layers")}, _MOST_LAYERS, source)
         rope_theta, rope_scaling = _rope(config, source)
         stack = FAMILIES[family].stack(config)
         blocks = tuple(dict.fromkeys(stack))
         shape = ModelShape(
             family=family,
-            hidden=_integer(config, "hidden_size"),
-            ffn=_integer(config, "intermediate_size"),
-            vocab=_integer(config, "vocab_size"),
-            max_positions=_integer(config, "max_position_embeddings"),
-            norm_eps=_real(config, "rms_norm_eps"),
+            hidden=integer(config, "hidden_size"),
+            ffn=integer(config, "intermediate_size"),
+            vocab=integer(config, "vocab_size"),
+            max_positions=integer(config, "max_position_embeddings"),
+            norm_eps=real(config, "rms_norm_eps"),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tied=_flag(config, "tie_word_embeddings"),
+            tied=flag(config, "tie_word_embeddings"),
             blocks=blocks,
             pattern=tuple(blocks.index(block) for block in stack),
         )
@@ -157,54 +169,6 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
     except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
         raise ConfigError(f"{source}: {error!s:.200}") from None
     return shape
-
-
-def _integer(config: dict[str, Any], field: str) -> int:
-    """A field's integer. KeyError if it is missing, ValueError, with the field, if it holds anything else."""
-    if type(config[field]) is not int:
-        raise ValueError(f"{field}={config[field]!r:.80} is not an integer")
-    return int(config[field])
-
-
-def _real(config: dict[str, Any], field: str) -> float:
-    """A field's number, an integer too. KeyError and ValueError as of ``_integer``."""
-    if type(config[field]) not in (int, float):
-        raise ValueError(f"{field}={config[field]!r:.80} is not a number")
-    return float(config[field])
-
-
-def _flag(config: dict[str, Any], field: str) -> bool:
-    """A field that is true or false; false where it is missing or null. ValueError as of ``_integer``."""
-    value = config.get(field)
-    if value is not None and type(value) is not bool:
-        raise ValueError(f"{field}={value!r:.80} is neither true nor false (without quotation marks)")
-    return bool(value)
-
-
-def _object(config: dict[str, Any], field: str) -> dict[str, Any]:
-    """A field's object; empty where it is missing or null. ValueError as of ``_integer``."""
-    value = config.get(field) or {}
-    if not isinstance(value, dict):
-        raise ValueError(f"{field}={value!r:.80} is not an object")
-    return value
-
-
-def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
-    """Key and value heads; where the field is missing those of transformers' class of the family."""
-    if "num_key_value_heads" not in config:
-        return {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(family, heads)
-    if config["num_key_value_heads"] is None and family != "qwen3_moe":
-        return heads
-    return _integer(config, "num_key_value_heads")
-
-
-def _head_dim(config: dict[str, Any], family: str, hidden: int, heads: int) -> int:
-    """Width of a head; where the field is missing that of transformers' class of the family."""
-    if "head_dim" not in config and family == "qwen3":
-        return 128
-    if config.get("head_dim") is None:
-        return hidden // heads
-    return _integer(config, "head_dim")
 
 
 def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
@@ -278,54 +242,6 @@ def _check_sizes(sizes: dict[str, int], most: int, source: str) -> None:
             raise ConfigError(f"{source}: a model with {field}={str(size)[:20]} cannot be")
 
 
-def dense_stack(config: dict[str, Any], qkv_bias: bool = False, qk_norm: bool = False) -> list[Block]:
-    """Layers of attention and an MLP."""
-    family, heads = config["model_type"], _integer(config, "num_attention_heads")
-    attention = Attention(
-        heads=heads,
-        kv_heads=_kv_heads(config, family, heads),
-        head_dim=_head_dim(config, family, _integer(config, "hidden_size"), heads),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-    )
-    block = Block(attention, Mlp(_integer(config, "intermediate_size")))
-    return [block] * _integer(config, "num_hidden_layers")
-
-
-def _expert_stack(config: dict[str, Any]) -> list[Block]:
-    """Layers with experts: transformers 5 writes ``num_local_experts``, the hub's folders ``num_experts``."""
-    experts = Experts(
-        count=_integer(config, "num_experts" if "num_experts" in config else "num_local_experts"),
-        per_token=_integer(config, "num_experts_per_tok"),
-        ffn=_integer(config, "moe_intermediate_size"),
-        normalized=_flag(config, "norm_topk_prob"),
-    )
-    return [replace(block, mlp=experts) for block in dense_stack(config, qk_norm=True)]
-
-
-@dataclass(frozen=True)
-class Family:
-    """Family of models: how its config.json describes the layers."""
-
-    title: str
-    served: str | None = None
-    """Class whose servers have the layout of weights that the kinds of its layers say; None: unknown."""
-    stack: Callable[[dict[str, Any]], list[Block]] = dense_stack
-    """Each layer of the model that a config.json describes."""
-    allows: tuple[str, ...] = ()
-    """Settings that ``_refuse_variants`` refuses in other families."""
-
-
-FAMILIES = {
-    "qwen2": Family(
-        "Qwen2 / Qwen2.5", "Qwen2ForCausalLM", partial(dense_stack, qkv_bias=True), allows=("attention_bias",)
-    ),
-    "qwen3": Family("Qwen3 dense", "Qwen3ForCausalLM", partial(dense_stack, qk_norm=True)),
-    "qwen3_moe": Family("Qwen3 MoE", "Qwen3MoeForCausalLM", _expert_stack),
-    "llama": Family("Llama 3", "LlamaForCausalLM"),
-}
-
-
 def _rope(config: dict[str, Any], source: str) -> tuple[float, float | None]:
     """RoPE's base, and the factor of Llama 3's scaling (None for none).
 
@@ -333,14 +249,14 @@ def _rope(config: dict[str, Any], source: str) -> tuple[float, float | None]:
     config has both, transformers 5 reads ``rope_scaling`` in place of ``rope_parameters``, transformers 4 the
     old fields alone, and others the new one: ConfigError unless all of them find the same.
     """
-    old, new = (_object(config, field) for field in ("rope_scaling", "rope_parameters"))
+    old, new = (table(config, field) for field in ("rope_scaling", "rope_parameters"))
     base = config.get("rope_theta")
     forms = [{"rope_theta": base, **form} for form in (old, new) if form] or [{"rope_theta": base}]
     if new and base:
         forms.append({**(old or new), "rope_theta": base})
     defaults = {"rope_theta": 10000.0}
     forms = [defaults | {name: value for name, value in form.items() if value is not None} for form in forms]
-    found = [(_real(form, "rope_theta"), _rope_scaling(form, config, source)) for form in forms]
+    found = [(real(form, "rope_theta"), _rope_scaling(form, config, source)) for form in forms]
     if len(set(found)) > 1:
         told = ", ".join(
             f"{field}={config[field]!r:.200}"
@@ -359,7 +275,8 @@ def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], source: str) -> 
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise ConfigError(f"{source}: RoPE settings of their own for {nested[0]!r:.80} are not supported")
     for where in (rope, config):
-        if float(part := where.get("partial_rotary_factor") or 1) != 1:
+        part = float(where.get("partial_rotary_factor") or 1)
+        if part != 1 and "partial_rotary_factor" not in FAMILIES[config["model_type"]].allows:
             raise ConfigError(f"{source}: partial_rotary_factor={part} is not supported")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
@@ -377,32 +294,27 @@ def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], source: str) -> 
                 f"{source}: RoPE scaling llama3 with {field}={found!r:.80} is not supported; megatron-core "
                 f"has {value}"
             )
-    return _real(rope, "factor")
+    return real(rope, "factor")
 
 
 def _refuse_variants(config: dict[str, Any], source: str) -> None:
     """ConfigError for unsupported settings, which would silently change the model's function."""
     refused = {
-        "use_sliding_window": _flag(config, "use_sliding_window"),
-        "attention_bias": _flag(config, "attention_bias"),
-        "mlp_bias": _flag(config, "mlp_bias"),
+        "use_sliding_window": flag(config, "use_sliding_window"),
+        "attention_bias": flag(config, "attention_bias"),
+        "mlp_bias": flag(config, "mlp_bias"),
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
-        "layer_types": set(_layer_types(config)) - {"full_attention"} != set(),
+        "layer_types": set(layer_types(config)) - {"full_attention"} != set(),
     }
+    family = FAMILIES[config["model_type"]]
+    if "layer_types" in family.allows:
+        refused["quantization_config"] = bool(config.get("quantization_config"))
     for field, wrong in refused.items():
-        if wrong and field not in FAMILIES[config["model_type"]].allows:
+        if wrong and field not in family.allows:
             raise ConfigError(f"{source}: {field}={config[field]!r:.80} is not supported")
     check_quantization(config, source)
-
-
-def _layer_types(config: dict[str, Any]) -> list[str]:
-    """Attention of each layer; none where the field is missing. ValueError if it is not a list of texts."""
-    found = config.get("layer_types")
-    if found is not None and not (isinstance(found, list) and all(isinstance(one, str) for one in found)):
-        raise ValueError(f"layer_types={found!r:.80} is not a list of texts")
-    return found or []
 
 
 def head_flops_per_token(shape: ModelShape) -> float:

@@ -23,22 +23,29 @@ Shapes = dict[str, tuple[int, ...]]
 
 def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
     """Parameter map of a model: from megatron names (``{layer}`` for the layer number) to mappings."""
-    table = {"embedding.word_embeddings.weight": plain(EMBEDDING, (shape.vocab, shape.hidden), tp_dim=0)}
+    embedding = plain(embedding_name(shape), (shape.vocab, shape.hidden), tp_dim=0)
+    table = {"embedding.word_embeddings.weight": embedding}
+    own = f"{shape.body}layers.{{layer}}."
     for kind in shape.kinds:
         layers = shape.layers_of(kind)
         for name, mapping in kind.parameters(shape.hidden).items():
             key = f"decoder.layers.{{layer}}.{name}"
-            hf_names = tuple(f"model.layers.{{layer}}.{hf_name}" for hf_name in mapping.hf_names)
+            hf_names = tuple(own + hf_name for hf_name in mapping.hf_names)
             others = table[key].layers if key in table else None  # a norm is of several kinds
             if others and table[key].hf_shapes != mapping.hf_shapes:
                 raise ValueError(f"{key} has two shapes in layers of two kinds")
-            served = mapping.served and f"model.layers.{{layer}}.{mapping.served}"
+            served = mapping.served and own + mapping.served
             having = tuple(sorted((*layers, *(others or ()))))
             table[key] = replace(mapping, hf_names=hf_names, served=served, layers=having)
-    table["decoder.final_layernorm.weight"] = plain("model.norm.weight", (shape.hidden,))
+    table["decoder.final_layernorm.weight"] = plain(f"{shape.body}norm.weight", (shape.hidden,))
     if not shape.tied:
         table["output_layer.weight"] = plain(OUTPUT, (shape.vocab, shape.hidden), tp_dim=0)
     return table
+
+
+def embedding_name(shape: ModelShape) -> str:
+    """Hugging Face name of a model's embedding."""
+    return f"{shape.body}embed_tokens.weight"
 
 
 def hf_tensors(shape: ModelShape) -> Shapes:
@@ -51,6 +58,17 @@ def hf_tensors(shape: ModelShape) -> Shapes:
     return expected
 
 
+def kept_in_float32(shape: ModelShape) -> set[str]:
+    """Names of the tensors that are float32 in a model of any dtype."""
+    return {
+        hf_name.format(layer=layer)
+        for mapping in mapping_table(shape).values()
+        if mapping.dtype == "float32"
+        for layer in mapping.places
+        for hf_name in mapping.hf_names
+    }
+
+
 def tensor_problems(found: Shapes, shape: ModelShape) -> list[str]:
     """Problems of a folder's tensors, ``found`` with their shapes: missing, unknown or misshapen.
 
@@ -60,7 +78,11 @@ def tensor_problems(found: Shapes, shape: ModelShape) -> list[str]:
     known = {*expected, OUTPUT} if shape.tied else {*expected}
     return [
         *(f"tensor {name} is missing" for name in expected if name not in found),
-        *(f"tensor {name} is not of this model family" for name in found if name not in known),
+        *(
+            f"tensor {name} is not of this model family"
+            for name in found
+            if name not in known and not name.startswith(shape.untrained)
+        ),
         *(
             f"tensor {name} has shape {list(found[name])}, config.json asks for {list(wanted)}"
             for name, wanted in expected.items()
@@ -69,7 +91,7 @@ def tensor_problems(found: Shapes, shape: ModelShape) -> list[str]:
     ]
 
 
-_FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
+_FUSED_EXPERTS = re.compile(r"(model\..*\.mlp\.experts\.)(gate_up|down)_proj")
 
 
 def is_fused_experts(name: str) -> bool:

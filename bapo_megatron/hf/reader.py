@@ -16,8 +16,8 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, problems_of
 from bapo_megatron.hf.fp8 import BLOCK, FP8, is_quantized, scale_name, scales_problem, weight_of_scale
 from bapo_megatron.hf.parameter_map import (
-    EMBEDDING,
     OUTPUT,
+    embedding_name,
     expert_tensors,
     fused_rows,
     is_fused_experts,
@@ -123,7 +123,7 @@ class HfReader:
         problems = tensor_problems({name: self.shape(name) for name in known}, shape)
         problems += self._type_problems() + self._fp8_problems()
         if not problems and shape.tied and OUTPUT in known:
-            problems += self._unequal_copy()
+            problems += self._unequal_copy(embedding_name(shape))
         if problems:
             raise ConfigError(problems_of(self.folder, problems))
 
@@ -136,18 +136,18 @@ class HfReader:
             if kind not in _TYPES
         ]
 
-    def _unequal_copy(self) -> list[str]:
+    def _unequal_copy(self, embedding: str) -> list[str]:
         """The problem of an output layer that config.json ties to an embedding of other numbers."""
-        shape = self.shape(EMBEDDING)
+        shape = self.shape(embedding)
         if self.shape(OUTPUT) == shape:
             parts = (slice(row, row + _ROWS) for row in range(0, shape[0], _ROWS))
             if all(
-                torch.equal(*(self.read(name, rows).float() for name in (EMBEDDING, OUTPUT)))
+                torch.equal(*(self.read(name, rows).float() for name in (embedding, OUTPUT)))
                 for rows in parts
             ):
                 return []
         return [
-            f"config.json ties {OUTPUT} to {EMBEDDING}, but the two are not equal: set "
+            f"config.json ties {OUTPUT} to {embedding}, but the two are not equal: set "
             f'"tie_word_embeddings": false there if the model was trained so, else remove {OUTPUT}'
         ]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from bapo_megatron.layers.costs import Cut, Decoding, Flops, Place, Saved
 
@@ -40,6 +40,8 @@ class Mapping:
     """Rows of the stacked parts that are each cut on their own (gate and up); () for one of all rows."""
     section_keys: tuple[str, ...] = ()
     """Endings of the parts' own keys in checkpoints of the singleton layout."""
+    stored_apart: bool = False
+    """Whether the parts have keys of their own in checkpoints of every layout."""
     expert: int | None = None
     """Number of the parameter's expert, which one rank of EP has, and ETP cuts along ``tp_dim``. None: every
     rank of EP has the parameter, and TP cuts it."""
@@ -47,6 +49,8 @@ class Mapping:
     """Name of the tensor in which SGLang's servers fuse the HF tensors, of all experts; None: as they are."""
     heads: tuple[int, ...] = ()
     """Heads of each HF tensor, which servers of more ranks share; () where its rows are no heads."""
+    dtype: Literal["float32"] | None = None
+    """Type of the parameter in a model of any dtype; None: the model's."""
     layers: tuple[int, ...] | None = None
     """Layers that have it, in the parameter map; None for a parameter of the model."""
 
@@ -69,6 +73,21 @@ class Mapping:
             if first < last:
                 yield RowSegment(segment.source, segment.row + first - above, last - first)
             above += segment.rows
+
+    def parts(self) -> Iterator[tuple[str, Mapping]]:
+        """Each section as a parameter of its own, with the ending of its key."""
+        for ending, (first, rows) in zip(self.section_keys, self.spans, strict=True):
+            yield (
+                ending,
+                replace(
+                    self,
+                    hf_shapes=((rows, *self.shape[1:]),),
+                    segments=tuple(self.rows_of(first, first + rows)),
+                    sections=(),
+                    section_keys=(),
+                    stored_apart=False,
+                ),
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bapo_megatron.layers import Kind, Mapping, RowSegment, plain
 from bapo_megatron.layers.costs import FP32, Cut, Decoding, Flops, Place, Saved
@@ -24,6 +24,11 @@ class Attention(Kind):
 
     builder = "bapo_megatron.policy.layers:AttentionBuilder"
     norm_keys = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Entries of a head that RoPE rotates, the first ones."""
+        return self.head_dim
 
     def parameters(self, hidden: int) -> dict[str, Mapping]:
         width, d = self.heads * self.head_dim, self.head_dim
@@ -106,4 +111,61 @@ class Attention(Kind):
             tp_dim=0,
             served=f"self_attn.qkv_proj.{part}",
             heads=(self.heads, groups, groups),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedAttention(Attention):
+    """Attention whose output each head multiplies by the sigmoid of a gate, with RoPE over a part of a head.
+
+    ``q_proj`` has for each head its query, then its gate; ``linear_qkv`` for each group its queries, then
+    their gates, its key and its value.
+    """
+
+    rotated: int
+    """Entries of a head that RoPE rotates."""
+
+    builder = "bapo_megatron.policy.layers:GatedAttentionBuilder"
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rotated
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.rotated % 2 or self.rotated > self.head_dim:
+            yield f"RoPE over {self.rotated} of the {self.head_dim} entries of a head cannot be"
+
+    def arguments(self) -> dict[str, object]:
+        part = self.rotated / self.head_dim
+        return {
+            **super().arguments(),
+            "attention_output_gate": True,
+            "apply_layernorm_1p": True,
+            "rotary_percent": part,
+        }
+
+    def flops(self, hidden: int) -> Flops:
+        own = super().flops(hidden)
+        return replace(own, linear=own.linear + 2.0 * hidden * self.heads * self.head_dim)
+
+    def saved(self, at: Place) -> Saved:
+        """The gate, its sigmoid in float32, and the output of before in the element's type."""
+        own = super().saved(at)
+        width = self.heads / at.parallel.tensor * self.head_dim
+        gate = (at.element + FP32) * width + at.element * width
+        return replace(own, whole=own.whole + gate, selective=own.selective + gate)
+
+    def _qkv(self, part: str, tail: tuple[int, ...]) -> Mapping:
+        groups, d, heads = self.kv_heads, self.head_dim, self.heads // self.kv_heads
+        segments = []
+        for group in range(groups):
+            own = range(group * heads, (group + 1) * heads)
+            segments += [RowSegment(0, (2 * head + gate) * d, d) for gate in (0, 1) for head in own]
+            segments += [RowSegment(1, group * d, d), RowSegment(2, group * d, d)]
+        return Mapping(
+            tuple(f"self_attn.{x}_proj.{part}" for x in "qkv"),
+            tuple((rows, *tail) for rows in (2 * self.heads * d, groups * d, groups * d)),
+            tuple(segments),
+            tp_dim=0,
         )

@@ -69,9 +69,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Cut:
-    """A size that the ranks of a kind of parallelism must divide."""
+    """A size that the ranks of a kind of parallelism must divide; of "heads" those of TP x CP."""
 
-    axis: Literal["tensor", "expert", "expert_tensor"]
+    axis: Literal["tensor", "heads", "expert", "expert_tensor"]
     title: str
     size: int
 
@@ -108,7 +108,9 @@ class Saved:
 
 @dataclass(frozen=True)
 class Decoding:
-    """What an engine in bfloat16 keeps of a token, and the heads by which its ranks split that."""
+    """What an engine in bfloat16 keeps of a token, and the heads by which its ranks split that; and what of
+    a sequence of any length."""
 
     per_token: int = 0
     heads: int = 1
+    per_sequence: int = 0

@@ -153,7 +153,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         gathered = gather_from_sequence_parallel_region(
             x_LKHD, tensor_parallel_output_grad=True, group=self.group
         )
-        rows = _rows_on(bounds, self.size, gathered.device)
+        rows = rows_on(bounds, self.size, gathered.device)
         whole: Tensor = _Reorder.apply(gathered, rows)  # type: ignore[no-untyped-call]
         return whole
 
@@ -229,7 +229,8 @@ def _by_segment(
 
 
 @lru_cache(maxsize=16)  # every layer of a micro-batch needs the same ones
-def _rows_on(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+def rows_on(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """``gathered_rows`` on a device."""
     return gathered_rows(bounds, size).to(device, non_blocking=True)
 
 
@@ -255,16 +256,12 @@ def padded_attention(
     plan = padding_plan(bounds, query_THD.device)
     token_P, row_T = plan.token_of_row_P, plan.row_of_token_T
     # The gradient of padding rows is zero: no kept output depends on them.
-    q_PHD, k_PHD, v_PHD = (
-        _Gather.apply(x_THD, token_P, row_T, None)  # type: ignore[no-untyped-call]
-        for x_THD in (query_THD, key_THD, value_THD)
-    )
+    q_PHD, k_PHD, v_PHD = (gather_rows(x_THD, token_P, row_T) for x_THD in (query_THD, key_THD, value_THD))
     outputs = [
         _attend([x_PHD[start:end].unflatten(0, (documents, -1)) for x_PHD in (q_PHD, k_PHD, v_PHD)], scale)
         for start, end, documents in plan.batches
     ]
-    out_THD: Tensor = _Gather.apply(torch.cat(outputs), row_T, token_P, plan.real_P)  # type: ignore[no-untyped-call]
-    return out_THD
+    return gather_rows(torch.cat(outputs), row_T, token_P, plan.real_P)
 
 
 def _attend(inputs: list[Tensor], scale: float) -> Tensor:
@@ -321,6 +318,12 @@ def groups_of_like_length(lengths: list[int]) -> list[list[int]]:
         groups[-1].append(document)
         tokens += lengths[document]
     return groups
+
+
+def gather_rows(x: Tensor, rows: Tensor, back: Tensor, real: Tensor | None = None) -> Tensor:
+    """Rows of ``x`` by index; ``back``, ``real``: as of ``_Gather``."""
+    gathered: Tensor = _Gather.apply(x, rows, back, real)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 class _Gather(torch.autograd.Function):

@@ -17,6 +17,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ def factors(key: Key, mapping: Mapping, device: torch.device) -> tuple[Tensor, T
     """The odd factors, int64, of the rows and columns of this rank's shard of a parameter."""
     name, layer = key
     seed = hashlib.sha256(f"{name} {layer}".encode()).digest()
-    shape = (*mapping.shape, 1)[:2]  # a vector is a matrix of one column
+    shape = (mapping.shape[0], prod(mapping.shape[1:]))  # a vector is a matrix of one column
     group = cut_group(mapping)
     found = []
     for dim, length in enumerate(shape):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
@@ -29,11 +30,18 @@ from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of torch, marked so that its gradient is summed over the TP ranks in sequence parallelism."""
+    """RMSNorm of torch, of w or 1 + w, marked so that SP sums its gradient over the TP ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centered: bool = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.zero_centered:
+            return super().forward(x)
+        scale = 1 + self.weight.float()  # 1 + w in bfloat16 would lose most of w
+        return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
 
 
 def norm_class(te: bool) -> type:
@@ -103,6 +111,14 @@ class AttentionBuilder(Builder):
         attention.core_attention = _te_attention(config, longest) if self.te else DocumentAttention
         if self.kind.qk_norm and not self.te:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+
+class GatedAttentionBuilder(AttentionBuilder):
+    """Builder of attention with an output gate, in a model whose norms are of 1 + w."""
+
+    def config(self) -> dict[str, object]:
+        gated = {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
+        return {**super().config(), **gated}
 
 
 def _te_attention(config: TransformerConfig, longest: int) -> type:

@@ -45,6 +45,7 @@ def layout_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str
     """Divisibility problems of a model in a layout, each with the fix."""
     cuts = [*(cut for kind in shape.kinds for cut in kind.cuts()), Cut("tensor", "vocabulary", shape.vocab)]
     yield from _cut_problems("tensor", parallel.tensor, cuts)
+    yield from _head_problems(parallel, cuts)
     yield from _expert_problems(parallel, cuts)
     chunks = parallel.pipeline * parallel.virtual
     if shape.layers < chunks:
@@ -103,6 +104,17 @@ def _cut_problems(axis: str, ranks: int, cuts: Sequence[Cut]) -> Iterator[str]:
             yield (
                 f"parallel.{axis}={ranks} does not divide the model's {title} ({size}): "
                 f"use one of {_divisors(*sizes.values())}"
+            )
+
+
+def _head_problems(parallel: ParallelConfig, cuts: Sequence[Cut]) -> Iterator[str]:
+    """Heads that TP and CP both cut: under CP a rank has all tokens of some heads."""
+    ranks = parallel.tensor * parallel.context
+    for cut in cuts:
+        if cut.axis == "heads" and cut.size % ranks:
+            yield (
+                f"parallel.tensor x context = {parallel.tensor} x {parallel.context} = {ranks} does not "
+                f"divide the model's {cut.title} ({cut.size}): use a product of {_divisors(cut.size)}"
             )
 
 

@@ -248,6 +248,7 @@ def _chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope" if fused else "none",  # else DocumentAttention applies it
+        rotary_percent=shape.attention.rotary_dim / shape.attention.head_dim,
         rotary_base=shape.rope_theta,
         rope_scaling=shape.rope_scaling is not None,
         rope_scaling_factor=shape.rope_scaling or 1.0,
@@ -259,7 +260,7 @@ def _chunk(
     if fused:
         _add_gradients_in_float32(model)
     else:
-        model.rotary = Rotary(shape.attention.head_dim, shape.rope_theta, shape.rope_scaling)
+        model.rotary = Rotary(shape.attention.rotary_dim, shape.rope_theta, shape.rope_scaling)
     return model
 
 

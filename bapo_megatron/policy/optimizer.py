@@ -61,9 +61,27 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.
     )
     build = megatron_optimizer.get_megatron_optimizer
     optimizer = build(settings, list(model), use_gloo_process_groups=False)
+    for part in optimizer.chained_optimizers:
+        _number_as_in_groups(part)
     if config.device == "cpu":
         move_to_host(optimizer, config)
     return optimizer
+
+
+def _number_as_in_groups(part: Any) -> None:
+    """Number the parameters of each group as the optimizer has them: those that are float32 come first.
+
+    Megatron numbers them in the order of their buffers, of which each type has one: in a model of bfloat16
+    with some float32 parameters a parameter would have the state of another.
+    """
+    if part.is_stub_optimizer:
+        return
+    groups: dict[int, list[tuple[bool, int, Any]]] = {}
+    for parameter, (group, order) in part.model_param_group_index_map.items():
+        groups.setdefault(group, []).append((parameter.dtype != torch.float32, order, parameter))
+    for group, entries in groups.items():
+        for order, (_, _, parameter) in enumerate(sorted(entries, key=lambda entry: entry[:2])):
+            part.model_param_group_index_map[parameter] = group, order
 
 
 def implementation(optimizer: Any) -> str:

@@ -14,10 +14,11 @@ pads documents (``PackLayout.document_multiple``).
     y_i       = x_i cos(m f_i) - x_{i+d/2} sin(m f_i)
     y_{i+d/2} = x_{i+d/2} cos(m f_i) + x_i sin(m f_i)          f_i = base^(-2 i / d)
 
-for entries i and i + d/2 of a head of width d, at position m in its document (Su et al. 2021, RoFormer, arXiv
-2104.09864; halves, not neighbours, as in Hugging Face's models). The cosines are computed once per pack, and
-serve all layers. megatron-core's own code for packs would round them to bfloat16, compute them in every
-layer, for queries and keys, and synchronize with the device each time for the documents' lengths.
+for entries i and i + d/2 of the first d of a head (of most models all), at position m in its document (Su et
+al. 2021, RoFormer, arXiv 2104.09864; halves, not neighbours, as in Hugging Face's models). The cosines are
+computed once per pack, and serve all layers. megatron-core's own code for packs would round them to bfloat16,
+compute them in every layer, for queries and keys, and synchronize with the device each time for the
+documents' lengths.
 
 Shapes: ``_T`` tokens of a pack, ``_L`` tokens of a pack on this rank (T / size), ``_LHD`` [tokens, heads, d],
 ``_F`` frequencies (d / 2).
@@ -103,6 +104,7 @@ class Rotary:
     """The RoPE parameters of a model; ``table`` computes a pack's cosines and sines."""
 
     head_dim: int
+    """Entries of a head that are rotated, the first ones."""
     base: float
     factor: float | None
     """Factor of Llama 3's frequency scaling; None for none."""
@@ -155,5 +157,6 @@ class _Rotation(torch.autograd.Function):
 
 def _rotated(x_LHD: Tensor, cos_LF: Tensor, sin_LF: Tensor) -> Tensor:
     cos, sin = cos_LF[:, None], sin_LF[:, None]
-    first, second = x_LHD.float().chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_LHD.dtype)
+    half = cos_LF.size(1)
+    first, second, rest = x_LHD.float().split([half, half, x_LHD.size(-1) - 2 * half], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x_LHD.dtype)

@@ -139,7 +139,9 @@ class WeightMap:
         return value
 
     def _empty(self, mapping: Mapping) -> Tensor:
-        return next(iter(self.local.values())).new_empty(mapping.shape)
+        like = next(value for key, value in self.local.items() if self.table[key[0]].dtype is None)
+        dtype = getattr(torch, mapping.dtype) if mapping.dtype else like.dtype
+        return torch.empty(mapping.shape, dtype=dtype, device=like.device)
 
     @staticmethod
     def _all_pieces(piece: Tensor, mapping: Mapping) -> list[Tensor]:
@@ -188,7 +190,8 @@ def split(mapping: Mapping, value: Tensor) -> tuple[Tensor, ...]:
     """Split the global parameter ``value`` into its HF tensors; views of it where rows are consecutive."""
     rows = value.split([segment.rows for segment in mapping.segments])
     pieces: list[list[Tensor]] = [[] for _ in mapping.hf_names]
-    for segment, piece in zip(mapping.segments, rows, strict=True):
+    by_row = sorted(zip(mapping.segments, rows, strict=True), key=lambda pair: pair[0].row)
+    for segment, piece in by_row:
         pieces[segment.source].append(piece)
     return tuple(_cat(parts, 0) for parts in pieces)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError
@@ -191,7 +192,7 @@ class RowBand:
 def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand]:
     """The row bands of a tensor, first to last: no block of either checkpoint begins or ends within one."""
     rows = source.shape[0]
-    columns = source.shape[1] if len(source.shape) == 2 else 1
+    columns = prod(source.shape[1:])
     blocks = (*source.blocks, *destination.blocks)
     edges = sorted({0, rows} | {b.row for b in blocks} | {b.row + b.rows for b in blocks})
     step = max(1, BUFFER_BYTES // (columns * ITEM_BYTES[source.weight_type]))

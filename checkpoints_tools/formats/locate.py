@@ -24,6 +24,7 @@ from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.hf.parameter_map import embedding_name
 from bapo_megatron.runtime.files import file_below, read_file_inside
 from bapo_megatron.runtime.run_paths import CHECKPOINTS, MANIFEST, POLICY, Moment, moment_of
 from checkpoints_tools.core.blocks import BlockTensor
@@ -125,7 +126,7 @@ def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = Non
     if location.format is Format.HF:
         tensors = read_safetensors_folder(location.folder)
         if shape.tied:
-            tensors = without_tied_copy(tensors, location.folder)
+            tensors = without_tied_copy(tensors, location.folder, embedding_name(shape))
     else:
         reader = TorchDist if location.format is Format.TORCH_DIST else MpRank
         content = reader(location.folder, shape)

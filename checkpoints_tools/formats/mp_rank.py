@@ -108,9 +108,10 @@ class MpRank:
     """
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
-        if shape.experts is not None:
+        if shape.experts is not None or not shape.is_uniform:
+            what = "experts" if shape.experts is not None else "layers of several kinds"
             raise CheckpointError(
-                f"{folder} is a legacy mp_rank folder of a model with experts, which is not read: load it "
+                f"{folder} is a legacy mp_rank folder of a model with {what}, which is not read: load it "
                 "with Megatron-LM and save it as torch_dist"
             )
         self.files = RankFiles(folder)

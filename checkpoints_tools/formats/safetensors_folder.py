@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.hf.config import problems_of
+from bapo_megatron.hf.config import ModelShape, problems_of
 from bapo_megatron.hf.fp8 import BLOCK, FP8, is_quantized, scale_name, scales_problem, weight_of_scale
 from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, expert_tensors, fused_rows
 from bapo_megatron.hf.weight_files import (
@@ -58,16 +58,41 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
     return {one.name: one for tensor in found.values() for one in _experts_apart(tensor)}
 
 
-def without_tied_copy(tensors: dict[str, BlockTensor], folder: Path) -> dict[str, BlockTensor]:
+UNTRAINED = "untrained.safetensors"
+"""File of a Megatron checkpoint's Hugging Face folder: the tensors that Megatron's model lacks."""
+
+
+def untrained_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
+    """Tensors of a folder that are not trained, such as those of vision: of the model, or of ``UNTRAINED``.
+
+    ConfigError for a folder without them of a model that has some.
+    """
+    if not shape.untrained:
+        return {}
+    if (folder / UNTRAINED).is_file():
+        return {tensor.name: tensor for tensor in read_safetensors(folder / UNTRAINED)}
+    if (folder / SINGLE).is_file() or any(folder.glob("*-of-*.safetensors")):
+        tensors = read_safetensors_folder(folder)
+        return {name: tensor for name, tensor in tensors.items() if name.startswith(shape.untrained)}
+    names = " and ".join(f"{prefix}*" for prefix in shape.untrained)
+    raise ConfigError(
+        f"{folder} has no weights, so that {names}, which are not trained, would be missing: give the "
+        "model's folder as --hf-reference"
+    )
+
+
+def without_tied_copy(
+    tensors: dict[str, BlockTensor], folder: Path, embedding: str = EMBEDDING
+) -> dict[str, BlockTensor]:
     """The tensors of a tied model without the copy of the embedding that many have as the output layer.
 
     CheckpointError for one that is not equal, with which transformers would compute.
     """
     kept = {name: tensor for name, tensor in tensors.items() if name != OUTPUT}
-    copy, own = tensors.get(OUTPUT), kept.get(EMBEDDING)
+    copy, own = tensors.get(OUTPUT), kept.get(embedding)
     if copy is not None and own is not None and (difference := tensor_difference(copy, own)):
         raise CheckpointError(
-            f"model folder {folder}: config.json ties {OUTPUT} to {EMBEDDING}, but it {difference}: "
+            f"model folder {folder}: config.json ties {OUTPUT} to {embedding}, but it {difference}: "
             f'set "tie_word_embeddings": false there if the model was trained so, else remove {OUTPUT}'
         )
     return kept
@@ -165,15 +190,16 @@ def _tensor(path: Path, data: int, name: str, entry: Any) -> BlockTensor:
         )
     if not _counts((*shape, begin, end)):
         raise CheckpointError(f"{path}: tensor {name}: shape {shape}, bytes {begin} to {end}")
-    if not 1 <= len(shape) <= (3 if expert_tensors(weight_of_scale(name) or name, shape) else 2):
-        raise CheckpointError(f"{path}: tensor {name} has {len(shape)} dimensions; weights have one or two")
+    if not shape:
+        raise CheckpointError(f"{path}: tensor {name} has no dimensions; weights have one or more")
     nbytes = prod(shape) * ITEM_BYTES[dtype]
     if nbytes == 0 or end - begin != nbytes:
         raise CheckpointError(
             f"{path}: tensor {name} of shape {list(shape)} in {dtype} takes {nbytes} bytes; "
             f"the header gives it {end - begin}"
         )
-    columns = shape[-1] if len(shape) > 1 else 1
+    fused = expert_tensors(weight_of_scale(name) or name, shape)
+    columns = shape[-1] if fused else prod(shape[1:])
     rows, stride = prod(shape) // columns, columns * ITEM_BYTES[dtype]
     return BlockTensor(name, dtype, shape, (Block(0, rows, 0, columns, path, data + begin, stride),))
 

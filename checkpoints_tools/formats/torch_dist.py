@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ class TorchDist:
 
     def _parts_of(self, prefix: str, name: str, parameter: Parameter, layer: int | None) -> list[_Part]:
         stacked = self.layout == "stacked"
-        if parameter.section_keys and self.layout == "singleton":
+        if parameter.stored_apart or (parameter.section_keys and self.layout == "singleton"):
             key = prefix + name.format(layer=layer)
             return [
                 _Part(key + own, (), tuple(parameter.rows_of(first, first + rows)))
@@ -242,8 +243,8 @@ class _ChunksByPlace:
             for index, offset, size in zip(place, chunk.offsets, chunk.sizes, strict=False):
                 before = before * size + index - offset
             offsets, sizes = chunk.offsets[leading:], chunk.sizes[leading:]
-            columns = sizes[1] if len(sizes) > 1 else 1
-            column = offsets[1] if len(sizes) > 1 else 0
+            columns = prod(sizes[1:])
+            column = offsets[1] * prod(sizes[2:]) if len(sizes) > 1 else 0
             stride = columns * item
             start = self._files.locate(tensor, chunk).position + before * sizes[0] * stride
             yield Block(offsets[0], sizes[0], column, columns, chunk.place.file, start, stride)

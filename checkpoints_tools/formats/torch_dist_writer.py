@@ -127,14 +127,18 @@ class _TorchDistPlanner:
             return parameter
         return replace(parameter, hf_shapes=((rows, *parameter.shape[1:]),))
 
-    def _place_all(self, prefix: str, name: str, parameter: Parameter) -> None:
-        """A parameter of all layers."""
+    def _place_all(self, prefix: str, name: str, parameter: Parameter, ending: str = "") -> None:
+        """A parameter of all layers, or each of its parts that has a key of its own."""
+        if parameter.stored_apart:
+            for ending, part in parameter.parts():
+                self._place_all(prefix, name, part, ending)
+            return
         parameter = replace(parameter, hf_names=tuple(prefix + hf_name for hf_name in parameter.hf_names))
         stacked, experts = self.shape.is_uniform, self.shape.experts
         for layers in [parameter.places] if stacked else [(layer,) for layer in parameter.places]:
             names = [hf_name.format(layer=layer) for layer in layers for hf_name in parameter.hf_names]
             own, *_ = checkpoint_keys(name, self.shape.block_of(layers[0]), stacked)
-            key = prefix + own.format(layer=layers[0])
+            key = prefix + own.format(layer=layers[0]) + ending
             stack = () if parameter.layers is None or not stacked else (len(layers),)
             if experts is not None and parameter.expert is not None:
                 stack = (*stack, experts.count)
@@ -151,14 +155,14 @@ class _TorchDistPlanner:
     def _place(self, key: str, dtype: str, parameter: Parameter, layer: int | None) -> None:
         """One parameter of one layer, in one file: two threads must not write the same file."""
         file = self.ends.index(min(self.ends))
-        vector = len(parameter.shape) == 1
         # Ranks read whole experts (EP), and seldom a part of one (ETP): a chunk each.
         grid = self.grid if parameter.expert is None else 1
         stack = layer if self.shape.is_uniform else None
         place = tuple(index for index in (stack, parameter.expert) if index is not None)
         for row, rows, column, columns in _chunks(parameter, ITEM_BYTES[dtype], grid):
-            size = (rows,) if vector else (rows, columns)
-            offset = (row,) if vector else (row, column)
+            tail = parameter.shape[1:]
+            size = (rows, columns) if parameter.tp_dim == 1 else (rows, *tail)
+            offset = (row, column) if parameter.tp_dim == 1 else (row, *(0 for _ in tail))
             size, offset = (*(1,) * len(place), *size), (*place, *offset)
             archive = tensor_archive(dtype, size, self.ends[file])
             begin = self._append(key, offset, size, file, archive.nbytes)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.hf.config import FAMILIES, attention_flops, linear_flops_per_token, read_model_shape
+from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
+from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.planning.plan import make_plan
 from bapo_megatron.planning.rehearsal.job import rehearse
 from bapo_megatron.planning.rehearsal.records import RankRequest

@@ -12,6 +12,9 @@ from bapo_megatron.data.samples import Sample
 FAMILIES = ["qwen2", "qwen3", "llama"]
 EXPERTS = "qwen3_moe"
 """A family with experts, whose layouts have tests of their own."""
+HYBRIDS = ["qwen3_5_text"]
+"""Families with Gated DeltaNet in most layers, whose layouts have tests of their own."""
+HYBRID = HYBRIDS[0]
 FORMS = [*FAMILIES, "qwen3_tied"]
 """The families, and Qwen3 as its models up to 4B are: with one matrix as embedding and output layer."""
 VOCAB = 128
@@ -33,6 +36,25 @@ _LLAMA_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+_HYBRID = {
+    "num_hidden_layers": 8,
+    "head_dim": 16,
+    # With a small one a model of random weights is ill-conditioned: at a document's first token the norm of
+    # the output has the sign of q k, however near zero that is.
+    "rms_norm_eps": 0.3,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 50000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
 }
 
 
@@ -62,6 +84,7 @@ def tiny_model(family: str, seed: int = 0, **shape: int) -> torch.nn.Module:
                 "norm_topk_prob": True,
             },
         ),
+        "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, _HYBRID),
         "llama": (
             transformers.LlamaConfig,
             transformers.LlamaForCausalLM,
@@ -72,10 +95,16 @@ def tiny_model(family: str, seed: int = 0, **shape: int) -> torch.nn.Module:
     model = model_class(config_class(**{**_COMMON, **extra, **shape})).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 else 0.15 * noise)
+            mean = 0.0 if name.endswith("A_log") or (family in HYBRIDS and _is_zero_centered(name)) else 1.0
+            parameter.copy_(mean + 0.2 * noise if parameter.dim() == 1 else 0.15 * noise)
     return model
+
+
+def _is_zero_centered(name: str) -> bool:
+    """Whether a norm of a hybrid multiplies by 1 + w: all but Gated DeltaNet's own."""
+    return name.endswith("norm.weight") and "linear_attn." not in name
 
 
 def save_tiny_model(family: str, folder: Path, seed: int = 0, **shape: int) -> Path:

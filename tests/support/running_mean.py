@@ -24,7 +24,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bapo_megatron.hf.config import FAMILIES, Family, dense_stack, read_model_shape
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.families import FAMILIES, Family, dense_stack
 from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.layers import Block, Kind, Mapping, plain
 from bapo_megatron.layers.costs import Cut, Flops, Place, Saved

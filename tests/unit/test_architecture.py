@@ -32,7 +32,7 @@ SIBLINGS = {"rollout", "policy", "checkpoint"}
 LARGEST_ROOM = 20
 TOOLS_MAY_USE = {
     *("errors", "runtime.files", "runtime.run_paths", "runtime.text_table", "runtime.written_folders"),
-    *("hf.config", "hf.fp8", "hf.parameter_map", "hf.weight_files", "layers"),
+    *("hf.config", "hf.families", "hf.fp8", "hf.parameter_map", "hf.weight_files", "layers"),
 }
 
 
@@ -94,6 +94,7 @@ BY_PATH = {
     "config.transports": {"rollout"},
     "runtime.device": {"policy"},
     "layers.attention": {"policy"},
+    "layers.delta_net": {"policy"},
     "layers.mlp": {"policy"},
 }
 """Rooms above that a module names by string paths. Who loads those of transports is in ``rollout``."""

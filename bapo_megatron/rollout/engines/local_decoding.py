@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 
@@ -248,10 +248,18 @@ class Decoding:
 
 
 def block_cache(model_config: Any) -> DynamicCache:
-    """An empty KV cache for a model; sliding-window layers keep transformers' own kind."""
+    """An empty cache for a model; sliding-window layers keep transformers' own kind."""
     cache = DynamicCache(config=model_config)
-    cache.layers = [BlockLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    own = {DynamicLayer: BlockLayer, LinearAttentionLayer: StateLayer}
+    cache.layers = [own.get(type(layer), lambda layer=layer: layer)() for layer in cache.layers]
     return cache
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """The states of one layer of linear attention, of which rows can be selected."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
 
 
 class BlockLayer(DynamicLayer):  # type: ignore[misc]

@@ -23,6 +23,7 @@ from bapo_megatron.trainer.preflight import check_model
 from checkpoints_tools import Settings, to_hf, to_megatron
 from tests.support.checkpoint_models import folder_bytes, load_tensors, save_random_model
 from tests.support.models import EXPERTS
+from tests.unit.checkpoints_tools.test_hybrid_folders import save_multimodal
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,6 +76,16 @@ def test_an_export_is_the_folder_of_a_conversion(tied: bool, shard_bytes: int, t
     expected = folder_bytes(tmp_path / "converted")
     assert folder_bytes(tmp_path / "exported") == expected
     assert ("model.safetensors" in expected) == (shard_bytes == 2**30)
+
+
+def test_an_export_of_a_multimodal_model_has_what_is_not_trained(tmp_path: Path) -> None:
+    """And A_log and Gated DeltaNet's norm in float32, beside weights in bfloat16."""
+    model = save_multimodal(tmp_path / "hf")
+    tensors = load_tensors(model)
+    weights = ((name, tensors[name]) for name in hf_tensors(read_model_shape(model)))
+    export_hf(weights, model, tmp_path / "exported")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "exported" / file).read_bytes() == (model / file).read_bytes(), file
 
 
 def test_weights_that_are_not_all_of_the_model_are_no_export(model: Path, tmp_path: Path) -> None:

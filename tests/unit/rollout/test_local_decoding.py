@@ -16,7 +16,7 @@ from bapo_megatron.rollout.engines.local_engine import LocalEngine, LocalModel
 from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
 from tests.support.checkpoint_models import load_tensors, save_tensors
 from tests.support.fp8 import in_bfloat16, save_fp8_folder
-from tests.support.models import EXPERTS, save_tiny_model
+from tests.support.models import EXPERTS, HYBRID, save_tiny_model, tiny_model
 
 PROMPTS = ([5, 6, 7, 8], [9, 10], [5, 6, 7, 9, 11])
 """Of different lengths, two of them with one beginning."""
@@ -67,6 +67,21 @@ def test_a_shared_prompt_samples_what_each_request_samples_alone(model: LocalMod
         assert answer.token_ids_R.tolist() == alone.token_ids_R.tolist()
         np.testing.assert_allclose(answer.log_probs_R, alone.log_probs_R, rtol=2e-6, atol=2e-6)
     assert len({tuple(answer.token_ids_R.tolist()) for answer in together}) > GROUP
+
+
+def test_a_hybrid_samples_as_transformers(tmp_path: Path) -> None:
+    """Prompts of different lengths in one batch, each shared by a group: states and keys are copied."""
+    model, theirs = LocalModel(save_tiny_model(HYBRID, tmp_path / "hf"), max_batch=64), tiny_model(HYBRID)
+    requests = group_requests()
+    shapes, answers = shapes_of(model, requests)
+    model.close()
+    assert shapes[0] == (len(PROMPTS), 5)
+    for request, answer in zip(requests, answers, strict=True):
+        ids = torch.tensor([[*request.input_ids.tolist(), *answer.token_ids_R.tolist()]])
+        with torch.no_grad():
+            log_probs = theirs(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        expected = log_probs[len(request.input_ids) - 1 :].numpy()
+        np.testing.assert_allclose(answer.log_probs_R, expected, rtol=0, atol=1e-5)
 
 
 def test_different_prefixes_are_prefilled_separately(model: LocalModel) -> None:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, OnEvent
+from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, OnEvent, check_family
 from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
@@ -84,6 +84,7 @@ class SglangBackend(EngineBackend):
         from bapo_megatron.hf.reader import HfReader
         from bapo_megatron.hf.weight_files import INDEX, SINGLE, files_left_out
 
+        check_family("sglang", hf_path)
         if (others := files_left_out(hf_path)) and not (hf_path / INDEX).exists():
             raise ConfigError(
                 f"model.hf_path={hf_path} holds {SINGLE} and {', '.join(others[:5])} without {INDEX}: SGLang "

@@ -39,7 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.hf.config import FAMILIES, ModelShape, model_shape
+from bapo_megatron.hf.config import ModelShape, model_shape
+from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, mapping_table
 from bapo_megatron.layers import Mapping
 from bapo_megatron.rollout.engines.sent_weights import SentDigests, UnknownDigests

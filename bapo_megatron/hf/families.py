@@ -1,0 +1,169 @@
+"""Families of models: what the layers of each are made of, by its config.json.
+
+Hybrids (Qwen3.5 to 3.8) have full attention in every fourth layer and Gated DeltaNet in the others. The
+hub's folders of them are multi-modal: the text model is trained, the rest travels along unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from bapo_megatron.hf.config_fields import flag, integer, real, table
+from bapo_megatron.layers import Block
+from bapo_megatron.layers.attention import Attention, GatedAttention
+from bapo_megatron.layers.delta_net import DeltaNet
+from bapo_megatron.layers.mlp import Experts, Mlp
+
+_TIED, _PARTIAL = "tie_word_embeddings", "partial_rotary_factor"
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
+    """Key and value heads; where the field is missing those of transformers' class of the family."""
+    if "num_key_value_heads" not in config:
+        return {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(family, heads)
+    if config["num_key_value_heads"] is None and family != "qwen3_moe":
+        return heads
+    return integer(config, "num_key_value_heads")
+
+
+def _head_dim(config: dict[str, Any], family: str, hidden: int, heads: int) -> int:
+    """Width of a head; where the field is missing that of transformers' class of the family."""
+    if "head_dim" not in config and family == "qwen3":
+        return 128
+    if config.get("head_dim") is None:
+        return hidden // heads
+    return integer(config, "head_dim")
+
+
+def dense_stack(config: dict[str, Any], qkv_bias: bool = False, qk_norm: bool = False) -> list[Block]:
+    """Layers of attention and an MLP."""
+    family, heads = config["model_type"], integer(config, "num_attention_heads")
+    attention = Attention(
+        heads=heads,
+        kv_heads=_kv_heads(config, family, heads),
+        head_dim=_head_dim(config, family, integer(config, "hidden_size"), heads),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+    block = Block(attention, Mlp(integer(config, "intermediate_size")))
+    return [block] * integer(config, "num_hidden_layers")
+
+
+def _expert_stack(config: dict[str, Any]) -> list[Block]:
+    """Layers with experts: transformers 5 writes ``num_local_experts``, the hub's folders ``num_experts``."""
+    experts = Experts(
+        count=integer(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        per_token=integer(config, "num_experts_per_tok"),
+        ffn=integer(config, "moe_intermediate_size"),
+        normalized=flag(config, "norm_topk_prob"),
+    )
+    return [replace(block, mlp=experts) for block in dense_stack(config, qk_norm=True)]
+
+
+def _hybrid_stack(config: dict[str, Any]) -> list[Block]:
+    """Layers of Gated DeltaNet, and of gated attention in some, each with an MLP."""
+    count, hidden_dim = integer(config, "num_hidden_layers"), integer(config, "head_dim")
+    names = {
+        "key_heads": "linear_num_key_heads",
+        "value_heads": "linear_num_value_heads",
+        "key_dim": "linear_key_head_dim",
+        "value_dim": "linear_value_head_dim",
+        "kernel": "linear_conv_kernel_dim",
+    }
+    delta = DeltaNet(**{name: integer(config, field) for name, field in names.items()})
+    attention = GatedAttention(
+        heads=integer(config, "num_attention_heads"),
+        kv_heads=integer(config, "num_key_value_heads"),
+        head_dim=hidden_dim,
+        qk_norm=True,
+        rotated=int(hidden_dim * _rotated_part(config)),
+    )
+    types = layer_types(config)
+    if not types:
+        every = integer({"full_attention_interval": 4, **config}, "full_attention_interval")
+        types = [_LINEAR if layer % every else _FULL for layer in range(1, count + 1)]
+    if len(types) != count or set(types) != {_LINEAR, _FULL}:
+        raise ValueError(
+            f"layer_types={types!r:.80} cannot be: each of the {count} layers is {_LINEAR} or {_FULL}, and "
+            "there are both"
+        )
+    if not flag({"attn_output_gate": True, **config}, "attn_output_gate"):
+        raise ValueError("attn_output_gate=false is not supported in this family")
+    mlp = Mlp(integer(config, "intermediate_size"))
+    return [Block(delta if one == _LINEAR else attention, mlp) for one in types]
+
+
+def _rotated_part(config: dict[str, Any]) -> float:
+    """Part of a head that RoPE rotates: a quarter where the field is missing. ValueError if two differ."""
+    places = (table(config, "rope_parameters"), table(config, "rope_scaling"), config)
+    found = {real(place, _PARTIAL) for place in places if place.get(_PARTIAL) is not None} or {0.25}
+    if len(found) > 1 or not 0 < min(found) <= 1:
+        raise ValueError(f"{_PARTIAL}={sorted(found)} cannot be")
+    return min(found)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Family of models: how its config.json describes the layers."""
+
+    title: str
+    served: str | None = None
+    """Class whose servers have the layout of weights that the kinds of its layers say; None: unknown."""
+    stack: Callable[[dict[str, Any]], list[Block]] = dense_stack
+    """Each layer of the model that a config.json describes."""
+    allows: tuple[str, ...] = ()
+    """Settings that ``_refuse_variants`` refuses in other families."""
+    text: str | None = None
+    """Field of a multi-modal config.json that describes the text model, which is trained."""
+    body: str = "model."
+    """Prefix of the names of all tensors but the output layer's."""
+    engines: tuple[str, ...] = ("local", "sglang")
+    """The built-in engines that sample from its models."""
+    untrained: tuple[str, ...] = ()
+    """Prefixes of tensors that are not trained, but are part of the folder."""
+
+    def text_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The fields of the text model. ValueError if two fields contradict each other."""
+        if self.text is None:
+            return config
+        own = dict(table(config, self.text))
+        if len({flag(one, _TIED) for one in (own, config) if one.get(_TIED) is not None}) > 1:
+            raise ValueError(f"{_TIED} is not the same in {self.text}: make the two equal")
+        outer = {name: config[name] for name in (_TIED, "quantization_config") if name in config}
+        return {**own, **outer, "model_type": config["model_type"]}
+
+
+def layer_types(config: dict[str, Any]) -> list[str]:
+    """Attention of each layer; none where the field is missing. ValueError if it is not a list of texts."""
+    found = config.get("layer_types")
+    if found is not None and not (isinstance(found, list) and all(isinstance(one, str) for one in found)):
+        raise ValueError(f"layer_types={found!r:.80} is not a list of texts")
+    return found or []
+
+
+_OF_HYBRIDS = ("layer_types", _PARTIAL)
+
+FAMILIES = {
+    "qwen2": Family(
+        "Qwen2 / Qwen2.5", "Qwen2ForCausalLM", partial(dense_stack, qkv_bias=True), allows=("attention_bias",)
+    ),
+    "qwen3": Family("Qwen3 dense", "Qwen3ForCausalLM", partial(dense_stack, qk_norm=True)),
+    "qwen3_moe": Family("Qwen3 MoE", "Qwen3MoeForCausalLM", _expert_stack),
+    "llama": Family("Llama 3", "LlamaForCausalLM"),
+    "qwen3_5_text": Family(
+        "Qwen3.5 to 3.8 dense, text alone", stack=_hybrid_stack, allows=_OF_HYBRIDS, engines=("local",)
+    ),
+    "qwen3_5": Family(
+        "Qwen3.5 to 3.8 dense",
+        stack=_hybrid_stack,
+        allows=_OF_HYBRIDS,
+        text="text_config",
+        engines=(),
+        body="model.language_model.",
+        untrained=("model.visual.", "mtp."),
+    ),
+}

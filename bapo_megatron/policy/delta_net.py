@@ -1,0 +1,316 @@
+"""Gated DeltaNet of ``thd`` packs: the module in the place of attention, and its rule.
+
+    S_t = exp(g_t) S_{t-1} + k_t u_t^T      u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)      o_t = S_t^T q_t
+
+for each value head, from S = 0 at the start of each document, with q and k of length 1 (q / sqrt(d) then),
+beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias), and a causal convolution and silu before it.
+
+On a CPU the rule is torch's, in chunks of 64 tokens: within a chunk the u solve a triangular system, so that
+the state is computed once for a chunk (Yang et al. 2024, arXiv 2412.06464). On a GPU it is that of
+flash-linear-attention (fla), which has never run here. Neither waits for the device.
+
+Context parallelism: an all-to-all gives each CP rank all tokens of some heads, another brings the outputs
+back to the tokens. Output gate and norm stay with the tokens. TP x CP divides the key heads (``layout.py``).
+
+Shapes: ``_L`` tokens on this rank, ``_T`` of the pack, ``_P`` rows of all padded batches, ``_D`` channels;
+in the rule [batch, heads, chunks, tokens, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+from megatron.core.tensor_parallel import all_to_all, copy_to_tensor_model_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor
+
+from bapo_megatron.layers.delta_net import CHUNK, DeltaNet
+from bapo_megatron.policy.attention import DocumentPack, gather_rows, padding_plan, rows_on
+from bapo_megatron.policy.layers import Builder
+from bapo_megatron.policy.positions import positions
+
+_EPS = 1e-6  # of the lengths of queries and keys, as in Hugging Face's models
+
+
+@dataclass
+class DeltaNetModules:
+    """Submodules of the layer: its two linear layers."""
+
+    in_proj: Any
+    out_proj: Any
+
+
+class DeltaNetBuilder(Builder):
+    """Builder of Gated DeltaNet, in a model whose other norms are of 1 + w."""
+
+    def config(self) -> dict[str, object]:
+        return {"layernorm_zero_centered_gamma": True}
+
+    def install(self, spec: ModuleSpec, config: TransformerConfig, longest: int) -> None:
+        layer = spec.submodules
+        linear = layer.self_attention.submodules
+        modules = DeltaNetModules(linear.linear_qkv, linear.linear_proj)
+        layer.self_attention = ModuleSpec(DocumentDeltaNet, params={"kind": self.kind}, submodules=modules)
+        names = layer.sharded_state_dict_keys_map
+        if "input_layernorm." in names:
+            names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+
+
+class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
+    """The layer, with megatron-core's names and cuts of parameters. Collective over the TP and CP ranks."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: DeltaNetModules,
+        layer_number: int,
+        kind: DeltaNet,
+        pg_collection: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number, self.kind = layer_number, kind
+        self.tp, self.cp = pg_collection.tp, pg_collection.cp
+        self.sections = [rows // self.tp.size() for rows in kind.sections]
+        heads, convolved = self.sections[-1], sum(self.sections[:3])
+        options = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            sum(kind.sections),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **options,
+        )
+        self.conv1d = torch.nn.Conv1d(
+            convolved, convolved, kind.kernel, groups=convolved, bias=False, dtype=config.params_dtype
+        )
+        self.dt_bias = torch.nn.Parameter(torch.ones(heads, dtype=config.params_dtype))
+        self.A_log = torch.nn.Parameter(torch.zeros(heads, dtype=torch.float32))
+        for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.out_norm = GatedNorm(kind.value_dim, config.layernorm_epsilon)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            kind.values,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **options,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, *_: Any, packed_seq_params: DocumentPack | None = None, **__: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output [tokens, 1, hidden], and its bias, which is None."""
+        if packed_seq_params is None:
+            raise ValueError("this layer takes thd packs only")
+        bounds, kind = packed_seq_params.bounds, self.kind
+        projected, _bias = self.in_proj(hidden_states)
+        q, k, v, z, b, a = projected[:, 0].split(self.sections, -1)
+        x_LD, sections = torch.cat([q, k, v, b, a], -1), [*self.sections[:3], *self.sections[4:]]
+        size = self.cp.size()
+        if size > 1:
+            x_LD = self._to_heads(x_LD, sections, bounds)
+            sections = [rows // size for rows in sections]
+        qkv_TD, b, a = x_LD.split([sum(sections[:3]), *sections[3:]], -1)
+        decay = -self._own(self.A_log).exp() * F.softplus(a.float() + self._own(self.dt_bias).float())
+        rule = kernel_rule if qkv_TD.is_cuda else chunked_rule
+        weight = self._own(self.conv1d.weight, self.sections[:3])
+        out = rule(qkv_TD, decay, b.float().sigmoid(), weight, kind, bounds)
+        if size > 1:
+            out = self._to_tokens(out, bounds)
+        out = self.out_norm(out.unflatten(-1, (-1, kind.value_dim)), z.unflatten(-1, (-1, kind.value_dim)))
+        result: tuple[Tensor, Tensor | None] = self.out_proj(out.flatten(1)[:, None])
+        return result
+
+    def _own(self, parameter: Tensor, sections: list[int] | None = None) -> Tensor:
+        """The part of a parameter of this CP rank's heads."""
+        size, rank = self.cp.size(), self.cp.rank()
+        if size == 1:
+            return parameter
+        return torch.cat([part.chunk(size)[rank] for part in parameter.split(sections or len(parameter))])
+
+    def _to_heads(self, x_LD: Tensor, sections: list[int], bounds: tuple[int, ...]) -> Tensor:
+        """All tokens of the pack, in its order, with this CP rank's heads."""
+        size = self.cp.size()
+        shares = [part.unflatten(-1, (size, -1)) for part in x_LD.split(sections, -1)]
+        sent = torch.cat(shares, -1).transpose(0, 1).flatten(0, 1)
+        rows, back = rows_on(bounds, size, x_LD.device), _held(bounds, size, x_LD.device)
+        return gather_rows(all_to_all(self.cp, sent), rows, back)
+
+    def _to_tokens(self, out_TD: Tensor, bounds: tuple[int, ...]) -> Tensor:
+        """This CP rank's tokens, with all heads of the TP rank."""
+        size = self.cp.size()
+        rows, back = rows_on(bounds, size, out_TD.device), _held(bounds, size, out_TD.device)
+        sent = gather_rows(out_TD, back, rows)
+        received: Tensor = all_to_all(self.cp, sent).unflatten(0, (size, -1))
+        return received.transpose(0, 1).flatten(1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(_in_float32(fn, self.A_log), recurse)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        """The state as megatron-core's ``GatedDeltaNet`` saves it: sections under keys of their own."""
+        groups = {"tp_group": self.tp, "dp_cp_group": metadata["dp_cp_group"]}
+        own = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d.weight}
+        whole = {"out_norm.weight": self.out_norm.weight}
+        cut = dict.fromkeys(own, 0)
+        state = make_sharded_tensors_for_checkpoint({**own, **whole}, prefix, cut, sharded_offsets, **groups)
+        for name in ("in_proj", "out_proj"):
+            module = getattr(self, name)
+            inner = f"{prefix}{name}."
+            state |= sharded_state_dict_default(module, inner, sharded_offsets, metadata, tp_group=self.tp)
+        for name, mapping in self.kind.parameters(self.config.hidden_size).items():
+            key = prefix + name.removeprefix("self_attention.")
+            if mapping.stored_apart:
+                rows = [count // self.tp.size() for count in mapping.sections]
+                endings = [ending.removeprefix(".") for ending in mapping.section_keys]
+                state[key] = _split_tensor_factory(state[key], rows, endings, 0)
+        return dict(state)
+
+
+class GatedNorm(torch.nn.Module):
+    """RMSNorm over a head, of w in float32, then the output gate: silu(z)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        # Each TP rank has other heads: the gradient is their sum.
+        weight = copy_to_tensor_model_parallel_region(self.weight)
+        normalized = F.rms_norm(x.float(), weight.shape, weight, self.eps)
+        return (normalized * F.silu(z.float())).to(x.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(_in_float32(fn, self.weight), recurse)  # type: ignore[no-untyped-call]
+
+
+def _in_float32(fn: Callable[[Tensor], Tensor], kept: Tensor) -> Callable[[Tensor], Tensor]:
+    """``fn``, which moves or casts a module's parameters, such that it casts ``kept`` never."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(fn(tensor).device) if tensor is kept else fn(tensor)
+
+    return moved
+
+
+@lru_cache(maxsize=16)  # every layer of a micro-batch needs the same ones
+def _held(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """Positions in the pack of the tokens of all CP ranks, those of the first rank first."""
+    return torch.cat([positions(bounds, size, rank) for rank in range(size)]).to(device, non_blocking=True)
+
+
+def kernel_rule(
+    qkv_TD: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    weight: Tensor,
+    kind: DeltaNet,
+    bounds: tuple[int, ...],
+) -> Tensor:
+    """As ``chunked_rule``, by the kernels of flash-linear-attention."""
+    from fla.modules.convolution import causal_conv1d
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    ends = _bounds_on(bounds, qkv_TD.device)
+    mixed, _ = causal_conv1d(qkv_TD[None], weight[:, 0], activation="silu", cu_seqlens=ends)
+    q, k, v = _heads(mixed, kind)
+    out, _ = chunk_gated_delta_rule(
+        q, k, v, g=decay_TH[None], beta=beta_TH[None], cu_seqlens=ends, use_qk_l2norm_in_kernel=True
+    )
+    return out[0].flatten(1)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=16)
+def _bounds_on(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(bounds, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def chunked_rule(
+    qkv_TD: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    weight: Tensor,
+    kind: DeltaNet,
+    bounds: tuple[int, ...],
+) -> Tensor:
+    """Convolution, silu and the rule within each document ``bounds[d]:bounds[d + 1]``, [tokens, values].
+
+    qkv_TD: queries, keys and values of some heads; decay_TH: g; weight [D, 1, kernel].
+    """
+    plan = padding_plan(bounds, qkv_TD.device)
+    inputs = (gather_rows(x, plan.token_of_row_P, plan.row_of_token_T) for x in (qkv_TD, decay_TH, beta_TH))
+    qkv_PD, decay_PH, beta_PH = inputs
+    outputs = []
+    for start, end, documents in plan.batches:
+        x, g, beta = (part[start:end].unflatten(0, (documents, -1)) for part in (qkv_PD, decay_PH, beta_PH))
+        padded = F.pad(x.transpose(1, 2), (weight.size(-1) - 1, 0))
+        mixed = F.silu(F.conv1d(padded, weight, groups=len(weight))).transpose(1, 2)
+        outputs.append(gated_delta_rule(*_heads(mixed, kind), g, beta).flatten(2).flatten(0, 1))
+    out_PD = torch.cat(outputs)[:, None]
+    return gather_rows(out_PD, plan.row_of_token_T, plan.token_of_row_P, plan.real_P)[:, 0]
+
+
+def _heads(mixed: Tensor, kind: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [..., heads, width] of the channels of some heads."""
+    share = mixed.size(-1) / (2 * kind.keys + kind.values)
+    keys, values = round(kind.keys * share), round(kind.values * share)
+    q, k, v = mixed.split([keys, keys, values], -1)
+    q, k = (x.unflatten(-1, (-1, kind.key_dim)) for x in (q, k))
+    return q, k, v.unflatten(-1, (-1, kind.value_dim))
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The rule of a batch [documents, tokens, heads, width], from S = 0, in float32 (or float64).
+
+    Value heads that share a key head are next to each other.
+    """
+    tokens, shared = v.size(1), v.size(2) // k.size(2)
+    work = torch.promote_types(v.dtype, torch.float32)
+    q, k = (_unit(x.to(work)).repeat_interleave(shared, 2) for x in (q, k))
+    q = q * k.size(-1) ** -0.5
+    chunk = min(CHUNK, tokens)
+    q, k, v_own, g, beta = (_in_chunks(x.to(work), chunk) for x in (q, k, v, g[..., None], beta[..., None]))
+    sums = g.cumsum(-2)
+    after = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+    decay = (sums - sums.transpose(-1, -2)).masked_fill(after, -torch.inf).exp()
+    scores = q @ k.transpose(-1, -2) * decay
+    pairs = k @ k.transpose(-1, -2) * decay * beta  # its diagonal counts as ones: u itself
+    seen, kept = sums.exp(), (sums[..., -1:, :] - sums).exp()
+    queries, keys_in, keys_out = q * seen, k * seen, k * kept
+    state = v_own.new_zeros(*v_own.shape[:2], k.size(-1), v_own.size(-1))
+    outputs = []
+    for n in range(v_own.size(2)):
+        wanted = beta[:, :, n] * (v_own[:, :, n] - keys_in[:, :, n] @ state)
+        u = torch.linalg.solve_triangular(pairs[:, :, n], wanted, upper=False, unitriangular=True)
+        outputs.append(queries[:, :, n] @ state + scores[:, :, n] @ u)
+        state = state * seen[:, :, n, -1:] + keys_out[:, :, n].transpose(-1, -2) @ u
+    return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2).to(v.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
+
+
+def _in_chunks(x: Tensor, chunk: int) -> Tensor:
+    """[batch, tokens, heads, width] as [batch, heads, chunks, tokens, width], zeros after the last token."""
+    x = x.transpose(1, 2)
+    chunks: Tensor = F.pad(x, (0, 0, 0, -x.size(2) % chunk)).unflatten(2, (-1, chunk))
+    return chunks

@@ -1,0 +1,155 @@
+"""A hybrid of Gated DeltaNet and gated attention gives one answer at every layout: that of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bapo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.data.samples import Sample
+from bapo_megatron.policy.megatron import MegatronPolicy
+from checkpoints_tools import reshard, to_hf, to_megatron
+from tests.distributed.test_expert_checkpoints import load_and_look, load_both, train_and_save
+from tests.distributed.test_layouts import Answer, Layout, answers, check_agreement, layout
+from tests.support.models import HYBRID, VOCAB, save_tiny_model, tiny_model
+from tests.support.tiers import slow_but
+from tests.support.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = [
+    *(
+        "one full",
+        "one pack200",
+        "tp2",
+        "tp2-sp selective",
+        "tp2-sp full",
+        "pp2",
+        "pp2-vpp2",
+        "pp3 selective",
+    ),
+    *("pp2 layers3+5", "pp2-vpp2 layers1+2+3+2 full", "cp2", "cp2 pack200", "cp4", "dp2", "dp2-cp2"),
+    *("tp2-cp2", "tp2-sp-cp2", "tp2-sp-pp2", "pp2-cp2 full", "tp2-sp-pp2-cp2", "tp2-sp-pp2-vpp2"),
+]
+QUICK = ("tp2-sp-cp2", "pp2-vpp2 layers1+2+3+2 full")
+SAVED = ParallelConfig(tensor=2, sequence=True, pipeline=2)
+LOADED = [
+    *(ParallelConfig(), ParallelConfig(context=2), ParallelConfig(tensor=2, context=2)),
+    *(ParallelConfig(pipeline=2, virtual=2), ParallelConfig(pipeline=2, pipeline_layers=(3, 5))),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(HYBRID, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path, samples: list[Sample]) -> Answer:
+    [found] = answers("one", folder, samples)
+    return found
+
+
+def test_log_probs_are_those_of_transformers(samples: list[Sample], reference: Answer) -> None:
+    """Document by document: its own packs would not begin anew at each."""
+    model = tiny_model(HYBRID)
+    for index, sample in enumerate(samples):
+        ids = torch.tensor(sample.token_ids[None].astype("int64"))
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1] / 0.7
+        theirs = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(reference.log_probs[index], theirs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("text", slow_but(LAYOUTS, *QUICK))
+def test_layout_agrees_with_one_process(
+    text: str, folder: Path, samples: list[Sample], reference: Answer
+) -> None:
+    check_agreement(answers(text, folder, samples), reference, samples)
+
+
+POISON = VOCAB - 1
+"""A token whose embedding is NaN."""
+
+
+def document(tokens: int, poisoned: bool) -> Sample:
+    ids = torch.full((tokens,), POISON) if poisoned else torch.arange(tokens) * 37 % POISON
+    zeros = np.zeros(tokens - 1)
+    return Sample(ids.numpy().astype("int32"), zeros.astype("float32"), zeros.astype("int32"), 1.0)
+
+
+def log_probs_beside(folder: Path, packs: list[list[Sample]], where: Layout) -> list[torch.Tensor]:
+    """Of each pack the log-probs of the document that is not poisoned."""
+    model = ModelConfig(folder, "float32")
+    policy = MegatronPolicy(model, where.parallel, where.batch, OptimizerConfig(), 1, 1.0)
+    found = []
+    for documents in packs:
+        [pack] = pack_samples(documents, where.pack_tokens, "sequence", policy.pack_layout)
+        [stats] = policy.log_probs([pack])
+        for row, start, length in pack.rows:
+            if POISON not in documents[row].token_ids:
+                found.append(stats.log_prob_T[start : start + length].clone())
+    return found
+
+
+@pytest.mark.parametrize("text", slow_but(["one", "tp2", "cp4", "tp2-sp-cp2"], "tp2-sp-cp2"))
+def test_other_documents_of_a_pack_change_nothing(text: str, tmp_path: Path) -> None:
+    """They come before and after, are moved and cut, and everything that they compute is NaN."""
+    folder = save_tiny_model(HYBRID, tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    own, longer, shorter = document(83, False), document(90, True), document(7, True)
+    packs = [[own], [longer, own, shorter], [shorter, longer, own], [own, longer], [document(41, True), own]]
+    where = layout(f"{text} pack256")
+    for alone, *others in run_layout(log_probs_beside, where.parallel, folder, packs, where):
+        assert alone.isfinite().all()
+        assert len(others) == len(packs) - 1
+        for other in others:
+            torch.testing.assert_close(other, alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
+def test_every_layout_loads_weights_and_optimizer_bit_for_bit(
+    dtype: str, folder: Path, tmp_path: Path
+) -> None:
+    """A checkpoint also becomes a folder of transformers, resharded or not."""
+    path = tmp_path / "policy"
+    [(digest, weights), *others] = run_layout(train_and_save, SAVED, folder, SAVED, path, dtype)
+    assert all(len(values) == 1 for values in digest.values()), digest
+    assert all(other[0] == digest for other in others)
+    types = {name: tensor.dtype for name, tensor in weights.items()}
+    kept = {name for name in types if name.endswith(("A_log", "linear_attn.norm.weight"))}
+    assert {types[name] for name in kept} == {torch.float32}
+    assert {types[name] for name in types.keys() - kept} == {getattr(torch, dtype)}
+    if dtype == "float32":
+        for layout in LOADED:
+            for found, same in run_layout(load_and_look, layout, folder, layout, path):
+                assert found == digest, layout
+                assert all(torch.equal(same[one], tensor) for one, tensor in weights.items()), layout
+    reshard(path, tmp_path / "resharded", grid=3, reference=folder)
+    for number, source in enumerate((path, tmp_path / "resharded")):
+        to_hf(source, tmp_path / f"hf {number}", reference=folder)
+        converted = load_file(tmp_path / f"hf {number}/model.safetensors")
+        assert converted.keys() == weights.keys()
+        for name, tensor in weights.items():
+            assert converted[name].dtype == tensor.dtype, name
+            assert torch.equal(converted[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", slow_but([SAVED, *LOADED], LOADED[2]))
+def test_megatron_loads_what_the_converter_writes(
+    layout: ParallelConfig, folder: Path, tmp_path: Path
+) -> None:
+    other = save_tiny_model(HYBRID, tmp_path / "other", seed=2)
+    to_megatron(folder, tmp_path / "megatron", grid=4)
+    for expected, found in run_layout(
+        load_both, layout, folder, other, layout, tmp_path / "megatron/release"
+    ):
+        assert expected
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -1,0 +1,161 @@
+"""Folders of hybrids: text alone, and multi-modal ones, whose other tensors travel along unchanged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bapo_megatron.config import ParallelConfig
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.config import model_shape, read_model_shape
+from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.policy.layout import layout_problems
+from bapo_megatron.rollout.engines.backend import engine_backend
+from checkpoints_tools import reshard, to_hf, to_megatron, verify
+from checkpoints_tools.formats.mp_rank import MpRank
+from tests.support.models import HYBRID, save_tiny_model
+
+UNTRAINED = {
+    "model.visual.patch_embed.proj.weight": (4, 3, 2, 2, 2),
+    "model.visual.blocks.0.norm1.bias": (4,),
+    "mtp.fc.weight": (32, 64),
+    "mtp.layers.0.mlp.experts.gate_up_proj": (3, 8, 4),
+}
+
+
+def save_multimodal(folder: Path, tied: bool = False) -> Path:
+    """As the hub's: the text model under a prefix, in bfloat16 but for A_log and Gated DeltaNet's norm."""
+    text = save_tiny_model(HYBRID, folder.parent / "text")
+    tensors = {}
+    for name, tensor in load_file(text / "model.safetensors").items():
+        kept = name.endswith(("A_log", "linear_attn.norm.weight"))
+        own = name.replace("model.", "model.language_model.", 1)
+        tensors[own] = tensor if kept else tensor.bfloat16()
+    if tied:
+        del tensors["lm_head.weight"]
+    generator = torch.Generator().manual_seed(3)
+    for name, shape in UNTRAINED.items():
+        tensors[name] = torch.randn(shape, generator=generator).bfloat16()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = {**json.loads((text / "config.json").read_text()), "dtype": "bfloat16"}
+    config["tie_word_embeddings"] = tied
+    outer = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "dtype": "bfloat16",
+    }
+    whole = {**outer, "tie_word_embeddings": tied, "text_config": config, "vision_config": {"depth": 1}}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "config.json")}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_multimodal_folder_comes_back_byte_for_byte(tied: bool, tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "hf", tied)
+    HfReader(folder).check(read_model_shape(folder))
+    to_megatron(folder, tmp_path / "megatron")
+    assert verify(folder, tmp_path / "megatron").equal
+    reshard(tmp_path / "megatron", tmp_path / "resharded", grid=3)
+    for number, source in enumerate(("megatron", "resharded")):
+        to_hf(tmp_path / source, tmp_path / f"back {number}")
+        assert contents(tmp_path / f"back {number}") == contents(folder)
+
+
+def test_a_text_folder_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    folder = save_tiny_model(HYBRID, tmp_path / "hf")
+    to_megatron(folder, tmp_path / "megatron", grid=5)
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(folder)
+
+
+def test_rounding_leaves_float32_and_what_is_not_trained(tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "hf")
+    to_megatron(folder, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back", dtype="bf16")
+    assert contents(tmp_path / "back") == contents(folder)
+
+
+def test_a_difference_in_the_last_tap_of_the_convolution_is_found(tmp_path: Path) -> None:
+    folder = save_tiny_model(HYBRID, tmp_path / "hf")
+    to_megatron(folder, tmp_path / "megatron")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.linear_attn.conv1d.weight"][-1, 0, -1] += 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    [found] = verify(folder, tmp_path / "megatron").differences
+    assert found.tensor == "model.layers.0.linear_attn.conv1d.weight"
+
+
+def test_a_missing_part_that_is_not_trained_is_told(tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "hf")
+    to_megatron(folder, tmp_path / "megatron")
+    (tmp_path / "megatron/release/hf/untrained.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no weights, so that model\.visual\.\* and mtp\.\*"):
+        to_hf(tmp_path / "megatron", tmp_path / "back")
+
+
+def test_a_hybrid_is_not_quantized(tmp_path: Path) -> None:
+    to_megatron(save_tiny_model(HYBRID, tmp_path / "hf"), tmp_path / "megatron")
+    with pytest.raises(ConfigError, match="--quantize fp8-block: not supported for qwen3_5_text"):
+        to_hf(tmp_path / "megatron", tmp_path / "fp8", quantize="fp8-block")
+    assert not (tmp_path / "fp8").exists()
+
+
+def test_a_legacy_folder_of_a_hybrid_is_not_read(tmp_path: Path) -> None:
+    shape = read_model_shape(save_tiny_model(HYBRID, tmp_path / "hf"))
+    with pytest.raises(CheckpointError, match="legacy mp_rank folder of a model with layers of several kinds"):
+        MpRank(tmp_path / "legacy", shape)
+
+
+def config_of(tmp_path: Path) -> dict:
+    return json.loads((save_tiny_model(HYBRID, tmp_path / "hf") / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_num_value_heads": 6}, "linear_num_value_heads=6 is no multiple of linear_num_key_heads=4"),
+        ({"layer_types": ["linear_attention"] * 8}, "and there are both"),
+        ({"layer_types": ["full_attention"] * 3}, "each of the 8 layers"),
+        ({"attn_output_gate": False}, "attn_output_gate=false is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=.* cannot be"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* is not supported"),
+    ],
+)
+def test_what_a_hybrid_may_not_have_is_refused(changes: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_shape({**config_of(tmp_path), **changes}, "config.json")
+
+
+def test_contradicting_ties_are_refused(tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match="tie_word_embeddings is not the same in text_config"):
+        model_shape({**config, "tie_word_embeddings": True}, "config.json")
+
+
+def test_tp_times_cp_divides_the_key_heads(tmp_path: Path) -> None:
+    shape = model_shape(config_of(tmp_path), "config.json")
+    assert not list(layout_problems(ParallelConfig(tensor=2, context=2), shape))
+    [problem] = layout_problems(ParallelConfig(tensor=2, context=4), shape)
+    assert "2 x 4 = 8 does not divide the model's key heads of Gated DeltaNet (4)" in problem
+
+
+def test_engines_that_do_not_sample_from_hybrids_say_so(tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "hf")
+    for engine in ("sglang", "local"):
+        with pytest.raises(ConfigError, match=f"rollout.engine={engine} does not support models of qwen3_5"):
+            engine_backend(engine).check_weights(folder)
+    text = tmp_path / "text"
+    engine_backend("local").check_weights(text)
+    with pytest.raises(ConfigError, match="the engine for them is local"):
+        engine_backend("sglang").check_weights(text)

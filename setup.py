@@ -67,7 +67,12 @@ setup(
         "demo": [],  # the demo needs no more than the package
         # By `make cluster`. The version that was tested, in the range of megatron-core's own extra.
         # Its problems and their verifiers are those of `make gpu-study` where there is no network.
-        "cluster": ["transformer-engine[core_cu13,pytorch]==2.11.0", "wandb>=0.19,<1", *REASONING_GYM],
+        "cluster": [
+            "transformer-engine[core_cu13,pytorch]==2.11.0",
+            "fla-core>=0.6,<0.7",
+            "wandb>=0.19,<1",
+            *REASONING_GYM,
+        ],
         # Boards (logging.trackers). The last two: for MLflow's database where there is no server.
         "trackers": [
             "wandb>=0.19,<1",

@@ -51,6 +51,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.weight_files import weight_files
 from bapo_megatron.interfaces import Policy
+from bapo_megatron.policy.kernel_check import check_kernels
 from bapo_megatron.policy.layout import data_parallel_size, parallel_processes
 from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.distributed import (
@@ -214,6 +215,7 @@ def verify_layout(config: VerifyConfig) -> int:
     Returns the exit code, equal on every rank: 0 if written or all quantities agree, 1 if any differs.
     """
     reference = None if config.certificate is None else _matching_reference(config.certificate, config)
+    check_kernels(config.model, config.parallel)
     policy = build_policy(config)
     ours = measure_layout(policy, config, reference)
     code = 0

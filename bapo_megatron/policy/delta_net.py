@@ -5,9 +5,10 @@
 for each value head, from S = 0 at the start of each document, with q and k of length 1 (q / sqrt(d) then),
 beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias), and a causal convolution and silu before it.
 
-On a CPU the rule is torch's, in chunks of 64 tokens: within a chunk the u solve a triangular system, so that
-the state is computed once for a chunk (Yang et al. 2024, arXiv 2412.06464). On a GPU it is that of
-flash-linear-attention (fla), which has never run here. Neither waits for the device.
+On a CPU, and in float32, the rule is torch's, in chunks of 64 tokens: within a chunk the u solve a triangular
+system, so that the state is computed once for a chunk (Yang et al. 2024, arXiv 2412.06464). In half precision
+on a GPU it is that of flash-linear-attention (fla), which ran here in triton's interpreter alone;
+``kernel_check.py`` tests it before a policy is built. Neither waits for the device.
 
 Context parallelism: an all-to-all gives each CP rank all tokens of some heads, another brings the outputs
 back to the tokens. Output gate and norm stay with the tokens. TP x CP divides the key heads (``layout.py``).
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -128,7 +130,7 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
             sections = [rows // size for rows in sections]
         qkv_TD, b, a = x_LD.split([sum(sections[:3]), *sections[3:]], -1)
         decay = -self._own(self.A_log).exp() * F.softplus(a.float() + self._own(self.dt_bias).float())
-        rule = kernel_rule if qkv_TD.is_cuda else chunked_rule
+        rule = kernel_rule if qkv_TD.is_cuda and qkv_TD.dtype != torch.float32 else chunked_rule
         weight = self._own(self.conv1d.weight, self.sections[:3])
         out = rule(qkv_TD, decay, b.float().sigmoid(), weight, kind, bounds)
         if size > 1:
@@ -225,22 +227,28 @@ def kernel_rule(
     kind: DeltaNet,
     bounds: tuple[int, ...],
 ) -> Tensor:
-    """As ``chunked_rule``, by the kernels of flash-linear-attention."""
-    from fla.modules.convolution import causal_conv1d
+    """As ``chunked_rule``, by flash-linear-attention's kernels. A rehearsal puts its own in this place."""
+    from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    ends = _bounds_on(bounds, qkv_TD.device)
-    mixed, _ = causal_conv1d(qkv_TD[None], weight[:, 0], activation="silu", cu_seqlens=ends)
+    documents = _documents_on(bounds, qkv_TD.device)
+    mixed, _ = causal_conv1d(qkv_TD[None], weight[:, 0], activation="silu", **documents)
     q, k, v = _heads(mixed, kind)
-    out, _ = chunk_gated_delta_rule(
-        q, k, v, g=decay_TH[None], beta=beta_TH[None], cu_seqlens=ends, use_qk_l2norm_in_kernel=True
-    )
+    columns = {"g": decay_TH[None], "beta": beta_TH[None]}
+    out, _ = chunk_gated_delta_rule(q, k, v, **columns, use_qk_l2norm_in_kernel=True, **documents)
     return out[0].flatten(1)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=16)
-def _bounds_on(bounds: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(bounds, dtype=torch.int64).to(device, non_blocking=True)
+def _documents_on(bounds: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """The kernels' arguments of a pack: its bounds, and of each chunk the document and its number there.
+
+    Without the chunks the kernels would read the bounds from the GPU, and the host would wait for it.
+    """
+    counts = [-(-(end - start) // CHUNK) for start, end in pairwise(bounds)]
+    chunks = [(document, number) for document, count in enumerate(counts) for number in range(count)]
+    made = {"cu_seqlens": torch.tensor(bounds), "chunk_indices": torch.tensor(chunks)}
+    return {name: indices.to(device, non_blocking=True) for name, indices in made.items()}
 
 
 def chunked_rule(

@@ -38,6 +38,7 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.weight_files import left_out_text
 from bapo_megatron.interfaces import HandsOver, Policy, Sampler, WeightSync
 from bapo_megatron.policy.device import has_cuda, select_device
+from bapo_megatron.policy.kernel_check import check_kernels
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rollout.engines.backend import EngineServers, engine_backend
 from bapo_megatron.rollout.sampler.client import SamplerClient
@@ -104,6 +105,7 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
     too. ResumeError, on every rank, if the restored state differs.
     """
     paths = config.paths
+    check_kernels(config.model, config.parallel)
     policy = build_policy(config)
     if is_main():
         announce_optimizer(policy.optimizer_name, has_cuda())

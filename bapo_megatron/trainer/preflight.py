@@ -37,6 +37,7 @@ from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
 from bapo_megatron.policy.device import attention_problem, check_environment, has_cuda, optimizer_problem
+from bapo_megatron.policy.kernel_check import missing_package
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import check_functions, needs_sandbox
 from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
@@ -201,7 +202,8 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
     """Check of a model's weights and of the device; returns the model's shape.
 
     ConfigError if its HF folder lacks a tensor, the layout cannot split it, torch cannot use this machine's
-    GPU, or an environment variable forbids the attention backend that the layout needs.
+    GPU, a package of its layers' kernels is missing, or an environment variable forbids the attention backend
+    that the layout needs.
     """
     has_cuda()
     check_environment()
@@ -217,6 +219,8 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
         problems.append(f"model.dtype={model.dtype}: {problem}")
     if problem := optimizer_problem():
         problems.append(problem)
+    if problem := missing_package(shape.kinds, getattr(torch, model.dtype)):
+        problems.append(f"model.hf_path={model.hf_path}: {problem}")
     if problems:
         raise ConfigError("\n".join(problems))
     return shape

@@ -26,6 +26,7 @@ from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.policy.kernel_check import check_kernels
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.runtime.distributed import is_main
@@ -38,6 +39,7 @@ def run_sft(config: SftConfig) -> None:
 
     Process groups must exist. ConfigError if a problem has no solution.
     """
+    check_kernels(config.model, config.parallel)
     policy = MegatronPolicy(
         config.model, config.parallel, config.batch, config.optimizer, planned_updates=config.updates
     )

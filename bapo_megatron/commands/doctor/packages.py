@@ -83,6 +83,7 @@ PACKAGES = (
     Package("transformer-engine", "transformer_engine.pytorch", "fused layers on GPUs", "make cluster", True),
     Package("apex", None, "fused kernels on GPUs without Transformer Engine", "from source"),
     Package("flash-attn", None, "Transformer Engine's attention on an A100", "make cluster CLUSTER_ARCH=8.0"),
+    Package("fla-core", None, "Gated DeltaNet on GPUs", "make cluster"),
     Package("wandb", None, BOARDS, '"wandb>=0.19,<1"'),
     Package("trackio", None, BOARDS, '"trackio>=0.43,<0.44"'),
     Package("mlflow-skinny", None, BOARDS, '"mlflow-skinny>=3.17,<4" "sqlalchemy>=2,<3" "alembic>=1.14,<2"'),

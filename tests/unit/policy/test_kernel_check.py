@@ -1,0 +1,167 @@
+"""The self-test of Gated DeltaNet's kernels: it passes torch's rule, and notices each planted mistake."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bapo_megatron.config import ModelConfig, ParallelConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.layers.delta_net import CHUNK, DeltaNet
+from bapo_megatron.policy import delta_net, device, kernel_check
+from bapo_megatron.policy.delta_net import _documents_on, _heads, chunked_rule, gated_delta_rule
+from bapo_megatron.policy.kernel_check import LIMITS, Rule, check_rule, rule_errors
+from bapo_megatron.trainer import preflight
+from tests.support.models import HYBRID, save_tiny_model
+
+KIND = DeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=8, kernel=4)
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
+
+
+def less_gradient(x: torch.Tensor, part: float) -> torch.Tensor:
+    """``x`` with a gradient that is smaller by a part."""
+    return x * (1 - part) + x.detach() * part
+
+
+def decay_by_half(x: Any, decay: Any, *others: Any) -> torch.Tensor:
+    return chunked_rule(x, less_gradient(decay, 0.5), *others)
+
+
+def beta_by_half(x: Any, decay: Any, beta: Any, *others: Any) -> torch.Tensor:
+    return chunked_rule(x, decay, less_gradient(beta, 0.5), *others)
+
+
+def convolution_by_half(x: Any, decay: Any, beta: Any, weight: Any, *others: Any) -> torch.Tensor:
+    return chunked_rule(x, decay, beta, less_gradient(weight, 0.5), *others)
+
+
+def keys_of_one_document(x: Any, decay: Any, beta: Any, weight: Any, kind: Any, bounds: Any) -> torch.Tensor:
+    """The gradient of the last document's keys is twice as large."""
+    part = torch.ones_like(x)
+    part[bounds[-2] :, kind.keys : 2 * kind.keys] = 2
+    return chunked_rule(x * part + x.detach() * (1 - part), decay, beta, weight, kind, bounds)
+
+
+def nan_in_a_gradient(x: Any, decay: Any, *others: Any) -> torch.Tensor:
+    broken = decay * 1
+    broken.register_hook(lambda grad: torch.cat([grad[:-1], grad[-1:] * torch.nan]))
+    return chunked_rule(x, broken, *others)
+
+
+def one_document(x: Any, decay: Any, beta: Any, weight: Any, kind: Any, bounds: Any) -> torch.Tensor:
+    return chunked_rule(x, decay, beta, weight, kind, (0, bounds[-1]))
+
+
+def convolution_over_bounds(
+    x: Any, decay: Any, beta: Any, weight: Any, kind: Any, bounds: Any
+) -> torch.Tensor:
+    """The state begins anew, the convolution does not."""
+    mixed = F.silu(F.conv1d(F.pad(x.T[None], (kind.kernel - 1, 0)), weight, groups=len(weight)))[0].T
+    parts = [
+        gated_delta_rule(*_heads(mixed[None, a:b], kind), decay[None, a:b], beta[None, a:b])[0].flatten(1)
+        for a, b in pairwise(bounds)
+    ]
+    return torch.cat(parts)
+
+
+def raising(*_: Any) -> torch.Tensor:
+    raise RuntimeError("Triton Error [CUDA]: no kernel image\nand a page of advice")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_own_rule_passes_with_a_wide_margin(dtype: torch.dtype) -> None:
+    found = rule_errors(chunked_rule, KIND, dtype, CPU)
+    assert found.keys() == LIMITS.keys()
+    assert all(error < LIMITS[name] / 3 for name, error in found.items()), found
+    check_rule(chunked_rule, KIND, dtype, CPU)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (decay_by_half, r"rule: gradient of the decay by 0\.\d+ \("),
+        (beta_by_half, r"rule: gradient of beta by 0\.\d+ \("),
+        (convolution_by_half, r"rule: gradient of the convolution by 0\.5 \("),
+        (keys_of_one_document, r"rule: gradient of keys by [\d.]+ \("),
+        (nan_in_a_gradient, "rule: gradient of the decay by nan "),
+        (one_document, r"rule: output by [\d.]+, gradient of queries by"),
+        (convolution_over_bounds, r"rule: output by [\d.]+, gradient of queries by"),
+        (raising, r"raises RuntimeError: Triton Error \[CUDA\]: no kernel image \(.*, torch \d"),
+    ],
+)
+def test_a_wrong_kernel_is_named(rule: Rule, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        check_rule(rule, KIND, torch.bfloat16, CPU)
+    assert f"torch {torch.__version__}, CPU" in str(refused.value)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A GPU that is made up, for the choice of the kernels alone."""
+    for module in (kernel_check, preflight):
+        monkeypatch.setattr(module, "has_cuda", lambda: True)
+    monkeypatch.setattr(device, "attention_problem", lambda _dtype: None)
+    monkeypatch.setattr(preflight, "attention_problem", lambda _dtype: None)
+    monkeypatch.setattr(preflight, "optimizer_problem", lambda: None)
+    return monkeypatch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(HYBRID, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(("version", "said"), [(None, "is not installed"), ("0.5.2", "is of version 0.5.2")])
+def test_a_hybrid_without_the_package_is_refused_by_name(
+    version: str | None, said: str, on_gpu: pytest.MonkeyPatch, folder: Path
+) -> None:
+    on_gpu.setattr(kernel_check, "_version", lambda _name: version)
+    expected = (
+        f"model.hf_path={folder}: Gated DeltaNet needs .*fla-core {said}: `pip install fla-core==0.6.0`"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        preflight.check_weights(ModelConfig(folder, "bfloat16"), ParallelConfig())
+    preflight.check_weights(ModelConfig(folder, "float32"), ParallelConfig())
+    on_gpu.setattr(kernel_check, "has_cuda", lambda: False)
+    preflight.check_weights(ModelConfig(folder, "bfloat16"), ParallelConfig())
+
+
+def test_other_models_need_no_package(on_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on_gpu.setattr(kernel_check, "_version", lambda _name: None)
+    preflight.check_weights(ModelConfig(save_tiny_model("qwen2", tmp_path), "bfloat16"), ParallelConfig())
+
+
+def test_a_run_tests_the_kernel_with_its_own_sizes(on_gpu: pytest.MonkeyPatch, folder: Path) -> None:
+    sizes = json.loads((folder / "config.json").read_text())
+    seen: list[Any] = []
+    on_gpu.setattr(kernel_check, "select_device", lambda: CPU)
+    on_gpu.setattr(kernel_check, "check_rule", lambda *arguments: seen.append(arguments))
+    kernel_check.check_kernels(ModelConfig(folder, "bfloat16"), ParallelConfig(tensor=2))
+    [(rule, kind, dtype, place)] = seen
+    assert (rule, dtype, place) == (delta_net.kernel_rule, torch.bfloat16, CPU)
+    assert kind.key_heads == sizes["linear_num_key_heads"] // 2
+    assert kind.value_heads == sizes["linear_num_value_heads"] // 2
+    assert kind.value_dim == sizes["linear_value_head_dim"]
+    for model in (ModelConfig(folder, "float32"),):
+        kernel_check.check_kernels(model, ParallelConfig())
+    assert len(seen) == 1
+
+
+def test_the_package_is_pinned_once() -> None:
+    assert kernel_check.FLA in (ROOT / "cluster/trainer.txt").read_text().splitlines()
+
+
+def test_chunks_of_a_pack_for_the_kernels() -> None:
+    """As the package's ``prepare_chunk_indices`` makes them, which would wait for the GPU."""
+    found = _documents_on((0, 1, 65, 130), CPU)
+    assert found["cu_seqlens"].tolist() == [0, 1, 65, 130]
+    assert found["chunk_indices"].tolist() == [[0, 0], [1, 0], [2, 0], [2, 1]]
+    assert {tensor.dtype for tensor in found.values()} == {torch.int64}
+    assert CHUNK == 64

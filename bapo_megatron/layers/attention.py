@@ -150,10 +150,9 @@ class GatedAttention(Attention):
         return replace(own, linear=own.linear + 2.0 * hidden * self.heads * self.head_dim)
 
     def saved(self, at: Place) -> Saved:
-        """The gate, its sigmoid in float32, and the output of before in the element's type."""
+        """Also the gate's sigmoid in float32, and what it multiplies, in the element's type."""
         own = super().saved(at)
-        width = self.heads / at.parallel.tensor * self.head_dim
-        gate = (at.element + FP32) * width + at.element * width
+        gate = (FP32 + at.element) * self.heads / at.parallel.tensor * self.head_dim
         return replace(own, whole=own.whole + gate, selective=own.selective + gate)
 
     def _qkv(self, part: str, tail: tuple[int, ...]) -> Mapping:

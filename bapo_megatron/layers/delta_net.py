@@ -102,22 +102,28 @@ class DeltaNet(Kind):
         return Flops(projections + convolution + rule)
 
     def saved(self, at: Place) -> Saved:
-        """The projection's output, what is convolved before and after silu, and the rule's own: on a GPU its
-        inputs and the inverse of each chunk; torch's, which is in float32, products of each chunk, too."""
+        """The convolution's input, the rule's own, of the gated norm float32 copies of its input and of z,
+        both halves of its product, and the last matrix's input.
+
+        On a GPU the rule keeps its inputs, the decay's sums, and the inverse of each chunk; states are
+        computed again in its backward pass, whose peak is the workspace. torch's, which is in float32, keeps
+        products of each chunk, too. What CP moves is not there at that peak."""
         b, tensor = at.element, at.parallel.tensor
         heads, keys, values = (size / tensor for size in (self.value_heads, self.keys, self.values))
-        convolved = 2 * keys + values
-        projected = convolved + values + 2 * heads
+        convolved, key_heads = 2 * keys + values, self.key_heads / tensor
         wide = heads * (2 * self.key_dim + self.value_dim)  # key heads repeated for the value heads
+        states = heads * self.key_dim * self.value_dim / CHUNK
         if at.spec == "te":
-            rule = b * (2 * convolved + heads * CHUNK) + 3 * FP32 * heads
+            rule = b * (convolved + heads * CHUNK) + FP32 * (2 * key_heads + 4 * heads)
+            # Of a value head 3 tensors as its keys and 5 as its values, the states and their gradient; the
+            # gradients of queries, keys and z.
+            work = b * (heads * (3 * self.key_dim + 5 * self.value_dim) + 2 * (states + keys) + values)
         else:
-            states = heads * self.key_dim * self.value_dim / CHUNK
-            rule = 2 * b * convolved + FP32 * (4 * wide + 3 * values + 5 * heads * CHUNK + 3 * states)
-        gated = 3 * b * values + FP32 * heads
-        whole = at.norm + at.input + b * projected + rule + gated
-        spread = b * (projected + values) if at.parallel.context > 1 else 0.0
-        return Saved(whole, whole, 0.0, workspace=rule, buffers=spread)
+            rule = b * convolved + FP32 * (4 * wide + 3 * values + 5 * heads * CHUNK + 3 * states)
+            work = rule
+        gated = FP32 * (4 * values + heads) + b * values
+        whole = at.norm + at.input + b * (convolved + 2 * heads) + rule + gated
+        return Saved(whole, whole, 0.0, workspace=work)
 
     def sent(self, at: Place) -> dict[str, float]:
         """Of CP an all-to-all of queries, keys, values, beta and alpha from tokens to heads, and one of the

@@ -6,6 +6,9 @@ model with experts it reads those that some sequence takes. Without partial roll
 with its last response (lengths by ``lengths.py``); a decode step of few responses reads the weights, too.
 Scheduling, the engine's collectives and scoring are left out.
 
+Of layers with a state (Gated DeltaNet) each decode step reads and writes that of every sequence
+(``engine_states.py``), and the cache of states may limit the requests at a time.
+
 A response whose environment works holds no place at an engine. P places stay filled if
 
     1.25 P (1 + w t / s) <= A   t seconds of a step, s seconds of sampling of a turn,
@@ -30,6 +33,7 @@ from functools import lru_cache
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.hf.config import ModelShape, linear_flops_per_token
+from bapo_megatron.planning.engine_states import StateCache, state_cache
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.lengths import (
     ResponseLengths,
@@ -55,6 +59,8 @@ class EnginePlan:
     """Bytes of KV cache on each GPU."""
     cache_per_token: int
     """Bytes of one token's keys and values in all layers, over all TP ranks of an engine."""
+    states: StateCache | None
+    """The cache of states; None for a model without layers that have one."""
     longest_sequences: int
     """Sequences of the longest length that one engine's cache holds."""
     running: float
@@ -78,8 +84,10 @@ class EnginePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether an engine can hold one sequence of full length."""
-        return self.count > 0 and self.longest_sequences >= 1
+        """Whether an engine can hold one sequence of full length, and the states of one request."""
+        return (
+            self.count > 0 and self.longest_sequences >= 1 and (not self.states or self.states.requests > 0)
+        )
 
 
 def cache_bytes_per_token(shape: ModelShape) -> int:
@@ -99,7 +107,9 @@ def engine_plan(job: Job) -> EnginePlan:
     size = job.run.rollout.sglang.tensor
     gpus = options.engine_gpus or _default_gpus(job)
     weights = total_parameters(job.shape) * 2.0 / size
-    cache = max(0.0, job.engine_fraction * gpu.memory - weights)
+    room = max(0.0, job.engine_fraction * gpu.memory - weights)
+    states = state_cache(job, room)
+    cache = room - (states.reserved if states else 0.0)
     per_token = cache_bytes_per_token(job.shape)
     count = gpus // size
     # SGLang cuts the cache by KV heads; with more ranks than heads several ranks hold the same ones.
@@ -108,28 +118,32 @@ def engine_plan(job: Job) -> EnginePlan:
     lengths = job.lengths
     present = job.mean_prompt + lengths.running_mean
     share = busiest_engine_responses(job.sampled_responses, count, options.engine_imbalance)
-    slots = min(held / present, job.max_in_flight)
+    slots = min(held / present, job.max_in_flight, states.requests if states else math.inf)
     running = min(slots, job.sampled_responses / max(1, count))
     bandwidth = options.engine_bandwidth * gpu.memory_bandwidth
     token_seconds = per_token / split / bandwidth
+    state_seconds = 2 * states.per_sequence / size / bandwidth if states else 0.0  # read and written
 
     def weight_seconds(sequences: float) -> float:
         return read_parameters(job.shape, sequences) * 2.0 / size / bandwidth
 
-    rate = count * running / (weight_seconds(running) + running * present * token_seconds)
+    of_step = weight_seconds(running) + running * (present * token_seconds + state_seconds)
+    rate = count * running / of_step
     longest = job.run.rollout.max_response_tokens
     prompts = share * job.mean_prompt * linear_flops_per_token(job.shape)
     prefill = prompts / size / (options.mfu * gpu.peak)
     busiest = _busiest(lengths, share, job.sampled_responses, max(1, int(slots)), job.mean_prompt)
     # Experts are read less often in the tail: by as many responses as run in the mean over the steps.
     steps = busiest[0]
-    decoding = steps * weight_seconds(share * job.mean_response / steps) + token_seconds * busiest[1]
+    sampled = share * job.mean_response
+    decoding = steps * weight_seconds(sampled / steps) + token_seconds * busiest[1] + state_seconds * sampled
     return EnginePlan(
         gpus=gpus,
         count=count,
         weights=weights,
         cache=cache,
         cache_per_token=per_token,
+        states=states,
         longest_sequences=int(held // job.run.longest_sequence),
         running=running,
         tokens_per_second=rate,
@@ -137,7 +151,7 @@ def engine_plan(job: Job) -> EnginePlan:
         rollout_seconds=prefill + decoding if rate else float("inf"),
         prefill_seconds=prefill,
         cut_share=lengths.cut_share,
-        longest_seconds=longest * (weight_seconds(1) + longest / 2 * token_seconds),
+        longest_seconds=longest * (weight_seconds(1) + longest / 2 * token_seconds + state_seconds),
     )
 
 

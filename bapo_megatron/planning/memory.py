@@ -5,11 +5,10 @@ Weights, gradients, optimizer states and activations are counted; fields that ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from bapo_megatron.layers import Block
-from bapo_megatron.layers.costs import Place, Saved, Spec
+from bapo_megatron.layers.costs import Place, Spec
 from bapo_megatron.planning.job import GB, Job, in_flight
 from bapo_megatron.planning.sizes import (
     StageParameters,
@@ -110,7 +109,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     optimizer = 0.0 if job.host_optimizer else optimizer_bytes(job, optimizer_shard(job, parameters))
     flight = _forwards_in_flight(job, stage)
     activations = activation_bytes(job, stage, spec)
-    workspace = _dearest(job, lambda saved: saved.workspace)
+    workspace = _workspace(job, stage)
     head, buffers = _head(job, stage), _buffers(job, stage)
     steady = weights + gradients + optimizer + FIXED
     shared = job.has_servers(stage)
@@ -246,10 +245,16 @@ def offloaded_bytes(job: Job) -> float:
     return max(stage.weights + stage.optimizer for stage in stages)
 
 
-def _dearest(job: Job, what: Callable[[Saved], float]) -> float:
-    """The most bytes that any kind of layer takes of a pack, for one layer at a time."""
+def _workspace(job: Job, stage: int) -> float:
+    """The most bytes of the backward pass of one of a stage's layers. That of its MLP comes first, and
+    releases what the MLP has saved."""
     at = job.place()
-    return job.tokens * max(what(kind.saved(at)) for kind in job.shape.kinds)
+    most = 0.0
+    for chunk in chunk_blocks(job.parallel, job.shape)[stage :: job.parallel.pipeline]:
+        for block in chunk:
+            mixer, mlp = (kind.saved(at) for kind in block.kinds)
+            most = max(most, mlp.workspace, mixer.workspace - mlp.whole)
+    return job.tokens * most
 
 
 def _head(job: Job, stage: int) -> float:
@@ -274,7 +279,7 @@ def _buffers(job: Job, stage: int) -> float:
     the routes of the packs in flight."""
     message = job.tokens * job.shape.hidden * job.element / job.norm_split
     pipeline = 2 * message if job.parallel.pipeline > 1 else 0.0
-    ring = _dearest(job, lambda saved: saved.buffers)
+    ring = job.tokens * max(kind.saved(job.place()).buffers for kind in job.shape.kinds)
     return pipeline + ring + job.micro_batches * job.tokens * PACK_COLUMNS + _routes(job, stage)
 
 

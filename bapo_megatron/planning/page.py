@@ -13,6 +13,7 @@ from typing import Any
 from bapo_megatron.algo.bounds import describe, low_values
 from bapo_megatron.layers.costs import Recompute
 from bapo_megatron.planning.advice import Change, changed_flags, shorter_packs
+from bapo_megatron.planning.engine_states import state_lines
 from bapo_megatron.planning.engines import open_response_lines, open_responses
 from bapo_megatron.planning.job import GB, Job
 from bapo_megatron.planning.memory import (
@@ -93,7 +94,10 @@ def plan_dict(plan: JobPlan) -> dict[str, Any]:
         ],
         "speed": vars(plan.speed),
         "traffic": [vars(part) for part in (*plan.traffic, plan.sync)],
-        "engines": vars(plan.engines),
+        "engines": {
+            **vars(plan.engines),
+            "states": states.values() if (states := plan.engines.states) else None,
+        },
         "environment": found.values() if (found := open_responses(plan.job, plan.engines)) else None,
         "teacher": teacher.values() if (teacher := teacher_plan(plan)) else None,
         "turns": vars(plan.handover) if plan.handover else None,
@@ -356,6 +360,7 @@ def _engines(plan: JobPlan) -> Iterator[str]:
         f"  {e.cache_per_token / 1024:,.0f} KiB a token: an engine holds {e.longest_sequences} sequences of "
         f"{longest:,} tokens, or runs {e.running:,.0f} at the assumed lengths"
     )
+    yield from state_lines(plan.job, e.states, e.count)
     more = plan.job.sampled_responses - plan.job.responses
     dropped = f", {more} of them of dropped groups" if more else ""
     yield (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 
+from bapo_megatron.planning.engine_states import STATE_SLOTS
 from bapo_megatron.planning.engines import EnginePlan, engine_plan
 from bapo_megatron.planning.job import GB, GPUS_PER_NODE, Job
 from bapo_megatron.planning.memory import StageMemory, host_bytes, stage_memory
@@ -155,9 +156,15 @@ class JobPlan:
         yield from host_excess(self.job, self.host, " while saving")
 
     def _engine_problem(self) -> str | None:
-        """Problem of engines whose KV cache is too small for the longest sequence, with the fix; or None."""
+        """Problem of engines whose caches are too small for the longest sequence, with the fix; or None."""
         if self.engines.fits:
             return None
+        states = self.engines.states
+        if states and not states.requests:
+            return (
+                f"an engine's {states.slots} slots for states are fewer than the {states.per_request} of one "
+                f"request: raise {STATE_SLOTS}, or rollout.sglang.memory_fraction"
+            )
         if not self.engines.count:
             return "there are fewer --engine-gpus than rollout.sglang.tensor"
         fix = "rollout.sglang.tensor or memory_fraction" if self.job.colocated else "rollout.sglang.tensor"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -14,7 +15,8 @@ import pytest
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.job import shape_folder
+from bapo_megatron.planning.engine_states import state_cache
+from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
 from bapo_megatron.rollout.engines.sglang.requirements import (
     IN_PLACE,
     NO_PREFILL_GRAPH,
@@ -28,15 +30,17 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     sglang_python,
 )
 from bapo_megatron.runtime.child_process import AnsweringChild
-from tests.support.cluster_recipes import CLUSTER_RECIPES
+from tests.support.cluster_recipes import CLUSTER_RECIPES, cluster_recipe
 
 ROOT = Path(__file__).parents[2]
+HYBRID = re.compile(r"qwen3_[58]_\d")
 READER = ROOT / "tests/support/sglang_server_args.py"
 FIELDS = (
     *("error", "model_path", "tp_size", "base_gpu_id", "context_length", "dtype", "mem_fraction_static"),
     *("weight_version", "skip_tokenizer_init", "device", *IN_PLACE),
     *("cuda_graph_config", "enable_memory_saver", "graphs"),
     *("enable_return_routed_experts", "moe_runner_backend"),
+    *("uses_mamba_radix_cache", "mamba_radix_cache_strategy", "max_mamba_cache_size", "mamba_ssm_dtype"),
 )
 
 
@@ -46,7 +50,7 @@ def model_of(recipe: Path, config: RunConfig, folder: Path) -> Path:
     model = folder / config.model.hf_path.name
     model.mkdir(exist_ok=True)
     words = about["model_type"].split("_")
-    about["architectures"] = ["".join(map(str.capitalize, words)) + "ForCausalLM"]
+    about.setdefault("architectures", ["".join(map(str.capitalize, words)) + "ForCausalLM"])
     (model / "config.json").write_text(json.dumps(about))
     return model
 
@@ -93,6 +97,24 @@ def variants(folder: Path) -> list[tuple[str, RunConfig, list[str]]]:
             number = one.rollout.sglang.servers - 1
             found.append((recipe.stem, one, flags_of(one, model_of(recipe, config, folder), number)))
     return found
+
+
+def test_servers_of_hybrids_have_the_states_that_the_plan_says(resolved: Reader, tmp_path: Path) -> None:
+    """Slots for all requests of a step, by the strategy that SGLang takes on a GPU; states in float32."""
+    found = [one for one in variants(tmp_path) if HYBRID.match(one[0])]
+    assert len(found) >= 2
+    for (name, config, _), settings in zip(found, resolved([flags for *_, flags in found]), strict=True):
+        assert "error" not in settings, f"{name}: {settings}"
+        job = Job(config, find_shape(cluster_recipe(name), config.model.hf_path), PlanOptions())
+        states = state_cache(job, job.gpu.memory)
+        assert states is not None
+        kept = config.rollout.sglang.on_update != "in_place"
+        assert settings["uses_mamba_radix_cache"] is kept, name
+        assert states.per_request == (5 if kept else 1)
+        if kept:
+            assert settings["mamba_radix_cache_strategy"] == "extra_buffer", name
+        assert settings["max_mamba_cache_size"] == states.slots >= states.per_request * 128, name
+        assert settings["mamba_ssm_dtype"] is None, name  # that of config.json, as in the recipes' shapes
 
 
 def without(flags: list[str], name: str) -> list[str]:

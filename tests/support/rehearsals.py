@@ -99,8 +99,9 @@ class RandomWeights:
         self._order = {name: number for number, name in enumerate(self._shapes)}
 
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
-        cuts = zip(self._shapes[name], (rows, columns), strict=False)
-        shape = [len(range(*cut.indices(size))) for size, cut in cuts]
+        whole = self._shapes[name]
+        cuts = zip(whole, (rows, columns), strict=False)
+        shape = [*(len(range(*cut.indices(size))) for size, cut in cuts), *whole[2:]]
         generator = torch.Generator().manual_seed(self._order[name])
         return (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
 

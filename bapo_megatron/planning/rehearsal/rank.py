@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bapo_megatron.config import RunConfig
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.planning.rehearsal import flash_linear_attention
 from bapo_megatron.planning.rehearsal.checkpoints import rehearse_load, rehearse_save
 from bapo_megatron.planning.rehearsal.fake.cuda_device import install
 from bapo_megatron.planning.rehearsal.fake.ledger import (
@@ -60,7 +61,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.positions import document_chunks
 from bapo_megatron.tensor_types import MicroBatch
 
-_LARGEST = 10
+_LARGEST = 40
 
 
 class FakeWeights:
@@ -71,9 +72,10 @@ class FakeWeights:
 
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """One tensor on the host, or a slice of it; only the slice is allocated."""
-        cuts = zip(self._shapes[name], (rows, columns), strict=False)
+        whole = self._shapes[name]
+        cuts = zip(whole, (rows, columns), strict=False)
         shape = [len(range(*cut.indices(size))) for size, cut in cuts]
-        return torch.empty(shape, dtype=torch.bfloat16)
+        return torch.empty([*shape, *whole[2:]], dtype=torch.bfloat16)
 
 
 class RankRehearsal:
@@ -115,6 +117,7 @@ class RankRehearsal:
             answer_reads(self.meter)
             watch_sizes(self.meter)
             observers.append(self.meter.see_te_kernel)
+            flash_linear_attention.install()
             self._names = ModuleNames(self.meter.modules)
             self._names.watch()
             gc.collect()

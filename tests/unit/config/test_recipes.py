@@ -45,7 +45,9 @@ STATED = {
     "qwen2_5_7b_tools": (8192, 4),
     "qwen3_4b_8k_four_gpus": (8192, 4),
     "qwen3_4b_tools": (8192, 8),
+    "qwen3_5_4b_8k": (8192, 8),
     "qwen3_8b_16k": (16384, 8),
+    "qwen3_8_27b_32k": (32768, 32),
     "qwen3_32b": (32768, 32),
     "qwen3_32b_two_nodes": (32768, 8),
     "qwen3_30b_a3b": (16384, 16),
@@ -56,7 +58,7 @@ RECIPES = [*CLUSTER_RECIPES, *sorted(FOLDER.glob("demo*.py"))]
 SPLIT = ("octothinker_llama_3b", "partial_rollout_7b", "qwen2_5_7b_tools")
 """On one node, each GPU for one task."""
 COLOCATED = [
-    name for name in STATED if name.startswith((BASE, "r1_distill_qwen_14b", "qwen3_4b", "qwen3_8b"))
+    name for name in STATED if name.startswith((BASE, "r1_distill_qwen_14b", "qwen3_4b", "qwen3_5_4b", "qwen3_8b"))
 ]
 """On one node, each GPU for both tasks in turns."""
 BOUNDS: dict[str, BoundsConfig] = {

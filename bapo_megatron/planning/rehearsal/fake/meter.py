@@ -32,6 +32,7 @@ from bapo_megatron.planning.rehearsal.fake.cuda_device import CUDA, META
 from bapo_megatron.planning.rehearsal.fake.ledger import Ledger, program_line
 from bapo_megatron.planning.rehearsal.fake.process_group import Collectives
 from bapo_megatron.planning.rehearsal.fake.values import ShapesFromValues, guess, known, propagate
+from bapo_megatron.planning.rehearsal.flash_linear_attention import BACKWARD, FORWARD, rule_flops
 from bapo_megatron.planning.rehearsal.records import Wait
 from bapo_megatron.planning.rehearsal.transformer_engine.attention import named_arguments
 from bapo_megatron.planning.rehearsal.transformer_engine.extension import MaskType
@@ -145,7 +146,7 @@ class Meter(TorchDispatchMode):
         self.waits[Wait(self.phase, what, program_line())] += 1
 
     def see_te_kernel(self, name: str, args: Sequence[Any], named: dict[str, Any]) -> None:
-        """Record a call of Transformer Engine's compiled part, which bypasses torch's dispatcher."""
+        """Record a call of Transformer Engine's or fla's kernels, which bypass torch's dispatcher."""
         _check_devices(name, args, named)
         if flops := _te_flops(name, args):
             self.flops[self.phase] += flops
@@ -272,7 +273,7 @@ def _flops(
 
 
 def _te_flops(kernel: str, args: Sequence[Any]) -> int:
-    """FLOPs of one call of Transformer Engine's compiled part; 0 for a kernel without products."""
+    """FLOPs of one call of Transformer Engine's or fla's kernels; 0 for a kernel without products."""
     if kernel == "generic_gemm":
         a, transposed_a, b = args[:3]
         return 2 * int(b.numel()) * int(a.shape[-2] if transposed_a else a.shape[-1])
@@ -284,7 +285,7 @@ def _te_flops(kernel: str, args: Sequence[Any]) -> int:
         each = _FORWARD if kernel == "fused_attn_fwd" else _BACKWARD
         heads, width = named["q"].shape[-2:]
         return int(each * heads * width * _te_pairs(named))
-    return 0
+    return rule_flops(kernel, args[0], args[2]) if kernel in (FORWARD, BACKWARD) else 0
 
 
 def _varlen(query: Tensor, chunks: Sequence[tuple[int, int]], each: int) -> int:

@@ -50,6 +50,7 @@ STATED = {
     "qwen3_32b_two_nodes": (32768, 8),
     "qwen3_30b_a3b": (16384, 16),
     "qwen3_30b_a3b_two_nodes": (16384, 8),
+    "qwen3_6_35b_a3b": (16384, 16),
     "qwen3_235b_a22b": (16384, 128),
 }
 RECIPES = [*CLUSTER_RECIPES, *sorted(FOLDER.glob("demo*.py"))]
@@ -272,7 +273,7 @@ def test_flags_that_a_docstring_names_fit_too(
 def test_recipes_with_experts_train_on_the_experts_that_sampled() -> None:
     """By routes; and the large one's stages have unlike numbers of its 94 layers."""
     sparse = [name for name in STATED if re.search(r"_a\d+b", name)]
-    assert len(sparse) == 3
+    assert len(sparse) == 4
     assert {load(name).rollout.route_replay for name in sparse} == {"replay"}
     parallel = load("qwen3_235b_a22b").parallel
     assert (parallel.pipeline_layers, parallel.expert) == ((22, 24, 24, 24), 32)

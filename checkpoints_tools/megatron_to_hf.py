@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ModelShape, carried_files, with_dtype
+from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape, with_dtype
+from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.fp8 import (
     BLOCK,
     FP8,
@@ -22,14 +23,26 @@ from bapo_megatron.hf.fp8 import (
     weight_of_scale,
     with_fp8,
 )
-from bapo_megatron.hf.parameter_map import OUTPUT, embedding_name, hf_tensors, kept_in_float32
+from bapo_megatron.hf.parameter_map import (
+    OUTPUT,
+    embedding_name,
+    hf_tensors,
+    is_fused_experts,
+    kept_in_float32,
+)
 from bapo_megatron.hf.weight_files import INDEX, SINGLE, read_weight_map
 from bapo_megatron.runtime.files import read_file_inside
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import OutputPlan, check_output, temporary_folder
 from checkpoints_tools.core.blocks import WEIGHT_TYPES, BlockTensor
 from checkpoints_tools.formats.locate import LATEST, Format, OpenedCheckpoint, open_checkpoint
-from checkpoints_tools.formats.safetensors_folder import Planned, plan_safetensors, untrained_tensors
+from checkpoints_tools.formats.safetensors_folder import (
+    Planned,
+    plan_safetensors,
+    read_safetensors,
+    untrained_tensors,
+    with_fused_experts,
+)
 from checkpoints_tools.formats.torch_dist import TorchDist
 
 _MOST_SHARD_BYTES = 5_000_000_000
@@ -79,7 +92,8 @@ def to_hf(
     untrained = untrained_tensors(model, shape)
     tensors = {**trained, **untrained}
     in_fp8 = _in_fp8(shape) if quantize == "fp8-block" else set()
-    weight_map = None if shard_bytes is not None else _weight_map(model, tensors, in_fp8)
+    held = _as_written({n: (t.dtype, t.shape) for n, t in tensors.items()}, model, shape)
+    weight_map = None if shard_bytes is not None else _weight_map(model, held, in_fp8)
     if shape.tied and OUTPUT in (weight_map or ()):
         trained[OUTPUT] = tensors[OUTPUT] = replace(tensors[embedding_name(shape)], name=OUTPUT)
     rounds = dtype == "bf16" or bool(in_fp8)
@@ -111,7 +125,8 @@ def plan_hf_folder(
     ``plan_safetensors``.
     """
     index = read_file_inside(model, INDEX) if (model / INDEX).is_file() else None
-    plan = plan_safetensors(tensors, folder, most_bytes, weight_map, index)
+    written = _as_written(tensors, model, read_model_shape(model))
+    plan = plan_safetensors(written, folder, most_bytes, weight_map, index)
     files = carried_files(model)
     config = files.pop(_CONFIG).read_bytes()
     plan.copied = {folder / name: path for name, path in files.items()}
@@ -139,10 +154,22 @@ def _in_fp8(shape: ModelShape) -> set[str]:
     )
 
 
+def _as_written(tensors: Planned, model: Path, shape: ModelShape) -> Planned:
+    """The tensors of the folder: experts fused or apart, as in that of the model where the family may."""
+    form = FAMILIES[shape.family].experts
+    if form == "apart":
+        return tensors
+    fuses = form == "fused"
+    if any((model / name).is_file() for name in (INDEX, SINGLE)):
+        names = read_weight_map(model) or [tensor.name for tensor in read_safetensors(model / SINGLE)]
+        fuses = any(map(is_fused_experts, names))
+    return with_fused_experts(tensors) if fuses else tensors
+
+
 def _weight_map(model: Path, tensors: Iterable[str], in_fp8: Iterable[str]) -> dict[str, str] | None:
     """The safetensors file of each tensor in the reference folder; scales that are not there go with theirs.
 
-    None if the folder has no weights, or fused experts, which are written one by one.
+    None if the folder has no weights, or fused experts that are written one by one.
     """
     if (model / INDEX).is_file():
         held = read_weight_map(model) or {}

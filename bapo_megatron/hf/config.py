@@ -60,7 +60,8 @@ class ModelShape:
     family: str
     hidden: int
     ffn: int
-    """Width of an MLP by config.json; a model of experts alone has none."""
+    """Width of an MLP by config.json, of an expert where it has no other; no layer has it in a model of
+    experts alone."""
     vocab: int
     max_positions: int
     norm_eps: float
@@ -152,7 +153,9 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
         shape = ModelShape(
             family=family,
             hidden=integer(config, "hidden_size"),
-            ffn=integer(config, "intermediate_size"),
+            ffn=integer(
+                config, "intermediate_size" if "intermediate_size" in config else "moe_intermediate_size"
+            ),
             vocab=integer(config, "vocab_size"),
             max_positions=integer(config, "max_position_embeddings"),
             norm_eps=real(config, "rms_norm_eps"),

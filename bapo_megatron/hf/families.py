@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from bapo_megatron.hf.config_fields import flag, integer, real, table
-from bapo_megatron.layers import Block
+from bapo_megatron.layers import Block, Kind
 from bapo_megatron.layers.attention import Attention, GatedAttention
 from bapo_megatron.layers.delta_net import DeltaNet
-from bapo_megatron.layers.mlp import Experts, Mlp
+from bapo_megatron.layers.mlp import Experts, Mlp, SharedExperts
 
 _TIED, _PARTIAL = "tie_word_embeddings", "partial_rotary_factor"
 _LINEAR, _FULL = "linear_attention", "full_attention"
@@ -54,18 +54,36 @@ def dense_stack(config: dict[str, Any], qkv_bias: bool = False, qk_norm: bool = 
 
 
 def _expert_stack(config: dict[str, Any]) -> list[Block]:
-    """Layers with experts: transformers 5 writes ``num_local_experts``, the hub's folders ``num_experts``."""
-    experts = Experts(
-        count=integer(config, "num_experts" if "num_experts" in config else "num_local_experts"),
-        per_token=integer(config, "num_experts_per_tok"),
-        ffn=integer(config, "moe_intermediate_size"),
-        normalized=flag(config, "norm_topk_prob"),
-    )
+    """Layers with experts."""
+    experts = Experts(**_expert_sizes(config), normalized=flag(config, "norm_topk_prob"))
     return [replace(block, mlp=experts) for block in dense_stack(config, qk_norm=True)]
 
 
-def _hybrid_stack(config: dict[str, Any]) -> list[Block]:
-    """Layers of Gated DeltaNet, and of gated attention in some, each with an MLP."""
+def _expert_sizes(config: dict[str, Any]) -> dict[str, int]:
+    """Sizes of experts: transformers 5 writes ``num_local_experts``, the hub's folders ``num_experts``."""
+    return {
+        "count": integer(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        "per_token": integer(config, "num_experts_per_tok"),
+        "ffn": integer(config, "moe_intermediate_size"),
+    }
+
+
+def _dense_mlp(config: dict[str, Any]) -> Kind:
+    return Mlp(integer(config, "intermediate_size"))
+
+
+def _shared_experts(config: dict[str, Any]) -> Kind:
+    """Experts and a shared one; the weights of a token's experts sum to 1 whatever config.json says."""
+    if not flag({"norm_topk_prob": True, **config}, "norm_topk_prob"):
+        raise ValueError("norm_topk_prob=false is not supported in this family")
+    shared = integer(config, "shared_expert_intermediate_size")
+    return SharedExperts(**_expert_sizes(config), normalized=True, shared=shared)
+
+
+def _hybrid_stack(
+    config: dict[str, Any], mlp_of: Callable[[dict[str, Any]], Kind] = _dense_mlp
+) -> list[Block]:
+    """Layers of Gated DeltaNet, and of gated attention in some, each with an MLP or experts."""
     count, hidden_dim = integer(config, "num_hidden_layers"), integer(config, "head_dim")
     names = {
         "key_heads": "linear_num_key_heads",
@@ -93,7 +111,7 @@ def _hybrid_stack(config: dict[str, Any]) -> list[Block]:
         )
     if not flag({"attn_output_gate": True, **config}, "attn_output_gate"):
         raise ValueError("attn_output_gate=false is not supported in this family")
-    mlp = Mlp(integer(config, "intermediate_size"))
+    mlp = mlp_of(config)
     return [Block(delta if one == _LINEAR else attention, mlp) for one in types]
 
 
@@ -121,6 +139,9 @@ class Family:
     """Field of a multi-modal config.json that describes the text model, which is trained."""
     body: str = "model."
     """Prefix of the names of all tensors but the output layer's."""
+    experts: Literal["apart", "as_read", "fused"] = "apart"
+    """How folders that are written have a layer's experts: each in tensors of its own; as the model's folder
+    has them, else so, too; or else fused in two tensors, as on the hub."""
     engines: tuple[str, ...] = ("local", "sglang")
     """The built-in engines that sample from its models."""
     untrained: tuple[str, ...] = ()
@@ -146,6 +167,7 @@ def layer_types(config: dict[str, Any]) -> list[str]:
 
 
 _OF_HYBRIDS = ("layer_types", _PARTIAL)
+_hybrid_expert_stack = partial(_hybrid_stack, mlp_of=_shared_experts)
 
 FAMILIES = {
     "qwen2": Family(
@@ -162,6 +184,23 @@ FAMILIES = {
         stack=_hybrid_stack,
         allows=_OF_HYBRIDS,
         text="text_config",
+        engines=(),
+        body="model.language_model.",
+        untrained=("model.visual.", "mtp."),
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3.5 and 3.6 MoE, text alone",
+        stack=_hybrid_expert_stack,
+        allows=_OF_HYBRIDS,
+        experts="as_read",
+        engines=("local",),
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3.5 and 3.6 MoE",
+        stack=_hybrid_expert_stack,
+        allows=_OF_HYBRIDS,
+        text="text_config",
+        experts="fused",
         engines=(),
         body="model.language_model.",
         untrained=("model.visual.", "mtp."),

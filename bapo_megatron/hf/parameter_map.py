@@ -8,7 +8,7 @@ is why nothing here needs torch. What a layer has, its kinds say (``layers/``).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from bapo_megatron.hf.config import ModelShape
@@ -92,6 +92,7 @@ def tensor_problems(found: Shapes, shape: ModelShape) -> list[str]:
 
 
 _FUSED_EXPERTS = re.compile(r"(model\..*\.mlp\.experts\.)(gate_up|down)_proj")
+_OF_EXPERT = re.compile(r"(model\..*\.mlp\.experts\.)\d+\.(gate|up|down)_proj\.weight")
 
 
 def is_fused_experts(name: str) -> bool:
@@ -104,7 +105,8 @@ def expert_tensors(name: str, shape: Sequence[int]) -> dict[str, tuple[int, slic
 
     ``experts.gate_up_proj`` is [experts, 2 ffn, hidden], gate over up; ``experts.down_proj`` is [experts,
     hidden, ffn]. transformers keeps experts so in memory, and in folders that it saves with
-    ``save_original_format=False``; the hub's folders and all of ours have a tensor for each expert.
+    ``save_original_format=False``; so are the hub's folders of hybrids, but for those in fp8. All others have
+    a tensor for each expert.
     """
     match = _FUSED_EXPERTS.fullmatch(name)
     if match is None or len(shape) != 3:
@@ -117,6 +119,16 @@ def expert_tensors(name: str, shape: Sequence[int]) -> dict[str, tuple[int, slic
         for expert in range(count)
         for place, kind in enumerate(own)
     }
+
+
+def fused_experts(tensors: Iterable[str]) -> dict[str, list[str]]:
+    """The fused tensors of transformers that tensors of experts make up: those of each, in order."""
+    found: dict[str, list[str]] = {}
+    for name in tensors:
+        if match := _OF_EXPERT.fullmatch(name):
+            kind = "down" if match[2] == "down" else "gate_up"
+            found.setdefault(f"{match[1]}{kind}_proj", []).append(name)
+    return found
 
 
 def fused_rows(name: str, shape: Sequence[int]) -> int | None:

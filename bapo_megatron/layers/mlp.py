@@ -1,4 +1,4 @@
-"""The kinds of gated SiLU MLPs: a dense one, and a mixture of experts.
+"""The kinds of gated SiLU MLPs: a dense one, and mixtures of experts, without and with a shared expert.
 
 ``linear_fc1`` stacks the gate over the up projection, on each TP rank anew.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from bapo_megatron.layers import Kind, Mapping, RowSegment, plain
+from bapo_megatron.layers import MOST, Kind, Mapping, RowSegment, plain
 from bapo_megatron.layers.costs import FP32, INT32, INT64, Cut, Flops, Place, Saved
 
 EXPERTS = "mlp.experts.experts."
 """Prefix of the keys in checkpoints that all experts of a layer share."""
 _MOST_EXPERTS = 1 << 20
+_SHARED = "mlp.shared_experts."
 _NORM, _FUSED_NORM = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
 
 
@@ -27,7 +28,7 @@ class Mlp(Kind):
     norm_keys = (_FUSED_NORM, _NORM)
 
     def parameters(self, hidden: int) -> dict[str, Mapping]:
-        return {**_norm(hidden), **_gated("mlp.", self.ffn, hidden)}
+        return {**_norm(hidden), **_gated("mlp.", "mlp.", self.ffn, hidden)}
 
     def states(self) -> tuple[str, ...]:
         return "mlp.linear_fc1", "mlp.linear_fc2"
@@ -42,11 +43,9 @@ class Mlp(Kind):
     def saved(self, at: Place) -> Saved:
         """Gate and up, and their product; torch also keeps silu(gate), and up once more (megatron adds a zero
         offset). The workspace: gradients of the three, and of the hidden state and the gathered input."""
-        width = at.element * self.ffn / at.parallel.tensor
-        gated = (3 if at.spec == "te" else 5) * width
+        gated, work = _gated_activations(self.ffn, at)
         # Fused, the norm is recomputed with the matrix.
         kept, again = (at.input, FP32 + at.input) if at.spec == "te" else (at.norm + at.input, 0.0)
-        work = 3 * width + 2 * at.element * at.hidden
         return Saved(at.norm + at.input + gated, kept, again + gated, work)
 
     def sent(self, at: Place) -> dict[str, float]:
@@ -72,7 +71,8 @@ class Experts(Kind):
         router = plain("mlp.gate.weight", (self.count, hidden))
         table = {**_norm(hidden), "mlp.router.weight": router}
         for number in range(self.count):
-            for name, mapping in _gated(f"mlp.experts.{number}.", self.ffn, hidden).items():
+            own = f"mlp.experts.{number}."
+            for name, mapping in _gated(own, own, self.ffn, hidden).items():
                 served = "mlp.experts.w13_weight" if mapping.served else "mlp.experts.w2_weight"
                 table[name] = replace(mapping, expert=number, served=served)
         return table
@@ -153,21 +153,85 @@ class Experts(Kind):
             yield f"num_experts_per_tok={self.per_token} cannot be: there are {self.count} experts"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedExperts(Experts):
+    """A mixture of experts, and a gated SiLU MLP that all tokens pass: the shared expert.
+
+    Its output is multiplied by the sigmoid of a number that a matrix of one row, the gate, makes of the
+    token. TP cuts the MLP as a dense one; each TP rank has the whole gate, and under SP its own tokens, so
+    that the gate's gradient is summed over TP, as those of norms are.
+    """
+
+    shared: int
+    """Width of the shared expert."""
+
+    builder = "bapo_megatron.policy.layers:SharedExpertsBuilder"
+
+    def parameters(self, hidden: int) -> dict[str, Mapping]:
+        return {
+            **super().parameters(hidden),
+            **_gated(_SHARED, "mlp.shared_expert.", self.shared, hidden),
+            f"{_SHARED}gate_weight": plain("mlp.shared_expert_gate.weight", (1, hidden)),
+        }
+
+    def arguments(self) -> dict[str, object]:
+        own = {"moe_shared_expert_intermediate_size": self.shared, "moe_shared_expert_gate": True}
+        return {**super().arguments(), **own}
+
+    def states(self) -> tuple[str, ...]:
+        return *super().states(), f"{_SHARED}linear_fc1", f"{_SHARED}linear_fc2"
+
+    def cuts(self) -> tuple[Cut, ...]:
+        return *super().cuts(), Cut("tensor", "shared expert's width", self.shared)
+
+    def flops(self, hidden: int) -> Flops:
+        linear = 2.0 * hidden * (3 * self.shared + 1)
+        return replace(super().flops(hidden), linear=linear, selective=linear)
+
+    def saved(self, at: Place) -> Saved:
+        """Its input is the experts'. The gate keeps a number of each token, and what it multiplies."""
+        own, (gated, work) = super().saved(at), _gated_activations(self.shared, at)
+        shared = gated + at.input + at.element / at.split
+        return replace(
+            own,
+            whole=own.whole + shared,
+            again=own.again + shared,
+            workspace=max(own.workspace, work),
+        )
+
+    def sent(self, at: Place) -> dict[str, float]:
+        return {**super().sent(at), "TP": at.pair(True)}
+
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes(), "width of the shared expert": self.shared}
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not 1 <= self.shared <= MOST:
+            yield f"a model with shared_expert_intermediate_size={str(self.shared)[:20]} cannot be"
+
+
 def _norm(hidden: int) -> dict[str, Mapping]:
     return {_NORM: plain("post_attention_layernorm.weight", (hidden,))}
 
 
-def _gated(prefix: str, ffn: int, hidden: int) -> dict[str, Mapping]:
-    """A gated MLP of width ``ffn``, named alike in both: that of a dense layer, or one expert."""
+def _gated_activations(ffn: int, at: Place) -> tuple[float, float]:
+    """What a gated MLP saves of a token between its matrices, and the workspace."""
+    width = at.element * ffn / at.parallel.tensor
+    return (3 if at.spec == "te" else 5) * width, 3 * width + 2 * at.element * at.hidden
+
+
+def _gated(prefix: str, hf_prefix: str, ffn: int, hidden: int) -> dict[str, Mapping]:
+    """A gated MLP of width ``ffn``: that of a dense layer, or one expert."""
     return {
         f"{prefix}linear_fc1.weight": Mapping(
-            tuple(f"{prefix}{x}_proj.weight" for x in ("gate", "up")),
+            tuple(f"{hf_prefix}{x}_proj.weight" for x in ("gate", "up")),
             ((ffn, hidden),) * 2,
             (RowSegment(0, 0, ffn), RowSegment(1, 0, ffn)),
             tp_dim=0,
             sections=(ffn, ffn),
             section_keys=("_w", "_v"),
-            served=f"{prefix}gate_up_proj.weight",
+            served=f"{hf_prefix}gate_up_proj.weight",
         ),
-        f"{prefix}linear_fc2.weight": plain(f"{prefix}down_proj.weight", (hidden, ffn), tp_dim=1),
+        f"{prefix}linear_fc2.weight": plain(f"{hf_prefix}down_proj.weight", (hidden, ffn), tp_dim=1),
     }

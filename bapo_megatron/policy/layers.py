@@ -194,3 +194,11 @@ class ExpertsBuilder(Builder):
         for parameter in layer.mlp.experts.parameters():
             parameter.allreduce = False
             parameter.tensor_model_parallel = True
+
+
+class SharedExpertsBuilder(ExpertsBuilder):
+    """Builder of a mixture of experts beside a gated shared expert, which is megatron's."""
+
+    def config(self) -> dict[str, object]:
+        own = {"moe_shared_expert_intermediate_size": self.kind.shared, "moe_shared_expert_gate": True}
+        return {**super().config(), **own}

@@ -17,7 +17,7 @@ from typing import Any
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import ModelShape, problems_of
 from bapo_megatron.hf.fp8 import BLOCK, FP8, is_quantized, scale_name, scales_problem, weight_of_scale
-from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, expert_tensors, fused_rows
+from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, expert_tensors, fused_experts, fused_rows
 from bapo_megatron.hf.weight_files import (
     INDEX,
     SINGLE,
@@ -198,10 +198,15 @@ def _tensor(path: Path, data: int, name: str, entry: Any) -> BlockTensor:
             f"{path}: tensor {name} of shape {list(shape)} in {dtype} takes {nbytes} bytes; "
             f"the header gives it {end - begin}"
         )
+    return _whole(name, dtype, shape, path, data + begin)
+
+
+def _whole(name: str, dtype: str, shape: tuple[int, ...], path: Path, position: int) -> BlockTensor:
+    """A tensor whose bytes are at one place of a file; of fused experts, a row is one of an expert."""
     fused = expert_tensors(weight_of_scale(name) or name, shape)
     columns = shape[-1] if fused else prod(shape[1:])
     rows, stride = prod(shape) // columns, columns * ITEM_BYTES[dtype]
-    return BlockTensor(name, dtype, shape, (Block(0, rows, 0, columns, path, data + begin, stride),))
+    return BlockTensor(name, dtype, shape, (Block(0, rows, 0, columns, path, position, stride),))
 
 
 def _counts(values: Iterable[Any]) -> bool:
@@ -215,6 +220,18 @@ Planned = Mapping[str, tuple[str, tuple[int, ...]]]
 """Type and shape of tensors by name."""
 
 
+def with_fused_experts(tensors: Planned) -> Planned:
+    """The tensors with all experts of a layer in one of gates and ups, and one of downs."""
+    own, shapes = {}, {}
+    for fused, names in fused_experts(tensors).items():
+        dtype, (rows, columns) = tensors[names[0]]
+        stacked = 1 if fused.endswith(".down_proj") else 2
+        shapes[fused] = dtype, (len(names) // stacked, stacked * rows, columns)
+        own |= dict.fromkeys(names, fused)
+    places = {own.get(name, name): found for name, found in tensors.items()}
+    return {**places, **shapes}
+
+
 def plan_safetensors(
     tensors: Planned,
     folder: Path,
@@ -223,6 +240,8 @@ def plan_safetensors(
     index: bytes | None = None,
 ) -> OutputPlan:
     """The files of ``folder`` for ``tensors`` in their natural order; fp8 ones with their scales among them.
+
+    The plan has the tensors of each expert, as its places in a fused one.
 
     ``most_bytes``: of a file of several tensors, unless ``given``, a weight map, says the file of each.
     ``index``: the one of that map, kept as it is if the tensors still have the size it gives. ConfigError if
@@ -238,7 +257,7 @@ def plan_safetensors(
         header, placed = _file({name: tensors[name] for name in names}, path)
         output.around[path].append((0, header))
         output.sizes[path] = len(header) + sum(tensor.nbytes for tensor in placed)
-        output.tensors.update((tensor.name, tensor) for tensor in placed)
+        output.tensors |= {one.name: one for tensor in placed for one in _experts_apart(tensor)}
     if set(weight_map.values()) != {SINGLE}:
         output.last[folder / INDEX] = _index(output, weight_map, index if given is not None else None)
     for name, tensor in list(output.tensors.items()):
@@ -305,7 +324,5 @@ def _file(tensors: Planned, path: Path) -> tuple[bytes, Sequence[BlockTensor]]:
     placed = []
     for name, begin in zip(order, begins, strict=True):
         dtype, shape = tensors[name]
-        columns = prod(shape[1:])
-        block = Block(0, shape[0], 0, columns, path, data + begin, columns * ITEM_BYTES[dtype])
-        placed.append(BlockTensor(name, dtype, shape, (block,)))
+        placed.append(_whole(name, dtype, shape, path, data + begin))
     return len(text).to_bytes(8, "little") + text, placed

@@ -12,9 +12,9 @@ from bapo_megatron.data.samples import Sample
 FAMILIES = ["qwen2", "qwen3", "llama"]
 EXPERTS = "qwen3_moe"
 """A family with experts, whose layouts have tests of their own."""
-HYBRIDS = ["qwen3_5_text"]
+HYBRIDS = ["qwen3_5_text", "qwen3_5_moe_text"]
 """Families with Gated DeltaNet in most layers, whose layouts have tests of their own."""
-HYBRID = HYBRIDS[0]
+HYBRID, EXPERT_HYBRID = HYBRIDS
 FORMS = [*FAMILIES, "qwen3_tied"]
 """The families, and Qwen3 as its models up to 4B are: with one matrix as embedding and output layer."""
 VOCAB = 128
@@ -57,6 +57,14 @@ _HYBRID = {
     },
 }
 
+_SHARED_EXPERTS = {
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+
 
 def tiny_model(family: str, seed: int = 0, **shape: int) -> torch.nn.Module:
     """A float32 transformers model; weights, biases and norms all random, so that a lost one shows.
@@ -85,6 +93,11 @@ def tiny_model(family: str, seed: int = 0, **shape: int) -> torch.nn.Module:
             },
         ),
         "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, _HYBRID),
+        "qwen3_5_moe_text": (
+            transformers.Qwen3_5MoeTextConfig,
+            transformers.Qwen3_5MoeForCausalLM,
+            {**_HYBRID, **_SHARED_EXPERTS},
+        ),
         "llama": (
             transformers.LlamaConfig,
             transformers.LlamaForCausalLM,

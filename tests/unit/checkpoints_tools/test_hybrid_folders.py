@@ -17,7 +17,7 @@ from bapo_megatron.policy.layout import layout_problems
 from bapo_megatron.rollout.engines.backend import engine_backend
 from checkpoints_tools import reshard, to_hf, to_megatron, verify
 from checkpoints_tools.formats.mp_rank import MpRank
-from tests.support.models import HYBRID, save_tiny_model
+from tests.support.models import EXPERT_HYBRID, HYBRID, HYBRIDS, save_tiny_model, tiny_model
 
 UNTRAINED = {
     "model.visual.patch_embed.proj.weight": (4, 3, 2, 2, 2),
@@ -27,9 +27,10 @@ UNTRAINED = {
 }
 
 
-def save_multimodal(folder: Path, tied: bool = False) -> Path:
+def save_multimodal(folder: Path, tied: bool = False, family: str = HYBRID) -> Path:
     """As the hub's: the text model under a prefix, in bfloat16 but for A_log and Gated DeltaNet's norm."""
-    text = save_tiny_model(HYBRID, folder.parent / "text")
+    text = folder.parent / "text"
+    tiny_model(family).save_pretrained(text, save_original_format=False)  # experts fused
     tensors = {}
     for name, tensor in load_file(text / "model.safetensors").items():
         kept = name.endswith(("A_log", "linear_attn.norm.weight"))
@@ -45,8 +46,8 @@ def save_multimodal(folder: Path, tied: bool = False) -> Path:
     config = {**json.loads((text / "config.json").read_text()), "dtype": "bfloat16"}
     config["tie_word_embeddings"] = tied
     outer = {
-        "model_type": "qwen3_5",
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": family.removesuffix("_text"),
+        "architectures": [f"Qwen3_5{'Moe' * (family == EXPERT_HYBRID)}ForConditionalGeneration"],
         "dtype": "bfloat16",
     }
     whole = {**outer, "tie_word_embeddings": tied, "text_config": config, "vision_config": {"depth": 1}}
@@ -58,9 +59,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ("model.safetensors", "config.json")}
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_multimodal_folder_comes_back_byte_for_byte(tied: bool, tmp_path: Path) -> None:
-    folder = save_multimodal(tmp_path / "hf", tied)
+def test_a_multimodal_folder_comes_back_byte_for_byte(family: str, tied: bool, tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "hf", tied, family)
     HfReader(folder).check(read_model_shape(folder))
     to_megatron(folder, tmp_path / "megatron")
     assert verify(folder, tmp_path / "megatron").equal
@@ -70,11 +72,42 @@ def test_a_multimodal_folder_comes_back_byte_for_byte(tied: bool, tmp_path: Path
         assert contents(tmp_path / f"back {number}") == contents(folder)
 
 
-def test_a_text_folder_comes_back_byte_for_byte(tmp_path: Path) -> None:
-    folder = save_tiny_model(HYBRID, tmp_path / "hf")
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_text_folder_comes_back_byte_for_byte(family: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(family, tmp_path / "hf")
     to_megatron(folder, tmp_path / "megatron", grid=5)
     to_hf(tmp_path / "megatron", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(folder)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("shards", ["1GB", "40KB"])
+def test_experts_are_written_as_the_folder_of_the_model_has_them(
+    fused: bool, shards: str, tmp_path: Path
+) -> None:
+    """transformers writes a tensor for each expert; the hub has those of a layer in two."""
+    model, folder = tiny_model(EXPERT_HYBRID), tmp_path / "hf"
+    model.save_pretrained(folder, save_original_format=not fused, max_shard_size=shards)
+    to_megatron(folder, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back", reference=folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if "safetensors" in path.name}
+    assert (len(files) > 2) == (shards != "1GB")
+    assert all((tmp_path / "back" / name).read_bytes() == own for name, own in files.items())
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file_names(folder)) == fused
+
+
+def load_file_names(folder: Path) -> set[str]:
+    return {name for path in folder.glob("*.safetensors") for name in load_file(path)}
+
+
+def test_an_expert_in_anothers_place_is_found(tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "hf", family=EXPERT_HYBRID)
+    to_megatron(folder, tmp_path / "megatron")
+    tensors, own = load_file(folder / "model.safetensors"), "model.language_model.layers.1.mlp.experts."
+    tensors[f"{own}down_proj"] = tensors[f"{own}down_proj"][[1, 0, *range(2, 8)]].contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    found = [one.tensor for one in verify(folder, tmp_path / "megatron").differences]
+    assert found == [f"{own}{expert}.down_proj.weight" for expert in (0, 1)]
 
 
 def test_rounding_leaves_float32_and_what_is_not_trained(tmp_path: Path) -> None:
@@ -111,12 +144,12 @@ def test_a_hybrid_is_not_quantized(tmp_path: Path) -> None:
 
 def test_a_legacy_folder_of_a_hybrid_is_not_read(tmp_path: Path) -> None:
     shape = read_model_shape(save_tiny_model(HYBRID, tmp_path / "hf"))
-    with pytest.raises(CheckpointError, match="legacy mp_rank folder of a model with layers of several kinds"):
+    with pytest.raises(CheckpointError, match="mp_rank folder of a model with layers of several kinds"):
         MpRank(tmp_path / "legacy", shape)
 
 
-def config_of(tmp_path: Path) -> dict:
-    return json.loads((save_tiny_model(HYBRID, tmp_path / "hf") / "config.json").read_text())
+def config_of(tmp_path: Path, family: str = HYBRID) -> dict:
+    return json.loads((save_tiny_model(family, tmp_path / "hf") / "config.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -134,6 +167,26 @@ def config_of(tmp_path: Path) -> dict:
 def test_what_a_hybrid_may_not_have_is_refused(changes: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         model_shape({**config_of(tmp_path), **changes}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob=false is not supported in this family"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 cannot be"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 cannot be: there are 8 experts"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob is not supported"),
+    ],
+)
+def test_what_its_experts_may_not_be_is_refused(changes: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_shape({**config_of(tmp_path, EXPERT_HYBRID), **changes}, "config.json")
+
+
+def test_tp_divides_the_shared_expert(tmp_path: Path) -> None:
+    config = {**config_of(tmp_path, EXPERT_HYBRID), "shared_expert_intermediate_size": 21}
+    [problem] = layout_problems(ParallelConfig(tensor=2, sequence=True), model_shape(config, "config.json"))
+    assert "parallel.tensor=2 does not divide the model's shared expert's width (21)" in problem
 
 
 def test_contradicting_ties_are_refused(tmp_path: Path) -> None:

@@ -52,13 +52,16 @@ STATED = {
     "qwen3_32b_two_nodes": (32768, 8),
     "qwen3_30b_a3b": (16384, 16),
     "qwen3_30b_a3b_two_nodes": (16384, 8),
+    "qwen3_6_35b_a3b": (16384, 16),
     "qwen3_235b_a22b": (16384, 128),
 }
 RECIPES = [*CLUSTER_RECIPES, *sorted(FOLDER.glob("demo*.py"))]
 SPLIT = ("octothinker_llama_3b", "partial_rollout_7b", "qwen2_5_7b_tools")
 """On one node, each GPU for one task."""
 COLOCATED = [
-    name for name in STATED if name.startswith((BASE, "r1_distill_qwen_14b", "qwen3_4b", "qwen3_5_4b", "qwen3_8b"))
+    name
+    for name in STATED
+    if name.startswith((BASE, "r1_distill_qwen_14b", "qwen3_4b", "qwen3_5_4b", "qwen3_8b"))
 ]
 """On one node, each GPU for both tasks in turns."""
 BOUNDS: dict[str, BoundsConfig] = {
@@ -274,7 +277,7 @@ def test_flags_that_a_docstring_names_fit_too(
 def test_recipes_with_experts_train_on_the_experts_that_sampled() -> None:
     """By routes; and the large one's stages have unlike numbers of its 94 layers."""
     sparse = [name for name in STATED if re.search(r"_a\d+b", name)]
-    assert len(sparse) == 3
+    assert len(sparse) == 4
     assert {load(name).rollout.route_replay for name in sparse} == {"replay"}
     parallel = load("qwen3_235b_a22b").parallel
     assert (parallel.pipeline_layers, parallel.expert) == ((22, 24, 24, 24), 32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from bapo_megatron.hf.parameter_map import (
     mapping_table,
 )
 from bapo_megatron.hf.reader import HfReader
-from bapo_megatron.layers.mlp import Experts
+from bapo_megatron.layers.mlp import Experts, SharedExperts
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from checkpoints_tools import to_hf, to_megatron
@@ -75,6 +76,13 @@ def test_the_flops_are_those_of_a_tokens_experts() -> None:
     """Per layer: q, k, v, o 2 x 48 x 24 x (8 + 4), two of five experts 3 x 48 x 24 each, router 48 x 5."""
     per_layer = 2 * 48 * 24 * 12 + 2 * 3 * 48 * 24 + 48 * 5
     assert linear_flops_per_token(model_shape(config_of(EXPERTS), "here")) == 2 * (3 * per_layer + 48 * 101)
+
+
+def test_the_flops_of_a_shared_expert_are_those_of_its_matrices() -> None:
+    """Gate, up and down of 3 x 48 x 32, and the row that gates its output; the rest is as without it."""
+    sizes = {"count": 5, "per_token": 2, "ffn": 24, "normalized": True}
+    own, without = SharedExperts(**sizes, shared=32).flops(48), Experts(**sizes).flops(48)
+    assert own == replace(without, linear=2 * (3 * 48 * 32 + 48), selective=2 * (3 * 48 * 32 + 48))
 
 
 @pytest.mark.parametrize("name", ["local_experts.1.linear_fc2.weight", "linear_fc2.weight1"])
@@ -216,6 +224,22 @@ def test_transformers_makes_the_same_tensors_of_it(name: str) -> None:
     theirs = {key: tuple(tensor.shape) for key, tensor in model.named_parameters()}
     assert hf_tensors(read_model_shape(SHAPES / name)) == theirs
     assert config.rope_parameters["rope_theta"] == PUBLISHED[name][4]
+
+
+def test_transformers_makes_the_same_tensors_of_a_hybrid_with_experts() -> None:
+    """Beside those of vision; it has the experts of a layer fused, as the hub's folder."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    folder, theirs = SHAPES / "Qwen3.6-35B-A3B", {}
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
+    shape = read_model_shape(folder)
+    for name, tensor in model.named_parameters():
+        own = expert_tensors(name, tensor.shape)
+        places = {one: tensor[place].shape for one, place in own.items()} or {name: tensor.shape}
+        theirs |= {one: tuple(place) for one, place in places.items() if not one.startswith(shape.untrained)}
+    assert hf_tensors(shape) == theirs
+    assert sum(map(math.prod, theirs.values())) == 34_660_610_688
 
 
 def test_a_model_with_biases_is_refused() -> None:

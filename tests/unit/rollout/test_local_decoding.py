@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bapo_megatron.rollout.engines.local_engine import LocalEngine, LocalModel
 from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
 from tests.support.checkpoint_models import load_tensors, save_tensors
 from tests.support.fp8 import in_bfloat16, save_fp8_folder
-from tests.support.models import EXPERTS, HYBRID, save_tiny_model, tiny_model
+from tests.support.models import EXPERTS, HYBRIDS, save_tiny_model, tiny_model
 
 PROMPTS = ([5, 6, 7, 8], [9, 10], [5, 6, 7, 9, 11])
 """Of different lengths, two of them with one beginning."""
@@ -69,27 +70,33 @@ def test_a_shared_prompt_samples_what_each_request_samples_alone(model: LocalMod
     assert len({tuple(answer.token_ids_R.tolist()) for answer in together}) > GROUP
 
 
-def test_a_hybrid_samples_as_transformers(tmp_path: Path) -> None:
-    """Prompts of different lengths in one batch, each shared by a group: states and keys are copied."""
-    model, theirs = LocalModel(save_tiny_model(HYBRID, tmp_path / "hf"), max_batch=64), tiny_model(HYBRID)
-    requests = group_requests()
-    shapes, answers = shapes_of(model, requests)
-    model.close()
-    assert shapes[0] == (len(PROMPTS), 5)
-    for request, answer in zip(requests, answers, strict=True):
-        ids = torch.tensor([[*request.input_ids.tolist(), *answer.token_ids_R.tolist()]])
-        with torch.no_grad():
-            log_probs = theirs(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        expected = log_probs[len(request.input_ids) - 1 :].numpy()
-        np.testing.assert_allclose(answer.log_probs_R, expected, rtol=0, atol=1e-5)
-
-
 def test_different_prefixes_are_prefilled_separately(model: LocalModel) -> None:
     """A continued response shares its prompt with no other."""
     first = GenerateRequest("a", np.array([5, 6, 7], np.int32), SamplingParams(1.0, 3, (), 0), 1)
     other = GenerateRequest("b", np.array([5, 6, 8], np.int32), SamplingParams(1.0, 3, (), 0), 1)
     shapes, _ = shapes_of(model, [first, other, first])
     assert shapes[0] == (2, 3)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_caches_of_both_kinds_follow_the_requests(family: str, tmp_path: Path) -> None:
+    """Log-probs are those of one pass over the whole response: with keys and values in some layers and states
+    in the others, prompts of unlike length, groups that share one, and requests that end early."""
+    engine = LocalModel(save_tiny_model(family, tmp_path), max_batch=64)
+    requests = [
+        replace(
+            request, params=replace(request.params, max_new_tokens=3 + 4 * (place % 3), stop_token_ids=())
+        )
+        for place, request in enumerate(group_requests())
+    ]
+    found, model = engine.generate(requests), tiny_model(family)
+    for request, answer in zip(requests, found, strict=True):
+        ids = torch.from_numpy(np.concatenate([request.input_ids, answer.token_ids_R])).long()
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(answer.log_probs_R, expected[-len(answer.log_probs_R) :], atol=3e-6)
+    engine.close()
 
 
 @pytest.mark.parametrize("entries", [49_152, 151_936])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.types import GenerateRequest, Generation, RouteShape, SamplingParams
 from tests.support.tiers import slow_but
@@ -77,12 +78,13 @@ def assert_from_model(folder: Path, asked: list[GenerateRequest], answers: list[
 
 
 def tensors(folder: Path) -> list[tuple[str, Tensor]]:
-    """The weights by their Hugging Face names, in the model's order; experts one by one, as a run's."""
+    """The trained weights by the folder's names, in the model's order; experts one by one, as a run's."""
     found: list[tuple[str, Tensor]] = []
+    body = read_model_shape(folder).body
     for name, tensor in reference_model(folder).named_parameters():
         experts = expert_tensors(name, tensor.shape)
         places = {own: tensor[place] for own, place in experts.items()} or {name: tensor}
-        found += [(own, one.detach().clone()) for own, one in places.items()]
+        found += [(own.replace("model.", body, 1), one.detach().clone()) for own, one in places.items()]
     return found
 
 

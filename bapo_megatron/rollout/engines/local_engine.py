@@ -37,6 +37,8 @@ from bapo_megatron.types import GenerateRequest, Generation
 
 T = TypeVar("T")
 
+_BODY = "model."
+
 
 class LocalEngine:
     """The ``Engine`` of a ``LocalModel``, which computes in threads. Make it inside the event loop.
@@ -151,7 +153,7 @@ class LocalModel:
         self._model = _load(hf_path, dtype, device)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self.limits = ModelLimits(vocabulary, self._model.config.max_position_embeddings)
-        self._weights = ModelWeights(self._model)
+        self._weights = ModelWeights(self._model, read_model_shape(hf_path).body)
         if is_quantized(hf_path):
             self._weights.commit(self._weights.stage(_weights_in(hf_path)))
         self._recorder = RouteRecorder(self._model)
@@ -251,10 +253,16 @@ class ModelWeights:
     ``stage`` copies and checks new ones, ``commit`` replaces the old. ``LocalModel`` does the locking.
     """
 
-    def __init__(self, model: Any) -> None:
-        parameters: dict[str, Tensor] = dict(model.named_parameters())
+    def __init__(self, model: Any, body: str = _BODY) -> None:
+        """``body``: prefix of the folder's names, in the place of the text model's own in transformers."""
+
+        def named(**options: bool) -> dict[str, Tensor]:
+            every = model.named_parameters(**options)
+            return {name.replace(_BODY, body, 1): tensor for name, tensor in every}
+
+        parameters = named()
         names = {id(tensor): name for name, tensor in parameters.items()}
-        every = dict(model.named_parameters(remove_duplicate=False))
+        every = named(remove_duplicate=False)
         self._aliases = {name: names[id(every[name])] for name in every.keys() - parameters.keys()}
         self._own: dict[str, Tensor] = {}
         for name, tensor in parameters.items():

@@ -93,8 +93,8 @@ class ModelLimits:
 
 def limits_of(hf_path: Path) -> ModelLimits:
     """The limits of the model in an HF folder."""
-    config = json.loads((hf_path / "config.json").read_text())
-    return ModelLimits(config["vocab_size"], config["max_position_embeddings"])
+    shape = read_model_shape(hf_path)
+    return ModelLimits(shape.vocab, shape.max_positions)
 
 
 def asked_routes(config: RunConfig) -> RouteShape | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config_fields import flag, integer, real, table
-from bapo_megatron.hf.families import FAMILIES, interval_for_servers, layer_types
+from bapo_megatron.hf.families import FAMILIES, Family, interval_for_servers, layer_types
 from bapo_megatron.hf.fp8 import check_quantization, without_quantization
 from bapo_megatron.layers import MOST, Block, Kind
 from bapo_megatron.layers.attention import Attention
@@ -136,6 +136,14 @@ def read_model_shape(folder: Path) -> ModelShape:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no JSON object")
     return model_shape(config, source=str(path))
+
+
+def read_text_config(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family of the model in ``folder``, and the fields of its text model. Also of a model that is not
+    trained, as one of no family that embeds or adds anything."""
+    config = json.loads(read_file_inside(folder, "config.json"))
+    family = FAMILIES.get(config.get("model_type"), Family("another"))
+    return family, family.text_config(config)
 
 
 def model_shape(config: dict[str, Any], source: str) -> ModelShape:

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import read_text_config
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.local_engine import LocalEngine, LocalModel
 from bapo_megatron.rollout.engines.requests import limits_of
@@ -164,7 +165,9 @@ class Servers:
         engine = BlockingEngine(make, model, self._folder / f"{model.name}-weights")
         engine.resume()
         if engine.weight_version != 0:
-            engine.update_weights(load_file(model / "model.safetensors").items(), 0)
+            untrained = read_text_config(model)[0].untrained
+            weights = load_file(model / "model.safetensors").items()
+            engine.update_weights([one for one in weights if not one[0].startswith(untrained)], 0)
         return engine
 
     def shared(self, model: Path) -> ServerProcess:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.config import read_model_shape, read_text_config
 from bapo_megatron.hf.fp8 import is_quantized
 from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.hf.reader import HfReader
@@ -153,7 +153,8 @@ class LocalModel:
         self._model = _load(hf_path, dtype, device)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self.limits = ModelLimits(vocabulary, self._model.config.max_position_embeddings)
-        self._weights = ModelWeights(self._model, read_model_shape(hf_path).body)
+        family, _ = read_text_config(hf_path)
+        self._weights = ModelWeights(self._model, family.body)
         if is_quantized(hf_path):
             self._weights.commit(self._weights.stage(_weights_in(hf_path)))
         self._recorder = RouteRecorder(self._model)

@@ -22,9 +22,9 @@ from torch import Tensor
 from bapo_megatron.config import EngineConfig
 from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import for_servers, read_model_shape
+from bapo_megatron.hf.config import for_servers, read_text_config
 from bapo_megatron.hf.fp8 import without_quantization
-from bapo_megatron.hf.parameter_map import OUTPUT, embedding_name
+from bapo_megatron.hf.parameter_map import OUTPUT
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.hf.weight_stream import WrittenShard, checked_weights, write_shards
@@ -166,12 +166,13 @@ class WeightStaging:
     def __init__(self, folder: Path, hf_path: Path, old: OldFiles | None = None) -> None:
         """``old``: deletes the folders of old versions."""
         self._old = old or OldFiles()
-        reader, shape = HfReader(hf_path), read_model_shape(hf_path)
+        reader, (family, config) = HfReader(hf_path), read_text_config(hf_path)
         self._folder, self._hf_path = folder, hf_path
-        trained = [name for name in reader.names if not name.startswith(shape.untrained)]
+        trained = [name for name in reader.names if not name.startswith(family.untrained)]
         self._shapes = {name: reader.shape(name) for name in trained}
-        self._aliases = {OUTPUT: embedding_name(shape)} if shape.tied else {}
-        if shape.tied:
+        tied = config.get("tie_word_embeddings", False)
+        self._aliases = {OUTPUT: f"{family.body}embed_tokens.weight"} if tied else {}
+        if tied:
             self._shapes.pop(OUTPUT, None)  # some folders hold it twice
 
     def folder(self, version: int) -> Path:

@@ -13,13 +13,14 @@ import json
 import math
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config_fields import flag, integer, real, table
-from bapo_megatron.hf.families import FAMILIES, layer_types
+from bapo_megatron.hf.families import FAMILIES, Family, interval_for_servers, layer_types
 from bapo_megatron.hf.fp8 import check_quantization, without_quantization
 from bapo_megatron.layers import MOST, Block, Kind
 from bapo_megatron.layers.attention import Attention
@@ -138,6 +139,14 @@ def read_model_shape(folder: Path) -> ModelShape:
     return model_shape(config, source=str(path))
 
 
+def read_text_config(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family of the model in ``folder``, and the fields of its text model. Also of a model that is not
+    trained, as one of no family that embeds or adds anything."""
+    config = json.loads(read_file_inside(folder, "config.json"))
+    family = FAMILIES.get(config.get("model_type"), Family("another"))
+    return family, family.text_config(config)
+
+
 def model_shape(config: dict[str, Any], source: str) -> ModelShape:
     """Shape from a parsed config.json; ``source`` names it in errors."""
     family = config.get("model_type")
@@ -178,9 +187,10 @@ def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
     """config.json with the dtype field set to that of its weights, if ``dtypes`` has a single one.
 
     transformers 4 names the field ``torch_dtype``, 5 ``dtype``; the existing ones are set. An fp8 folder's
-    loses its ``quantization_config``: the weights beside it are in fp8 no longer. No other byte changes.
+    loses its ``quantization_config``: the weights beside it are in fp8 no longer. A hybrid's gets what
+    servers read (``for_servers``). No other byte changes.
     """
-    config = without_quantization(config)
+    config = for_servers(without_quantization(config))
     if len(set(dtypes)) != 1:
         return config
     [name] = set(dtypes)
@@ -189,6 +199,21 @@ def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
         lambda found: found[1] + b'"' + name.encode() + b'"',
         config,
     )
+
+
+def for_servers(config: bytes) -> bytes:
+    """config.json with the fields that SGLang needs and transformers left out; as it is where it lacks none.
+
+    Also as it is for a hybrid that SGLang does not serve: ``SglangBackend.check_weights`` refuses it.
+    """
+    found = json.loads(config)
+    family = FAMILIES.get(found.get("model_type"))
+    own = found.get(family.text, {}) if family and family.text else found
+    with suppress(ValueError):
+        if missing := interval_for_servers(own):
+            own.update(missing)
+            return json.dumps(found, indent=2, sort_keys=True).encode() + b"\n"  # as transformers writes it
+    return config
 
 
 def carried_files(folder: Path) -> dict[str, Path]:

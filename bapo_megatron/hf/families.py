@@ -19,6 +19,7 @@ from bapo_megatron.layers.mlp import Experts, Mlp, SharedExperts
 
 _TIED, _PARTIAL = "tie_word_embeddings", "partial_rotary_factor"
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_INTERVAL = "full_attention_interval"
 
 
 def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
@@ -101,18 +102,38 @@ def _hybrid_stack(
         rotated=int(hidden_dim * _rotated_part(config)),
     )
     types = layer_types(config)
-    if not types:
-        every = integer({"full_attention_interval": 4, **config}, "full_attention_interval")
-        types = [_LINEAR if layer % every else _FULL for layer in range(1, count + 1)]
+    by_interval = _types_by_interval(integer({_INTERVAL: 4, **config}, _INTERVAL), count)
+    types = types or by_interval
     if len(types) != count or set(types) != {_LINEAR, _FULL}:
         raise ValueError(
             f"layer_types={types!r:.80} cannot be: each of the {count} layers is {_LINEAR} or {_FULL}, and "
             "there are both"
         )
+    if _INTERVAL in config and types != by_interval:
+        raise ValueError(f"layer_types and {_INTERVAL}={config[_INTERVAL]} contradict each other: remove one")
     if not flag({"attn_output_gate": True, **config}, "attn_output_gate"):
         raise ValueError("attn_output_gate=false is not supported in this family")
     mlp = mlp_of(config)
     return [Block(delta if one == _LINEAR else attention, mlp) for one in types]
+
+
+def _types_by_interval(every: int, count: int) -> list[str]:
+    return [_LINEAR if layer % every else _FULL for layer in range(1, count + 1)]
+
+
+def interval_for_servers(config: dict[str, Any]) -> dict[str, int]:
+    """The field of a hybrid's text config that tells servers, which do not read ``layer_types``, its layers
+    with full attention. transformers leaves it out. Empty if it is there, or the model is no hybrid.
+
+    ValueError for a model that has full attention in other layers than every n-th.
+    """
+    types = layer_types(config)
+    if _INTERVAL in config or _LINEAR not in types:
+        return {}
+    every = types.index(_FULL) + 1
+    if types != _types_by_interval(every, len(types)):
+        raise ValueError(f"layer_types={types!r:.80}: servers need {_FULL} in every n-th layer, and no other")
+    return {_INTERVAL: every}
 
 
 def _rotated_part(config: dict[str, Any]) -> float:
@@ -146,6 +167,8 @@ class Family:
     """The built-in engines that sample from its models."""
     untrained: tuple[str, ...] = ()
     """Prefixes of tensors that are not trained, but are part of the folder."""
+    served_names: tuple[tuple[str, str], ...] = ()
+    """Parts of a tensor's Hugging Face name that are others on servers, with those."""
 
     def text_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """The fields of the text model. ValueError if two fields contradict each other."""
@@ -177,14 +200,19 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3 MoE", "Qwen3MoeForCausalLM", _expert_stack),
     "llama": Family("Llama 3", "LlamaForCausalLM"),
     "qwen3_5_text": Family(
-        "Qwen3.5 to 3.8 dense, text alone", stack=_hybrid_stack, allows=_OF_HYBRIDS, engines=("local",)
+        "Qwen3.5 to 3.8 dense, text alone",
+        "Qwen3_5ForCausalLM",
+        served_names=((".self_attn.", "."),),
+        stack=_hybrid_stack,
+        allows=_OF_HYBRIDS,
     ),
     "qwen3_5": Family(
         "Qwen3.5 to 3.8 dense",
+        "Qwen3_5ForConditionalGeneration",
+        served_names=((".self_attn.", "."), ("model.language_model.", "model.")),
         stack=_hybrid_stack,
         allows=_OF_HYBRIDS,
         text="text_config",
-        engines=(),
         body="model.language_model.",
         untrained=("model.visual.", "mtp."),
     ),

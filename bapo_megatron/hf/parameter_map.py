@@ -35,8 +35,9 @@ def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
             if others and table[key].hf_shapes != mapping.hf_shapes:
                 raise ValueError(f"{key} has two shapes in layers of two kinds")
             served = mapping.served and own + mapping.served
+            each = tuple(own + hf_name for hf_name in mapping.served_each)
             having = tuple(sorted((*layers, *(others or ()))))
-            table[key] = replace(mapping, hf_names=hf_names, served=served, layers=having)
+            table[key] = replace(mapping, hf_names=hf_names, served=served, served_each=each, layers=having)
     table["decoder.final_layernorm.weight"] = plain(f"{shape.body}norm.weight", (shape.hidden,))
     if not shape.tied:
         table["output_layer.weight"] = plain(OUTPUT, (shape.vocab, shape.hidden), tp_dim=0)

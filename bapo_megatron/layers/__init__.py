@@ -47,6 +47,10 @@ class Mapping:
     rank of EP has the parameter, and TP cuts it."""
     served: str | None = None
     """Name of the tensor in which SGLang's servers fuse the HF tensors, of all experts; None: as they are."""
+    served_each: tuple[str, ...] = ()
+    """The same for each HF tensor, where servers fuse them in several tensors; () where it is one."""
+    served_in_models_dtype: bool = False
+    """Whether servers hold it in the model's type, whatever its own ``dtype``."""
     heads: tuple[int, ...] = ()
     """Heads of each HF tensor, which servers of more ranks share; () where its rows are no heads."""
     dtype: Literal["float32"] | None = None

@@ -167,4 +167,6 @@ class GatedAttention(Attention):
             tuple((rows, *tail) for rows in (2 * self.heads * d, groups * d, groups * d)),
             tuple(segments),
             tp_dim=0,
+            served=f"self_attn.qkv_proj.{part}",
+            heads=(self.heads, groups, groups),
         )

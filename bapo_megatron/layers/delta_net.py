@@ -52,6 +52,9 @@ class DeltaNet(Kind):
             tuple((count, hidden) for count in rows.values()),
             tuple(RowSegment(number, 0, count) for number, count in enumerate(rows.values())),
             tp_dim=0,
+            served_each=tuple(
+                f"linear_attn.in_proj_{fused}.weight" for fused in ("qkvz", "qkvz", "ba", "ba")
+            ),
         )
         convolution = plain("linear_attn.conv1d.weight", (convolved, 1, self.kernel), tp_dim=0)
         decay = plain("linear_attn.A_log", (heads,), tp_dim=0)
@@ -62,7 +65,7 @@ class DeltaNet(Kind):
             "self_attention.conv1d.weight": self._apart(convolution),
             "self_attention.dt_bias": plain("linear_attn.dt_bias", (heads,), tp_dim=0),
             "self_attention.A_log": replace(decay, dtype="float32"),
-            "self_attention.out_norm.weight": replace(norm, dtype="float32"),
+            "self_attention.out_norm.weight": replace(norm, dtype="float32", served_in_models_dtype=True),
             "self_attention.out_proj.weight": plain("linear_attn.out_proj.weight", (hidden, values), 1),
         }
 

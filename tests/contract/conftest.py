@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -23,6 +28,7 @@ from transformers import (
 )
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import read_text_config
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.local_engine import LocalEngine, LocalModel
 from bapo_megatron.rollout.engines.requests import limits_of
@@ -67,6 +73,41 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+HYBRID: dict[str, Any] = {
+    **SHAPE,
+    "full_attention_interval": 2,  # not that of SGLang's and transformers' defaults
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rms_norm_eps": 0.3,  # a tiny random model is ill-conditioned otherwise: a change of 1e-6 becomes 0.02
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 50000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
+VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+"""A tower that is not trained: no engine of a run loads it."""
+
+
+def varied(model: nn.Module) -> nn.Module:
+    """The hybrid with no norm, decay or convolution as it was initialised."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or "conv1d" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def _multimodal(**more: Any) -> Qwen3_5ForConditionalGeneration:
+    config = Qwen3_5Config(text_config={**HYBRID, **more}, vision_config={**VISION, "out_hidden_size": 32})
+    return Qwen3_5ForConditionalGeneration(config)
+
+
 FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, "tie_word_embeddings": False, **more})),
     "qwen2_tied": lambda **more: Qwen2ForCausalLM(
@@ -89,6 +130,8 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "llama3": lambda **more: LlamaForCausalLM(
         LlamaConfig(**{**SHAPE, "rope_parameters": LLAMA3_ROPE, **more})
     ),
+    "qwen3_5_text": lambda **more: varied(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**HYBRID, **more}))),
+    "qwen3_5": lambda **more: varied(_multimodal(**more)),
 }
 
 
@@ -122,7 +165,9 @@ class Servers:
         engine = BlockingEngine(make, model, self._folder / f"{model.name}-weights")
         engine.resume()
         if engine.weight_version != 0:
-            engine.update_weights(load_file(model / "model.safetensors").items(), 0)
+            untrained = read_text_config(model)[0].untrained
+            weights = load_file(model / "model.safetensors").items()
+            engine.update_weights([one for one in weights if not one[0].startswith(untrained)], 0)
         return engine
 
     def shared(self, model: Path) -> ServerProcess:

@@ -26,11 +26,11 @@ from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, Serve
 from bapo_megatron.rollout.engines.sglang.server_process import ServerProcess
 from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates
 from bapo_megatron.rollout.weight_sync.broadcast import BroadcastError, WeightBroadcast
-from bapo_megatron.types import BucketSpec
+from bapo_megatron.types import BucketSpec, GenerateRequest
 from tests.support.tiers import slow_but
 
 from .conftest import FAMILIES, SHAPE, Servers
-from .test_engine_contract import mixed_requests, reference_log_probs, request, tensors
+from .test_engine_contract import mixed_requests, next_segments, reference_log_probs, request, tensors
 from .test_sent_digests import digests_of
 
 T = TypeVar("T")
@@ -140,14 +140,22 @@ def send(
         raise
 
 
-def assert_computes_with(folder: Path, server: SglangServer, calls: Calls, version: int) -> None:
-    """Check that log-probs equal those of Hugging Face's model in ``folder``, and the version."""
+def assert_computes_with(
+    folder: Path, server: SglangServer, calls: Calls, version: int, more: Sequence[GenerateRequest] = ()
+) -> list[GenerateRequest]:
+    """Check that log-probs equal those of Hugging Face's model in ``folder``, and the version.
+
+    Returns the next segments of the answers, whose prefixes the server has in its cache.
+    """
     assert calls.wait(server.weight_version()) == version
-    for one in mixed_requests(5, temperature=0.6):
-        answer = calls.wait(server.generate(one, f"{folder.name} {version} {one.request_id}"))
+    asked, answers = [*mixed_requests(5, temperature=0.6), *more], []
+    for number, one in enumerate(asked):
+        answer = calls.wait(server.generate(one, f"{folder.name} {version} {number}"))
         assert set(answer.versions_R.tolist()) == {version}
         expected = reference_log_probs(folder, one, answer)
         np.testing.assert_allclose(answer.log_probs_R, expected, atol=TOLERANCE, rtol=0)
+        answers.append(answer)
+    return next_segments(asked, answers)
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen2"))
@@ -162,10 +170,11 @@ def test_a_server_computes_with_the_broadcast_weights(
     process = servers.shared(make_model(family))
     taking, server = receivers(process), calls.server(process)
     open_group(sender, taking, calls)
+    segments: list[GenerateRequest] = []
     for version, seed in ((7, 1), (8, 2)):  # two updates in one group
         folder = make_model(family, seed)
         send(sender, taking, calls, tensors(folder), version)
-        assert_computes_with(folder, server, calls, version)
+        segments = assert_computes_with(folder, server, calls, version, segments)
 
 
 def test_the_digest_detects_one_changed_element(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from bapo_megatron.hf.config import read_text_config
 from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.types import GenerateRequest, Generation, RouteShape, SamplingParams
 from tests.support.tiers import slow_but
@@ -77,13 +78,28 @@ def assert_from_model(folder: Path, asked: list[GenerateRequest], answers: list[
 
 
 def tensors(folder: Path) -> list[tuple[str, Tensor]]:
-    """The weights by their Hugging Face names, in the model's order; experts one by one, as a run's."""
+    """The trained weights by the folder's names, in the model's order; experts one by one, as a run's."""
     found: list[tuple[str, Tensor]] = []
+    family, _ = read_text_config(folder)
     for name, tensor in reference_model(folder).named_parameters():
         experts = expert_tensors(name, tensor.shape)
         places = {own: tensor[place] for own, place in experts.items()} or {name: tensor}
-        found += [(own, one.detach().clone()) for own, one in places.items()]
+        found += [
+            (own.replace("model.", family.body, 1), one.detach().clone()) for own, one in places.items()
+        ]
     return found
+
+
+def next_segments(asked: list[GenerateRequest], answers: list[Generation]) -> list[GenerateRequest]:
+    """Requests that go on behind the answers, as of responses that are made in segments."""
+    return [
+        dataclasses.replace(
+            one,
+            input_ids=np.concatenate([one.input_ids, answer.token_ids_R]),
+            prefix_tokens=len(answer.token_ids_R),
+        )
+        for one, answer in zip(asked, answers, strict=True)
+    ]
 
 
 WAITS_S = (0.4, 2.0, 10.0, 60.0)
@@ -154,14 +170,7 @@ def test_routes_are_the_models_and_continue_by_segment(start: Start, make_model:
             assert answer.routes_R.dtype == np.uint8
             wanted = reference_routes(folder, one, answer.token_ids_R.tolist())
             assert np.sort(answer.routes_R, -1).tolist() == wanted
-        asked = [
-            dataclasses.replace(
-                one,
-                input_ids=np.concatenate([one.input_ids, answer.token_ids_R]),
-                prefix_tokens=len(answer.token_ids_R),
-            )
-            for one, answer in zip(asked, answers, strict=True)
-        ]
+        asked = next_segments(asked, answers)
 
 
 @pytest.mark.own_model
@@ -283,10 +292,13 @@ def test_draws_of_one_response_are_independent(start: Start, make_model: MakeMod
     assert np.mean(tokens[1:] == tokens[:-1]) < 0.08
 
 
-def test_tokens_do_not_depend_on_the_batch(kind: EngineKind, start: Start, make_model: MakeModel) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_tokens_do_not_depend_on_the_batch(
+    kind: EngineKind, start: Start, make_model: MakeModel, family: str
+) -> None:
     if not kind.seeded:
         pytest.skip(f"{kind.name} does not promise seeded sampling")
-    engine = start(make_model("qwen3"))
+    engine = start(make_model(family))
     asked = mixed_requests(14, new=30, stop=(0, 1, 2))
     together = engine.generate(asked)
     backwards = engine.generate(asked[::-1])[::-1]
@@ -305,10 +317,13 @@ def test_seeds_differ(kind: EngineKind, start: Start, make_model: MakeModel) -> 
     assert len({a.token_ids_R.tobytes() for a in unseeded}) == 8
 
 
-def test_segments_equal_the_uncut_response(kind: EngineKind, start: Start, make_model: MakeModel) -> None:
+@pytest.mark.parametrize("family", ["llama3", "qwen3_5_text"])
+def test_segments_equal_the_uncut_response(
+    kind: EngineKind, start: Start, make_model: MakeModel, family: str
+) -> None:
     if not kind.seeded:
         pytest.skip(f"{kind.name} does not promise seeded sampling")
-    engine = start(make_model("llama3"))
+    engine = start(make_model(family))
     whole = engine.generate(mixed_requests(9, new=24))
     for one, uncut in zip(mixed_requests(9, new=24), whole, strict=True):
         tokens: list[int] = []
@@ -444,6 +459,22 @@ def test_update_changes_the_distribution(start: Start, make_model: MakeModel, fa
     answers = engine.generate(asked)
     assert_from_model(new, asked, answers)
     assert {v for a in answers for v in a.versions_R.tolist()} == {3}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text"])
+def test_what_an_engine_keeps_of_a_prefix_ends_with_its_weights(
+    start: Start, make_model: MakeModel, family: str
+) -> None:
+    """Keys and values, and states of linear attention, with which a segment goes on behind its prefix."""
+    engine = start(make_model(family))
+    prompt = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], 70).tolist()  # more than a chunk
+    asked = [request(n, [*prompt, n], new=20, seed=n) for n in range(3)]
+    for version, model in enumerate((make_model(family, seed) for seed in (1, 2, 3)), start=1):
+        engine.update_weights(iter(tensors(model)), version)
+        for _ in range(2):  # the second time with what the first has left
+            answers = engine.generate(asked)
+            assert_from_model(model, asked, answers)
+        asked += next_segments(asked[-3:], answers[-3:])
 
 
 def test_the_digest_depends_on_the_weights_only(start: Start, make_model: MakeModel) -> None:

@@ -18,29 +18,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
-from .conftest import SHAPE, Servers
+from .conftest import HYBRID, SHAPE, Servers, varied
 
 pytestmark = pytest.mark.slow
 
 CLOSE = 1e-5
-LAYER_SHAPE: dict[str, Any] = {
-    **SHAPE,
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "rms_norm_eps": 0.3,  # a tiny random model is ill-conditioned otherwise: a change of 1e-6 becomes 0.02
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 50000.0,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [1, 1, 0],
-        "mrope_interleaved": True,
-    },
-    "full_attention_interval": 4,  # SGLang reads it; transformers derives ``layer_types`` and leaves it out
-}
+LAYER_SHAPE: dict[str, Any] = {**HYBRID, "num_hidden_layers": 4, "full_attention_interval": 4}
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "dense": lambda: Qwen3_5TextConfig(**LAYER_SHAPE),
     "experts": lambda: Qwen3_5MoeTextConfig(
@@ -56,11 +39,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 def save_hybrid(kind: str, folder: Path, seed: int) -> nn.Module:
     """A random hybrid in float32, saved in ``folder``. No norm, decay or convolution is as initialised."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or "conv1d" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
+    model = varied(AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32).eval())
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"full_attention_interval": 4}))

@@ -20,7 +20,14 @@ from tests.support.tiers import slow_but
 
 from .blocking import BlockingEngine
 from .conftest import Servers
-from .test_engine_contract import FOREVER, assert_from_model, mixed_requests, request, tensors
+from .test_engine_contract import (
+    FOREVER,
+    assert_from_model,
+    mixed_requests,
+    next_segments,
+    request,
+    tensors,
+)
 
 MakeModel = Callable[..., Path]
 
@@ -115,12 +122,18 @@ def test_a_server_sleeps_and_wakes_with_new_weights(shared: BlockingEngine, make
     assert shared.digests[-2] != shared.digests[-1]
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen2", "qwen3_moe"], "qwen2"), indirect=True)
+@pytest.mark.parametrize(
+    "family", slow_but(["qwen2", "qwen3_moe", "qwen3_5_text", "qwen3_5"], "qwen2"), indirect=True
+)
 def test_a_server_wakes_with_weights_from_the_memory_of_this_process(
     shared: BlockingEngine, make_model: MakeModel, family: str
 ) -> None:
-    """Several buckets, the largest tensor one of its own; both ways give the same digest."""
+    """Several buckets, the largest tensor one of its own; both ways give the same digest. Nothing is left of
+    prefixes that the weights before have computed."""
     new, before = make_model(family, seed=1), len(shared.digests)
+    asked = mixed_requests(8)
+    asked += next_segments(asked, shared.generate(asked))
+    shared.generate(asked)
     shared.release_memory()
     shared.wake(tensors(new), 1)
     for version in (2, 3):
@@ -128,7 +141,6 @@ def test_a_server_wakes_with_weights_from_the_memory_of_this_process(
         later = shared.begin([request("later", new=4)])
         shared.wake_by_handles(iter(tensors(new)), version)
         assert later.result(timeout=60)[0].versions_R.tolist() == [version] * 4
-        asked = mixed_requests(8)
         assert_from_model(new, asked, shared.generate(asked))
     assert len(shared.digests) == before + 3
     assert len(set(shared.digests[before:])) == 1

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from bapo_megatron.data.samples import Sample
+from bapo_megatron.hf.config import for_servers
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
 EXPERTS = "qwen3_moe"
@@ -121,8 +122,10 @@ def _is_zero_centered(name: str) -> bool:
 
 
 def save_tiny_model(family: str, folder: Path, seed: int = 0, **shape: int) -> Path:
-    """The model as a Hugging Face folder without a tokenizer."""
+    """The model as a Hugging Face folder without a tokenizer, and with all that the hub's config.json has."""
     tiny_model(family, seed, **shape).save_pretrained(folder)
+    config = folder / "config.json"
+    config.write_bytes(for_servers(config.read_bytes()))
     return folder
 
 

@@ -330,12 +330,13 @@ def _load(recipe: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def read_model_config(folder: Path) -> dict[str, Any] | None:
-    """``config.json`` of a model's folder; None if it cannot be read."""
+    """``config.json`` of a model's folder, with a text model's fields among its own; None if it cannot be
+    read."""
     try:
         found = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return {**found.get("text_config", {}), **found} if isinstance(found, dict) else None
 
 
 def _forgeable_rows(config: RunConfig) -> int:

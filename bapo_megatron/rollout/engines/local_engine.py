@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.config import read_model_shape, read_text_config
 from bapo_megatron.hf.fp8 import is_quantized
 from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.hf.reader import HfReader
@@ -36,6 +36,8 @@ from bapo_megatron.runtime.files import check_files_inside
 from bapo_megatron.types import GenerateRequest, Generation
 
 T = TypeVar("T")
+
+_BODY = "model."
 
 
 class LocalEngine:
@@ -151,7 +153,8 @@ class LocalModel:
         self._model = _load(hf_path, dtype, device)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self.limits = ModelLimits(vocabulary, self._model.config.max_position_embeddings)
-        self._weights = ModelWeights(self._model)
+        family, _ = read_text_config(hf_path)
+        self._weights = ModelWeights(self._model, family.body)
         if is_quantized(hf_path):
             self._weights.commit(self._weights.stage(_weights_in(hf_path)))
         self._recorder = RouteRecorder(self._model)
@@ -251,10 +254,16 @@ class ModelWeights:
     ``stage`` copies and checks new ones, ``commit`` replaces the old. ``LocalModel`` does the locking.
     """
 
-    def __init__(self, model: Any) -> None:
-        parameters: dict[str, Tensor] = dict(model.named_parameters())
+    def __init__(self, model: Any, body: str = _BODY) -> None:
+        """``body``: prefix of the folder's names, in the place of the text model's own in transformers."""
+
+        def named(**options: bool) -> dict[str, Tensor]:
+            every = model.named_parameters(**options)
+            return {name.replace(_BODY, body, 1): tensor for name, tensor in every}
+
+        parameters = named()
         names = {id(tensor): name for name, tensor in parameters.items()}
-        every = dict(model.named_parameters(remove_duplicate=False))
+        every = named(remove_duplicate=False)
         self._aliases = {name: names[id(every[name])] for name in every.keys() - parameters.keys()}
         self._own: dict[str, Tensor] = {}
         for name, tensor in parameters.items():

@@ -21,7 +21,7 @@ import numpy as np
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import MixedSource, ends_in_thinking, mixture_settings
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.config import read_model_shape, read_text_config
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.runtime.files import read_file_inside
 from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTokens, RouteShape
@@ -93,7 +93,7 @@ class ModelLimits:
 
 def limits_of(hf_path: Path) -> ModelLimits:
     """The limits of the model in an HF folder."""
-    config = json.loads((hf_path / "config.json").read_text())
+    _, config = read_text_config(hf_path)
     return ModelLimits(config["vocab_size"], config["max_position_embeddings"])
 
 

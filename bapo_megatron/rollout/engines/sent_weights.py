@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 FILE_NAME = "sent_digests.json"
 """The file of the digests in a folder of weights."""
-_NO_WEIGHTS = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq")
-"""Parts of the names of buffers that an engine computes itself, such as RoPE tables."""
+_NO_WEIGHTS = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq", "axis_map", "gemma_weight")
+"""Parts of the names of buffers that an engine computes itself: RoPE tables, and 1 + w of a norm's weight."""
 _NAMED = 3
 """Most tensors that a message names."""
 

@@ -22,8 +22,9 @@ from torch import Tensor
 from bapo_megatron.config import EngineConfig
 from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import for_servers, read_text_config
 from bapo_megatron.hf.fp8 import without_quantization
-from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT
+from bapo_megatron.hf.parameter_map import OUTPUT
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.hf.weight_stream import WrittenShard, checked_weights, write_shards
@@ -31,7 +32,7 @@ from bapo_megatron.interfaces import Policy, Sampler, WeightSync
 from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester, SentDigests
 from bapo_megatron.runtime.distributed import all_gather, is_main, on_all_ranks
 from bapo_megatron.runtime.dotted_path import load_dotted_path
-from bapo_megatron.runtime.files import read_file_inside, remove_folder
+from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.storage import DiskError, OldFiles, is_of_failing_disk, writing
 
 if TYPE_CHECKING:
@@ -165,11 +166,12 @@ class WeightStaging:
     def __init__(self, folder: Path, hf_path: Path, old: OldFiles | None = None) -> None:
         """``old``: deletes the folders of old versions."""
         self._old = old or OldFiles()
-        reader = HfReader(hf_path)
+        reader, (family, config) = HfReader(hf_path), read_text_config(hf_path)
         self._folder, self._hf_path = folder, hf_path
-        self._shapes = {name: reader.shape(name) for name in reader.names}
-        tied = json.loads(read_file_inside(hf_path, "config.json")).get("tie_word_embeddings", False)
-        self._aliases = {OUTPUT: EMBEDDING} if tied else {}
+        trained = [name for name in reader.names if not name.startswith(family.untrained)]
+        self._shapes = {name: reader.shape(name) for name in trained}
+        tied = config.get("tie_word_embeddings", False)
+        self._aliases = {OUTPUT: f"{family.body}embed_tokens.weight"} if tied else {}
         if tied:
             self._shapes.pop(OUTPUT, None)  # some folders hold it twice
 
@@ -194,7 +196,8 @@ class WeightStaging:
                 self._remove(path)
             temporary.mkdir()
             config = (self._hf_path / "config.json").read_bytes()
-            (temporary / "config.json").write_bytes(without_quantization(config))  # the policy is not in fp8
+            config = for_servers(without_quantization(config))  # the policy is not in fp8
+            (temporary / "config.json").write_bytes(config)
 
     def write_share(
         self, weights: Iterable[tuple[str, Tensor]], version: int, writer: int = 0, writers: int = 1

@@ -11,10 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.hf.config import model_shape, read_model_shape
+from bapo_megatron.hf.config import for_servers, model_shape, read_model_shape
+from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy.layout import layout_problems
 from bapo_megatron.rollout.engines.backend import engine_backend
+from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.sglang.server_process import server_command
+from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from checkpoints_tools import reshard, to_hf, to_megatron, verify
 from checkpoints_tools.formats.mp_rank import MpRank
 from tests.support.models import EXPERT_HYBRID, HYBRID, HYBRIDS, save_tiny_model, tiny_model
@@ -203,12 +207,75 @@ def test_tp_times_cp_divides_the_key_heads(tmp_path: Path) -> None:
     assert "2 x 4 = 8 does not divide the model's key heads of Gated DeltaNet (4)" in problem
 
 
-def test_engines_that_do_not_sample_from_hybrids_say_so(tmp_path: Path) -> None:
-    folder = save_multimodal(tmp_path / "hf")
+INTERVAL = "full_attention_interval"
+
+
+def text_of(config: dict) -> dict:
+    return config.get("text_config", config)
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_exports_and_hand_overs_tell_servers_which_layers_have_full_attention(
+    multimodal: bool, tmp_path: Path
+) -> None:
+    """By the field that transformers leaves out. The other tensors are not handed over."""
+    folder = save_multimodal(tmp_path / "hf") if multimodal else save_tiny_model(HYBRID, tmp_path / "hf")
+    with_it = (folder / "config.json").read_bytes()
+    config = json.loads(with_it)
+    del text_of(config)[INTERVAL]
+    (folder / "config.json").write_text(json.dumps(config))
+    shape = read_model_shape(folder)
+    to_megatron(folder, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "export")
+    trained = {name: HfReader(folder).read(name) for name in hf_tensors(shape)}
+    handed = WeightStaging(tmp_path / "weights", folder).write(trained.items(), 1)
+    for made in (tmp_path / "export", handed):
+        assert json.loads((made / "config.json").read_text()) == json.loads(with_it)
+    assert set(HfReader(handed).names) == set(trained)
+    assert all(torch.equal(HfReader(handed).read(name), tensor) for name, tensor in trained.items())
+
+
+def test_a_tied_multimodal_model_is_handed_over_without_an_output_layer(tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "hf", tied=True)
+    weights = {name: HfReader(folder).read(name) for name in hf_tensors(read_model_shape(folder))}
+    twice = {**weights, "lm_head.weight": weights["model.language_model.embed_tokens.weight"]}
+    handed = WeightStaging(tmp_path / "weights", folder).write(twice.items(), 1)
+    assert set(HfReader(handed).names) == set(weights)
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_servers_are_told_what_config_json_does_not_say(multimodal: bool, tmp_path: Path) -> None:
+    folder = save_multimodal(tmp_path / "hf") if multimodal else save_tiny_model(HYBRID, tmp_path / "hf")
+
+    def told(*flags: str) -> list[dict]:
+        line = server_command(Path("python"), folder, "127.0.0.1", 1, cuda=True, flags=flags)
+        places = [place for place, one in enumerate(line) if one == "--json-model-override-args"]
+        return [json.loads(line[place + 1]) for place in places]
+
+    alone = {"language_model_only": True}
+    assert told() == ([alone] if multimodal else [])
+    config = json.loads((folder / "config.json").read_text())
+    assert text_of(config).pop(INTERVAL) == 4
+    (folder / "config.json").write_text(json.dumps(config))
+    assert told() == ([{**alone, "text_config": {INTERVAL: 4}}] if multimodal else [{INTERVAL: 4}])
+    assert told("--json-model-override-args", "{}") == [{}]  # the recipe's own
+
+
+def test_layers_that_a_server_would_take_for_others_are_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model(HYBRID, tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
     for engine in ("sglang", "local"):
-        with pytest.raises(ConfigError, match=f"rollout.engine={engine} does not support models of qwen3_5"):
-            engine_backend(engine).check_weights(folder)
-    text = tmp_path / "text"
-    engine_backend("local").check_weights(text)
-    with pytest.raises(ConfigError, match="the engine for them is local"):
-        engine_backend("sglang").check_weights(text)
+        engine_backend(engine).check_weights(folder)
+    config["layer_types"][0] = "full_attention"
+    with pytest.raises(ConfigError, match=f"layer_types and {INTERVAL}=4 contradict each other"):
+        model_shape(config, "config.json")
+    del config[INTERVAL]
+    (folder / "config.json").write_text(json.dumps(config))
+    engine_backend("local").check_weights(folder)
+    with pytest.raises(ConfigError, match="cannot be served by SGLang: layer_types=.* in every n-th layer"):
+        engine_backend("sglang").check_weights(folder)
+    assert for_servers(json.dumps(config).encode()) == json.dumps(config).encode()
+
+
+def test_limits_of_a_multimodal_model_are_its_text_models(tmp_path: Path) -> None:
+    assert limits_of(save_multimodal(tmp_path / "hf")) == limits_of(tmp_path / "text")

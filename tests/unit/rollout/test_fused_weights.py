@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bapo_megatron.hf.config import model_shape
+from bapo_megatron.hf.parameter_map import hf_tensors, kept_in_float32
 from bapo_megatron.layers.mlp import Experts
 from bapo_megatron.rollout.engines.sent_weights import SentDigests, UnknownDigests
 from bapo_megatron.rollout.engines.sglang.fused_weights import (
@@ -173,6 +175,58 @@ def test_the_experts_of_a_layer_are_two_tensors(backwards: bool) -> None:
     }
 
 
+HYBRID_CONFIG = config_of(
+    "qwen3",
+    model_type="qwen3_5_text",
+    architectures=["Qwen3_5ForCausalLM"],
+    num_hidden_layers=4,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_conv_kernel_dim=4,
+)
+
+
+@pytest.mark.parametrize("body", ["model.", "model.language_model."])
+def test_the_tensors_of_a_hybrid_on_the_second_of_two_ranks(body: str) -> None:
+    """As MergedColumnParallelLinear, mamba_v2_sharded_weight_loader and QKVParallelLinear of SGLang 0.5.23
+    cut them. Of bfloat16 models the decay stays float32; the norm, which a policy keeps in it, does not."""
+    multimodal = {"model_type": "qwen3_5", "text_config": HYBRID_CONFIG}
+    shape = model_shape(HYBRID_CONFIG if body == "model." else multimodal, "config.json")
+    generator = torch.Generator().manual_seed(0)
+    kept, weights = kept_in_float32(shape), {}
+    for name, size in hf_tensors(shape).items():
+        tensor = torch.randn(size, generator=generator)
+        weights[name] = tensor if name in kept else tensor.bfloat16()
+    digester = FusedDigests(FusedLayout(shape, 2), "cpu")
+    for name in reversed(weights):
+        digester.add(name, weights[name])
+    found = digester.result().ranks[1]
+
+    def own(layer: int, name: str, *rows: int, dim: int = 0) -> Tensor:
+        """The lower half of each part of the tensor."""
+        parts = weights[f"{body}layers.{layer}.{name}.weight"].split(rows or 10**6, dim)
+        return torch.cat([part.chunk(2, dim)[1] for part in parts], dim)
+
+    delta, keys, values = "linear_attn.", 32, 64
+    linear = "model.layers.0.linear_attn."
+    qkvz = [own(0, f"{delta}in_proj_qkv", keys, keys, values), own(0, f"{delta}in_proj_z")]
+    assert found[f"{linear}in_proj_qkvz.weight"] == sha(torch.cat(qkvz))
+    ba = [own(0, f"{delta}in_proj_{x}") for x in "ba"]
+    assert found[f"{linear}in_proj_ba.weight"] == sha(torch.cat(ba))
+    assert found[f"{linear}conv1d.weight"] == sha(own(0, f"{delta}conv1d", keys, keys, values))
+    assert found[f"{linear}conv1d.weight"] != sha(own(0, f"{delta}conv1d"))
+    assert found[f"{linear}out_proj.weight"] == sha(own(0, f"{delta}out_proj", dim=1))
+    decay = weights[f"{body}layers.0.{delta}A_log"]
+    assert decay.dtype == torch.float32
+    assert found[f"{linear}A_log"] == sha(decay[4:])
+    assert found[f"{linear}norm.weight"] == sha(weights[f"{body}layers.0.{delta}norm.weight"].bfloat16())
+    qkv = [own(3, f"self_attn.{x}_proj") for x in "qkv"]
+    assert found["model.layers.3.qkv_proj.weight"] == sha(torch.cat(qkv))
+    assert not any("self_attn" in name or "language_model" in name for name in found)
+
+
 def test_hashed_bytes_are_counted() -> None:
     padding = 2 * 58 * HIDDEN * 4
     assert digests().hashed_bytes == sum(one.nbytes for one in WEIGHTS.values()) + padding
@@ -221,6 +275,7 @@ MOE = {
         ({}, ("--enable-eplb",), "servers with --enable-eplb have another weight layout"),
         ({}, ("--disable-radix-cache",), None),
         (MOE, (), None),
+        (HYBRID_CONFIG, (), None),
         (
             {**MOE, "moe_intermediate_size": 96},
             (),

@@ -17,10 +17,10 @@ from bapo_megatron.rollout.engines.local_engine import LocalEngine, LocalModel
 from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
 from tests.support.checkpoint_models import load_tensors, save_tensors
 from tests.support.fp8 import in_bfloat16, save_fp8_folder
-from tests.support.models import EXPERTS, HYBRIDS, save_tiny_model, tiny_model
+from tests.support.models import EXPERTS, HYBRID, HYBRIDS, save_tiny_model, tiny_model
 
-PROMPTS = ([5, 6, 7, 8], [9, 10], [5, 6, 7, 9, 11])
-"""Of different lengths, two of them with one beginning."""
+PROMPTS = ([5, 6, 7, 8], [9, 10], [5, 6, 7, 9, 11] * 14)
+"""Of different lengths, two of them with one beginning, one longer than a chunk of Gated DeltaNet."""
 GROUP = 4
 
 
@@ -33,10 +33,10 @@ def group_requests() -> list[GenerateRequest]:
     ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalModel]:
-    """A tiny Qwen2."""
-    loaded = LocalModel(save_tiny_model("qwen2", tmp_path_factory.mktemp("model")), max_batch=64)
+@pytest.fixture(scope="module", params=["qwen2", HYBRID])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalModel]:
+    """A tiny model, which caches keys and values, or states beside them."""
+    loaded = LocalModel(save_tiny_model(request.param, tmp_path_factory.mktemp("model")), max_batch=64)
     yield loaded
     loaded.close()
 
@@ -55,7 +55,7 @@ def shapes_of(model: LocalModel, requests: Sequence[GenerateRequest]) -> tuple[l
 
 def test_equal_prompts_are_prefilled_once(model: LocalModel) -> None:
     shapes, _ = shapes_of(model, group_requests())
-    assert shapes[0] == (len(PROMPTS), 5)
+    assert shapes[0] == (len(PROMPTS), 70)
     assert shapes[1] == (len(PROMPTS) * GROUP, 1)
 
 

@@ -35,6 +35,7 @@ from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, Sglan
 from bapo_megatron.rollout.engines.sglang.requirements import check_nccl, nccl_settings, placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
+    config_overrides,
     gpus_of,
     more_flags,
     server_command,
@@ -75,7 +76,8 @@ class SglangBackend(EngineBackend):
                 set_default(name, value)
 
     def check_weights(self, hf_path: Path) -> None:
-        """Refuse fused experts, quantized folders and weights beside a single file, with ConfigError.
+        """Refuse fused experts, quantized folders, weights beside a single file, and hybrids with full
+        attention in other layers than every n-th, with ConfigError.
 
         SGLang passes over tensors whose names it does not know, would put bfloat16 into fp8 layers, and
         without an index loads every safetensors file of the folder.
@@ -85,6 +87,7 @@ class SglangBackend(EngineBackend):
         from bapo_megatron.hf.weight_files import INDEX, SINGLE, files_left_out
 
         check_family("sglang", hf_path)
+        config_overrides(hf_path)
         if (others := files_left_out(hf_path)) and not (hf_path / INDEX).exists():
             raise ConfigError(
                 f"model.hf_path={hf_path} holds {SINGLE} and {', '.join(others[:5])} without {INDEX}: SGLang "

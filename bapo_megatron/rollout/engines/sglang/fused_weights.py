@@ -10,6 +10,10 @@
     experts.E.gate_proj, up   experts.w13_weight    of each expert in turn, rows: its share of each
     experts.E.down_proj       experts.w2_weight     of each expert in turn, columns: its share
     mlp.gate (router)         the same              all
+    in_proj_qkv, in_proj_z    in_proj_qkvz          rows: its share of queries, keys, values and gates
+    in_proj_b, in_proj_a      in_proj_ba            rows: its share of each
+    conv1d                    the same              rows: its share of queries, keys and values
+    A_log, dt_bias            the same              its heads
 
 The trainer computes them while it sends weights; servers must report the same ones. A tied output layer is no
 tensor of its own. Kinds of layers say it of theirs (``Mapping.served``), families whether it holds.
@@ -41,7 +45,7 @@ from torch import Tensor
 
 from bapo_megatron.hf.config import ModelShape, model_shape
 from bapo_megatron.hf.families import FAMILIES
-from bapo_megatron.hf.parameter_map import EMBEDDING, OUTPUT, mapping_table
+from bapo_megatron.hf.parameter_map import OUTPUT, embedding_name, mapping_table
 from bapo_megatron.layers import Mapping
 from bapo_megatron.rollout.engines.sent_weights import SentDigests, UnknownDigests
 
@@ -54,7 +58,6 @@ _OTHER_LAYOUTS = (
 )
 """Prefixes of flags that make a server's weight layout differ from the one computed here."""
 
-_LAYER = re.compile(r"(model\.layers\.)(\d+)\.")
 _PADDED_TO = 64
 _PADDED_EXPERTS = 32
 """Rows of an expert on a rank that a CPU server pads to a multiple (SGLang 0.5.23, update_config.py)."""
@@ -73,6 +76,8 @@ class Place:
     part: int = 0
     parts: int = 1
     """Number of Hugging Face tensors that the server's tensor is fused from; ``part``: index of this one."""
+    in_models_dtype: bool = False
+    """Whether the server holds it in the model's type, whatever the type in which it is sent."""
 
 
 class FusedLayout:
@@ -80,33 +85,47 @@ class FusedLayout:
 
     def __init__(self, shape: ModelShape, tensor: int) -> None:
         self.tensor, self._tied = tensor, shape.tied
+        self.vocabularies = (embedding_name(shape), OUTPUT)
+        self._layer = re.compile(rf"({re.escape(shape.body)}layers\.)(\d+)\.")
         self._places: dict[str, Place] = {}
         for mapping in mapping_table(shape).values():
             names, experts = mapping.hf_names, shape.experts.count if shape.experts else 1
-            parts = len(names) * (1 if mapping.expert is None else experts)
-            for number, name in enumerate(names):
-                part = number + (mapping.expert or 0) * len(names)
-                self._places[name] = Place(mapping.served or name, self._cut(mapping, number), part, parts)
+            served = mapping.served_each or [mapping.served or name for name in names]
+            for number, (name, fused) in enumerate(zip(names, served, strict=True)):
+                parts = served.count(fused)
+                self._places[name] = Place(
+                    _renamed(fused, shape.family),
+                    self._cut(mapping, number),
+                    served[:number].count(fused) + (mapping.expert or 0) * parts,
+                    parts * (1 if mapping.expert is None else experts),
+                    mapping.served_in_models_dtype,
+                )
 
     def place(self, name: str) -> Place | None:
         """The place of the tensor ``name``; None if the server has no such tensor. ValueError if unknown."""
         if name == OUTPUT and self._tied:
             return None
-        layer = _LAYER.match(name)
-        found = self._places.get(_LAYER.sub(r"\1{layer}.", name))
+        layer = self._layer.match(name)
+        found = self._places.get(self._layer.sub(r"\1{layer}.", name))
         if found is None:
             raise ValueError(f"the layout of {name} on a server is unknown")
         return replace(found, name=found.name.format(layer=layer and layer[2]))
 
     def _cut(self, mapping: Mapping, number: int) -> Cut:
         """How servers cut one of the mapping's HF tensors; ranks share a head if there are fewer heads."""
-        if mapping.hf_names[0] in (EMBEDDING, OUTPUT):
+        if mapping.hf_names[0] in self.vocabularies:
             return self._vocabulary
         if mapping.tp_dim is None:
             return lambda tensor, _rank: [tensor]
         dim, ranks = mapping.tp_dim, self.tensor
         shares = min(ranks, mapping.heads[number]) if mapping.heads else ranks
-        return lambda tensor, rank: [_share(tensor, dim, rank // (ranks // shares), shares)]
+        rows = _parts_cut_apart(mapping, number)
+
+        def cut(tensor: Tensor, rank: int) -> list[Tensor]:
+            parts = tensor.split(rows) if dim == 0 else [tensor]
+            return [_share(part, dim, rank // (ranks // shares), shares) for part in parts]
+
+        return cut
 
     def _vocabulary(self, tensor: Tensor, rank: int) -> list[Tensor]:
         """A rank's rows of the padded vocabulary: rows of tokens, then rows of zeros."""
@@ -121,6 +140,21 @@ def padded_vocabulary(tokens: int, ranks: int) -> int:
     if -(-tokens // to) * to % ranks:
         to *= ranks
     return -(-tokens // to) * to
+
+
+def _renamed(name: str, family: str) -> str:
+    for theirs, served in FAMILIES[family].served_names:
+        name = name.replace(theirs, served)
+    return name
+
+
+def _parts_cut_apart(mapping: Mapping, number: int) -> list[int]:
+    """Rows of the parts of one of the mapping's HF tensors that are each cut on their own."""
+    first = sum(shape[0] for shape in mapping.hf_shapes[:number])
+    end = first + mapping.hf_shapes[number][0]
+    if not mapping.sections:
+        return [end - first]
+    return [rows for above, rows in mapping.spans if first <= above < end]
 
 
 def _share(tensor: Tensor, dim: int, index: int, shares: int) -> Tensor:
@@ -150,6 +184,10 @@ class FusedDigests:
         """``device``: the kind that the servers compute on, ``cpu`` or ``cuda``."""
         self._layout, self._new_hash = layout, HASHES[device]
         self._pending: dict[str, _Fused] = {}
+        self._dtype: torch.dtype | None = None
+        """The model's."""
+        self._rounded: list[tuple[Place, Tensor]] = []
+        """Tensors that wait for it, small ones."""
         self._digests: list[dict[str, str]] = [{} for _ in range(layout.tensor)]
         self._hashed_bytes = 0
 
@@ -158,6 +196,14 @@ class FusedDigests:
         place = self._layout.place(name)
         if place is None:
             return
+        if place.in_models_dtype:
+            self._rounded.append((place, tensor.detach().clone()))
+            return
+        if name in self._layout.vocabularies:
+            self._dtype = tensor.dtype
+        self._add(place, tensor)
+
+    def _add(self, place: Place, tensor: Tensor) -> None:
         fused = self._pending.get(place.name)
         if fused is None:
             hashes = [self._new_hash() for _ in range(self._layout.tensor)]
@@ -175,6 +221,8 @@ class FusedDigests:
 
     def result(self) -> SentDigests:
         """The digests after the last tensor. ValueError if a part of a fused tensor is missing."""
+        for place, tensor in self._rounded:
+            self._add(place, tensor.to(self._dtype))
         if self._pending:
             raise ValueError(f"{min(self._pending)} is incomplete")
         return SentDigests(tuple(self._digests), self._hashed_bytes)

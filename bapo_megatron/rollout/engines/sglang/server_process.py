@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -21,12 +22,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import tyro
 
 from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.families import FAMILIES, interval_for_servers
 from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
 from bapo_megatron.rollout.engines.sglang.requirements import (
@@ -79,6 +81,9 @@ _CPU_VARIABLES = {
 _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 """Lets a server start whose context is longer than the model's (by ``RESERVED_TOKENS``): no request is."""
 _WATCHDOG = "--watchdog-timeout"
+_OVERRIDE = "--json-model-override-args"
+_TEXT_ALONE = "language_model_only"
+"""The field by which SGLang loads no vision tower. Its flag of that name is for other models."""
 _RELEASED_GRAPHS = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
 """Makes a release of the tag ``cuda_graph`` free the graphs' memory, with a copy on the host; without it
 SGLang accepts the tag and frees nothing."""
@@ -152,13 +157,35 @@ def server_command(
     python: Path, hf_path: Path, host: str, port: int, cuda: bool, flags: Sequence[str] = ()
 ) -> list[str]:
     """The command line of a server that starts with the model in ``hf_path`` as weight version 0."""
+    overrides = {} if _names(flags, _OVERRIDE) else config_overrides(hf_path)
     return [
         *(str(python), str(_LAUNCHER if cuda else _CPU_LAUNCHER)),
         *("--model-path", str(hf_path), "--host", host, "--port", str(port)),
         *("--weight-version", "0", "--skip-tokenizer-init"),
         *(("--device", "cuda") if cuda else _CPU_FLAGS),  # SGLang itself would fall back to a CPU
+        *((_OVERRIDE, json.dumps(overrides)) if overrides else ()),
         *flags,
     ]
+
+
+def config_overrides(hf_path: Path) -> dict[str, Any]:
+    """Fields of config.json that a server needs and ``hf_path``'s lacks: which layers of a hybrid have full
+    attention, and of a multi-modal model that its text model alone is served.
+
+    ConfigError for a hybrid that SGLang does not serve. Empty if the file cannot be read: SGLang says so.
+    """
+    try:
+        config = json.loads((hf_path / "config.json").read_text())
+        family = FAMILIES[config["model_type"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    try:
+        interval = interval_for_servers(config[family.text] if family.text else config)
+    except ValueError as error:
+        raise ConfigError(f"model.hf_path={hf_path} cannot be served by SGLang: {error}") from None
+    if family.text is None:
+        return interval
+    return {_TEXT_ALONE: True, **({family.text: interval} if interval else {})}
 
 
 @dataclass(frozen=True)

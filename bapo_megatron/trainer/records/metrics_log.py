@@ -142,7 +142,7 @@ may kill it soon, and its exit code is lost."""
 
 
 class Boards:
-    """The processes of a run's trackers, one each (``following.py``). Made by ``MetricsLog``, on rank 0.
+    """The processes of a run's trackers, one each (``following.py``).
 
     ``check`` reports a process that has ended before the run. ``close`` waits at most ``catch_up_s`` until
     the trackers have all rows, and ends the processes.

@@ -28,7 +28,7 @@ from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.event_kinds import last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
 from bapo_megatron.runtime.files import others_may_write
-from bapo_megatron.runtime.jsonl_log import EventLog, rows_from_end, tail_rows
+from bapo_megatron.runtime.jsonl_log import EventLog, rows_from_end
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress, evaluation_line
@@ -294,7 +294,7 @@ def recorded_end(
         with suppress(RunStopped, OSError):  # a full disk must not hide the error that ended the run
             event(_end_event(error))
         raise
-    if has_work or last_turn(tail_rows(config.paths.events)) != "done":
+    if has_work or last_turn(rows_from_end(config.paths.events)) != "done":
         event({"kind": "done", "step": config.steps})
 
 

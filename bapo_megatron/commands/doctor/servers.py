@@ -257,7 +257,6 @@ def _route_rows(url: str, server: dict[str, Any]) -> Iterator[DoctorRow]:
 
 
 def _difference(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    """The difference in field ``name`` as text; empty if the values are equal or one is missing."""
     left, right = theirs.get(name), ours.get(name)
     return f"{name} {left}, the recipe's {right}" if None not in (left, right) and left != right else ""
 

@@ -294,7 +294,6 @@ def rollout_server_command(arguments: Sequence[str]) -> None:
 
 
 def _server_flags(arguments: Sequence[str]) -> Iterator[str]:
-    """The arguments without the trainer's own flags."""
     rest = iter(arguments)
     for word in rest:
         if word == "--fork":

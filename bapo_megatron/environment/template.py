@@ -185,8 +185,7 @@ def check_template(
     Two rounds of turn and observation, without a thinking part, with one and with an empty one, as far as the
     template's generation prompt lets them occur, must be the whole rendering, token by token. ``model``: its
     name for the message. ``history="sampled"`` keeps what was sampled, whatever the template would write, so
-    only the tools are checked. ``begun``: for what began when empty parts were not looked at. Called by the
-    preflight of such a run.
+    only the tools are checked. ``begun``: for what began when empty parts were not looked at.
     """
     template.check_tools()
     if history == "sampled":

@@ -261,8 +261,6 @@ Results = dict[str, tuple[Path, Metrics]]
 
 @dataclass(frozen=True)
 class _Task:
-    """One suite of an evaluation, and the responses that it lacks."""
-
     suite: Suite
     folder: Path
     settings: Row
@@ -418,8 +416,6 @@ async def _ask(
 
 
 class _Progress:
-    """Progress of a suite: stores responses, and prints a progress line now and then."""
-
     def __init__(self, task: _Task) -> None:
         self._task, self._done, self._right, self._judged, self._shown = task, 0, 0, 0, 0
 

@@ -188,7 +188,6 @@ def _dialogue(question: Question) -> list[Message]:
 
 
 def _found(answer: Any, protocol: str, key: str) -> Any:
-    """Value at the protocol's place of the number."""
     try:
         if protocol == "sglang":
             return (answer[0] if isinstance(answer, list) else answer)["embedding"]
@@ -204,7 +203,6 @@ def _found(answer: Any, protocol: str, key: str) -> Any:
 
 
 def _number(found: Any) -> float:
-    """A number, alone or in lists of one."""
     while isinstance(found, list) and len(found) == 1:
         found = found[0]
     if isinstance(found, list):
@@ -290,7 +288,6 @@ def _reply(answer: Any) -> str:
 
 
 def _digest(body: dict[str, Any]) -> bytes:
-    """Digest of a request, the key of the score cache."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
 
 

@@ -373,8 +373,7 @@ class UserCommand:
     """Running user command, in a session of its own, with its output in a log.
 
     The constructor starts it and does not wait; poll or wait with ``wait``, then call ``close``. Its
-    descendants end with it, and all end with this process. Made by ``AfterExport``, and by the event sender
-    for a target that is a command.
+    descendants end with it, and all end with this process.
     """
 
     def __init__(

@@ -47,7 +47,6 @@ class PreemptionSignal:
     ``heeding`` is the context manager that installs the signal handlers; ``reason`` is collective, and polled
     at every point where the run can stop. Nothing is saved here. Until ``begun`` is called the run starts,
     which may take an hour, and has nothing to save: a signal ends this process at once, with exit code 85.
-    Made by ``commands/train.py``.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ _READS = 64
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """How to start a worker: a program whose ``main`` calls ``serving.serve``. Given to a ``WorkerPool``."""
+    """How to start a worker: a program whose ``main`` calls ``serving.serve``."""
 
     command: tuple[str, ...]
     """The lifeline's descriptor is appended."""

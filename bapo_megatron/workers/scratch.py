@@ -28,8 +28,7 @@ SWEEP_S = 20.0
 class Scratch:
     """Temporary directory of one worker, with a lock (flock) that its owner holds as long as it lives.
 
-    ``remove`` deletes it; after a kill of the owner the next start does. Made in ``process.py``, one for each
-    worker process.
+    ``remove`` deletes it; after a kill of the owner the next start does.
     """
 
     def __init__(self) -> None:

@@ -158,7 +158,6 @@ def _held_out(run: RunRecord) -> str:
 
 
 def _baseline(run: RunRecord) -> str:
-    """Baseline of the results: the run's own start."""
     begun = int(run.step_numbers[0]) - 1
     rows = [row for row in _evaluated(run) if row["step"] == begun]
     policy = f"the policy after step {begun}" if begun else "the policy before training"
@@ -224,7 +223,6 @@ def _filled(form: str, values: Sequence[Any]) -> str:
 
 
 def _data(config: dict[str, Any]) -> str:
-    """The file of problems, or each of several sources with its weight, reward and own environment."""
     reward = config.get("reward.function")
     sources = [
         _joined(

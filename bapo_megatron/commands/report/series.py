@@ -136,7 +136,6 @@ def _predicted(table: MetricTable, bucket: str | None, reading: Reading) -> np.n
 
 
 def _entropy(table: MetricTable, group: np.ndarray) -> np.ndarray:
-    """The mean entropy over the tokens of each group of updates; NaN if not logged."""
     value = table.column("policy/entropy")
     tokens = np.where(np.isnan(value), 0.0, _tokens(table))
     totals, sums = np.bincount(group, tokens), np.bincount(group, tokens * np.nan_to_num(value))
@@ -230,7 +229,6 @@ def _bound(table: MetricTable, name: str) -> np.ndarray:
 
 
 def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float | None:
-    """The mean of the values that are known; None if they weigh nothing."""
     known = ~np.isnan(values)
     total = weights[known].sum()
     return float(weights[known] @ values[known] / total) if total else None
@@ -262,7 +260,6 @@ def _seconds(event: Row) -> float | None:
 
 
 def _finished_step(event: Row) -> float | None:
-    """The last step that was finished at the event."""
     step = event.get("step")
     if not isinstance(step, int):
         return None

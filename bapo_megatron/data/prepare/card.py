@@ -126,7 +126,6 @@ class Card:
         }
 
     def _prompt_tokens(self) -> dict[str, int] | None:
-        """Percentiles of the prompt lengths, by nearest rank."""
         if not self.lengths:
             return None
         ordered = sorted(self.lengths.elements())

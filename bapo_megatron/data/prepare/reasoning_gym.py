@@ -134,7 +134,6 @@ def main() -> None:
 
 
 def _problem(wanted: list[dict[str, Any]]) -> str | None:
-    """Error of a task or its settings, or None."""
     for one in wanted:
         try:
             check_task(one["task"], generates=True)

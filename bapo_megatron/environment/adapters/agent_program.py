@@ -240,7 +240,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 class Conversation:
-    """The requests of one episode, as questions to the policy. Made by ``EndpointEnvironment``."""
+    """The requests of one episode, as questions to the policy."""
 
     def __init__(self, prompt: Sequence[Any], role: str, ask: Ask) -> None:
         """``prompt``: messages of the dataset, with which each request begins. ``role``: that of what a

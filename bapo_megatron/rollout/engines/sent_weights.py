@@ -215,7 +215,6 @@ class _DigestDiff:
 
 
 def _incomparable(digest: str, sent: SentDigests) -> str:
-    """Why an engine's digest cannot be compared; empty if it can."""
     if not isinstance(digest, TensorDigests):
         return "the engine reports no digests of single tensors"
     if len(digest.ranks) != len(sent.ranks):

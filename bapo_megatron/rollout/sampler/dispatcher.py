@@ -269,7 +269,6 @@ class Dispatcher:
         return False
 
     def _release(self, slot: EngineSlot, _task: asyncio.Task[None]) -> None:
-        """Free the request's reserved place at its engine."""
         slot.load -= 1
         self._pool.changed.set()
 
@@ -333,5 +332,4 @@ class Dispatcher:
         return self._samplings[self._dataset.prompts[group.index].source]
 
     def _is_known(self, version: int) -> bool:
-        """Whether engines were given weights of this ``version``."""
         return version == self._next_version or self._state.step_of(version) is not None

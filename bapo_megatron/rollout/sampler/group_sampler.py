@@ -200,7 +200,7 @@ class GroupSampler:
 class BatchBuilder:
     """The builder of a step's batch: the finished groups that were opened first, but for those to be dropped.
 
-    Made by ``GroupSampler``: ``choose``, then ``write``, between two commits of the sampler's loop.
+    ``choose``, then ``write``, between two commits of the sampler's loop.
     """
 
     def __init__(

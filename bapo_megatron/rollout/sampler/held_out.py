@@ -58,8 +58,6 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class _Item:
-    """One response to sample: a problem of a suite, and the index of the sample."""
-
     suite: Suite
     problem: int
     """Position of the problem in its suite."""
@@ -235,7 +233,6 @@ class HeldOut:
         )
 
     async def _scored(self, item: _Item, response: Response) -> Row:
-        """The row of a response in the file, with its score."""
         prompt, programs = item.suite.prompts[item.problem], self._programs[item.suite.name]
         ids = [response.so_far.token_ids_R, response.last_turn_R]
         text, last = await asyncio.to_thread(self._dataset.texts, ids)
@@ -260,7 +257,7 @@ class RoundBarrier:
 
     For an engine whose last bits depend on its batch (``EngineBackend.rounds``), in an environment: steps
     take as long as they take, so without it each evaluation would form other batches. A round begins when
-    every member waits for it, or has left. Made by ``HeldOut``.
+    every member waits for it, or has left.
     """
 
     def __init__(self, members: int) -> None:

@@ -137,7 +137,7 @@ class SamplerState:
     """The state of the sampler: a pure function of the records of the write-ahead log.
 
     Only ``apply`` changes it. ConfigError if the log was written under another ``identity`` or in a newer
-    format. Made by ``GroupSampler``.
+    format.
     """
 
     def __init__(
@@ -389,7 +389,6 @@ class SamplerState:
             self._first_step_of = {one: self._first_step_of[one] for one in self._step_of}
 
     def _is_in_environment(self, source: str) -> bool:
-        """Whether the prompts of a source have an environment."""
         named = self._identity.get(ENVIRONMENT)
         return (named.get(source) if isinstance(named, dict) else named) is not None
 
@@ -402,5 +401,4 @@ class SamplerState:
         return self.open[number]
 
     def _take(self, number: int) -> OpenGroup | FinishedGroup | None:
-        """Remove and return the group of this number; None if it is not outstanding."""
         return self.open.pop(number, None) or self.finished.pop(number, None)

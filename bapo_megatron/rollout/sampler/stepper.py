@@ -18,7 +18,7 @@ from bapo_megatron.rollout.sampler.turns import Environments, TurnTaker, turn_ta
 
 
 class Restart(NamedTuple):
-    """A response that must begin again, and why. Made by ``Stepper``."""
+    """A response that must begin again, and why."""
 
     group: OpenGroup
     sample: int
@@ -29,7 +29,7 @@ class Stepper:
     """The scheduler of steps: asks the environment of each response that waits for it; collects answers.
 
     In the sampler's event loop, as the dispatcher is: ``SamplerLoop`` adds responses and takes the answers,
-    which count only when they are in the write-ahead log. Made by ``GroupSampler``.
+    which count only when they are in the write-ahead log.
     """
 
     def __init__(

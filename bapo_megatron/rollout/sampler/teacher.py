@@ -42,7 +42,7 @@ class Teacher:
     """Client of the teacher's servers, async: ``open``, ``log_probs`` any number at once, ``close``.
 
     A response goes to the server with the fewest; where that fails to the others, and the last of them is
-    asked again until ``give_up_s``. Made by the sampler's process, called by ``SamplerLoop``.
+    asked again until ``give_up_s``.
     """
 
     def __init__(self, config: DistillationConfig, longest: int) -> None:
@@ -144,10 +144,7 @@ class Teacher:
 
 
 class GroupTeacher:
-    """The teacher of complete groups: asks for all responses of one at once.
-
-    Made by ``GroupSampler``, called by ``SamplerLoop``.
-    """
+    """The teacher of complete groups: asks for all responses of one at once."""
 
     def __init__(self, dataset: Dataset, teacher: Teacher) -> None:
         self._dataset, self._teacher = dataset, teacher

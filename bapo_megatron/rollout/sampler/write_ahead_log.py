@@ -75,8 +75,7 @@ class WriteAheadLog:
     """A log of the sampler's events, open for appending by one process.
 
     ``write`` is durable when it returns; a kill leaves all of its records or none. Opening a file reads it,
-    and truncates the torn tail that a kill has left. Disk errors are OSErrors. Made by ``SegmentJournal``,
-    one for each file.
+    and truncates the torn tail that a kill has left. Disk errors are OSErrors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -169,7 +168,6 @@ def _whole_end(path: Path) -> int:
 
 
 def _next_record(content: mmap.mmap, start: int) -> int:
-    """The offset of the first whole record from ``start`` on, or the end of the file."""
     at = content.find(_MAGIC, start)
     while at >= 0:
         if _record_at(content, at)[0] is not None:
@@ -209,7 +207,7 @@ class SegmentJournal:
     """The write-ahead logs in ``folder``, with a lock on it. ConfigError if another process writes there.
 
     In order: ``replay``, then ``rotate``, then any number of ``commit``s. Calls block until the disk has the
-    data; RunStopped if it fails. Made by ``GroupSampler``.
+    data; RunStopped if it fails.
     """
 
     def __init__(self, folder: Path, old: OldFiles | None = None) -> None:
@@ -289,7 +287,6 @@ class SegmentJournal:
 
 
 def _group_numbers(record: Record) -> Iterable[int]:
-    """The numbers of the groups that a record is about; none for a step's batch."""
     fields = record.fields
     if record.kind in ("segments", "given"):
         return {part[0] for part in fields["parts"]}
@@ -299,7 +296,6 @@ def _group_numbers(record: Record) -> Iterable[int]:
 
 
 def _locked(path: Path) -> BinaryIO:
-    """Lock the file exclusively; closing it releases the lock. ConfigError if another process holds it."""
     file = open_lock(path)
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:

@@ -1,7 +1,6 @@
 """Scoring of complete groups: decode the responses, compute their rewards, notice an outage of the scores.
 
-``SamplerLoop`` scores a group as soon as its last response is complete, beside the sampling of others. Used
-in ``evaluation/`` and this folder.
+``SamplerLoop`` scores a group as soon as its last response is complete, beside the sampling of others.
 """
 
 from __future__ import annotations

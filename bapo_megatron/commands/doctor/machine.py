@@ -36,33 +36,11 @@ def machine_rows(directory: Path, needed_gb: float | None = None) -> Iterator[Do
 
 
 def memory_row() -> DoctorRow:
-    """Row of the memory: the machine's, and the limit of this process's control group if that is lower."""
+    """Row of the machine's memory."""
     total_kb = int(_field(Path("/proc/meminfo"), "MemTotal:"))
     available_kb = int(_field(Path("/proc/meminfo"), "MemAvailable:"))
     found = f"{total_kb * 1024 / _GB:.0f} GB, {available_kb * 1024 / _GB:.0f} GB available"
-    limit = control_group_limit()
-    if limit is not None and limit < total_kb * 1024:
-        found += f"; this process's group may use {limit / _GB:.1f} GB"
     return DoctorRow(SECTION, "memory", "ok", found)
-
-
-def control_group_limit(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """The cgroup memory limit of this process, in bytes: the lowest of its groups'; None if there is none."""
-    try:
-        path = own.read_text().rpartition("0::")[2].strip().lstrip("/")
-    except OSError:
-        return None
-    limits = []
-    for group in (root / path, *(root / path).parents):
-        if group != root and root not in group.parents:
-            break
-        try:
-            limits.append(int((group / "memory.max").read_text()))
-        except (OSError, ValueError):  # the root has none; "max" is no limit
-            continue
-    return min(limits, default=None)
 
 
 def shared_memory_row(path: Path) -> DoctorRow:

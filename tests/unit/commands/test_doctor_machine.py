@@ -14,7 +14,6 @@ import pytest
 
 from bapo_megatron.commands.doctor import machine, sglang
 from bapo_megatron.commands.doctor.machine import (
-    control_group_limit,
     disk_rows,
     forgeable_row,
     has_infiniband,
@@ -100,21 +99,6 @@ def test_an_interpreter_that_does_not_work(
 
 
 # --- the machine ---------------------------------------------------------------------------------
-
-
-def test_the_lowest_limit_of_the_control_groups(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("1:cpu:/old\n0::/job/step\n")
-    root = tmp_path / "fs"
-    (root / "job/step").mkdir(parents=True)
-    assert control_group_limit(root, own) is None
-    (root / "job/step/memory.max").write_text("max\n")
-    (root / "job/memory.max").write_text("4000000000\n")
-    assert control_group_limit(root, own) == 4_000_000_000
-    (root / "job/step/memory.max").write_text("3000000000\n")
-    assert control_group_limit(root, own) == 3_000_000_000
-    (tmp_path / "memory.max").write_text("1\n")  # above the root: not a control group
-    assert control_group_limit(root, own) == 3_000_000_000
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,7 @@ import pytest
 from bapo_megatron.checkpoint.run_directory import check_writable, only_writer
 from bapo_megatron.commands.cluster.status import read_status, rows_from_end, status_text
 from bapo_megatron.commands.report.page import write_report
-from bapo_megatron.commands.train import _run_lock
-from bapo_megatron.errors import ConfigError, RunStopped, printable
+from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime import files, jsonl_log
 from bapo_megatron.runtime.files import others_may_write
 from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, read_jsonl
@@ -126,21 +124,6 @@ def test_terminal_codes_are_printed_as_text(tmp_path: Path) -> None:
     assert r"\x1b]0;title\x07\u202e\x9b2J" in text
     assert printable("é 字 \t\n") == "é 字 \t\n"
     assert printable("\ud800\r") == r"\ud800\r"
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    monkeypatch.setattr("bapo_megatron.runtime.distributed.is_main", lambda: rank == 0)
-    config: Any = SimpleNamespace(directory=tmp_path / "run")
-    config.directory.mkdir()
-    with pytest.raises(OSError, match="of another folder"), _run_lock(config):
-        raise OSError("of another folder")
-    with (
-        pytest.raises(RunStopped, match=r"run was removed or moved while the run used it"),
-        _run_lock(config),
-    ):
-        shutil.rmtree(config.directory)
-        (config.directory / "journal").open("w")
 
 
 ROOT = Path(__file__).parents[3]

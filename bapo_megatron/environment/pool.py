@@ -171,7 +171,6 @@ class EnvironmentPool:
             self._workers.forget(episode)
 
     async def close(self) -> None:
-        """Kill all workers; steps in flight are cancelled."""
         for task in [*self._closing]:
             task.cancel()
         await self._workers.close()

@@ -134,7 +134,6 @@ class Episodes:
             self._random.forget(name)
 
     async def close(self, name: str) -> None:
-        """Release an episode's object, if there is one."""
         if self._random:
             self._random.forget(name)
         if name in self._held:
@@ -235,7 +234,6 @@ class RandomStates:
             self._states[name] = random.getstate(), None if numpy is None else numpy.random.get_state()
 
     def forget(self, name: str) -> None:
-        """The episode is over, or begins again."""
         self._states.pop(name, None)
 
 

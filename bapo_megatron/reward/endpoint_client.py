@@ -182,7 +182,6 @@ class JsonClient:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     async def close(self) -> None:
-        """Close the connections. A later call opens new ones."""
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -59,7 +59,6 @@ class Question:
         return _with_roles([*self.messages, *self.turns, _said(self.response)])
 
     def plain(self, cut: Callable[[str], str]) -> Question:
-        """The question with ``cut`` of each of its texts."""
         messages, turns = (
             tuple({"role": one["role"], "content": cut(_text(one))} for one in several)
             for several in (self.messages, self.turns)
@@ -342,7 +341,6 @@ class EndpointScorer:
         return {"score": value, "reward": value}
 
     async def close(self) -> None:
-        """Cancel the calls in flight, and close the connections."""
         tasks = list(self._under_way.values())
         for task in tasks:
             task.cancel()

@@ -118,7 +118,6 @@ class RewardPool:
         return dataclasses.replace(result, reward=result.reward - penalty)
 
     async def close(self) -> None:
-        """Kill every worker, and cancel the queued calls."""
         self._running = False
         if self._endpoint:
             await self._endpoint.close()

@@ -136,7 +136,6 @@ class ChildProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it, reap it, and close its pipes."""
         with self._closing:
             if self._is_closed:
                 return
@@ -401,7 +400,6 @@ class UserCommand:
         return f"{ended}: {last}"[:_MOST_REASON] if last else ended
 
     def close(self) -> None:
-        """Kill it with its descendants, if it still runs."""
         self._child.close()
 
 

@@ -82,7 +82,6 @@ class Outbox:
         return min((queued.begin for queued in self._queued.values()), default=read)
 
     def is_empty(self) -> bool:
-        """Whether no event is queued."""
         return not self._queued
 
     def is_failing(self) -> bool:
@@ -204,11 +203,9 @@ class SenderSettings:
 
     @property
     def paths(self) -> RunPaths:
-        """The paths in the run directory."""
         return RunPaths(Path(self.run_dir))
 
     def line(self) -> bytes:
-        """The settings as a line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 

@@ -175,7 +175,6 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._limit_s, exit=True, file=2)
 
     def close(self) -> None:
-        """Stop the timer."""
         if self._limit_s:
             faulthandler.cancel_dump_traceback_later()
 

@@ -74,7 +74,6 @@ class JsonlLog:
             ) from None
 
     def close(self) -> None:
-        """Release the file."""
         self._file.close()
 
 
@@ -86,7 +85,6 @@ class EventLog(JsonlLog):
     """
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one event with the time in UTC."""
         self.append(_event(kind, fields))
 
 

@@ -180,7 +180,6 @@ class WorkerPool:
             worker.held.discard(holder)
 
     async def close(self) -> None:
-        """Kill all workers, and cancel all calls."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()

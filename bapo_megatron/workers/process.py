@@ -146,7 +146,6 @@ class WorkerProcess:
         self._child.kill()
 
     async def close(self) -> None:
-        """Kill it, reap it, and delete its directory."""
         self.end("it was closed")
         if self._removal is None:
             self._removal = asyncio.ensure_future(asyncio.to_thread(_remove, self._child, self._scratch))

@@ -44,7 +44,6 @@ class Scratch:
             os.chmod(self.path, 0o711)
 
     def remove(self) -> None:
-        """Delete it with its content."""
         remove_tree(self.path)
         os.close(self._lock)
 

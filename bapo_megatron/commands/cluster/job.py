@@ -65,7 +65,6 @@ class ClusterJob:
 
     @property
     def trainer_nodes(self) -> int:
-        """Nodes that train."""
         replicas = self.config.parallel.data or 1
         needed = -(-self.config.parallel.model_size * replicas // self.tasks_per_node)
         return self.cluster.trainer_nodes or needed

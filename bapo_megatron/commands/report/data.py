@@ -36,7 +36,6 @@ class _Rows:
     """Values of these rows, row after row; NaN for null."""
 
     def column(self, name: str) -> np.ndarray:
-        """Values of one name, a view."""
         return np.frombuffer(self.values).reshape(-1, len(self.places))[:, self.places[name]]
 
 
@@ -90,7 +89,6 @@ class MetricTable:
         return found
 
     def known(self, name: str) -> np.ndarray:
-        """Values of a metric in the rows that have one."""
         values = self.column(name)
         known: np.ndarray = values[~np.isnan(values)]
         return known
@@ -161,13 +159,11 @@ class RunRecord:
 
     @property
     def resumed_at(self) -> list[int]:
-        """The first step of each resume."""
         resumes = (event for event in self.events if event.get("kind") == "resume")
         return [event["step"] for event in resumes if isinstance(event.get("step"), int)]
 
     @property
     def step_numbers(self) -> np.ndarray:
-        """The numbers of the steps that have metrics."""
         return self.steps.column("step")
 
     @property

@@ -280,7 +280,6 @@ class Conversation:
             self._waits.release()
 
     def close(self) -> None:
-        """The program has ended: nobody waits for the policy."""
         if self._turn is not None:
             self._turn.cancel()
 

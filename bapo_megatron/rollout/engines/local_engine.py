@@ -201,7 +201,6 @@ class LocalModel:
         return not (self._paused or self._update_waits)
 
     def abort(self) -> None:
-        """Abort the calls in flight: they return their tokens so far."""
         self._abort_ticket = object()
         with self._gate:
             self._gate.notify_all()

@@ -205,7 +205,6 @@ class _DigestDiff:
         return diff
 
     def problem(self) -> str:
-        """The mismatch in words; empty if there is none."""
         parts = []
         if self.differing:
             parts.append(f"other values in {_some(self.differing)}")

@@ -286,7 +286,6 @@ class HeartbeatWatchdog:
         """Why the process was killed; None if it was not."""
 
     def beat(self) -> None:
-        """Note a heartbeat of the process."""
         self._waits = 0
 
     def __enter__(self) -> Self:

@@ -78,7 +78,6 @@ class AdmissionController:
         self._trainer_step = step
 
     def trainer_asks(self, step: int) -> None:
-        """Note that the trainer asks for the groups of ``step``."""
         self._asked_step = step
 
     @property
@@ -88,7 +87,6 @@ class AdmissionController:
 
     @property
     def trainer_waits(self) -> bool:
-        """Whether the trainer waits for the groups of its next step."""
         return self._trainer_step == self._state.weights_step
 
     @property
@@ -99,12 +97,10 @@ class AdmissionController:
 
     @property
     def may_sample(self) -> bool:
-        """Whether any token may be sampled now."""
         return self._is_open and (self._config.overlap or self.trainer_waits) and self._steps_ahead >= 0
 
     @property
     def room(self) -> int:
-        """Number of groups that may be opened now."""
         if not self.may_sample:
             return 0
         replaced = (self._config.max_oversampling - 1) * self._config.prompts_per_step
@@ -228,7 +224,6 @@ class Dispatcher:
         self._parked.clear()
 
     def cancel_group(self, number: int) -> None:
-        """Cancel the requests of a group."""
         for sample in range(self._group_size):
             self._losses.pop((number, sample), None)
             self._cached.pop((number, sample), None)
@@ -279,7 +274,6 @@ class Dispatcher:
             await asyncio.wait(self._running.values(), timeout=limit_s)
 
     def cancel(self) -> None:
-        """Cancel all requests in flight."""
         for task in self._running.values():
             task.cancel()
 

@@ -150,7 +150,6 @@ class GroupSampler:
         return path
 
     def check_engines(self) -> None:
-        """Raise EnginesGone if no engine has worked for ``lost_minutes``."""
         self._pool.check(self._rollout.engine_config.lost_minutes)
 
     async def load_weights(self, folder: Path, version: int, step: int) -> None:

@@ -114,7 +114,6 @@ class HeldOut:
         self._delete(lambda step: step >= first_step)
 
     def delete(self, last: int) -> None:
-        """Delete the results of the steps up to ``last``."""
         self._delete(lambda step: step <= last)
 
     def _delete(self, is_old: Callable[[int], bool]) -> None:
@@ -139,7 +138,6 @@ class HeldOut:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an evaluation runs or is prepared."""
         return self._step is not None
 
     async def responses(self, step: int, wait_s: float) -> Path | None:
@@ -155,7 +153,6 @@ class HeldOut:
         return path if path.exists() else None
 
     def close(self) -> None:
-        """Cancel the running evaluation."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -265,7 +262,6 @@ class RoundBarrier:
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     async def meet(self, member: int) -> None:
-        """Wait for the next round."""
         loop = asyncio.get_running_loop()
         self._waiting[member] = future = loop.create_future()
         loop.call_soon(self._begin_if_all_wait)  # not at once: the last to come would not wait, and go first

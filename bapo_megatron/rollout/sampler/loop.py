@@ -100,7 +100,6 @@ class SamplerLoop:
         self._task = asyncio.create_task(self._run())
 
     def post(self, event: Record) -> None:
-        """Queue an event for the next commit."""
         self._events.append(event)
         self._changed.set()
 

@@ -157,11 +157,9 @@ class FailedScores:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether groups wait for a score."""
         return bool(self._waiting)
 
     def forget(self, number: int) -> None:
-        """Forget a group that is dropped."""
         self._waiting.pop(number, None)
 
     def passes(self, group: OpenGroup, results: list[RewardResult], is_last_try: bool, now_s: float) -> bool:

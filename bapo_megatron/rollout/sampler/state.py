@@ -102,7 +102,6 @@ class OpenGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all responses are complete."""
         return all(response.is_complete for response in self.responses)
 
     @property
@@ -223,7 +222,6 @@ class SamplerState:
 
     @property
     def outstanding_tokens(self) -> int:
-        """Number of tokens of the outstanding groups."""
         of_open = sum(group.tokens for group in self.open.values())
         return of_open + sum(group.tokens for group in self.finished.values())
 

@@ -258,7 +258,6 @@ class ReplaySampler:
         """Do nothing: a step's number names its file."""
 
     def next_batch(self, step: int, wait_s: float) -> StepHeader:
-        """The header of the batch that the other run trained on in ``step``."""
         return read_header(self._directory, step)
 
     def evaluated(self, step: int, wait_s: float) -> None:

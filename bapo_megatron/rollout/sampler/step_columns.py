@@ -175,7 +175,6 @@ class StepColumns:
         return ids_P, tokens
 
     def close(self) -> None:
-        """Close the file."""
         if self._opened:
             self._opened.close()
 

@@ -55,7 +55,6 @@ class Stepper:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step runs, or a result is not taken yet."""
         return bool(self._running or self.has_results)
 
     @property
@@ -85,7 +84,6 @@ class Stepper:
             self._forget(key)
 
     def cancel_group(self, number: int) -> None:
-        """Cancel the steps of a group, and release its environments."""
         for sample in range(self._group_size):
             if task := self._running.pop((number, sample), None):
                 task.cancel()

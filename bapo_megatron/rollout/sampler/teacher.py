@@ -139,7 +139,6 @@ class Teacher:
         return self._servers[place].has_failed, self._load[place]
 
     async def close(self) -> None:
-        """Close the connections."""
         await asyncio.gather(*(client.close() for client in (*self._servers, *self._tokenizers)))
 
 

@@ -106,7 +106,6 @@ class WriteAheadLog:
         self.size += appended
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -250,7 +249,6 @@ class SegmentJournal:
 
     @property
     def is_full(self) -> bool:
-        """Whether the current log has reached the rotation size."""
         return self._log is not None and self._log.size >= FILE_BYTES
 
     def commit(self, records: Sequence[Record]) -> None:
@@ -275,7 +273,6 @@ class SegmentJournal:
             self._groups.pop(path, None)
 
     def close(self) -> None:
-        """Release the files and the lock."""
         if self._log is not None:
             self._log.close()
         self._lock.close()

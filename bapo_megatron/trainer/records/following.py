@@ -84,7 +84,6 @@ class _Tail:
         self._path, self._is_evaluation, self._offset = path, is_evaluation, 0
 
     def end(self) -> int:
-        """The present size of the file."""
         return self._path.stat().st_size
 
     def rows(self, end: int) -> Iterator[TrackedRow]:

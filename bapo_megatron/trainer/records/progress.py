@@ -43,7 +43,6 @@ class Progress:
         )
 
     def update(self, step: int, metrics: Metrics) -> None:
-        """Show a finished step."""
         step_s = metrics.get("time/step_s")
         if step_s is not None:
             self._times_s.append(step_s)

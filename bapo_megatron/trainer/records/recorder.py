@@ -172,7 +172,6 @@ class Recorder:
         self._events.event("saving", step=step, stall_s=round(stall_s, 3))
 
     def checkpoint(self, saved: Saved) -> None:
-        """Record a complete checkpoint."""
         self._events.event(
             "checkpoint", step=saved.step, updates=saved.updates, seconds=round(saved.seconds, 3)
         )
@@ -189,11 +188,9 @@ class Recorder:
         return is_last and (path / "config.json").is_file()
 
     def event(self, event: dict[str, Any]) -> None:
-        """Record an event: its kind and its fields."""
         self._events.event(**event)
 
     def close(self) -> None:
-        """Flush and close all files and displays."""
         self._progress.close()
         self._metrics.close()
         self._events.close()

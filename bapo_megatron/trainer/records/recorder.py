@@ -111,7 +111,7 @@ class Recorder:
         self._warned: set[str] = set()
         """Kinds of warnings that were printed."""
         self._idle_search = IdleSearch(config.algorithm.bounds)
-        self._progress = Progress(config.steps, first_step)
+        self._progress = Progress(config.steps)
         if not has_work:
             print(
                 f"{paths.root}: all {config.steps} steps are done; raise --steps to go on, or give another "
@@ -191,7 +191,6 @@ class Recorder:
         self._events.event(**event)
 
     def close(self) -> None:
-        self._progress.close()
         self._metrics.close()
         self._events.close()
 

@@ -152,10 +152,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
 
 
 def _stalled_s(run: Path, config: dict[str, Any], now: float, files_now: float) -> float | None:
-    """Seconds without progress since the run's last start, if above its limit; else None.
-
-    ``files_now``: by the clock of the files, whose times are the signs of progress.
-    """
+    """Seconds without progress since the run's last start, if above its limit; else None."""
     if config.get("steps") is None:
         return None
     rows = rows_from_end(RunPaths(run).events)

@@ -110,11 +110,7 @@ def prediction(run: RunRecord, bucket: str | None = None, reading: Reading = "co
 
 
 def _passes(table: MetricTable) -> tuple[np.ndarray, np.ndarray]:
-    """The pass over a batch that each update belongs to, by number, and which passes have a successor.
-
-    The second says of each pass but the last whether the next is the next epoch over the same tokens. Without
-    reuse each update is a pass, and the next one its successor.
-    """
+    """The pass over a batch that each update belongs to, by number, and which passes have a successor."""
     epochs = np.nan_to_num(table.column("epoch"))
     if not epochs.any():
         return np.arange(len(table)), np.ones(len(table) - 1, dtype=bool)
@@ -123,10 +119,7 @@ def _passes(table: MetricTable) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _predicted(table: MetricTable, bucket: str | None, reading: Reading) -> np.ndarray:
-    """The entropy change that Eq. 6 predicts from the tokens of a bucket, or from all, for each update.
-
-    NaN if not logged.
-    """
+    """The entropy change that Eq. 6 predicts from the tokens of a bucket, or from all, for each update."""
     rate, value = table.column("policy/lr"), table.column(f"entropy_rule/{reading}")
     if bucket:
         share = np.nan_to_num(table.column(f"staleness/{bucket}/tokens"))

@@ -280,10 +280,7 @@ class ReplaySampler:
 def _write_routes(
     directory: Path, step: int, batch: StepBatch
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Write the routes of a step; returns their header, and the arrays of their checksums. None: nothing.
-
-    The routes of a response that has none are unknown.
-    """
+    """Write the routes of a step; returns their header, and the arrays of their checksums. None: nothing."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     known = [rollout.routes_R for rollout in rollouts if rollout.routes_R is not None]
     if not known:

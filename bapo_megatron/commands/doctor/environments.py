@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 TURN = "I do not know."
 """The model's turn: any environment may meet it, and it asks for nothing."""
 MOST_WAIT_S = 120.0
-"""Seconds that the doctor gives to a worker's start, and to a step whose own limit is longer."""
+"""Seconds that the doctor gives to a step whose own limit is longer."""
+_START_S = 120.0
+"""Seconds for the imports of a worker."""
 GOES_ON = "a run goes on, and this response fails (reward.on_failure)"
 _SHOWN, _SETTINGS_SHOWN = 60, 300
 """Most characters of an observation, and of the settings of a class that failed."""
@@ -105,7 +107,7 @@ async def _try(tried: _Tried) -> DoctorRow:
 
     began, errors = time.monotonic(), _stderr_bytes()
     try:
-        traits = read_traits(tried.config, MOST_WAIT_S)
+        traits = read_traits(tried.config, _START_S)
         start_s = time.monotonic() - began
         result = await _stepped(tried, traits)
     except Exception as error:  # one that a run would end with, too; the recipe's other rows must not be lost

@@ -81,13 +81,6 @@ class MetricTable:
                 values[np.frombuffer(kind.numbers, np.int64)] = kind.column(here)
         return values
 
-    def logged(self, name: str) -> np.ndarray:
-        """Whether each row has the name, be its value null."""
-        found = np.zeros(self._length, dtype=bool)
-        for kind in self._kinds.values():
-            found[np.frombuffer(kind.numbers, np.int64)] = name in kind.places
-        return found
-
     def known(self, name: str) -> np.ndarray:
         values = self.column(name)
         known: np.ndarray = values[~np.isnan(values)]

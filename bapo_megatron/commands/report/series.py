@@ -163,7 +163,6 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         return mean(run.steps.known(metric)[-figures["window"] :])
 
     high, low = final("bapo/clip_fraction_high"), final("bapo/clip_fraction_low")
-    c_low, c_high = bounds_in_force(run)
     norms = (run.updates or run.steps).known("policy/grad_norm")
     return {
         "final reward": figures["reward_last"],
@@ -175,9 +174,6 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         "final response length": final("rollout/length_mean"),
         "final contribution of positives": final("bapo/contribution"),
         "final share of clipped tokens": None if high is None or low is None else high + low,
-        "c_high over positive tokens, after the first pass": c_high,
-        "c_low over negative tokens, after the first pass": c_low,
-        "updates of a batch (the paper's staleness)": updates_per_batch(run),
         "mean staleness": mean(run.steps.known("staleness/mean")),
         "Eq. 6 (covariance) against measurement, correlation": prediction(run).correlation,
         "Eq. 6 (effects) against measurement, correlation": prediction(run, reading="effect").correlation,
@@ -188,43 +184,6 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         "resumes": len(run.resumed_at),
         "losses": sum(event.get("kind") in LOSS_EVENTS for event in run.events),
     }
-
-
-def updates_per_batch(run: RunRecord) -> int | None:
-    """The paper's staleness (2x, 4x, 8x), updates of a batch: passes over it times its mini-batches."""
-    reuse, mini_batches = (
-        run.config.get(f"algorithm.{name}") for name in ("reuse_epochs", "updates_per_epoch")
-    )
-    return int(reuse * mini_batches) if reuse and mini_batches else None
-
-
-def bounds_in_force(run: RunRecord) -> tuple[float | None, float | None]:
-    """Mean c_low over negative tokens and mean c_high over positive ones, over updates after the first pass.
-
-    In the first pass over a batch ratios are near 1 and no bound acts. All updates count if there is only one
-    pass. Logs of earlier versions have only one bound for each update.
-    """
-    table = run.updates or run.steps
-    later = np.nan_to_num(table.column("epoch")) != 0
-    chosen = later if later.any() else ~later
-    positive, tokens = np.nan_to_num(table.column("bapo/positive_token_fraction")), _tokens(table)
-    low, high = _bound(table, "low_negative"), _bound(table, "high_positive")
-    return (
-        _weighted_mean(low[chosen], ((1 - positive) * tokens)[chosen]),
-        _weighted_mean(high[chosen], (positive * tokens)[chosen]),
-    )
-
-
-def _bound(table: MetricTable, name: str) -> np.ndarray:
-    """A bound of each update by the tokens that it acts on; of rows of earlier versions their one bound."""
-    today, former = f"bapo/clip_{name}", f"bapo/clip_{name.partition('_')[0]}"
-    return np.where(table.logged(today), table.column(today), table.column(former))
-
-
-def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float | None:
-    known = ~np.isnan(values)
-    total = weights[known].sum()
-    return float(weights[known] @ values[known] / total) if total else None
 
 
 def staleness_table(run: RunRecord) -> list[tuple[str, list[float | None]]]:

@@ -67,8 +67,7 @@ _LOOK_S = 1.0
 class SuiteSampler:
     """Sampler of one suite's responses, in one event loop, of a started engine pool and reward pool.
 
-    ``ask`` returns when every response that it was asked for is scored and stored. Made by
-    ``evaluation/run.py``, one for each suite.
+    ``ask`` returns when every response that it was asked for is scored and stored.
     """
 
     def __init__(

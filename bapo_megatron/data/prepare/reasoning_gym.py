@@ -47,8 +47,7 @@ _DRAW = 1000
 class GeneratedSource:
     """Source of generated problems: some tasks in equal shares, none with a question twice.
 
-    All are generated at the first call, in a child process, and kept. ConfigError if that fails. Made by
-    ``tasks_of`` for ``sources.open_source``.
+    All are generated at the first call, in a child process, and kept. ConfigError if that fails.
     """
 
     tasks: tuple[str, ...]

@@ -53,8 +53,7 @@ class AdmissionController:
     nothing during training. After a resume more may be outstanding, opened under newer weights than those
     that the engines have now: then only as many may sample, the oldest. Nothing before ``open``.
 
-    Synchronous. The loop asks it before it opens groups, the dispatcher before it sends a request. Made by
-    ``GroupSampler``.
+    Synchronous. The loop asks it before it opens groups, the dispatcher before it sends a request.
     """
 
     def __init__(self, config: RolloutConfig, sampler_state: SamplerState) -> None:
@@ -138,8 +137,7 @@ class Dispatcher:
 
     In the sampler's event loop: ``SamplerLoop`` adds responses, lets it ``send``, and takes the results,
     which count only when they are in the write-ahead log. A request that fails with its engine is queued
-    again; a malformed one, or one that may have lost engine after engine, is a refusal of its group. Made by
-    ``GroupSampler``.
+    again; a malformed one, or one that may have lost engine after engine, is a refusal of its group.
     """
 
     def __init__(

@@ -67,8 +67,7 @@ class _Item:
 class HeldOut:
     """The held-out evaluations of a run, in the sampler's event loop, one at a time.
 
-    For a step: ``expect`` before its weights are loaded, ``begin`` after that, then poll ``responses``. Made
-    in ``process.py``, called by ``Service``.
+    For a step: ``expect`` before its weights are loaded, ``begin`` after that, then poll ``responses``.
     """
 
     def __init__(

@@ -88,8 +88,7 @@ death of this process: the engines' state is unknown then."""
 class Service:
     """The RPC service: the methods that the trainer calls through the pipe, one at a time.
 
-    ``answer`` returns a reply also for the errors that the trainer must see; any other ends the process. Made
-    in the sampler's process.
+    ``answer`` returns a reply also for the errors that the trainer must see; any other ends the process.
     """
 
     def __init__(

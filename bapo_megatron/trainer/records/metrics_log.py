@@ -55,8 +55,7 @@ class MetricsLog:
     """The metrics log of one run, on rank 0. Steps count from 1. RunStopped if the disk does not take a line.
 
     ``resume_step``: the last step to keep; 0 for a new run. Opening the log drops the lines of later steps:
-    the resumed run makes those steps again. ``report`` records the events of trackers. Made
-    by ``Recorder``, or by ``RolloutRecord`` in a rollout-only run.
+    the resumed run makes those steps again. ``report`` records the events of trackers.
     """
 
     def __init__(self, paths: RunPaths, logging: LoggingConfig, resume_step: int, report: Report) -> None:

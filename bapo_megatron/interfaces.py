@@ -308,11 +308,8 @@ class WeightSync(Protocol):
 class HandsOver(WeightSync, Protocol):
     """A ``WeightSync`` whose weights arrive when colocated engines wake, in the GPU hand-over.
 
-    ``push`` only announces them. ``takers`` is local, the other calls are collective.
+    ``push`` only announces them. All calls are collective.
     """
-
-    def takers(self, names: Sequence[str]) -> list[str]:
-        """Of sleeping engines, those that the transfer is tried with."""
 
     def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
         """Transfer the weights to sleeping engines; returns the names of those that have them, on every rank.

@@ -165,7 +165,6 @@ def _reference_from(about: dict[str, Any], columns: dict[str, np.ndarray]) -> La
 
 
 def _split(column: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """A concatenated column, split into one array for each sample."""
     if len(column) != lengths.sum():
         raise ValueError(f"{len(column)} numbers where {lengths.sum()} belong")
     return np.split(column, np.cumsum(lengths)[:-1])
@@ -296,7 +295,6 @@ def _token_row(
 
 
 def _place(position: int, samples: Sequence[Sample]) -> str:
-    """Names the token that a position, counted over all samples, predicts."""
     ends = np.cumsum([sample.positions for sample in samples])
     number = int(np.searchsorted(ends, position, side="right"))
     sample = samples[number]
@@ -334,7 +332,6 @@ def _total_row(
 
 
 def _sum_names(config: BoundsConfig) -> list[str]:
-    """Names of the contribution sums, in order."""
     return [
         *(f"P(c_high={high:g})" for high in high_values(config)),
         *(f"N(c_low={low:g})" for low in low_values(config)),
@@ -391,7 +388,6 @@ def _contribution(sums: np.ndarray, bounds: Bounds, config: BoundsConfig) -> flo
 
 
 def _worst(reference: np.ndarray, apart: np.ndarray) -> tuple[float, float]:
-    """Largest absolute and largest relative difference; nan if any is."""
     size = np.abs(reference)
     relative = np.divide(apart, size, out=np.where(apart == 0, 0.0, np.inf), where=size > 0)
     return float(apart.max()), float(relative.max())

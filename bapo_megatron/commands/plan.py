@@ -86,7 +86,6 @@ def rehearse_command(arguments: Sequence[str]) -> int:
 
 
 def _sound_job(run: RunConfig, recipe: Path, options: PlanOptions) -> Job:
-    """The job of a recipe. ConfigError for one that has ``problems``."""
     job = Job(run, find_shape(recipe, run.model.hf_path), options)
     if found := problems(job):
         raise ConfigError("\n".join(found))

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING
 
 from bapo_megatron.commands.recipe_flags import recipe_command, recipe_config
-from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.device import silence_libraries
 
 if TYPE_CHECKING:
@@ -203,24 +202,12 @@ def _process_guards(config: RunConfig) -> Iterator[PreemptionSignal]:
         yield preemption
 
 
-@contextmanager
-def _run_lock(config: RunConfig) -> Iterator[None]:
-    """Lock of the run directory, held by rank 0. RunStopped if the directory is removed meanwhile."""
+def _run_lock(config: RunConfig) -> AbstractContextManager[None]:
+    """Lock of the run directory, held by rank 0."""
     from bapo_megatron.checkpoint.run_directory import only_writer
     from bapo_megatron.runtime.distributed import is_main
 
-    with only_writer(config.directory) if is_main() else nullcontext():
-        try:
-            yield
-        except (ConfigError, Preempted):
-            raise
-        except Exception as error:  # the first access to a file of a removed directory raises anything
-            if config.directory.exists():
-                raise
-            raise RunStopped(
-                f"the run directory {config.directory} was removed or moved while the run used it ({error}); "
-                f"put it back, or the run begins anew"
-            ) from error
+    return only_writer(config.directory) if is_main() else nullcontext()
 
 
 # --- supervised fine-tuning ------------------------------------------------------------------------
@@ -296,7 +283,6 @@ def rollout_server_command(arguments: Sequence[str]) -> None:
 
 
 def _server_flags(arguments: Sequence[str]) -> Iterator[str]:
-    """The arguments without the trainer's own flags."""
     rest = iter(arguments)
     for word in rest:
         if word == "--fork":

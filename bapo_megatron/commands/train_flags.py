@@ -139,5 +139,4 @@ def _stored_steps(run_dir: Path) -> int:
 
 
 def _beside(run: RunConfig, kind: str) -> Path:
-    """Default run directory of a sampling-only or training-only run."""
     return Path("runs") / f"{run.name}-{kind}"

@@ -147,7 +147,6 @@ def run_verify(config: VerifyConfig) -> None:
 
 
 def _run_both_layouts(config: VerifyConfig, processes: int) -> None:
-    """Measure the reference layout, then the recipe's layout in new processes, and compare them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "reference.npz"
         reference = dataclasses.replace(config, parallel=config.reference, save=path)
@@ -249,7 +248,6 @@ def measure_layout(
 
 
 def _matching_reference(path: Path, config: VerifyConfig) -> LayoutReference:
-    """Read the layout reference in ``path``. ConfigError if its model, canary or objective is another."""
     reference = read_layout_reference(path)
     differences = identity_differences(reference, _identity(config))
     if differences:
@@ -275,7 +273,6 @@ def _identity(config: VerifyConfig) -> dict[str, Any]:
 
 
 def _provenance(config: VerifyConfig, policy: Policy) -> dict[str, Any]:
-    """Parallel layout and package versions, for the printed report."""
     parallel = dataclasses.replace(config.parallel, data=policy.pack_layout.data_size)
     return {
         **flat(parallel, "parallel."),

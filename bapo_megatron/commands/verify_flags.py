@@ -60,7 +60,6 @@ class VerifyConfig(RunConfig):
 
     @property
     def canary(self) -> CanarySpec:
-        """The specification of the canary batch."""
         from bapo_megatron.data.canary import CanarySpec
 
         longest = self.longest or self.longest_sequence

@@ -149,7 +149,6 @@ def _with_routes(pack: MicroBatch, samples: Sequence[TrainingSample], row: Route
 
 
 def _padding_bounds(start: int, end: int, multiple: int) -> list[int]:
-    """Ends of the padding documents that fill ``start:end``."""
     piece = max(1, _PADDING_DOCUMENT // multiple) * multiple
     return [*range(start + piece, end, piece), end] if start < end else []
 
@@ -185,7 +184,6 @@ def _oldest(versions_R: np.ndarray) -> np.ndarray:
 
 
 def _write(pack: MicroBatch, sample: Sample, start: int, columns: dict[str, ArrayLike]) -> None:
-    """Write a sample into a pack: its token ids and labels, and ``columns`` where the label is trained on."""
     end = start + sample.positions
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
     pack.token_T[start:end] = tokens[:-1]

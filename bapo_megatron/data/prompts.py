@@ -2,8 +2,7 @@
 
 A row has the fields of Skywork-OR1-RL-Data: ``prompt`` (chat messages), ``reward_model.ground_truth``,
 ``data_source`` and ``extra_info``. The whole file is held in memory. ConfigError for the first invalid row.
-The sampler and SFT take prompts in the order of ``data_order``, which mixes several sources by weight. Used
-in ``commands/``, ``data/prepare/``, ``rollout/``, ``trainer/`` and this folder.
+The sampler and SFT take prompts in the order of ``data_order``, which mixes several sources by weight.
 """
 
 from __future__ import annotations

@@ -108,10 +108,7 @@ def _json(path: Path) -> Iterator[Any]:
 
 
 def _values(lines: Iterable[tuple[str, int]]) -> Iterator[Any]:
-    """JSON values, one behind the other: on a line of its own, several on one, or over many (``jq .``).
-
-    ``lines``: each with the number of brackets that are open behind it.
-    """
+    """JSON values, one behind the other: on a line of its own, several on one, or over many (``jq .``)."""
     held: list[str] = []
     for line, depth in lines:
         held.append(line)
@@ -141,10 +138,7 @@ def _text(path: Path) -> TextIO:
 
 
 def _within_depth(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Depth check of a JSON file: its lines, each with the number of brackets that are open behind it.
-
-    ConfigError where they nest deeper than ``MAX_DEPTH``.
-    """
+    """Depth check of a JSON file: its lines, each with the number of brackets that are open behind it."""
     depth = 0
     for number, line in enumerate(lines, start=1):
         for token in _BRACKETS.finditer(line):

@@ -143,8 +143,7 @@ class StoredSample:
     """Training sequence in a step's file: its numbers on every rank, its columns where it is packed.
 
     ``loaded`` reads them anew at each call, because the updates of a step give a sample to different ranks,
-    and costs a read of the response. StorageFailed, on this rank alone, if they cannot be read. Made by
-    ``samples_of``.
+    and costs a read of the response. StorageFailed, on this rank alone, if they cannot be read.
     """
 
     response: ResponseHeader

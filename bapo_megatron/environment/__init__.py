@@ -19,10 +19,7 @@ Resume = Literal["replay", "restore", "never"]
 
 @dataclass(frozen=True)
 class Task:
-    """What an environment knows of its episode: a row of the dataset, as plain data.
-
-    Made by the worker program of environments, an object for each episode.
-    """
+    """What an environment knows of its episode: a row of the dataset, as plain data."""
 
     messages: list[dict[str, Any]]
     """The chat messages of the prompt, role and content."""
@@ -34,7 +31,7 @@ class Task:
 
 
 class Turn(NamedTuple):
-    """One turn of an episode so far, as the journal has it. Given to ``Environment.restore``."""
+    """One turn of an episode so far, as the journal has it."""
 
     kind: Literal["sampled", "given"]
     text: str
@@ -43,7 +40,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer of an environment to a turn of the model. Made by ``Environment.step``."""
+    """Answer of an environment to a turn of the model."""
 
     observation: str | Sequence[str] | None
     """What the model is given next, with mask 0 in training; of several texts, results of its calls, each is

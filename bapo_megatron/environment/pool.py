@@ -48,10 +48,7 @@ Failure = Literal["raised", "time", "died", "diverged"]
 
 @dataclass(frozen=True)
 class Question:
-    """A turn of the model that its environment is to answer, with what its episode was so far.
-
-    Made by ``Stepper`` of the sampler.
-    """
+    """A turn of the model that its environment is to answer, with what its episode was so far."""
 
     task: Task
     turn: str
@@ -67,7 +64,7 @@ class Question:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Answer of an environment to a turn, or why there is none. Made by ``EnvironmentPool``."""
+    """Answer of an environment to a turn, or why there is none."""
 
     observation: str | None = None
     """Of several messages, each is a line."""
@@ -106,10 +103,7 @@ class Traits:
 
 
 class EnvironmentPool:
-    """Pool of ``environment.workers`` processes that hold episodes: ``start``, ``step``, ``close``.
-
-    Made in the sampler's process, by `bapo eval` and by `bapo doctor`.
-    """
+    """Pool of ``environment.workers`` processes that hold episodes: ``start``, ``step``, ``close``."""
 
     def __init__(self, config: EnvironmentConfig, traits: Traits, repeats: bool = True) -> None:
         """``repeats``: whether a step whose worker ended is asked again, as a run must: others shared it."""
@@ -177,7 +171,6 @@ class EnvironmentPool:
             self._workers.forget(episode)
 
     async def close(self) -> None:
-        """Kill all workers; steps in flight are cancelled."""
         for task in [*self._closing]:
             task.cancel()
         await self._workers.close()
@@ -216,7 +209,6 @@ class EnvironmentPool:
         return self._config.episode_limit_s - question.seconds
 
     def _limit_s(self, question: Question) -> float:
-        """Time limit of the next step."""
         return min(self._config.step_limit_s, self._left_s(question))
 
 

@@ -5,8 +5,7 @@ the assistant's content in the rendering of [user, assistant, observation] with 
 token that closes the model's turn to the place where its next turn begins. That is exact because a tokenizer
 splits a text at such a token first: ``ids(a + CLOSE + b) = ids(a) + [CLOSE] + ids(b)``. A template that
 writes earlier turns differently, once others follow, has no exact continuation: ``check_template`` finds it
-before a run starts. The sampler of a run with environments makes and checks one (docs/environments.md). Used
-by ``rollout/sampler/turns.py``.
+before a run starts. The sampler of a run with environments makes and checks one (docs/environments.md).
 """
 
 from __future__ import annotations
@@ -185,8 +184,7 @@ def check_template(
     Two rounds of turn and observation, without a thinking part, with one and with an empty one, as far as the
     template's generation prompt lets them occur, must be the whole rendering, token by token. ``model``: its
     name for the message. ``history="sampled"`` keeps what was sampled, whatever the template would write, so
-    only the tools are checked. ``begun``: for what began when empty parts were not looked at. Called by the
-    preflight of such a run.
+    only the tools are checked. ``begun``: for what began when empty parts were not looked at.
     """
     template.check_tools()
     if history == "sampled":

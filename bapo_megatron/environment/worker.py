@@ -58,7 +58,6 @@ def main() -> None:
 
 
 def _prepared(settings: dict[str, Any]) -> Prepared:
-    """Import the user's class. ConfigError."""
     kind = load_environment(settings["function"], settings["settings"])
     episodes = Episodes(kind, settings["settings"])
     taken = settings_type(kind)
@@ -78,7 +77,7 @@ def _prepared(settings: dict[str, Any]) -> Prepared:
 
 
 class Episodes:
-    """The environments of a worker, by the names of their episodes. Made by ``_prepared``.
+    """The environments of a worker, by the names of their episodes.
 
     An object is taken out while it steps: after an error, or a step that was cancelled, nobody knows its
     state, so it is closed and not put back.
@@ -135,7 +134,6 @@ class Episodes:
             self._random.forget(name)
 
     async def close(self, name: str) -> None:
-        """Release an episode's object, if there is one."""
         if self._random:
             self._random.forget(name)
         if name in self._held:
@@ -196,7 +194,6 @@ class Episodes:
         return future.result()
 
     async def _close(self, environment: Environment) -> None:
-        """Close an object. An error of it is printed: the episode has ended without it."""
         try:
             await self._called(environment.close)
         except Exception:
@@ -215,7 +212,7 @@ class RandomStates:
     """States of the global generators of ``random`` and numpy, for each episode its own.
 
     They begin at a seed made of the episode's name, so a replay draws what was drawn. The pool sends one step
-    at a time. Made by ``Episodes``.
+    at a time.
     """
 
     def __init__(self) -> None:
@@ -237,7 +234,6 @@ class RandomStates:
             self._states[name] = random.getstate(), None if numpy is None else numpy.random.get_state()
 
     def forget(self, name: str) -> None:
-        """The episode is over, or begins again."""
         self._states.pop(name, None)
 
 
@@ -284,7 +280,6 @@ def _text(observation: Any) -> str | None:
 
 
 def _is_deep(value: Any, levels: int) -> bool:
-    """Whether a value has more than ``levels`` lists and objects within each other."""
     if not isinstance(value, (dict, list, tuple)):
         return False
     inner = value.values() if isinstance(value, dict) else value
@@ -352,7 +347,6 @@ def problems(kind: type[Environment], settings: Mapping[str, Any]) -> Iterator[s
 
 
 def _tools_problem(tools: object) -> str | None:
-    """What is wrong with schemas of tools; None if they can be given to a chat template."""
     if not isinstance(tools, (tuple, list)) or not all(isinstance(one, dict) for one in tools):
         return "must be a tuple of schemas, dicts as OpenAI's chat completions have"
     for one in tools:

@@ -138,7 +138,6 @@ def compare_suite(name: str, a: Path, b: Path) -> Compared:
 
 
 def _correct(folder: Path, samples: int) -> tuple[Counter[int], set[int]]:
-    """Right responses of each problem, and the problems with one that could not be scored."""
     found = read_responses(folder / RESPONSES, samples)
     right = Counter(one.problem for one in found if one.correct)
     return right, {one.problem for one in found if one.failure is not None}
@@ -172,7 +171,6 @@ def examples_text(a: Path, b: Path, count: int) -> str:
 
 
 def _questions(suite: str, folder: Path, count: int) -> list[str]:
-    """The last messages of the prompts."""
     about = read_summary(folder)["suite"]
     if "path" not in about:
         raise ConfigError(

@@ -18,7 +18,7 @@ from bapo_megatron.checkpoint.run_directory import only_writer
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.scoring import ScoredResponse
 from bapo_megatron.runtime.files import sha256_of, write_atomically
-from bapo_megatron.runtime.jsonl_log import JsonlLog, Row
+from bapo_megatron.runtime.jsonl_log import JsonlLog, Row, whole_lines
 from bapo_megatron.runtime.storage import writing
 
 FORMAT = 1
@@ -105,7 +105,7 @@ def first_responses(path: Path, problems: int) -> dict[int, tuple[str, bool]]:
 
 def _responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
     """Each response with its text. ConfigError for a line that is none."""
-    for number, line in enumerate(_whole_lines(path), 1):
+    for number, line in enumerate(whole_lines(path) if path.exists() else (), 1):
         try:
             row = json.loads(line)
             one = ScoredResponse(**{name: row[name] for name in ScoredResponse.__dataclass_fields__})
@@ -115,13 +115,6 @@ def _responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
                 f"{path}, line {number} is no response: {error!r}; mend it or delete it"
             ) from None
         yield one, text
-
-
-def _whole_lines(path: Path) -> Iterator[bytes]:
-    """Complete lines of a file, one at a time: the texts of long responses are gigabytes together."""
-    if path.exists():
-        with path.open("rb") as lines:
-            yield from (line for line in lines if line.endswith(b"\n"))
 
 
 def write_summary(folder: Path, settings: Row, metrics: Row) -> None:

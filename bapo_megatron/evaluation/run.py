@@ -67,8 +67,7 @@ _LOOK_S = 1.0
 class SuiteSampler:
     """Sampler of one suite's responses, in one event loop, of a started engine pool and reward pool.
 
-    ``ask`` returns when every response that it was asked for is scored and stored. Made by
-    ``evaluation/run.py``, one for each suite.
+    ``ask`` returns when every response that it was asked for is scored and stored.
     """
 
     def __init__(
@@ -261,8 +260,6 @@ Results = dict[str, tuple[Path, Metrics]]
 
 @dataclass(frozen=True)
 class _Task:
-    """One suite of an evaluation, and the responses that it lacks."""
-
     suite: Suite
     folder: Path
     settings: Row
@@ -418,8 +415,6 @@ async def _ask(
 
 
 class _Progress:
-    """Progress of a suite: stores responses, and prints a progress line now and then."""
-
     def __init__(self, task: _Task) -> None:
         self._task, self._done, self._right, self._judged, self._shown = task, 0, 0, 0, 0
 

@@ -129,7 +129,6 @@ def _is_defined(case: Case, tree: ast.Module, prelude: str) -> bool:
 
 
 def _values(case: Asserted, parts: Split, sandbox: Sandbox, limit_s: float) -> str | None:
-    """Values of a case's calls, as JSON; None if they gave none."""
     calls = f"[{', '.join(parts.calls)}]"
     ended = None if limit_s <= 0 else sandbox.value(calls, limit_s, setup=case.setup, objects=True)
     return None if ended is None else ended.value

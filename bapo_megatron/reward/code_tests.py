@@ -272,10 +272,7 @@ def _checked(tests: dict[str, Any]) -> Tests:
 
 
 def _cases(statements: list[ast.stmt], helpers: list[ast.stmt], entry: str, prelude: str) -> Iterator[Case]:
-    """One case for each assert; a block with other statements stays one case.
-
-    ``helpers``: the statements around the asserts; ``entry`` names the tested program as the asserts do.
-    """
+    """One case for each assert; a block with other statements stays one case."""
     asserts = [node for node in statements if isinstance(node, ast.Assert)]
     if len(asserts) < len(statements):
         block = "\n".join([*map(ast.unparse, helpers), entry, *map(ast.unparse, statements)])

@@ -42,10 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class EndpointError(Exception):
-    """Failed call: the endpoint gave no usable reply. ``place`` is the kind of problem.
-
-    Caught by ``EndpointScorer``, ``FusionServer`` and ``Teacher``.
-    """
+    """Failed call: the endpoint gave no usable reply. ``place`` is the kind of problem."""
 
     def __init__(self, place: str, text: str) -> None:
         super().__init__(text)
@@ -185,7 +182,6 @@ class JsonClient:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     async def close(self) -> None:
-        """Close the connections. A later call opens new ones."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -291,7 +287,6 @@ def _pause_s(response: aiohttp.ClientResponse) -> float:
 
 
 def _proxy_of(url: str) -> str | None:
-    """Proxy of the environment for an address, or None."""
     parts = urlsplit(url)
     if is_loopback(url) or proxy_bypass(parts.hostname or ""):
         return None

@@ -59,7 +59,6 @@ class Question:
         return _with_roles([*self.messages, *self.turns, _said(self.response)])
 
     def plain(self, cut: Callable[[str], str]) -> Question:
-        """The question with ``cut`` of each of its texts."""
         messages, turns = (
             tuple({"role": one["role"], "content": cut(_text(one))} for one in several)
             for several in (self.messages, self.turns)
@@ -188,7 +187,6 @@ def _dialogue(question: Question) -> list[Message]:
 
 
 def _found(answer: Any, protocol: str, key: str) -> Any:
-    """Value at the protocol's place of the number."""
     try:
         if protocol == "sglang":
             return (answer[0] if isinstance(answer, list) else answer)["embedding"]
@@ -204,7 +202,6 @@ def _found(answer: Any, protocol: str, key: str) -> Any:
 
 
 def _number(found: Any) -> float:
-    """A number, alone or in lists of one."""
     while isinstance(found, list) and len(found) == 1:
         found = found[0]
     if isinstance(found, list):
@@ -290,7 +287,6 @@ def _reply(answer: Any) -> str:
 
 
 def _digest(body: dict[str, Any]) -> bytes:
-    """Digest of a request, the key of the score cache."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
 
 
@@ -345,7 +341,6 @@ class EndpointScorer:
         return {"score": value, "reward": value}
 
     async def close(self) -> None:
-        """Cancel the calls in flight, and close the connections."""
         tasks = list(self._under_way.values())
         for task in tasks:
             task.cancel()

@@ -155,10 +155,7 @@ def _advice(name: str, signature: inspect.Signature) -> str:
 
 
 def _unusable(found: Any) -> str | None:
-    """Kind of an object whose calls give no number: a class, an async or a generator function; else None.
-
-    Also as the ``__call__`` of an object, or in a partial. A decorator may have made a plain function of any.
-    """
+    """Kind of an object whose calls give no number: a class, an async or a generator function; else None."""
     called = found
     while isinstance(called, partial):
         called = called.func

@@ -297,7 +297,6 @@ def _parts(expression: Any) -> Iterator[Any]:
 
 
 def _is_inequality(expression: Any) -> bool:
-    """Whether it is an inequality or several at once, ``1 < x < 2``."""
     if isinstance(expression, And):
         return all(_is_inequality(one) for one in expression._unsorted_args)
     return isinstance(expression, Relational) and not isinstance(expression, sympy.Eq)
@@ -307,7 +306,6 @@ def _is_inequality(expression: Any) -> bool:
 
 
 def _is_solved(equation: Any) -> bool:
-    """Whether one side is a symbol and the other has none."""
     one, other = equation.args
     return (one.is_Symbol and not other.free_symbols) or (other.is_Symbol and not one.free_symbols)
 

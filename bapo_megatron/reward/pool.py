@@ -36,11 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Reward of one response, or the failure to score it, as plain data.
-
-    Made by ``RewardPool.score``, by ``RobustScorer`` after an OSError, or by the sampler for an episode that
-    failed or that its environment has scored.
-    """
+    """Reward of one response, or the failure to score it, as plain data."""
 
     reward: float
     """With all penalties; `reward.failed` without any if there is a failure (`reward.on_failure=value`)."""
@@ -118,7 +114,6 @@ class RewardPool:
         return dataclasses.replace(result, reward=result.reward - penalty)
 
     async def close(self) -> None:
-        """Kill every worker, and cancel the queued calls."""
         self._running = False
         if self._endpoint:
             await self._endpoint.close()

@@ -142,7 +142,6 @@ def unsafe_entry(task: str, entry: Mapping[str, Any]) -> str | None:
 
 
 def _is_value(answer: str) -> bool:
-    """Whether it is made of numbers, strings, names and lists of them, or is no Python at all."""
     tree = _parsed(answer)
     if tree is None:
         return True
@@ -164,7 +163,6 @@ def _parsed(text: str) -> ast.expr | None:
 
 
 def _depth(tree: ast.AST) -> int:
-    """Depth of a tree, computed without recursion."""
     level, depth = [tree], 0
     while level:
         depth += 1

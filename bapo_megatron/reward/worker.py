@@ -33,7 +33,6 @@ def main() -> None:
 
 
 def _prepared(settings: dict[str, Any] | None) -> Prepared:
-    """Import what the settings need. ConfigError."""
     if settings is None:
         return Prepared(_comparisons(), RewardConfig().memory_limit_mb)
     reward, names = RewardConfig(**settings["reward"]), settings["functions"]

@@ -136,7 +136,6 @@ class ChildProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it, reap it, and close its pipes."""
         with self._closing:
             if self._is_closed:
                 return
@@ -373,8 +372,7 @@ class UserCommand:
     """Running user command, in a session of its own, with its output in a log.
 
     The constructor starts it and does not wait; poll or wait with ``wait``, then call ``close``. Its
-    descendants end with it, and all end with this process. Made by ``AfterExport``, and by the event sender
-    for a target that is a command.
+    descendants end with it, and all end with this process.
     """
 
     def __init__(
@@ -402,7 +400,6 @@ class UserCommand:
         return f"{ended}: {last}"[:_MOST_REASON] if last else ended
 
     def close(self) -> None:
-        """Kill it with its descendants, if it still runs."""
         self._child.close()
 
 

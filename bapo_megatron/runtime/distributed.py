@@ -210,14 +210,12 @@ def _entry(
 
 
 def _forward(processes: Sequence[BaseProcess], number: int, _frame: FrameType | None) -> None:
-    """Forward a signal that asks a run to stop to its ranks."""
     for process in processes:
         if process.is_alive() and process.pid:
             os.kill(process.pid, number)
 
 
 def _terminate(processes: Sequence[BaseProcess]) -> None:
-    """Terminate the ranks that still run; kill those that have not ended after ten seconds."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -315,7 +313,6 @@ def _has_several_nodes() -> bool:
 
 
 def _other_nodes() -> list[str]:
-    """Names of the other nodes of this Slurm step; none outside Slurm."""
     with suppress(KeyError, ValueError):
         return [node for node in _nodes_of_step() if node != environment_variable("SLURMD_NODENAME")]
     return []

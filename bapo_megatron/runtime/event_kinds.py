@@ -89,7 +89,6 @@ EVENT_KINDS = {
     "sampler_died": _trouble("the sampler's process has died; it is restarted"),
     "broadcast_failed": _trouble("new weights did not reach all engines by broadcast"),
     "handover_failed": _usual("new weights did not reach an engine on the trainer's GPU"),
-    "handover_given_up": _usual("new weights reach an engine by disk from now on"),
     "digests_compared": _usual("the digest of an engine's weights is that of the sent weights"),
     "digests_not_compared": _usual("the digest of an engine's weights cannot be compared"),
     "request_refused": _usual("an engine refused a request, with the reason"),

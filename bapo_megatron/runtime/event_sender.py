@@ -36,7 +36,7 @@ from bapo_megatron.errors import RunStopped
 from bapo_megatron.runtime.event_kinds import ENDS, is_sent, sent_text
 from bapo_megatron.runtime.event_targets import LIMIT_S, Refused, send, shown
 from bapo_megatron.runtime.files import file_time, open_lock, write_atomically
-from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row, tail_rows
+from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row, rows_from_end
 from bapo_megatron.runtime.run_paths import RunPaths
 
 QUIET_S = 60.0
@@ -49,8 +49,6 @@ Send = Callable[[dict[str, Any], int], None]
 
 @dataclass
 class _Queued:
-    """Queued events of one kind, sent as one message. Plain data."""
-
     event: dict[str, Any]
     """The newest."""
     begin: int
@@ -84,7 +82,6 @@ class Outbox:
         return min((queued.begin for queued in self._queued.values()), default=read)
 
     def is_empty(self) -> bool:
-        """Whether no event is queued."""
         return not self._queued
 
     def is_failing(self) -> bool:
@@ -166,7 +163,7 @@ def read_progress(run: Path) -> Progress:
     logs = sorted(paths.journal.glob("segments-*.log"))[-1:]  # a growing file does not touch its folder
     signs = [paths.metrics, paths.updates, paths.evaluations, *logs]
     signs += [paths.journal, paths.evaluation, paths.checkpoints, paths.step_exports]
-    rows = list(islice(tail_rows(paths.metrics), _STEPS))
+    rows = list(islice(rows_from_end(paths.metrics), _STEPS))
     times = [float(seconds) for row in rows if isinstance(seconds := row.get("time/step_s"), (int, float))]
     step = rows[0].get("step") if rows else 0
     return Progress(max(map(_time, signs)), step if isinstance(step, int) else 0, max(times, default=None))
@@ -206,11 +203,9 @@ class SenderSettings:
 
     @property
     def paths(self) -> RunPaths:
-        """The paths in the run directory."""
         return RunPaths(Path(self.run_dir))
 
     def line(self) -> bytes:
-        """The settings as a line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
@@ -356,7 +351,6 @@ def work(sender: EventSender, orders: IO[bytes], parent: int) -> None:
 
 
 def _stored_positions(path: Path) -> dict[str, int]:
-    """Stored resume offset of each target; none if the file is missing or unreadable."""
     try:
         sent = json.loads(path.read_text())["sent"]
         return {str(key): int(value) for key, value in sent.items()}

@@ -96,7 +96,6 @@ def _run(command: str, message: dict[str, Any], data: bytes, log: Path, limit_s:
 
 
 def _post(url: str, data: bytes, limit_s: float) -> str:
-    """POST the message; the reason of a failure, empty on success."""
     headers = {"Content-Type": "application/json", "User-Agent": "bapo-megatron"}
     try:
         answer = ask(url, data, headers, timeout_s=limit_s, proxies=True)

@@ -47,7 +47,6 @@ class PreemptionSignal:
     ``heeding`` is the context manager that installs the signal handlers; ``reason`` is collective, and polled
     at every point where the run can stop. Nothing is saved here. Until ``begun`` is called the run starts,
     which may take an hour, and has nothing to save: a signal ends this process at once, with exit code 85.
-    Made by ``commands/train.py``.
     """
 
     def __init__(self) -> None:
@@ -176,7 +175,6 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._limit_s, exit=True, file=2)
 
     def close(self) -> None:
-        """Stop the timer."""
         if self._limit_s:
             faulthandler.cancel_dump_traceback_later()
 

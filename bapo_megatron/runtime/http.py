@@ -27,7 +27,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Answer:
-    """The response to one HTTP request, with any status. Made by ``ask``, and by ``bapo doctor`` for none."""
+    """The response to one HTTP request, with any status."""
 
     status: int | None
     """None for no response; ``reason`` then says why."""

@@ -25,11 +25,7 @@ from bapo_megatron.runtime.storage import writing
 
 Row = dict[str, Any]
 
-MOST_LINE_BYTES = 16 << 20
-"""Limit in bytes of a line that is read; a run writes no longer one."""
-
 _BLOCK = 1 << 16
-_TAIL_BYTES = 1 << 18
 
 
 class JsonlLog:
@@ -70,18 +66,14 @@ class JsonlLog:
                 file.truncate(kept)
 
     def _step_of(self, line: bytes) -> int:
-        with suppress(ValueError):
-            if isinstance(step := parse_row(line).get("step"), int):
-                return step
-        for number, one in enumerate(whole_lines(self.path), 1):  # which of them is it?
-            if not isinstance(parse_line(one, self.path, number).get("step"), int):
-                break
-        raise ConfigError(
-            f"{self.path}, line {number} has no whole number as its step; mend or delete the line"
-        )
+        try:
+            return int(parse_row(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"{self.path} has a line without a whole number as its step, {line[:80]!r}; mend or delete it"
+            ) from None
 
     def close(self) -> None:
-        """Release the file."""
         self._file.close()
 
 
@@ -89,12 +81,10 @@ class EventLog(JsonlLog):
     """The event log (events.jsonl) of the process that owns the run: starts, checkpoints, warnings.
 
     Any thread may write; RunStopped if the disk does not take a line. It is never rewound on a resume. Other
-    processes write to it by ``append_event``. Made by ``Recorder`` and ``RolloutRecord``, and by the event
-    sender for a run that was killed.
+    processes write to it by ``append_event``.
     """
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write one event with the time in UTC."""
         self.append(_event(kind, fields))
 
 
@@ -131,32 +121,12 @@ def read_events(path: Path) -> list[Row]:
     return rows
 
 
-def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The last rows of a JSON-lines log, newest first, from its last 256 KiB; bad lines are left out.
+def rows_from_end(path: Path) -> Iterator[Row]:
+    """The rows of a log, the newest first, a block of it in memory; bad lines and a torn end are left out.
 
     No rows if the file is missing.
     """
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return
-    for line in reversed(lines):
-        try:
-            row = parse_row(line)
-        except ValueError:
-            continue
-        yield row
-
-
-def rows_from_end(path: Path) -> Iterator[Row]:
-    """All rows of a log that is whole, the newest first, a block of it in memory; bad lines are left out.
-
-    For the process that owns the log and has it open.
-    """
-    with path.open("rb") as file:
+    with suppress(FileNotFoundError), path.open("rb") as file:
         for _, line in _lines_from_end(file):
             with suppress(ValueError):
                 yield parse_row(line)
@@ -197,18 +167,9 @@ def _appending(path: Path) -> FileIO:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a log, one at a time in memory, without their newlines; a torn last one is skipped.
-
-    ConfigError for a line above ``MOST_LINE_BYTES``.
-    """
-    number = 0
+    """The lines of a log, one at a time in memory, without their newlines; a torn last one is skipped."""
     with path.open("rb") as file:
-        while (line := file.readline(MOST_LINE_BYTES + 1)).endswith(b"\n"):
-            number += 1
-            yield line[:-1]
-    if len(line) > MOST_LINE_BYTES:
-        most = f"{MOST_LINE_BYTES >> 20} MB"
-        raise ConfigError(f"{path}, line {number + 1} is longer than {most}; mend or delete the line")
+        yield from (line[:-1] for line in file if line.endswith(b"\n"))
 
 
 def parse_line(line: bytes, path: Path, number: int) -> Row:

@@ -127,10 +127,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _signal_when_closed(lifeline: int, receiver: int, number: signal.Signals) -> None:
-    """Signal-driven I/O (O_ASYNC) on a pipe that is never written to: one signal, when it closes.
-
-    ``receiver``: a process id, or minus the id of a process group.
-    """
+    """Signal-driven I/O (O_ASYNC) on a pipe that is never written to: one signal, when it closes."""
     os.set_inheritable(lifeline, False)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, receiver)
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, int(number))

@@ -148,7 +148,6 @@ class RunPaths:
         return self.evaluation / f"{step_name(step)}.jsonl"
 
     def step_export(self, step: int) -> Path:
-        """The Hugging Face folder of the checkpoint of ``step``."""
         return self.step_exports / step_name(step)
 
     def profile_of(self, step: int, rank: int, kind: str) -> Path:
@@ -157,12 +156,10 @@ class RunPaths:
 
     @property
     def on_event_lock(self) -> Path:
-        """The lock file of the event sender."""
         return self.logs / "on_event.lock"
 
     @property
     def on_event_log(self) -> Path:
-        """The log of the event sender and of its commands."""
         return self.logs / "on_event.log"
 
     def after_export_log(self, name: str) -> Path:
@@ -170,7 +167,6 @@ class RunPaths:
         return self.logs / "after_export" / f"{name}.log"
 
     def tracker_log(self, name: str) -> Path:
-        """The log of the process of the tracker ``name``."""
         return self.logs / f"tracker-{name}.log"
 
     def server_log(self, number: int) -> Path:

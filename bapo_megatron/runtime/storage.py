@@ -163,7 +163,6 @@ def _problem(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes."""
     found: BaseException | None = error
     while found is not None:
         yield found

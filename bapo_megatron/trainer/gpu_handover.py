@@ -119,10 +119,10 @@ class GpuHandover:
         """Weights to the sleeping engines by the sync, and to the other engines, if any, by a folder."""
         asleep = broadcast_from_main(self._asleep())
         self._handed = []
-        if takers := handing_over.takers(asleep):
+        if asleep:
             on_all_ranks(self._offload_all_but_weights)
-            self._released = [name for name in asleep if name not in takers]
-            self._handed = handing_over.hand_over(self._policy, takers)
+            self._released = []
+            self._handed = handing_over.hand_over(self._policy, asleep)
         lack = self._servers is not None and set(self._servers.urls) > set(self._handed)
         if broadcast_from_main(lack):
             handing_over.write(self._policy)

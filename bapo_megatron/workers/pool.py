@@ -47,10 +47,7 @@ LOTS = 8
 
 @dataclass(frozen=True)
 class CallKind:
-    """A kind of call: a function of the worker program, and how it may be called.
-
-    Made by the pools of rewards and of environments, for ``WorkerPool.call``.
-    """
+    """A kind of call: a function of the worker program, and how it may be called."""
 
     function: str
     limit_s: float
@@ -126,10 +123,7 @@ class _Call:
 
 
 class WorkerPool:
-    """Pool of ``workers`` processes of one program, for one event loop: ``start``, ``call``, ``close``.
-
-    Made by the pools of rewards and of environments, which say what is asked.
-    """
+    """Pool of ``workers`` processes of one program, for one event loop: ``start``, ``call``, ``close``."""
 
     def __init__(self, program: WorkerProgram, workers: int, concurrency: int = 1000) -> None:
         """``concurrency``: most calls that a worker of an async program has at a time."""
@@ -186,7 +180,6 @@ class WorkerPool:
             worker.held.discard(holder)
 
     async def close(self) -> None:
-        """Kill all workers, and cancel all calls."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()

@@ -40,7 +40,7 @@ _READS = 64
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """How to start a worker: a program whose ``main`` calls ``serving.serve``. Given to a ``WorkerPool``."""
+    """How to start a worker: a program whose ``main`` calls ``serving.serve``."""
 
     command: tuple[str, ...]
     """The lifeline's descriptor is appended."""
@@ -146,7 +146,6 @@ class WorkerProcess:
         self._child.kill()
 
     async def close(self) -> None:
-        """Kill it, reap it, and delete its directory."""
         self.end("it was closed")
         if self._removal is None:
             self._removal = asyncio.ensure_future(asyncio.to_thread(_remove, self._child, self._scratch))

@@ -42,7 +42,7 @@ _LONGEST_LINE = 256 << 20
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a worker program answers with: its functions, ready to be called. Made by its ``prepare``."""
+    """What a worker program answers with: its functions, ready to be called."""
 
     functions: Mapping[str, Callable[[Any], Any]]
     """Name to function, of one argument, the question: all plain, or all async (``async def``)."""

@@ -40,7 +40,7 @@ MOVED = 5.0
 """An update must move log-probs by so many times the limit, or old weights would pass."""
 TROUBLES = {
     *("server_ended", "memory_kept", "engine_lost", "engine_refused", "handover_failed"),
-    *("handover_given_up", "engine_gap", "digests_not_compared"),
+    *("engine_gap", "digests_not_compared"),
 }
 _RECIPE = """\
 from pathlib import Path

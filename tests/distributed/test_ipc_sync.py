@@ -267,27 +267,3 @@ def test_weights_of_another_model_reach_no_engine() -> None:
     for taken, reasons in run_layout(tampered, LAYOUT):
         assert taken == []
         assert "1 weights are missing: w3" in reasons[0]
-
-
-def given_up() -> list[Any]:
-    """After each hand-over, which engines are tried; and the events. ``-``: an engine goes without."""
-    found: list[Any] = []
-    sync, policy, engines, _disk, events = scene()
-    for outcome in ["", "one", "one two", "two", *[""] * ipc._PAUSE]:
-        takers = sync.takers([*GPUS])
-        engines.fails = dict.fromkeys(outcome.split(), "receive")
-        sync.hand_over(policy, takers)  # type: ignore[arg-type]
-        found.append(takers)
-    return [found, [(event["kind"], event.get("engine", event["reason"])) for event in events]]
-
-
-def test_an_engine_whose_ipc_sync_fails_twice_in_a_row_uses_disk() -> None:
-    """For a while it gets its weights by disk; the others go on."""
-    everyone, rest = [*GPUS], ipc._PAUSE
-    for takers, events in run_layout(given_up, LAYOUT):
-        without_one = [name for name in GPUS if name != "one"]
-        assert takers[:4] == [everyone, everyone, everyone, without_one]
-        assert takers[4] == ["three", "far"]
-        assert takers[2 + rest] == ["three", "far"]
-        assert takers[3 + rest] == [name for name in GPUS if name != "two"]
-        assert events == [("handover_given_up", "one"), ("handover_given_up", "two")]

@@ -171,7 +171,6 @@ def seconds_of(time: str) -> int:
 
 
 def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
-    """Range errors: values of the right type that are out of range or contradict each other."""
     if not _TIME.fullmatch(cluster.time):
         yield f"time = {cluster.time!r} is no time; write it as HH:MM:SS or D-HH:MM:SS"
     elif cluster.lead_s >= (limit := seconds_of(cluster.time)):
@@ -201,7 +200,6 @@ def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
 
 
 def _broken_lines(cluster: ClusterFile) -> Iterator[str]:
-    """Texts that would break a line of the job's script."""
     for flag in cluster.sbatch:
         if not _FLAG.fullmatch(flag):
             yield f"sbatch.{flag!a} is no flag of sbatch: write its name without dashes in front"

@@ -65,7 +65,6 @@ class ClusterJob:
 
     @property
     def trainer_nodes(self) -> int:
-        """Nodes that train."""
         replicas = self.config.parallel.data or 1
         needed = -(-self.config.parallel.model_size * replicas // self.tasks_per_node)
         return self.cluster.trainer_nodes or needed
@@ -132,7 +131,6 @@ class ClusterJob:
             yield f"{word}: NeMo-Run replaces /nemo_run in every path; rename the folder"
 
     def _words(self) -> Iterator[str]:
-        """All texts of the specification that get into the job's script."""
         cluster = self.cluster
         yield from (str(self.root), str(self.templates), str(self.run_dir), cluster.container or "")
         yield from (*shlex.split(self.arguments()), *cluster.mounts)
@@ -240,7 +238,6 @@ class ClusterJob:
             )
 
     def _absent_inputs(self) -> Iterator[str]:
-        """Models and datasets that this machine lacks; nodes may have them."""
         data, model = self.config.data, self.root / self.config.model.hf_path
         if not (model / "config.json").is_file():
             yield f"model.hf_path: {model} has no config.json on this machine; the nodes must have the model"

@@ -7,12 +7,12 @@ child process with a deadline.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ from bapo_megatron.commands.cluster.run_job import (
     run_and_switches,
 )
 from bapo_megatron.errors import ConfigError, printable
-from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
+from bapo_megatron.runtime.child_process import NoAnswer, within
 from bapo_megatron.runtime.event_kinds import BEGINNINGS, ENDS, event_text, is_trouble, last_turn
 from bapo_megatron.runtime.event_sender import Patience, read_progress
 from bapo_megatron.runtime.files import file_time
-from bapo_megatron.runtime.jsonl_log import parse_row, tail_rows
+from bapo_megatron.runtime.jsonl_log import parse_row, rows_from_end
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.text_table import text_table
 
@@ -46,8 +46,9 @@ _WITHOUT_END = {
 _WATCH_S = 5.0
 _STATUS_DEADLINE_S = 30.0
 """Deadline for reading a run's status from its file system, seconds; longer than Slurm's own deadline."""
-_CLOCK_S = 2.0
 _MOST_ENTRY_BYTES = 1 << 16
+_LAST_STEPS = 40
+"""Steps whose moves of the bounds are told."""
 
 
 def status_command(arguments: Sequence[str]) -> None:
@@ -116,15 +117,15 @@ def read_status(run: Path, now: float | None = None) -> Status:
             f"{run} is no run directory: it has neither {names} (nor has that of a job by plain sbatch which "
             f"still waits: `squeue --me`)"
         )
-    files_now = _files_now(run) if now is None else now
+    files_now = file_time(run) if now is None else now
     now = time.time() if now is None else now
     job = read_job_state(run)
     if job is not None and _continued_by_hand(run, job):
         job = None
-    metrics = next(tail_rows(paths.metrics), {})
+    metrics = next(rows_from_end(paths.metrics), {})
     config = read_config(run) or {}
     saved = newest_checkpoint(run)
-    trouble = next((row for row in tail_rows(paths.events) if is_trouble(row)), None)
+    trouble = next((row for row in rows_from_end(paths.events) if is_trouble(row)), None)
     running = job is not None and job.status == "running" and job.end > 0
     state = _state(run, job)
     waits = state.startswith("PENDING")  # a requeued job has lost the nodes and servers of its last start
@@ -150,33 +151,11 @@ def read_status(run: Path, now: float | None = None) -> Status:
     )
 
 
-def _files_now(run: Path) -> float:
-    """The time by the clock of the run's files; by this machine's where it is not told within ``_CLOCK_S``.
-
-    To be told it takes a write, and a disk that is read may take none for minutes.
-    """
-
-    def ask() -> float:
-        # The process may stay as long as the disk hangs: it must not hold the pipe that a reader waits for.
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in range(3):
-            os.dup2(nowhere, descriptor)
-        return file_time(run)
-
-    try:
-        return within(_CLOCK_S, ask)
-    except (NoAnswer, ChildDied):
-        return time.time()
-
-
 def _stalled_s(run: Path, config: dict[str, Any], now: float, files_now: float) -> float | None:
-    """Seconds without progress since the run's last start, if above its limit; else None.
-
-    ``files_now``: by the clock of the files, whose times are the signs of progress.
-    """
+    """Seconds without progress since the run's last start, if above its limit; else None."""
     if config.get("steps") is None:
         return None
-    rows = tail_rows(RunPaths(run).events)
+    rows = rows_from_end(RunPaths(run).events)
     start = next((row for row in rows if row.get("kind") in BEGINNINGS), {})
     age = _age(start, now)  # its time is of the clock of the machine that wrote it, and of no file
     begun = 0.0 if age is None else files_now - age  # a start that is not among the last events was long ago
@@ -190,7 +169,7 @@ def _stalled_s(run: Path, config: dict[str, Any], now: float, files_now: float) 
 
 
 def _moved(log: Path) -> tuple[float, int] | None:
-    rows = (row.get("bapo/bounds_moved") for row in tail_rows(log))
+    rows = (row.get("bapo/bounds_moved") for row in islice(rows_from_end(log), _LAST_STEPS))
     shares = [share for share in rows if isinstance(share, (int, float))]
     return (sum(shares) / len(shares), len(shares)) if shares else None
 
@@ -237,7 +216,7 @@ def _continued_by_hand(run: Path, job: JobState) -> bool:
     A job that waits has written none: what went before its submission is not after its end.
     """
     paths = RunPaths(run)
-    kinds = ((str(row.get("kind")), row) for row in tail_rows(paths.events))
+    kinds = ((str(row.get("kind")), row) for row in rows_from_end(paths.events))
     turns = (one for one in kinds if one[0] in (*BEGINNINGS, *ENDS) or one[0].startswith("job_"))
     last, row = next(turns, ("job_", {}))
     if job.status == "running" or last.startswith("job_"):
@@ -250,7 +229,7 @@ def _continued_by_hand(run: Path, job: JobState) -> bool:
 
 def _ended(run: Path) -> str:
     """State of a local run that no process here has open, by its last beginning or end in events.jsonl."""
-    last = last_turn(tail_rows(RunPaths(run).events))
+    last = last_turn(rows_from_end(RunPaths(run).events))
     if last is None or last in ENDS:
         return f"not running, {last}" if last else "not running"
     return "not running here, and no end is recorded: killed, or on another machine"

@@ -32,10 +32,8 @@ TURN = "I do not know."
 """The model's turn: any environment may meet it, and it asks for nothing."""
 MOST_WAIT_S = 120.0
 """Seconds that the doctor gives to a step whose own limit is longer."""
-BUDGET_S = 300.0
-"""Seconds for all trials together, the imports of their workers included."""
-AT_A_TIME = 4
-"""Environments that are tried at a time."""
+_START_S = 120.0
+"""Seconds for the imports of a worker."""
 GOES_ON = "a run goes on, and this response fails (reward.on_failure)"
 _SHOWN, _SETTINGS_SHOWN = 60, 300
 """Most characters of an observation, and of the settings of a class that failed."""
@@ -45,8 +43,6 @@ _LAST_LINES, _LAST_BYTES = 5, 4000
 
 @dataclass(frozen=True)
 class _Tried:
-    """An environment and the row that its step is tried on."""
-
     section: str
     """Its field: ``environment``, or that of a source."""
     config: EnvironmentConfig
@@ -63,10 +59,8 @@ def environment_row(state: State, found: str, fix: str = "") -> DoctorRow:
     return DoctorRow("recipe", "environment", state, found, "an answer to a turn of the model", fix)
 
 
-def try_environments(
-    config: RunConfig, passed: Sequence[object], budget_s: float = BUDGET_S
-) -> list[DoctorRow]:
-    """A step of each source's environment on its first row, in the sources' order, within ``budget_s``.
+def try_environments(config: RunConfig, passed: Sequence[object]) -> list[DoctorRow]:
+    """A step of each source's environment on its first row, one after the other.
 
     ``passed``: what the checks of the recipe returned; no data among it, no trial. An environment that only
     evaluation suites have is tried on the first row of the first of them.
@@ -74,11 +68,10 @@ def try_environments(
     rows = _first_rows(config, passed)
     environments = {name: one for name, one in config.environments.items() if one.function is not None}
     tried = [_tried(config, name, one, rows[name]) for name, one in environments.items() if name in rows]
-    return asyncio.run(_try_all(tried, budget_s))
+    return [asyncio.run(_try(one)) for one in tried]
 
 
 def _first_rows(config: RunConfig, passed: Sequence[object]) -> Mapping[str, Prompt]:
-    """The first row of each source of prompts, and where a source has none that of its first suite."""
     from bapo_megatron.data.problem_sets import Suite
     from bapo_megatron.data.prompts import PromptSet
 
@@ -109,27 +102,12 @@ def _tried(config: RunConfig, source: str, environment: EnvironmentConfig, promp
     )
 
 
-async def _try_all(tried: Sequence[_Tried], budget_s: float) -> list[DoctorRow]:
-    places, deadline = asyncio.Semaphore(AT_A_TIME), time.monotonic() + budget_s
-
-    async def in_turn(one: _Tried) -> DoctorRow:
-        try:
-            async with asyncio.timeout(budget_s), places:
-                return await _try(one, deadline)
-        except TimeoutError:
-            found = f"{one.config.function}, {one.where}: no answer within the {budget_s:g} s of all trials"
-            return environment_row("optional", found, f"try it by hand ({one.section}; docs/environments.md)")
-
-    return await asyncio.gather(*(in_turn(one) for one in tried))
-
-
-async def _try(tried: _Tried, deadline: float) -> DoctorRow:
+async def _try(tried: _Tried) -> DoctorRow:
     from bapo_megatron.environment.pool import read_traits
 
     began, errors = time.monotonic(), _stderr_bytes()
     try:
-        # A thread cannot be cancelled: it must end by itself when the time of all trials is over.
-        traits = await asyncio.to_thread(read_traits, tried.config, max(0.0, deadline - began))
+        traits = read_traits(tried.config, _START_S)
         start_s = time.monotonic() - began
         result = await _stepped(tried, traits)
     except Exception as error:  # one that a run would end with, too; the recipe's other rows must not be lost
@@ -164,7 +142,6 @@ async def _stepped(tried: _Tried, traits: Traits) -> StepResult:
 
 
 def _answer(traits: Traits, result: StepResult) -> str:
-    """What the step answered, in words."""
     reward = "no reward" if result.reward is None else f"reward {result.reward:g}"
     if result.observation is None:
         judged = " (reward.function judges)" if result.reward is None else ""
@@ -183,7 +160,6 @@ def _described(traits: Traits) -> str:
 
 
 def _failed(tried: _Tried, result: StepResult, errors: str) -> DoctorRow:
-    """The trial of a step that failed: the field, its value, what went wrong, the fix."""
     section, config = tried.section, tried.config
     limit = f"{section}.{tried.limit_field}"
     if result.failure == "time" and tried.allowed_s > MOST_WAIT_S:

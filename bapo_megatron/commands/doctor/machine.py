@@ -1,14 +1,10 @@
 """Machine checks of ``bapo doctor``: cores, memory, limits, shared memory, disk; what the code sandbox needs.
 
 They only read; those that touch a file system do so in a child process with a deadline, since one may hang.
-``python -m bapo_megatron.commands.doctor.machine`` enters a user and a network namespace, in a process that
-then ends, and prints one JSON object: the error number of each, 0 if it is granted.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import resource
 import shutil
@@ -17,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
-from bapo_megatron.runtime.child_process import run_module, within
+from bapo_megatron.runtime.child_process import within
 
 SECTION = "machine"
 DISK_DEADLINE_S = 10.0
@@ -40,33 +36,11 @@ def machine_rows(directory: Path, needed_gb: float | None = None) -> Iterator[Do
 
 
 def memory_row() -> DoctorRow:
-    """Row of the memory: the machine's, and the limit of this process's control group if that is lower."""
+    """Row of the machine's memory."""
     total_kb = int(_field(Path("/proc/meminfo"), "MemTotal:"))
     available_kb = int(_field(Path("/proc/meminfo"), "MemAvailable:"))
     found = f"{total_kb * 1024 / _GB:.0f} GB, {available_kb * 1024 / _GB:.0f} GB available"
-    limit = control_group_limit()
-    if limit is not None and limit < total_kb * 1024:
-        found += f"; this process's group may use {limit / _GB:.1f} GB"
     return DoctorRow(SECTION, "memory", "ok", found)
-
-
-def control_group_limit(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """The cgroup memory limit of this process, in bytes: the lowest of its groups'; None if there is none."""
-    try:
-        path = own.read_text().rpartition("0::")[2].strip().lstrip("/")
-    except OSError:
-        return None
-    limits = []
-    for group in (root / path, *(root / path).parents):
-        if group != root and root not in group.parents:
-            break
-        try:
-            limits.append(int((group / "memory.max").read_text()))
-        except (OSError, ValueError):  # the root has none; "max" is no limit
-            continue
-    return min(limits, default=None)
 
 
 def shared_memory_row(path: Path) -> DoctorRow:
@@ -139,7 +113,6 @@ def disk_rows(directory: Path, needed_gb: float | None = None) -> Iterator[Docto
 
 
 def _look_at(directory: Path) -> tuple[Path, int, bool]:
-    """The nearest folder that exists, its free bytes, and whether it may be written to."""
     path = directory.absolute()
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     return existing, shutil.disk_usage(existing).free, os.access(existing, os.W_OK | os.X_OK)
@@ -163,7 +136,6 @@ def _held(folder: Path) -> int:
 
 
 def _field(path: Path, name: str) -> str:
-    """The first word after ``name`` in the line of ``path`` that begins with it."""
     return next(line.split()[1] for line in path.read_text().splitlines() if line.startswith(name))
 
 
@@ -178,22 +150,6 @@ def _limit(count: int) -> str:
 # --- the code sandbox ------------------------------------------------------------------------------
 
 SANDBOX = "code sandbox"
-_NAMESPACE_DEADLINE_S = 20.0
-# linux/sched.h
-_CLONE_NEWUSER = 0x10000000
-_CLONE_NEWNET = 0x40000000
-
-_SYSCTL = Path("/proc/sys")
-_SWITCHES = (
-    ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
-    ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
-    (
-        "kernel/apparmor_restrict_unprivileged_userns",
-        "1",
-        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
-    ),
-)
-"""Settings of the kernel, the value that forbids, and what permits."""
 
 
 def sandbox_rows(needed: bool, allow_weak: bool, forgeable_rows: int) -> Iterator[DoctorRow]:
@@ -206,7 +162,6 @@ def sandbox_rows(needed: bool, allow_weak: bool, forgeable_rows: int) -> Iterato
 
     required = needed and not allow_weak
     yield isolation_row(sandbox_notes, required)
-    yield from namespace_rows(required)
     if needed or forgeable_rows:  # forgeable tests are a problem on a sandbox server, too
         yield forgeable_row(forgeable_rows)
 
@@ -232,45 +187,3 @@ def forgeable_row(rows: int) -> DoctorRow:
     found = f"rows of data.path with tests that a program can forge: {rows}"
     fix = "leave them out, or write each test as `assert f(x) == literal` (docs/rewards.md#programs)"
     return DoctorRow(SANDBOX, "tests", "optional", found, "tests that compare plain values", fix)
-
-
-def namespace_rows(required: bool) -> Iterator[DoctorRow]:
-    """Rows of the user and the network namespace. ``required``: the recipe's reward runs programs."""
-    child = run_module("bapo_megatron.commands.doctor.machine", [], _NAMESPACE_DEADLINE_S)
-    try:
-        errors = json.loads(child.output)
-    except ValueError:
-        errors = {"user namespaces": one_line(child.reason()), "network namespaces": one_line(child.reason())}
-    for name, error in errors.items():
-        yield namespace_row(name, error, required)
-
-
-def namespace_row(name: str, error: int | str, required: bool, sysctl: Path = _SYSCTL) -> DoctorRow:
-    """Row of one namespace. ``error``: 0 if granted, the kernel's error number, or why there is no answer."""
-    needed = "to run programs that a model has written"
-    if error == 0:
-        return DoctorRow(SANDBOX, name, "ok", "granted", needed)
-    found = f"refused: {os.strerror(error)}" if isinstance(error, int) else error
-    return DoctorRow(SANDBOX, name, missing(required), found, needed, _namespace_fix(sysctl))
-
-
-def _namespace_fix(sysctl: Path) -> str:
-    for setting, forbids, permits in _SWITCHES:
-        path = sysctl / setting
-        if path.is_file() and path.read_text().strip() == forbids:
-            return permits
-    return "in a container: docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
-
-
-def try_namespaces() -> dict[str, int]:
-    """Error numbers of unshare(2) for both kinds of namespaces."""
-    # In this order: the user namespace gives the right to make a network namespace.
-    libc = ctypes.CDLL(None, use_errno=True)
-    found = {}
-    for name, flag in (("user namespaces", _CLONE_NEWUSER), ("network namespaces", _CLONE_NEWNET)):
-        found[name] = ctypes.get_errno() if libc.unshare(flag) else 0
-    return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(try_namespaces()))

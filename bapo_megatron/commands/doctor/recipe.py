@@ -16,14 +16,13 @@ import json
 import os
 import re
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.commands.doctor.environments import BUDGET_S, environment_row, try_environments
+from bapo_megatron.commands.doctor.environments import try_environments
 from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime.child_process import ChildError, run_module
@@ -38,8 +37,6 @@ DEADLINE_S = 600.0
 """Seconds for the check, in which the dataset is read and its answers are parsed."""
 ENDPOINT_DEADLINE_S = 20.0
 """Seconds within which a reward endpoint must answer."""
-_REPORT_S = 30.0
-"""Seconds before the deadline at which the trials of environments must be over, to be told."""
 
 
 _COMMAND = re.compile(r"`((?:bapo data prepare .* --output|pip install) [^`]+)`")
@@ -104,7 +101,6 @@ def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], R
 
 
 def _last_answer(output: str) -> dict[str, Any] | None:
-    """The last whole line of the child's output, read as JSON; None if there is none."""
     for line in reversed(output.split("\n")[:-1]):
         try:
             answer = json.loads(line)
@@ -128,7 +124,6 @@ def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
 
 def main(arguments: Sequence[str]) -> None:
     """The child process: print what is known of the recipe, before each trial and at the end."""
-    latest = time.monotonic() + DEADLINE_S - _REPORT_S
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # before the recipe is loaded: what it prints must not mix with the JSON
     problems: list[str] = []
@@ -150,7 +145,7 @@ def main(arguments: Sequence[str]) -> None:
         # The sandbox's problem is reported once.
         trials += [row for row in _try_rewards(config, passed) if row.found not in problems]
         tell("environment")
-        trials += _try_environments(config, passed, latest)
+        trials += try_environments(config, passed)
     except ConfigError as error:
         problems.append(str(error))
     tell("")
@@ -192,19 +187,7 @@ def _files_left_out(config: RunConfig) -> list[DoctorRow]:
     return [DoctorRow(SECTION, "weight files", "optional", found, "only files of the model", fix)]
 
 
-def _try_environments(config: RunConfig, passed: Sequence[object], latest: float) -> list[DoctorRow]:
-    """The trials of the environments, over at ``latest`` of the monotonic clock; one for an error of ours."""
-    try:
-        return try_environments(config, passed, max(0.0, min(BUDGET_S, latest - time.monotonic())))
-    except ConfigError:
-        raise
-    except Exception as error:
-        found = f"could not be tried: {type(error).__name__}: {one_line(error)}"
-        return [environment_row("optional", found, "try it by hand: the doctor itself has an error here")]
-
-
 def _try_rewards(config: RunConfig, passed: Sequence[object]) -> list[DoctorRow]:
-    """Trial calls of each source's reward on its first row; none if the data could not be read."""
     from bapo_megatron.data.prompts import PromptSet
 
     data = next((found for found in passed if isinstance(found, PromptSet)), None)
@@ -238,7 +221,6 @@ def _response(ground_truth: str) -> tuple[str, str]:
 
 
 def _with_short_deadline(reward: RewardConfig) -> RewardConfig:
-    """The reward's settings with one worker, and with a short deadline for an endpoint."""
     from bapo_megatron.config.validation import REWARD_ENDPOINTS
 
     deadline = {"give_up_s": min(ENDPOINT_DEADLINE_S, reward.settings.get("give_up_s", ENDPOINT_DEADLINE_S))}
@@ -353,7 +335,6 @@ def _forgeable_rows(config: RunConfig) -> int:
 
 
 def _disk_gb(config: RunConfig) -> float | None:
-    """Disk need of the run directory in GB; None if the model's shape cannot be read."""
     from bapo_megatron.hf.config import read_model_shape
     from bapo_megatron.planning.job import Job, PlanOptions
 

@@ -1,8 +1,7 @@
 """SGLang server checks of ``bapo doctor``: whether the recipe's servers answer and match the recipe.
 
 They read the endpoints of SGLang 0.5.23, `/ready`, `/model_info`, `/server_info`, and change nothing there. A
-server that does not answer becomes a row. As in a run, a server that asks for no API key is not sent it. Used
-by ``doctor.py``.
+server that does not answer becomes a row. As in a run, a server that asks for no API key is not sent it.
 """
 
 from __future__ import annotations
@@ -257,7 +256,6 @@ def _route_rows(url: str, server: dict[str, Any]) -> Iterator[DoctorRow]:
 
 
 def _difference(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    """The difference in field ``name`` as text; empty if the values are equal or one is missing."""
     left, right = theirs.get(name), ours.get(name)
     return f"{name} {left}, the recipe's {right}" if None not in (left, right) and left != right else ""
 

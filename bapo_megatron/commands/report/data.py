@@ -7,7 +7,6 @@ dicts take 1 GB.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -24,9 +23,6 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.jsonl_log import Row, parse_line, read_events, whole_lines
 from bapo_megatron.runtime.run_paths import RunPaths
 
-_PLAIN = {int, float, bool, type(None)}
-"""Types of a metric's value in JSON."""
-
 
 @dataclass(frozen=True)
 class _Rows:
@@ -40,12 +36,11 @@ class _Rows:
     """Values of these rows, row after row; NaN for null."""
 
     def column(self, name: str) -> np.ndarray:
-        """Values of one name, a view."""
         return np.frombuffer(self.values).reshape(-1, len(self.places))[:, self.places[name]]
 
 
 class MetricTable:
-    """Metrics of a log as columns, NaN where a row has null or lacks the name. Made by ``read_metrics``.
+    """Metrics of a log as columns, NaN where a row has null or lacks the name.
 
     Rows that have the same names are stored together: a name of few rows takes no column of all rows, and
     costs nothing until it is asked for. False in a condition if it has no rows.
@@ -86,15 +81,7 @@ class MetricTable:
                 values[np.frombuffer(kind.numbers, np.int64)] = kind.column(here)
         return values
 
-    def logged(self, name: str) -> np.ndarray:
-        """Whether each row has the name, be its value null."""
-        found = np.zeros(self._length, dtype=bool)
-        for kind in self._kinds.values():
-            found[np.frombuffer(kind.numbers, np.int64)] = name in kind.places
-        return found
-
     def known(self, name: str) -> np.ndarray:
-        """Values of a metric in the rows that have one."""
         values = self.column(name)
         known: np.ndarray = values[~np.isnan(values)]
         return known
@@ -165,13 +152,11 @@ class RunRecord:
 
     @property
     def resumed_at(self) -> list[int]:
-        """The first step of each resume."""
         resumes = (event for event in self.events if event.get("kind") == "resume")
         return [event["step"] for event in resumes if isinstance(event.get("step"), int)]
 
     @property
     def step_numbers(self) -> np.ndarray:
-        """The numbers of the steps that have metrics."""
         return self.steps.column("step")
 
     @property
@@ -217,47 +202,17 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def read_metrics(path: Path) -> MetricTable:
-    """The table of a log of metrics, empty if there is no file.
-
-    ConfigError for a line that is no JSON, a row without a step, and a metric that is no number.
-    """
-    return MetricTable(_checked_rows(path) if path.exists() else ())
+    """The table of a log of metrics, empty if there is no file. ConfigError for a line that is not JSON."""
+    return MetricTable(_rows(path) if path.exists() else ())
 
 
-def _checked_rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[Row]:
     for number, line in enumerate(whole_lines(path), 1):
         try:
             row = orjson.loads(line)  # five times as fast as the reader that explains what is wrong
         except orjson.JSONDecodeError:
             row = None
-        if not _is_plain(row):
-            row = parse_line(line, path, number)
-            _check(row, path, number)
-        yield row
-
-
-def _is_plain(row: Any) -> bool:
-    """Whether a row certainly passes ``_check``; ``orjson`` refuses numbers beyond 64 bits."""
-    if type(row) is not dict or not _PLAIN.issuperset(map(type, row.values())):
-        return False
-    step = row.get("step")
-    return step is not None and abs(step) < 2**53 and step == int(step)
-
-
-def _check(row: Row, path: Path, number: int) -> None:
-    if not _is_number(row.get("step")) or row["step"] != int(row["step"]):
-        raise ConfigError(f"{path}, line {number} has no whole number as its step; mend or delete the line")
-    for name, value in row.items():
-        if value is not None and not _is_number(value):
-            raise ConfigError(
-                f"{path}, line {number}: {name[:80]!a} is {str(value)[:80]!a}, no number; mend or delete "
-                "the line"
-            )
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value fits a double."""
-    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+        yield row if isinstance(row, dict) else parse_line(line, path, number)
 
 
 def configured_bounds(config: Mapping[str, Any]) -> BoundsConfig | None:

@@ -30,15 +30,9 @@ class SearchOutcome:
     moved: float
     """At least one search moved a bound: share of updates."""
     reached: float
-    """The target was reached. This and the next two: of the tokens of an update with many searches."""
-    ended: float
-    """The search came to its end, and the target was not reached."""
-    empty: float
-    """There was nothing to weigh, because all sums were 0: the bounds stay at their starts."""
+    """The target was reached: of the tokens of an update with many searches."""
     of: str = "updates"
     """Which updates ``moved`` is a share of: the stale ones, where the log tells them apart."""
-    moved_tokens: float | None = None
-    """Share of their tokens whose own search moved a bound; None where the log does not say it."""
 
 
 def search_outcome(run: RunRecord) -> SearchOutcome | None:
@@ -48,12 +42,10 @@ def search_outcome(run: RunRecord) -> SearchOutcome | None:
     known = np.isfinite(rounds) & np.isfinite(reached)
     if not _is_searched(run, run.bounds) or not known.any():
         return None
-    rounds, reached = rounds[known], reached[known]
-    ended, empty = float(np.mean((1 - reached) * (rounds > 0))), float(np.mean((1 - reached) * (rounds == 0)))
-    shares = float(np.mean(reached)), ended, empty
+    share = float(np.mean(reached[known]))
     if (stale := mean(table.known("bapo/bounds_moved"))) is not None:
-        return SearchOutcome(stale, *shares, "stale updates", mean(table.known("bapo/moved_tokens")))
-    return SearchOutcome(float(np.mean(rounds > 0)), *shares)
+        return SearchOutcome(stale, share, "stale updates")
+    return SearchOutcome(float(np.mean(rounds[known] > 0)), share)
 
 
 def _is_searched(run: RunRecord, bounds: BoundsConfig | None) -> bool:
@@ -158,7 +150,6 @@ def _held_out(run: RunRecord) -> str:
 
 
 def _baseline(run: RunRecord) -> str:
-    """Baseline of the results: the run's own start."""
     begun = int(run.step_numbers[0]) - 1
     rows = [row for row in _evaluated(run) if row["step"] == begun]
     policy = f"the policy after step {begun}" if begun else "the policy before training"
@@ -224,7 +215,6 @@ def _filled(form: str, values: Sequence[Any]) -> str:
 
 
 def _data(config: dict[str, Any]) -> str:
-    """The file of problems, or each of several sources with its weight, reward and own environment."""
     reward = config.get("reward.function")
     sources = [
         _joined(
@@ -284,50 +274,8 @@ def _of_reward(run: RunRecord) -> Iterator[str]:
 
 def _of_search(run: RunRecord) -> Iterator[str]:
     bounds, found = run.bounds, search_outcome(run)
-    if bounds is None or found is None:
-        return
-    starts, elsewhere = f"{bounds.low_start:g} and {bounds.high_start:g}", ""
-    if found.empty > _SELDOM:
-        elsewhere = "elsewhere "
-        where = f"In {percent(found.empty)} of the updates the"
-        if bounds.scope == "micro_batch":
-            where = f"Over {percent(found.empty)} of the tokens, in updates where no bound moved, a"
+    if bounds is not None and found is not None and found.moved < _SELDOM:
         yield (
-            f"{where} search had nothing to weigh: all advantages were 0, as where each response of a group "
-            f"has the same reward. The bounds stay at {starts} there."
+            f"A bound moved in {percent(found.moved)} of the {found.of}: the run shows what clipping at "
+            f"{bounds.low_start:g} and {bounds.high_start:g} does, and hardly anything of the search."
         )
-    if found.empty > 1 - _SELDOM:
-        return
-    if found.moved < _SELDOM:
-        seldom = f"in {percent(found.moved)} of the {found.of} only"
-        if not found.moved:
-            seldom = f"in no {found.of.removesuffix('s')}"
-        yield (
-            f"A bound moved {seldom}: {elsewhere}nearly always the target of {bounds.target:g} was met at "
-            f"{starts}, where the search begins. So the run shows what clipping there does, and nothing of "
-            f"the search."
-        )
-        return
-    of_many = bounds.scope == "micro_batch"
-    who = "at least one search" if of_many else "the search"
-    said = f"In {percent(found.moved)} of the {found.of} {who} moved a bound off {starts}"
-    if of_many and found.moved_tokens is not None:
-        said += f"; the searches that did saw {percent(found.moved_tokens)} of the tokens"
-    missed = f". {_missed(bounds, found)}" if found.ended > _SELDOM else ""
-    yield f"{said}{missed}."
-
-
-def _missed(bounds: BoundsConfig, found: SearchOutcome) -> str:
-    """What ``ended`` counts: many searches of an update are logged as one, by means over tokens."""
-    share, ends = percent(found.ended), f"{bounds.low_end:g} and {bounds.high_end:g}"
-    if bounds.scope == "micro_batch":
-        return (
-            f"Over {share} of the tokens of all updates a search did not reach the target: it came to its "
-            f"end, {ends}, or had nothing to weigh"
-        )
-    if bounds.scope == "lagged":
-        return f"In {share} of the updates the bounds of the one before left less than the target"
-    return (
-        f"In {share} of the updates the search came to its end, {ends}, and the positive tokens still held "
-        f"less than the target"
-    )

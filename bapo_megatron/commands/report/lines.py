@@ -97,10 +97,7 @@ def thinned(series: Series) -> Series:
 def _weighted(
     steps: np.ndarray, at: np.ndarray, values: np.ndarray, tokens: np.ndarray, window: int
 ) -> tuple[Series, np.ndarray]:
-    """The moving mean by step over all tokens of its steps, and where these are few.
-
-    ``at`` is the step of each value.
-    """
+    """The moving mean by step over all tokens of its steps, and where these are few."""
     order = np.argsort(steps, kind="stable")
     place = order[np.searchsorted(steps, at, sorter=order).clip(max=len(steps) - 1)]
     counted = (steps[place] == at) & np.isfinite(values)

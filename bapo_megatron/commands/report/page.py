@@ -169,7 +169,6 @@ def _render(runs: Sequence[RunRecord], pictures: list[dict[str, Any]], colours: 
 
 
 def _details(run: RunRecord) -> dict[str, Any]:
-    """What only the page of one run shows."""
     figures = headline(run.steps)
     window = figures["window"]
     episodes = episode_cells(run, window)
@@ -208,7 +207,6 @@ def _run_cells(run: RunRecord, colour: str, compared: bool) -> dict[str, Any]:
 
 
 def _facts(runs: Sequence[RunRecord]) -> list[Cells]:
-    """The facts of all runs; the reward of a single one is its headline."""
     columns = [dict(facts(run)) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, [column.get(name, NO_VALUE) for column in columns]) for name in names]
@@ -248,7 +246,6 @@ def setting_differences(configs: Sequence[dict[str, Any]]) -> list[Cells]:
 
 
 def _metric_rows(run: RunRecord, window: int) -> list[Cells]:
-    """All metrics: means of the first and of the last steps, and the final value, as text."""
     names = sorted(set(run.steps.names) - {"step"})
     return [(n, [*ends(run.steps, n, window), number(run.steps.last.get(n))]) for n in names]
 
@@ -336,7 +333,6 @@ def conversations(run: RunRecord) -> list[Conversation]:
 
 
 def _decoder(run: RunRecord, paths: RunPaths) -> TextDecoder:
-    """The tokenizer of the run's model, or of its export. ConfigError that names both if there is neither."""
     model, problems = run.config.get("model.hf_path"), []
     for folder in (*([Path(model)] if model else []), paths.export):
         try:
@@ -371,7 +367,6 @@ def _end(reason: FinishReason, mask_R: np.ndarray) -> str:
 
 
 def _turns(ids_R: np.ndarray, mask_R: np.ndarray) -> Iterator[tuple[Speaker, np.ndarray]]:
-    """The runs of sampled and of given tokens: between two turns of the model there are given ones."""
     at = 0
     for is_sampled, tokens in groupby(mask_R.tolist()):
         end = at + sum(1 for _ in tokens)

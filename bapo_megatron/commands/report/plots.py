@@ -243,10 +243,7 @@ def _run_handles(runs: Sequence[RunRecord]) -> list[Line2D]:
 
 
 def _drawable(name: str) -> str:
-    """A name as it can be drawn: in lines, and what the font has no picture of escaped (a sign as \\u65e5).
-
-    Two dollar signs are not the ends of a formula.
-    """
+    """A name as it can be drawn: in lines, and what the font has no picture of escaped."""
     font = get_font(findfont(STYLE["font.family"]))
     known = (
         char if font.get_char_index(ord(char)) else char.encode("unicode_escape").decode() for char in name

@@ -110,11 +110,7 @@ def prediction(run: RunRecord, bucket: str | None = None, reading: Reading = "co
 
 
 def _passes(table: MetricTable) -> tuple[np.ndarray, np.ndarray]:
-    """The pass over a batch that each update belongs to, by number, and which passes have a successor.
-
-    The second says of each pass but the last whether the next is the next epoch over the same tokens. Without
-    reuse each update is a pass, and the next one its successor.
-    """
+    """The pass over a batch that each update belongs to, by number, and which passes have a successor."""
     epochs = np.nan_to_num(table.column("epoch"))
     if not epochs.any():
         return np.arange(len(table)), np.ones(len(table) - 1, dtype=bool)
@@ -123,10 +119,7 @@ def _passes(table: MetricTable) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _predicted(table: MetricTable, bucket: str | None, reading: Reading) -> np.ndarray:
-    """The entropy change that Eq. 6 predicts from the tokens of a bucket, or from all, for each update.
-
-    NaN if not logged.
-    """
+    """The entropy change that Eq. 6 predicts from the tokens of a bucket, or from all, for each update."""
     rate, value = table.column("policy/lr"), table.column(f"entropy_rule/{reading}")
     if bucket:
         share = np.nan_to_num(table.column(f"staleness/{bucket}/tokens"))
@@ -136,7 +129,6 @@ def _predicted(table: MetricTable, bucket: str | None, reading: Reading) -> np.n
 
 
 def _entropy(table: MetricTable, group: np.ndarray) -> np.ndarray:
-    """The mean entropy over the tokens of each group of updates; NaN if not logged."""
     value = table.column("policy/entropy")
     tokens = np.where(np.isnan(value), 0.0, _tokens(table))
     totals, sums = np.bincount(group, tokens), np.bincount(group, tokens * np.nan_to_num(value))
@@ -171,7 +163,6 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         return mean(run.steps.known(metric)[-figures["window"] :])
 
     high, low = final("bapo/clip_fraction_high"), final("bapo/clip_fraction_low")
-    c_low, c_high = bounds_in_force(run)
     norms = (run.updates or run.steps).known("policy/grad_norm")
     return {
         "final reward": figures["reward_last"],
@@ -183,9 +174,6 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         "final response length": final("rollout/length_mean"),
         "final contribution of positives": final("bapo/contribution"),
         "final share of clipped tokens": None if high is None or low is None else high + low,
-        "c_high over positive tokens, after the first pass": c_high,
-        "c_low over negative tokens, after the first pass": c_low,
-        "updates of a batch (the paper's staleness)": updates_per_batch(run),
         "mean staleness": mean(run.steps.known("staleness/mean")),
         "Eq. 6 (covariance) against measurement, correlation": prediction(run).correlation,
         "Eq. 6 (effects) against measurement, correlation": prediction(run, reading="effect").correlation,
@@ -196,44 +184,6 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         "resumes": len(run.resumed_at),
         "losses": sum(event.get("kind") in LOSS_EVENTS for event in run.events),
     }
-
-
-def updates_per_batch(run: RunRecord) -> int | None:
-    """The paper's staleness (2x, 4x, 8x), updates of a batch: passes over it times its mini-batches."""
-    reuse, mini_batches = (
-        run.config.get(f"algorithm.{name}") for name in ("reuse_epochs", "updates_per_epoch")
-    )
-    return int(reuse * mini_batches) if reuse and mini_batches else None
-
-
-def bounds_in_force(run: RunRecord) -> tuple[float | None, float | None]:
-    """Mean c_low over negative tokens and mean c_high over positive ones, over updates after the first pass.
-
-    In the first pass over a batch ratios are near 1 and no bound acts. All updates count if there is only one
-    pass. Logs of earlier versions have only one bound for each update.
-    """
-    table = run.updates or run.steps
-    later = np.nan_to_num(table.column("epoch")) != 0
-    chosen = later if later.any() else ~later
-    positive, tokens = np.nan_to_num(table.column("bapo/positive_token_fraction")), _tokens(table)
-    low, high = _bound(table, "low_negative"), _bound(table, "high_positive")
-    return (
-        _weighted_mean(low[chosen], ((1 - positive) * tokens)[chosen]),
-        _weighted_mean(high[chosen], (positive * tokens)[chosen]),
-    )
-
-
-def _bound(table: MetricTable, name: str) -> np.ndarray:
-    """A bound of each update by the tokens that it acts on; of rows of earlier versions their one bound."""
-    today, former = f"bapo/clip_{name}", f"bapo/clip_{name.partition('_')[0]}"
-    return np.where(table.logged(today), table.column(today), table.column(former))
-
-
-def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float | None:
-    """The mean of the values that are known; None if they weigh nothing."""
-    known = ~np.isnan(values)
-    total = weights[known].sum()
-    return float(weights[known] @ values[known] / total) if total else None
 
 
 def staleness_table(run: RunRecord) -> list[tuple[str, list[float | None]]]:
@@ -262,7 +212,6 @@ def _seconds(event: Row) -> float | None:
 
 
 def _finished_step(event: Row) -> float | None:
-    """The last step that was finished at the event."""
     step = event.get("step")
     if not isinstance(step, int):
         return None

@@ -1,7 +1,6 @@
 """Data card of a prepared dataset (card.json, README.md): sources, rows kept and dropped, reasons, digests.
 
-Training and evaluation read from it which reward the data was prepared for (``data/problem_sets.py``). Used
-by ``command.py``.
+Training and evaluation read from it which reward the data was prepared for (``data/problem_sets.py``).
 """
 
 from __future__ import annotations
@@ -126,7 +125,6 @@ class Card:
         }
 
     def _prompt_tokens(self) -> dict[str, int] | None:
-        """Percentiles of the prompt lengths, by nearest rank."""
         if not self.lengths:
             return None
         ordered = sorted(self.lengths.elements())

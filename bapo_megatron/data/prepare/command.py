@@ -123,7 +123,6 @@ def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> 
 
 
 def _contamination(options: PrepareOptions, card: Card) -> Contamination | None:
-    """Index of the evaluation problems in ``options.against``; None if there are none."""
     if not options.against:
         return None
     problems = [problem for text in options.against for problem in _evaluation_set(text, options, card)]
@@ -131,7 +130,6 @@ def _contamination(options: PrepareOptions, card: Card) -> Contamination | None:
 
 
 def _tokenizer(options: PrepareOptions) -> Any:
-    """The tokenizer of the options, whose chat template is fit for prompts; None without one."""
     if options.tokenizer is None:
         return None
     tokenizer = load_tokenizer(options.tokenizer)
@@ -142,7 +140,6 @@ def _tokenizer(options: PrepareOptions) -> Any:
 def _filters(
     options: PrepareOptions, duplicates: Duplicates, index: Contamination | None, card: Card, tokenizer: Any
 ) -> list[tuple[str, Filter]]:
-    """Filters of the options with their names, cheap ones first."""
     found: list[tuple[str, Filter]] = [
         (_CONFLICTING, duplicates.conflict),
         ("duplicate", duplicates.repeated),
@@ -221,7 +218,6 @@ def _check_result(card: Card, options: PrepareOptions) -> None:
 
 
 def _lengths(card: Card) -> str:
-    """Lengths of the prompts that were too long, with the fix, in words; empty if there are none."""
     if not card.too_long:
         return ""
     found = sorted(card.too_long.elements())

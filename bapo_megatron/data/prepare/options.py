@@ -100,7 +100,6 @@ class PrepareOptions:
     """Replace an earlier output."""
 
     def check(self) -> None:
-        """Validate the fields: ConfigError with every invalid one."""
         raise_problems(list(self._problems()))
 
     @property

@@ -242,7 +242,6 @@ def _source_of(row: Row, source: str) -> str:
 
 
 def _other_columns(row: Row, known: Collection[str]) -> dict[str, Any]:
-    """Columns that are not ``known``, nested ones too, if they are JSON: no images, no empty ones."""
     others = {name: value for name, value in row.items() if name not in known and not _is_missing(value)}
     return {name: value for name, value in others.items() if _is_json(value)}
 

@@ -47,8 +47,7 @@ _DRAW = 1000
 class GeneratedSource:
     """Source of generated problems: some tasks in equal shares, none with a question twice.
 
-    All are generated at the first call, in a child process, and kept. ConfigError if that fails. Made by
-    ``tasks_of`` for ``sources.open_source``.
+    All are generated at the first call, in a child process, and kept. ConfigError if that fails.
     """
 
     tasks: tuple[str, ...]
@@ -134,7 +133,6 @@ def main() -> None:
 
 
 def _problem(wanted: list[dict[str, Any]]) -> str | None:
-    """Error of a task or its settings, or None."""
     for one in wanted:
         try:
             check_task(one["task"], generates=True)

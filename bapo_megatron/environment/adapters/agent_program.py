@@ -240,7 +240,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 class Conversation:
-    """The requests of one episode, as questions to the policy. Made by ``EndpointEnvironment``."""
+    """The requests of one episode, as questions to the policy."""
 
     def __init__(self, prompt: Sequence[Any], role: str, ask: Ask) -> None:
         """``prompt``: messages of the dataset, with which each request begins. ``role``: that of what a
@@ -280,7 +280,6 @@ class Conversation:
             self._waits.release()
 
     def close(self) -> None:
-        """The program has ended: nobody waits for the policy."""
         if self._turn is not None:
             self._turn.cancel()
 

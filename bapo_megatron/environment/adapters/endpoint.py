@@ -60,7 +60,6 @@ class EndpointEnvironment(LoopEnvironment):
             self._conversation.close()
 
     async def _answer(self, body: dict[str, Any]) -> str:
-        """The policy's turn for a request."""
         try:
             if body.get("tools") and not self._takes_tools:
                 raise Refused(400, "it has tools, and tools_in_prompts in environment.settings is not set")

@@ -46,7 +46,6 @@ class LoopEnvironment(Environment):
         return await self._next()
 
     def close(self) -> None:
-        """End the loop, wherever it is."""
         self._is_closed = True
         if self._playing is not None:
             self._playing.cancel()

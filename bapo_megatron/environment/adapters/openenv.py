@@ -68,7 +68,6 @@ class OpenEnv(Environment):
         return Reply(said, reward=None if result.reward is None else float(result.reward))
 
     async def close(self) -> None:  # type: ignore[override]
-        """Close the session."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()

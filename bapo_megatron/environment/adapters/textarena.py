@@ -22,7 +22,7 @@ from bapo_megatron.environment.tools.calls import answer_part
 
 
 class TextArena(Environment):
-    """An episode that is a game. Made by a worker of environments."""
+    """An episode that is a game."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
     settings_type = TextArenaSettings

@@ -14,7 +14,7 @@ import verifiers.v1 as vf
 
 
 class Agents(SimpleNamespace):
-    """The agents of an environment's ``run``, by any name: each is the policy. Made by ``VerifiersV1``."""
+    """The agents of an environment's ``run``, by any name: each is the policy."""
 
     def __getattr__(self, name: str) -> _Agent:
         return _Agent(name, self)

@@ -25,7 +25,7 @@ from bapo_megatron.environment.settings import VerifiersSettings
 
 
 class VerifiersV1(LoopEnvironment):
-    """An episode that is one of verifiers' environments. Made by a worker of environments."""
+    """An episode that is one of verifiers' environments."""
 
     settings_type = VerifiersSettings
     own_random = True

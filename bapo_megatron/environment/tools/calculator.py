@@ -69,7 +69,6 @@ class Calculator(Environment):
         """Nothing: a calculator remembers nothing."""
 
     def _expressions(self, turn: str) -> list[Callable[[], str]]:
-        """The expression of each call, or the ValueError of a call that has none."""
         if self._format == "plain":
             line = answer_part(turn).strip().rpartition("\n")[2]
             return [lambda: line.rstrip("= ")] if _is_plain(line) else []

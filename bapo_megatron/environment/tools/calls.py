@@ -37,7 +37,7 @@ Tools = Sequence[Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One tool call, as plain data. Made by ``tool_calls``."""
+    """One tool call, as plain data."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -129,7 +129,6 @@ def _functions(text: str, is_closed: bool, tools: Tools) -> list[Call]:
 
 
 def _call_of(call: Any, field: str) -> Call:
-    """The call that an object is, with its arguments in ``field``."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return Call(problem='the tool call is no object with a "name"')
     arguments = call.get(field, {})
@@ -154,7 +153,6 @@ def _object_alone(text: str) -> list[Call]:
 
 
 def _types(name: str, tools: Tools) -> dict[str, Any]:
-    """The type of each argument of a tool, as far as its schema says it."""
     for one in tools:
         function = one.get("function") if isinstance(one, dict) else None
         if isinstance(function, dict) and function.get("name") == name:

@@ -121,10 +121,7 @@ def _be_alone(given: int, printed: int, told: int) -> None:
 
 
 def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any], token: str) -> None:
-    """Run the source; then end as a script would, or write the value of the case's expression.
-
-    A case of ``judgements`` runs the tests' own code alone, not the source.
-    """
+    """Run the source; then end as a script would, or write the value of the case's expression."""
     isolation.confine_program(walls, job["box"], job["memory_mb"], job["cpu_s"])
     is_script = "stdin" in case
     module = types.ModuleType("__main__" if is_script else "solution")

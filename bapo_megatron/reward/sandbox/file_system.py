@@ -72,7 +72,6 @@ def _beneath(path: str, folders: list[str]) -> bool:
 
 
 def _mapped_libraries() -> set[str]:
-    """Shared libraries that this interpreter has loaded, wherever they lie."""
     with open("/proc/self/maps") as file:
         paths = {line.rstrip("\n").partition("/") for line in file if ".so" in line}
     return {"/" + path for _, slash, path in paths if slash and os.path.isfile("/" + path)}

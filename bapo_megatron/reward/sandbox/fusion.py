@@ -144,7 +144,6 @@ class FusionSandbox(Sandbox):
         self.used_s = 0.0
 
     def run(self, stdin: str, limit_s: float) -> Ended | None:
-        """As `Sandbox.run`."""
         program = f"exec(compile({self._source!r}, '<solution>', 'exec', dont_inherit=True), globals())\n"
         return self._run(f"{self._first}del sys\n{self._prelude}\n{program}", stdin, limit_s)
 

@@ -77,11 +77,11 @@ def check_family(engine: str, hf_path: Path) -> None:
 class EngineBackend(ABC):
     """The factory of a run's engines, an abstract base class: a subclass must define ``open``.
 
-    Made by ``engine_backend`` from ``rollout.engine``. Preflight calls ``check``, ``trainer/build.py``
-    ``serve`` on rank 0, ``open_pool`` ``open`` in the process that samples; ``bapo eval`` calls them, too.
-    The defaults are those of an engine in that process. Its settings are ``rollout.engine_config``: the field
-    of ``RolloutConfig`` with the backend's name, ``custom_engine`` for one that is named by its import path,
-    or else the defaults of ``EngineConfig`` (``local``).
+    Preflight calls ``check``, ``trainer/build.py`` ``serve`` on rank 0, ``open_pool`` ``open`` in the process
+    that samples; ``bapo eval`` calls them, too. The defaults are those of an engine in that process. Its
+    settings are ``rollout.engine_config``: the field of ``RolloutConfig`` with the backend's name,
+    ``custom_engine`` for one that is named by its import path, or else the defaults of ``EngineConfig``
+    (``local``).
     """
 
     rounds = False

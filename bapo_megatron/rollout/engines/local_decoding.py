@@ -154,7 +154,6 @@ class Decoding:
 
     @property
     def done(self) -> bool:
-        """Whether every request has reached a stop token or its limit."""
         return not self._open_B.any()
 
     @torch.inference_mode()

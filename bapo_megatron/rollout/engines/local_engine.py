@@ -119,13 +119,11 @@ class LocalEngine:
 
 
 def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of an HF folder, one at a time; those of a folder in fp8 in bfloat16."""
     reader = HfReader(folder)
     yield from ((name, reader.read(name)) for name in reader.names)
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the weights' names and bytes."""
     found = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         found.update(name.encode())
@@ -206,7 +204,6 @@ class LocalModel:
         return not (self._paused or self._update_waits)
 
     def abort(self) -> None:
-        """Abort the calls in flight: they return their tokens so far."""
         self._abort_ticket = object()
         with self._gate:
             self._gate.notify_all()

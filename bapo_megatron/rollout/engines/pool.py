@@ -96,7 +96,6 @@ class EnginePool:
 
     @property
     def capacity(self) -> int:
-        """Most requests in flight at all engines together."""
         return len(self._slots) * self._max_in_flight
 
     @property
@@ -106,7 +105,6 @@ class EnginePool:
 
     @property
     def up(self) -> int:
-        """Number of engines that take requests."""
         return sum(slot.is_up for slot in self._slots)
 
     def check(self, minutes: float) -> None:

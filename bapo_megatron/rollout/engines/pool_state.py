@@ -87,7 +87,6 @@ class LoopLagClock:
         return self._late_s + max(0.0, time.monotonic() - self._due)
 
     def close(self) -> None:
-        """Stop the clock."""
         self._ticking.cancel()
 
     async def _tick(self) -> None:

@@ -1,8 +1,6 @@
 """Generation requests to inference engines: their dataset, seeds, stop tokens, and validation.
 
-Both engines validate a request before they send it, because an invalid token id can crash an engine. Used
-in ``commands/doctor/``, ``evaluation/``, ``rollout/engines/local_engine.py``, ``rollout/engines/sglang/`` and
-``rollout/sampler/``.
+Both engines validate a request before they send it, because an invalid token id can crash an engine.
 """
 
 from __future__ import annotations

@@ -205,7 +205,6 @@ class _DigestDiff:
         return diff
 
     def problem(self) -> str:
-        """The mismatch in words; empty if there is none."""
         parts = []
         if self.differing:
             parts.append(f"other values in {_some(self.differing)}")
@@ -215,7 +214,6 @@ class _DigestDiff:
 
 
 def _incomparable(digest: str, sent: SentDigests) -> str:
-    """Why an engine's digest cannot be compared; empty if it can."""
     if not isinstance(digest, TensorDigests):
         return "the engine reports no digests of single tensors"
     if len(digest.ranks) != len(sent.ranks):

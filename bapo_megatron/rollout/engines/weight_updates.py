@@ -223,7 +223,6 @@ class BroadcastUpdates(WeightUpdates):
         return sum(engine.broadcast_ranks for _, engine in self._gathered), is_joined
 
     async def join(self, group: BroadcastGroup) -> None:
-        """Join all engines to the sender's broadcast group."""
         # Leave first: a failed broadcast may have left a group of that name. All leave before one joins: a
         # server that waits for a lost one in a join answers nothing for minutes.
         limit_s = self._pool.update_s

@@ -62,7 +62,7 @@ class SamplerClient:
 
     The call is then repeated, but for the wake-up calls of colocated engines, which name no engine then, and
     ``submit``, whose future fails. RunStopped in a crash loop, StorageFailed if the process cannot be killed;
-    errors that it reports are raised here, as these or as ConfigError. Made by ``trainer/build.py``.
+    errors that it reports are raised here, as these or as ConfigError.
     """
 
     def __init__(self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S) -> None:
@@ -187,7 +187,6 @@ class SamplerClient:
         self._exit_code(10)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the process, and repeat the call on a restarted one if it dies meanwhile."""
         while True:
             try:
                 return self._exchange(method, *arguments)
@@ -220,7 +219,6 @@ class SamplerClient:
         raise _ERRORS.get(name, RunStopped)(text)
 
     def _restart(self, why: str) -> None:
-        """Restart the process with its last weights, with backoff. RunStopped in a crash loop."""
         while True:
             self._deaths += 1
             self._on_event({"kind": "sampler_died", "reason": why, "deaths": self._deaths})
@@ -253,7 +251,6 @@ class SamplerClient:
         return kill_reason or death(code)
 
     def _exit_code(self, limit_s: float) -> int | None:
-        """The exit code of the process, which is killed after ``limit_s``; None if it cannot be killed."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(limit_s)
         self._process.kill()
@@ -277,7 +274,7 @@ class HeartbeatWatchdog:
     A context manager, with a thread: a process that is stopped, or hangs, does not close its pipe, and a
     reader without a timeout would wait for ever. Reads and writes of ``pipe`` fail after the kill, also if
     the process cannot be killed. Time is counted in many waits: if both processes are stopped for hours (a
-    suspended job), that counts as one wait. Made by ``SamplerClient`` around each call.
+    suspended job), that counts as one wait.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, limit_s: float) -> None:
@@ -289,7 +286,6 @@ class HeartbeatWatchdog:
         """Why the process was killed; None if it was not."""
 
     def beat(self) -> None:
-        """Note a heartbeat of the process."""
         self._waits = 0
 
     def __enter__(self) -> Self:

@@ -53,8 +53,7 @@ class AdmissionController:
     nothing during training. After a resume more may be outstanding, opened under newer weights than those
     that the engines have now: then only as many may sample, the oldest. Nothing before ``open``.
 
-    Synchronous. The loop asks it before it opens groups, the dispatcher before it sends a request. Made by
-    ``GroupSampler``.
+    Synchronous. The loop asks it before it opens groups, the dispatcher before it sends a request.
     """
 
     def __init__(self, config: RolloutConfig, sampler_state: SamplerState) -> None:
@@ -78,7 +77,6 @@ class AdmissionController:
         self._trainer_step = step
 
     def trainer_asks(self, step: int) -> None:
-        """Note that the trainer asks for the groups of ``step``."""
         self._asked_step = step
 
     @property
@@ -88,7 +86,6 @@ class AdmissionController:
 
     @property
     def trainer_waits(self) -> bool:
-        """Whether the trainer waits for the groups of its next step."""
         return self._trainer_step == self._state.weights_step
 
     @property
@@ -99,12 +96,10 @@ class AdmissionController:
 
     @property
     def may_sample(self) -> bool:
-        """Whether any token may be sampled now."""
         return self._is_open and (self._config.overlap or self.trainer_waits) and self._steps_ahead >= 0
 
     @property
     def room(self) -> int:
-        """Number of groups that may be opened now."""
         if not self.may_sample:
             return 0
         replaced = (self._config.max_oversampling - 1) * self._config.prompts_per_step
@@ -142,8 +137,7 @@ class Dispatcher:
 
     In the sampler's event loop: ``SamplerLoop`` adds responses, lets it ``send``, and takes the results,
     which count only when they are in the write-ahead log. A request that fails with its engine is queued
-    again; a malformed one, or one that may have lost engine after engine, is a refusal of its group. Made by
-    ``GroupSampler``.
+    again; a malformed one, or one that may have lost engine after engine, is a refusal of its group.
     """
 
     def __init__(
@@ -228,7 +222,6 @@ class Dispatcher:
         self._parked.clear()
 
     def cancel_group(self, number: int) -> None:
-        """Cancel the requests of a group."""
         for sample in range(self._group_size):
             self._losses.pop((number, sample), None)
             self._cached.pop((number, sample), None)
@@ -269,7 +262,6 @@ class Dispatcher:
         return False
 
     def _release(self, slot: EngineSlot, _task: asyncio.Task[None]) -> None:
-        """Free the request's reserved place at its engine."""
         slot.load -= 1
         self._pool.changed.set()
 
@@ -280,7 +272,6 @@ class Dispatcher:
             await asyncio.wait(self._running.values(), timeout=limit_s)
 
     def cancel(self) -> None:
-        """Cancel all requests in flight."""
         for task in self._running.values():
             task.cancel()
 
@@ -333,5 +324,4 @@ class Dispatcher:
         return self._samplings[self._dataset.prompts[group.index].source]
 
     def _is_known(self, version: int) -> bool:
-        """Whether engines were given weights of this ``version``."""
         return version == self._next_version or self._state.step_of(version) is not None

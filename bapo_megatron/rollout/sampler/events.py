@@ -34,10 +34,7 @@ _NO_ORDER = ("model.", "rollout.", "environment.")
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of a response: an engine's answer to one request, with its place in the response.
-
-    Made by ``Dispatcher``.
-    """
+    """A segment of a response: an engine's answer to one request, with its place in the response."""
 
     group: OpenGroup
     sample: int
@@ -51,10 +48,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Given:
-    """What a response was given: its environment's answer to a turn, with its place in the response.
-
-    Made by ``Stepper``.
-    """
+    """What a response was given: its environment's answer to a turn, with its place in the response."""
 
     group: OpenGroup
     sample: int
@@ -164,7 +158,7 @@ def weights_loaded(version: int, step: int) -> Record:
 class JournalStart(NamedTuple):
     """The first records of a journal, and the event that reports them.
 
-    Plain data: ``GroupSampler`` commits and reports them. Made by ``journal_start`` for ``GroupSampler``.
+    Plain data: ``GroupSampler`` commits and reports them.
     """
 
     state: Record
@@ -222,7 +216,6 @@ def _told_again(again: list[tuple[int, int, int]] | None) -> str:
 
 
 def _other_order(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    """The changed settings that change the order of prompts, in words; empty if there are none."""
     return ", ".join(
         f"{name} is {ours.get(name)}, and was {theirs.get(name)}"
         for name in sorted(ours.keys() | theirs.keys())

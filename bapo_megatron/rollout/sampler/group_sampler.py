@@ -150,7 +150,6 @@ class GroupSampler:
         return path
 
     def check_engines(self) -> None:
-        """Raise EnginesGone if no engine has worked for ``lost_minutes``."""
         self._pool.check(self._rollout.engine_config.lost_minutes)
 
     async def load_weights(self, folder: Path, version: int, step: int) -> None:
@@ -200,7 +199,7 @@ class GroupSampler:
 class BatchBuilder:
     """The builder of a step's batch: the finished groups that were opened first, but for those to be dropped.
 
-    Made by ``GroupSampler``: ``choose``, then ``write``, between two commits of the sampler's loop.
+    ``choose``, then ``write``, between two commits of the sampler's loop.
     """
 
     def __init__(

@@ -58,8 +58,6 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class _Item:
-    """One response to sample: a problem of a suite, and the index of the sample."""
-
     suite: Suite
     problem: int
     """Position of the problem in its suite."""
@@ -69,8 +67,7 @@ class _Item:
 class HeldOut:
     """The held-out evaluations of a run, in the sampler's event loop, one at a time.
 
-    For a step: ``expect`` before its weights are loaded, ``begin`` after that, then poll ``responses``. Made
-    in ``process.py``, called by ``Service``.
+    For a step: ``expect`` before its weights are loaded, ``begin`` after that, then poll ``responses``.
     """
 
     def __init__(
@@ -116,7 +113,6 @@ class HeldOut:
         self._delete(lambda step: step >= first_step)
 
     def delete(self, last: int) -> None:
-        """Delete the results of the steps up to ``last``."""
         self._delete(lambda step: step <= last)
 
     def _delete(self, is_old: Callable[[int], bool]) -> None:
@@ -141,7 +137,6 @@ class HeldOut:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an evaluation runs or is prepared."""
         return self._step is not None
 
     async def responses(self, step: int, wait_s: float) -> Path | None:
@@ -157,7 +152,6 @@ class HeldOut:
         return path if path.exists() else None
 
     def close(self) -> None:
-        """Cancel the running evaluation."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -235,7 +229,6 @@ class HeldOut:
         )
 
     async def _scored(self, item: _Item, response: Response) -> Row:
-        """The row of a response in the file, with its score."""
         prompt, programs = item.suite.prompts[item.problem], self._programs[item.suite.name]
         ids = [response.so_far.token_ids_R, response.last_turn_R]
         text, last = await asyncio.to_thread(self._dataset.texts, ids)
@@ -260,7 +253,7 @@ class RoundBarrier:
 
     For an engine whose last bits depend on its batch (``EngineBackend.rounds``), in an environment: steps
     take as long as they take, so without it each evaluation would form other batches. A round begins when
-    every member waits for it, or has left. Made by ``HeldOut``.
+    every member waits for it, or has left.
     """
 
     def __init__(self, members: int) -> None:
@@ -268,7 +261,6 @@ class RoundBarrier:
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     async def meet(self, member: int) -> None:
-        """Wait for the next round."""
         loop = asyncio.get_running_loop()
         self._waiting[member] = future = loop.create_future()
         loop.call_soon(self._begin_if_all_wait)  # not at once: the last to come would not wait, and go first

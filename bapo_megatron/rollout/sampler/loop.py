@@ -100,7 +100,6 @@ class SamplerLoop:
         self._task = asyncio.create_task(self._run())
 
     def post(self, event: Record) -> None:
-        """Queue an event for the next commit."""
         self._events.append(event)
         self._changed.set()
 
@@ -235,7 +234,6 @@ class SamplerLoop:
             self._admission.open()
 
     def _act_on(self, event: Record) -> None:
-        """The side effects of an applied event: sample a new group, cancel the work of a dropped one."""
         if event.kind == "dropped":
             self._cancel(event.fields["number"])
             self._dropping.discard(event.fields["number"])
@@ -274,13 +272,11 @@ class SamplerLoop:
         self._score_if_complete(group)
 
     def _continue(self, group: OpenGroup, sample: int) -> None:
-        """Give a response to the dispatcher or to the stepper, whichever it needs next."""
         self._dispatcher.add(group, sample)
         if self._stepper:
             self._stepper.add(group, sample)
 
     def _score_if_complete(self, group: OpenGroup) -> None:
-        """Begin to score a group if all of its responses are finished."""
         if group.is_complete and self._is_open(group):
             self._begin_scoring(group)
 
@@ -315,7 +311,6 @@ class SamplerLoop:
             self._drop(group, why)
 
     async def _retry(self) -> None:
-        """Score waiting groups again, now and then, while there are some."""
         while self._failed_scores.is_waiting:
             await asyncio.sleep(RETRY_S)
             self._score_again()
@@ -327,7 +322,6 @@ class SamplerLoop:
             self._begin_scoring(group, is_last_try)
 
     def _why_useless(self, rewards: Sequence[float | None]) -> str | None:
-        """Why a group with these rewards is dropped; None if it is not."""
         found = [reward for reward in rewards if reward is not None]
         if len(found) < min(2, len(rewards)):
             return "failed"
@@ -349,7 +343,6 @@ class SamplerLoop:
         return True
 
     def _cancel(self, number: int) -> None:
-        """Cancel the requests, the steps and the scoring of a group."""
         self._dispatcher.cancel_group(number)
         if self._stepper:
             self._stepper.cancel_group(number)

@@ -58,10 +58,7 @@ _BEAT_S = 5.0
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of the process: settings, dataset, and the engines' addresses or device. Plain data.
-
-    Made by ``trainer/build.py``, sent by ``SamplerClient``.
-    """
+    """The arguments of the process: settings, dataset, and the engines' addresses or device. Plain data."""
 
     config: RunConfig
     problems: PromptSet
@@ -91,8 +88,7 @@ death of this process: the engines' state is unknown then."""
 class Service:
     """The RPC service: the methods that the trainer calls through the pipe, one at a time.
 
-    ``answer`` returns a reply also for the errors that the trainer must see; any other ends the process. Made
-    in the sampler's process.
+    ``answer`` returns a reply also for the errors that the trainer must see; any other ends the process.
     """
 
     def __init__(
@@ -333,7 +329,6 @@ async def _open(
 
 
 async def _open_teacher(config: RunConfig, dataset: Dataset, opened: AsyncExitStack) -> Teacher | None:
-    """The teacher of a distillation. ConfigError or RunStopped, as of ``Teacher.open``."""
     distillation = config.algorithm.distillation
     if not distillation.enabled:
         return None
@@ -345,7 +340,6 @@ async def _open_teacher(config: RunConfig, dataset: Dataset, opened: AsyncExitSt
 
 
 def _record_event(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:
-    """Queue an event for the next reply, and print it at once."""
     events.append({"kind": kind, **fields})
     shown = {name: f"\n{text}" if "\n" in (text := str(value)) else text for name, value in fields.items()}
     text = ", ".join(f"{name}={value}" for name, value in shown.items())

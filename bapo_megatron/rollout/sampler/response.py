@@ -64,10 +64,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """An environment's answer to a turn: the tokens that the model is given, or the end of the response.
-
-    Made by ``TurnTaker``, and again from its record in the write-ahead log.
-    """
+    """An environment's answer to a turn: the tokens that the model is given, or the end of the response."""
 
     token_ids_R: np.ndarray
     """int32; none if the response ends."""
@@ -283,12 +280,10 @@ def restarted(response: Response) -> Response:
 
 
 def _turn_ended(episode: Episode, tokens: int, reason: SegmentEnd) -> Episode:
-    """The episode after the end of a turn of the model, or of the response, at ``tokens`` tokens."""
     return replace(episode, turns=(*episode.turns, (tokens, None)), is_waiting=reason == TURN)
 
 
 def _answered(episode: Episode, tokens: int, answer: Answer) -> Episode:
-    """The episode after its environment's answer, which brings the response to ``tokens`` tokens."""
     count = len(answer.token_ids_R)
     metrics = dict(episode.metrics)
     for name, value in answer.metrics.items():
@@ -348,7 +343,6 @@ def _joined(response: Response, more: ResponseTokens) -> ResponseTokens:
 
 
 def _counts(versions_R: np.ndarray) -> dict[int, int]:
-    """Number of tokens by version."""
     first = versions_R[:1]
     if (versions_R == first).all():  # the common case, several times as fast
         return dict.fromkeys(first.tolist(), len(versions_R))

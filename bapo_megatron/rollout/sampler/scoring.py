@@ -1,7 +1,6 @@
 """Scoring of complete groups: decode the responses, compute their rewards, notice an outage of the scores.
 
-``SamplerLoop`` scores a group as soon as its last response is complete, beside the sampling of others. Used
-in ``evaluation/`` and this folder.
+``SamplerLoop`` scores a group as soon as its last response is complete, beside the sampling of others.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class RobustScorer:
 
 
 class GroupScorer:
-    """The scorer of a complete group: decodes its responses, then scores all at once.
-
-    Made by ``GroupSampler``, called by ``SamplerLoop``.
-    """
+    """The scorer of a complete group: decodes its responses, then scores all at once."""
 
     def __init__(self, dataset: Dataset, scorer: Scorer, reward: RewardConfig) -> None:
         self._dataset, self._scorer, self._reward = dataset, scorer, reward
@@ -139,7 +135,7 @@ class FailedScores:
     comes counts. Where none succeeds: in the first step of a run ConfigError, before any update, once a whole
     step's groups wait; later RunStopped after ``outage_minutes``, in which they are tried again and again.
     The journal keeps them without rewards, and a resumed run scores them again. Fewer groups than an outage
-    has are tried once more, and then dropped; so are the first ones of an outage. Made by ``SamplerLoop``.
+    has are tried once more, and then dropped; so are the first ones of an outage.
     """
 
     def __init__(self, groups_per_step: int, outage_minutes: float, report: Report) -> None:
@@ -161,11 +157,9 @@ class FailedScores:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether groups wait for a score."""
         return bool(self._waiting)
 
     def forget(self, number: int) -> None:
-        """Forget a group that is dropped."""
         self._waiting.pop(number, None)
 
     def passes(self, group: OpenGroup, results: list[RewardResult], is_last_try: bool, now_s: float) -> bool:

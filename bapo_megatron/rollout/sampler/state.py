@@ -102,7 +102,6 @@ class OpenGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all responses are complete."""
         return all(response.is_complete for response in self.responses)
 
     @property
@@ -137,7 +136,7 @@ class SamplerState:
     """The state of the sampler: a pure function of the records of the write-ahead log.
 
     Only ``apply`` changes it. ConfigError if the log was written under another ``identity`` or in a newer
-    format. Made by ``GroupSampler``.
+    format.
     """
 
     def __init__(
@@ -223,7 +222,6 @@ class SamplerState:
 
     @property
     def outstanding_tokens(self) -> int:
-        """Number of tokens of the outstanding groups."""
         of_open = sum(group.tokens for group in self.open.values())
         return of_open + sum(group.tokens for group in self.finished.values())
 
@@ -389,7 +387,6 @@ class SamplerState:
             self._first_step_of = {one: self._first_step_of[one] for one in self._step_of}
 
     def _is_in_environment(self, source: str) -> bool:
-        """Whether the prompts of a source have an environment."""
         named = self._identity.get(ENVIRONMENT)
         return (named.get(source) if isinstance(named, dict) else named) is not None
 
@@ -402,5 +399,4 @@ class SamplerState:
         return self.open[number]
 
     def _take(self, number: int) -> OpenGroup | FinishedGroup | None:
-        """Remove and return the group of this number; None if it is not outstanding."""
         return self.open.pop(number, None) or self.finished.pop(number, None)

@@ -161,7 +161,6 @@ def _values(
 
 @contextmanager
 def _opened(directory: Path, step: int) -> Iterator[tuple[BinaryIO, Any]]:
-    """The open file of ``step``, and its arrays."""
     path = step_path(directory, step)
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
@@ -179,7 +178,7 @@ class StepFiles:
     """The step files in ``folder``: recovery at a start, and deletion. Blocking.
 
     A damaged or lost file, and all later ones, are renamed to ``*.lost``, and an event says so. ConfigError
-    or FailingDiskError where the disk gives no right to read, or fails. Made by ``GroupSampler``.
+    or FailingDiskError where the disk gives no right to read, or fails.
     """
 
     def __init__(self, folder: Path, report: Report) -> None:
@@ -247,7 +246,7 @@ class ReplaySampler:
     """A ``Sampler`` that serves the stored batches of another run (``config.rollout.replay``).
 
     It has no engines, and never waits. ConfigError if there is no journal, or a step's file is missing or
-    damaged. Made by ``trainer/build.py``.
+    damaged.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -259,7 +258,6 @@ class ReplaySampler:
         """Do nothing: a step's number names its file."""
 
     def next_batch(self, step: int, wait_s: float) -> StepHeader:
-        """The header of the batch that the other run trained on in ``step``."""
         return read_header(self._directory, step)
 
     def evaluated(self, step: int, wait_s: float) -> None:
@@ -282,10 +280,7 @@ class ReplaySampler:
 def _write_routes(
     directory: Path, step: int, batch: StepBatch
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Write the routes of a step; returns their header, and the arrays of their checksums. None: nothing.
-
-    The routes of a response that has none are unknown.
-    """
+    """Write the routes of a step; returns their header, and the arrays of their checksums. None: nothing."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     known = [rollout.routes_R for rollout in rollouts if rollout.routes_R is not None]
     if not known:
@@ -303,7 +298,6 @@ def _write_routes(
 
 
 def _arrays(batch: StepBatch, numbers: Sequence[int], more: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The arrays of a step file. ``more``: further entries of its header."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     groups = [_group_header(group) for group in batch.groups]
     header = {"metrics": batch.metrics, "numbers": list(numbers), "groups": groups, **more}

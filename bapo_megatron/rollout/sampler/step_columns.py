@@ -120,7 +120,7 @@ class StepColumns:
 
     A ``TrainingBatch``. Reads by offset, not through a memory map: a mapped file that is cut short, or whose
     server is gone, ends the process with SIGBUS and says nothing. Call ``close``. StorageFailed, on this rank
-    alone, if the file cannot be read. Made by ``trainer/flow_control.py``.
+    alone, if the file cannot be read.
     """
 
     def __init__(self, header: StepHeader, limit_s: float = VISIBLE_S) -> None:
@@ -175,7 +175,6 @@ class StepColumns:
         return ids_P, tokens
 
     def close(self) -> None:
-        """Close the file."""
         if self._opened:
             self._opened.close()
 
@@ -184,7 +183,6 @@ class StepColumns:
         return f"{self._header.file.path.absolute()} on {socket.gethostname()}"
 
     def _open_problem(self) -> str | None:
-        """Open the file; why it cannot be taken, None if it is open."""
         known = self._header.file
         try:
             file = known.path.open("rb", buffering=0)

@@ -18,7 +18,7 @@ from bapo_megatron.rollout.sampler.turns import Environments, TurnTaker, turn_ta
 
 
 class Restart(NamedTuple):
-    """A response that must begin again, and why. Made by ``Stepper``."""
+    """A response that must begin again, and why."""
 
     group: OpenGroup
     sample: int
@@ -29,7 +29,7 @@ class Stepper:
     """The scheduler of steps: asks the environment of each response that waits for it; collects answers.
 
     In the sampler's event loop, as the dispatcher is: ``SamplerLoop`` adds responses and takes the answers,
-    which count only when they are in the write-ahead log. Made by ``GroupSampler``.
+    which count only when they are in the write-ahead log.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class Stepper:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step runs, or a result is not taken yet."""
         return bool(self._running or self.has_results)
 
     @property
@@ -85,7 +84,6 @@ class Stepper:
             self._forget(key)
 
     def cancel_group(self, number: int) -> None:
-        """Cancel the steps of a group, and release its environments."""
         for sample in range(self._group_size):
             if task := self._running.pop((number, sample), None):
                 task.cancel()

@@ -42,7 +42,7 @@ class Teacher:
     """Client of the teacher's servers, async: ``open``, ``log_probs`` any number at once, ``close``.
 
     A response goes to the server with the fewest; where that fails to the others, and the last of them is
-    asked again until ``give_up_s``. Made by the sampler's process, called by ``SamplerLoop``.
+    asked again until ``give_up_s``.
     """
 
     def __init__(self, config: DistillationConfig, longest: int) -> None:
@@ -139,15 +139,11 @@ class Teacher:
         return self._servers[place].has_failed, self._load[place]
 
     async def close(self) -> None:
-        """Close the connections."""
         await asyncio.gather(*(client.close() for client in (*self._servers, *self._tokenizers)))
 
 
 class GroupTeacher:
-    """The teacher of complete groups: asks for all responses of one at once.
-
-    Made by ``GroupSampler``, called by ``SamplerLoop``.
-    """
+    """The teacher of complete groups: asks for all responses of one at once."""
 
     def __init__(self, dataset: Dataset, teacher: Teacher) -> None:
         self._dataset, self._teacher = dataset, teacher

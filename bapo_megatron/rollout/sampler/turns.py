@@ -63,10 +63,7 @@ class GivesTokens(Protocol):
 
 @dataclass(frozen=True)
 class Stepping:
-    """The parts of an environment: they take steps, make answers tokens, and report failures.
-
-    Made by ``open_environment``.
-    """
+    """The parts of an environment: they take steps, make answers tokens, and report failures."""
 
     steps: Steps
     template: GivesTokens
@@ -98,10 +95,7 @@ def turn_takers(
 
 
 class TurnTaker:
-    """The way from a turn of the model to what it is given next, for training and evaluations.
-
-    Made by ``turn_takers`` for ``Stepper`` and ``HeldOut``, and by `bapo eval`.
-    """
+    """The way from a turn of the model to what it is given next, for training and evaluations."""
 
     def __init__(self, stepping: Stepping, dataset: Dataset, max_response_tokens: int) -> None:
         self._stepping, self._dataset = stepping, dataset
@@ -171,7 +165,6 @@ class TurnTaker:
         return f"{THINKING}{text}" if opened and THOUGHT not in text else text
 
     def _turns(self, prompt: Prompt, response: Response) -> list[Turn]:
-        """The turns of a response so far."""
         ids, start, found = response.so_far.token_ids_R, 0, []
         for end, text in response.episode.turns:
             if text is None:
@@ -183,7 +176,6 @@ class TurnTaker:
 
 
 def _end(reason: FinishReason, result: StepResult) -> Answer:
-    """The answer that ends a response."""
     return Answer(
         np.zeros(0, np.int32),
         finish_reason=reason,

@@ -75,8 +75,7 @@ class WriteAheadLog:
     """A log of the sampler's events, open for appending by one process.
 
     ``write`` is durable when it returns; a kill leaves all of its records or none. Opening a file reads it,
-    and truncates the torn tail that a kill has left. Disk errors are OSErrors. Made by ``SegmentJournal``,
-    one for each file.
+    and truncates the torn tail that a kill has left. Disk errors are OSErrors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +106,6 @@ class WriteAheadLog:
         self.size += appended
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -169,7 +167,6 @@ def _whole_end(path: Path) -> int:
 
 
 def _next_record(content: mmap.mmap, start: int) -> int:
-    """The offset of the first whole record from ``start`` on, or the end of the file."""
     at = content.find(_MAGIC, start)
     while at >= 0:
         if _record_at(content, at)[0] is not None:
@@ -209,7 +206,7 @@ class SegmentJournal:
     """The write-ahead logs in ``folder``, with a lock on it. ConfigError if another process writes there.
 
     In order: ``replay``, then ``rotate``, then any number of ``commit``s. Calls block until the disk has the
-    data; RunStopped if it fails. Made by ``GroupSampler``.
+    data; RunStopped if it fails.
     """
 
     def __init__(self, folder: Path, old: OldFiles | None = None) -> None:
@@ -252,7 +249,6 @@ class SegmentJournal:
 
     @property
     def is_full(self) -> bool:
-        """Whether the current log has reached the rotation size."""
         return self._log is not None and self._log.size >= FILE_BYTES
 
     def commit(self, records: Sequence[Record]) -> None:
@@ -277,7 +273,6 @@ class SegmentJournal:
             self._groups.pop(path, None)
 
     def close(self) -> None:
-        """Release the files and the lock."""
         if self._log is not None:
             self._log.close()
         self._lock.close()
@@ -289,7 +284,6 @@ class SegmentJournal:
 
 
 def _group_numbers(record: Record) -> Iterable[int]:
-    """The numbers of the groups that a record is about; none for a step's batch."""
     fields = record.fields
     if record.kind in ("segments", "given"):
         return {part[0] for part in fields["parts"]}
@@ -299,7 +293,6 @@ def _group_numbers(record: Record) -> Iterable[int]:
 
 
 def _locked(path: Path) -> BinaryIO:
-    """Lock the file exclusively; closing it releases the lock. ConfigError if another process holds it."""
     file = open_lock(path)
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:

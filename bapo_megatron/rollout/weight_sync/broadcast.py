@@ -271,7 +271,6 @@ class WeightBroadcast:
         raise BroadcastError("; ".join(f"{name}: {_outcome(part)}" for name, part in parts.items()))
 
     def _drop_group(self) -> Future[None] | None:
-        """Begin to close the process group, if there is one."""
         group, self._group = self._group, None
         self._buckets.release()  # never reused: a broadcast that hangs still reads from them
         return None if group is None else group.close()
@@ -336,7 +335,6 @@ class BroadcastSync:
         version: int,
         step: int,
     ) -> str | None:
-        """Try to broadcast the weights; returns why it failed, or None."""
         try:
             ranks, are_joined = engines.submit("gather").result()
             if not ranks:

@@ -26,7 +26,6 @@ import io
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -52,13 +51,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_FAILURES = 2
-"""Consecutive failed IPC transfers after which an engine gets its weights by disk for a while."""
-
-_PAUSE = 20
-"""Hand-overs by disk until IPC is tried again with such an engine."""
-
-
 _Reader = tuple[str, int]
 """A reader of this process's memory: an engine's name, and one of its tensor-parallel ranks."""
 
@@ -68,8 +60,7 @@ class IpcSync:
 
     ``push`` only announces them. In the GPU hand-over (``trainer/gpu_handover.py``) ``hand_over`` transfers
     them and names the engines that have them (the caller ends the others); then ``write`` sends them by disk
-    to the engines without. These three are collective. A failed transfer is an event, no error; an engine
-    that fails twice in a row gets its weights by disk for a while.
+    to the engines without. These three are collective. A failed transfer is an event, no error.
     """
 
     def __init__(
@@ -90,9 +81,6 @@ class IpcSync:
             remove_leftovers()
         empty = partial(shareable, device=device)
         self._buckets = Buckets(int(bucket_mb * 2**20), device, empty)
-        self._failures = Counter[str]()
-        """Consecutive failed transfers of each engine; negative: hand-overs until IPC is tried again. Equal
-        on all ranks."""
         self._step = 0
 
     @classmethod
@@ -118,27 +106,14 @@ class IpcSync:
         """Fallback: write the weights to disk, and have the engines load them from there."""
         self._disk.push(policy, self._step)
 
-    def takers(self, names: Sequence[str]) -> list[str]:
-        """The engines that take part in the IPC transfer: all but those that failed too often. Local."""
-        return [name for name in names if self._failures[name] >= 0]
-
     def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
         """Transfer the weights to sleeping engines; returns the names of those that have them, on every rank.
         They do not sample yet. The others must be ended."""
         try:
-            taken = self._hand_over(policy, names)
+            return self._hand_over(policy, names)
         except Exception as error:  # of any kind: the fallback is the disk
-            taken = []
             self._record_event({"kind": "handover_failed", "version": policy.version, "reason": str(error)})
-        for name in self._failures:
-            self._failures[name] += self._failures[name] < 0
-        for name in names:
-            self._failures[name] = 0 if name in taken else self._failures[name] + 1
-            if self._failures[name] == _MOST_FAILURES:
-                self._failures[name] = -_PAUSE
-                reason = "its weights are sent by disk for a while"
-                self._record_event({"kind": "handover_given_up", "engine": name, "reason": reason})
-        return taken
+            return []
 
     def _hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
         going = self._call_engines(lambda engines: engines.update("begin", policy.version, names))

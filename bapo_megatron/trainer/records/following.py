@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from bapo_megatron.runtime.event_kinds import ENDS, last_turn
-from bapo_megatron.runtime.jsonl_log import append_event, parse_row, tail_rows
+from bapo_megatron.runtime.jsonl_log import append_event, parse_row, rows_from_end
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.trackers import (
     TRACKERS,
@@ -84,7 +84,6 @@ class _Tail:
         self._path, self._is_evaluation, self._offset = path, is_evaluation, 0
 
     def end(self) -> int:
-        """The present size of the file."""
         return self._path.stat().st_size
 
     def rows(self, end: int) -> Iterator[TrackedRow]:
@@ -160,7 +159,7 @@ class Follower:
 
     def _end(self) -> RunEnd:
         """How the run has ended: it records its end before it ends these processes."""
-        last = last_turn(tail_rows(self._paths.events))
+        last = last_turn(rows_from_end(self._paths.events))
         return cast("RunEnd", last) if last in ENDS else "killed"
 
     def _write_all(self, tracker: Tracker) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -33,8 +32,6 @@ _BOARDS = "the boards' data"
 
 Report = Callable[..., None]
 """Records an event: its kind and, by name, its fields; one of them is the `message`."""
-
-_ThreadHook = Callable[[threading.ExceptHookArgs], object]
 
 
 def evaluation_means(run_dir: Path) -> dict[int, float | None]:
@@ -58,8 +55,7 @@ class MetricsLog:
     """The metrics log of one run, on rank 0. Steps count from 1. RunStopped if the disk does not take a line.
 
     ``resume_step``: the last step to keep; 0 for a new run. Opening the log drops the lines of later steps:
-    the resumed run makes those steps again. ``report`` records the events of trackers. Made
-    by ``Recorder``, or by ``RolloutRecord`` in a rollout-only run.
+    the resumed run makes those steps again. ``report`` records the events of trackers.
     """
 
     def __init__(self, paths: RunPaths, logging: LoggingConfig, resume_step: int, report: Report) -> None:
@@ -108,7 +104,6 @@ class MetricsLog:
         self._updates.append({"step": step, **metrics})
 
     def close(self) -> None:
-        """Flush and release everything."""
         self._steps.close()
         self._updates.close()
         self._evaluations.close()
@@ -122,18 +117,7 @@ def _tensorboard_writer(folder: Path, resume_step: int) -> Any:
     # Imported here because it takes seconds.
     from torch.utils.tensorboard import SummaryWriter
 
-    threading.excepthook = _without_tensorboards(threading.excepthook)
     return SummaryWriter(str(folder), purge_step=resume_step + 1)  # type: ignore[no-untyped-call]
-
-
-def _without_tensorboards(hook: _ThreadHook) -> _ThreadHook:
-    """Exception hook of threads that leaves out TensorBoard's: its error is raised by the next write."""
-
-    def report(error: threading.ExceptHookArgs) -> None:
-        if not type(error.thread).__module__.startswith("tensorboard."):
-            hook(error)
-
-    return report
 
 
 PREEMPTED_S = 10.0
@@ -142,7 +126,7 @@ may kill it soon, and its exit code is lost."""
 
 
 class Boards:
-    """The processes of a run's trackers, one each (``following.py``). Made by ``MetricsLog``, on rank 0.
+    """The processes of a run's trackers, one each (``following.py``).
 
     ``check`` reports a process that has ended before the run. ``close`` waits at most ``catch_up_s`` until
     the trackers have all rows, and ends the processes.

@@ -1,4 +1,4 @@
-"""The progress display of a run: live in a terminal, one plain line a step in a log file.
+"""The progress of a run on its standard output: one plain line a step.
 
 On rank 0, through ``Recorder``. It shows metrics, and reads none from disk.
 """
@@ -12,104 +12,32 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
 from bapo_megatron.types import Metrics
 
 _ETA_STEPS = 10
 """Step times in the mean behind the remaining time: enough to be steady, few enough to follow a change."""
-_SPARK_STEPS = 10
-_SPARKS = "▁▂▃▄▅▆▇█"
 _ABSENT = "-"
 
 
 class Progress:
-    """Progress display of a run on a stream, on rank 0; ``close`` releases the terminal.
+    """Progress lines of a run on a stream, on rank 0; ``stream`` None: standard output."""
 
-    Steps count from 1; ``first_step`` is this process's first. ``stream`` None: standard output.
-    """
-
-    def __init__(self, total_steps: int, first_step: int, stream: TextIO | None = None) -> None:
-        stream = stream or sys.stdout
-        self._total_steps = total_steps
+    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+        self._total_steps, self._stream = total_steps, stream or sys.stdout
         self._times_s: deque[float] = deque(maxlen=_ETA_STEPS)
-        # Asked of the stream, not of rich: rich takes FORCE_COLOR, which CI sets, for a terminal.
-        self._view: _LiveView | _LineView = (
-            _LiveView(total_steps, first_step, stream) if stream.isatty() else _LineView(total_steps, stream)
-        )
 
     def update(self, step: int, metrics: Metrics) -> None:
-        """Show a finished step."""
         step_s = metrics.get("time/step_s")
         if step_s is not None:
             self._times_s.append(step_s)
-        self._view.show(step, metrics, self.remaining_s(step))
+        line = plain_line(step, self._total_steps, metrics, self.remaining_s(step))
+        print(line, file=self._stream, flush=True)
 
     def remaining_s(self, step: int) -> float | None:
         """Seconds left after ``step``, from the mean of the last step times; None before the first."""
         if not self._times_s:
             return None
         return (self._total_steps - step) * sum(self._times_s) / len(self._times_s)
-
-    def close(self) -> None:
-        """Leave the last state on the screen and release the terminal."""
-        self._view.close()
-
-
-class _LineView:
-    """The display for logs: one line a step, with columns of fixed width."""
-
-    def __init__(self, total_steps: int, stream: TextIO) -> None:
-        self._total_steps = total_steps
-        self._stream = stream
-
-    def show(self, step: int, metrics: Metrics, remaining_s: float | None) -> None:
-        print(plain_line(step, self._total_steps, metrics, remaining_s), file=self._stream, flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-class _LiveView:
-    """The display for terminals: two rows that stay at the bottom, below all other output."""
-
-    def __init__(self, total_steps: int, first_step: int, stream: TextIO) -> None:
-        self._total_steps = total_steps
-        self._rewards: deque[float] = deque(maxlen=_SPARK_STEPS)
-        # No refresh thread: the run forks its reward workers, and a fork beside a thread can hang.
-        self._live = Live(console=Console(file=stream), auto_refresh=False)
-        self._live.start()
-        self._draw(Text(f"step {first_step}/{total_steps} is under way", style="dim"), first_step - 1, "")
-
-    def show(self, step: int, metrics: Metrics, remaining_s: float | None) -> None:
-        reward = metrics.get("reward/mean")
-        if reward is not None:
-            self._rewards.append(reward)
-        self._draw(self._values(metrics), step, _pace(metrics, remaining_s))
-
-    def close(self) -> None:
-        self._live.stop()
-
-    def _draw(self, values: RenderableType, step: int, pace: str) -> None:
-        top = Table.grid(padding=(0, 2))
-        bar = ProgressBar(self._total_steps, completed=step, width=20, complete_style="green")
-        top.add_row(Text(f"step {step}/{self._total_steps}", style="bold"), bar, Text(pace, style="dim"))
-        self._live.update(Group(top, values), refresh=True)
-
-    def _values(self, metrics: Metrics) -> Text:
-        row = Text(no_wrap=True, overflow="ellipsis")
-        for name, value in shown_values(metrics):
-            row.append(f"{name} ", style="dim").append(value, style="bold")
-            if name == "reward":
-                row.append(f" {sparkline(list(self._rewards))}", style="green")
-            row.append("  ")
-        for note in notes(metrics):
-            row.append(f"{note}  ", style="yellow")
-        return row
 
 
 def plain_line(step: int, total_steps: int, metrics: Metrics, remaining_s: float | None) -> str:
@@ -197,7 +125,7 @@ def evaluation_line(step: int, metrics: Metrics) -> str:
 
 
 def shown_values(metrics: Metrics) -> list[tuple[str, str]]:
-    """Names and values of both displays, at fixed widths."""
+    """Names and values of a step, at fixed widths."""
     low = _number(metrics, "bapo/clip_low", ".2f", 4)
     high = _number(metrics, "bapo/clip_high", ".2f", 4)
     return [
@@ -207,21 +135,6 @@ def shown_values(metrics: Metrics) -> list[tuple[str, str]]:
         ("clip", f"{low}..{high}"),
         ("contribution", _number(metrics, "bapo/contribution", ".3f", 6)),
     ]
-
-
-def sparkline(values: list[float]) -> str:
-    """A plot of ``values``, one character each, between their minimum and maximum."""
-    if not values:
-        return ""
-    low, high = min(values), max(values)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((value - low) * scale)] for value in values)
-
-
-def _pace(metrics: Metrics, remaining_s: float | None) -> str:
-    tokens = _number(metrics, "time/tokens_per_s", ",.0f", 0)
-    step_s = _number(metrics, "time/step_s", ".1f", 0)
-    return f"{tokens} tokens/s · {step_s} s/step · {_clock(remaining_s)} left"
 
 
 def _number(metrics: Metrics, name: str, style: str, width: int) -> str:

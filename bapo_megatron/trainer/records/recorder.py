@@ -1,9 +1,9 @@
 """Recorder of a run: metrics, events.jsonl, progress line; the clock and metrics of a step; the run's end.
 
-``Recorder`` is on rank 0 alone. If none of the first 16 stale updates, or of 64 later ones, has moved BAPO's
-bounds, it says once for such a stretch which fixed bounds the run equals in it. Around it are two context
-managers: ``sending_events`` outside, the life of the process that sends events (``runtime/event_sender.py``),
-and ``recorded_end`` inside, so that the end (done, preempted, stopped, failed) is sent, too.
+``Recorder`` is on rank 0 alone. If none of the first 16 stale updates of a start has moved BAPO's bounds, it
+says which fixed bounds the run equals in them. Around it are two context managers: ``sending_events``
+outside, the life of the process that sends events (``runtime/event_sender.py``), and ``recorded_end`` inside,
+so that the end (done, preempted, stopped, failed) is sent, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
@@ -28,7 +28,7 @@ from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.event_kinds import last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
 from bapo_megatron.runtime.files import others_may_write
-from bapo_megatron.runtime.jsonl_log import EventLog, Row, rows_from_end, tail_rows
+from bapo_megatron.runtime.jsonl_log import EventLog, rows_from_end
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress, evaluation_line
@@ -40,59 +40,33 @@ absent where nothing is searched."""
 MOVES = frozenset({MOVED, "bapo/moved_tokens"})
 """Metrics of stale updates alone: also the share of the tokens whose own search moved a bound."""
 
-_FIRST, _LATER = 16, 64
-"""Stale updates without a move after which the notice is given: two steps of the usual reuse (2 x 4) at a
-run's start, and eight later, where a search seldom moves before it does no more."""
-_MOST_ROWS = 4096
-"""Rows of updates.jsonl that a resume reads, 7 kB each. One with too few stale updates in them had moves."""
+_STALE_UPDATES = 16
+"""Stale updates of a start without a move after which the notice is given: two steps of the usual reuse."""
 
 
 class IdleSearch:
-    """Counter of the stale updates, whose ratios are not all 1, since a bound moved; a notice each stretch.
-
-    A resumed process takes up the count from the run's logs. Made by ``Recorder``, which asks it once a step.
-    """
+    """Counter of the stale updates, whose ratios are not all 1, in which no bound moved; one notice."""
 
     def __init__(self, bounds: BoundsConfig) -> None:
         self._bounds = bounds
-        self._stretch: list[tuple[int, float]] = []
-        """Step and contribution of each stale update of the stretch."""
-        self._has_moved = self._is_told = False
-
-    def resume(self, updates: Iterable[Row], events: Iterable[Row]) -> None:
-        """Take up the stretch that updates.jsonl ends with. Both are newest first, and read no further than
-        needed: a stretch of ``_LATER`` was told of when it was as long, in a run that has such an event.
-        """
-        moved_step = 0
-        for number, row in enumerate(updates, 1):
-            if row.get(MOVED) or number == _MOST_ROWS:
-                self._has_moved, moved_step = True, row["step"]
-                break
-            self._count(row["step"], row)
-            if len(self._stretch) == _LATER:
-                break
-        self._stretch.reverse()
-        told_step = next((row.get("step", 0) for row in events if row.get("kind") == "bounds_idle"), 0)
-        self._is_told = told_step > 0 and told_step >= moved_step
+        self._idle: list[tuple[int, float]] = []
+        """Step and contribution of each stale update so far."""
+        self._is_over = False
+        """Whether a bound has moved, or the notice was given."""
 
     def observe(self, step: int, updates: Sequence[Metrics]) -> str | None:
         """The notice after ``step``; None if there is none."""
-        for update in updates:
-            if update.get(MOVED):
-                self._has_moved, self._is_told, self._stretch = True, False, []
-            self._count(step, update)
-        if self._is_told or len(self._stretch) < (_LATER if self._has_moved else _FIRST):
+        self._is_over |= any(update.get(MOVED) for update in updates)
+        stale = [update for update in updates if update.get(MOVED) == 0]
+        self._idle += [(step, update.get("bapo/contribution") or 0.0) for update in stale]
+        if self._is_over or len(self._idle) < _STALE_UPDATES:
             return None
-        self._is_told = True
+        self._is_over = True
         return self._message()
 
-    def _count(self, step: int, update: Mapping[str, Any]) -> None:
-        if update.get(MOVED) == 0:
-            self._stretch.append((step, update.get("bapo/contribution") or 0.0))
-
     def _message(self) -> str:
-        bounds, steps = self._bounds, [step for step, _ in self._stretch]
-        share = sum(share for _, share in self._stretch) / len(steps)
+        bounds, steps = self._bounds, [step for step, _ in self._idle]
+        share = sum(share for _, share in self._idle) / len(steps)
         why = ""
         if math.isfinite(share) and share >= bounds.target:
             why = (
@@ -137,8 +111,7 @@ class Recorder:
         self._warned: set[str] = set()
         """Kinds of warnings that were printed."""
         self._idle_search = IdleSearch(config.algorithm.bounds)
-        self._idle_search.resume(rows_from_end(paths.updates), rows_from_end(paths.events))
-        self._progress = Progress(config.steps, first_step)
+        self._progress = Progress(config.steps)
         if not has_work:
             print(
                 f"{paths.root}: all {config.steps} steps are done; raise --steps to go on, or give another "
@@ -199,7 +172,6 @@ class Recorder:
         self._events.event("saving", step=step, stall_s=round(stall_s, 3))
 
     def checkpoint(self, saved: Saved) -> None:
-        """Record a complete checkpoint."""
         self._events.event(
             "checkpoint", step=saved.step, updates=saved.updates, seconds=round(saved.seconds, 3)
         )
@@ -216,12 +188,9 @@ class Recorder:
         return is_last and (path / "config.json").is_file()
 
     def event(self, event: dict[str, Any]) -> None:
-        """Record an event: its kind and its fields."""
         self._events.event(**event)
 
     def close(self) -> None:
-        """Flush and close all files and displays."""
-        self._progress.close()
         self._metrics.close()
         self._events.close()
 
@@ -321,7 +290,7 @@ def recorded_end(
         with suppress(RunStopped, OSError):  # a full disk must not hide the error that ended the run
             event(_end_event(error))
         raise
-    if has_work or last_turn(tail_rows(config.paths.events)) != "done":
+    if has_work or last_turn(rows_from_end(config.paths.events)) != "done":
         event({"kind": "done", "step": config.steps})
 
 

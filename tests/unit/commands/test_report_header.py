@@ -157,75 +157,24 @@ def test_two_suites_have_no_common_interval() -> None:
 def test_bounds_that_stay_at_their_starts_are_noted() -> None:
     [reward, search, method] = readings(run_of(balanced(), rounds=(0,) * 40))
     assert reward == "The reward went from 0.250 to 0.750."
-    assert search.startswith(
-        "A bound moved in no update: nearly always the target of 0.4 was met at 0.6 and 1.2"
+    assert search == (
+        "A bound moved in 0% of the updates: the run shows what clipping at 0.6 and 1.2 does, and hardly "
+        "anything of the search."
     )
-    assert search.endswith("and nothing of the search.")
     assert method.startswith("It does not show that this method is better than another")
     seldom = readings(run_of(balanced(), rounds=(51, *(0,) * 39)))[1]
-    assert seldom.startswith("A bound moved in 2.5% of the updates only")
-
-
-def test_bounds_that_move_are_noted_with_their_end() -> None:
-    moved = readings(run_of(balanced(), rounds=(0, 51, 51, 51)))[1]
-    assert moved == (
-        "In 75% of the updates the search moved a bound off 0.6 and 1.2. In 75% of the updates the search "
-        "came to its end, 0.9 and 3, and the positive tokens still held less than the target."
-    )
-    lagged = readings(run_of(replace(balanced(), scope="lagged"), rounds=(0, 0, 51, 51)))[1]
-    assert lagged.endswith("In 50% of the updates the bounds of the one before left less than the target.")
+    assert seldom.startswith("A bound moved in 2.5% of the updates")
+    assert len(readings(run_of(balanced(), rounds=(0, 51, 51, 51)))) == 2
 
 
 def test_of_many_searches_it_says_what_was_measured() -> None:
-    """One fresh update and four stale ones; in three a search moved, over 1/2, 1/4 and 1/4 of the tokens.
-
-    It does not say that the positive tokens as a whole held less than the target.
-    """
-    names = ("bapo/bounds_moved", "bapo/moved_tokens", "bapo/rounds", "bapo/reached")
-    updates = (
-        (None, None, 9, 0.75),
-        (1.0, 0.5, 9, 0.75),
-        (1.0, 0.25, 2.5, 0.75),
-        (1.0, 0.25, 3, 1),
-        (0.0, 0.0, 0, 1),
-    )
+    """One fresh update and four stale ones; in three a search moved."""
+    names = ("bapo/bounds_moved", "bapo/rounds", "bapo/reached")
+    updates = ((None, 9, 0.75), (1.0, 9, 0.75), (1.0, 2.5, 0.75), (1.0, 3, 1), (0.0, 0, 1))
     rows = [dict(zip(names, values, strict=True)) for values in updates]
     run = replace(run_of(paper()), updates=MetricTable(rows))
-    said = "In 75% of the stale updates at least one search moved a bound off 0.6 and 1.2"
-    missed = (
-        "Over 15% of the tokens of all updates a search did not reach the target: it came to its end, 0.9 "
-        "and 3, or had nothing to weigh."
-    )
-    assert readings(run)[1] == f"{said}; the searches that did saw 25% of the tokens. {missed}"
     reached = "; reached by searches over 85% of the tokens, a bound moved in 75% of the stale updates"
     assert fact("target", run).endswith(reached)
-    old = [{name: value for name, value in row.items() if name != "bapo/moved_tokens"} for row in rows]
-    assert readings(replace(run, updates=MetricTable(old)))[1] == f"{said}. {missed}"
-
-
-def of_updates(*updates: tuple[int, bool]) -> RunRecord:
-    """A run whose updates made so many rounds, and reached the target or not."""
-    rows = [{"step": 1, "bapo/rounds": rounds, "bapo/reached": float(reached)} for rounds, reached in updates]
-    return replace(run_of(balanced()), updates=MetricTable(rows))
-
-
-NOTHING = (
-    "of the updates the search had nothing to weigh: all advantages were 0, as where each response of a "
-    "group has the same reward. The bounds stay at 0.6 and 1.2 there."
-)
-
-
-def test_updates_without_an_advantage_neither_meet_the_target_nor_end_a_search() -> None:
-    """All sums were 0: no round, and the target is not reached. A first run often has nothing else."""
-    nothing = readings(of_updates(*[(0, False)] * 4))
-    assert nothing[1] == f"In 100% {NOTHING}"
-    assert len(nothing) == 3  # and nothing of the target
-    some = readings(of_updates(*[(0, False)] * 14, *[(51, False)] * 2))
-    assert some[1] == f"In 87.5% {NOTHING}"
-    assert "In 12.5% of the updates the search came to its end, 0.9 and 3" in some[2]
-    met = readings(of_updates(*[(0, False)] * 2, *[(0, True)] * 2))
-    assert met[1] == f"In 50% {NOTHING}"
-    assert met[2].startswith("A bound moved in no update: elsewhere nearly always the target of 0.4 was met")
 
 
 @pytest.mark.parametrize("bounds", [grpo(), None])

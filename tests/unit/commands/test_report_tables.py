@@ -17,7 +17,6 @@ from bapo_megatron.commands.report.series import (
     NO_VALUE,
     RATIO_CENTRES,
     Mark,
-    bounds_in_force,
     episode_cells,
     event_marks,
     final_results,
@@ -26,7 +25,6 @@ from bapo_megatron.commands.report.series import (
     ratio_profile,
     source_cells,
     staleness_table,
-    updates_per_batch,
 )
 from bapo_megatron.errors import ConfigError
 
@@ -45,7 +43,6 @@ def test_columns_by_hand(tmp_path: Path) -> None:
     assert table.names == ["step", "a", "b", "c"]
     assert table.column("step").tolist() == [1, 2, 3]
     assert table.column("a") == pytest.approx([0.5, np.nan, 0.25], nan_ok=True)
-    assert table.logged("b").tolist() == [True, True, False]
     assert table.known("b").tolist() == [3]
     assert table.rows() == ROWS
     assert table.last == ROWS[-1]
@@ -80,14 +77,6 @@ def test_a_value_takes_eight_bytes(tmp_path: Path) -> None:
     [
         ("[1]", "line 2 is not JSON .no JSON object.; mend or delete the line"),
         ('{"step": 2', "line 2 is not JSON"),
-        ('{"a": 2}', "line 2 has no whole number as its step"),
-        ('{"step": null}', "line 2 has no whole number as its step"),
-        ('{"step": 1.5}', "line 2 has no whole number as its step"),
-        ('{"step": 2, "a": "0.5"}', "line 2: 'a' is '0.5', no number; mend or delete the line"),
-        ('{"step": 2, "a": [1]}', "line 2: 'a' is .*, no number"),
-        ('{"step": 2, "a": NaN}', "line 2: 'a' is 'nan', no number"),
-        ('{"step": 2, "a": 1e999}', "line 2: 'a' is 'inf', no number"),
-        (f'{{"step": 2, "a": 1{"0" * 400}}}', "line 2: 'a' is '10+', no number"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -283,46 +272,6 @@ def test_final_results_of_an_empty_log_are_unknown() -> None:
 def test_numbers_as_they_are_written() -> None:
     values = [3, 12345, 0.0012345, 0.5, 123.45, 12345.6, None]
     assert [number(value) for value in values] == ["3", "12,345", "0.00123", "0.500", "123.5", "12,346", "–"]  # noqa: RUF001
-
-
-BOUNDS = [  # tokens, share of positive ones, c_low and c_high in force
-    {"step": 1, "epoch": 0, "policy/tokens": 900, "bapo/positive_token_fraction": 0.5},
-    {"step": 1, "epoch": 1, "policy/tokens": 100, "bapo/positive_token_fraction": 0.4},
-    {"step": 1, "epoch": 2, "policy/tokens": 100, "bapo/positive_token_fraction": 0.2},
-]
-IN_FORCE = [(0.9, 3.0), (0.7, 1.2), (0.8, 2.4)]
-
-
-@pytest.mark.parametrize("names", [("low_negative", "high_positive"), ("low", "high")])
-def test_bounds_are_means_over_the_tokens_that_they_act_on(names: tuple[str, str]) -> None:
-    """Without the first pass: c_low (60 x 0.7 + 80 x 0.8) / 140, c_high (40 x 1.2 + 20 x 2.4) / 60 = 1.6.
-
-    Logs of earlier versions have the bounds of each update under other names.
-    """
-    rows = [
-        {**row, f"bapo/clip_{names[0]}": low, f"bapo/clip_{names[1]}": high}
-        for row, (low, high) in zip(BOUNDS, IN_FORCE, strict=True)
-    ]
-    assert bounds_in_force(record_of(rows)) == pytest.approx((106 / 140, 1.6))
-    assert bounds_in_force(record_of(rows[:1])) == pytest.approx((0.9, 3.0))  # no second pass
-    results = final_results(record_of(rows))
-    assert results["c_high over positive tokens, after the first pass"] == pytest.approx(1.6)
-
-
-def test_bounds_that_acted_on_nothing_are_unknown() -> None:
-    rows = [{**BOUNDS[1], "bapo/clip_low_negative": None, "bapo/clip_low": 0.6}]
-    assert bounds_in_force(record_of(rows)) == (None, None)
-    assert bounds_in_force(record_of(BOUNDS)) == (None, None)
-
-
-def test_staleness_is_counted_as_the_paper_does() -> None:
-    """Two passes in four mini-batches: the authors' script calls it staleness 8."""
-    counts = {"algorithm.reuse_epochs": 2, "algorithm.updates_per_epoch": 4}
-    assert (
-        updates_per_batch(RunRecord(Path("run"), MetricTable([{"step": 1}]), MetricTable([]), [], counts))
-        == 8
-    )
-    assert updates_per_batch(record_of([])) is None
 
 
 def test_a_run_with_a_damaged_event_is_reported_without_it(tmp_path: Path) -> None:

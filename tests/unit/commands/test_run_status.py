@@ -8,7 +8,6 @@ import io
 import json
 import os
 import shutil
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,11 @@ from bapo_megatron.commands.cluster.run_job import (
     show_logs,
 )
 from bapo_megatron.commands.cluster.status import (
-    _files_now,
     ago,
     read_status,
+    rows_from_end,
     status_command,
     status_text,
-    tail_rows,
 )
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import within
@@ -391,8 +389,8 @@ def test_no_run_directory(tmp_path: Path) -> None:
 def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n7\n\n{"st')
-    assert list(tail_rows(path)) == [{"step": 1}]
-    assert list(tail_rows(tmp_path / "no")) == []
+    assert list(rows_from_end(path)) == [{"step": 1}]
+    assert list(rows_from_end(tmp_path / "no")) == []
 
 
 @pytest.mark.parametrize(
@@ -620,13 +618,3 @@ def test_a_submitted_job_is_the_runs_once_the_one_before_is_over(
     found = read_job_state(tmp_path)
     assert found is not None
     assert (found.job, found.status) == ("57", "done")
-
-
-def test_a_disk_that_tells_no_time_does_not_hold_the_status_up(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is read, and takes no write: then this machine's clock counts."""
-    monkeypatch.setattr("bapo_megatron.commands.cluster.status._CLOCK_S", 0.1)
-    monkeypatch.setattr("bapo_megatron.commands.cluster.status.file_time", lambda _folder: time.sleep(3600))
-    before = time.time()
-    assert before <= _files_now(run) <= time.time()

@@ -278,26 +278,6 @@ def test_an_engine_that_does_not_take_its_cache_is_started_again(scene: Scene, h
     assert scene.since(place) == [*WAKE[:-1], "end one", "start one", "admit"]
 
 
-def test_an_engine_whose_ipc_sync_failed_twice_wakes_from_disk(scene: Scene, handing: GpuHandover) -> None:
-    """It is ended each time, for nobody knows its memory; then it sleeps and wakes as others do by disk."""
-    handing.to_engines()
-    scene.fails = {"two": "receive"}
-    for _ in range(2):
-        handing.to_policy()
-        place = len(scene.calls)
-        handing.to_engines()
-        assert scene.since(place)[-5:] == ["offload", "resume one", "end two", "start two", "admit"]
-        assert "write 4 of 6" in scene.since(place)
-    assert [(event["kind"], event["engine"]) for event in scene.events] == [("handover_given_up", "two")]
-    handing.to_policy()
-    place = len(scene.calls)
-    handing.to_engines()
-    assert scene.since(place) == [
-        *("set aside", "begin one", "receive", "confirm one", "write 4 of 6", "offload"),
-        *("resume one", "wake two", "admit"),
-    ]
-
-
 def test_a_sleeping_server_that_died_gets_no_handles(scene: Scene, handing: GpuHandover) -> None:
     handing.to_engines()
     handing.to_policy()

@@ -1,14 +1,13 @@
-"""What a run says in a log and in a terminal."""
+"""What a run says of its steps."""
 
 from __future__ import annotations
 
 import re
-from contextlib import closing
 from io import StringIO
 
 import pytest
 
-from bapo_megatron.trainer.records.progress import Progress, evaluation_line, notes, plain_line, sparkline
+from bapo_megatron.trainer.records.progress import Progress, evaluation_line, notes, plain_line
 from bapo_megatron.types import Metrics
 
 METRICS: Metrics = {
@@ -23,18 +22,11 @@ METRICS: Metrics = {
 }
 
 
-class Terminal(StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 def test_log_has_one_plain_line_a_step() -> None:
     stream = StringIO()
-    with closing(Progress(60, 1, stream)) as progress:
-        progress.update(1, METRICS)
-        progress.update(12, METRICS)
+    progress = Progress(60, stream)
+    progress.update(1, METRICS)
+    progress.update(12, METRICS)
     first, second = stream.getvalue().splitlines()
     assert second == (
         "step 12/60  reward  0.531  right  54.2%  entropy  1.204  clip 0.66..1.45  contribution  0.412  "
@@ -55,7 +47,7 @@ def test_columns_stay_where_they_are_when_values_are_missing() -> None:
 
 
 def test_remaining_time_follows_the_last_ten_steps() -> None:
-    progress = Progress(100, 1, StringIO())
+    progress = Progress(100, StringIO())
     assert progress.remaining_s(0) is None
     progress.update(1, {"time/step_s": 1000.0})
     assert progress.remaining_s(1) == 99_000
@@ -64,34 +56,6 @@ def test_remaining_time_follows_the_last_ten_steps() -> None:
     assert progress.remaining_s(11) == pytest.approx(89 * 2.0)
     progress.update(12, {"time/step_s": None})
     assert progress.remaining_s(12) == pytest.approx(88 * 2.0)
-
-
-def test_terminal_shows_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    stream = Terminal()
-    with closing(Progress(60, 11, stream)) as progress:
-        assert "step 11/60 is under way" in stream.getvalue()
-        progress.update(12, METRICS)
-        progress.update(13, dict.fromkeys(METRICS))
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    assert "step 12/60" in text
-    assert "12,346 tokens/s · 18.0 s/step · 0:14:24 left" in text
-    assert "clip 0.66..1.45" in text
-
-
-def test_colour_asked_for_in_a_log_is_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    stream = StringIO()
-    with closing(Progress(2, 1, stream)) as progress:
-        progress.update(1, METRICS)
-    assert "\x1b" not in stream.getvalue()
-
-
-def test_sparkline() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([0.5, 0.5]) == "▁▁"
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
 
 
 FOUR_GROUPS = {"rollout/groups_sampled": 4.0, "rollout/groups": 0.0, "policy/updates": 0.0}
@@ -164,9 +128,6 @@ def test_a_step_without_an_update_says_why(metrics: Metrics, says: list[str]) ->
     assert notes(metrics) == says
     line = plain_line(3, 60, {**METRICS, **metrics}, 60.0)
     assert line == "  ".join([plain_line(3, 60, METRICS, 60.0), *says])
-    stream = Terminal()
-    with closing(Progress(60, 3, stream)) as progress:
-        progress.update(3, {**METRICS, **metrics})
 
 
 def test_held_out_results_have_a_line() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -248,10 +247,6 @@ def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.Ca
     for step in (1, 2, 3):
         recorder.step(step, [stale] * 8, {"reward/mean": 0.0})
     recorder.close()
-    recorder = Recorder(run_config(tmp_path, RewardConfig()), 4, True)  # resumed: it was said before
-    for step in (4, 5):
-        recorder.step(step, [stale] * 8, {"reward/mean": 0.0})
-    recorder.close()
     [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bounds_idle"]
     assert event["step"] == 2
     assert event["message"].startswith(
@@ -276,17 +271,9 @@ def test_sixteen_stale_updates_without_a_move_give_one_notice() -> None:
         "(docs/algorithm.md#which-preset)"
     )
     assert idle.observe(4, [stale()] * 100) is None
-
-
-def test_each_later_stretch_of_sixty_four_gives_one_more() -> None:
-    """After a move more updates must be idle: a search that seldom moves would give notice at every pause."""
-    idle = IdleSearch(paper())
-    assert idle.observe(1, [stale(), stale(1.0), *[stale(share=0.25)] * 63]) is None
-    said = idle.observe(2, [FRESH, stale(share=0.25)]) or ""
-    assert said.startswith("the bounds have not moved in the last 64 stale updates (steps 1 to 2), in which")
-    assert "because" not in said  # the share is below the target, of many searches
-    assert idle.observe(3, [stale()] * 100) is None
-    assert idle.observe(4, [stale(1.0), *[stale()] * 64])
+    below = IdleSearch(paper()).observe(1, [stale(share=0.25)] * 16)
+    assert below is not None
+    assert "because" not in below
 
 
 @pytest.mark.parametrize(
@@ -300,46 +287,6 @@ def test_each_later_stretch_of_sixty_four_gives_one_more() -> None:
 )
 def test_runs_whose_bounds_move_get_no_idle_notice(updates: list[Metrics]) -> None:
     assert IdleSearch(paper()).observe(1, updates) is None
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize(
-    ("moved_at", "told_at", "first", "last"),
-    [
-        (0, 0, 99, "20 stale updates (steps 99 to 102)"),
-        (90, 0, 91, "65 stale updates (steps 91 to 103)"),
-        (90, 40, 91, "65 stale updates (steps 91 to 103)"),  # of a stretch before the move
-        (90, 90, 91, None),  # of this one
-        (0, 94, 91, None),
-        (60, 73, 61, None),
-        (60, 0, 61, "69 stale updates (steps 88 to 101)"),  # by an earlier version without the notice
-    ],
-)
-def test_a_resumed_run_goes_on_with_the_stretch(
-    moved_at: int, told_at: int, first: int, last: str | None, tmp_path: Path
-) -> None:
-    """Five stale updates a step, of 7 kB each; the logs end with step 100, long after the notice."""
-    rows = [{"step": step, **stale(), "x": "x" * 7000} for step in range(first, 101) for _ in range(5)]
-    rows[:0] = [{"step": moved_at, **stale(1.0)}] if moved_at else []
-    told = [{"kind": "bounds_idle", "step": told_at}] if told_at else []
-    later = [{"kind": "checkpoint", "x": "x" * 9000}] * 30
-    for name, content in (("updates", rows), ("events", told + later)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-    recorder = Recorder(run_config(tmp_path, RewardConfig()), 101, True)
-    for step in range(101, 130):
-        recorder.step(step, [stale()] * 5, {})
-    recorder.close()
-    events = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bounds_idle"]
-    said = [event["message"] for event in events[len(told) :]]
-    assert len(said) == (last is not None)
-    assert all(last is not None and last in message for message in said)
-
-
-def test_a_resume_reads_so_many_rows_and_takes_what_it_does_not_see_for_moves() -> None:
-    idle, left = IdleSearch(paper()), iter([{"step": 9, **FRESH}] * 10_000)
-    idle.resume(left, [])
-    assert len(list(left)) > 5000
-    assert [idle.observe(step, [stale()] * 63) is None for step in (10, 11)] == [True, False]
 
 
 @pytest.mark.parametrize("config", [paper(), BoundsConfig()])

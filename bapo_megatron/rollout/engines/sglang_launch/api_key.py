@@ -22,10 +22,7 @@ _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """An API key and its file; ``repr`` does not show the key.
-
-    Made by ``read_key_file``.
-    """
+    """An API key and its file; ``repr`` does not show the key."""
 
     value: str = field(repr=False)
     path: Path

@@ -83,18 +83,31 @@ def check_names(config: RunConfig, own_code: bool = False) -> None:
 
     if own_code or ":" not in config.rollout.engine:
         engine_backend(config.rollout.engine)
-    loss, held = config.algorithm.loss, config.batch.hold_forwards
-    # The default loss has no settings, and then nothing to check but whether there is a search that
-    # hold_forwards serves; all others are defined with torch.
-    is_sound = not config.algorithm.loss_settings and (not held or config.algorithm.bounds.searches_update)
-    if (own_code or ":" not in loss) and not (loss == "clip" and is_sound):
-        from bapo_megatron.trainer.update_loss import checked_loss
-
-        checked_loss(config)
+    _check_loss(config, own_code)
     if config.reward.function in KINDS:
         read_settings(config.reward.function, config.reward.settings, here=False)
     if own_code:
         _check_own_code(config)
+
+
+def _check_loss(config: RunConfig, own_code: bool) -> None:
+    """Check of the loss: of a registered one without torch, but for its settings, which its class declares."""
+    from bapo_megatron.algo.registered_losses import LOSSES, check_registered, loss_path
+
+    algorithm = config.algorithm
+    loss_path(algorithm.loss)
+    if algorithm.loss in LOSSES:
+        check_registered(algorithm, config.batch.hold_forwards)
+    if not (algorithm.loss_settings if algorithm.loss in LOSSES else own_code):
+        return
+    try:
+        from bapo_megatron.trainer.update_loss import checked_loss
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print("algorithm.loss_settings are not checked: torch is not installed here", file=sys.stderr)
+    else:
+        checked_loss(config)
 
 
 def _check_own_code(config: RunConfig) -> None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.algo.registered_losses import measures_ratio, searches_update
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GB, GPUS_PER_NODE, Job
 from bapo_megatron.planning.memory import optimizer_shard
@@ -65,7 +64,7 @@ def forward_passes(job: Job) -> float:
     ``reuse_epochs``; so does a frozen reference. The off-policy sequence mask takes one of its own.
     """
     algorithm = job.run.algorithm
-    passes = 1.0 if _searches_update(algorithm) and not job.run.batch.hold_forwards else 0.0
+    passes = 1.0 if searches_update(algorithm) and not job.run.batch.hold_forwards else 0.0
     passes += 0.0 if algorithm.corrections.off_policy_delta is None else 1.0
     of_step = (algorithm.old_log_probs == "trainer") + algorithm.reference_kl.enabled
     return passes + of_step / algorithm.reuse_epochs
@@ -82,39 +81,9 @@ def known_passes(job: Job) -> int:
     if not algorithm.known_ratio or (job.partial_rollout and not by_trainer):
         return 0
     masked = algorithm.corrections.off_policy_delta is not None
-    searched = _searches_update(algorithm) and not job.run.batch.hold_forwards
-    known = by_trainer or not _measures_ratio(algorithm)
+    searched = searches_update(algorithm) and not job.run.batch.hold_forwards
+    known = by_trainer or not measures_ratio(algorithm)
     return masked + (searched and known and not algorithm.polarity.enabled)
-
-
-def _measures_ratio(algorithm: AlgorithmConfig) -> bool:
-    """Whether the loss searches ratios that engine and trainer differ by: never taken for known.
-
-    True for one by a dotted path, the dearer case.
-    """
-    if algorithm.loss == "clip" or ":" in algorithm.loss:
-        return algorithm.loss != "clip"
-    search = _search_of(algorithm)
-    return search is not None and search.is_ratio
-
-
-def _searches_update(algorithm: AlgorithmConfig) -> bool:
-    """Whether the loss searches a whole update before its backward passes.
-
-    True for one by a dotted path, the dearer case: it may be there on the machines of the run alone.
-    """
-    if algorithm.loss == "clip":
-        return algorithm.bounds.searches_update
-    if ":" in algorithm.loss:
-        return True
-    search = _search_of(algorithm)
-    return search is not None and search.known is None and search.scope == "update"
-
-
-def _search_of(algorithm: AlgorithmConfig) -> Any:
-    from bapo_megatron.algo.losses import build_loss  # with torch, which the default loss does not need here
-
-    return build_loss(algorithm).search
 
 
 def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:

@@ -29,8 +29,8 @@ from bapo_megatron.algo.losses import Loss, build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.papo import reweighted
 from bapo_megatron.algo.papo_schedule import PapoSchedule
+from bapo_megatron.algo.registered_losses import check_held_forwards
 from bapo_megatron.config import AlgorithmConfig, RunConfig
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn
 from bapo_megatron.trainer.records.recorder import MOVES
@@ -40,14 +40,10 @@ from bapo_megatron.types import Metrics
 def checked_loss(config: RunConfig) -> Loss:
     """The loss of ``config.algorithm``. ConfigError for an unknown one, or needless ``hold_forwards``."""
     loss = build_loss(config.algorithm)
-    search = loss.search
-    held = search is not None and search.known is None and search.scope == "update"
-    if config.batch.hold_forwards and not held:
-        name = config.algorithm.loss + (" with fixed bounds" if search is not None and search.known else "")
-        raise ConfigError(
-            f"batch.hold_forwards serves a search over a whole update, and algorithm.loss={name} makes none: "
-            "it would only keep the activations of all packs; leave it out (--batch.no-hold-forwards)"
-        )
+    if config.batch.hold_forwards:
+        search = loss.search
+        searches = search is not None and search.known is None and search.scope == "update"
+        check_held_forwards(config.algorithm, searches)
     return loss
 
 

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.bounds import PAPER_TOKENS, BoundsConfig, fixed, paper
 from bapo_megatron.algo.measurements import LossTerms, Measurement
+from bapo_megatron.algo.registered_losses import LOSSES, BoundsUse, check_bounds, loss_path
 from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, ratio, unmasked
 from bapo_megatron.errors import ConfigError
@@ -38,21 +38,6 @@ __all__ = [
     "build_loss",
     "load_loss",
 ]
-
-LOSSES = {
-    "clip": "bapo_megatron.algo.losses.clip:ClipLoss",
-    "cispo": "bapo_megatron.algo.losses.token_losses:Cispo",
-    "sapo": "bapo_megatron.algo.losses.token_losses:Sapo",
-    "dppo_tv": "bapo_megatron.algo.losses.token_losses:DppoTv",
-    "dppo_kl": "bapo_megatron.algo.losses.token_losses:DppoKl",
-    "ce_gppo": "bapo_megatron.algo.losses.token_losses:CeGppo",
-    "aspo": "bapo_megatron.algo.losses.token_losses:Aspo",
-    "maspo": "bapo_megatron.algo.losses.token_losses:Maspo",
-    "gspo": "bapo_megatron.algo.losses.update_losses:Gspo",
-    "m2po": "bapo_megatron.algo.losses.update_losses:M2po",
-    "vespo": "bapo_megatron.algo.losses.update_losses:Vespo",
-}
-"""Registered names of losses, with the dotted paths of their classes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +76,7 @@ class Loss(ABC):
     A loss keeps no state between updates: nothing of it is in a checkpoint.
     """
 
-    bounds: ClassVar[Literal["searched", "fixed", "unused"]] = "unused"
+    bounds: ClassVar[BoundsUse] = "unused"
     """Use of ``algorithm.bounds``: `searched`; `fixed`, which reads c_low and c_high and refuses ranges; or
     `unused`, which refuses settings of bounds."""
     search: Search | None = None
@@ -184,12 +169,7 @@ class TokenLoss(Loss):
 
 def load_loss(name: str) -> Callable[..., Loss]:
     """Loss class of a registered name or dotted path. ConfigError if there is none, or it is no ``Loss``."""
-    known = ", ".join(sorted(LOSSES))
-    path = LOSSES.get(name, name)
-    if ":" not in path:
-        raise ConfigError(
-            f"algorithm.loss={name!r} is unknown: give {known}, or the path of a class as package.module:Name"
-        )
+    path = loss_path(name)
     found = load_dotted_path("algorithm.loss", path, "class")
     cls = getattr(found, "func", found)  # of a functools.partial
     if not (isinstance(cls, type) and issubclass(cls, Loss)):
@@ -211,24 +191,5 @@ def build_loss(algorithm: Any) -> Loss:
     owner, settings = f"algorithm.loss={algorithm.loss}", algorithm.loss_settings
     check_settings("algorithm.loss_settings", owner, settings_of(build), settings)
     loss = build(algorithm, **algorithm.loss_settings)
-    bounds = algorithm.bounds
-    if loss.bounds == "fixed" and (bounds.low_start, bounds.high_start) != (bounds.low_end, bounds.high_end):
-        raise ConfigError(
-            f"algorithm.loss={algorithm.loss} reads fixed bounds and searches none, but algorithm.bounds "
-            f"range from {bounds.low_start} to {bounds.low_end} and from {bounds.high_start} to "
-            f"{bounds.high_end}: set algorithm.bounds=fixed(low, high)"
-        )
-    read = fixed(bounds.low_start, bounds.high_start) if loss.bounds == "fixed" else BoundsConfig()
-    usual = paper(bounds.bounds_tokens or PAPER_TOKENS)  # the default: another loss may leave it as it is
-    ignored = [
-        f"algorithm.bounds.{item.name}={getattr(bounds, item.name)}"
-        for item in dataclasses.fields(bounds)
-        if getattr(bounds, item.name) not in (getattr(read, item.name), getattr(usual, item.name))
-    ]
-    if loss.bounds != "searched" and ignored:
-        unset = "fixed(low, high)" if loss.bounds == "fixed" else "BoundsConfig()"
-        raise ConfigError(
-            f"{', '.join(ignored)}: algorithm.loss={algorithm.loss} does not read that; leave it out, in "
-            f"the recipe too: algorithm.bounds={unset}"
-        )
+    check_bounds(algorithm, loss.bounds)
     return loss

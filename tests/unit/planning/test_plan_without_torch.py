@@ -1,10 +1,17 @@
-"""``bapo plan`` of every recipe, where torch cannot be imported: a plan is arithmetic."""
+"""``bapo plan`` of every recipe, loss and preset, where torch cannot be imported: a plan is arithmetic."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from bapo_megatron.algo import bapo
+from bapo_megatron.algo.losses import LOSSES, build_loss, load_loss
+from bapo_megatron.algo.registered_losses import measures_ratio, searches_update
+from bapo_megatron.config import AlgorithmConfig
 
 ROOT = Path(__file__).parents[3]
 
@@ -14,13 +21,13 @@ import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "torch":
-            raise ImportError("a plan imported torch")
+            raise ModuleNotFoundError("a plan imported torch", name="torch")
 
 sys.meta_path.insert(0, Blocked())
 from bapo_megatron.cli import run
-for recipe in sys.argv[1:]:
-    code = run(["plan", recipe])
-    assert code in (0, 1), (recipe, code)
+for line in sys.argv[1:]:
+    code = run(["plan", *line.split()])
+    assert code in (0, 1), (line, code)
 assert "torch" not in sys.modules
 """
 
@@ -30,7 +37,68 @@ def test_recipes_are_planned_without_torch() -> None:
     # demo_real's model is a package that `make real-model` fetches: not everywhere.
     recipes = [path for path in recipes if path.name != "__init__.py" and "demo_real" not in path.name]
     assert len(recipes) > 20
-    command = [sys.executable, "-c", SCRIPT, *map(str, recipes)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    ended = planned(list(map(str, recipes)))
     assert ended.stdout.count("Engines: ") >= len(recipes) - 5
+
+
+PRESETS = {
+    "paper": bapo.paper(),
+    "balanced": bapo.balanced(),
+    "clip_higher": bapo.clip_higher(),
+    "eq8_literal": bapo.eq8_literal(),
+    "fixed": bapo.fixed(0.8, 1.3),
+    "grpo": bapo.grpo(),
+    "published_code": bapo.published_code(),
+}
+RECIPE = """
+from dataclasses import replace
+
+from bapo_megatron.algo import bapo
+from recipes import demo_cpu
+
+
+def recipe():
+    run = demo_cpu.recipe()
+    return replace(run, algorithm=replace(run.algorithm, bounds=bapo.{preset}))
+"""
+
+
+def test_every_loss_and_every_preset_is_planned_without_torch(tmp_path: Path) -> None:
+    """Held forward passes, too. Settings of a loss are declared with it, with torch: that is said."""
+    lines = [f"recipes/demo_cpu.py --algorithm.loss={name}" for name in sorted(LOSSES)]
+    lines.append("recipes/demo_cpu.py --algorithm.loss=gspo --batch.hold-forwards")
+    lines.append('recipes/demo_cpu.py --algorithm.loss=sapo --algorithm.loss-settings={"anything":1}')
+    for preset in PRESETS:
+        path = tmp_path / f"{preset}.py"
+        path.write_text(RECIPE.format(preset=f"{preset}(0.8, 1.3)" if preset == "fixed" else f"{preset}()"))
+        lines.append(str(path))
+    ended = planned(lines)
+    assert ended.stdout.count("Engines: ") == len(lines)
+    assert ended.stderr.count("algorithm.loss_settings are not checked: torch is not installed here") == 1
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_what_is_known_of_a_loss_without_torch_is_what_its_class_says(name: str) -> None:
+    algorithm = AlgorithmConfig(loss=name)
+    search = build_loss(algorithm).search
+    assert LOSSES[name].bounds == load_loss(name).bounds  # type: ignore[attr-defined]
+    assert measures_ratio(algorithm) == (search is not None and search.is_ratio)
+    assert searches_update(algorithm) == (
+        search is not None and search.known is None and search.scope == "update"
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_search_of_a_preset_is_known_without_torch(preset: str) -> None:
+    algorithm = AlgorithmConfig(bounds=PRESETS[preset])
+    search = build_loss(algorithm).search
+    assert search is not None
+    assert not measures_ratio(algorithm)
+    assert searches_update(algorithm) == (search.known is None and search.scope == "update")
+
+
+def planned(lines: list[str]) -> subprocess.CompletedProcess[str]:
+    """The plans of recipes with flags, one after the other in a process without torch."""
+    ended = subprocess.run([sys.executable, "-c", SCRIPT, *lines], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended

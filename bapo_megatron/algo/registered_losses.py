@@ -1,0 +1,115 @@
+"""The registered losses, and what of them is known without torch, with which they are defined.
+
+``losses`` makes a loss. A plan and the checks before a submission need only what is here: torch takes seconds
+to import, and is not on every machine that submits. ``algorithm`` is a run's ``AlgorithmConfig``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from bapo_megatron.algo.bounds import PAPER_TOKENS, BoundsConfig, fixed, paper, sum_count
+from bapo_megatron.errors import ConfigError
+
+BoundsUse = Literal["searched", "fixed", "unused"]
+"""Use of ``algorithm.bounds`` by a loss: see ``losses.Loss.bounds``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisteredLoss:
+    """A registered loss: the dotted path of its class, and what that says of bounds and of its search."""
+
+    path: str
+    bounds: BoundsUse = "unused"
+    searches_ratio: bool = False
+    """Whether it searches a whole update for its ratio or mask (``losses.Search.is_ratio``)."""
+
+
+_FOLDER = "bapo_megatron.algo.losses"
+LOSSES = {
+    "clip": RegisteredLoss(f"{_FOLDER}.clip:ClipLoss", "searched"),
+    "cispo": RegisteredLoss(f"{_FOLDER}.token_losses:Cispo"),
+    "sapo": RegisteredLoss(f"{_FOLDER}.token_losses:Sapo"),
+    "dppo_tv": RegisteredLoss(f"{_FOLDER}.token_losses:DppoTv"),
+    "dppo_kl": RegisteredLoss(f"{_FOLDER}.token_losses:DppoKl"),
+    "ce_gppo": RegisteredLoss(f"{_FOLDER}.token_losses:CeGppo"),
+    "aspo": RegisteredLoss(f"{_FOLDER}.token_losses:Aspo"),
+    "maspo": RegisteredLoss(f"{_FOLDER}.token_losses:Maspo"),
+    "gspo": RegisteredLoss(f"{_FOLDER}.update_losses:Gspo", searches_ratio=True),
+    "m2po": RegisteredLoss(f"{_FOLDER}.update_losses:M2po", searches_ratio=True),
+    "vespo": RegisteredLoss(f"{_FOLDER}.update_losses:Vespo", searches_ratio=True),
+}
+"""The registered losses by name."""
+
+
+def loss_path(name: str) -> str:
+    """Dotted path of a loss, by its registered name or as given. ConfigError for another name."""
+    if name in LOSSES:
+        return LOSSES[name].path
+    if ":" not in name:
+        known = ", ".join(sorted(LOSSES))
+        raise ConfigError(
+            f"algorithm.loss={name!r} is unknown: give {known}, or the path of a class as package.module:Name"
+        )
+    return name
+
+
+def check_registered(algorithm: Any, hold_forwards: bool) -> None:
+    """Check of a registered loss but for its settings. ConfigError for other bounds, or a needless hold."""
+    check_bounds(algorithm, LOSSES[algorithm.loss].bounds)
+    if hold_forwards:
+        check_held_forwards(algorithm, searches_update(algorithm))
+
+
+def check_bounds(algorithm: Any, use: BoundsUse) -> None:
+    """Check that the loss reads what ``algorithm.bounds`` sets. ConfigError with what it would ignore."""
+    bounds, loss = algorithm.bounds, algorithm.loss
+    if use == "fixed" and (bounds.low_start, bounds.high_start) != (bounds.low_end, bounds.high_end):
+        raise ConfigError(
+            f"algorithm.loss={loss} reads fixed bounds and searches none, but algorithm.bounds range from "
+            f"{bounds.low_start} to {bounds.low_end} and from {bounds.high_start} to {bounds.high_end}: set "
+            "algorithm.bounds=fixed(low, high)"
+        )
+    read = fixed(bounds.low_start, bounds.high_start) if use == "fixed" else BoundsConfig()
+    usual = paper(bounds.bounds_tokens or PAPER_TOKENS)  # the default: another loss may leave it as it is
+    ignored = [
+        f"algorithm.bounds.{item.name}={getattr(bounds, item.name)}"
+        for item in dataclasses.fields(bounds)
+        if getattr(bounds, item.name) not in (getattr(read, item.name), getattr(usual, item.name))
+    ]
+    if use != "searched" and ignored:
+        unset = "fixed(low, high)" if use == "fixed" else "BoundsConfig()"
+        raise ConfigError(
+            f"{', '.join(ignored)}: algorithm.loss={loss} does not read that; leave it out, in the recipe "
+            f"too: algorithm.bounds={unset}"
+        )
+
+
+def check_held_forwards(algorithm: Any, searches: bool) -> None:
+    """Check of ``batch.hold_forwards``: ConfigError unless the loss ``searches`` whole updates."""
+    if not searches:
+        is_fixed = algorithm.loss == "clip" and sum_count(algorithm.bounds) == 2
+        name = algorithm.loss + (" with fixed bounds" if is_fixed else "")
+        raise ConfigError(
+            f"batch.hold_forwards serves a search over a whole update, and algorithm.loss={name} makes none: "
+            "it would only keep the activations of all packs; leave it out (--batch.no-hold-forwards)"
+        )
+
+
+def searches_update(algorithm: Any) -> bool:
+    """Whether the loss searches a whole update before its backward passes.
+
+    True for one by a dotted path, the dearer case: it may be there on the machines of the run alone.
+    """
+    if algorithm.loss == "clip":
+        return bool(algorithm.bounds.searches_update)
+    return measures_ratio(algorithm)
+
+
+def measures_ratio(algorithm: Any) -> bool:
+    """Whether the loss searches ratios that engine and trainer differ by: never taken for known.
+
+    True for one by a dotted path, the dearer case.
+    """
+    return ":" in algorithm.loss or LOSSES[algorithm.loss].searches_ratio

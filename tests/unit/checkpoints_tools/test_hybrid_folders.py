@@ -111,7 +111,9 @@ def test_a_hybrid_is_not_quantized(tmp_path: Path) -> None:
 
 def test_a_legacy_folder_of_a_hybrid_is_not_read(tmp_path: Path) -> None:
     shape = read_model_shape(save_tiny_model(HYBRID, tmp_path / "hf"))
-    with pytest.raises(CheckpointError, match="legacy mp_rank folder of a model with layers of several kinds"):
+    with pytest.raises(
+        CheckpointError, match="legacy mp_rank folder of a model with layers of several kinds"
+    ):
         MpRank(tmp_path / "legacy", shape)
 
 

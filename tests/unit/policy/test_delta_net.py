@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from bapo_megatron.layers.delta_net import DeltaNet
-from bapo_megatron.policy.delta_net import chunked_rule, gated_delta_rule
+from bapo_megatron.policy.delta_net import GatedNorm, chunked_rule, gated_delta_rule
 from bapo_megatron.policy.layers import RMSNorm
 from bapo_megatron.policy.positions import Rotary, rotate
 
@@ -133,3 +133,15 @@ def test_norms_of_one_plus_w_keep_a_small_w_in_bfloat16() -> None:
     x = torch.ones(1, 8, dtype=torch.bfloat16) * 256
     wide = norm(x.float()).detach()
     assert float(wide[0, 0]) == pytest.approx(1 + 2**-9, rel=1e-6)
+
+
+def test_the_output_gate_comes_after_the_norm_as_in_transformers() -> None:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+    generator = torch.Generator().manual_seed(2)
+    ours, theirs = GatedNorm(16, 1e-6), Qwen3_5RMSNormGated(16, eps=1e-6)
+    with torch.no_grad():
+        ours.weight.copy_(torch.randn(16, generator=generator))
+        theirs.weight.copy_(ours.weight)
+    x, z = (torch.randn(5, 16, generator=generator) for _ in range(2))
+    torch.testing.assert_close(ours(x, z), theirs(x, z), rtol=1e-6, atol=1e-6)

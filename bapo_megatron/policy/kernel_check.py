@@ -85,8 +85,8 @@ def check_rule(rule: Rule, kind: DeltaNet, dtype: torch.dtype, device: torch.dev
     if problem:
         raise ConfigError(
             f"the kernel of Gated DeltaNet {problem} ({versions(device)}): a policy would train wrongly. "
-            f"Install {FLA} and the triton that this torch names; with model.dtype=float32 torch computes it, "
-            "slowly"
+            f"Install {FLA} and the triton that this torch names; with model.dtype=float32 torch "
+            "computes it, slowly"
         )
 
 

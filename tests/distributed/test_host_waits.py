@@ -17,7 +17,7 @@ from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
 from tests.support.host_waits import HostWaits
 from tests.support.measured import KINDS, Case, compare, save_model
-from tests.support.models import random_samples, save_tiny_model
+from tests.support.models import HYBRID, random_samples, save_tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -66,10 +66,15 @@ def of_the_device(places: Counter[str]) -> dict[str, int]:
     return {place: count for place, count in places.items() if place not in OF_THE_HOST}
 
 
-@pytest.mark.parametrize(("chunk", "pack"), [(4096, 4096), (16, 4096), (16, 80)])
-def test_no_chunk_no_layer_and_no_pack_adds_a_wait(chunk: int, pack: int, tmp_path: Path) -> None:
-    """The same few waits with one chunk and with a dozen, with one pack and with several."""
-    folder = save_tiny_model("qwen2", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "chunk", "pack"),
+    [*(("qwen2", *sizes) for sizes in ((4096, 4096), (16, 4096), (16, 80))), (HYBRID, 16, 80)],
+)
+def test_no_chunk_no_layer_and_no_pack_adds_a_wait(
+    family: str, chunk: int, pack: int, tmp_path: Path
+) -> None:
+    """The same few waits with one chunk and with a dozen, with one pack and with several, of each kind."""
+    folder = save_tiny_model(family, tmp_path)
     [[forward, update]] = run_layout(waits, ONE, folder, chunk, pack)
     assert of_the_device(forward) == FORWARD
     assert of_the_device(update) == UPDATE

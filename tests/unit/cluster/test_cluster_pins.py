@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from bapo_megatron.commands.doctor.packages import SGLANG, TRAINING, canonical, pins
+from bapo_megatron.policy.kernel_check import FLA
 from tests.support.once import made_once
 
 ROOT = Path(__file__).parents[3]
@@ -61,6 +62,12 @@ def test_transformer_engine_is_a_tested_version_that_megatron_wants() -> None:
     assert requirements("megatron-core")["transformer-engine"].contains(versions.pop())
     setup = (ROOT / "setup.py").read_text()
     assert f'"transformer-engine[core_cu13,pytorch]=={trainer["transformer-engine"]}"' in setup
+
+
+def test_the_kernels_of_delta_net_are_of_the_version_that_a_run_asks_for() -> None:
+    assert f"fla-core=={pinned('trainer.txt')['fla-core']}" == FLA
+    (line,) = re.findall(r'"(fla-core[^"]*)"', (ROOT / "setup.py").read_text())
+    assert Requirement(line).specifier.contains(pinned("trainer.txt")["fla-core"])
 
 
 def test_the_versions_are_those_that_the_tests_run() -> None:
@@ -155,6 +162,7 @@ def test_the_trainers_environment_resolves(pip: Path, tmp_path: Path) -> None:
         torch,
         engine,
         f"wandb=={trainer['wandb']}",
+        f"fla-core=={trainer['fla-core']}",
         f"megatron-core=={pins(TRAINING)['megatron-core']}",
     ]
     build = ["-r", str(CLUSTER / "build.txt")]

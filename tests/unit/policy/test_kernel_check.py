@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from bapo_megatron.commands import verify
 from bapo_megatron.config import ModelConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.layers.delta_net import CHUNK, DeltaNet
 from bapo_megatron.policy import delta_net, device, kernel_check
 from bapo_megatron.policy.delta_net import _documents_on, _heads, chunked_rule, gated_delta_rule
 from bapo_megatron.policy.kernel_check import LIMITS, Rule, check_rule, rule_errors
-from bapo_megatron.trainer import preflight
+from bapo_megatron.trainer import build, preflight, sft
 from tests.support.models import HYBRID, save_tiny_model
 
 KIND = DeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=8, kernel=4)
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[3]
 
 
 def less_gradient(x: torch.Tensor, part: float) -> torch.Tensor:
@@ -86,10 +88,10 @@ def test_torchs_own_rule_passes_with_a_wide_margin(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (decay_by_half, r"rule: gradient of the decay by 0\.\d+ \("),
-        (beta_by_half, r"rule: gradient of beta by 0\.\d+ \("),
-        (convolution_by_half, r"rule: gradient of the convolution by 0\.5 \("),
-        (keys_of_one_document, r"rule: gradient of keys by [\d.]+ \("),
+        (decay_by_half, r"rule: gradient of the decay by 0\.\d+ of the root mean square \("),
+        (beta_by_half, r"rule: gradient of beta by 0\.\d+ of the root"),
+        (convolution_by_half, r"rule: gradient of the convolution by 0\.5 of"),
+        (keys_of_one_document, r"rule: gradient of keys by [\d.]+ of"),
         (nan_in_a_gradient, "rule: gradient of the decay by nan "),
         (one_document, r"rule: output by [\d.]+, gradient of queries by"),
         (convolution_over_bounds, r"rule: output by [\d.]+, gradient of queries by"),
@@ -142,6 +144,7 @@ def test_a_run_tests_the_kernel_with_its_own_sizes(on_gpu: pytest.MonkeyPatch, f
     sizes = json.loads((folder / "config.json").read_text())
     seen: list[Any] = []
     on_gpu.setattr(kernel_check, "select_device", lambda: CPU)
+    on_gpu.setattr(kernel_check, "release_cached_memory", lambda: None)
     on_gpu.setattr(kernel_check, "check_rule", lambda *arguments: seen.append(arguments))
     kernel_check.check_kernels(ModelConfig(folder, "bfloat16"), ParallelConfig(tensor=2))
     [(rule, kind, dtype, place)] = seen
@@ -149,13 +152,29 @@ def test_a_run_tests_the_kernel_with_its_own_sizes(on_gpu: pytest.MonkeyPatch, f
     assert kind.key_heads == sizes["linear_num_key_heads"] // 2
     assert kind.value_heads == sizes["linear_num_value_heads"] // 2
     assert kind.value_dim == sizes["linear_value_head_dim"]
-    for model in (ModelConfig(folder, "float32"),):
-        kernel_check.check_kernels(model, ParallelConfig())
+    kernel_check.check_kernels(ModelConfig(folder, "float32"), ParallelConfig())
     assert len(seen) == 1
 
 
-def test_the_package_is_pinned_once() -> None:
-    assert kernel_check.FLA in (ROOT / "cluster/trainer.txt").read_text().splitlines()
+@pytest.mark.parametrize(
+    ("module", "start"),
+    [
+        (build, lambda config: build.open_run(config, None, None).__enter__()),
+        (sft, sft.run_sft),
+        (verify, verify.verify_layout),
+    ],
+    ids=["train", "sft", "verify-parallel"],
+)
+def test_commands_that_build_a_policy_test_the_kernels_first(
+    module: ModuleType, start: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*asked: str) -> None:
+        raise ConfigError(f"tested: {asked}")
+
+    monkeypatch.setattr(module, "check_kernels", refused)
+    config = SimpleNamespace(paths=None, certificate=None, model="model", parallel="layout")
+    with pytest.raises(ConfigError, match=r"^tested: \('model', 'layout'\)$"):
+        start(config)
 
 
 def test_chunks_of_a_pack_for_the_kernels() -> None:

@@ -190,7 +190,12 @@ def layer_types(config: dict[str, Any]) -> list[str]:
 
 
 _OF_HYBRIDS = ("layer_types", _PARTIAL)
-_hybrid_expert_stack = partial(_hybrid_stack, mlp_of=_shared_experts)
+
+
+def _hybrid_expert_stack(config: dict[str, Any]) -> list[Block]:
+    """Layers of Gated DeltaNet, and of gated attention in some, each with experts and a shared one."""
+    return _hybrid_stack(config, _shared_experts)
+
 
 FAMILIES = {
     "qwen2": Family(

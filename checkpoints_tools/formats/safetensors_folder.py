@@ -222,7 +222,8 @@ Planned = Mapping[str, tuple[str, tuple[int, ...]]]
 
 def with_fused_experts(tensors: Planned) -> Planned:
     """The tensors with all experts of a layer in one of gates and ups, and one of downs."""
-    own, shapes = {}, {}
+    own: dict[str, str] = {}
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for fused, names in fused_experts(tensors).items():
         dtype, (rows, columns) = tensors[names[0]]
         stacked = 1 if fused.endswith(".down_proj") else 2

@@ -5,6 +5,7 @@ Dense ones, and those with experts and a gated shared expert.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,15 @@ from safetensors.torch import load_file, save_file
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
+from bapo_megatron.hf import families
 from bapo_megatron.hf.parameter_map import expert_tensors
+from bapo_megatron.layers.mlp import Experts, SharedExperts
 from bapo_megatron.policy.megatron import MegatronPolicy
-from checkpoints_tools import reshard, to_hf, to_megatron
+from checkpoints_tools import reshard, to_hf, to_megatron, verify
 from tests.distributed.test_expert_checkpoints import load_and_look, load_both, train_and_save
 from tests.distributed.test_layouts import Answer, Layout, answers, check_agreement, layout
 from tests.distributed.test_policy import weighted_loss
+from tests.support.measured import Case, compare
 from tests.support.models import EXPERT_HYBRID, HYBRID, HYBRIDS, VOCAB, save_tiny_model, tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -139,6 +143,29 @@ def test_other_documents_of_a_pack_change_nothing(text: str, tmp_path: Path) -> 
             torch.testing.assert_close(other, alone, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_shared_expert_saves_what_the_plan_says(
+    recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the difference to a model without it, in bytes of an update's peak at TP 2 + SP."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 160}
+    folder = save_tiny_model(EXPERT_HYBRID, tmp_path, vocab_size=512, **sizes)
+    case = Case(EXPERT_HYBRID, "bfloat16", recompute, ParallelConfig(tensor=2, sequence=True))
+    ranks = compare(case, folder)
+    shared = families._shared_experts
+    monkeypatch.setattr(families, "_shared_experts", lambda config: without_shared(shared(config)))
+    for with_it, without in zip(ranks, compare(case, folder), strict=True):
+        planned, measured = (
+            a["activations"] - b["activations"] for a, b in zip(with_it, without, strict=True)
+        )
+        assert planned == measured > 0
+
+
+def without_shared(experts: SharedExperts) -> Experts:
+    return Experts(**{field.name: getattr(experts, field.name) for field in fields(Experts)})
+
+
 def gradients_of(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> dict[str, torch.Tensor]:
     """From what a step of an Adam without momentum changes: lr g / (|g| + 1)."""
     lr = 1e4
@@ -208,6 +235,9 @@ def test_every_layout_loads_weights_and_optimizer_bit_for_bit(
                 assert found == digest, layout
                 assert all(torch.equal(same[one], tensor) for one, tensor in weights.items()), layout
     reshard(path, tmp_path / "resharded", grid=3, reference=folder)
+    compared = verify(path, tmp_path / "resharded", reference=folder)
+    assert compared.equal
+    assert compared.optimizer.startswith("compared")
     for number, source in enumerate((path, tmp_path / "resharded")):
         to_hf(source, tmp_path / f"hf {number}", reference=folder)
         converted = load_file(tmp_path / f"hf {number}/model.safetensors")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.checks import EXPERT_NAMES
-from tests.support.forked_commands import ForkedCommand, start_bapo
+from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 from tests.support.metrics import results
+from tests.support.models import EXPERT_HYBRID, save_tiny_model
 from tests.support.short_runs import LIMIT_S, exported, finish, wait_for_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -100,3 +103,23 @@ def test_stored_routes_are_replayed_at_another_layout_and_needed(replayed: Path,
     said = refused.communicate(timeout=LIMIT_S)[0].decode()
     assert refused.returncode == 2
     assert f"rollout.replay={own} has no routes of step 1" in said
+
+
+def test_a_hybrid_with_experts_trains_on_its_own_routes(tmp_path: Path) -> None:
+    """Gated DeltaNet, and a shared expert: the embedded engine samples from each version of the weights."""
+    folder = save_tiny_model(EXPERT_HYBRID, tmp_path / "model", vocab_size=264, eos_token_id=258)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(ROOT / "recipes/demo/policy_moe" / name, folder)
+    own = f"--model.hf-path={folder}", "--reward.function=tests.support.reward_functions:is_even"
+    few = "--steps=2", "--rollout.max-response-tokens=24"
+    finish(start(tmp_path / "run", REPLAY, *own, *few))
+    updates = list(read_jsonl(RunPaths(tmp_path / "run").updates))
+    assert {row["step"] for row in updates} == {1, 2}
+    for row in updates:
+        assert row["policy/grad_norm"] > 0
+        assert row["routes/known"] == 1.0
+        assert row["routes/mismatch"] < 0.01
+    for row in read_jsonl(RunPaths(tmp_path / "run").metrics):
+        assert row["rollout/engine_gap_mean"] < 1e-5
+    trained = exported(tmp_path / "run")
+    assert trained.keys() == load_file(folder / "model.safetensors").keys()

@@ -145,7 +145,8 @@ class SavedBytes:
             while hasattr(chunk, "module"):
                 chunk = chunk.module
             parts = [
-                (layer, layer.self_attention.core_attention, layer.mlp) for layer in chunk.decoder.layers
+                (layer, getattr(layer.self_attention, "core_attention", layer.self_attention), layer.mlp)
+                for layer in chunk.decoder.layers
             ]
             for module in (chunk.decoder, *(part for layer in parts for part in layer)):
                 module.register_forward_pre_hook(self._enter, with_kwargs=True)

@@ -57,6 +57,11 @@ async def later(prompt: Any, response: str) -> float:
     return 0.0
 
 
+def is_even(prompt: Any, response: str) -> float:
+    """1 for an even number of distinct characters: of random responses about half."""
+    return 1.0 - len(set(response)) % 2
+
+
 def is_short(prompt: Any, response: str) -> float:
     """2 for at most 12 characters, else 0."""
     return 2.0 * (len(response) <= 12)

@@ -16,13 +16,14 @@ from bapo_megatron.config import ModelConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape, with_dtype
 from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.runtime import written_folders
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.written_folders import MARK, move_foreign_aside, replaced_folder
 from bapo_megatron.trainer.preflight import check_model
 from checkpoints_tools import Settings, to_hf, to_megatron
 from tests.support.checkpoint_models import folder_bytes, load_tensors, save_random_model
-from tests.support.models import EXPERTS
+from tests.support.models import EXPERTS, HYBRIDS
 from tests.unit.checkpoints_tools.test_hybrid_folders import save_multimodal
 
 
@@ -78,11 +79,12 @@ def test_an_export_is_the_folder_of_a_conversion(tied: bool, shard_bytes: int, t
     assert ("model.safetensors" in expected) == (shard_bytes == 2**30)
 
 
-def test_an_export_of_a_multimodal_model_has_what_is_not_trained(tmp_path: Path) -> None:
-    """And A_log and Gated DeltaNet's norm in float32, beside weights in bfloat16."""
-    model = save_multimodal(tmp_path / "hf")
-    tensors = load_tensors(model)
-    weights = ((name, tensors[name]) for name in hf_tensors(read_model_shape(model)))
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_an_export_of_a_multimodal_model_has_what_is_not_trained(family: str, tmp_path: Path) -> None:
+    """And A_log and Gated DeltaNet's norm in float32, beside weights in bfloat16; experts fused."""
+    model = save_multimodal(tmp_path / "hf", family=family)
+    reader = HfReader(model)
+    weights = ((name, reader.read(name)) for name in hf_tensors(read_model_shape(model)))
     export_hf(weights, model, tmp_path / "exported")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "exported" / file).read_bytes() == (model / file).read_bytes(), file

@@ -100,6 +100,14 @@ def test_experts_are_written_as_the_folder_of_the_model_has_them(
     assert any(name.endswith("experts.gate_up_proj") for name in load_file_names(folder)) == fused
 
 
+def test_fused_experts_are_those_that_transformers_writes_apart(tmp_path: Path) -> None:
+    model = tiny_model(EXPERT_HYBRID)
+    for fused in (False, True):
+        model.save_pretrained(tmp_path / str(fused), save_original_format=not fused)
+    found = verify(tmp_path / "False", tmp_path / "True")
+    assert (found.equal, found.tensors) == (True, len(load_file_names(tmp_path / "False")))
+
+
 def load_file_names(folder: Path) -> set[str]:
     return {name for path in folder.glob("*.safetensors") for name in load_file(path)}
 

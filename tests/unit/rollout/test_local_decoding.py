@@ -83,12 +83,10 @@ def test_caches_of_both_kinds_follow_the_requests(family: str, tmp_path: Path) -
     """Log-probs are those of one pass over the whole response: with keys and values in some layers and states
     in the others, prompts of unlike length, groups that share one, and requests that end early."""
     engine = LocalModel(save_tiny_model(family, tmp_path), max_batch=64)
-    requests = [
-        replace(
-            request, params=replace(request.params, max_new_tokens=3 + 4 * (place % 3), stop_token_ids=())
-        )
-        for place, request in enumerate(group_requests())
-    ]
+    requests = group_requests()
+    for place, one in enumerate(requests):
+        limit = replace(one.params, max_new_tokens=3 + 4 * (place % 3), stop_token_ids=())
+        requests[place] = replace(one, params=limit)
     found, model = engine.generate(requests), tiny_model(family)
     for request, answer in zip(requests, found, strict=True):
         ids = torch.from_numpy(np.concatenate([request.input_ids, answer.token_ids_R])).long()

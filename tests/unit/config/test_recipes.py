@@ -58,7 +58,9 @@ RECIPES = [*CLUSTER_RECIPES, *sorted(FOLDER.glob("demo*.py"))]
 SPLIT = ("octothinker_llama_3b", "partial_rollout_7b", "qwen2_5_7b_tools")
 """On one node, each GPU for one task."""
 COLOCATED = [
-    name for name in STATED if name.startswith((BASE, "r1_distill_qwen_14b", "qwen3_4b", "qwen3_5_4b", "qwen3_8b"))
+    name
+    for name in STATED
+    if name.startswith((BASE, "r1_distill_qwen_14b", "qwen3_4b", "qwen3_5_4b", "qwen3_8b"))
 ]
 """On one node, each GPU for both tasks in turns."""
 BOUNDS: dict[str, BoundsConfig] = {

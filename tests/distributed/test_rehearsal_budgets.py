@@ -45,7 +45,9 @@ BUDGETS = {
     "octothinker_llama_3b": Budget(23.4, 14.5, 4),
     "r1_distill_qwen_32b": Budget(57.3, 24.7, 20),
     "qwen3_4b_8k": Budget(42.3, 18.2, 4),
+    "qwen3_5_4b_8k": Budget(53.1, 19.1, 4),
     "qwen3_8b_16k": Budget(50.4, 24.6, 4),
+    "qwen3_8_27b_32k": Budget(54.5, 30.6, 20),
     "qwen3_32b_two_nodes": Budget(51.0, 24.6, 138),
 }
 """Not of bp_math_7b_64k, the first with fewer ranks, and r1_distill_qwen_7b_8k, laid out as qwen3_8b_16k.
@@ -147,6 +149,18 @@ def test_a_recipe_stays_within_its_budget_and_the_plan_agrees(
     # The plan is of the rank that must join the largest parameter, the rehearsal of the first one. No rank of
     # the 4B must: its embedding lies within one rank's share.
     assert 1e9 * peak_gb["save"] < 1.01 * (plan.saving - FIXED) < 1.1e9 * peak_gb["save"]
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_5_4b_8k", "qwen3_8_27b_32k"])
+def test_the_plan_of_a_hybrid_agrees_on_each_stage(recipe: str, rehearsals: dict[str, Rehearsal]) -> None:
+    """Within 2 %, which the tensors that the kernels of Gated DeltaNet keep for themselves are more than."""
+    ranks = rehearsals[recipe].found["ranks"]
+    stages = {rank["place"]["stage"]: rank for rank in ranks}
+    assert list(stages) == list(range(rehearsals[recipe].job.parallel.pipeline))
+    for stage, rank in stages.items():
+        plan = stage_memory(rehearsals[recipe].job, stage)
+        assert plan.training - plan.reserve == pytest.approx(1e9 * rank["peak_gb"]["update 2"], rel=0.02)
+        assert plan.syncing - FIXED == pytest.approx(1e9 * rank["peak_gb"]["weight sync"], rel=0.02)
 
 
 def _check_turns(rehearsal: Rehearsal) -> None:

@@ -68,6 +68,27 @@ _EXPERTS = {
 }
 
 
+_HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def hybrid_run(folder: Path, parallel: ParallelConfig, layers: int = 4, every: int = 2) -> RunConfig:
+    """The run of ``small_run`` with full attention in each layer ``every``, else Gated DeltaNet."""
+    run = small_run(folder, parallel, layers)
+    config = {**json.loads((folder / "config.json").read_text()), **_HYBRID}
+    (folder / "config.json").write_text(json.dumps({**config, "full_attention_interval": every}))
+    return run
+
+
 def expert_run(folder: Path, parallel: ParallelConfig, layers: int = 2, **batch: Any) -> RunConfig:
     """The run of ``small_run`` with experts, whose packs have routes that are even."""
     run = small_run(folder, parallel, layers, **batch)

@@ -96,6 +96,7 @@ class RankRehearsal:
         """Rehearse ``phases``, None: all. Errors of the program propagate; the meter's records stay."""
         request = self.request
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        torch.compiler.set_stance("force_eager")  # torch may have read its environment before
         os.environ["LOCAL_RANK"] = "0"
         torch.set_num_threads(1)
         # The order of the set-up: patches of torch; the fake device, which process groups ask for; the

@@ -35,6 +35,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -55,6 +57,8 @@ BARE_TEMPLATE = "{%- for message in messages -%}{{ message['content'] }}{%- endf
 """The chat template of ``--bare``: the prompt is the sum alone, which is 18 tokens shorter."""
 
 DATA_SOURCE = "bapo_demo/addition"
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 # --- the tokenizer and the model -----------------------------------------------------------------
@@ -98,23 +102,16 @@ def make_model(
     ffn: int = 192,
     context: int = 256,
     experts: int = 0,
+    hybrid: bool = False,
     seed: int = 0,
 ) -> PreTrainedModel:
     """Write a random Qwen2, float32, untied. The defaults (0.23 M parameters) allow TP 2, PP 2, VPP 2.
 
-    With ``experts`` a Qwen3 MoE: that many experts in each layer, two for a token, each ``hidden`` wide.
+    With ``experts`` a Qwen3 MoE: that many experts in each layer, two for a token, each ``hidden`` wide. A
+    ``hybrid`` is a Qwen3.5: full attention in every fourth layer, Gated DeltaNet in the others.
     """
-    kind: dict[str, Any] = {}
-    if experts:
-        kind = {
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": hidden,
-            "norm_topk_prob": True,
-            "head_dim": hidden // heads,
-        }
-    config = (Qwen3MoeConfig if experts else Qwen2Config)(
-        **kind,
+    config_class, model_class, kind = _kind(hidden // heads, heads, hidden, experts, hybrid)
+    config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=ffn,
@@ -122,18 +119,45 @@ def make_model(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=context,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        **{"rope_parameters": _ROPE, **kind},
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = (Qwen3MoeForCausalLM if experts else Qwen2ForCausalLM)(config)
+        model = model_class(config)
     model.save_pretrained(folder)
     return model
+
+
+def _kind(
+    head_dim: int, heads: int, hidden: int, experts: int, hybrid: bool
+) -> tuple[type[Any], type[Any], dict[str, Any]]:
+    """The classes of a kind of model in transformers, and the fields that it has beside the others'."""
+    if experts:
+        own = {
+            "head_dim": head_dim,
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": hidden,
+            "norm_topk_prob": True,
+        }
+        return Qwen3MoeConfig, Qwen3MoeForCausalLM, own
+    if not hybrid:
+        return Qwen2Config, Qwen2ForCausalLM, {}
+    own = {
+        "head_dim": head_dim,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    }
+    return Qwen3_5TextConfig, Qwen3_5ForCausalLM, own
 
 
 # --- the solutions -------------------------------------------------------------------------------
@@ -286,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = make_tokenizer(model_folder, BARE_TEMPLATE if args.bare else CHAT_TEMPLATE)
     shape = {
         name: getattr(args, name)
-        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context", "experts")
+        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context", "experts", "hybrid")
     }
     model = make_model(model_folder, tokenizer, **shape, seed=args.seed)
     sizes = {"warm_start": args.warm_start, "train": args.train, "eval": args.eval}
@@ -313,6 +337,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--neutral", default=",", help="characters that end a column, each as good")
     parser.add_argument("--bare", action="store_true", help="prompts without the marks of a chat")
+    parser.add_argument("--hybrid", action="store_true", help="a model with Gated DeltaNet in most layers")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the problems")
     for flag, default, meaning in (
         ("--warm-start", 4000, "problems with solutions"),

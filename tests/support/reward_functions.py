@@ -32,6 +32,11 @@ def by_source(prompt: Any, response: str) -> float:
     return 0.25 if prompt.source == "own" else 0.0
 
 
+def odd(prompt: Any, response: str) -> float:
+    """1 for about half of random responses."""
+    return float(sum(map(ord, response)) % 2)
+
+
 def has_torch(prompt: Prompt, response: str) -> float:
     """1 if this process has imported torch."""
     return float("torch" in sys.modules)

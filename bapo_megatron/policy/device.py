@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import cache, partial
@@ -42,6 +42,8 @@ _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _NORM_BLOCK = 2**14
 """Block size of the gradient norm, in elements: 128 KiB of float64, which a cache holds. torch sums so few on
 one thread, so the sum does not depend on the number of threads."""
+_NORM_ROWS = 16
+"""Blocks of one call of torch, which costs as much as a block: their float64 copies are in the cache, too."""
 
 
 def has_cuda() -> bool:
@@ -336,9 +338,17 @@ def _l2_norm(
     The signature is that of apex's ``multi_tensor_l2norm``. Megatron's own stand-in adds float32 numbers
     sequentially: at 28 M of them its norm, by which gradients are clipped, is 0.16 % too small.
     """
-    blocks = [block for tensors in lists for one in tensors for block in one.flatten().split(_NORM_BLOCK)]
-    norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
-    return torch.linalg.vector_norm(torch.stack(norms)).float()[None], None
+    norms = [norm for tensors in lists for one in tensors for norm in _block_norms(one.flatten())]
+    return torch.linalg.vector_norm(torch.cat(norms)).float()[None], None
+
+
+def _block_norms(flat: Tensor) -> Iterator[Tensor]:
+    """Norms of blocks of ``_NORM_BLOCK`` elements, and of the rest, in order; float64, 1-D."""
+    whole = flat.numel() // _NORM_BLOCK * _NORM_BLOCK
+    if whole:
+        for rows in flat[:whole].view(-1, _NORM_BLOCK).split(_NORM_ROWS):
+            yield torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    yield torch.linalg.vector_norm(flat[whole:], dtype=torch.float64)[None]
 
 
 class _CpuStream:

@@ -74,6 +74,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Compiled, SwiGLU keeps its input alone; on a CPU, where nothing is compiled, it is slower.
         bias_activation_fusion=has_cuda(),
+        use_te_activation_func=not has_cuda(),  # the MLP asks its spec: see layers.SwiGlu
         apply_rope_fusion=device.uses_transformer_engine(dtype),
         # Fusions that need apex, or a feature that these models lack.
         bias_dropout_fusion=False,

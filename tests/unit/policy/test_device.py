@@ -84,6 +84,23 @@ def test_the_norm_of_thirty_million_gradients_equals_float64(
     assert math.sqrt(sum(ranks)) == pytest.approx(expected, rel=2e-7)
 
 
+def test_the_norm_of_several_blocks_in_a_call_is_that_of_each_bit_for_bit(
+    norm_of: Callable[[list[torch.Tensor]], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks have their own norms, 16 in one call of torch: 40 calls here would be 3 + 1, 1, 1 and 1."""
+    block, generator = device._NORM_BLOCK, torch.Generator().manual_seed(0)
+    sizes = (35 * block + 77, 300, 2 * block, 0)
+    tensors = [torch.randn(size, generator=generator) for size in sizes]
+    each = [
+        torch.linalg.vector_norm(part, dtype=torch.float64) for one in tensors for part in one.split(block)
+    ]
+    expected = float(torch.linalg.vector_norm(torch.stack(each)).float())
+    calls, plain = [], torch.linalg.vector_norm
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda *a, **k: calls.append(a) or plain(*a, **k))
+    assert norm_of(tensors) == expected
+    assert len(calls) == 9  # of the blocks' norms, too, once
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_group_of_one_rank_makes_no_collective_on_a_cpu(
     ranks: int, monkeypatch: pytest.MonkeyPatch

@@ -324,10 +324,10 @@ def use_torch_optimizer() -> None:
     distrib_optimizer.Adam = torch.optim.Adam
     distrib_optimizer.HAVE_APEX_OR_TE = False
     distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
-    clip_grads.l2_norm_impl = _l2_norm
     for module in (clip_grads, base):
         module.multi_tensor_applier = utils.local_multi_tensor_applier
         module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _l2_norm, _scale
 
 
 def _l2_norm(
@@ -340,6 +340,13 @@ def _l2_norm(
     """
     norms = [norm for tensors in lists for one in tensors for norm in _block_norms(one.flatten())]
     return torch.linalg.vector_norm(torch.cat(norms)).float()[None], None
+
+
+def _scale(_chunk_size: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
+    """Scaling of clipped gradients, as apex's ``multi_tensor_scale``: tensors of the first list into those of
+    the second. Megatron's own stand-in makes a product and copies it."""
+    for given, scaled in zip(*lists, strict=True):
+        torch.mul(given, factor, out=scaled)
 
 
 def _block_norms(flat: Tensor) -> Iterator[Tensor]:

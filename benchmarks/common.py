@@ -53,20 +53,24 @@ def one_process(threads: int = 2) -> Iterator[None]:
         yield
 
 
-def save_model(folder: Path, hidden: int, layers: int, vocab: int, positions: int) -> Path:
-    """A Qwen2 of random float32 weights as a Hugging Face folder; four query heads for each KV head."""
+def save_model(folder: Path, hidden: int, layers: int, vocab: int, positions: int, **others: object) -> Path:
+    """A Qwen2 of random float32 weights as a Hugging Face folder; four query heads for each KV head.
+
+    ``others``: fields of its configuration in place of these.
+    """
     import transformers
 
-    config = transformers.Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        vocab_size=vocab,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-    )
+    fields: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+    }
+    config = transformers.Qwen2Config(**{**fields, **others})
     torch.manual_seed(0)
     transformers.Qwen2ForCausalLM(config).float().save_pretrained(folder)
     return folder
@@ -78,10 +82,16 @@ def torch_policy(folder: Path, batch: BatchConfig) -> MegatronPolicy:
     return MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-6), planned_updates=1000)
 
 
-def random_samples(count: int, longest: int, vocab: int, version: int = -1) -> list[Sample]:
-    """Samples of log-normal lengths up to ``longest``, both signs of advantage, ratios around one."""
+def random_samples(
+    count: int, longest: int, vocab: int, version: int = -1, equal: bool = False
+) -> list[Sample]:
+    """Samples of log-normal lengths up to ``longest``, both signs of advantage, ratios around one.
+
+    ``equal``: all of ``longest`` tokens.
+    """
     generator = np.random.default_rng(0)
     lengths = np.minimum(longest - 1, 16 + generator.lognormal(np.log(longest / 4), 0.7, count)).astype(int)
+    lengths = np.full(count, longest - 1) if equal else lengths
     return [
         Sample(
             token_ids=generator.integers(0, vocab, length + 1).astype(np.int32),
@@ -93,21 +103,29 @@ def random_samples(count: int, longest: int, vocab: int, version: int = -1) -> l
     ]
 
 
-def in_turns(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+Clock = Callable[[], float]
+
+
+def in_turns(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
+) -> dict[str, float]:
     """Median seconds of each candidate."""
-    return {name: statistics.median(values) for name, values in rounds_in_turns(candidates, rounds).items()}
+    found = rounds_in_turns(candidates, rounds, clock)
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
-def rounds_in_turns(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def rounds_in_turns(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each candidate in each round, interleaved, so that load of the machine hits all alike."""
     for run in candidates.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, run in candidates.items():
-            start = time.perf_counter()
+            start = clock()
             run()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 

@@ -1,9 +1,10 @@
 """Benchmark of ``Policy.update`` in tokens/s against a bare megatron-core loop and transformers with AdamW.
 
-    python -m benchmarks.policy_step            # ten minutes on two cores
+    python -m benchmarks.policy_step            # a quarter of an hour on two cores
     python -m benchmarks.policy_step --quick
 
-All three train the same model, from the same weights, on the same documents:
+Then the same of a model as large as SmolLM2-135M, in CPU seconds on one thread. All three loops train the
+same model, from the same weights, on the same documents:
 
 - the policy: log-probs, entropies, the BAPO loss at lagged bounds, all that is logged of an update;
 - bare megatron-core: the same layers, DDP, optimizer and packs on the same schedule, plain cross entropy;
@@ -15,8 +16,9 @@ They take turns. Writes benchmarks/results/policy_step.md.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch
 from benchmarks.common import (
+    Clock,
     in_turns,
     is_quick,
     machine,
@@ -54,6 +57,10 @@ class Size:
     samples: int = 16
     pack: int = 4096
     rounds: int = 5
+    fields: dict[str, object] = field(default_factory=dict)
+    """Fields of the configuration that differ from those of ``save_model``."""
+    equal: bool = False
+    """Whether all documents have ``longest`` tokens."""
 
     @property
     def name(self) -> str:
@@ -61,6 +68,18 @@ class Size:
 
 
 SIZES = (Size(256, 8, 8192), Size(512, 8, 8192), Size(512, 4, 32768))
+_SMOL = {
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+_OF_SMOL = Size(576, 30, 49152, samples=8, pack=1024, rounds=3, fields=_SMOL)
+CPU_SIZES = {
+    "8 documents of 128 tokens": replace(_OF_SMOL, longest=128, equal=True),
+    "8 documents of up to 256 tokens": replace(_OF_SMOL, longest=256),
+}
+"""Models as large as SmolLM2-135M, by their documents."""
 QUICK = (Size(64, 2, 512, longest=64, samples=8, pack=128, rounds=1),)
 
 
@@ -153,18 +172,19 @@ def padded_batches(samples: Sequence[Sample], tokens: int) -> list[tuple[Tensor,
     return batches
 
 
-def measure(size: Size) -> tuple[int, dict[str, float]]:
-    """Tokens of an update, and the seconds of each loop."""
-    samples = random_samples(size.samples, size.longest, size.vocab)
+def measure(size: Size, clock: Clock = time.perf_counter) -> tuple[int, dict[str, float]]:
+    """Tokens of an update, and the seconds of each loop by ``clock``."""
+    samples = random_samples(size.samples, size.longest, size.vocab, equal=size.equal)
     with tempfile.TemporaryDirectory() as folder:
-        path = save_model(Path(folder), size.hidden, size.layers, size.vocab, size.longest)
+        longest = size.longest
+        path = save_model(Path(folder), size.hidden, size.layers, size.vocab, longest, **size.fields)
         batch = BatchConfig(pack_tokens=size.pack)
         loops = {
             "Policy.update": of_policy(torch_policy(path, batch), samples, size),
             "bare megatron-core": of_megatron(torch_policy(path, batch), samples, size),
             "transformers + AdamW": of_transformers(path, samples, size),
         }
-        return sum(sample.positions for sample in samples), in_turns(loops, size.rounds)
+        return sum(sample.positions for sample in samples), in_turns(loops, size.rounds, clock)
 
 
 def rows(size: Size) -> list[str]:
@@ -176,9 +196,20 @@ def rows(size: Size) -> list[str]:
     ]
 
 
-def report(sizes: Sequence[Size]) -> str:
+def cpu_rows(documents: str, size: Size) -> list[str]:
+    """Rows of the second table: CPU seconds of this process, on one thread."""
+    torch.set_num_threads(1)
+    _, seconds = measure(size, time.process_time)
+    theirs = seconds["transformers + AdamW"]
+    return [
+        f"| {documents} | {name} | {value:.1f} | {value / theirs:.2f} |" for name, value in seconds.items()
+    ]
+
+
+def report(sizes: Sequence[Size], cpu_sizes: Mapping[str, Size]) -> str:
     table = "\n".join(line for size in sizes for line in rows(size))
-    one = sizes[0]
+    cpu_table = "\n".join(line for pair in cpu_sizes.items() for line in cpu_rows(*pair))
+    one, small = sizes[0], next(iter(cpu_sizes.values()))
     return f"""# Speed of an update
 
 Command: `python -m benchmarks.policy_step`
@@ -193,8 +224,19 @@ Medians of {one.rounds} rounds in which the loops take turns.
 
 *bare megatron-core* is the same model, optimizer, packs and schedule with GPTModel's own cross entropy and
 nothing else. *Policy.update* also gives entropies, the BAPO loss and all sums that are logged, and never
-holds a pack's logits. *transformers* pads batches of documents of like length. The attention of the two
-megatron loops is ours: megatron-core has none for packed documents on a CPU.
+holds a pack's logits. *transformers* pads batches of documents of like length; its attention is sdpa, its
+AdamW fused. The attention of the two megatron loops is ours: megatron-core has none for packed documents on
+a CPU.
+
+## A model as large as SmolLM2-135M
+
+{machine()}, one thread, float32, one process, {small.layers} layers, hidden {small.hidden}, vocabulary
+{small.vocab:,}. CPU seconds of an update, which other programs on the machine disturb less than its
+duration; medians of {small.rounds} rounds in which the loops take turns.
+
+| documents | loop | CPU seconds | / transformers |
+|---|---|---:|---:|
+{cpu_table}
 """
 
 
@@ -202,9 +244,9 @@ def main() -> None:
     quick = is_quick(__doc__)
     with one_process():
         if quick:
-            print(report(QUICK))
+            print(report(QUICK, {"quick": replace(QUICK[0], equal=True)}))
         else:
-            write("policy_step", report(SIZES))
+            write("policy_step", report(SIZES, CPU_SIZES))
 
 
 if __name__ == "__main__":

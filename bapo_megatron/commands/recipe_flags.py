@@ -91,7 +91,7 @@ def check_names(config: RunConfig, own_code: bool = False) -> None:
 
 
 def _check_loss(config: RunConfig, own_code: bool) -> None:
-    """Check of the loss: of a registered one without torch, but for its settings, which its class declares."""
+    """Check of the loss: of a registered one without torch, but for the settings that its class declares."""
     from bapo_megatron.algo.registered_losses import LOSSES, check_registered, loss_path
 
     algorithm = config.algorithm

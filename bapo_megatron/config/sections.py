@@ -335,6 +335,10 @@ class OptimizerConfig:
     device: Literal["model", "cpu"] = "model"
     """Device of master weights, moments and the optimizer step: the model's, or the host (CPU offload of the
     optimizer). Then a GPU holds 12 bytes a parameter less, divided by DP x CP."""
+    fused: bool = True
+    """On a CPU: AdamW steps in one pass over each parameter, torch's fused kernel. Its last bits are not
+    those of several passes, so a run that began without it goes on so. A GPU has the kernel that megatron
+    takes, device=cpu always a fused one."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class Mlp(Kind):
         return Flops(linear, selective=linear)
 
     def saved(self, at: Place) -> Saved:
-        """Gate and up, and their product; torch also keeps silu(gate), and up once more (megatron adds a zero
-        offset). The workspace: gradients of the three, and of the hidden state and the gathered input."""
+        """Gate and up, and their product; on torch's layers also silu(gate). The workspace: gradients of the
+        three, and of the hidden state and the gathered input."""
         gated, work = _gated_activations(self.ffn, at)
         # Fused, the norm is recomputed with the matrix.
         kept, again = (at.input, FP32 + at.input) if at.spec == "te" else (at.norm + at.input, 0.0)
@@ -108,7 +108,7 @@ class Experts(Kind):
         layer of a copy its input, gate and up, the product with the weight, which SwiGLU fuses, the weight,
         and its place in the order of experts, if there are several. megatron's SequentialMLP and permutation
         by torch keep the mask and the weights of all experts, and the number of each copy's token; of a copy
-        gate and up, silu(gate), up once more, product, product x weight, and the weight.
+        gate and up, silu(gate), product, product x weight, and the weight.
         The norm is a module of its own in both specs. The workspace has the gradients of a copy, or while
         copies change places two of its hidden states.
         """
@@ -119,7 +119,7 @@ class Experts(Kind):
             routed += rows * (b * (hidden + 3 * width) + FP32 + INT32 * (local > 1))
         else:
             routed = ((FP32 + 1) * self.count + INT64 * self.per_token) * share
-            routed += rows * (b * (hidden + 6 * width) + FP32)
+            routed += rows * (b * (hidden + 5 * width) + FP32)
         routed += (INT64 + FP32) * self.per_token * share
         kept = at.norm + at.input  # the normalized input, which router and permutation read
         work = rows * max(3 * width + hidden, 2 * hidden) + 2 * share * hidden
@@ -218,7 +218,7 @@ def _norm(hidden: int) -> dict[str, Mapping]:
 def _gated_activations(ffn: int, at: Place) -> tuple[float, float]:
     """What a gated MLP saves of a token between its matrices, and the workspace."""
     width = at.element * ffn / at.parallel.tensor
-    return (3 if at.spec == "te" else 5) * width, 3 * width + 2 * at.element * at.hidden
+    return (3 if at.spec == "te" else 4) * width, 3 * width + 2 * at.element * at.hidden
 
 
 def _gated(prefix: str, hf_prefix: str, ffn: int, hidden: int) -> dict[str, Mapping]:

@@ -254,6 +254,10 @@ def padded_attention(
 ) -> Tensor:
     """Causal attention [tokens, heads, head_dim] within each document ``bounds[d]:bounds[d + 1]``."""
     plan = padding_plan(bounds, query_THD.device)
+    if plan.is_identity:
+        [(_, _, documents)] = plan.batches
+        inputs = [x_THD.unflatten(0, (documents, -1)) for x_THD in (query_THD, key_THD, value_THD)]
+        return _attend(inputs, scale)
     token_P, row_T = plan.token_of_row_P, plan.row_of_token_T
     # The gradient of padding rows is zero: no kept output depends on them.
     q_PHD, k_PHD, v_PHD = (gather_rows(x_THD, token_P, row_T) for x_THD in (query_THD, key_THD, value_THD))
@@ -282,6 +286,11 @@ class PaddingPlan:
     """1 for a token, 0 for padding."""
     row_of_token_T: Tensor
     """Index of a token's row."""
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the rows are the tokens in order: one document, or documents of one length."""
+        return len(self.batches) == 1 and self.token_of_row_P.numel() == self.row_of_token_T.numel()
 
 
 @lru_cache(maxsize=16)  # every layer of a micro-batch needs the same plan

@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import cache, partial
@@ -42,6 +42,8 @@ _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _NORM_BLOCK = 2**14
 """Block size of the gradient norm, in elements: 128 KiB of float64, which a cache holds. torch sums so few on
 one thread, so the sum does not depend on the number of threads."""
+_NORM_ROWS = 16
+"""Blocks of one call of torch, which costs as much as a block: their float64 copies are in the cache, too."""
 
 
 def has_cuda() -> bool:
@@ -322,10 +324,10 @@ def use_torch_optimizer() -> None:
     distrib_optimizer.Adam = torch.optim.Adam
     distrib_optimizer.HAVE_APEX_OR_TE = False
     distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
-    clip_grads.l2_norm_impl = _l2_norm
     for module in (clip_grads, base):
         module.multi_tensor_applier = utils.local_multi_tensor_applier
         module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _l2_norm, _scale
 
 
 def _l2_norm(
@@ -336,9 +338,24 @@ def _l2_norm(
     The signature is that of apex's ``multi_tensor_l2norm``. Megatron's own stand-in adds float32 numbers
     sequentially: at 28 M of them its norm, by which gradients are clipped, is 0.16 % too small.
     """
-    blocks = [block for tensors in lists for one in tensors for block in one.flatten().split(_NORM_BLOCK)]
-    norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
-    return torch.linalg.vector_norm(torch.stack(norms)).float()[None], None
+    norms = [norm for tensors in lists for one in tensors for norm in _block_norms(one.flatten())]
+    return torch.linalg.vector_norm(torch.cat(norms)).float()[None], None
+
+
+def _scale(_chunk_size: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
+    """Scaling of clipped gradients, as apex's ``multi_tensor_scale``: tensors of the first list into those of
+    the second. Megatron's own stand-in makes a product and copies it."""
+    for given, scaled in zip(*lists, strict=True):
+        torch.mul(given, factor, out=scaled)
+
+
+def _block_norms(flat: Tensor) -> Iterator[Tensor]:
+    """Norms of blocks of ``_NORM_BLOCK`` elements, and of the rest, in order; float64, 1-D."""
+    whole = flat.numel() // _NORM_BLOCK * _NORM_BLOCK
+    if whole:
+        for rows in flat[:whole].view(-1, _NORM_BLOCK).split(_NORM_ROWS):
+            yield torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    yield torch.linalg.vector_norm(flat[whole:], dtype=torch.float64)[None]
 
 
 class _CpuStream:

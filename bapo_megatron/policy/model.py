@@ -43,7 +43,8 @@ def transformer_config(
     shape: ModelShape, parallel: ParallelConfig, batch: BatchConfig, dtype: torch.dtype
 ) -> TransformerConfig:
     """The megatron-core TransformerConfig of the model."""
-    kinds = builders(shape.kinds, device.uses_transformer_engine(dtype))
+    te = device.uses_transformer_engine(dtype)
+    kinds = builders(shape.kinds, te)
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -74,7 +75,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Compiled, SwiGLU keeps its input alone; on a CPU, where nothing is compiled, it is slower.
         bias_activation_fusion=has_cuda(),
-        apply_rope_fusion=device.uses_transformer_engine(dtype),
+        use_te_activation_func=not has_cuda() and not te,  # that of the MLP's spec: layers.SwiGlu
+        apply_rope_fusion=te,
         # Fusions that need apex, or a feature that these models lack.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

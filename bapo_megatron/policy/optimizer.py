@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch import Tensor
 
 from bapo_megatron.config import OptimizerConfig
+from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.runtime.device import environment_variable
 
 _OWNERS = {"transformer_engine": "Transformer Engine's", "apex": "apex's", "torch": "torch's"}
@@ -65,6 +66,9 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.
         _number_as_in_groups(part)
     if config.device == "cpu":
         move_to_host(optimizer, config)
+    elif config.fused and not has_cuda():
+        for group in optimizer.param_groups:
+            group.update(_FUSED)
     return optimizer
 
 

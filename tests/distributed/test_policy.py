@@ -25,6 +25,8 @@ pytestmark = pytest.mark.distributed
 
 ONE = ParallelConfig()
 
+Tensors = dict[str, torch.Tensor]
+
 
 def policy_on(
     folder: Path, temperature: float = 1.0, parallel: ParallelConfig = ONE, **lr: float
@@ -209,6 +211,38 @@ def test_updates_equal_transformers_with_adamw(family: str, loss_mean: str, tmp_
         # An entry whose gradient is about zero may step either way: at most three steps of lr 1e-3 each.
         close = (tensor - reference[name]).abs() < 2e-5
         assert close.float().mean() > 0.99, name
+
+
+def first_step(folder: Path, samples: list[Sample], fused: bool) -> tuple[int, list[Tensors]]:
+    """Calls of torch's fused kernel in an update; weights before it, its gradients, weights after it."""
+    optimizer = OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0, clip_grad=0.5, fused=fused)
+    batch = BatchConfig(pack_tokens=96)
+    policy = MegatronPolicy(ModelConfig(folder, "float32"), ONE, batch, optimizer, 10)
+    calls, kernel = [], torch._fused_adamw_
+    torch._fused_adamw_ = lambda *given, **named: calls.append(1) or kernel(*given, **named)
+    model = dict(policy._model[0].module.named_parameters())
+    before = {name: one.detach().clone() for name, one in model.items()}
+    try:
+        policy.update(pack_samples(samples, 96), weighted_loss)
+    finally:
+        torch._fused_adamw_ = kernel
+    after = {name: one.detach().clone() for name, one in model.items()}
+    return len(calls), [before, {name: one.main_grad.clone() for name, one in model.items()}, after]
+
+
+@pytest.mark.parametrize(("fused", "calls"), [(True, 2), (False, 0)])
+def test_a_step_of_adamw_by_hand(fused: bool, calls: int, tmp_path: Path) -> None:
+    """lr = eps = 1: the first step is g / (|g| + 1), by one fused kernel for each group, or without it.
+
+    Of ``optimizer.device=cpu``, which has the kernel always: test_host_optimizer.py.
+    """
+    folder, samples = save_tiny_model("qwen2", tmp_path), random_samples(6, seed=7)
+    [(found, (before, gradients, after))] = run_layout(first_step, ONE, folder, samples, fused)
+    assert found == calls
+    for name, gradient in gradients.items():
+        expected = before[name] - gradient / (gradient.abs() + 1)
+        torch.testing.assert_close(after[name], expected, rtol=0, atol=1e-6)
+    assert any(bool(one.any()) for one in gradients.values())
 
 
 def learning_rates(folder: Path, samples: list[Sample], settings: dict) -> list[float]:

@@ -115,10 +115,12 @@ def test_a_run_of_the_former_preset_goes_on_with_it(
     """By the recipe as it is today; ``--allow-change`` changes over. A run of today's is not touched."""
     run_dir, recipe = unpack(HERE / "bapo/run.tar.xz", tmp_path / "run"), todays_recipe(tmp_path)
     names = ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens", "reward.on_failure")
+    names = (*names, "optimizer.fused")
     flags = ["--allow-change", *names] if allowed else []
     config = train_flags("train", [str(recipe), f"--run-dir={run_dir}", *flags]).run
     said = capsys.readouterr().err
     check_same_run(config)
+    assert config.optimizer.fused == allowed  # last bits of a step on a CPU depend on it
     if allowed:
         assert (said, config.algorithm.bounds.scope) == ("", "micro_batch")
         return

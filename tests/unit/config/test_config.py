@@ -770,6 +770,37 @@ def test_a_run_of_before_goes_on_with_the_reward_of_failed_scores(tmp_path: Path
     assert with_former_defaults(old) == (old, [])
 
 
+def test_a_run_of_before_goes_on_without_the_fused_optimizer(tmp_path: Path) -> None:
+    """Its settings lack the field; also when its continuation is stored. ``--allow-change`` changes over."""
+    new = dataclasses.replace(GOOD, run_dir=tmp_path)
+    store_config(new)
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    assert stored["config"]["optimizer.fused"] is True
+    del stored["default_fused"], stored["config"]["optimizer.fused"]
+    path.write_text(json.dumps(stored))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for _ in range(2):
+        kept, lines = with_former_defaults(new)
+        assert (kept.optimizer.fused, lines) == (False, [])
+        check_same_run(kept)
+        store_config(kept)
+    changed = dataclasses.replace(new, allow_change=("optimizer.fused",))
+    assert with_former_defaults(changed) == (changed, [])
+    store_config(changed)
+    assert with_former_defaults(new) == (new, [])
+
+
+def test_a_run_of_today_is_unfused_only_if_it_says_so(tmp_path: Path) -> None:
+    run = dataclasses.replace(GOOD, run_dir=tmp_path, optimizer=OptimizerConfig(fused=False))
+    store_config(run)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    now = dataclasses.replace(run, optimizer=OptimizerConfig())
+    assert with_former_defaults(now) == (now, [])
+    with pytest.raises(ConfigError, match="optimizer.fused: False in the run, True now"):
+        check_same_run(now)
+
+
 def test_a_run_of_today_has_the_value_only_if_it_says_so(tmp_path: Path) -> None:
     run = dataclasses.replace(GOOD, run_dir=tmp_path, reward=RewardConfig(on_failure="value"))
     store_config(run)

@@ -84,6 +84,37 @@ def test_the_norm_of_thirty_million_gradients_equals_float64(
     assert math.sqrt(sum(ranks)) == pytest.approx(expected, rel=2e-7)
 
 
+def test_the_norm_of_several_blocks_in_a_call_is_that_of_each_bit_for_bit(
+    norm_of: Callable[[list[torch.Tensor]], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks have their own norms, 16 in one call of torch: 40 calls here would be 3 + 1, 1, 1 and 1."""
+    block, generator = device._NORM_BLOCK, torch.Generator().manual_seed(0)
+    sizes = (35 * block + 77, 300, 2 * block, 0)
+    tensors = [torch.randn(size, generator=generator) for size in sizes]
+    each = [
+        torch.linalg.vector_norm(part, dtype=torch.float64) for one in tensors for part in one.split(block)
+    ]
+    expected = float(torch.linalg.vector_norm(torch.stack(each)).float())
+    calls, plain = [], torch.linalg.vector_norm
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda *a, **k: calls.append(a) or plain(*a, **k))
+    assert norm_of(tensors) == expected
+    assert len(calls) == 9  # of the blocks' norms, too, once
+
+
+def test_gradients_are_clipped_in_place_bit_for_bit_as_by_megatron() -> None:
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    device.use_torch_optimizer()
+    given = torch.randn(1001, generator=torch.Generator().manual_seed(0))
+    ours, theirs = given.clone(), given.clone()
+    whole = ours[:1000]  # a view, as gradients are
+    clip_grads.multi_tensor_scale_impl(2048, None, [[whole], [whole]], 0.3)
+    utils.local_multi_tensor_scale(2048, None, [[theirs], [theirs]], 0.3)
+    assert torch.equal(ours[:1000], theirs[:1000])
+    assert ours[1000] == given[1000]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_group_of_one_rank_makes_no_collective_on_a_cpu(
     ranks: int, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,57 @@
+"""SwiGLU of torch's layers: values and gradients are megatron's own, bit for bit, and what it keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.policy.layers import SwiGlu
+
+
+def megatrons(stacked: Tensor) -> Tensor:
+    """SwiGLU as megatron-core 0.16 has it without a fusion (``MLP.forward``); its offset is 0."""
+    gate, up = torch.chunk(stacked, 2, dim=-1)
+    return torch.nn.functional.silu(gate) * (up + 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 6), (7, 1, 34), (128, 1, 512)])
+def test_swiglu_is_megatrons_bit_for_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = (3 * torch.randn(shape, generator=generator)).to(dtype)
+    gradient = torch.randn(*shape[:-1], shape[-1] // 2, generator=generator).to(dtype)
+    found = []
+    for swiglu in (SwiGlu(None), megatrons):
+        stacked = values.clone().requires_grad_()
+        product = swiglu(stacked)
+        product.backward(gradient)
+        found.append((product.detach(), stacked.grad))
+    (ours, our_gradient), (theirs, their_gradient) = found
+    assert torch.equal(ours, theirs)
+    assert our_gradient is not None
+    assert their_gradient is not None
+    assert torch.equal(our_gradient, their_gradient)
+
+
+def test_swiglu_by_hand() -> None:
+    """silu(0) = 0 with derivative 1/2: the product is 0, d/dgate = 1/2 x 4 x 3, d/dup = 0."""
+    stacked = torch.tensor([[0.0, 4.0]], requires_grad=True)
+    product = SwiGlu(None)(stacked)
+    product.backward(torch.tensor([[3.0]]))
+    assert product.item() == 0.0
+    assert stacked.grad is not None
+    assert stacked.grad.tolist() == [[6.0, 0.0]]
+
+
+def test_swiglu_keeps_its_input_and_silu_alone() -> None:
+    """Megatron's keeps up once more, after it has added zero to it."""
+    kept: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        SwiGlu(None)(torch.ones(3, 8, requires_grad=True))
+    assert kept == [24, 12]

@@ -20,7 +20,7 @@ from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config_fields import flag, integer, real, table
-from bapo_megatron.hf.families import FAMILIES, Family, interval_for_servers, layer_types
+from bapo_megatron.hf.families import FAMILIES, Family, fields_for_servers, layer_types
 from bapo_megatron.hf.fp8 import check_quantization, without_quantization
 from bapo_megatron.layers import MOST, Block, Kind
 from bapo_megatron.layers.attention import Attention
@@ -210,7 +210,7 @@ def for_servers(config: bytes) -> bytes:
     family = FAMILIES.get(found.get("model_type"))
     own = found.get(family.text, {}) if family and family.text else found
     with suppress(ValueError):
-        if missing := interval_for_servers(own):
+        if missing := fields_for_servers(own):
             own.update(missing)
             return json.dumps(found, indent=2, sort_keys=True).encode() + b"\n"  # as transformers writes it
     return config

@@ -20,6 +20,7 @@ from bapo_megatron.layers.mlp import Experts, Mlp, SharedExperts
 _TIED, _PARTIAL = "tie_word_embeddings", "partial_rotary_factor"
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _INTERVAL = "full_attention_interval"
+_ROTATED_BY_DEFAULT = 0.25
 
 
 def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
@@ -121,25 +122,33 @@ def _types_by_interval(every: int, count: int) -> list[str]:
     return [_LINEAR if layer % every else _FULL for layer in range(1, count + 1)]
 
 
-def interval_for_servers(config: dict[str, Any]) -> dict[str, int]:
-    """The field of a hybrid's text config that tells servers, which do not read ``layer_types``, its layers
-    with full attention. transformers leaves it out. Empty if it is there, or the model is no hybrid.
+def fields_for_servers(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a hybrid's text config that SGLang reads and transformers leaves out; empty for others.
 
+    Servers read neither ``layer_types``, nor the part of a head that is rotated in ``rope_parameters``.
     ValueError for a model that has full attention in other layers than every n-th.
     """
     types = layer_types(config)
-    if _INTERVAL in config or _LINEAR not in types:
+    if _LINEAR not in types:
         return {}
-    every = types.index(_FULL) + 1
-    if types != _types_by_interval(every, len(types)):
-        raise ValueError(f"layer_types={types!r:.80}: servers need {_FULL} in every n-th layer, and no other")
-    return {_INTERVAL: every}
+    missing: dict[str, Any] = {}
+    if _INTERVAL not in config:
+        missing[_INTERVAL] = every = types.index(_FULL) + 1
+        if types != _types_by_interval(every, len(types)):
+            raise ValueError(
+                f"layer_types={types!r:.80}: servers need {_FULL} in every n-th layer, and no other"
+            )
+    if _PARTIAL not in config and _rotated_part(config) != _ROTATED_BY_DEFAULT:
+        missing[_PARTIAL] = _rotated_part(config)
+    return missing
 
 
 def _rotated_part(config: dict[str, Any]) -> float:
     """Part of a head that RoPE rotates: a quarter where the field is missing. ValueError if two differ."""
     places = (table(config, "rope_parameters"), table(config, "rope_scaling"), config)
-    found = {real(place, _PARTIAL) for place in places if place.get(_PARTIAL) is not None} or {0.25}
+    found = {real(place, _PARTIAL) for place in places if place.get(_PARTIAL) is not None} or {
+        _ROTATED_BY_DEFAULT
+    }
     if len(found) > 1 or not 0 < min(found) <= 1:
         raise ValueError(f"{_PARTIAL}={sorted(found)} cannot be")
     return min(found)

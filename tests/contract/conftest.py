@@ -85,8 +85,8 @@ HYBRID: dict[str, Any] = {
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 50000.0,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [1, 1, 0],
+        "partial_rotary_factor": 0.5,  # nor this one, which transformers writes here alone
+        "mrope_section": [2, 1, 1],
         "mrope_interleaved": True,
     },
 }

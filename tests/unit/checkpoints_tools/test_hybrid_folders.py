@@ -264,8 +264,10 @@ def test_servers_are_told_what_config_json_does_not_say(multimodal: bool, tmp_pa
     assert told() == ([alone] if multimodal else [])
     config = json.loads((folder / "config.json").read_text())
     assert text_of(config).pop(INTERVAL) == 4
+    text_of(config)["rope_parameters"]["partial_rotary_factor"] = 0.5
     (folder / "config.json").write_text(json.dumps(config))
-    assert told() == ([{**alone, "text_config": {INTERVAL: 4}}] if multimodal else [{INTERVAL: 4}])
+    missing = {INTERVAL: 4, "partial_rotary_factor": 0.5}
+    assert told() == ([{**alone, "text_config": missing}] if multimodal else [missing])
     assert told("--json-model-override-args", "{}") == [{}]  # the recipe's own
 
 

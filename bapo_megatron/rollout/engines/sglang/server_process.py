@@ -28,7 +28,7 @@ import tyro
 
 from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.families import FAMILIES, interval_for_servers
+from bapo_megatron.hf.families import FAMILIES, fields_for_servers
 from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
 from bapo_megatron.rollout.engines.sglang.requirements import (
@@ -169,8 +169,8 @@ def server_command(
 
 
 def config_overrides(hf_path: Path) -> dict[str, Any]:
-    """Fields of config.json that a server needs and ``hf_path``'s lacks: which layers of a hybrid have full
-    attention, and of a multi-modal model that its text model alone is served.
+    """Fields of config.json that a server needs and ``hf_path``'s lacks: those of a hybrid that transformers
+    leaves out, and of a multi-modal model that its text model alone is served.
 
     ConfigError for a hybrid that SGLang does not serve. Empty if the file cannot be read: SGLang says so.
     """
@@ -180,12 +180,12 @@ def config_overrides(hf_path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     try:
-        interval = interval_for_servers(config[family.text] if family.text else config)
+        missing = fields_for_servers(config[family.text] if family.text else config)
     except ValueError as error:
         raise ConfigError(f"model.hf_path={hf_path} cannot be served by SGLang: {error}") from None
     if family.text is None:
-        return interval
-    return {_TEXT_ALONE: True, **({family.text: interval} if interval else {})}
+        return missing
+    return {_TEXT_ALONE: True, **({family.text: missing} if missing else {})}
 
 
 @dataclass(frozen=True)

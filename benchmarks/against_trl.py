@@ -1,7 +1,7 @@
 """Benchmark of a step of ours against one of TRL's GRPOTrainer, in CPU seconds a sampled token.
 
     make trl                                  # TRL into .venv-trl, a folder of its own
-    make real-model                           # for --models real, SmolLM2-135M-Instruct
+    make real-model                           # for --models real, SmolLM2-135M-Instruct: about 9 GB of memory
     python -m benchmarks.against_trl          # the demo's policy: ten minutes of a core
     python -m benchmarks.against_trl --models real --updates 1 --rounds 2 --warm-up 0 --results trl_135m
     python -m benchmarks.against_trl --quick --rounds 1
@@ -140,8 +140,9 @@ class Side:
     def answer(self) -> Any:
         try:
             return self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"{self.name} ended:\n{self._log.read_text()[-4000:]}") from None
+        except (EOFError, ConnectionResetError):
+            code, output = self._process.wait(_END_S), self._log.read_text()[-4000:]
+            raise RuntimeError(f"{self.name} ended with exit code {code}:\n{output}") from None
 
     def ask(self, what: str, batch: Batch) -> Any:
         self._pipe.send((what, batch))

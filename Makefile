@@ -84,7 +84,11 @@ TOKENIZERS := qwen3 qwen2_5 llama3_2 deepseek_v3
 ENVIRONMENTS_VENV := .venv-environments
 ENVIRONMENTS_PINS := tests/support/environments.txt
 
-.PHONY: setup sglang nemo-run trackers environments te-sources tokenizers te-check cluster cluster-check image demo demo-moe demo-tools demo-real demo-real-tools real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
+# TRL, for benchmarks/against_trl.py: a folder that lies before the packages of .venv.
+TRL := .venv-trl
+TRL_PINS := benchmarks/against_trl.txt
+
+.PHONY: setup sglang nemo-run trackers environments trl te-sources tokenizers te-check cluster cluster-check image demo demo-moe demo-tools demo-real demo-real-tools real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
 
 # Workers are one for each core, and three more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -129,6 +133,13 @@ $(ENVIRONMENTS_VENV)/.done: $(ENVIRONMENTS_PINS)
 	rm -rf $(ENVIRONMENTS_VENV)
 	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
 	$(ENVIRONMENTS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r $(ENVIRONMENTS_PINS)
+	touch $@
+
+trl: $(TRL)/.done
+
+$(TRL)/.done: $(TRL_PINS) | $(VENV)/.done
+	rm -rf $(TRL)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(TRL) -r $(TRL_PINS)
 	touch $@
 
 te-sources: $(TE_VERSIONS:%=$(TE_SOURCES)/%/.done)
@@ -272,4 +283,4 @@ gpu-study:
 	$(GPU_PYTHON) -m benchmarks.gpu_study --model "$(MODEL)" $(GPU_STUDY_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) $(ENVIRONMENTS_VENV) .venv-cluster .venv-cluster-sglang .wheels .cluster-check .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) $(ENVIRONMENTS_VENV) $(TRL) .venv-cluster .venv-cluster-sglang .wheels .cluster-check .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

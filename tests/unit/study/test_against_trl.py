@@ -1,0 +1,181 @@
+"""The comparison with TRL: its meter, the check before the timing, its page, on numbers made up by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import against_trl
+from benchmarks.against_trl import Case, Step, compare, page, prepared_model, section
+from benchmarks.against_trl_sides import (
+    GENERATION,
+    OLD,
+    REST,
+    REWARD,
+    UPDATE,
+    WEIGHTS,
+    Batch,
+    Clocks,
+    Meter,
+    Settings,
+    score,
+)
+
+DEMO = against_trl.MODELS["demo"]
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
+    return Case(
+        "demo",
+        Settings(
+            model=tmp_path,
+            prompts=tmp_path / "prompts.jsonl",
+            folder=tmp_path,
+            core=0,
+            steps=3,
+            prompts_per_step=2,
+            group_size=16,
+            response_tokens=8,
+            updates=1,
+            micro_batch=4,
+        ),
+    )
+
+
+def test_micro_batches_of_an_update(case: Case) -> None:
+    """32 responses in fours: 8 micro-batches of one update, 2 of each of four."""
+    assert case.settings.accumulated == 8
+    assert replace(case.settings, updates=4).accumulated == 2
+
+
+def test_the_reward_differs_within_a_group() -> None:
+    found = [score(None, f"response {number}") for number in range(16)]
+    assert len(set(found)) == 16
+    assert all(0 <= one < 1 for one in found)
+
+
+class PlayedClocks:
+    """Clocks set by hand: of the trainer, of its sampler, and of the sampler's worker."""
+
+    def __init__(self) -> None:
+        self.trainer, self.below = 5.0, {"sampler": (3.0, True), "worker": (1.0, False)}
+
+    def __call__(self, known: Collection[Any] | None) -> Clocks:
+        return self.trainer, dict(self.below)
+
+    def use(self, trainer: float = 0.0, sampler: float = 0.0, worker: float = 0.0) -> None:
+        self.trainer += trainer
+        self.below["sampler"] = (self.below["sampler"][0] + sampler, True)
+        self.below["worker"] = (self.below["worker"][0] + worker, False)
+
+
+def test_seconds_go_to_the_innermost_phase() -> None:
+    clocks = PlayedClocks()
+    meter = Meter(clocks)
+    meter.begin()  # the start is no part of a step
+    clocks.use(trainer=0.5)
+    with meter.phase(UPDATE):
+        clocks.use(trainer=2.0)
+        with meter.phase(REWARD):
+            clocks.use(trainer=0.25)
+        clocks.use(trainer=1.0)
+    assert meter.seconds == {REST: 0.5, UPDATE: 3.0, REWARD: 0.25, GENERATION: 0.0}
+
+
+def test_seconds_of_the_sampler_and_of_its_workers() -> None:
+    """The sampler generates, whatever the trainer does, but while weights are sent."""
+    clocks = PlayedClocks()
+    meter = Meter(clocks)
+    meter.begin()
+    with meter.phase(WEIGHTS):
+        clocks.use(trainer=0.125, sampler=0.375)
+    clocks.use(sampler=4.0, worker=0.0625)
+    assert meter.switch(UPDATE) == REST
+    clocks.use(sampler=1.0, worker=0.0625)
+    meter.switch(REST)
+    expected = {WEIGHTS: 0.5, GENERATION: 5.0, REWARD: 0.125}
+    assert {name: seconds for name, seconds in meter.seconds.items() if seconds} == expected
+
+
+class PlayedSide:
+    """Answers that are ``gap`` away from -2.0 a token, ``loss_gap`` from a loss of 0.25."""
+
+    def __init__(self, gap: float = 0.0, loss_gap: float = 0.0) -> None:
+        self.gap, self.loss_gap = gap, loss_gap
+        self.old: list[np.ndarray] = []
+
+    def ask(self, what: str, batch: Batch) -> Any:
+        if what == "log_probs":
+            return np.full(batch.old_log_probs.shape, -2.0 + self.gap)
+        self.old.append(batch.old_log_probs)
+        return 0.25 + self.loss_gap
+
+
+@pytest.mark.parametrize(
+    ("gap", "loss_gap", "agrees"), [(5e-5, 5e-6, True), (2e-4, 0.0, False), (0.0, 2e-5, False)]
+)
+def test_the_check_sees_log_probs_and_loss(case: Case, gap: float, loss_gap: float, agrees: bool) -> None:
+    ours, trl = PlayedSide(), PlayedSide(gap, -loss_gap)
+    compare(case, ours, trl)
+    assert (case.log_prob_gap, case.loss_gap) == (pytest.approx(gap), pytest.approx(loss_gap))
+    assert case.agrees is agrees
+    assert (ours.old[0] == trl.old[0]).all()
+    clipped = np.abs(np.exp(-2.0 - ours.old[0]) - 1) > 0.2
+    assert 0.1 < clipped.mean() < 0.6  # so the bounds have a say in the loss
+
+
+def measured(case: Case) -> Case:
+    """Two rounds of 1,000 tokens: ours 3 and 4 ms a token, TRL's 6 and 6."""
+    case.ours = [
+        Step({GENERATION: 1.0, UPDATE: 1.995, WEIGHTS: 0.005}, 1000, 10),
+        Step({GENERATION: 2.0, UPDATE: 1.995, WEIGHTS: 0.005}, 1000, 10),
+    ]
+    case.trl = [Step({GENERATION: 2.0, OLD: 1.0, UPDATE: 3.0}, 1000, 10)] * 2
+    case.start_s, case.load, case.warm_up = {"ours": 11.2, "trl": 5.4}, [3.0, 4.5], 1
+    one = {"trainer": 1024.0, "sampler and workers": 512.0}
+    case.peak_mib = {"ours": one, "trl": {"trainer": 2048.0, "sampler and workers": 0.0}}
+    return case
+
+
+def test_a_table_of_two_rounds(case: Case) -> None:
+    lines = section(measured(case)).splitlines()
+    table = [line for line in lines if line.startswith("| ")][1:]
+    assert table == [
+        "| generation | 1,500 (1,000 to 2,000) | 2,000 (2,000 to 2,000) | 1.50 (1.00 to 2.00) |",
+        "| reward and advantages | - | - |  |",
+        "| old log-probs | - | 1,000 (1,000 to 1,000) |  |",
+        "| update | 1,995 (1,995 to 1,995) | 3,000 (3,000 to 3,000) | 1.50 (1.50 to 1.50) |",
+        "| weights to the engine | 5.00 (5.00 to 5.00) | - |  |",
+        "| rest | - | - |  |",
+        "| **all** | 3,500 (3,000 to 4,000) | 6,000 (6,000 to 6,000) | 1.75 (1.50 to 2.00) |",
+    ]
+    text = " ".join(lines)
+    assert "Rounds: 2, after 1 that did not count." in text
+    assert "Load of the machine: 3.0 to 4.5." in text
+    assert "11 CPU s of ours, 5 of TRL" in text
+    assert "trainer 1.00 GiB, sampler and workers 0.50 GiB of ours; trainer 2.00 GiB of TRL" in text
+
+
+def test_sides_that_do_not_agree_have_no_figures(case: Case) -> None:
+    measured(case).loss_gap = 2e-5
+    text = page([case], "python -m benchmarks.against_trl", "trl 1", "today")
+    assert "loss of the same batch by 2.0e-05. That is more than 0.0001 or 1e-05: not timed." in text
+    assert "| generation" not in text
+
+
+def test_no_response_of_a_prepared_model_can_end(tmp_path: Path) -> None:
+    folder = prepared_model(DEMO, tmp_path / "model", 320)
+    settings = json.loads((folder / "config.json").read_text())
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["eos_token_id"] == settings["vocab_size"] == 264
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 264
+    assert tokenizer["eos_token"] == against_trl.END
+    assert settings["max_position_embeddings"] == 320

@@ -147,8 +147,8 @@ def test_a_recipe_stays_within_its_budget_and_the_plan_agrees(
     written = on_host[highest] * 1e9 * plan_of.gpus_on_node
     assert 0.95 * written < host_bytes(plan_of) < 1.3 * written  # or one parameter more, the largest
     # The plan is of the rank that must join the largest parameter, the rehearsal of the first one. No rank of
-    # the 4B must: its embedding lies within one rank's share.
-    assert 1e9 * peak_gb["save"] < 1.01 * (plan.saving - FIXED) < 1.1e9 * peak_gb["save"]
+    # a 4B must: its embedding, 15 % of Qwen3.5-4B, lies within one rank's share.
+    assert 1e9 * peak_gb["save"] < 1.01 * (plan.saving - FIXED) < 1.15e9 * peak_gb["save"]
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_5_4b_8k", "qwen3_8_27b_32k"])

@@ -47,7 +47,7 @@ BUDGETS = {
     "qwen3_4b_8k": Budget(42.3, 18.2, 4),
     "qwen3_5_4b_8k": Budget(53.1, 19.1, 4),
     "qwen3_8b_16k": Budget(50.4, 24.6, 4),
-    "qwen3_8_27b_32k": Budget(54.5, 30.6, 20),
+    "qwen3_8_27b_32k": Budget(54.7, 30.6, 20),
     "qwen3_32b_two_nodes": Budget(51.0, 24.6, 138),
 }
 """Not of bp_math_7b_64k, the first with fewer ranks, and r1_distill_qwen_7b_8k, laid out as qwen3_8b_16k.
@@ -145,10 +145,10 @@ def test_a_recipe_stays_within_its_budget_and_the_plan_agrees(
     on_host = found["ranks"][0]["host_gb"]
     highest = "load" if plan_of.host_optimizer else "sample" if plan.serving else "save"
     written = on_host[highest] * 1e9 * plan_of.gpus_on_node
-    assert 0.95 * written < host_bytes(plan_of) < 1.3 * written  # or one parameter more, the largest
+    assert 0.95 * written < host_bytes(plan_of) < 1.35 * written  # or one parameter more, the largest
     # The plan is of the rank that must join the largest parameter, the rehearsal of the first one. No rank of
-    # the 4B must: its embedding lies within one rank's share.
-    assert 1e9 * peak_gb["save"] < 1.01 * (plan.saving - FIXED) < 1.1e9 * peak_gb["save"]
+    # a 4B must: its embedding, 15 % of Qwen3.5-4B, lies within one rank's share.
+    assert 1e9 * peak_gb["save"] < 1.01 * (plan.saving - FIXED) < 1.15e9 * peak_gb["save"]
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_5_4b_8k", "qwen3_8_27b_32k"])

@@ -142,6 +142,7 @@ def real_ranks(config: RunConfig, packs: int) -> list[RealRank]:
 
 def _real_rank(config: RunConfig, packs: int) -> RealRank:
     _report_every_thread()
+    torch.compiler.set_stance("force_eager")  # as on a CPU; pytest has read torch's environment before
     recorder = _Recorder()
     program = RankProgram(config, recorder.during)
     gc.disable()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
+import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -18,8 +18,8 @@ _PREFIX = f"bapo_worker_{Path('/proc/sys/kernel/random/boot_id').read_text()[:13
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_REMOVE, _OPEN_FOLDERS = ("rm", "-rf", "--"), ("chmod", "-R", "u+rwX", "--")
-_NOTHING = subprocess.DEVNULL
+_DEPTH = 100
+"""Most nested directories that are open at once; a deeper one is moved up."""
 
 SWEEP_S = 20.0
 """Time limit of a start for the directories of killed owners; the next start removes the rest."""
@@ -28,7 +28,8 @@ SWEEP_S = 20.0
 class Scratch:
     """Temporary directory of one worker, with a lock (flock) that its owner holds as long as it lives.
 
-    ``remove`` deletes it; after a kill of the owner the next start does.
+    ``remove`` deletes it; after a kill of the owner the next start does. Made in ``process.py``, one for each
+    worker process.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class Scratch:
             os.chmod(self.path, 0o711)
 
     def remove(self) -> None:
+        """Delete it with its content."""
         remove_tree(self.path)
         os.close(self._lock)
 
@@ -64,16 +66,79 @@ def remove_abandoned() -> None:
 
 
 def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
-    """Delete a directory with its content; whether it is gone. Never raises; of a link the link alone.
+    """Delete a directory with its content; whether it is gone. Never raises, follows no link.
 
     Untrusted programs wrote it, so it may be deeper than the limits of paths, recursion and open files allow:
-    ``rm`` copes with that. After ``limit_s`` seconds the rest stays.
+    deep directories are moved to the top, and deleted there. After ``limit_s`` seconds the rest stays.
     """
     deadline = time.monotonic() + limit_s
-    for command in (_REMOVE, _OPEN_FOLDERS, _REMOVE):
-        left_s = deadline - time.monotonic()
-        if left_s <= 0 or not os.path.lexists(path):
-            break
-        with suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run([*command, path], stdin=_NOTHING, stdout=_NOTHING, stderr=_NOTHING, timeout=left_s)
+    with suppress(OSError):
+        top = os.open(path, _FOLDER)
+        try:
+            _empty(top, deadline)
+        finally:
+            os.close(top)
+        os.rmdir(path)
     return not os.path.lexists(path)
+
+
+def _empty(top: int, deadline: float) -> None:
+    """Delete the content of the directory of the descriptor ``top``, until nothing more can be deleted."""
+    progress = True
+    while progress and time.monotonic() < deadline:
+        progress = False
+        for name in _unlink_files(top, deadline):
+            progress |= _remove_folder(name, top, deadline)
+
+
+def _remove_folder(name: str, top: int, deadline: float) -> bool:
+    """Delete a directory in ``top``; what is deeper than _DEPTH moves to ``top``. Whether it changed."""
+    changed = False
+    folders, names, left = [top], [""], [[name]]
+    while left:
+        if left[-1]:
+            inner = left[-1].pop()
+            with suppress(OSError):
+                folder = _opened(inner, folders[-1])
+                if len(folders) < _DEPTH:
+                    left.append(_unlink_files(folder, deadline))
+                    folders.append(folder)
+                    names.append(inner)
+                else:
+                    os.close(folder)
+                    os.rename(inner, os.urandom(8).hex(), src_dir_fd=folders[-1], dst_dir_fd=top)
+                    changed = True
+            continue
+        left.pop()
+        if left:
+            os.close(folders.pop())
+            with suppress(OSError):
+                os.rmdir(names.pop(), dir_fd=folders[-1])
+                changed = True
+    return changed
+
+
+def _unlink_files(folder: int, deadline: float) -> list[str]:
+    """Delete all but directories; the names of these."""
+    folders = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if time.monotonic() > deadline:
+                break
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+                continue
+            with suppress(OSError):
+                os.unlink(entry.name, dir_fd=folder)
+    return folders
+
+
+def _opened(name: str, folder: int) -> int:
+    """The descriptor of a directory in ``folder``, made readable and writable for its owner."""
+    place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        with suppress(OSError):
+            os.chmod(f"/proc/self/fd/{place}", stat.S_IRWXU)
+    finally:
+        os.close(place)
+    return os.open(name, _FOLDER, dir_fd=folder)

@@ -110,7 +110,7 @@ def test_removing_has_a_limit_and_never_raises(place: Path) -> None:
     (place / "tree/file").touch()
     (place / "link").symlink_to(place / "tree")
     assert not remove_tree(str(place / "tree"), limit_s=-1.0)
-    assert remove_tree(str(place / "link"))
+    assert not remove_tree(str(place / "link"))
     assert (place / "tree/file").exists()
     assert remove_tree(str(place / "tree"))
     assert remove_tree(str(place / "tree"))  # it is gone
@@ -151,7 +151,7 @@ def test_those_that_sweep_do_not_take_what_others_have_just_made() -> None:
     sweeper = threading.Thread(target=sweep)
     sweeper.start()
     try:
-        for _ in range(150):
+        for _ in range(500):
             scratch = Scratch()
             assert os.path.isdir(scratch.path)
             scratch.remove()

@@ -2,8 +2,9 @@
 
     OUTPUT/SUITE/  settings.json  responses.jsonl (one a line)  summary.json (when complete)
 
-A response is on disk before it is counted, and is not sampled again. A torn last line is cut off when the
-file is opened again.
+A response is on disk before it is counted, and is not sampled again. The last row of a problem and a sample
+counts: a response that could not be scored has another when it was scored again. A torn last line is cut off
+when the file is opened again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ from bapo_megatron.runtime.storage import writing
 FORMAT = 1
 SETTINGS, RESPONSES, SUMMARY = "settings.json", "responses.jsonl", "summary.json"
 
+_OTHER_MODEL = (
+    "(model.sha256 is of weights, configuration, tokenizer and chat template: a file of the model {folder} "
+    "was changed, added or removed since, or an earlier version of this program also counted safetensors "
+    "files that are not the model's)"
+)
 _MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path")
 
 
@@ -69,6 +75,8 @@ def _check_settings(path: Path, settings: Row) -> None:
         if before.get(name) != now.get(name) and name not in _MAY_CHANGE
     ]
     if different:
+        if before.get("model.sha256") != now.get("model.sha256"):
+            different.append(_OTHER_MODEL.format(folder=now.get("model.checkpoint")))
         raise ConfigError(
             f"{path.parent} holds responses that were sampled with other settings:\n"
             + "\n".join(different)
@@ -90,7 +98,7 @@ def flat_settings(settings: Row) -> Row:
 
 def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
     """First ``samples`` responses of each problem, without their texts. A torn line does not count."""
-    found = {(one.problem, one.sample): one for one, _ in _responses(path) if one.sample < samples}
+    found = {(one.problem, one.sample): one for one, _ in all_responses(path) if one.sample < samples}
     return [found[place] for place in sorted(found)]
 
 
@@ -98,12 +106,12 @@ def first_responses(path: Path, problems: int) -> dict[int, tuple[str, bool]]:
     """First response to each of the first ``problems`` problems: its text, and whether it is right."""
     return {
         one.problem: (text, one.correct)
-        for one, text in _responses(path)
+        for one, text in all_responses(path)
         if one.sample == 0 and one.problem < problems
     }
 
 
-def _responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
+def all_responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
     """Each response with its text. ConfigError for a line that is none."""
     for number, line in enumerate(whole_lines(path) if path.exists() else (), 1):
         try:

@@ -21,20 +21,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron import __version__
 from bapo_megatron.config import RewardConfig, RunConfig
-from bapo_megatron.config.validation import settings_of_scores
 from bapo_megatron.data.problem_sets import REWARD_FUNCTION, Suite, load_suite, programs_of
 from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
-    FORMAT,
-    Responses,
-    open_folder,
     read_responses,
     write_summary,
 )
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
+from bapo_megatron.evaluation.suite_task import Progress, SuiteTask, open_task
+from bapo_megatron.evaluation.unjudged import score_again
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.weight_files import files_left_out
 from bapo_megatron.policy.device import has_cuda, select_device
@@ -258,16 +255,6 @@ Results = dict[str, tuple[Path, Metrics]]
 """Folder and metrics of each suite, by its name."""
 
 
-@dataclass(frozen=True)
-class _Task:
-    suite: Suite
-    folder: Path
-    settings: Row
-    log: Responses
-    places: list[tuple[int, int]]
-    """Problem and sample of each missing response."""
-
-
 def evaluate(options: EvalOptions) -> Results:
     """Evaluate: sample and score the missing responses, and compute the metrics.
 
@@ -298,16 +285,17 @@ def evaluate(options: EvalOptions) -> Results:
     longest = max(len(prompt.token_ids_P) for suite in suites for prompt in suite.prompts)
     _check_suites(suites, options, longest, limits_of(model.folder).context)
     with ExitStack() as opened:
-        tasks = [_task(opened, suite, options, model, output) for suite in suites]
+        about = {"checkpoint": model.checkpoint, "sha256": model.sha256}
+        tasks = [open_task(opened, suite, options, about, output) for suite in suites]
         results: Results = {}
 
-        def finish(task: _Task) -> None:
+        def finish(task: SuiteTask) -> None:
             results[task.suite.name] = task.folder, _finish(task, options)
 
         for task in tasks:
-            if not task.places:
+            if not task.places and not task.unjudged:
                 finish(task)
-        if missing := [task for task in tasks if task.places]:
+        if missing := [task for task in tasks if task.places or task.unjudged]:
             programs = any(is_tests(prompt.ground_truth) for suite in suites for prompt in suite.prompts)
             if programs and options.reward is None and options.sandbox_url is None:
                 checked_sandbox(options.allow_weak_sandbox)
@@ -327,37 +315,7 @@ def _check_suites(suites: Sequence[Suite], options: EvalOptions, longest: int, r
         )
 
 
-def _task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Model, output: Path) -> _Task:
-    reward: dict[str, Any] = {}  # evaluations without one were stored before there was any
-    if options.reward is not None:
-        asked = settings_of_scores(options.reward, options.reward_settings)
-        about = {"function": options.reward, "correct": options.reward_correct}
-        reward = {"reward": {**about, **({"settings": asked} if asked else {})}}
-    settings = {
-        "format": FORMAT,
-        "suite": {
-            "name": suite.name,
-            "path": str(suite.path.resolve()),
-            "sha256": suite.sha256,
-            "problems": len(suite.prompts),
-        },
-        "model": {"checkpoint": model.checkpoint, "sha256": model.sha256},
-        "sampling": options.sampling(),
-        **reward,
-        "samples": options.samples,
-        "code_version": __version__,
-    }
-    folder = output / suite.name
-    log = opened.enter_context(open_folder(folder, settings))
-    there = {(one.problem, one.sample) for one in read_responses(log.path, options.samples)}
-    every = [(problem, sample) for sample in range(options.samples) for problem in range(len(suite.prompts))]
-    places = [place for place in every if place not in there]
-    if there:
-        print(f"{suite.name}: {len(there)} of {len(every)} responses are there", flush=True)
-    return _Task(suite, folder, settings, log, places)
-
-
-def _finish(task: _Task, options: EvalOptions) -> Metrics:
+def _finish(task: SuiteTask, options: EvalOptions) -> Metrics:
     programs = programs_of(task.suite, options.reward or REWARD_FUNCTION)
     stored = read_responses(task.log.path, options.samples)
     responses = [replace(one, answer=None) if one.problem in programs else one for one in stored]
@@ -368,20 +326,30 @@ def _finish(task: _Task, options: EvalOptions) -> Metrics:
 
 
 def _sample(
-    tasks: Sequence[_Task], config: RunConfig, tokenizer: Any, finish: Callable[[_Task], None]
+    tasks: Sequence[SuiteTask], config: RunConfig, tokenizer: Any, finish: Callable[[SuiteTask], None]
 ) -> None:
-    """``finish`` is called with each suite as soon as all of its responses are there."""
+    """``finish`` is called with each suite as soon as all of its responses are there, and scored again."""
+    for task in tasks:
+        if task.unjudged:
+            prompts, log = task.suite.prompts, task.log
+            score_again(task.suite.name, task.unjudged, prompts, config, log, _report)
+    for task in tasks:
+        if not task.places:
+            finish(task)
+    tasks = [task for task in tasks if task.places]
+    if not tasks:
+        return
     backend = engine_backend(config.rollout.engine)
     with backend.serve(config, has_cuda(), lambda event: print(event, flush=True)) as servers:
         asyncio.run(_ask(tasks, config, tokenizer, servers.urls, finish))
 
 
 async def _ask(
-    tasks: Sequence[_Task],
+    tasks: Sequence[SuiteTask],
     config: RunConfig,
     tokenizer: Any,
     urls: Sequence[str],
-    finish: Callable[[_Task], None],
+    finish: Callable[[SuiteTask], None],
 ) -> None:
     """Sample and score all suites, one after the other, with the same engines."""
     rollout, folder = config.rollout, config.model.hf_path
@@ -410,26 +378,8 @@ async def _ask(
                 turns,
                 task.suite.name,
             )
-            await sampler.ask(task.places, _Progress(task))
+            await sampler.ask(task.places, Progress(task))
             await asyncio.to_thread(finish, task)
-
-
-class _Progress:
-    def __init__(self, task: _Task) -> None:
-        self._task, self._done, self._right, self._judged, self._shown = task, 0, 0, 0, 0
-
-    def __call__(self, rows: Sequence[Row]) -> None:
-        self._task.log.append_all(rows)
-        self._done += len(rows)
-        self._right += sum(row["correct"] for row in rows)
-        self._judged += sum(row["failure"] is None for row in rows)
-        total = len(self._task.places)
-        if self._done == total or self._done - self._shown >= max(1, total // 20):
-            self._shown = self._done
-            right = self._right / max(1, self._judged)
-            print(
-                f"{self._task.suite.name}: {self._done} of {total} responses, {right:.1%} right", flush=True
-            )
 
 
 def _report(kind: str, **fields: Any) -> None:

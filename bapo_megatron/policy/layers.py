@@ -45,19 +45,14 @@ class RMSNorm(torch.nn.RMSNorm):
         return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
 
 
-class SwiGlu(torch.nn.Module):
-    """SwiGLU of stacked gate and up: silu(gate) x up, in megatron's place for an activation module.
+def swiglu(stacked: Tensor) -> Tensor:
+    """SwiGLU of stacked gate and up: silu(gate) x up, in megatron's place for an activation of another.
 
     Bit for bit the values and gradients of megatron's own, which on a CPU adds a zero offset to up, and puts
-    the two gradients together by a copy.
+    the two gradients together by a copy. A function, and not a module: megatron asks modules for their state.
     """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-
-    def forward(self, stacked: Tensor) -> Tensor:
-        gated: Tensor = _SwiGlu.apply(stacked)  # type: ignore[no-untyped-call]
-        return gated
+    gated: Tensor = _SwiGlu.apply(stacked)  # type: ignore[no-untyped-call]
+    return gated
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -189,7 +184,7 @@ class MlpBuilder(Builder):
 
     def install(self, spec: ModuleSpec, config: TransformerConfig, longest: int) -> None:
         if config.use_te_activation_func:
-            spec.submodules.mlp.submodules.activation_func = SwiGlu
+            spec.submodules.mlp.submodules.activation_func = swiglu
 
 
 class ExpertsBuilder(Builder):
@@ -221,7 +216,7 @@ class ExpertsBuilder(Builder):
         if config.use_te_activation_func:
             mixture = layer.mlp.submodules
             for one in (mixture.experts, mixture.shared_experts):
-                one.submodules.activation_func = SwiGlu
+                one.submodules.activation_func = swiglu
         # Transformer Engine has no fused norm before experts: in its checkpoints the norm has its own name.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         replaying(spec)

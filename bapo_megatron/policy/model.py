@@ -75,7 +75,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Compiled, SwiGLU keeps its input alone; on a CPU, where nothing is compiled, it is slower.
         bias_activation_fusion=has_cuda(),
-        use_te_activation_func=not has_cuda() and not te,  # that of the MLP's spec: layers.SwiGlu
+        use_te_activation_func=not has_cuda() and not te,  # that of the MLP's spec: layers.swiglu
         apply_rope_fusion=te,
         # Fusions that need apex, or a feature that these models lack.
         bias_dropout_fusion=False,

@@ -29,6 +29,7 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.kernel_check import check_kernels
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.reward.answer_text import THINKING
+from bapo_megatron.rollout.engines.requests import stop_token_ids
 from bapo_megatron.runtime.distributed import is_main
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.types import Prompt
@@ -95,6 +96,8 @@ def load_solutions(config: SftConfig, tokenizer: Any) -> tuple[list[Sample], lis
 def _samples(
     config: SftConfig, tokenizer: Any, problems: Sequence[tuple[Path, Sequence[Prompt]]]
 ) -> list[Sample]:
+    stops = [*filter(None, map(tokenizer.decode, stop_token_ids(config.model.hf_path, tokenizer)))]
+
     def sample(path: Path, prompt: Prompt) -> Sample:
         solution = prompt.extra_info.get("solution")
         if not isinstance(solution, str) or not solution:
@@ -102,8 +105,8 @@ def _samples(
         if prompt.opens_thinking:  # by the chat template, and a solution may begin with the tag, too
             opened = tokenizer.decode(prompt.token_ids_P[-1:]).endswith("\n")
             solution = solution.removeprefix(THINKING).removeprefix("\n" if opened else "")
-        if solution.rstrip().endswith(tokenizer.eos_token):  # it is written once, whoever wrote it first
-            solution = solution.rstrip().removesuffix(tokenizer.eos_token)
+        while ended := next(filter(solution.rstrip().endswith, stops), None):
+            solution = solution.rstrip().removesuffix(ended)  # one is written below, whoever wrote one first
         ids = [*chat_template_of(tokenizer).ids_of_text(solution), tokenizer.eos_token_id]
         return Sample(
             token_ids=np.concatenate([prompt.token_ids_P, np.array(ids, dtype=np.int32)]),

@@ -109,9 +109,16 @@ async def response_score(
     if episode.failure is not None:
         return RewardResult(failed, "environment", f"{episode.failure}: {episode.detail}")
     if episode.reward is not None:
-        found = RewardResult(episode.reward, score=episode.reward)
-    else:
-        found = await scorer.score(prompt, text, response.sampled_tokens)
+        return _finite(RewardResult(episode.reward, score=episode.reward), failed)
+    return await text_score(scorer, prompt, text, response.sampled_tokens, failed)
+
+
+async def text_score(scorer: Scorer, prompt: Prompt, text: str, tokens: int, failed: float) -> RewardResult:
+    """The reward of ``scorer`` for a text of ``tokens`` tokens; a failure as of ``response_score``."""
+    return _finite(await scorer.score(prompt, text, tokens), failed)
+
+
+def _finite(found: RewardResult, failed: float) -> RewardResult:
     if abs(found.reward) <= LARGEST_REWARD:
         return found
     return RewardResult(failed, "not finite", f"{found.reward:g}: a reward may be as large as 1e18")

@@ -88,9 +88,8 @@ def sft_of(file: Path) -> SftConfig:
     files = [SimpleNamespace(file=file)]
     data = SimpleNamespace(files=files, sources=(), max_prompt_tokens=10**6, difficulty=None)
     packs = SimpleNamespace(pack_tokens_for=lambda longest: longest)
-    return cast(
-        "SftConfig", SimpleNamespace(data=data, parallel=packs, batch=SimpleNamespace(pack_tokens=10**6))
-    )
+    model, batch = SimpleNamespace(hf_path=file.parent), SimpleNamespace(pack_tokens=10**6)
+    return cast("SftConfig", SimpleNamespace(model=model, data=data, parallel=packs, batch=batch))
 
 
 def observed(role: str) -> Makes:
@@ -250,11 +249,20 @@ def test_a_run_warns_of_them_at_its_start(
     assert "warning: 1 of 1 prompts spell a control token" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("end", ["", "<|im_end|>", "<|im_end|>\n"])
-def test_a_solution_ends_once(end: str, tmp_path: Path) -> None:
-    file = row(tmp_path, "1+1=", f"2{end}")
-    [sample], _ = load_solutions(sft_of(file), demo_tokenizer())
-    assert sample.token_ids[-2:].tolist() == [17, 258]
+@pytest.mark.parametrize("stops", [258, [258, 256]])
+@pytest.mark.parametrize(
+    "end", ["", "<|im_end|>", "<|im_end|>\n", "<|endoftext|>", "<|im_end|>\n<|endoftext|>"]
+)
+def test_a_solution_ends_once(end: str, stops: int | list[int], tmp_path: Path) -> None:
+    """By any of the model's stop tokens. What is none of them is text."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    [sample], _ = load_solutions(sft_of(row(tmp_path, "1+1=", f"2{end}")), demo_tokenizer())
+    spelled = [ord(one) - 33 for one in "<|endoftext|>"] if stops == 258 and "text" in end else []
+    assert sample.token_ids[-1] == 258
+    if spelled:
+        assert sample.token_ids[-1 - len(spelled) : -1].tolist() == spelled
+    else:
+        assert sample.token_ids[-2:].tolist() == [17, 258]
     assert sample.token_ids.tolist().count(258) == 2
 
 

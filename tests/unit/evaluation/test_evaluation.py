@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from bapo_megatron.checkpoint.run_directory import known_suites
 from bapo_megatron.cli import run
 from bapo_megatron.config import (
     DataConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     ModelConfig,
     RewardConfig,
@@ -46,6 +48,8 @@ from bapo_megatron.evaluation.run import (
     output_of,
 )
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
+from bapo_megatron.evaluation.suite_task import SuiteTask, open_task
+from bapo_megatron.evaluation.unjudged import scored_now, unjudged_responses
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.reward.pool import RewardResult
@@ -272,7 +276,7 @@ def test_programs_are_not_unanswered(
     suite = Suite("s", tmp_path, "1", tuple(Prompt(p, np.array([1]), truth, "t") for p in (0, 1)))
     with open_folder(tmp_path, settings()) as log:
         log.append_all([row(problem, sample) for problem in (0, 1) for sample in (0, 1)])
-        task = evaluation_run._Task(suite, tmp_path, settings(), log, [])
+        task = SuiteTask(suite, tmp_path, settings(), log, [], [])
         metrics = evaluation_run._finish(task, EvalOptions(MODEL, "s", samples=2, reward=reward))
     assert metrics["unanswered"] == share
     assert (metrics["maj@2"] is None) == truth.startswith("assert")  # a box in it is no answer
@@ -314,6 +318,53 @@ def test_other_settings_are_refused_and_more_samples_are_not(tmp_path: Path) -> 
         pass
     with open_folder(tmp_path, settings(samples=4)):
         assert json.loads((tmp_path / SETTINGS).read_text())["samples"] == 4
+
+
+def test_another_digest_of_the_model_is_refused_with_what_it_is_of(tmp_path: Path) -> None:
+    with open_folder(tmp_path, settings()):
+        pass
+    other = {**settings(), "model": {"checkpoint": "/models/m", "sha256": "3"}}
+    says = r"'2' then, '3' now\n\(model\.sha256 is of weights, .*: a file of the model /models/m was changed"
+    with pytest.raises(ConfigError, match=says), open_folder(tmp_path, other):
+        pass
+    with (
+        pytest.raises(ConfigError, match="temperature") as raised,
+        open_folder(tmp_path, settings(temperature=0.5)),
+    ):
+        pass
+    assert "sha256" not in str(raised.value)
+
+
+def test_responses_that_could_not_be_scored_are_scored_again_by_their_texts(tmp_path: Path) -> None:
+    """Each that is scored now has another row, which counts; one that fails again stays as it was."""
+    prompts = [Prompt(n, np.array([1]), truth, "t") for n, truth in enumerate(("1", "2", "broken"))]
+    with open_folder(tmp_path, settings()) as log:
+        log.append_all([row(0, 0, False), *({**row(n, 0, False), "failure": "died"} for n in range(3))])
+        unjudged = unjudged_responses(log.path, 1)
+        assert [(one.problem, one.failure) for one, _ in unjudged] == [(n, "died") for n in range(3)]
+        assert asyncio.run(scored_now(unjudged, prompts, Equal(), 1.0, log)) == 2
+        found = [(one.correct, one.failure) for one in read_responses(log.path, 1)]
+        assert found == [(True, None), (False, None), (False, "died")]  # the box in all texts is 1
+        [(left, text)] = unjudged_responses(log.path, 1)
+        assert (left.problem, text) == (2, "\\boxed{1} \U0001f600\n")
+
+
+@pytest.mark.parametrize("function", [None, "package.module:Environment"])
+def test_an_evaluation_that_goes_on_lacks_what_could_not_be_scored(
+    function: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is scored again, and sampled again if an environment had answered it, which gave the reward."""
+    suite = Suite("s", tmp_path, "1", tuple(Prompt(p, np.array([1]), "1", "t") for p in (0, 1)))
+    options = EvalOptions(MODEL, "s", samples=1, environment=EnvironmentConfig(function))
+    for _ in range(2):
+        with ExitStack() as opened:
+            task = open_task(opened, suite, options, {"sha256": "2"}, tmp_path)
+            if not capsys.readouterr().out:
+                assert (len(task.places), task.unjudged) == (2, [])
+                task.log.append_all([row(0, 0), {**row(1, 0, False), "failure": "environment"}])
+                continue
+            assert task.places == ([] if function is None else [(1, 0)])
+            assert len(task.unjudged) == (function is None)
 
 
 @pytest.mark.parametrize("name", [RESPONSES, SUMMARY])

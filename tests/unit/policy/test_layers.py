@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.policy.layers import SwiGlu
+from bapo_megatron.policy.layers import swiglu
 
 
 def megatrons(stacked: Tensor) -> Tensor:
@@ -22,9 +22,9 @@ def test_swiglu_is_megatrons_bit_for_bit(shape: tuple[int, ...], dtype: torch.dt
     values = (3 * torch.randn(shape, generator=generator)).to(dtype)
     gradient = torch.randn(*shape[:-1], shape[-1] // 2, generator=generator).to(dtype)
     found = []
-    for swiglu in (SwiGlu(None), megatrons):
+    for function in (swiglu, megatrons):
         stacked = values.clone().requires_grad_()
-        product = swiglu(stacked)
+        product = function(stacked)
         product.backward(gradient)
         found.append((product.detach(), stacked.grad))
     (ours, our_gradient), (theirs, their_gradient) = found
@@ -37,7 +37,7 @@ def test_swiglu_is_megatrons_bit_for_bit(shape: tuple[int, ...], dtype: torch.dt
 def test_swiglu_by_hand() -> None:
     """silu(0) = 0 with derivative 1/2: the product is 0, d/dgate = 1/2 x 4 x 3, d/dup = 0."""
     stacked = torch.tensor([[0.0, 4.0]], requires_grad=True)
-    product = SwiGlu(None)(stacked)
+    product = swiglu(stacked)
     product.backward(torch.tensor([[3.0]]))
     assert product.item() == 0.0
     assert stacked.grad is not None
@@ -53,5 +53,5 @@ def test_swiglu_keeps_its_input_and_silu_alone() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        SwiGlu(None)(torch.ones(3, 8, requires_grad=True))
+        swiglu(torch.ones(3, 8, requires_grad=True))
     assert kept == [24, 12]

@@ -1,0 +1,80 @@
+"""Responses of an earlier evaluation that could not be scored: scored again by their stored texts.
+
+A judge was out, a test took too long. The engines are not asked again: another response in place of one whose
+scoring takes long would favour short ones. A response of an environment is scored by what that gave, so it is
+sampled again instead (``evaluation/run.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from bapo_megatron.config import RewardConfig, RunConfig
+from bapo_megatron.evaluation.responses import Responses, all_responses
+from bapo_megatron.evaluation.scoring import ScoredResponse
+from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.rollout.engines.pool import Report
+from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, text_score
+from bapo_megatron.types import Prompt
+
+StoredResponse = tuple[ScoredResponse, str]
+"""A response with its text."""
+
+
+def unjudged_responses(path: Path, samples: int) -> list[StoredResponse]:
+    """Responses among the first ``samples`` of each problem whose last row has a failure, in order."""
+    found: dict[tuple[int, int], StoredResponse] = {}
+    for one, text in all_responses(path):
+        if one.failure is None:
+            found.pop((one.problem, one.sample), None)
+        elif one.sample < samples:
+            found[one.problem, one.sample] = one, text
+    return [found[place] for place in sorted(found)]
+
+
+def score_again(
+    name: str,
+    unjudged: Sequence[StoredResponse],
+    prompts: Sequence[Prompt],
+    config: RunConfig,
+    log: Responses,
+    report: Report,
+) -> None:
+    """Score the responses of a suite, ``name``. Those that can be scored now are stored behind their former
+    rows, which they replace; how many is printed."""
+
+    async def with_pool() -> int:
+        pool = RewardPool(config.reward, config.rollout.max_response_tokens)
+        try:
+            await pool.start()
+            scorer = RobustScorer(pool, config.reward.failed, report)
+            return await scored_now(unjudged, prompts, scorer, config.reward.correct, log)
+        finally:
+            await pool.close()
+
+    print(f"{name}: {asyncio.run(with_pool())} of {len(unjudged)} could be scored now", flush=True)
+
+
+async def scored_now(
+    unjudged: Sequence[StoredResponse],
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+    right_from: float,
+    log: Responses,
+) -> int:
+    """Number of the responses that ``scorer`` scores; each is stored as soon as it is."""
+
+    async def judge(one: ScoredResponse, text: str) -> bool:
+        prompt = prompts[one.problem]
+        result = await text_score(scorer, prompt, text, one.tokens, RewardConfig.failed)
+        if result.failure is not None:
+            return False
+        correct = result.score is not None and result.score >= right_from
+        row = {**asdict(replace(one, correct=correct, failure=None)), "text": text}
+        await asyncio.to_thread(log.append_all, [row])
+        return True
+
+    return sum(await asyncio.gather(*(judge(*one) for one in unjudged)))

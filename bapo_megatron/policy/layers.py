@@ -201,6 +201,8 @@ class ExpertsBuilder(Builder):
     def install(self, spec: ModuleSpec, config: TransformerConfig, longest: int) -> None:
         layer = spec.submodules
         layer.mlp = gpt_layer_specs.get_mlp_module_spec(self.te, self.kind.count, config.moe_grouped_gemm)
+        if config.use_te_activation_func:
+            layer.mlp.submodules.experts.submodules.activation_func = SwiGlu
         layer.pre_mlp_layernorm = norm_class(self.te)
         # Transformer Engine has no fused norm before experts: in its checkpoints the norm has its own name.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)

@@ -51,6 +51,10 @@ class SwiGlu(torch.nn.Module):
         gated: Tensor = _SwiGlu.apply(stacked)  # type: ignore[no-untyped-call]
         return gated
 
+    def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        """An empty state: it has no parameters."""
+        return {}
+
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod

@@ -68,7 +68,7 @@ class Size:
 
 
 SIZES = (Size(256, 8, 8192), Size(512, 8, 8192), Size(512, 4, 32768))
-_SMOL = {
+_SMOL: dict[str, object] = {
     "intermediate_size": 1536,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,

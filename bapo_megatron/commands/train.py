@@ -269,13 +269,11 @@ def rollout_server_command(arguments: Sequence[str]) -> None:
 
     A run finds it by ``rollout.sglang.urls``. Slurm jobs start their servers with it.
     """
-    from bapo_megatron.rollout.engines.backend import check_family
     from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, serve
 
     # A Slurm job gives its servers the trainer's flags; a server ignores --rollout-only and --fork.
     _, command = recipe_command("rollout-server", ServeCommand, list(_server_flags(arguments)))
     command.run.check()
-    check_family("sglang", command.run.model.hf_path)
 
     from bapo_megatron.policy.device import has_cuda  # after the flags: torch takes seconds
 

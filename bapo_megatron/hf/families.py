@@ -172,8 +172,6 @@ class Family:
     experts: Literal["apart", "as_read", "fused"] = "apart"
     """How folders that are written have a layer's experts: each in tensors of its own; as the model's folder
     has them, else so, too; or else fused in two tensors, as on the hub."""
-    engines: tuple[str, ...] = ("local", "sglang")
-    """The built-in engines that sample from its models."""
     untrained: tuple[str, ...] = ()
     """Prefixes of tensors that are not trained, but are part of the folder."""
     served_names: tuple[tuple[str, str], ...] = ()
@@ -235,7 +233,6 @@ FAMILIES = {
         stack=_hybrid_expert_stack,
         allows=_OF_HYBRIDS,
         experts="as_read",
-        engines=("local",),
     ),
     "qwen3_5_moe": Family(
         "Qwen3.5 and 3.6 MoE",
@@ -243,7 +240,6 @@ FAMILIES = {
         allows=_OF_HYBRIDS,
         text="text_config",
         experts="fused",
-        engines=(),
         body="model.language_model.",
         untrained=("model.visual.", "mtp."),
     ),

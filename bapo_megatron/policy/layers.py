@@ -54,10 +54,6 @@ def swiglu(stacked: Tensor) -> Tensor:
     gated: Tensor = _SwiGlu.apply(stacked)  # type: ignore[no-untyped-call]
     return gated
 
-    def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        """An empty state: it has no parameters."""
-        return {}
-
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
@@ -216,8 +212,6 @@ class ExpertsBuilder(Builder):
     def install(self, spec: ModuleSpec, config: TransformerConfig, longest: int) -> None:
         layer = spec.submodules
         layer.mlp = gpt_layer_specs.get_mlp_module_spec(self.te, self.kind.count, config.moe_grouped_gemm)
-        if config.use_te_activation_func:
-            layer.mlp.submodules.experts.submodules.activation_func = SwiGlu
         layer.pre_mlp_layernorm = norm_class(self.te)
         if config.use_te_activation_func:
             mixture = layer.mlp.submodules

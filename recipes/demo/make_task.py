@@ -36,6 +36,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -59,6 +61,14 @@ BARE_TEMPLATE = "{%- for message in messages -%}{{ message['content'] }}{%- endf
 DATA_SOURCE = "bapo_demo/addition"
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+_CLASSES: dict[tuple[bool, bool], tuple[type[Any], type[Any]]] = {
+    (False, False): (Qwen2Config, Qwen2ForCausalLM),
+    (True, False): (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    (False, True): (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    (True, True): (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+}
+"""Configuration and model of transformers, by whether there are experts, and Gated DeltaNet."""
 
 
 # --- the tokenizer and the model -----------------------------------------------------------------
@@ -137,27 +147,23 @@ def _kind(
     head_dim: int, heads: int, hidden: int, experts: int, hybrid: bool
 ) -> tuple[type[Any], type[Any], dict[str, Any]]:
     """The classes of a kind of model in transformers, and the fields that it has beside the others'."""
+    own: dict[str, Any] = {"head_dim": head_dim} if experts or hybrid else {}
     if experts:
-        own = {
-            "head_dim": head_dim,
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": hidden,
-            "norm_topk_prob": True,
+        own |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+    if experts and not hybrid:
+        own |= {"norm_topk_prob": True}
+    if experts and hybrid:
+        own |= {"shared_expert_intermediate_size": hidden}
+    if hybrid:
+        own |= {
+            "linear_num_key_heads": heads,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": head_dim,
+            "linear_value_head_dim": head_dim,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
         }
-        return Qwen3MoeConfig, Qwen3MoeForCausalLM, own
-    if not hybrid:
-        return Qwen2Config, Qwen2ForCausalLM, {}
-    own = {
-        "head_dim": head_dim,
-        "linear_num_key_heads": heads,
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": head_dim,
-        "linear_value_head_dim": head_dim,
-        "rms_norm_eps": 1e-3,
-        "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-    }
-    return Qwen3_5TextConfig, Qwen3_5ForCausalLM, own
+    return *_CLASSES[bool(experts), hybrid], own
 
 
 # --- the solutions -------------------------------------------------------------------------------

@@ -44,12 +44,20 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check_run(run_dir: Path, policy: Path, *flags: str) -> None:
+@pytest.fixture(scope="module")
+def expert_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random hybrid with experts, a tensor for each."""
+    folder = tmp_path_factory.mktemp("experts")
+    make_task.make_model(folder, make_task.make_tokenizer(folder), hybrid=True, experts=4)
+    return folder
+
+
+def check_run(run_dir: Path, policy: Path, *flags: str, unseen: str = "") -> None:
     """A short run, whose engine's log-probs are the trainer's."""
     own = (f"--model.hf-path={policy}", f"--run-dir={run_dir}")
     finish(start_bapo("train", "recipes/demo_cpu.py", *SHORT, *own, *flags))
     kinds = {event["kind"] for event in read_jsonl(RunPaths(run_dir).events)}
-    assert not NEVER & kinds
+    assert not NEVER - {unseen} & kinds
     updates = [row for row in read_jsonl(RunPaths(run_dir).updates) if row["policy/tokens"]]
     assert {row["step"] for row in updates} == {1, 2}
     for step in (1, 2):
@@ -120,3 +128,16 @@ def test_servers_sample_from_the_hybrid_that_was_handed_over(
     assert before.keys() == after.keys()
     untrained = [name for name in before if name.startswith(("model.visual", "mtp"))]
     assert [name for name in before if torch.equal(before[name], after[name])] == untrained
+
+
+@pytest.mark.slow
+def test_servers_sample_from_the_experts_that_were_handed_over(expert_policy: Path, tmp_path: Path) -> None:
+    """Their layout of this family's weights is not known, which is said: the engine gap stands for it."""
+    try:
+        sglang_python()
+    except ConfigError:
+        pytest.skip("SGLang is not installed: make sglang")
+    server = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", "--rollout.sglang.sync=disk")
+    check_run(tmp_path, expert_policy, *server, unseen="digests_not_compared")
+    kinds = [event["kind"] for event in read_jsonl(RunPaths(tmp_path).events)]
+    assert "digests_not_compared" in kinds

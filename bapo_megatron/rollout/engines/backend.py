@@ -17,8 +17,6 @@ from typing import Any
 
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
 from bapo_megatron.runtime.dotted_path import load_dotted_path
@@ -60,18 +58,6 @@ class EngineServers:
 
     def start(self) -> None:
         """Start the servers that do not run, and resume restarts. Waits until they are ready only once."""
-
-
-def check_family(engine: str, hf_path: Path) -> None:
-    """ConfigError if a built-in engine does not sample from models of the folder's family yet."""
-    shape = read_model_shape(hf_path)
-    known = FAMILIES[shape.family].engines
-    if engine not in known:
-        others = f"; the engine for them is {' or '.join(known)}" if known else ""
-        raise ConfigError(
-            f"model.hf_path={hf_path}: rollout.engine={engine} does not support models of {shape.family} "
-            f"yet{others} (bapo sft and bapo-ckpt do)"
-        )
 
 
 class EngineBackend(ABC):
@@ -153,9 +139,6 @@ class LocalBackend(EngineBackend):
 
     def max_in_flight(self, rollout: RolloutConfig) -> int:
         return rollout.max_batch
-
-    def check_weights(self, hf_path: Path) -> None:
-        check_family("local", hf_path)
 
     def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> None:
         """None, nothing to compare: the engine checks names and shapes of all weights that it loads."""

@@ -47,7 +47,7 @@ def save_multimodal(folder: Path, tied: bool = False, family: str = HYBRID) -> P
         tensors[name] = torch.randn(shape, generator=generator).bfloat16()
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = {**json.loads((text / "config.json").read_text()), "dtype": "bfloat16"}
+    config = {**json.loads(for_servers((text / "config.json").read_bytes())), "dtype": "bfloat16"}
     config["tie_word_embeddings"] = tied
     outer = {
         "model_type": family.removesuffix("_text"),

@@ -15,7 +15,6 @@ from bapo_megatron.commands.train_flags import rollout_only_config, train_flags,
 from bapo_megatron.config import EvaluationConfig, RolloutConfig, RunConfig, SglangConfig, load_recipe
 from bapo_megatron.config.engines import EngineConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.families import FAMILIES
 
 RECIPE = Path(__file__).parents[3] / "recipes/demo_cpu.py"
 
@@ -207,11 +206,3 @@ def test_the_servers_of_a_job_take_its_flags(monkeypatch: pytest.MonkeyPatch) ->
     for words in (["--rollout-only"], ["--fork", "runs/a:7"], ["--fork=runs/a"]):
         assert cli.run(["rollout-server", str(RECIPE), *words, "--port=1"]) == 0
     assert [command.port for command in served] == [1, 1, 1]
-
-
-def test_no_server_starts_with_a_family_that_sglang_does_not_sample_from(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(FAMILIES, "qwen2", replace(FAMILIES["qwen2"], engines=("local",)))
-    assert cli.run(["rollout-server", str(RECIPE), "--port=1"]) == 2
-    assert "rollout.engine=sglang does not support models of qwen2 yet" in capfd.readouterr().err

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError, RunStopped, printable
 from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, OnEvent, check_family
+from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, OnEvent
 from bapo_megatron.rollout.engines.pool_state import load_seconds
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
@@ -76,17 +76,18 @@ class SglangBackend(EngineBackend):
                 set_default(name, value)
 
     def check_weights(self, hf_path: Path) -> None:
-        """Refuse fused experts, quantized folders, weights beside a single file, and hybrids with full
-        attention in other layers than every n-th, with ConfigError.
+        """Refuse fused experts of a family whose folders have them apart, quantized folders, weights beside a
+        single file, and hybrids with full attention in other layers than every n-th, with ConfigError.
 
         SGLang passes over tensors whose names it does not know, would put bfloat16 into fp8 layers, and
         without an index loads every safetensors file of the folder.
         """
+        from bapo_megatron.hf.config import read_model_shape
+        from bapo_megatron.hf.families import FAMILIES
         from bapo_megatron.hf.fp8 import is_quantized
         from bapo_megatron.hf.reader import HfReader
         from bapo_megatron.hf.weight_files import INDEX, SINGLE, files_left_out
 
-        check_family("sglang", hf_path)
         config_overrides(hf_path)
         if (others := files_left_out(hf_path)) and not (hf_path / INDEX).exists():
             raise ConfigError(
@@ -99,7 +100,8 @@ class SglangBackend(EngineBackend):
                 "weights of the policy, in bfloat16, do not fit; make a folder in bfloat16 of it, with "
                 "bapo-ckpt to-megatron and to-hf"
             )
-        if fused := HfReader(hf_path).fused_experts:
+        alone = FAMILIES[read_model_shape(hf_path).family].experts == "apart"
+        if alone and (fused := HfReader(hf_path).fused_experts):
             raise ConfigError(
                 f"model.hf_path={hf_path} holds fused experts ({fused[0]}), which SGLang would leave random: "
                 "write a tensor for each expert, with bapo-ckpt to-megatron and to-hf"

@@ -56,7 +56,7 @@ def recipe() -> RunConfig:
             engine="sglang",
             segment_tokens=4096,
             route_replay="replay",
-            sglang=SglangConfig(tensor=2),
+            sglang=SglangConfig(tensor=2, max_in_flight=128, flags=("--max-mamba-cache-size=640",)),
         ),
         algorithm=AlgorithmConfig(bounds=paper(32_768), updates_per_epoch=4),
         batch=BatchConfig(pack_tokens=18432, recompute="full"),

@@ -138,6 +138,7 @@ def test_servers_sample_from_the_experts_that_were_handed_over(expert_policy: Pa
     except ConfigError:
         pytest.skip("SGLang is not installed: make sglang")
     server = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", "--rollout.sglang.sync=disk")
+    server += ("--rollout.route-replay=replay",)
     check_run(tmp_path, expert_policy, *server, unseen="digests_not_compared")
     kinds = [event["kind"] for event in read_jsonl(RunPaths(tmp_path).events)]
     assert "digests_not_compared" in kinds

@@ -223,8 +223,8 @@ DEADLOCKS = {
         PP,
         Mistake(
             WEIGHTS,
-            ".new_empty(mapping.shape)",
-            ".new_empty(mapping.shape, dtype=torch.float32)",
+            "if mapping.dtype else like.dtype",
+            "if mapping.dtype else torch.float32",
             seen="dist.broadcast(value",
         ),
     ),

@@ -17,7 +17,6 @@ from bapo_megatron.planning.rehearsal.results import collective_mismatches
 from bapo_megatron.policy import offload
 from tests.distributed.test_rehearsal import contents, unlike
 from tests.support.rehearsals import TOKENS, colocated, hybrid_run, real_ranks
-from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.distributed
 
@@ -29,7 +28,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "cp2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_peaks_and_collectives_are_those_of_real_ranks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

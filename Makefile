@@ -6,6 +6,7 @@
 #
 #   make demo       a policy of this project's own learns on a CPU, in minutes
 #   make demo-moe   a mixture of experts learns on a CPU, its experts on two ranks, in two minutes
+#   make demo-hybrid  a hybrid of Gated DeltaNet and attention learns on a CPU, in minutes
 #   make demo-tools a policy learns to use a calculator on a CPU, in minutes: responses of several turns
 #   make demo-real  a pretrained chat model learns problems of reasoning-gym on a CPU, in a quarter of an hour
 #   make demo-real-tools  that model learns to ask a calculator, on a CPU
@@ -32,6 +33,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_PINS := bapo_megatron/rollout/engines/sglang_cpu/requirements.txt
 DEMO_RUN := runs/demo_cpu
 MOE_RUN := runs/demo_moe_cpu
+HYBRID_RUN := runs/demo_hybrid_cpu
 TOOLS_RUN := runs/demo_tools_cpu
 
 # The second demo: a model out of its package (93 MB), and one-digit problems of reasoning-gym.
@@ -88,7 +90,7 @@ ENVIRONMENTS_PINS := tests/support/environments.txt
 TRL := .venv-trl
 TRL_PINS := benchmarks/against_trl.txt
 
-.PHONY: setup sglang nemo-run trackers environments trl te-sources tokenizers te-check cluster cluster-check image demo demo-moe demo-tools demo-real demo-real-tools real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
+.PHONY: setup sglang nemo-run trackers environments trl te-sources tokenizers te-check cluster cluster-check image demo demo-moe demo-hybrid demo-tools demo-real demo-real-tools real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
 
 # Workers are one for each core, and three more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -194,6 +196,11 @@ demo-moe: setup
 	$(BIN)/bapo train recipes/demo_moe_cpu.py --run-dir $(MOE_RUN)
 	$(BIN)/bapo report $(MOE_RUN)
 	@echo "The plots are in $(MOE_RUN)/report: open $(MOE_RUN)/report/index.html"
+
+demo-hybrid: setup
+	$(BIN)/bapo train recipes/demo_hybrid_cpu.py --run-dir $(HYBRID_RUN)
+	$(BIN)/bapo report $(HYBRID_RUN)
+	@echo "The plots are in $(HYBRID_RUN)/report: open $(HYBRID_RUN)/report/index.html"
 
 demo-tools: setup
 	$(BIN)/bapo train recipes/demo_tools_cpu.py --run-dir $(TOOLS_RUN)

@@ -118,7 +118,7 @@ def make_model(
     """Write a random Qwen2, float32, untied. The defaults (0.23 M parameters) allow TP 2, PP 2, VPP 2.
 
     With ``experts`` a Qwen3 MoE: that many experts in each layer, two for a token, each ``hidden`` wide. A
-    ``hybrid`` is a Qwen3.5: full attention in every fourth layer, Gated DeltaNet in the others.
+    ``hybrid`` is a Qwen3.5: full attention in every second layer, Gated DeltaNet in the others.
     """
     config_class, model_class, kind = _kind(hidden // heads, heads, hidden, experts, hybrid)
     config = config_class(
@@ -156,6 +156,7 @@ def _kind(
         own |= {"shared_expert_intermediate_size": hidden}
     if hybrid:
         own |= {
+            "full_attention_interval": 2,
             "linear_num_key_heads": heads,
             "linear_num_value_heads": heads,
             "linear_key_head_dim": head_dim,

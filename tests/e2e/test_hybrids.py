@@ -70,7 +70,7 @@ def check_run(run_dir: Path, policy: Path, *flags: str, unseen: str = "") -> Non
 def test_the_embedded_engine_samples_what_a_hybrid_trains_on(policy: Path, tmp_path: Path) -> None:
     check_run(tmp_path, policy)
     assert "full_attention_interval" not in json.loads((policy / "config.json").read_text())
-    assert json.loads((tmp_path / "export/config.json").read_text())["full_attention_interval"] == 4
+    assert json.loads((tmp_path / "export/config.json").read_text())["full_attention_interval"] == 2
     before, after = load_file(policy / "model.safetensors"), exported(tmp_path)
     assert before.keys() == after.keys()
     assert not [name for name in before if torch.equal(before[name], after[name])]

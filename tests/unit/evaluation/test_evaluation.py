@@ -361,9 +361,7 @@ def test_without_a_judge_responses_stay_unjudged_and_the_evaluation_ends(
         log.append_all([{**row(0, 0, False), "failure": "died"}])
         unjudged, prompts = unjudged_responses(log.path, 1), [Prompt(0, np.array([1]), "1", "t")]
         config = load_recipe(MODEL.parents[1] / "demo_cpu.py", RunConfig)
-        score_again(
-            "s", unjudged, prompts, config, log, lambda **_: None
-        )
+        score_again("s", unjudged, prompts, config, log, lambda **_: None)
         assert unjudged_responses(log.path, 1) == unjudged
     assert "s: 1 responses are not scored again: the judge does not answer" in capsys.readouterr().out
 

@@ -297,7 +297,8 @@ def evaluate(options: EvalOptions) -> Results:
                 finish(task)
         if missing := [task for task in tasks if task.places or task.unjudged]:
             programs = any(is_tests(prompt.ground_truth) for suite in suites for prompt in suite.prompts)
-            if programs and options.reward is None and options.sandbox_url is None:
+            samples = any(task.places for task in missing)
+            if samples and programs and options.reward is None and options.sandbox_url is None:
                 checked_sandbox(options.allow_weak_sandbox)
             config = options.run_config(model.folder, output, longest, programs)
             _sample(missing, config, tokenizer, finish)

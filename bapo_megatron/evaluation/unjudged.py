@@ -2,7 +2,7 @@
 
 A judge was out, a test took too long. The engines are not asked again: another response in place of one whose
 scoring takes long would favour short ones. A response of an environment is scored by what that gave, so it is
-sampled again instead (``evaluation/run.py``).
+sampled again instead (``evaluation/suite_task.py``).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from bapo_megatron.config import RewardConfig, RunConfig
+from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.evaluation.responses import Responses, all_responses
 from bapo_megatron.evaluation.scoring import ScoredResponse
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.sampler.scoring import RobustScorer, Scorer, text_score
+from bapo_megatron.runtime.child_process import ChildError
 from bapo_megatron.types import Prompt
 
 StoredResponse = tuple[ScoredResponse, str]
@@ -44,18 +46,22 @@ def score_again(
     report: Report,
 ) -> None:
     """Score the responses of a suite, ``name``. Those that can be scored now are stored behind their former
-    rows, which they replace; how many is printed."""
+    rows, which they replace; how many is printed. Without a judge they stay what they were, which is told."""
 
-    async def with_pool() -> int:
+    async def with_pool() -> str:
         pool = RewardPool(config.reward, config.rollout.max_response_tokens)
         try:
-            await pool.start()
+            try:
+                await pool.start()
+            except (ChildError, ConfigError, RunStopped) as error:
+                return f"{len(unjudged)} responses are not scored again: {error}"
             scorer = RobustScorer(pool, config.reward.failed, report)
-            return await scored_now(unjudged, prompts, scorer, config.reward.correct, log)
+            scored = await scored_now(unjudged, prompts, scorer, config.reward.correct, log)
+            return f"{scored} of {len(unjudged)} could be scored now"
         finally:
             await pool.close()
 
-    print(f"{name}: {asyncio.run(with_pool())} of {len(unjudged)} could be scored now", flush=True)
+    print(f"{name}: {asyncio.run(with_pool())}", flush=True)
 
 
 async def scored_now(

@@ -184,7 +184,8 @@ class Family:
         own = dict(table(config, self.text))
         if len({flag(one, _TIED) for one in (own, config) if one.get(_TIED) is not None}) > 1:
             raise ValueError(f"{_TIED} is not the same in {self.text}: make the two equal")
-        outer = {name: config[name] for name in (_TIED, "quantization_config") if name in config}
+        names = (_TIED, "quantization_config")
+        outer = {name: config[name] for name in names if config.get(name) is not None}
         return {**own, **outer, "model_type": config["model_type"]}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from itertools import accumulate
 
@@ -24,6 +25,7 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.layers import Kind
 from bapo_megatron.layers.delta_net import DeltaNet
 from bapo_megatron.policy.device import has_cuda, release_cached_memory, select_device
+from bapo_megatron.runtime.distributed import on_all_ranks
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, DeltaNet, tuple[int, ...]], Tensor]
 
@@ -61,7 +63,7 @@ def missing_package(kinds: tuple[Kind, ...], dtype: torch.dtype) -> str | None:
 def check_kernels(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Test the kernels that a policy's layers run on this GPU, in seconds once they are compiled.
 
-    Call it on each rank before the policy is built. ConfigError, with the versions, if one is wrong.
+    Before the policy is built. Collective: ConfigError on all ranks, with the versions, if one is wrong.
     """
     dtype = getattr(torch, model.dtype)
     for kind in read_model_shape(model.hf_path).kinds:
@@ -70,7 +72,8 @@ def check_kernels(model: ModelConfig, parallel: ParallelConfig) -> None:
 
             cuts = parallel.tensor * parallel.context
             heads = {"key_heads": kind.key_heads // cuts, "value_heads": kind.value_heads // cuts}
-            check_rule(kernel_rule, replace(kind, **heads), dtype, select_device())
+            own, device = replace(kind, **heads), select_device()
+            on_all_ranks(partial(check_rule, kernel_rule, own, dtype, device))
             release_cached_memory()
 
 

@@ -117,6 +117,8 @@ def layer_spec(block: Block, config: TransformerConfig, te: bool, longest: int) 
             qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
         )
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    if config.use_te_activation_func:
+        spec.submodules.mlp.submodules.activation_func = swiglu
     for builder in builders(block.kinds, te):
         builder.install(spec, config, longest)
     return spec
@@ -181,10 +183,6 @@ class MlpBuilder(Builder):
     """Builder of a dense MLP, which is megatron's."""
 
     recomputed = "mlp"
-
-    def install(self, spec: ModuleSpec, config: TransformerConfig, longest: int) -> None:
-        if config.use_te_activation_func:
-            spec.submodules.mlp.submodules.activation_func = swiglu
 
 
 class ExpertsBuilder(Builder):

@@ -292,7 +292,8 @@ class _Copies:
         key = (way, bucket % 2, dtype)
         needed = sum(shard.master.numel() for shard in shards)
         if key not in self._buffers:
-            most = max(sum(shard.master.numel() for shard in one) for one in self.buckets)
+            own = [one for one in self.buckets if way == "fetch" or one[0].weights.dtype == dtype]
+            most = max(sum(shard.master.numel() for shard in one) for one in own)
             pinned = self._device.type == "cuda"
             self._buffers[key] = torch.empty(most, dtype=dtype, device="cpu", pin_memory=pinned)
         parts = self._buffers[key][:needed].split([shard.master.numel() for shard in shards])

@@ -71,7 +71,8 @@ def untrained_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]
         return {}
     if (folder / UNTRAINED).is_file():
         return {tensor.name: tensor for tensor in read_safetensors(folder / UNTRAINED)}
-    if (folder / SINGLE).is_file() or any(folder.glob("*-of-*.safetensors")):
+    named = any((folder / name).is_file() for name in (SINGLE, INDEX))
+    if named or any(folder.glob("*-of-*.safetensors")):
         tensors = read_safetensors_folder(folder)
         return {name: tensor for name, tensor in tensors.items() if name.startswith(shape.untrained)}
     names = " and ".join(f"{prefix}*" for prefix in shape.untrained)

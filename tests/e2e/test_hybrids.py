@@ -131,14 +131,19 @@ def test_servers_sample_from_the_hybrid_that_was_handed_over(
 
 
 @pytest.mark.slow
-def test_servers_sample_from_the_experts_that_were_handed_over(expert_policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", ["disk", "broadcast"])
+def test_servers_sample_from_the_experts_that_were_handed_over(
+    sync: str, expert_policy: Path, tmp_path: Path
+) -> None:
     """Their layout of this family's weights is not known, which is said: the engine gap stands for it."""
     try:
         sglang_python()
     except ConfigError:
         pytest.skip("SGLang is not installed: make sglang")
-    server = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", "--rollout.sglang.sync=disk")
+    server = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", f"--rollout.sglang.sync={sync}")
     server += ("--rollout.route-replay=replay",)
     check_run(tmp_path, expert_policy, *server, unseen="digests_not_compared")
     kinds = [event["kind"] for event in read_jsonl(RunPaths(tmp_path).events)]
     assert "digests_not_compared" in kinds
+    first = read_jsonl(RunPaths(tmp_path).updates)[0]
+    assert first["routes/mismatch"] == 0  # the routes are those of the trainer's own routers

@@ -7,6 +7,7 @@ child process with a deadline.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from bapo_megatron.commands.cluster.run_job import (
     run_and_switches,
 )
 from bapo_megatron.errors import ConfigError, printable
-from bapo_megatron.runtime.child_process import NoAnswer, within
+from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
 from bapo_megatron.runtime.event_kinds import BEGINNINGS, ENDS, event_text, is_trouble, last_turn
 from bapo_megatron.runtime.event_sender import Patience, read_progress
 from bapo_megatron.runtime.files import file_time
@@ -46,6 +47,7 @@ _WITHOUT_END = {
 _WATCH_S = 5.0
 _STATUS_DEADLINE_S = 30.0
 """Deadline for reading a run's status from its file system, seconds; longer than Slurm's own deadline."""
+_CLOCK_S = 2.0
 _MOST_ENTRY_BYTES = 1 << 16
 _LAST_STEPS = 40
 """Steps whose moves of the bounds are told."""
@@ -117,7 +119,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
             f"{run} is no run directory: it has neither {names} (nor has that of a job by plain sbatch which "
             f"still waits: `squeue --me`)"
         )
-    files_now = file_time(run) if now is None else now
+    files_now = _files_now(run) if now is None else now
     now = time.time() if now is None else now
     job = read_job_state(run)
     if job is not None and _continued_by_hand(run, job):
@@ -149,6 +151,25 @@ def read_status(run: Path, now: float | None = None) -> Status:
         forked=lineage_text(run),
         has_responses=any(paths.journal.glob("segments-*.log")),
     )
+
+
+def _files_now(run: Path) -> float:
+    """The time by the clock of the run's files; by this machine's where it is not told within ``_CLOCK_S``.
+
+    To be told it takes a write, and a disk that is read may take none for minutes.
+    """
+
+    def ask() -> float:
+        # The process may stay as long as the disk hangs: it must not hold the pipe that a reader waits for.
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(nowhere, descriptor)
+        return file_time(run)
+
+    try:
+        return within(_CLOCK_S, ask)
+    except (NoAnswer, ChildDied):
+        return time.time()
 
 
 def _stalled_s(run: Path, config: dict[str, Any], now: float, files_now: float) -> float | None:

@@ -16,7 +16,7 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ def environment_row(state: State, found: str, fix: str = "") -> DoctorRow:
     return DoctorRow("recipe", "environment", state, found, "an answer to a turn of the model", fix)
 
 
-def try_environments(config: RunConfig, passed: Sequence[object]) -> list[DoctorRow]:
+def try_environments(config: RunConfig, passed: Sequence[object]) -> Iterator[DoctorRow]:
     """A step of each source's environment on its first row, one after the other.
 
     ``passed``: what the checks of the recipe returned; no data among it, no trial. An environment that only
@@ -68,7 +68,7 @@ def try_environments(config: RunConfig, passed: Sequence[object]) -> list[Doctor
     rows = _first_rows(config, passed)
     environments = {name: one for name, one in config.environments.items() if one.function is not None}
     tried = [_tried(config, name, one, rows[name]) for name, one in environments.items() if name in rows]
-    return [asyncio.run(_try(one)) for one in tried]
+    yield from (asyncio.run(_try(one)) for one in tried)
 
 
 def _first_rows(config: RunConfig, passed: Sequence[object]) -> Mapping[str, Prompt]:

@@ -145,7 +145,9 @@ def main(arguments: Sequence[str]) -> None:
         # The sandbox's problem is reported once.
         trials += [row for row in _try_rewards(config, passed) if row.found not in problems]
         tell("environment")
-        trials += try_environments(config, passed)
+        for row in try_environments(config, passed):
+            trials.append(row)
+            tell("environment")  # a later one may take all the time that is left
     except ConfigError as error:
         problems.append(str(error))
     tell("")
@@ -318,7 +320,10 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
         found = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    return {**found.get("text_config", {}), **found} if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    text = found.get("text_config")
+    return {**(text if isinstance(text, dict) else {}), **found}
 
 
 def _forgeable_rows(config: RunConfig) -> int:

@@ -21,6 +21,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import server_command
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from checkpoints_tools import reshard, to_hf, to_megatron, verify
 from checkpoints_tools.formats.mp_rank import MpRank
+from checkpoints_tools.formats.safetensors_folder import untrained_tensors
 from tests.support.models import EXPERT_HYBRID, HYBRID, HYBRIDS, save_tiny_model, tiny_model
 
 UNTRAINED = {
@@ -147,6 +148,15 @@ def test_a_missing_part_that_is_not_trained_is_told(tmp_path: Path) -> None:
         to_hf(tmp_path / "megatron", tmp_path / "back")
 
 
+def test_shards_of_any_name_hold_what_is_not_trained(tmp_path: Path) -> None:
+    """The index says which they are."""
+    folder = save_multimodal(tmp_path / "hf")
+    (folder / "model.safetensors").rename(folder / "weights_a.safetensors")
+    index = dict.fromkeys(load_file(folder / "weights_a.safetensors"), "weights_a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    assert set(untrained_tensors(folder, read_model_shape(folder))) == set(UNTRAINED)
+
+
 def test_a_hybrid_is_not_quantized(tmp_path: Path) -> None:
     to_megatron(save_tiny_model(HYBRID, tmp_path / "hf"), tmp_path / "megatron")
     with pytest.raises(ConfigError, match="--quantize fp8-block: not supported for qwen3_5_text"):
@@ -206,6 +216,15 @@ def test_contradicting_ties_are_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     with pytest.raises(ConfigError, match="tie_word_embeddings is not the same in text_config"):
         model_shape({**config, "tie_word_embeddings": True}, "config.json")
+
+
+def test_a_null_outside_of_the_text_model_says_nothing(tmp_path: Path) -> None:
+    config = json.loads((save_multimodal(tmp_path / "hf", tied=True) / "config.json").read_text())
+    outside = {"tie_word_embeddings": None, "quantization_config": None}
+    assert model_shape({**config, **outside}, "config.json").tied
+    text_of(config)["quantization_config"] = {"quant_method": "fp8"}
+    with pytest.raises(ConfigError, match=r"quantization_config=.* is not supported"):
+        model_shape({**config, **outside}, "config.json")
 
 
 def test_tp_times_cp_divides_the_key_heads(tmp_path: Path) -> None:

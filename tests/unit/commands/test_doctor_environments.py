@@ -237,6 +237,10 @@ def ends(*_):
     print("no license", file=sys.stderr)
     os._exit(7)
 
+def tells_one_and_ends(*_):
+    yield recipe.DoctorRow("recipe", "environment", "problem", "the first does not answer")
+    ends()
+
 def refuses(*_):
     raise ConfigError("no such suite")
 
@@ -288,6 +292,18 @@ def test_a_trial_that_breaks_the_check_costs_no_other_row(
     assert found[: 1 + len(refused)] == [("recipe", "problem", "a problem"), *refused]
     assert found[-1] == last
     assert (("reward", "ok", "score 1") in found) is ("_rewards = ends" not in change)
+
+
+def test_an_environment_that_was_tried_is_told_though_the_next_ends_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = [sys.executable, "-c", CHILD.replace("CHANGE", "recipe.try_environments = tells_one_and_ends")]
+    monkeypatch.setattr(recipe, "run_module", lambda *_: run_command(command, 600.0))
+    rows, _ = check_recipe(RECIPE, [])
+    assert [(row.state, row.found) for row in rows if row.name == "environment"] == [
+        ("problem", "the first does not answer"),
+        ("optional", f"{DIED} 7: no license"),
+    ]
 
 
 def test_a_problem_that_the_recipe_and_its_reward_have_is_told_once(
@@ -344,7 +360,7 @@ def test_each_source_has_its_own(game: str, tmp_path: Path) -> None:
     assert f"{game}, row 7: to 'I do not know.' it gave no turn" in suite.found
     field = f"data.sources[games].environment.function={game} failed at row 2 of source games"
     assert games.found.startswith(field)
-    assert try_environments(config, []) == []
+    assert not list(try_environments(config, []))
 
 
 def test_the_doctor_steps_the_environments_of_a_recipe(game: str, tmp_path: Path) -> None:

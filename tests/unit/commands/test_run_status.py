@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from bapo_megatron.commands.cluster.run_job import (
     show_logs,
 )
 from bapo_megatron.commands.cluster.status import (
+    _files_now,
     ago,
     read_status,
     rows_from_end,
@@ -618,3 +620,13 @@ def test_a_submitted_job_is_the_runs_once_the_one_before_is_over(
     found = read_job_state(tmp_path)
     assert found is not None
     assert (found.job, found.status) == ("57", "done")
+
+
+def test_a_disk_that_tells_no_time_does_not_hold_the_status_up(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read, and takes no write: then this machine's clock counts."""
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status._CLOCK_S", 0.1)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.file_time", lambda _folder: time.sleep(3600))
+    before = time.time()
+    assert before <= _files_now(run) <= time.time()

@@ -24,6 +24,7 @@ from bapo_megatron.config import (
     RewardConfig,
     RunConfig,
     SglangConfig,
+    load_recipe,
 )
 from bapo_megatron.data.problem_sets import Suite, load_suite
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped
@@ -49,10 +50,10 @@ from bapo_megatron.evaluation.run import (
 )
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
 from bapo_megatron.evaluation.suite_task import SuiteTask, open_task
-from bapo_megatron.evaluation.unjudged import scored_now, unjudged_responses
+from bapo_megatron.evaluation.unjudged import score_again, scored_now, unjudged_responses
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.weight_files import INDEX
-from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
 from bapo_megatron.rollout.sampler.response import MOST_LOSSES, Sampling
@@ -347,6 +348,22 @@ def test_responses_that_could_not_be_scored_are_scored_again_by_their_texts(tmp_
         assert found == [(True, None), (False, None), (False, "died")]  # the box in all texts is 1
         [(left, text)] = unjudged_responses(log.path, 1)
         assert (left.problem, text) == (2, "\\boxed{1} \U0001f600\n")
+
+
+def test_without_a_judge_responses_stay_unjudged_and_the_evaluation_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_pool: RewardPool) -> None:
+        raise RunStopped("the judge does not answer")
+
+    monkeypatch.setattr(RewardPool, "start", refuse)
+    with open_folder(tmp_path, settings()) as log:
+        log.append_all([{**row(0, 0, False), "failure": "died"}])
+        unjudged, prompts = unjudged_responses(log.path, 1), [Prompt(0, np.array([1]), "1", "t")]
+        config = load_recipe(MODEL.parents[1] / "demo_cpu.py", RunConfig)
+        score_again("s", unjudged, prompts, config, log, lambda **_: None)
+        assert unjudged_responses(log.path, 1) == unjudged
+    assert "s: 1 responses are not scored again: the judge does not answer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("function", [None, "package.module:Environment"])

@@ -149,6 +149,22 @@ def test_no_buffer_is_used_before_its_last_copy_is_done(monkeypatch: pytest.Monk
     assert all(math.isclose(one.weights.item(), 0.9, rel_tol=1e-5) for one in shards)
 
 
+def test_a_buffer_is_as_large_as_the_largest_bucket_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few float32 weights beside those of a bfloat16 model, as hybrids have, pin no large buffer."""
+    monkeypatch.setattr(host_optimizer, "BUCKET", 1)
+    shards = [shard([1.0] * 6, torch.bfloat16), shard([1.0] * 4, torch.bfloat16), shard([1.0] * 2)]
+    adam = adam_of(shards, lr=0.1)
+    for one in shards:
+        one.grad = torch.ones(len(one.master))
+    adam.step()
+    sizes = {key: buffer.numel() for key, buffer in adam._copies._buffers.items()}
+    assert {sizes[key] for key in sizes if key[0] == "fetch"} == {6}
+    assert {(key[2], sizes[key]) for key in sizes if key[0] == "send"} == {
+        (torch.bfloat16, 6),
+        (torch.float32, 2),
+    }
+
+
 def test_thread_count_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """48 cores and 8 ranks: six each, for the step alone."""
     said: list[int] = []

@@ -146,6 +146,8 @@ def test_a_run_tests_the_kernel_with_its_own_sizes(on_gpu: pytest.MonkeyPatch, f
     on_gpu.setattr(kernel_check, "select_device", lambda: CPU)
     on_gpu.setattr(kernel_check, "release_cached_memory", lambda: None)
     on_gpu.setattr(kernel_check, "check_rule", lambda *arguments: seen.append(arguments))
+    told: list[Any] = []  # a rank whose kernel is wrong ends the others
+    on_gpu.setattr(kernel_check, "on_all_ranks", lambda call: told.append(call()))
     kernel_check.check_kernels(ModelConfig(folder, "bfloat16"), ParallelConfig(tensor=2))
     [(rule, kind, dtype, place)] = seen
     assert (rule, dtype, place) == (delta_net.kernel_rule, torch.bfloat16, CPU)
@@ -153,7 +155,7 @@ def test_a_run_tests_the_kernel_with_its_own_sizes(on_gpu: pytest.MonkeyPatch, f
     assert kind.value_heads == sizes["linear_num_value_heads"] // 2
     assert kind.value_dim == sizes["linear_value_head_dim"]
     kernel_check.check_kernels(ModelConfig(folder, "float32"), ParallelConfig())
-    assert len(seen) == 1
+    assert (len(seen), len(told)) == (1, 1)
 
 
 @pytest.mark.parametrize(

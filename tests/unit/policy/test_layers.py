@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.policy.layers import swiglu
+from bapo_megatron.layers import Block
+from bapo_megatron.policy import layers
+from bapo_megatron.policy.layers import Builder, layer_spec, swiglu
 
 
 def megatrons(stacked: Tensor) -> Tensor:
@@ -55,3 +59,11 @@ def test_swiglu_keeps_its_input_and_silu_alone() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         swiglu(torch.ones(3, 8, requires_grad=True))
     assert kept == [24, 12]
+
+
+def test_an_mlp_of_another_builder_has_swiglu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron asks the spec on a CPU, whoever's MLP it is; without it silu alone is twice as wide."""
+    config = SimpleNamespace(qk_layernorm=False, use_te_activation_func=True)
+    monkeypatch.setattr(layers, "builders", lambda *_: [Builder(None, False)])
+    spec = layer_spec(Block(None, None), config, False, 8)  # type: ignore[arg-type]
+    assert spec.submodules.mlp.submodules.activation_func is swiglu

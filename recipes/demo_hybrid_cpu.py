@@ -1,4 +1,4 @@
-"""Recipe of the demo with a hybrid: a small Qwen3.5 learns sums on a CPU, with a state in most of its layers.
+"""Recipe of the demo with a hybrid: a small Qwen3.5 learns sums on a CPU.
 
 The policy has 0.26 M parameters: of four layers two have full attention, the others Gated DeltaNet. It reads
 bytes, and a supervised warm start (demo/warm_start.py) taught it the habits of demo_cpu.py's policy: to

@@ -10,7 +10,7 @@ policy of tests. It guesses or works a sum out. The demo trains `policy_rambles/
 
 `policy_moe/`, of demo_moe_cpu.py, has the habits of `policy_rambles/` and eight experts in each layer: the
 same two commands with `--experts 8` for the first, `--updates 700` and its own `--output` for the second.
-`policy_hybrid/`, of demo_hybrid_cpu.py, likewise, with `--hybrid` for the first.
+`policy_hybrid/`, of demo_hybrid_cpu.py: with `--hybrid` for the first, `--updates 1400` for the second.
 """
 
 from pathlib import Path

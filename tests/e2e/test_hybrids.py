@@ -55,7 +55,7 @@ def expert_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_run(run_dir: Path, policy: Path, *flags: str, unseen: str = "") -> None:
     """A short run, whose engine's log-probs are the trainer's."""
     own = (f"--model.hf-path={policy}", f"--run-dir={run_dir}")
-    finish(start_bapo("train", "recipes/demo_cpu.py", *SHORT, *own, *flags))
+    finish(start_bapo("train", "recipes/demo_hybrid_cpu.py", *SHORT, *own, *flags))
     kinds = {event["kind"] for event in read_jsonl(RunPaths(run_dir).events)}
     assert not NEVER - {unseen} & kinds
     updates = [row for row in read_jsonl(RunPaths(run_dir).updates) if row["policy/tokens"]]

@@ -11,7 +11,7 @@ exports have them as they were.
 Chosen here, not in the paper: the model, responses of 16k tokens, 64 prompts x 16 responses a step, four
 updates of a quarter of the batch each, weight decay, steps, layout. TP 2 is the most, for there are 2 KV
 heads; EP 8 keeps the messages of experts on a node's NVLink. All is recomputed: "selective" recomputes
-experts alone, and keeps what Gated DeltaNet saves, by the plan 36 GB of a GPU. Every token is trained on the
+experts alone, and keeps what Gated DeltaNet saves, by the plan 33 GB of a GPU. Every token is trained on the
 experts that sampled it (`rollout.route_replay`): a batch is used after the weights have changed, and without
 routes engine and trainer would choose differently (docs/parallelism.md#routes). Servers of your own need
 `--enable-return-routed-experts --moe-runner-backend triton`.

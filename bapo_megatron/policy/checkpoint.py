@@ -11,6 +11,7 @@ these models), so each kind of layers loads the other's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     RuntimeError if it is another model's, or cannot be read.
     """
     inner = list(_torch_adams(optimizer))
+    for wrapper in optimizer.chained_optimizers:
+        _keep_moments_on_load(wrapper.optimizer)
     # Before the state is described: megatron loads into the moments that exist.
     for wrapper, adam in inner:
         _create_adam_state(adam)
@@ -194,6 +197,12 @@ def _create_adam_state(adam: torch.optim.Optimizer) -> None:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(parameter.data)
             state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+
+
+def _keep_moments_on_load(adam: torch.optim.Optimizer) -> None:
+    """Load moments without a second copy: Transformer Engine's FusedAdam makes a new tensor of each while the
+    caller holds the old ones, since moments may be of other types than float32. Ours are float32."""
+    adam.load_state_dict = partial(torch.optim.Optimizer.load_state_dict, adam)  # type: ignore[method-assign]
 
 
 def _add_step_on_load(wrapper: Any, adam: torch.optim.Optimizer) -> None:

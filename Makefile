@@ -76,7 +76,7 @@ TRACKERS_PINS := tests/support/trackers.txt
 # Transformer Engine's Python package without its compiled part, outside of every environment: megatron-core that
 # sees one without the other does not import.
 TE_SOURCES := $(or $(BAPO_TE_SOURCES),.te)
-TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/planning/rehearsal/transformer_engine/__init__.py | grep -o '[0-9.]*[0-9]')
+TE_VERSIONS := $(shell grep '^VERSIONS' bapo_rehearsal/te_sources.py | grep -o '[0-9.]*[0-9]')
 
 # Packages with tokenizers, byte for byte the published ones, and their chat templates: for tests.
 TOKENIZERS_VERSION := 3.7.2

@@ -30,7 +30,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["bapo_megatron*", "checkpoints_tools*"]),
+    packages=find_packages(include=["bapo_megatron*", "bapo_rehearsal*", "checkpoints_tools*"]),
     package_data={
         "bapo_megatron": [
             "commands/report/*.html",

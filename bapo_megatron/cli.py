@@ -16,23 +16,23 @@ from bapo_megatron.runtime.device import prepare_device, set_default, silence_li
 from bapo_megatron.runtime.exit_codes import exit_process, report_error
 
 COMMANDS = {
-    "train": "commands.train:train_command",
-    "sft": "commands.train:sft_command",
-    "report": "commands.report.page:report_command",
-    "submit": "commands.cluster.submit:submit_command",
-    "status": "commands.cluster.status:status_command",
-    "logs": "commands.cluster.run_job:logs_command",
-    "cancel": "commands.cluster.run_job:cancel_command",
-    "rollout-server": "commands.train:rollout_server_command",
-    "plan": "commands.plan:plan_command",
-    "rehearse": "commands.plan:rehearse_command",
-    "verify-parallel": "commands.train:verify_command",
-    "data": "data.prepare.command:data_command",
-    "eval": "evaluation.command:eval_command",
-    "doctor": "commands.doctor.doctor:run_doctor",
+    "train": "bapo_megatron.commands.train:train_command",
+    "sft": "bapo_megatron.commands.train:sft_command",
+    "report": "bapo_megatron.commands.report.page:report_command",
+    "submit": "bapo_megatron.commands.cluster.submit:submit_command",
+    "status": "bapo_megatron.commands.cluster.status:status_command",
+    "logs": "bapo_megatron.commands.cluster.run_job:logs_command",
+    "cancel": "bapo_megatron.commands.cluster.run_job:cancel_command",
+    "rollout-server": "bapo_megatron.commands.train:rollout_server_command",
+    "plan": "bapo_megatron.commands.plan:plan_command",
+    "rehearse": "bapo_rehearsal.command:rehearse_command",
+    "verify-parallel": "bapo_megatron.commands.train:verify_command",
+    "data": "bapo_megatron.data.prepare.command:data_command",
+    "eval": "bapo_megatron.evaluation.command:eval_command",
+    "doctor": "bapo_megatron.commands.doctor.doctor:run_doctor",
 }
-"""Dispatch table: each command's function, as ``module:name`` below this package. The function takes the
-arguments and returns the exit code, or None for 0."""
+"""Dispatch table: each command's function, as ``module:name``. The function takes the arguments and returns
+the exit code, or None for 0."""
 # Modules are named, not imported: help must answer at once, and processes that write checkpoints import this
 # module again.
 
@@ -114,7 +114,7 @@ def run(arguments: Sequence[str]) -> int:
         prepare_device()  # before anything imports torch, which reads these variables once
         silence_libraries()
         module, _, function = COMMANDS[arguments[0]].partition(":")
-        code: int | None = getattr(import_module(f"bapo_megatron.{module}"), function)(arguments[1:])
+        code: int | None = getattr(import_module(module), function)(arguments[1:])
         return code or 0
     except (ConfigError, Preempted, RunStopped) as error:
         return report_error(error)

@@ -1,7 +1,7 @@
 """The data types of a step's header, which rank 0 broadcasts, and of routes: no per-token columns.
 
 Apart from ``types.py`` for their number; users may import these names from there, too. Imports no torch. Used
-by ``types.py``, ``planning/memory.py``, ``planning/sizes.py`` and ``planning/rehearsal/program.py``.
+by ``types.py``, ``planning/memory.py``, ``planning/sizes.py`` and ``bapo_rehearsal/program.py``.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GB
-from bapo_megatron.planning.rehearsal.transformer_engine import te_folder
 from bapo_megatron.policy.device import uses_transformer_engine
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.update_loss import UpdateLoss
+from bapo_rehearsal.te_sources import te_folder
 from benchmarks.gpu.memory_and_speed import draw, save
 from benchmarks.gpu.rows import Row, Size, commands_environment
 

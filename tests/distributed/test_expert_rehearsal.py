@@ -13,10 +13,10 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.planning.job import Job, PlanOptions, shape_folder
 from bapo_megatron.planning.memory import FIXED, stage_memory
-from bapo_megatron.planning.rehearsal.job import rehearse
-from bapo_megatron.planning.rehearsal.records import RankRequest, RankResult
-from bapo_megatron.planning.rehearsal.results import collective_mismatches
 from bapo_megatron.policy import offload
+from bapo_rehearsal.job import rehearse
+from bapo_rehearsal.records import RankRequest, RankResult
+from bapo_rehearsal.results import collective_mismatches
 from tests.distributed.test_rehearsal import contents, unlike
 from tests.support.cluster_recipes import cluster_recipe
 from tests.support.rehearsals import TOKENS, colocated, expert_run, real_ranks

@@ -11,10 +11,10 @@ from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, rea
 from bapo_megatron.layers.costs import Place
 from bapo_megatron.layers.delta_net import DeltaNet
 from bapo_megatron.planning.memory import block_bytes
-from bapo_megatron.planning.rehearsal.job import rehearse
-from bapo_megatron.planning.rehearsal.records import RankRequest
-from bapo_megatron.planning.rehearsal.results import collective_mismatches
 from bapo_megatron.policy import offload
+from bapo_rehearsal.job import rehearse
+from bapo_rehearsal.records import RankRequest
+from bapo_rehearsal.results import collective_mismatches
 from tests.distributed.test_rehearsal import contents, unlike
 from tests.support.rehearsals import TOKENS, colocated, hybrid_run, real_ranks
 

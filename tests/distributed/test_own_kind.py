@@ -15,9 +15,9 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.planning.plan import make_plan
-from bapo_megatron.planning.rehearsal.job import rehearse
-from bapo_megatron.planning.rehearsal.records import RankRequest
 from bapo_megatron.planning.sizes import total_parameters
+from bapo_rehearsal.job import rehearse
+from bapo_rehearsal.records import RankRequest
 from checkpoints_tools import reshard, to_hf, to_megatron
 from tests.distributed.test_expert_checkpoints import load_and_look, train_and_save
 from tests.distributed.test_layouts import Answer, answers, check_agreement

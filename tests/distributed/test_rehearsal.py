@@ -9,12 +9,12 @@ import pytest
 
 from bapo_megatron.config import DistillationConfig, ParallelConfig, ReferenceKlConfig
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
-from bapo_megatron.planning.rehearsal.job import rehearse
-from bapo_megatron.planning.rehearsal.program import full_packs
-from bapo_megatron.planning.rehearsal.records import Call, RankRequest, RankResult
-from bapo_megatron.planning.rehearsal.results import collective_mismatches
 from bapo_megatron.policy import offload
 from bapo_megatron.types import PackLayout
+from bapo_rehearsal.job import rehearse
+from bapo_rehearsal.program import full_packs
+from bapo_rehearsal.records import Call, RankRequest, RankResult
+from bapo_rehearsal.results import collective_mismatches
 from tests.support.planted import Mistake, rehearse_with
 from tests.support.rehearsals import TOKENS, RealRank, colocated, real_ranks, small_run
 from tests.support.tiers import slow_but

@@ -18,9 +18,9 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.planning.job import Job, PlanOptions, shape_folder
 from bapo_megatron.planning.memory import FIXED, host_bytes, offloaded_bytes, stage_memory
-from bapo_megatron.planning.rehearsal.job import RehearseOptions, packs_of, ranks_of, rehearse
-from bapo_megatron.planning.rehearsal.records import RankRequest
-from bapo_megatron.planning.rehearsal.results import rehearsal_dict
+from bapo_rehearsal.job import RehearseOptions, packs_of, ranks_of, rehearse
+from bapo_rehearsal.records import RankRequest
+from bapo_rehearsal.results import rehearsal_dict
 from tests.support.cluster_recipes import cluster_recipe
 from tests.support.shapes import activation_bytes_per_token
 

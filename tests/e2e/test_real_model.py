@@ -18,11 +18,11 @@ from bapo_megatron import cli
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.rehearsal.job import rehearse
-from bapo_megatron.planning.rehearsal.records import RankRequest
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_rehearsal.job import rehearse
+from bapo_rehearsal.records import RankRequest
 from checkpoints_tools.hf_to_megatron import to_megatron
 from checkpoints_tools.megatron_to_hf import to_hf
 from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo

@@ -39,7 +39,7 @@ _IMPORTED = (
     ),
 )
 """What commands import late, with all that these import."""
-_OURS = {"bapo_megatron", "benchmarks", "checkpoints_tools", "recipes", "slurm", "tests"}
+_OURS = {"bapo_megatron", "bapo_rehearsal", "benchmarks", "checkpoints_tools", "recipes", "slurm", "tests"}
 
 
 class ForkServer:

@@ -13,7 +13,16 @@ from pathlib import Path
 from tests.support.forked_commands import put_bapo_into, server
 from tests.support.pages import ROOT
 
-_FOLDERS = ("bapo_megatron", "checkpoints_tools", "recipes", "slurm", "tests", "benchmarks", "docs")
+_FOLDERS = (
+    "bapo_megatron",
+    "bapo_rehearsal",
+    "checkpoints_tools",
+    "recipes",
+    "slurm",
+    "tests",
+    "benchmarks",
+    "docs",
+)
 
 
 def copy_repository(workspace: Path, copied: Iterable[str], files: dict[str, str]) -> None:

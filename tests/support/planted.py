@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.planning.rehearsal.records import RankRequest, RankResult
+from bapo_rehearsal.records import RankRequest, RankResult
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +73,6 @@ def _child(mistake: Mistake, request: RankRequest, sender: Connection) -> None:
     sys.dont_write_bytecode = True
     for name in [name for name in sys.modules if name.partition(".")[0] == "bapo_megatron"]:
         del sys.modules[name]
-    from bapo_megatron.planning.rehearsal.rank import rehearse_rank
+    from bapo_rehearsal.rank import rehearse_rank
 
     sender.send(rehearse_rank(request, "torch"))

@@ -29,11 +29,11 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
-from bapo_megatron.planning.rehearsal.checkpoints import staged_save
-from bapo_megatron.planning.rehearsal.fake.process_group import Collectives, group_kinds
-from bapo_megatron.planning.rehearsal.program import RankProgram
-from bapo_megatron.planning.rehearsal.records import Call
 from bapo_megatron.types import COLUMNS
+from bapo_rehearsal.checkpoints import staged_save
+from bapo_rehearsal.fake.process_group import Collectives, group_kinds
+from bapo_rehearsal.program import RankProgram
+from bapo_rehearsal.records import Call
 from tests.support.workers import run_layout
 
 TOKENS = 512  # of a pack

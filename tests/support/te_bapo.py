@@ -14,8 +14,9 @@ from pathlib import Path
 
 def main() -> int:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    from bapo_megatron.planning.rehearsal.transformer_engine import extension, find_sources
-    from bapo_megatron.planning.rehearsal.transformer_engine.installation import install
+    from bapo_rehearsal.te_sources import find_sources
+    from bapo_rehearsal.transformer_engine import extension
+    from bapo_rehearsal.transformer_engine.installation import install
 
     version, counts, *arguments = sys.argv[1:]
     install(find_sources(version))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.planning.rehearsal.transformer_engine import find_sources
+from bapo_rehearsal.te_sources import find_sources
 
 ROOT = Path(__file__).parents[2]
 APEX = "apex"
@@ -85,8 +85,8 @@ class TransformerEngineProcess:
 
 def main() -> None:
     """Serve requests until the other end closes."""
-    from bapo_megatron.planning.rehearsal.transformer_engine.installation import install
     from bapo_megatron.runtime.processes import die_with_parent
+    from bapo_rehearsal.transformer_engine.installation import install
 
     die_with_parent()
     if sys.argv[1] == APEX:
@@ -120,9 +120,9 @@ def _with_choices(
     choices: Choices, function: Callable[..., Any], *arguments: Any
 ) -> tuple[Any, Counter[str]]:
     """On a rank: what the function returns, and the calls of kernels that it made."""
-    from bapo_megatron.planning.rehearsal.transformer_engine import extension
-    from bapo_megatron.planning.rehearsal.transformer_engine.installation import answer_architecture
     from bapo_megatron.policy import device
+    from bapo_rehearsal.transformer_engine import extension
+    from bapo_rehearsal.transformer_engine.installation import answer_architecture
 
     if choices.change is not None:
         choices.change()

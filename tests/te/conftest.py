@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.data.samples import Sample
-from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS
+from bapo_rehearsal.te_sources import VERSIONS
 from tests.e2e.conftest import whole  # noqa: F401  # for the whole run
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.te_process import TransformerEngineProcess

@@ -127,7 +127,7 @@ def test_all_packs_share_one_rope_table(
 
 def rows_of_rope(folder: Path, samples: list[Sample]) -> tuple[list[int], list[int]]:
     """The longest document of each pack, and the rows of RoPE's tables that the kernel gets, in order."""
-    from bapo_megatron.planning.rehearsal.transformer_engine import extension
+    from bapo_rehearsal.transformer_engine import extension
 
     rows: list[int] = []
     extension.observers.append(
@@ -160,7 +160,7 @@ Products = list[tuple[torch.dtype | None, bool]]
 def products_of_weights(folder: Path, samples: list[Sample]) -> tuple[int, Products]:
     """The number of packs of an update; of each product for weights' gradients, the type of the tensor that
     it writes (None: one of its own), and whether it adds to it."""
-    from bapo_megatron.planning.rehearsal.transformer_engine import extension
+    from bapo_rehearsal.transformer_engine import extension
 
     found: Products = []
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.packing import Sample
-from bapo_megatron.planning.rehearsal.transformer_engine import layers
+from bapo_rehearsal.transformer_engine import layers
 from checkpoints_tools import to_hf, to_megatron
 from tests.distributed.test_expert_checkpoints import load_and_look, train_and_save
 from tests.distributed.test_layouts import Answer, check_agreement

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS
+from bapo_rehearsal.te_sources import VERSIONS
 from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
 from tests.support.short_runs import SHORT, exported

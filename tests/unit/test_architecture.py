@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "bapo_megatron"
 TOOLS = ROOT / "checkpoints_tools"
+REHEARSAL = ROOT / "bapo_rehearsal"
 
 # Lower layers first. A module may import from its own layer and from those before it.
 LAYERS = [
@@ -26,6 +27,7 @@ LAYERS = [
     {"train"},  # here the core ends, which trains: it never imports what estimates and rehearses it
     {"planning"},
     {"commands", "cli"},
+    {"bapo_rehearsal"},  # a tool beside the package, which nothing of the package imports
 ]
 SIBLINGS = {"rollout", "policy", "checkpoint"}
 """They never import each other: what one needs of another comes through ``interfaces``, from ``trainer``."""
@@ -38,8 +40,8 @@ TOOLS_MAY_USE = {
 
 @cache
 def modules() -> dict[str, Path]:
-    """Dotted name to file of every module of the package and of the tools."""
-    paths = sorted([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")])
+    """Dotted name to file of every module of the package and of the two tools beside it."""
+    paths = sorted(path for folder in (PACKAGE, TOOLS, REHEARSAL) for path in folder.rglob("*.py"))
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
@@ -62,9 +64,9 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def room(name: str) -> str:
-    """The room, or the module at the root, that a module is of; the tools are one."""
+    """The room, or the module at the root, that a module is of; each tool is one."""
     parts = name.split(".")
-    return parts[0] if parts[0] == TOOLS.name else ".".join(parts[1:2])
+    return ".".join(parts[1:2]) if parts[0] == PACKAGE.name else parts[0]
 
 
 def layer(name: str) -> int:
@@ -91,6 +93,7 @@ def test_imports_run_one_way() -> None:
 
 
 BY_PATH = {
+    "cli": {"bapo_rehearsal"},
     "config.transports": {"rollout"},
     "runtime.device": {"policy"},
     "layers.attention": {"policy"},
@@ -110,16 +113,13 @@ def test_paths_in_strings_run_one_way_too() -> None:
     assert found == BY_PATH
 
 
-def test_the_core_knows_no_planning_and_a_plan_no_rehearsal() -> None:
-    """What trains is neither estimated nor rehearsed by itself; arithmetic needs no dry run."""
+def test_the_core_knows_no_planning() -> None:
+    """What trains does not estimate itself."""
     core = set().union(*LAYERS[: LAYERS.index({"planning"})])
     assert {"config", "data", "rollout", "policy", "checkpoint", "trainer", "train"} <= core
     for name, path in modules().items():
         found = {one for one in imports(path) if f"{one}.".startswith("bapo_megatron.planning.")}
         assert room(name) not in core or not found, f"{name} imports {found}"
-        if name.startswith("bapo_megatron.planning") and "rehearsal" not in name.split("."):
-            rehearsed = {one for one in found if "rehearsal" in one.split(".")}
-            assert not rehearsed, f"{name} imports {rehearsed}"
 
 
 @cache
@@ -144,7 +144,7 @@ def test_what_others_import_of_the_package_exists() -> None:
             continue  # recipes of earlier versions, whose former paths are read
         for name in imports(path) - modules().keys():
             module, _, attribute = name.rpartition(".")
-            if name.startswith(("bapo_megatron.", "checkpoints_tools.")):
+            if name.startswith(("bapo_megatron.", "bapo_rehearsal.", "checkpoints_tools.")):
                 known = defined(modules()[module]) if module in modules() else ()
                 assert attribute in known, f"{path.relative_to(ROOT)} imports {name}, which is not there"
 
@@ -169,7 +169,7 @@ def test_heavy_packages_stay_where_they_belong() -> None:
         if path.parent.name not in ("sglang_cpu", "sglang_launch"):  # they run in SGLang's own environment
             assert "sglang" not in roots, name
         assert "nemo_run" not in roots, name
-        assert room(name) in ("policy", "planning") or "megatron" not in roots, name
+        assert room(name) in ("policy", "bapo_rehearsal") or "megatron" not in roots, name
         if room(name) == "algo":
             assert not {one for one in imports(path) if one.startswith("torch.distributed")}, name
 
@@ -184,7 +184,7 @@ def test_no_tuple_is_unpacked_in_a_call() -> None:
 
 READ_IN_ITS_OWN_WAY = {
     "bapo_megatron.runtime.device": "the one reading; an empty CUDA_VISIBLE_DEVICES hides the GPUs",
-    "bapo_megatron.planning.rehearsal.transformer_engine.installation": "puts back what was there",
+    "bapo_rehearsal.transformer_engine.installation": "puts back what was there",
     "bapo_megatron.rollout.weight_sync.broadcast": "puts back what was there",
     "bapo_megatron.rollout.engines.sglang_launch.access": "imports nothing of the package; empty is unset",
     "bapo_megatron.rollout.engines.sglang_cpu.stand_ins": "imports nothing of the package",
@@ -218,7 +218,7 @@ def test_the_tools_for_checkpoints_stand_alone() -> None:
 MAY_UNPICKLE = {
     "bapo_megatron.runtime.child_process",
     "bapo_megatron.policy.background_save",
-    "bapo_megatron.planning.rehearsal.job",
+    "bapo_rehearsal.job",
 }
 LOADERS = {"load", "loads", "Unpickler", "unsafe_load", "full_load", "load_all"}
 UNSAFE_MODULES = {

@@ -7,9 +7,13 @@ Nothing here calls Slurm: ``submit.py`` makes the job, has it checked, and hands
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import shlex
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +22,14 @@ from typing import Any
 from bapo_megatron.commands.cluster.cluster_file import CONTROL, ClusterFile
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.job import GB, Job, PlanOptions, find_shape, shape_folder
+from bapo_megatron.planning.job import GB, Job, PlanOptions, find_shape
 from bapo_megatron.planning.memory import host_bytes
 from bapo_megatron.planning.plan import make_plan, nodes_text, summary
-from bapo_megatron.planning.rehearsal.job import RehearseOptions, rehearse_job
-from bapo_megatron.planning.rehearsal.results import rehearsal_verdict
 from bapo_megatron.planning.sizes import total_parameters
 from bapo_megatron.rollout.engines.pool_state import load_seconds, read_seconds
 from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 
+_REHEARSE = (sys.executable, "-m", "bapo_megatron.cli", "rehearse")
 _TO_SLURM = ("account", "partition", "time", "qos", "constraint", "cpus_per_task", "mem")
 
 
@@ -298,8 +301,16 @@ class ClusterJob:
     def rehearsal_misfits(self) -> list[str]:
         """Reasons why the recipe does not run or fit, by a rehearsal of one rank of each kind (minutes)."""
         planned = self.planned()
-        folder = shape_folder(self.recipe, self.config.model.hf_path)
-        return rehearsal_verdict(rehearse_job(planned, folder, RehearseOptions()), planned).problems
+        layout = ("--parallel.data", str(planned.run.parallel.data), "--gpu", planned.options.gpu)
+        with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+            page = Path(folder) / "rehearsal.json"
+            recipe = (str(self.recipe), *self.flags)
+            command = [*_REHEARSE, *recipe, *layout, "--json", str(page)]
+            code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+            if not page.exists():
+                raise ConfigError(f"the rehearsal ends with exit code {code}, without a result; see above")
+            misfits: list[str] = json.loads(page.read_text())["misfits"]
+        return misfits
 
     def planned(self) -> Job:
         """The job as `bapo plan` sees it. ConfigError if the cluster file does not name its GPUs."""

@@ -1,7 +1,7 @@
 """The compiled part of apex. Transformer Engine took its kernels over lists of tensors from here, with
 their arguments, so the stand-ins for those serve."""
 
-from bapo_megatron.planning.rehearsal.transformer_engine.layers import (
+from bapo_rehearsal.transformer_engine.layers import (
     multi_tensor_adam,
     multi_tensor_l2norm,
     multi_tensor_scale,

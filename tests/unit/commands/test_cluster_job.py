@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,6 @@ from bapo_megatron.commands.cluster.submit import (
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.planning.rehearsal.records import Peak, RankResult
 
 ROOT = Path(__file__).parents[3]
 LARGE = ROOT / "recipes/bp_math_32b_64k.py"
@@ -74,11 +75,14 @@ def test_a_recipe_that_does_not_fit_is_refused_unless_forced() -> None:
 
 
 def test_a_rehearsal_refuses_a_recipe_that_fails_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rehearsal itself is stood in for: a rank that fails, and one that needs 75 GB of 72."""
-    error = "update 1: bapo_megatron/policy/passes.py:155: RuntimeError: tensors on cpu and cuda:0"
-    peak = {"save": Peak(72 * 10**9, {})}
-    found = [RankResult(0, {}, "torch", 1, error=error), RankResult(1, {"stage": 0}, "torch", 1, gpu=peak)]
-    monkeypatch.setattr("bapo_megatron.commands.cluster.job.rehearse_job", lambda *_: found)
+    """The command ``bapo rehearse`` is stood in for: a rank that fails, and one that needs 75 GB of 72."""
+    misfits = [
+        "rank 0 fails in update 1: bapo_megatron/policy/passes.py:155: RuntimeError: on cpu and cuda:0",
+        "rank 1 needs 75.0 GB in save; a GPU may use 72.0",
+    ]
+    script = "import json, sys; json.dump({'misfits': json.loads(sys.argv[1])}, open(sys.argv[-1], 'w'))"
+    stand_in = (sys.executable, "-c", script, json.dumps(misfits))
+    monkeypatch.setattr("bapo_megatron.commands.cluster.job._REHEARSE", stand_in)
     check_job(job(), force=False)
     with pytest.raises(ConfigError, match=r"would not run on h100-80gb:\nrank 0 fails in update 1: .*:155"):
         check_job(job(), force=False, rehearse=True)
@@ -87,6 +91,9 @@ def test_a_rehearsal_refuses_a_recipe_that_fails_in_it(monkeypatch: pytest.Monke
     without = replace(pyxis(), gpu=None)
     with pytest.raises(ConfigError, match="does not say which `gpu`"):
         check_job(job(without), force=False, rehearse=True)
+    monkeypatch.setattr("bapo_megatron.commands.cluster.job._REHEARSE", (sys.executable, "-c", "exit(137)"))
+    with pytest.raises(ConfigError, match="ends with exit code 137, without a result"):
+        check_job(job(), force=True, rehearse=True)
 
 
 def test_engines_that_hold_no_sequence_are_refused() -> None:

@@ -35,7 +35,7 @@ def test_every_command_exists_and_is_in_the_help() -> None:
     assert set(re.findall(r"^  ([a-z-]+) ", USAGE, re.MULTILINE)) == set(COMMANDS)
     for place in COMMANDS.values():
         module, _, function = place.partition(":")
-        assert callable(getattr(import_module(f"bapo_megatron.{module}"), function))
+        assert callable(getattr(import_module(module), function))
 
 
 @pytest.mark.parametrize(("package", "usage"), [("bapo_megatron", USAGE), ("checkpoints_tools", CKPT_USAGE)])
@@ -117,6 +117,6 @@ def test_ctrl_c_promises_no_more_than_the_command_keeps(
         raise KeyboardInterrupt
 
     module, _, function = COMMANDS[command].partition(":")
-    monkeypatch.setattr(f"bapo_megatron.{module}.{function}", interrupted)
+    monkeypatch.setattr(f"{module}.{function}", interrupted)
     assert run([command, "x"]) == 130
     assert capsys.readouterr().err == f"\n{told}\n"

@@ -14,7 +14,7 @@ from bapo_megatron.cli import REMOVED
 from bapo_megatron.commands.cluster.run_job import run_and_switches
 from bapo_megatron.commands.cluster.submit import SubmitCommand
 from bapo_megatron.commands.doctor.doctor import DoctorArguments
-from bapo_megatron.commands.plan import PlanCommand, RehearseCommand
+from bapo_megatron.commands.plan import PlanCommand
 from bapo_megatron.commands.recipe_flags import check_names, recipe_command, recipe_config
 from bapo_megatron.commands.train_flags import TrainCommand
 from bapo_megatron.commands.verify_flags import VerifyConfig
@@ -25,6 +25,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.options import CompareOptions, EvalOptions
 from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand
+from bapo_rehearsal.command import RehearseCommand
 from checkpoints_tools.commands import COMMANDS as CHECKPOINT_COMMANDS
 from tests.support.pages import PAGES, ROOT, Block, blocks, inline_commands
 

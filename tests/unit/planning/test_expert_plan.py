@@ -21,8 +21,6 @@ from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.memory import host_bytes, server_weights, stage_memory
 from bapo_megatron.planning.page import plan_text
 from bapo_megatron.planning.plan import make_plan
-from bapo_megatron.planning.rehearsal.records import RankResult
-from bapo_megatron.planning.rehearsal.results import model_flops
 from bapo_megatron.planning.sizes import (
     active_parameters,
     largest_parameter,
@@ -34,6 +32,8 @@ from bapo_megatron.planning.sizes import (
 )
 from bapo_megatron.planning.speed import speed
 from bapo_megatron.planning.traffic import sync_traffic, update_traffic
+from bapo_rehearsal.records import RankResult
+from bapo_rehearsal.results import model_flops
 from tests.support.shapes import activation_bytes_per_token, resized
 from tests.unit.planning.test_plan import SMALL, job, planned
 

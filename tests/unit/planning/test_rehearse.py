@@ -24,19 +24,19 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import Job, PlanOptions
-from bapo_megatron.planning.rehearsal.job import (
+from bapo_megatron.runtime.files import check_output_file
+from bapo_rehearsal.job import (
     RehearseOptions,
     choose_layers,
     packs_of,
     ranks_of,
     rehearse_job,
 )
-from bapo_megatron.planning.rehearsal.program import sequence_lengths
-from bapo_megatron.planning.rehearsal.rank import RankRehearsal
-from bapo_megatron.planning.rehearsal.records import Call, LargeTensor, Peak, RankRequest, RankResult, Wait
-from bapo_megatron.planning.rehearsal.results import collective_mismatches, needed, rehearsal_text
-from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS, find_sources
-from bapo_megatron.runtime.files import check_output_file
+from bapo_rehearsal.program import sequence_lengths
+from bapo_rehearsal.rank import RankRehearsal
+from bapo_rehearsal.records import Call, LargeTensor, Peak, RankRequest, RankResult, Wait
+from bapo_rehearsal.results import collective_mismatches, needed, rehearsal_text
+from bapo_rehearsal.te_sources import VERSIONS, find_sources
 from tests.unit.planning.test_plan import SMALL, job
 
 ROOT = Path(__file__).parents[3]
@@ -61,7 +61,7 @@ def test_a_rank_names_its_phases_but_among_all_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[RankRequest] = []
-    monkeypatch.setattr("bapo_megatron.planning.rehearsal.job.rehearse", lambda all_, *_: asked.extend(all_))
+    monkeypatch.setattr("bapo_rehearsal.job.rehearse", lambda all_, *_: asked.extend(all_))
     for options in (RehearseOptions(layers="torch"), RehearseOptions(layers="torch", all_ranks=True)):
         rehearse_job(job(), Path("anywhere"), options)
     one, *all_ranks = asked
@@ -130,7 +130,7 @@ def test_flags_that_exclude_each_other_are_refused(capsys: pytest.CaptureFixture
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bapo_megatron.commands.plan.rehearse_job", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr("bapo_rehearsal.command.rehearse_job", lambda *_: pytest.fail("it began"))
     gone = tmp_path / "gone/out.json"
     assert bapo(["rehearse", "recipes/bp_math_32b_64k.py", "--json", str(gone)]) == 2
     told = f"--json {gone}: the folder {gone.parent} does not exist; make it, or name another file"
@@ -172,7 +172,7 @@ def test_sources_of_the_installed_package(
 
 TORCH_LAYERS = """
 import torch
-from bapo_megatron.planning.rehearsal.job import prepare_layers
+from bapo_rehearsal.job import prepare_layers
 
 prepare_layers("torch")
 from bapo_megatron.policy import device

@@ -27,10 +27,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.planning.rehearsal.fake.ledger import program_line
-from bapo_megatron.planning.rehearsal.fake.values import forget, know
-from bapo_megatron.planning.rehearsal.records import Call
 from bapo_megatron.policy.layout import initialize_groups
+from bapo_rehearsal.fake.ledger import program_line
+from bapo_rehearsal.fake.values import forget, know
+from bapo_rehearsal.records import Call
 
 _ALL_TO_SOME = (
     *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),

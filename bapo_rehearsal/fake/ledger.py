@@ -23,7 +23,7 @@ _SMALLEST = 512
 """Bytes that CUDA's caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
 _OWN = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
-_ROOT = Path(__file__).parents[4]
+_ROOT = Path(__file__).parents[2]
 _PYTHON = f"/python{sys.version_info.major}.{sys.version_info.minor}/"
 
 

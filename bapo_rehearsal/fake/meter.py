@@ -28,14 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from bapo_megatron.planning.rehearsal.fake.cuda_device import CUDA, META
-from bapo_megatron.planning.rehearsal.fake.ledger import Ledger, program_line
-from bapo_megatron.planning.rehearsal.fake.process_group import Collectives
-from bapo_megatron.planning.rehearsal.fake.values import ShapesFromValues, guess, known, propagate
-from bapo_megatron.planning.rehearsal.flash_linear_attention import BACKWARD, FORWARD, rule_flops
-from bapo_megatron.planning.rehearsal.records import Wait
-from bapo_megatron.planning.rehearsal.transformer_engine.attention import named_arguments
-from bapo_megatron.planning.rehearsal.transformer_engine.extension import MaskType
+from bapo_rehearsal.fake.cuda_device import CUDA, META
+from bapo_rehearsal.fake.ledger import Ledger, program_line
+from bapo_rehearsal.fake.process_group import Collectives
+from bapo_rehearsal.fake.values import ShapesFromValues, guess, known, propagate
+from bapo_rehearsal.flash_linear_attention import BACKWARD, FORWARD, rule_flops
+from bapo_rehearsal.records import Wait
+from bapo_rehearsal.transformer_engine.attention import named_arguments
+from bapo_rehearsal.transformer_engine.extension import MaskType
 
 aten = torch.ops.aten
 _LARGE = 1 << 20

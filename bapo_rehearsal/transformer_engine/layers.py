@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.planning.rehearsal.transformer_engine.extension import (
+from bapo_rehearsal.transformer_engine.extension import (
     KERNELS,
     has_values,
     kernel,

@@ -32,10 +32,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bapo_megatron.config import RunConfig
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
-from bapo_megatron.planning.rehearsal import flash_linear_attention
-from bapo_megatron.planning.rehearsal.checkpoints import rehearse_load, rehearse_save
-from bapo_megatron.planning.rehearsal.fake.cuda_device import install
-from bapo_megatron.planning.rehearsal.fake.ledger import (
+from bapo_megatron.policy.device import cpu_mode
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.positions import document_chunks
+from bapo_megatron.tensor_types import MicroBatch
+from bapo_rehearsal import flash_linear_attention
+from bapo_rehearsal.checkpoints import rehearse_load, rehearse_save
+from bapo_rehearsal.fake.cuda_device import install
+from bapo_rehearsal.fake.ledger import (
     Block,
     Ledger,
     is_of_program,
@@ -43,11 +47,11 @@ from bapo_megatron.planning.rehearsal.fake.ledger import (
     short_path,
     sizes_by_kind,
 )
-from bapo_megatron.planning.rehearsal.fake.meter import Meter, answer_reads, watch_sizes
-from bapo_megatron.planning.rehearsal.fake.process_group import ListsOfTensors, fake_world, repair_torch
-from bapo_megatron.planning.rehearsal.fake.values import ShapesFromValues, know
-from bapo_megatron.planning.rehearsal.program import RankProgram, message_shape
-from bapo_megatron.planning.rehearsal.records import (
+from bapo_rehearsal.fake.meter import Meter, answer_reads, watch_sizes
+from bapo_rehearsal.fake.process_group import ListsOfTensors, fake_world, repair_torch
+from bapo_rehearsal.fake.values import ShapesFromValues, know
+from bapo_rehearsal.program import RankProgram, message_shape
+from bapo_rehearsal.records import (
     OFFLOADED,
     REFERENCE,
     LargeTensor,
@@ -55,11 +59,7 @@ from bapo_megatron.planning.rehearsal.records import (
     RankRequest,
     RankResult,
 )
-from bapo_megatron.planning.rehearsal.transformer_engine.extension import observers
-from bapo_megatron.policy.device import cpu_mode
-from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.policy.positions import document_chunks
-from bapo_megatron.tensor_types import MicroBatch
+from bapo_rehearsal.transformer_engine.extension import observers
 
 _LARGEST = 40
 

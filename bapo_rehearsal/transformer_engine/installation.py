@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from bapo_megatron.planning.rehearsal.transformer_engine import (  # noqa: F401  each enters its kernels in the table
+from bapo_rehearsal.transformer_engine import (  # noqa: F401  each enters its kernels in the table
     attention,
     layers,
 )
-from bapo_megatron.planning.rehearsal.transformer_engine.extension import make_extension
+from bapo_rehearsal.transformer_engine.extension import make_extension
 
 
 def answer_queries() -> None:

@@ -1,14 +1,7 @@
-"""Transformer Engine on a CPU: its real Python package over torch versions of its compiled kernels.
+"""Sources of Transformer Engine's Python package that the rehearsal and ``tests/te`` run, by version.
 
-Layers, parameter names, checkpoints, the choice of attention and the ring of context parallelism are in the
-Python part of Transformer Engine; the compiled part, ``transformer_engine_torch``, does the arithmetic. Here
-the Python part runs as published, and the arithmetic is torch's::
-
-    installation.install(find_sources("2.11.0"))  # before megatron is imported
-
-The rehearsal and the tests of ``tests/te`` use it. ``make te-sources`` fetches the Python part, to a place
-outside of every environment: without the compiled part it breaks the import of megatron-core. What this
-cannot show is in docs/gpu.md.
+``make te-sources`` fetches them, to a place outside of every environment: without the compiled part they
+break the import of megatron-core.
 """
 
 from __future__ import annotations
@@ -23,7 +16,7 @@ from bapo_megatron.runtime.device import environment_variable
 VERSIONS = ("2.11.0", "2.20.2")
 """The last version that megatron-core 0.16.1 asks for (>=2.9, <2.12), and the newest that was tested."""
 
-_REPOSITORY = Path(__file__).parents[4]
+_REPOSITORY = Path(__file__).parents[1]
 
 
 def te_folder() -> Path:

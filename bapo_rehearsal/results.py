@@ -18,7 +18,9 @@ from bapo_megatron.planning.job import GB, Job
 from bapo_megatron.planning.memory import FIXED, FRAGMENTATION, stage_memory
 from bapo_megatron.planning.page import aligned, layout_name
 from bapo_megatron.planning.plan import Verdict, gpu_excess, host_excess
-from bapo_megatron.planning.rehearsal.records import (
+from bapo_megatron.planning.sizes import active_parameters
+from bapo_megatron.runtime.text_table import text_table
+from bapo_rehearsal.records import (
     HAND_OVER,
     OFFLOADED,
     SAMPLE,
@@ -28,8 +30,6 @@ from bapo_megatron.planning.rehearsal.records import (
     Peak,
     RankResult,
 )
-from bapo_megatron.planning.sizes import active_parameters
-from bapo_megatron.runtime.text_table import text_table
 
 _POINT_TO_POINT = ("send", "recv")
 _OWN_SIZES = ("alltoall", "alltoall_base")

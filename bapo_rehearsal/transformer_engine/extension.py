@@ -110,8 +110,7 @@ class _Extension(types.ModuleType):
 def _missing(name: str) -> Callable[..., Any]:
     def call(*_arguments: Any, **_named: Any) -> Any:
         raise NotImplementedError(
-            f"transformer_engine_torch.{name} has no stand-in in "
-            "bapo_megatron/planning/rehearsal/transformer_engine"
+            f"transformer_engine_torch.{name} has no stand-in in bapo_rehearsal/transformer_engine"
         )
 
     call.__name__ = name

@@ -22,7 +22,6 @@ from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.reader import TensorReader
-from bapo_megatron.planning.rehearsal.records import HAND_OVER, SAMPLE, SEARCH, UPDATE
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.ipc import shareable
@@ -31,6 +30,7 @@ from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import PackLayout
+from bapo_rehearsal.records import HAND_OVER, SAMPLE, SEARCH, UPDATE
 
 _SHORTEST = 256
 """Tokens below which the rest of a pack gets no sequence of its own."""

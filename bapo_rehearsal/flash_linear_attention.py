@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.layers.delta_net import CHUNK, DeltaNet
-from bapo_megatron.planning.rehearsal.transformer_engine.extension import observers
 from bapo_megatron.policy import delta_net
+from bapo_rehearsal.transformer_engine.extension import observers
 
 FORWARD, BACKWARD = "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd"
 """Names by which the rule's passes are reported to the observers, with queries, keys and values."""

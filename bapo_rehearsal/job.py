@@ -28,10 +28,10 @@ from annotated_types import Ge
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GpuOptions, Job
-from bapo_megatron.planning.rehearsal.records import RankRequest, RankResult
-from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS, te_folder
 from bapo_megatron.runtime.files import check_output_file
 from bapo_megatron.runtime.processes import die_with_parent
+from bapo_rehearsal.records import RankRequest, RankResult
+from bapo_rehearsal.te_sources import VERSIONS, te_folder
 
 Layers = Literal["te", "torch"]
 
@@ -162,8 +162,8 @@ def prepare_layers(layers: Layers) -> None:
     for name in ("apex", "amp_C"):  # its compiled kernels take no fake tensors
         sys.modules[name] = None  # type: ignore[assignment]
     if layers == "te":
-        from bapo_megatron.planning.rehearsal.fake.cuda_device import answer_queries
-        from bapo_megatron.planning.rehearsal.transformer_engine.installation import (
+        from bapo_rehearsal.fake.cuda_device import answer_queries
+        from bapo_rehearsal.transformer_engine.installation import (
             accept_fake_tensors,
             install,
         )
@@ -174,7 +174,7 @@ def prepare_layers(layers: Layers) -> None:
     else:  # megatron and the policy find none, also where it is installed
         for name in ("transformer_engine", "transformer_engine_torch"):
             sys.modules[name] = None  # type: ignore[assignment]
-    from bapo_megatron.planning.rehearsal import rank  # noqa: F401  with torch and megatron
+    from bapo_rehearsal import rank  # noqa: F401  with torch and megatron
 
 
 def rehearse(
@@ -241,7 +241,7 @@ def _fork(request: RankRequest, layers: Layers, path: Path) -> int:
         return pid
     code = 1
     try:
-        from bapo_megatron.planning.rehearsal.rank import rehearse_rank
+        from bapo_rehearsal.rank import rehearse_rank
 
         die_with_parent()
         _write(rehearse_rank(request, layers), path)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.planning.rehearsal.transformer_engine.extension import MaskType, has_values, kernel
+from bapo_rehearsal.transformer_engine.extension import MaskType, has_values, kernel
 
 _FORWARD = {
     29: "max_q max_kv training scale dropout zero layout bias mask softmax window cu_q cu_kv q k v type "

@@ -198,7 +198,8 @@ def _carry_untrained(
     found = untrained_tensors(reference, shape)
     if found:
         files = dict.fromkeys(found, UNTRAINED)
-        own = plan_safetensors({n: (t.dtype, t.shape) for n, t in found.items()}, folder / "hf", 0, files)
+        planned = {name: (tensor.weight_type, tensor.shape) for name, tensor in found.items()}
+        own = plan_safetensors(planned, folder / "hf", 0, files)
         plan.tensors |= own.tensors
         plan.sizes |= own.sizes
         plan.around |= own.around

@@ -75,7 +75,7 @@ def to_hf(
         step: which step, where the path holds several.
         shard_bytes: most bytes of one safetensors file.
         quantize: "fp8-block" writes matrices in fp8 with scales of 128 x 128 blocks, computed from the
-            source's numbers, and all else as bfloat16.
+            source's numbers, and all else as bfloat16, but for what is float32 in any model.
 
     ConfigError or CheckpointError comes before anything is written, except where the disk fills up.
     """
@@ -85,25 +85,22 @@ def to_hf(
         raise ConfigError(f"{source} is a Hugging Face folder already")
     output = check_output(output, settings.overwrite, [source, model])
     found = opened.tensors if origin == "model" else _masters(opened)
-    trained = {name: found[name] for name in hf_tensors(shape)}
-    kept = kept_in_float32(shape)
-    if quantize is not None and kept:
-        raise ConfigError(f"--quantize {quantize}: not supported for {shape.family}; leave the flag out")
     untrained = untrained_tensors(model, shape)
-    tensors = {**trained, **untrained}
+    tensors = {**{name: found[name] for name in hf_tensors(shape)}, **untrained}
     in_fp8 = _in_fp8(shape) if quantize == "fp8-block" else set()
-    held = _as_written({n: (t.dtype, t.shape) for n, t in tensors.items()}, model, shape)
+    rounds = dtype == "bf16" or bool(in_fp8)
+    kept = kept_in_float32(shape) | untrained.keys()
+    types = {n: "BF16" if rounds and n not in kept else t.weight_type for n, t in tensors.items()}
+    kinds = {types[name] for name in types.keys() - kept}
+    types |= dict.fromkeys(in_fp8, FP8)
+    wanted = {name: (types[name], tensor.shape) for name, tensor in tensors.items()}
+    held = _as_written(wanted, model, shape)
     weight_map = None if shard_bytes is not None else _weight_map(model, held, in_fp8)
     if shape.tied and OUTPUT in (weight_map or ()):
-        trained[OUTPUT] = tensors[OUTPUT] = replace(tensors[embedding_name(shape)], name=OUTPUT)
-    rounds = dtype == "bf16" or bool(in_fp8)
-    kept |= untrained.keys()
-    types = {n: "BF16" if rounds and n not in kept else tensor.dtype for n, tensor in tensors.items()}
-    wanted = {name: (types[name], tensor.shape) for name, tensor in tensors.items()}
-    for name in in_fp8:
-        wanted[name] = (FP8, tensors[name].shape)
-        wanted[scale_name(name)] = ("F32", scale_shape(tensors[name].shape))
-    folder, kinds = temporary_folder(output), {types[name] for name in types.keys() - kept}
+        embedding = embedding_name(shape)
+        tensors[OUTPUT], wanted[OUTPUT] = replace(tensors[embedding], name=OUTPUT), wanted[embedding]
+    wanted |= {scale_name(name): ("F32", scale_shape(tensors[name].shape)) for name in in_fp8}
+    folder = temporary_folder(output)
     plan = plan_hf_folder(model, folder, wanted, kinds, shard_bytes or _MOST_SHARD_BYTES, weight_map)
     if in_fp8:
         config = folder / _CONFIG
@@ -155,9 +152,10 @@ def _in_fp8(shape: ModelShape) -> set[str]:
 
 
 def _as_written(tensors: Planned, model: Path, shape: ModelShape) -> Planned:
-    """The tensors of the folder: experts fused or apart, as in that of the model where the family may."""
+    """The tensors of the folder: experts fused or apart, as in that of the model where the family may; in fp8
+    apart."""
     form = FAMILIES[shape.family].experts
-    if form == "apart":
+    if form == "apart" or any(dtype == FP8 for dtype, _ in tensors.values()):
         return tensors
     fuses = form == "fused"
     if any((model / name).is_file() for name in (INDEX, SINGLE)):

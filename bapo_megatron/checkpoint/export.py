@@ -63,7 +63,7 @@ def _write(weights: Iterator[tuple[str, Tensor]], reference: Path, folder: Path,
     kind, shapes, kept = SAFETENSORS_TYPES[first[1].dtype], hf_tensors(shape), kept_in_float32(shape)
     wanted = {name: ("F32" if name in kept else kind, own) for name, own in shapes.items()}
     untrained = untrained_tensors(reference, shape)
-    wanted |= {name: (tensor.dtype, tensor.shape) for name, tensor in untrained.items()}
+    wanted |= {name: (tensor.weight_type, tensor.shape) for name, tensor in untrained.items()}
     plan = plan_hf_folder(reference, folder, wanted, {kind}, shard_bytes)
     plan.create()
     for name, tensor in checked_weights(chain([first], weights), shapes, {}):

@@ -30,7 +30,7 @@ _OTHER_MODEL = (
     "was changed, added or removed since, or an earlier version of this program also counted safetensors "
     "files that are not the model's)"
 )
-_MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path")
+_MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path", "code_version")
 
 
 class Responses(JsonlLog):

@@ -337,8 +337,6 @@ def _refuse_variants(config: dict[str, Any], source: str) -> None:
         "layer_types": set(layer_types(config)) - {"full_attention"} != set(),
     }
     family = FAMILIES[config["model_type"]]
-    if "layer_types" in family.allows:
-        refused["quantization_config"] = bool(config.get("quantization_config"))
     for field, wrong in refused.items():
         if wrong and field not in family.allows:
             raise ConfigError(f"{source}: {field}={config[field]!r:.80} is not supported")

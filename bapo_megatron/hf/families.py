@@ -20,6 +20,7 @@ from bapo_megatron.layers.mlp import Experts, Mlp, SharedExperts
 _TIED, _PARTIAL = "tie_word_embeddings", "partial_rotary_factor"
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _INTERVAL = "full_attention_interval"
+_QUANTIZATION = "quantization_config"
 _ROTATED_BY_DEFAULT = 0.25
 
 
@@ -184,7 +185,9 @@ class Family:
         own = dict(table(config, self.text))
         if len({flag(one, _TIED) for one in (own, config) if one.get(_TIED) is not None}) > 1:
             raise ValueError(f"{_TIED} is not the same in {self.text}: make the two equal")
-        names = (_TIED, "quantization_config")
+        if own.get(_QUANTIZATION):
+            raise ValueError(f"{_QUANTIZATION} is read beside {self.text}, not in it: move it there")
+        names = (_TIED, _QUANTIZATION)
         outer = {name: config[name] for name in names if config.get(name) is not None}
         return {**own, **outer, "model_type": config["model_type"]}
 
@@ -198,6 +201,7 @@ def layer_types(config: dict[str, Any]) -> list[str]:
 
 
 _OF_HYBRIDS = ("layer_types", _PARTIAL)
+_SERVED_HYBRID = ((".self_attn.", "."), ("model.language_model.", "model."))
 
 
 def _hybrid_expert_stack(config: dict[str, Any]) -> list[Block]:
@@ -215,14 +219,14 @@ FAMILIES = {
     "qwen3_5_text": Family(
         "Qwen3.5 to 3.8 dense, text alone",
         "Qwen3_5ForCausalLM",
-        served_names=((".self_attn.", "."),),
+        served_names=_SERVED_HYBRID,
         stack=_hybrid_stack,
         allows=_OF_HYBRIDS,
     ),
     "qwen3_5": Family(
         "Qwen3.5 to 3.8 dense",
         "Qwen3_5ForConditionalGeneration",
-        served_names=((".self_attn.", "."), ("model.language_model.", "model.")),
+        served_names=_SERVED_HYBRID,
         stack=_hybrid_stack,
         allows=_OF_HYBRIDS,
         text="text_config",
@@ -231,12 +235,16 @@ FAMILIES = {
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3.5 and 3.6 MoE, text alone",
+        "Qwen3_5MoeForCausalLM",
+        served_names=_SERVED_HYBRID,
         stack=_hybrid_expert_stack,
         allows=_OF_HYBRIDS,
         experts="as_read",
     ),
     "qwen3_5_moe": Family(
         "Qwen3.5 and 3.6 MoE",
+        "Qwen3_5MoeForConditionalGeneration",
+        served_names=_SERVED_HYBRID,
         stack=_hybrid_expert_stack,
         allows=_OF_HYBRIDS,
         text="text_config",

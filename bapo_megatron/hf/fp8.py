@@ -1,8 +1,9 @@
 """Folders of fp8 weights with block scales: what config.json says of them, names and shapes of the scales.
 
-Such a folder (Qwen3-*-FP8, DeepSeek-V3) holds a matrix as float8_e4m3fn numbers q, and beside it
+Such a folder (Qwen3.5-*-FP8, DeepSeek-V3) holds a matrix as float8_e4m3fn numbers q, and beside it
 ``NAME_scale_inv`` with a number s for each block of 128 x 128: the weight is q s. At the right and lower
-edge of a matrix blocks may be smaller. Norms, embeddings, the output layer and routers stay bfloat16.
+edge of a matrix blocks may be smaller. Norms, embeddings, the output layer and routers stay bfloat16, as all
+of Gated DeltaNet does but its large projections.
 Nothing here needs torch.
 """
 
@@ -33,7 +34,9 @@ _WRITTEN = {
     "quant_method": "fp8",
     "weight_block_size": [BLOCK, BLOCK],
 }
-_QKV = re.compile(r"\.self_attn\.[qkv]_proj\.")
+_PROJECTION = re.compile(r".*(?:_proj|\.linear_attn\.in_proj_(?:qkv|z))\.weight")
+_ONE_IN_ENGINES = re.compile(r"(.*\.)(?:self_attn\.[qkv]_proj|linear_attn\.in_proj_(?:qkv|z))\.weight")
+"""The matrices of a layer that engines keep in one."""
 _EXPERTS = re.compile(r"(\.mlp\.experts)\.\d+\.\w+$")
 
 
@@ -136,12 +139,13 @@ def quantized_names(tensors: Mapping[str, tuple[int, ...]]) -> set[str]:
 
     The projections of attention, MLPs and experts. One with a side above 128 that is no multiple of it stays
     bfloat16: SGLang refuses such, and transformers cuts its blocks at other places without a word. With one
-    of the query, key and value projections the others stay, too: engines keep the three in one matrix.
+    of the query, key and value projections the others stay, too: engines keep them in one matrix.
     """
-    names = {name for name in tensors if name.endswith("_proj.weight")}
+    names = {name for name in tensors if _PROJECTION.fullmatch(name)}
     odd = {name for name in names if not all(n < BLOCK or n % BLOCK == 0 for n in tensors[name])}
-    layers = {name.partition(".self_attn.")[0] for name in odd if _QKV.search(name)}
-    return {n for n in names - odd if not (_QKV.search(n) and n.partition(".self_attn.")[0] in layers)}
+    together = {name: match[1] for name in names if (match := _ONE_IN_ENGINES.fullmatch(name))}
+    layers = {together.get(name) for name in odd} - {None}
+    return {name for name in names - odd if together.get(name) not in layers}
 
 
 def modules_in_bfloat16(tensors: Mapping[str, Any], quantized: set[str]) -> list[str]:

@@ -65,7 +65,7 @@ UNTRAINED = "untrained.safetensors"
 def untrained_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
     """Tensors of a folder that are not trained, such as those of vision: of the model, or of ``UNTRAINED``.
 
-    ConfigError for a folder without them of a model that has some.
+    ConfigError for a folder without them of a model that has some. Those in fp8 are written as bfloat16, too.
     """
     if not shape.untrained:
         return {}

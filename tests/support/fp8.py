@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from tests.support.checkpoint_models import load_tensors, save_tensors
 
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 BLOCKS = {"weight_block_size": [128, 128]}
+_QUANTIZED = re.compile(r".*_proj(_qkv|_z)?\.weight")
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,21 +39,31 @@ def dequantize(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def save_fp8_folder(source: Path, folder: Path, scale_type: torch.dtype = torch.float32) -> Path:
-    """The model of ``source`` with every projection in fp8, also those whose sides are no multiple of 128."""
+    """The model of ``source`` with every projection in fp8, also those whose sides are no multiple of 128.
+
+    What published folders of hybrids leave in bfloat16 or float32 stays so.
+    """
     folder.mkdir(parents=True)
     for path in source.iterdir():
         if path.suffix == ".json" and "index" not in path.name:
             (folder / path.name).write_bytes(path.read_bytes())
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_tensors(source).items():
-        if name.endswith("_proj.weight"):
+        if is_quantized(name):
             tensors[name], scales = quantize(tensor)
             tensors[f"{name}_scale_inv"] = scales.to(scale_type)
         else:
-            tensors[name] = tensor.bfloat16()
+            tensors[name] = (
+                tensor if name.endswith((".A_log", ".linear_attn.norm.weight")) else tensor.bfloat16()
+            )
     save_tensors(folder, tensors)
     set_config(folder, quantization_config={**FP8_CONFIG, **BLOCKS})
     return folder
+
+
+def is_quantized(name: str) -> bool:
+    """Whether published folders in fp8 have this tensor of the text model or of the MTP head in fp8."""
+    return _QUANTIZED.fullmatch(name) is not None and ".visual." not in name
 
 
 def set_config(folder: Path, **fields: object) -> None:

@@ -46,7 +46,8 @@ class MetricTable:
     costs nothing until it is asked for. False in a condition if it has no rows.
     """
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Iterable[Row], source: Path | None = None) -> None:
+        """``source``: their file. ConfigError for a value that is not a number."""
         self._kinds: dict[tuple[str, ...], _Rows] = {}
         self._length = 0
         self.last: Row = {}
@@ -55,8 +56,16 @@ class MetricTable:
             names = tuple(row)
             if (kind := self._kinds.get(names)) is None:
                 kind = self._kinds[names] = _Rows({name: place for place, name in enumerate(names)})
+            try:
+                values = np.array(list(row.values()), dtype=float)  # None becomes NaN
+            except (TypeError, ValueError):
+                name, value = next(one for one in row.items() if not isinstance(one[1], int | float | None))
+                where = f"{source}, line {self._length + 1}"
+                raise ConfigError(
+                    f"{where}: {name}={value!r:.80} is not a number; mend or delete the line"
+                ) from None
             kind.numbers.append(self._length)
-            kind.values.frombytes(np.array(list(row.values()), dtype=float).tobytes())  # None becomes NaN
+            kind.values.frombytes(values.tobytes())
             self._length += 1
             self.last = row
 
@@ -202,8 +211,9 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def read_metrics(path: Path) -> MetricTable:
-    """The table of a log of metrics, empty if there is no file. ConfigError for a line that is not JSON."""
-    return MetricTable(_rows(path) if path.exists() else ())
+    """The table of a log of metrics, empty if there is no file. ConfigError for a line that is not JSON, or
+    has a value that is not a number."""
+    return MetricTable(_rows(path) if path.exists() else (), path)
 
 
 def _rows(path: Path) -> Iterator[Row]:

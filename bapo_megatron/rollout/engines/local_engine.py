@@ -119,8 +119,9 @@ class LocalEngine:
 
 
 def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    reader = HfReader(folder)
-    yield from ((name, reader.read(name)) for name in reader.names)
+    reader, (family, _) = HfReader(folder), read_text_config(folder)
+    trained = (name for name in reader.names if not name.startswith(family.untrained))
+    yield from ((name, reader.read(name)) for name in trained)
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:

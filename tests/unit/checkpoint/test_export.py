@@ -23,7 +23,9 @@ from bapo_megatron.runtime.written_folders import MARK, move_foreign_aside, repl
 from bapo_megatron.trainer.preflight import check_model
 from checkpoints_tools import Settings, to_hf, to_megatron
 from tests.support.checkpoint_models import folder_bytes, load_tensors, save_random_model
-from tests.support.models import EXPERTS, HYBRIDS
+from tests.support.fp8 import in_bfloat16
+from tests.support.models import EXPERTS, HYBRID, HYBRIDS
+from tests.unit.checkpoints_tools.test_fp8_hybrids import published
 from tests.unit.checkpoints_tools.test_hybrid_folders import save_multimodal
 
 
@@ -88,6 +90,17 @@ def test_an_export_of_a_multimodal_model_has_what_is_not_trained(family: str, tm
     export_hf(weights, model, tmp_path / "exported")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "exported" / file).read_bytes() == (model / file).read_bytes(), file
+
+
+def test_an_export_of_a_model_in_fp8_has_what_is_not_trained_in_bfloat16(tmp_path: Path) -> None:
+    model = published(tmp_path / "hf", HYBRID)
+    reader, wanted = HfReader(model), in_bfloat16(model)
+    weights = ((name, reader.read(name)) for name in hf_tensors(read_model_shape(model)))
+    export_hf(weights, model, tmp_path / "exported")
+    found = load_tensors(tmp_path / "exported")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert found["mtp.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
 
 
 def test_weights_that_are_not_all_of_the_model_are_no_export(model: Path, tmp_path: Path) -> None:

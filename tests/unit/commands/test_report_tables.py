@@ -77,6 +77,8 @@ def test_a_value_takes_eight_bytes(tmp_path: Path) -> None:
     [
         ("[1]", "line 2 is not JSON .no JSON object.; mend or delete the line"),
         ('{"step": 2', "line 2 is not JSON"),
+        ('{"step": 2, "loss/mean": "low"}', "log, line 2: loss/mean='low' is not a number; mend or delete"),
+        ('{"step": 2, "loss/mean": [1.0]}', r"log, line 2: loss/mean=\[1\.0\] is not a number"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:

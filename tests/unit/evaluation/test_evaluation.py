@@ -309,16 +309,17 @@ def test_responses_are_on_disk_before_they_count(tmp_path: Path, monkeypatch: py
         assert synced == [(tmp_path / RESPONSES).stat().st_size]
 
 
-def test_other_settings_are_refused_and_more_samples_are_not(tmp_path: Path) -> None:
-    with open_folder(tmp_path, settings()):
+def test_other_settings_are_refused_and_more_samples_and_another_release_are_not(tmp_path: Path) -> None:
+    with open_folder(tmp_path, {**settings(), "code_version": "0.1"}):
         pass
     with (
         pytest.raises(ConfigError, match=r"sampling\.temperature: 1\.0 then, 0\.5 now"),
         open_folder(tmp_path, settings(temperature=0.5)),
     ):
         pass
-    with open_folder(tmp_path, settings(samples=4)):
-        assert json.loads((tmp_path / SETTINGS).read_text())["samples"] == 4
+    with open_folder(tmp_path, {**settings(samples=4), "code_version": "0.2"}):
+        found = json.loads((tmp_path / SETTINGS).read_text())
+        assert (found["samples"], found["code_version"]) == (4, "0.2")
 
 
 def test_another_digest_of_the_model_is_refused_with_what_it_is_of(tmp_path: Path) -> None:

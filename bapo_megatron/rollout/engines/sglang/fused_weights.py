@@ -10,6 +10,7 @@
     experts.E.gate_proj, up   experts.w13_weight    of each expert in turn, rows: its share of each
     experts.E.down_proj       experts.w2_weight     of each expert in turn, columns: its share
     mlp.gate (router)         the same              all
+    shared_expert, its gate   as an MLP             the gate whole
     in_proj_qkv, in_proj_z    in_proj_qkvz          rows: its share of queries, keys, values and gates
     in_proj_b, in_proj_a      in_proj_ba            rows: its share of each
     conv1d                    the same              rows: its share of queries, keys and values
@@ -253,7 +254,8 @@ def fused_digests(
     if reason:
         return UnknownDigests(reason)
     shape = model_shape(config, str(hf_path))
-    if shape.experts and device == "cpu" and shape.experts.ffn % (_PADDED_EXPERTS * tensor):
+    widths = [cut.size for cut in shape.experts.cuts() if cut.axis != "expert"] if shape.experts else []
+    if device == "cpu" and any(width % (_PADDED_EXPERTS * tensor) for width in widths):
         return UnknownDigests(
             f"servers on a CPU pad experts to a multiple of {_PADDED_EXPERTS} rows on each rank"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -39,6 +38,23 @@ from tests.support.saves import Written, save
 BIG = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 5000}
 """About 120 MB, which keeps a process busy for a while."""
 DEADLINE_S = 120.0
+
+_IS_NOT_NICE = "import os\nos.setpriority = lambda *_: None\n"
+_WAITS_WHEN_IT_IS_NICE = """
+import os, signal
+set_priority = os.setpriority
+os.setpriority = lambda *arguments: (set_priority(*arguments), signal.pause())
+"""
+
+
+@pytest.fixture(autouse=True)
+def at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that each process runs at its start: it keeps its priority, with the lowest of which an
+    export takes minutes beside other tests."""
+    (tmp_path / "hooks").mkdir()
+    (program := tmp_path / "hooks/sitecustomize.py").write_text(_IS_NOT_NICE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hooks"))
+    return program
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -166,20 +182,11 @@ def test_zero_exports_nothing(tmp_path: Path, model: Path, policy: Path) -> None
     assert owner.events == []
 
 
-_WAITS_WHEN_IT_IS_NICE = """
-import os, signal
-set_priority = os.setpriority
-os.setpriority = lambda *arguments: (set_priority(*arguments), signal.pause())
-"""
-
-
 @pytest.fixture
-def endless(owner: Owner, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Owner:
+def endless(owner: Owner, policy: Path, at_start: Path) -> Owner:
     """Step 10 has a checkpoint; an export waits for ever once it has lowered its priority."""
     save(owner.store, 10, copy_of(policy), {})
-    (tmp_path / "hooks").mkdir()
-    (tmp_path / "hooks/sitecustomize.py").write_text(_WAITS_WHEN_IT_IS_NICE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hooks"))
+    at_start.write_text(_WAITS_WHEN_IT_IS_NICE)
     return owner
 
 
@@ -380,11 +387,11 @@ def test_a_kill_of_the_trainer_at_any_moment_ends_it_and_the_next_run_makes_it_w
     owner.wait()
     took = time.monotonic() - start
     whole = folder_bytes(owner.paths.step_export(10))
-    generator, unfinished = random.Random(1), 0
-    for _ in range(5):
+    unfinished = 0
+    for share in (0.1, 0.4, 0.8):
         shutil.rmtree(owner.paths.step_export(10), ignore_errors=True)
         with trainer(run_dir, big) as child:
-            time.sleep(generator.uniform(0, took))
+            time.sleep(share * took)
         child.wait(DEADLINE_S)
         if owner.paths.step_export(10).exists():
             assert folder_bytes(owner.paths.step_export(10)) == whole

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from bapo_megatron.commands.doctor.packages import SGLANG, TRAINING, canonical, pins
-from bapo_megatron.policy.kernel_check import FLA
+from bapo_megatron.trainer.kernel_check import FLA
 from tests.support.once import made_once
 
 ROOT = Path(__file__).parents[3]

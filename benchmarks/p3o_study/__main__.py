@@ -24,7 +24,7 @@ from annotated_types import Ge
 
 from bapo_megatron.config.flags import parse_options
 from bapo_megatron.runtime.files import write_atomically
-from benchmarks.p3o_study.arms import RECIPE, ROOT, STEPS, Arm, Line, arms, prepare_task
+from benchmarks.p3o_study.arms import ROOT, STEPS, Arm, Line, arms, prepare_task, run_arm
 from benchmarks.p3o_study.page import page
 
 RESULTS = ROOT / "benchmarks/results/p3o_study"
@@ -67,7 +67,7 @@ def run_arms(missing: list[Arm], every: list[Arm], parallel: int) -> list[Arm]:
     while waiting or running:
         while waiting and len(running) < parallel:
             arm = waiting.pop(0)
-            process = forked.Process(target=live, args=(arm,), name=arm.name)
+            process = forked.Process(target=run_arm, args=(arm,), name=arm.name)
             process.start()
             running.append((arm, process))
         time.sleep(_POLL_S)
@@ -78,17 +78,6 @@ def run_arms(missing: list[Arm], every: list[Arm], parallel: int) -> list[Arm]:
             write(every)
             print(f"{arm.name}: exit code {process.exitcode}; {len(waiting) + len(running)} left", flush=True)
     return failed
-
-
-def live(arm: Arm) -> None:
-    """Main function of the process of an arm."""
-    from bapo_megatron.cli import run
-
-    arm.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(f"{arm.run_dir}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.exit(run(["train", str(RECIPE), f"--run-dir={arm.run_dir}", f"--name={arm.name}", *arm.flags]))
 
 
 def stored() -> dict[str, Line]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +96,17 @@ def arms(folder: Path) -> list[Arm]:
     """All arms in the order in which they run: the controls, what can be judged, then the lower rate."""
     cells = [*CONTROLS, *((name + rate, seed) for rate in ("", LOW) for seed in SEEDS for name in NEW)]
     return [Arm(method, seed, folder / "arms" / f"{method}-seed{seed}") for method, seed in cells]
+
+
+def run_arm(arm: Arm) -> None:
+    """Main function of the process of an arm: `bapo train`, whose output goes to a log beside the run."""
+    from bapo_megatron.cli import run
+
+    arm.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(f"{arm.run_dir}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.exit(run(["train", str(RECIPE), f"--run-dir={arm.run_dir}", f"--name={arm.name}", *arm.flags]))
 
 
 def prepare_task(folder: Path) -> Path:

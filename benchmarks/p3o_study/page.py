@@ -63,8 +63,9 @@ def page(lines: Sequence[Line], arms: int) -> str:
     gates = [_gate(every, *gate) for gate in GATES]
     parts = [
         "# BAPO, P3O and GRPO on stale data",
-        f"{len(lines)} of {arms} arms are done. Numbers: [p3o_study.jsonl](p3o_study.jsonl) and, of `paper` and\n"
-        "`grpo`, [controller_study.jsonl](controller_study.jsonl), by `python -m benchmarks.p3o_study`.",
+        f"{len(lines)} of {arms} arms are done. By `python -m benchmarks.p3o_study`, from\n"
+        "[p3o_study.jsonl](p3o_study.jsonl) and, of `paper` and `grpo`, the second study's\n"
+        "[controller_study.jsonl](controller_study.jsonl).",
         "## The answer",
         "\n".join(f"- {line}" for line in _answer(claims, gates, controls, old)),
         *("## The design", _DESIGN),

@@ -137,7 +137,13 @@ def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: i
     samples = [sample for group in groups for sample in group]
     versions = [[sample.versions for sample in group] for group in groups]
     ages = age_metrics(versions, policy.version, step_version)
-    packs = pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
+    packs = pack_samples(
+        samples,
+        config.batch.pack_tokens,
+        config.algorithm.loss_mean,
+        policy.pack_layout,
+        config.rollout.max_response_tokens,
+    )
     metrics = optimize(run, packs, on_policy)
     return {"version": policy.version, **metrics, **corrections, **ages}
 

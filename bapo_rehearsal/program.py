@@ -153,7 +153,13 @@ def full_packs(config: RunConfig, layout: PackLayout, shape: ModelShape, packs: 
         for number in range(packs * layout.data_size)
         for length in lengths
     ]
-    found = pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, layout)
+    found = pack_samples(
+        samples,
+        config.batch.pack_tokens,
+        config.algorithm.loss_mean,
+        layout,
+        config.rollout.max_response_tokens,
+    )
     if len(found) != packs:
         raise ValueError(f"{packs} packs of {lengths} tokens became {len(found)}")
     return found

@@ -135,6 +135,24 @@ def token_mean(name: str, values: Callable[[PackView], Tensor]) -> Measurement:
     return Measurement(name, 1, sums, lambda sums, update: {name: float(sums) / update.tokens})
 
 
+@torch.no_grad()
+def ratio_moments(stats: TokenStats, batch: MicroBatch) -> Tensor:
+    """Sums for ``effective_sample_size``: r, r^2 and 1 over the tokens in the loss, [3]."""
+    [log_ratio_T] = unmasked(batch.mask_T, stats.log_prob_T - batch.old_log_prob_T)
+    live_T, ratio_T = (batch.mask_T != 0).double(), ratio(log_ratio_T)
+    return torch.stack([(live_T * ratio_T).sum(), (live_T * ratio_T.square()).sum(), live_T.sum()])
+
+
+def effective_sample_size(sums: Tensor) -> float:
+    """Normalised effective sample size ``(sum r)^2 / (n sum r^2)``, in (0, 1], from the (reduced) sums.
+
+    1 where all ratios are equal, as on-policy, and without tokens; 1 / n where a single ratio outweighs all
+    others. The share of n equally weighted tokens whose mean would have the same variance (Kish 1965).
+    """
+    total, squares, count = sums.tolist()
+    return total**2 / (count * squares) if count else 1.0
+
+
 def gate_mean(name: str) -> Measurement:
     """Measurement of a soft gate: the metric ``name`` is the mean of ``g / r``, 1 without a gate."""
     return token_mean(name, lambda view: view.terms.gradient_T / ratio(view.log_ratio_T.double()))
@@ -202,6 +220,14 @@ def _raised_metrics(sums: Tensor, update: UpdateSums) -> Metrics:
 
 RAISED_TOKENS = Measurement("raised", 4, _raised_sums, _raised_metrics)
 """The share of tokens above a ratio of 1.2, and their mean probability under the old policy."""
+
+EFFECTIVE_SAMPLE_SIZE = Measurement(
+    "ess",
+    3,
+    lambda view: ratio_moments(view.stats, view.batch),
+    lambda sums, _update: {"policy/ess": effective_sample_size(sums)},
+)
+"""The normalised effective sample size of an update's ratios."""
 
 _PER_OCTAVE = 4
 _GAP_EDGES = tuple(2.0 ** (number / _PER_OCTAVE) for number in range(-20 * _PER_OCTAVE, 5 * _PER_OCTAVE + 1))

@@ -18,6 +18,7 @@ from bapo_megatron.algo.diagnostics import AGE_METRICS, DIAGNOSTICS, STALENESS, 
 from bapo_megatron.algo.losses import Loss
 from bapo_megatron.algo.measurements import (
     CLIPPING,
+    EFFECTIVE_SAMPLE_SIZE,
     ENGINE_GAP,
     ENGINE_GAP_OF_OWN_KEYS,
     RAISED_TOKENS,
@@ -46,7 +47,10 @@ ENTROPY = token_mean("policy/entropy", lambda view: view.stats.entropy_T)
 KL = token_mean("policy/kl", _kl_T)
 RATIO_GAP = token_mean("policy/ratio_gap", lambda view: view.log_ratio_T.double().abs())
 
-MEASUREMENTS = (ENTROPY, KL, RATIO_GAP, CLIPPING, ENGINE_GAP, STALENESS, DIAGNOSTICS, RAISED_TOKENS)
+MEASUREMENTS = (
+    *(ENTROPY, KL, RATIO_GAP, EFFECTIVE_SAMPLE_SIZE),
+    *(CLIPPING, ENGINE_GAP, STALENESS, DIAGNOSTICS, RAISED_TOKENS),
+)
 """Measurements of every update, whatever its loss."""
 
 

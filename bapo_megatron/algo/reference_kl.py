@@ -20,9 +20,12 @@ that of KL(pi_ref || pi), which equals it to first order near the reference; wit
 reward is no loss: with k1 its policy gradient is that of KL over whole responses, up to the scale that the
 group's advantages give to any reward.
 
-Not corrected: tokens are those of the policy that sampled them, and the loss has no factor pi / pi_old, as in
-GRPO. In updates after the first of a step it therefore weighs states and tokens as the old policy visits
-them. ``importance_cap`` corrects from pi_rollout to pi_old, since the weight is that of the policy loss.
+Tokens are those of the policy that sampled them, and without ``unbiased`` the loss has no factor pi / pi_old,
+as in GRPO: updates after the first of a step weigh tokens as the old policy samples them. With it the term
+is ``r k``, r = pi / pi_old. The mean of its gradient, ``r (k + dk)``, over tokens of pi_old is in each state
+the gradient of E[k] over those of pi: with k3, ``r log(pi / pi_ref)``, that of KL(pi || pi_ref), also at
+r = 1. States stay those of the old policy. ``importance_cap`` corrects from pi_rollout to pi_old, since the
+weight is that of the policy loss.
 
 ``algo/objective.py`` adds the loss and the metrics; ``trainer/reference.py`` changes the rewards. Pure
 functions. Legend: ``_T`` tokens of a pack (a micro-batch), ``_N`` trained tokens of a response.
@@ -38,7 +41,7 @@ from torch import Tensor
 
 from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
-from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, unmasked
+from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, ratio, unmasked
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.types import Metrics
 
@@ -66,12 +69,16 @@ def kl_loss(
 ) -> Tensor:
     """KL loss of one pack, ``beta sum_t weight_t k_t``, a float64 scalar, differentiable in the log-probs.
 
-    ``other_T``: log-probs of the reference or the teacher, nats. The weights are those of the policy loss:
-    importance weights, and those of a mean over sequences. The optimizer step divides both losses by the same
-    count of tokens.
+    With ``config.unbiased`` each ``k_t`` is multiplied by pi / pi_old. ``other_T``: log-probs of the
+    reference or the teacher, nats. The weights are those of the policy loss: importance weights, and those of
+    a mean over sequences. The optimizer step divides both losses by the same count of tokens.
     """
     log_prob_T, other_T, weight_T = unmasked(batch.mask_T, stats.log_prob_T, other_T, batch.weight_T)
-    return config.coefficient * (weight_T * kl_estimate(log_prob_T, other_T, config.estimator)).sum()
+    estimate_T = kl_estimate(log_prob_T, other_T, config.estimator)
+    if isinstance(config, ReferenceKlConfig) and config.unbiased:
+        [old_T] = unmasked(batch.mask_T, batch.old_log_prob_T)
+        estimate_T = ratio(log_prob_T - old_T) * estimate_T
+    return config.coefficient * (weight_T * estimate_T).sum()
 
 
 def response_penalty(

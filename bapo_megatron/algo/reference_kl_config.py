@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,6 +27,10 @@ class ReferenceKlConfig:
     place: Literal["loss", "reward"] = "loss"
     """`loss`: beta times the estimate is added to each token's loss, with the token's weight. `reward`: beta
     times the sum of the estimates over a response is subtracted from its reward before the advantages."""
+    unbiased: bool = field(default=False, kw_only=True)
+    """Multiply each estimate in the loss by pi / pi_old, gradient included. In every update, stale or not,
+    its gradient is then that of the estimate's mean over tokens of the policy, with k1 and k3 that of KL(pi
+    || pi_ref) (DeepSeek-V3.2, arXiv 2512.02556). slime: `use_unbiased_kl`, TRL: `use_bias_correction_kl`."""
     model: Path | None = None
     """Hugging Face folder of the reference: same shape and vocabulary as the policy. None: `model.hf_path`,
     the model that the run starts from."""

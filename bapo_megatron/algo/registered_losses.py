@@ -38,6 +38,7 @@ LOSSES = {
     "maspo": RegisteredLoss(f"{_FOLDER}.token_losses:Maspo"),
     "gspo": RegisteredLoss(f"{_FOLDER}.update_losses:Gspo", searches_ratio=True),
     "m2po": RegisteredLoss(f"{_FOLDER}.update_losses:M2po", searches_ratio=True),
+    "p3o": RegisteredLoss(f"{_FOLDER}.update_losses:P3o", searches_ratio=True),
     "vespo": RegisteredLoss(f"{_FOLDER}.update_losses:Vespo", searches_ratio=True),
 }
 """The registered losses by name."""

@@ -110,7 +110,13 @@ def measure_totals(
 
 def _packs(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> list[MicroBatch]:
     routed = with_random_routes(samples, config.seed, read_model_shape(config.model.hf_path))
-    return pack_samples(routed, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
+    return pack_samples(
+        routed,
+        config.batch.pack_tokens,
+        config.algorithm.loss_mean,
+        policy.pack_layout,
+        config.rollout.max_response_tokens,
+    )
 
 
 def model_digests(folder: Path) -> dict[str, str]:

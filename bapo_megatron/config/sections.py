@@ -267,13 +267,15 @@ class AlgorithmConfig:
     """`grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean."""
     polarity: PapoConfig = field(default_factory=PapoConfig)
     """PAPO: advantages reweighted by each token's effect on the entropy; off by default."""
-    loss_mean: Literal["token", "sequence"] = "token"
-    """Mean of the loss: over the tokens of the update, or first within each response, then over responses."""
+    loss_mean: Literal["token", "sequence", "constant"] = "token"
+    """Mean of the loss. `token`: over the tokens of the update. `sequence`: first within each response, then
+    over responses. `constant`: over responses, each one's sum divided by `rollout.max_response_tokens` (Dr.
+    GRPO)."""
     known_ratio: bool = True
     """Take the ratio as 1, without the forward pass that measures it, when the bounds of an on-policy update
     are searched: one whose every token the present weights sampled, or, with `old_log_probs=trainer`, the
-    first of each step. What engine and trainer differ by then shows as `bapo/clip_..._distance`. GSPO, VESPO
-    and M2PO, whose search is their ratio, measure it in any case, but for the latter."""
+    first of each step. What engine and trainer differ by then shows as `bapo/clip_..._distance`. GSPO, VESPO,
+    M2PO and P3O, whose search is of their ratios, measure them in any case, but for the latter."""
     old_log_probs: Literal["rollout", "trainer"] = "rollout"
     """Log-probs of the old policy, the denominator of the ratio in all updates of a step. `rollout`: those
     that the engine reported while sampling. `trainer`: recomputed by the trainer before the step's first

@@ -183,7 +183,7 @@ def _sums(
 ) -> list[float]:
     """Contribution sums of the batch, up to a common factor, computed from the log-ratios."""
     counts = [sample.response_tokens for sample in samples]
-    weights = [1.0 if loss_mean == "token" else 1.0 / count for count in counts]
+    weights = [1.0 / count if loss_mean == "sequence" else 1.0 for count in counts]
     log_ratio, advantage, rollout_log_prob, weight = (
         torch.from_numpy(column)
         for column in (

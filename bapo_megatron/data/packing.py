@@ -61,19 +61,21 @@ def pack_samples(
     pack_tokens: int,
     loss_mean: str = "token",
     layout: PackLayout | None = None,
+    max_response_tokens: int = 1,
 ) -> list[MicroBatch]:
     """Pack the samples of an update into this rank's micro-batches; every rank has the same number.
 
     A pack is at most ``pack_tokens`` long, rounded down to the layout's length multiple. A rank without
     samples gets a dummy pack of one such multiple. Loads the samples of this rank's packs alone. ValueError
-    if a sample does not fit.
+    if a sample does not fit. ``loss_mean``: that of ``AlgorithmConfig``; with `constant` it divides by
+    ``max_response_tokens``.
     """
     layout = layout or PackLayout()
     lengths = [_round_up(sample.positions, layout.document_multiple) for sample in samples]
     plan = plan_packs(lengths, pack_tokens, layout)
     totals = [sum(lengths[i] for i in pack) for rank in plan for pack in rank]
     shortest = max(totals) if layout.fixed_length else 1
-    weights = _loss_weights(samples, loss_mean)
+    weights = _loss_weights(samples, loss_mean, max_response_tokens)
     trained_tokens = tuple(sample.trained_tokens for sample in samples)
     packs = (_build(samples, weights, pack, shortest, layout) for pack in plan[layout.data_rank])
     # The same for all ranks: one without samples of this kind must have the column, too.
@@ -88,8 +90,10 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _loss_weights(samples: Sequence[TrainingSample], loss_mean: str) -> list[float]:
+def _loss_weights(samples: Sequence[TrainingSample], loss_mean: str, constant: int) -> list[float]:
     """Loss weight of each sample's tokens: 1, or for a mean over sequences ``(sum_j n_j / N) / n_i``.
+
+    For `constant` ``n_i`` is the same number for all sequences (Dr. GRPO, arXiv 2503.20783).
 
     The loss sum is then divided by the number of trained tokens. With N sequences of n_i trained tokens,
     sum_i (1 / N) sum_t l_it / n_i = (1 / sum_j n_j) sum_i sum_t l_it * (sum_j n_j / N) / n_i.
@@ -99,7 +103,7 @@ def _loss_weights(samples: Sequence[TrainingSample], loss_mean: str) -> list[flo
         return [1.0] * len(samples)
     tokens = [sample.trained_tokens for sample in samples]
     mean_tokens = sum(tokens) / max(1, sum(count > 0 for count in tokens))
-    return [mean_tokens / max(1, count) for count in tokens]
+    return [mean_tokens / (constant if loss_mean == "constant" else max(1, count)) for count in tokens]
 
 
 def _build(

@@ -177,7 +177,7 @@ _Response = tuple[float, int]
 def _responses(group: GroupHeader, algorithm: AlgorithmConfig) -> list[_Response]:
     advantages_G = group_advantages([one.reward for one in group.responses], algorithm.advantage)
     tokens_G = [one.trained_tokens for one in group.responses]
-    by_token = algorithm.loss_mean == "token"
+    by_token = algorithm.loss_mean != "sequence"
     return [
         (float(value) * (tokens if by_token else min(tokens, 1)), tokens)
         for value, tokens in zip(advantages_G, tokens_G, strict=True)

@@ -7,7 +7,7 @@ cheap to expensive:
 - ``scope: lagged``: the sums that the previous update measured; the first update measures as below;
 - ``scope: micro_batch``: a search in each micro-batch within the passes, as the published code does;
 - on-policy data, with ``algorithm.known_ratio``: the present weights are pi_old, every ratio is 1, no forward
-  pass (GSPO, VESPO and M2PO, whose search is their ratio, measure it if pi_old is the engine's);
+  pass (GSPO, VESPO, M2PO and P3O, whose search is of their ratios, measure them if pi_old is the engine's);
 - ``batch.hold_forwards``: after all forward passes and before all backward passes;
 - else: a forward-only pass over the update.
 

@@ -219,12 +219,12 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "settings"), [("dppo_tv", {"divergence_threshold": 1e-4}), ("ce_gppo", {})], ids=str
+    ("name", "settings"), [("dppo_tv", {"divergence_threshold": 1e-4}), ("ce_gppo", {}), ("p3o", {})], ids=str
 )
 def test_a_loss_has_one_answer_at_every_layout(
     name: str, settings: dict[str, float], qwen2: Path, samples: list[Sample]
 ) -> None:
-    """One with a mask by the rollout's probabilities, all small, one whose metrics are sums of mass."""
+    """A mask by the rollout's probabilities, all small; metrics that are sums of mass; a cap of an update."""
     algorithm = AlgorithmConfig(loss=name, loss_settings=settings)
     [single] = run_layout(answer, ONE, qwen2, samples, ONE, algorithm)
     own = [metric for metric in single.metrics[0] if metric.startswith(name.split("_tv")[0])]

@@ -1,8 +1,8 @@
-"""Losses that ask something of the whole update first: GSPO and VESPO a response's ratio, M2PO its mask.
+"""Losses that ask something of the whole update first: a response's ratio, M2PO its mask, P3O its weight.
 
 A pass sees one pack, a context-parallel rank a part of a response. So what a response's ratio (of GSPO the
-geometric mean of its tokens', of VESPO their product) or the mask depends on is summed over the whole update
-first (the loss's ``Search``), which may cost a forward pass (``trainer/update_loss.py``). Here
+geometric mean of its tokens', of VESPO their product), the mask or the weight depends on is summed over the
+whole update first (the loss's ``Search``), which may cost a forward pass (``trainer/update_loss.py``). Here
 ``r = pi / pi_old``.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_B`` bins. ``build_loss`` makes the
@@ -21,7 +21,16 @@ from annotated_types import Gt, Lt
 from torch import Tensor
 
 from bapo_megatron.algo.losses import Loss, LossTerms, Search
-from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums, token_mean
+from bapo_megatron.algo.measurements import (
+    SEARCH,
+    Measurement,
+    PackView,
+    UpdateSums,
+    effective_sample_size,
+    ratio_moments,
+    token_mean,
+)
+from bapo_megatron.algo.reference_kl import kl_estimate
 from bapo_megatron.algo.sequences import PerSequence, sequence_means, sequence_sums
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, constant_on, ratio, unmasked
 from bapo_megatron.errors import ConfigError
@@ -124,6 +133,54 @@ class Vespo(Loss):
             for k, rate in zip(self.k, self.rate, strict=True)
         )
         return torch.where(advantage_T < 0, negative, positive)
+
+
+class P3o(Loss):
+    """P3O loss (arXiv 2605.12380), with one statistic: the normalised effective sample size E of the ratios.
+
+        E = (sum_t r_t)^2 / (n sum_t r_t^2)                                 over the n tokens of the update
+        loss = -sum_t weight sg(min(r, E)) A log pi + (1 - E) sum_t weight (1 / r - 1 + log r)
+
+    E caps the weight of the score function, and sets the strength of a pull towards the policy that sampled:
+    the estimate k3 of KL(pi || pi_old). On-policy E is 1, and the loss that of REINFORCE. The paper searches
+    each optimizer step (Eqs. 7 and 12, Algorithm 2), as here; the authors' code (FeynRL) each micro-batch
+    over the data-parallel ranks. No setting. The paper's mean is over tokens.
+
+    The gradient factor and the measures of the gradient are of the first term alone, as with the KL to a
+    reference. Clipped: the tokens at the cap, in a nearly on-policy update about half of them, by next to
+    nothing. Metrics ``policy/ess``, as with every loss, and ``p3o/behavior_kl``, the mean of the estimate.
+    """
+
+    search: Search
+
+    def __init__(self, algorithm: Any) -> None:
+        """ConfigError with ``old_log_probs=trainer``: ratios are to be those to the policy that sampled."""
+        super().__init__(algorithm)
+        if algorithm.old_log_probs != "rollout":
+            raise ConfigError(
+                f"algorithm.old_log_probs={algorithm.old_log_probs}: p3o weighs by the ratio to the policy "
+                "that sampled, stale or of another engine; set algorithm.old_log_probs=rollout"
+            )
+        self.search = Search(ratio_moments, effective_sample_size, "update", 3, is_ratio=True)
+        self.measurements = (
+            token_mean("p3o/behavior_kl", lambda view: _behavior_kl(view.stats, view.batch)),
+        )
+
+    def terms(self, stats: TokenStats, batch: MicroBatch, found: float) -> LossTerms:
+        """The loss at the effective sample size ``found``."""
+        log_ratio_T, advantage_T, weight_T = _fields(stats, batch)
+        [log_prob_T] = unmasked(batch.mask_T, stats.log_prob_T)
+        ratio_T, live_T = ratio(log_ratio_T.detach()), batch.mask_T != 0
+        is_sound_T = live_T & (log_ratio_T.detach().abs() <= LOG_RATIO_LIMIT)
+        factor_T = torch.where(is_sound_T, ratio_T.clamp(max=found), 0.0)
+        pull = (1 - found) * (weight_T * _behavior_kl(stats, batch)).sum()
+        loss = pull - (weight_T * advantage_T * factor_T * log_prob_T).sum()
+        return LossTerms(loss, factor_T, live_T & (ratio_T > found))
+
+
+def _behavior_kl(stats: TokenStats, batch: MicroBatch) -> Tensor:
+    """Estimate k3 of KL(pi || pi_old) of each token, [T], 0 at masked ones."""
+    return kl_estimate(*unmasked(batch.mask_T, stats.log_prob_T, batch.old_log_prob_T), "k3")
 
 
 BIN = 1.005

@@ -200,7 +200,7 @@ def _warnings(config: RunConfig) -> Iterator[str]:
     if shared := others_may_write(config.directory):
         yield shared
     reference, reward = config.algorithm.reference_kl, config.reward
-    if reference.in_loss and reference.estimator == "k1":
+    if reference.in_loss and reference.estimator == "k1" and not reference.unbiased:
         yield (
             "algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not depend on the "
             "reference, so it holds the policy to nothing: take k2 or k3, or place=reward"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Literal
 
@@ -78,6 +79,57 @@ def test_estimators_where_the_reference_is_likelier(
     assert found_T.item() == pytest.approx(value, abs=1e-15)
     assert log_prob_T.grad is not None
     assert log_prob_T.grad.item() == pytest.approx(gradient, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "values", "gradients"),
+    [
+        ("k1", [2.38629436, 0.0, -0.72157359, -2.45482254, 0.90392944], [4.38629436, 1.0, -0.22157359]),
+        ("k2", [1.42360019, 0.0, 0.52066844, 0.75326919, 0.32683540], [3.80989455, 0.0, -0.20090515]),
+        ("k3", [0.99282502, 0.0, 0.89542643, 0.93423354, 0.26046010], [2.38629436, 0.0, -0.72157359]),
+    ],
+)
+def test_an_unbiased_estimate_is_that_of_the_peers(
+    estimator: Estimator, values: list[float], gradients: list[float]
+) -> None:
+    """Ratios 2, 1, 1/2, 4, 5/4 to pi_old: what slime 624b824 (``compute_approx_kl`` with its
+    ``importance_ratio``) and, for k3, NeMo-RL 7ea279a (``calculate_kl``) make of these log-probs.
+
+    The gradient of k3 is r log(pi / pi_ref): 2 * (ln 2 - 2 + 2.5), 0, (-1 - ln 2 + 1/4) / 2.
+    """
+    olds, ratios = [-2.0, -0.5, -1.0, -3.0, -1.5], [2.0, 1.0, 0.5, 4.0, 1.25]
+    found = stats([old + math.log(r) for old, r in zip(olds, ratios, strict=True)])
+    batch = pack([-2.5, -0.5, -0.25, -1.0, -2.0], [1.0] * 5, [1.0] * 5, olds)
+    config = ReferenceKlConfig(1.0, estimator, unbiased=True)
+    kl_loss(found, batch, batch.reference_log_prob_T, config).backward()
+    plain = TokenStats(found.log_prob_T.detach(), found.entropy_T)
+    each = [
+        float(kl_loss(plain, dataclasses.replace(batch, mask_T=one), batch.reference_log_prob_T, config))
+        for one in torch.eye(5)
+    ]
+    assert each == pytest.approx(values, abs=3e-7)
+    assert found.log_prob_T.grad is not None
+    assert found.log_prob_T.grad.tolist()[:3] == pytest.approx(gradients, abs=1e-6)
+
+
+def test_the_mean_gradient_of_the_unbiased_estimate_is_that_of_kl() -> None:
+    """Over all tokens of a vocabulary of four, weighed as pi_old samples them, float64 throughout."""
+    logits_V = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64, requires_grad=True)
+    old_V, reference_V = (
+        torch.tensor(values, dtype=torch.float64).log_softmax(0)
+        for values in ([1.0, 0.2, -0.5, 0.0], [0.0, 0.0, 1.5, -2.0])
+    )
+    log_prob_V = logits_V.log_softmax(0)
+    exact = (log_prob_V.exp() * (log_prob_V - reference_V)).sum()
+    [wanted] = torch.autograd.grad(exact, logits_V, retain_graph=True)
+    batch = dataclasses.replace(
+        pack([0.0] * 4, [1.0] * 4, [1.0] * 4), old_log_prob_T=old_V, weight_T=old_V.exp()
+    )
+    for estimator, unbiased, equal in (("k3", True, True), ("k1", True, True), ("k3", False, False)):
+        config = ReferenceKlConfig(1.0, estimator, unbiased=unbiased)  # type: ignore[arg-type]
+        loss = kl_loss(TokenStats(log_prob_V, torch.ones(4)), batch, reference_V, config)
+        [found] = torch.autograd.grad(loss, logits_V, retain_graph=True)
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-12) == equal
 
 
 TRAINED = ["1", "101", "11011101011", "1111", "00"]

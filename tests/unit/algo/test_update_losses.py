@@ -13,9 +13,11 @@ from torch import Tensor
 
 from bapo_megatron.algo import surrogate, tokens
 from bapo_megatron.algo.losses import Loss, build_loss
+from bapo_megatron.algo.measurements import effective_sample_size
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.sequences import PerSequence, sequence_means, sequence_sums
 from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.host_waits import HostWaits
 from tests.unit.algo.test_diagnostics import random_tokens
@@ -133,15 +135,32 @@ def literal_vespo(stats: TokenStats, batch: MicroBatch) -> tuple[float, list[flo
     return loss, slopes
 
 
+def literal_p3o(stats: TokenStats, batch: MicroBatch) -> tuple[float, list[float]]:
+    """Score function with min(r, ESS), and (1 - ESS) times k3 of KL(pi || pi_old); its derivative."""
+    live = [t for t in range(len(batch.mask_T)) if batch.mask_T[t]]
+    ratios = [math.exp(log_ratio(stats, batch, t)) for t in live]
+    ess = sum(ratios) ** 2 / (len(live) * sum(r * r for r in ratios))
+    assert 0.5 < ess < 0.9
+    loss, slopes = 0.0, [0.0] * len(batch.mask_T)
+    for t, r in zip(live, ratios, strict=True):
+        advantage, weight = float(batch.advantage_T[t]), float(batch.weight_T[t])
+        score, pull = -weight * advantage * min(r, ess), (1 - ess) * weight
+        loss += score * float(stats.log_prob_T[t]) + pull * (1 / r - 1 + math.log(r))
+        slopes[t] = score + pull * (1 - 1 / r)
+    return loss, slopes
+
+
 def literal(name: str, stats: TokenStats, batch: MicroBatch) -> tuple[float, list[float]]:
     """Loss and derivative of a loss at its defaults."""
+    if name == "p3o":
+        return literal_p3o(stats, batch)
     if name == "gspo":
         return literal_gspo(stats, batch, 3e-4, 4e-4)
     return literal_m2po(stats, batch, 0.04) if name == "m2po" else literal_vespo(stats, batch)
 
 
-NAMES = ["gspo", "m2po", "vespo"]
-DRIFT = {"gspo": 0.02, "m2po": 0.5, "vespo": 0.1}
+NAMES = ["gspo", "m2po", "p3o", "vespo"]
+DRIFT = {"gspo": 0.02, "m2po": 0.5, "p3o": 0.4, "vespo": 0.1}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,7 +175,8 @@ def test_a_loss_is_its_literal_loop(name: str) -> None:
     assert derivative(loss, stats, batch, found).tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-12)
     live_T = batch.mask_T != 0
     said_T = torch.where(live_T, -batch.weight_T * batch.advantage_T * terms.gradient_T, 0.0)
-    assert said_T.tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-12)
+    if name != "p3o":  # whose pull towards pi_old is no part of the factor
+        assert said_T.tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-12)
     assert bool(terms.gradient_T.isfinite().all())
     assert not bool((terms.clipped_T & ~live_T).any())
     assert not bool(terms.gradient_T[~live_T].any())
@@ -280,6 +300,45 @@ def test_vespo_by_hand() -> None:
     terms = loss.terms(stats, batch, found_by(loss, stats, batch))
     assert terms.gradient_T.tolist() == pytest.approx([1.0, 0.0, 0.0], abs=1e-20)
     assert math.isfinite(float(terms.loss))
+
+
+def test_p3o_by_hand() -> None:
+    """Ratios 2, 1, 1/2, 4 and 5/4: ESS = (35/4)^2 / (5 * 365/16) = 49/73, which caps all but 1/2.
+
+    The last token is masked. The loss and its derivatives are what the authors' code has for these tokens
+    (FeynRL 4f7eafe, ``P3O.compute_policy_loss``), which adds 1e-8 to the sum of squares.
+    """
+    ratios, olds = [2.0, 1.0, 0.5, 4.0, 1.25, 9.0], [-2.0, -0.5, -1.0, -3.0, -1.5, -9.0]
+    stats, batch = responses([0.0] * 6, [0, 0, 0, 1, 1, 1], [1.0, 1.0, 1.0, -0.5, -0.5, -0.5])
+    old_T = torch.tensor(olds, dtype=torch.float64)
+    mask_T = torch.tensor([1.0] * 5 + [0.0])
+    batch = dataclasses.replace(batch, mask_T=mask_T, weight_T=mask_T.clone(), old_log_prob_T=old_T)
+    stats = TokenStats(old_T + torch.tensor(ratios).double().log(), stats.entropy_T)
+    loss = build_loss(AlgorithmConfig(loss="p3o"))
+    found = found_by(loss, stats, batch)
+    assert found == pytest.approx(49 / 73, rel=1e-14)
+    terms = loss.terms(stats, batch, found)
+    assert terms.gradient_T.tolist() == pytest.approx([49 / 73, 49 / 73, 0.5, 49 / 73, 49 / 73, 0])
+    assert terms.clipped_T.tolist() == [True, True, False, True, True, False]
+    assert float(terms.loss) == pytest.approx(1.4704575159301685, rel=1e-7)
+    theirs = [-0.50684931874, -0.67123287916, -0.82876712081, 0.58219178021, 0.40136986971, 0.0]
+    assert derivative(loss, stats, batch, found).tolist() == pytest.approx(theirs, rel=1e-7)
+    by_hand = [-49 / 73 + 12 / 73, -49 / 73, -0.5 - 24 / 73, 24.5 / 73 + 18 / 73, 24.5 / 73 + 4.8 / 73, 0.0]
+    assert derivative(loss, stats, batch, found).tolist() == pytest.approx(by_hand, rel=1e-12)
+    metrics = Objective(loss).metrics(Objective(loss).token_fn(found, 6)(stats, batch), found)
+    assert metrics["policy/ess"] == pytest.approx(49 / 73)
+    assert metrics["p3o/behavior_kl"] == pytest.approx(0.2318875789642334, rel=1e-6)
+
+
+def test_the_effective_sample_size_of_equal_ratios_and_of_nothing_is_1() -> None:
+    assert effective_sample_size(torch.tensor([6.0, 12.0, 3.0])) == 1.0
+    assert effective_sample_size(torch.zeros(3)) == 1.0
+    assert effective_sample_size(torch.tensor([10.0, 100.0, 50.0])) == pytest.approx(1 / 50)
+
+
+def test_p3o_needs_the_ratio_to_the_policy_that_sampled() -> None:
+    with pytest.raises(ConfigError, match=r"old_log_probs=trainer.*set algorithm\.old_log_probs=rollout"):
+        build_loss(AlgorithmConfig(loss="p3o", old_log_probs="trainer"))
 
 
 @pytest.mark.parametrize("name", NAMES)

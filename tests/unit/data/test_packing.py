@@ -88,6 +88,20 @@ def test_sequence_mean_weighs_every_response_alike() -> None:
     assert pack.weight_T.tolist() == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2.0])
 
 
+def test_a_constant_divides_every_response_alike() -> None:
+    """Dr. GRPO: losses 1, 2, 3 and 5, divided by 8 and by the two responses that train: 11 / 8 / 2 = 0.6875.
+
+    verl's ``agg_loss`` (1dda039) has this number with `seq-mean-token-sum-norm` and a factor of 8. Ours is
+    divided by the 4 trained tokens, so the weights are 4 / 2 / 8.
+    """
+    samples = [sample([1], [2, 3, 4]), sample([5], [6]), untrained([7], [8])]
+    [pack] = pack_samples(samples, 16, "constant", max_response_tokens=8)
+    assert pack.weight_T[pack.mask_T > 0].tolist() == [0.25] * 4
+    per_token = dict(zip((2, 3, 4, 6), (1.0, 2.0, 3.0, 5.0), strict=True))
+    losses = [per_token.get(int(label), 0.0) for label in pack.label_T]
+    assert float((pack.weight_T * torch.tensor(losses)).sum()) / 4 == 0.6875
+
+
 def untrained(prompt: list[int], response: list[int]) -> Sample:
     """A response of which an environment gave every token."""
     return dataclasses.replace(sample(prompt, response), loss_mask_R=np.zeros(len(response), np.uint8))

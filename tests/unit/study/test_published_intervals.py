@@ -20,6 +20,8 @@ PAGES = {
     "benchmarks/results/controller_study.md": "benchmarks/results/controller_study.jsonl",
     "benchmarks/results/real_model_study.md": "benchmarks/results/real_model_study.jsonl",
 }
+"""Pages with their data."""
+P3O = "benchmarks/results/p3o_study"
 FIGURES = {
     "mean reward": "mean_reward",
     "held-out": "held_out",
@@ -38,11 +40,10 @@ Runs = dict[int, dict[str, Any]]
 
 
 @cache
-def runs(data: str) -> dict[tuple[str, int], Runs]:
+def runs(*data: str) -> dict[tuple[str, int], Runs]:
     found: dict[tuple[str, int], Runs] = {}
-    with (ROOT / data).open() as lines:
-        next(lines)  # the design
-        for run in map(json.loads, lines):
+    for one in data:
+        for run in map(json.loads, (ROOT / one).read_text().splitlines()[1:]):  # the first is the design
             if run["seed"] < CALIBRATION_SEED:
                 found.setdefault((run["method"], run["passes"]), {})[run["seed"]] = run
     return found
@@ -131,6 +132,18 @@ def test_p_values_of_the_claims(page: str, data: str) -> None:
     assert [f"{p:.3g}" for p in holm(known)] == [cells["Holm's p"] for *_, cells in claims]
     if "p alone" in claims[0][2]:
         assert [f"{p:.3g}" for p in known] == [cells["p alone"] for *_, cells in claims]
+
+
+def test_intervals_of_p3o_are_those_of_its_runs_and_of_the_second_studys() -> None:
+    by_arm = runs(PAGES["benchmarks/results/controller_study.md"], f"{P3O}.jsonl")
+    seen = 0
+    for one, other, cells in (row for rows in tables(f"{P3O}.md") for row in rows):
+        for head in cells.keys() & FIGURES.keys():
+            if EFFECT.fullmatch(cells[head]):
+                measured = differences(by_arm[one], by_arm[other], FIGURES[head])
+                assert text(paired_effect(measured)) == cells[head], (one, other, head)
+                seen += 1
+    assert seen == len(EFFECT.findall((ROOT / f"{P3O}.md").read_text()))
 
 
 def test_collapses_of_bapo_and_of_grpo() -> None:

@@ -1,0 +1,101 @@
+"""Program of the study of P3O: the arms, several at a time, then benchmarks/results/p3o_study.md.
+
+    python -m benchmarks.p3o_study --parallel 2      # goes on where it stopped
+    python -m benchmarks.p3o_study --write           # the page of what has run, and no arm
+
+Arms are forked from a process that has imported what they need. Results: a line of
+benchmarks/results/p3o_study.jsonl for each arm that is done. Exit code 1 if an arm has failed.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from annotated_types import Ge
+
+from bapo_megatron.config.flags import parse_options
+from bapo_megatron.runtime.files import write_atomically
+from benchmarks.p3o_study.arms import ROOT, STEPS, Arm, Line, arms, prepare_task, run_arm
+from benchmarks.p3o_study.page import page
+
+RESULTS = ROOT / "benchmarks/results/p3o_study"
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """The flags of `python -m benchmarks.p3o_study`."""
+
+    folder: Path = Path("runs/p3o_study")
+    """Folder of the task and the arms; a study that is there is continued."""
+    parallel: Annotated[int, Ge(1)] = 2
+    """Arms at a time, each with one thread."""
+    write: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Run no arm: write results and page of those that are done."""
+
+
+def main() -> int:
+    """Run what is missing, and write the page after each arm."""
+    options = parse_options(StudyOptions, "python -m benchmarks.p3o_study", sys.argv[1:])
+    every = arms(options.folder.resolve())
+    missing = (
+        [] if options.write else [arm for arm in every if arm.name not in stored() and not arm.is_done()]
+    )
+    write(every)
+    if missing:
+        os.environ.update(STUDY_TASK=str(prepare_task(options.folder.resolve())), OMP_NUM_THREADS="1")
+    failed = run_arms(missing, every, options.parallel)
+    for arm in failed:
+        print(f"failed: {arm.name}; its log is {arm.run_dir}.log; the same command tries it again")
+    return 1 if failed else 0
+
+
+def run_arms(missing: list[Arm], every: list[Arm], parallel: int) -> list[Arm]:
+    """Run the ``missing`` arms, ``parallel`` at a time, in order; those that did not end well."""
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload(["bapo_megatron.train", "bapo_megatron.trainer.build"])
+    waiting, running, failed = list(missing), list[tuple[Arm, BaseProcess]](), list[Arm]()
+    while waiting or running:
+        while waiting and len(running) < parallel:
+            arm = waiting.pop(0)
+            process = forked.Process(target=run_arm, args=(arm,), name=arm.name)
+            process.start()
+            running.append((arm, process))
+        time.sleep(_POLL_S)
+        for arm, process in [one for one in running if not one[1].is_alive()]:
+            running.remove((arm, process))
+            if process.exitcode or not arm.is_done():
+                failed.append(arm)
+            write(every)
+            print(f"{arm.name}: exit code {process.exitcode}; {len(waiting) + len(running)} left", flush=True)
+    return failed
+
+
+def stored() -> dict[str, Line]:
+    """The lines of the results by arm."""
+    path = RESULTS.with_suffix(".jsonl")
+    lines = path.read_text().splitlines()[1:] if path.exists() else []
+    return {line["arm"]: line for line in map(json.loads, lines)}
+
+
+def write(every: list[Arm]) -> None:
+    """Write results and page of the arms that are done."""
+    lines = stored()
+    lines |= {arm.name: arm.line() for arm in every if arm.name not in lines and arm.is_done()}
+    done = [lines[arm.name] for arm in every if arm.name in lines]
+    head = {"design": "p3o-1", "steps": STEPS}
+    write_atomically(RESULTS.with_suffix(".jsonl"), "".join(f"{json.dumps(one)}\n" for one in (head, *done)))
+    write_atomically(RESULTS.with_suffix(".md"), page(done, len(every)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Arms of the study of P3O: runs of P3O, and two of the second study's again, to see that they repeat."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.algo.bounds import BoundsConfig, grpo, paper
+from bapo_megatron.trainer.records.metrics_log import evaluation_means
+from benchmarks.gpu_study.figures import figures_of, mean, numbers, read_run, stale_updates
+
+ROOT = Path(__file__).parents[2]
+RECIPE = Path(__file__).with_name("recipe.py")
+SECOND_STUDY = ROOT / "benchmarks/results/controller_study.jsonl"
+TASK_COMMIT = "f6aa2582"
+TASK = ("policy_study_long", "train_study.jsonl", "eval_study.jsonl")
+STEPS, STALENESS, RATE = 20, 8, 1.7e-4
+SEEDS = range(12)
+LOW = "@0.35"
+"""Suffix of arms at 0.35 of the rate, the best in the second study for every method that it tuned."""
+BOUNDS = {"grpo": grpo(), "paper": dataclasses.replace(paper(), bounds_tokens=256)}
+NEW = ("p3o", "p3o_sequence")
+CONTROLS = (("grpo", 0), (f"paper_sequence{LOW}", 0))
+"""Runs of the second study that run again: their figures must be the published ones, to the last digit."""
+
+Figures = dict[str, float]
+Line = dict[str, Any]
+"""A line of the results: arm, method, passes, seed, command and figures."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The run of a method with a seed."""
+
+    method: str
+    seed: int
+    run_dir: Path
+
+    @property
+    def name(self) -> str:
+        """Its name, as in the second study's results."""
+        return f"{self.method}-{STALENESS}-seed{self.seed}"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Flags of `bapo train` that say what it is, and not where."""
+        base, _, rate = self.method.partition("@")
+        loss, _, by_sequence = base.partition("_")
+        bounds = dataclasses.asdict(BOUNDS.get(loss, BoundsConfig())).items()
+        return (
+            *(f"--seed={self.seed}", f"--steps={STEPS}"),
+            *(f"--algorithm.bounds.{name.replace('_', '-')}={value}" for name, value in bounds),
+            f"--algorithm.loss={'clip' if loss in BOUNDS else loss}",
+            f"--algorithm.loss-mean={by_sequence or 'token'}",
+            *(
+                "--algorithm.reuse-epochs=2",
+                "--algorithm.updates-per-epoch=4",
+                "--optimizer.warmup-updates=32",
+            ),
+            f"--optimizer.lr={RATE * float(rate or 1):.6g}",
+            *("--checkpoint.every=10", f"--evaluation.every={STEPS}", "--evaluation.samples=4"),
+        )
+
+    def is_done(self) -> bool:
+        """Whether the weights of its last step are evaluated."""
+        return self.run_dir.is_dir() and STEPS in evaluation_means(self.run_dir)
+
+    def line(self) -> Line:
+        """Its line of the results."""
+        found = figures_of(self.run_dir, STEPS)
+        found["ess"] = mean(numbers(stale_updates(read_run(self.run_dir)), "policy/ess"))
+        return {
+            "arm": self.name,
+            "method": self.method,
+            "passes": STALENESS,
+            "seed": self.seed,
+            "command": ["train", RECIPE.name, *self.flags],
+            "figures": {name: rounded(value) for name, value in found.items()},
+        }
+
+
+def rounded(value: float) -> float | None:
+    """A figure as it is published: five digits; None where the run does not say."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def arms(folder: Path) -> list[Arm]:
+    """All arms in the order in which they run: the controls, what can be judged, then the lower rate."""
+    cells = [*CONTROLS, *((name + rate, seed) for rate in ("", LOW) for seed in SEEDS for name in NEW)]
+    return [Arm(method, seed, folder / "arms" / f"{method}-seed{seed}") for method, seed in cells]
+
+
+def run_arm(arm: Arm) -> None:
+    """Main function of the process of an arm: `bapo train`, whose output goes to a log beside the run."""
+    from bapo_megatron.cli import run
+
+    arm.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(f"{arm.run_dir}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.exit(run(["train", str(RECIPE), f"--run-dir={arm.run_dir}", f"--name={arm.name}", *arm.flags]))
+
+
+def prepare_task(folder: Path) -> Path:
+    """The folder of the second study's policy and problems, from the commit that ran it."""
+    task = folder / "task"
+    if not (task / TASK[-1]).exists():
+        task.mkdir(parents=True, exist_ok=True)
+        paths = [f"recipes/demo/{name}" for name in TASK]
+        packed = subprocess.run(
+            ["git", "-C", str(ROOT), "archive", TASK_COMMIT, *paths], check=True, capture_output=True
+        )
+        unpack = ["tar", "-x", "--strip-components=2", "-C", str(task)]
+        subprocess.run(unpack, input=packed.stdout, check=True)
+    return task
+
+
+def published() -> list[Line]:
+    """The second study's own runs, without those that chose rates or calibrated."""
+    lines = [json.loads(line) for line in SECOND_STUDY.read_text().splitlines()[1:]]
+    return [line for line in lines if line["seed"] in SEEDS]
+
+
+def differences(control: Line, lines: Sequence[Line]) -> dict[str, tuple[float, float]]:
+    """Figures of a control that differ from the published ones, each with both values."""
+    [theirs] = [line["figures"] for line in lines if line["arm"] == control["arm"]]
+    ours = control["figures"]
+    shared = ours.keys() & theirs.keys() - {"moved"}  # ours is of fewer updates: those that are not on-policy
+    return {name: (ours[name], theirs[name]) for name in sorted(shared) if ours[name] != theirs[name]}

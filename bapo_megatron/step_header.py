@@ -6,6 +6,7 @@ by ``types.py``, ``planning/memory.py``, ``planning/sizes.py`` and ``bapo_rehear
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,6 +92,10 @@ class ResponseHeader(NamedTuple):
     """Whether it has log-probs of the teacher."""
     routes: StoredRoutes | None = None
     """Where its routes are; None if it was sampled without."""
+    is_cut: bool = False
+    """Whether it was cut at ``rollout.max_response_tokens``."""
+    named_rewards: Mapping[str, float] = {}
+    """The named rewards of which its reward is made; none where the reward function gives a number."""
 
 
 class GroupHeader(NamedTuple):

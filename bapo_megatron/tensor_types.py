@@ -25,7 +25,7 @@ class TokenStats(NamedTuple):
     log_prob_T: Tensor
     """log pi(label); differentiable in an update."""
     entropy_T: Tensor
-    """Entropy of the next-token distribution, nats; never differentiable."""
+    """Entropy of the next-token distribution, nats; differentiable for terms of the loss alone."""
 
 
 class Column(NamedTuple):

@@ -269,6 +269,8 @@ class Rollout(ResponseTokens):
     """With all penalties; ``reward.failed`` if it could not be scored and is not left out of its group."""
     stored_routes: StoredRoutes | None = None
     """Where its routes are, if it was read from a step's file and they are known."""
+    named_rewards: Mapping[str, float] = field(default_factory=dict)
+    """The rewards of a function that gives several by name; ``reward`` is their sum, with penalties."""
 
 
 @dataclass(frozen=True)
@@ -355,7 +357,7 @@ class BucketSpec:
 
 
 class SelfSendingPart(Protocol):
-    """A part of new weights that says how a server gets it, for your own transport (docs/extending.md)."""
+    """A part of new weights that says how a server gets it, for your own transport (docs/sglang.md)."""
 
     async def send(self, server: Any, timeout_s: float) -> None:
         """Have a server load the part, by its client (``SglangServer.load_part``, say). In the sampler's

@@ -1,19 +1,29 @@
-"""Group-relative advantages of the responses to one prompt: GRPO and Dr. GRPO, and groups that have none.
+"""Advantages of a step's responses: ``algorithm.advantage`` of ours, and what one of yours is made of.
 
-Pure functions on numpy arrays. ``data/samples.py`` computes the advantages of each group of a batch, on every
-rank, ``trainer/reference.py`` again with penalized rewards. The sampler asks ``is_uniform`` once a group is
-scored. Legend: ``_G`` responses of a group.
+An advantage is a function from ``Rewards``, the numbers of a step's responses, to one value for each; with
+``each_group`` it sees one group at a time, the responses to a prompt. Arguments after the first are its
+settings, ``algorithm.advantage_settings``. ``build_advantage`` makes the one of a run. Rank 0 computes, and
+all ranks take its values: before the first update of a step, with the penalties of a reference in the reward.
+
+Pure functions on numpy arrays. The sampler asks ``is_uniform`` once a group is scored. Legend: ``_N``
+responses of a step, ``_G`` of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from bapo_megatron.algo.parts import ADVANTAGES, load_part
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.step_header import GroupHeader
+
 STD_EPSILON = 1e-6
-"""Epsilon of GRPO's standard deviation: nearly equal rewards give no huge advantages."""
+"""Epsilon of a standard deviation: nearly equal rewards give no huge advantages."""
 
 ROUNDING = 2.0**-22
 """Relative difference of rewards that counts as none, two roundings of float32: 0.1 + 0.2 and 0.3, or a score
@@ -26,35 +36,184 @@ LARGEST_REWARD = 1e18
 """Largest size of a reward: its square, which the standard deviation and losses need, is a float32."""
 
 
-def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo", "dr_grpo"]) -> np.ndarray:
-    """Group-relative advantages: ``A_i = (R_i - mean(R)) / (std(R) + 1e-6)``, [G] from rewards R [G].
+@dataclass(frozen=True)
+class Rewards:
+    """Rewards of a step's responses, and what else an advantage may depend on: one value for each, [N].
 
-    - ``grpo`` (arXiv 2402.03300): as above
-    - ``dr_grpo`` (arXiv 2503.20783): ``A_i = R_i - mean(R)``
+    Plain data. The responses of a group lie together.
+    """
+
+    reward_N: np.ndarray
+    """float64, with all penalties."""
+    group_N: np.ndarray
+    """Number of its group: responses to one prompt have the same."""
+    tokens_N: np.ndarray
+    """Number of tokens that are trained on."""
+    cut_N: np.ndarray
+    """bool: it was cut at ``rollout.max_response_tokens``."""
+    source_N: np.ndarray
+    """Name of its source among ``data.sources``; empty in a run of one file."""
+    named: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The named rewards that the reward function gave, by name, float64 [N]; none of one that gives a number.
+    A response without one of them has 0 there."""
+
+    @classmethod
+    def of(cls, *groups: Sequence[float], tokens: int = 1, **named: Sequence[float]) -> Rewards:
+        """Rewards of ``groups``, each a list of numbers, for tests: all of ``tokens`` tokens, none cut."""
+        count = sum(map(len, groups))
+        return cls(
+            np.array([reward for group in groups for reward in group], np.float64),
+            np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+            np.full(count, tokens),
+            np.zeros(count, np.bool_),
+            np.full(count, ""),
+            {name: np.array(values, np.float64) for name, values in named.items()},
+        )
+
+    @classmethod
+    def of_step(cls, groups: Sequence[GroupHeader]) -> Rewards:
+        """Rewards of a step, from its header."""
+        numbered = [(number, group) for number, group in enumerate(groups)]
+        each = [(number, group.source, one) for number, group in numbered for one in group.responses]
+        names = sorted({name for _, _, one in each for name in one.named_rewards})
+        return cls(
+            np.array([one.reward for _, _, one in each], np.float64),
+            np.array([number for number, _, _ in each], np.int64),
+            np.array([one.trained_tokens for _, _, one in each], np.int64),
+            np.array([one.is_cut for _, _, one in each], np.bool_),
+            np.array([source for _, source, _ in each], np.str_),
+            {name: np.array([one.named_rewards.get(name, 0.0) for _, _, one in each]) for name in names},
+        )
+
+    def groups(self) -> Iterator[Rewards]:
+        """The rewards of each group, in order."""
+        bounds = np.flatnonzero(np.diff(self.group_N)) + 1
+        for index in np.split(np.arange(len(self.reward_N)), bounds) if len(self.reward_N) else ():
+            yield self._at(index)
+
+    def _at(self, index: np.ndarray) -> Rewards:
+        arrays = {name: value[index] for name, value in vars(self).items() if name != "named"}
+        return Rewards(**arrays, named={name: value_N[index] for name, value_N in self.named.items()})
+
+
+Advantage = Callable[[Rewards], np.ndarray]
+"""An advantage: from the responses of a step to float values [N]."""
+
+
+def each_group(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Decorator of an advantage that is computed group by group: ``function`` gets the ``Rewards`` of one."""
+
+    @functools.wraps(function)
+    def of_all(rewards: Rewards, **settings: Any) -> np.ndarray:
+        parts = [np.asarray(function(group, **settings)) for group in rewards.groups()]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    return of_all
+
+
+# --- advantages of ours ------------------------------------------------------------------------------
+
+
+@each_group
+def grpo(group: Rewards) -> np.ndarray:
+    """GRPO's advantage (arXiv 2402.03300): ``A_i = (R_i - mean(R)) / (std(R) + 1e-6)``.
 
     The standard deviation is that of a sample (over G - 1): GRPO's paper does not say which, and this is
     what torch.std, and with it verl, TRL and the published code of BAPO, compute.
-
-    float32; exactly zero where all rewards are equal. ValueError if there are no rewards, or one is not
-    finite or beyond ``LARGEST_REWARD``.
     """
-    rewards_G = np.asarray(rewards, dtype=np.float64)
-    if rewards_G.size == 0 or not np.isfinite(rewards_G).all():
-        raise ValueError(f"a group needs finite rewards, got {rewards_G.tolist()}")
-    if np.abs(rewards_G).max() > LARGEST_REWARD:
-        raise ValueError(f"rewards may be as large as {LARGEST_REWARD:g}, got {rewards_G.tolist()}")
-    if is_uniform(rewards_G):
-        # The mean of equal numbers may differ from them in the last bit.
-        return np.zeros(rewards_G.shape, dtype=np.float32)
-    advantages_G: np.ndarray = rewards_G - rewards_G.mean()
-    if kind == "grpo":
-        advantages_G /= rewards_G.std(ddof=1) + STD_EPSILON
-    return advantages_G.astype(np.float32)
+    return _normalized(group.reward_N)
+
+
+@each_group
+def dr_grpo(group: Rewards) -> np.ndarray:
+    """Dr. GRPO's advantage (arXiv 2503.20783): ``A_i = R_i - mean(R)``."""
+    return centered(group.reward_N)
+
+
+@each_group
+def rloo(group: Rewards) -> np.ndarray:
+    """RLOO's advantage (arXiv 2402.14740): ``A_i = R_i - mean_{j != i} R_j``, which is
+    ``(R_i - mean(R)) G / (G - 1)``."""
+    count = len(group.reward_N)
+    return centered(group.reward_N) * (count / max(1, count - 1))
+
+
+@each_group
+def grpo_leave_one_out(group: Rewards) -> np.ndarray:
+    """GRPO with a response's own reward left out of the mean and the deviation (NeMo-RL's
+    ``use_leave_one_out_baseline``): ``A_i = (R_i - mean_{j != i} R_j) / (std_{j != i} R_j + 1e-6)``.
+
+    Where the others' rewards are equal, or there is only one, nothing is divided.
+    """
+    advantage_G = rloo(group)
+    for index in range(len(advantage_G)):
+        others = np.delete(group.reward_N, index)
+        if not is_uniform(others):
+            advantage_G[index] /= others.std(ddof=1) + STD_EPSILON
+    return advantage_G
+
+
+def reinforce_plus_plus(rewards: Rewards) -> np.ndarray:
+    """REINFORCE++'s advantage (arXiv 2501.03262): the reward, normalized over all tokens of the step.
+
+    A response counts once for each of its tokens, as in verl's ``reinforce_plus_plus`` without discount:
+    ``A_i = (R_i - m) / sqrt(v + 1e-8)``, with the tokens' mean m and sample variance v.
+    """
+    return whitened(rewards.reward_N, rewards.tokens_N)
+
+
+def reinforce_plus_plus_baseline(rewards: Rewards) -> np.ndarray:
+    """REINFORCE++ with the group's mean as a baseline: ``R_i - mean(R)``, normalized over all tokens."""
+    return whitened(dr_grpo(rewards), rewards.tokens_N)
+
+
+def gdpo(rewards: Rewards, weights: dict[str, float] | None = None) -> np.ndarray:
+    """GDPO's advantage (arXiv 2601.05242), of several rewards: each is normalized in its group, as ``grpo``
+    does; their weighted sum over the step's responses: ``A_i = (S_i - mean(S)) / (std(S) + 1e-6)``.
+
+    ``weights``: of the named rewards that count; None: all of them, alike. Penalties of the reward count
+    nowhere.
+    """
+    weights = dict.fromkeys(rewards.named, 1.0) if weights is None else weights
+    missing = sorted(weights.keys() - set(rewards.named))
+    if missing or not weights:
+        has = ", ".join(rewards.named) or "none"
+        raise ConfigError(
+            f"algorithm.advantage=gdpo needs named rewards{': ' * bool(missing)}{', '.join(missing)}; this "
+            f"step has {has}: let the reward function return a dict of them (docs/rewards.md)"
+        )
+    each = (replace(rewards, reward_N=rewards.named[name]) for name in weights)
+    total_N = sum(weight * grpo(one) for weight, one in zip(weights.values(), each, strict=True))
+    return _normalized(np.asarray(total_N))
+
+
+# --- parts of an advantage ---------------------------------------------------------------------------
+
+
+def centered(value_N: np.ndarray) -> np.ndarray:
+    """``x - mean(x)``; exactly 0 where all are equal, whose mean may differ from them in the last bit."""
+    return np.zeros(value_N.shape) if is_uniform(value_N) else value_N - value_N.mean()
+
+
+def whitened(value_N: np.ndarray, tokens_N: np.ndarray) -> np.ndarray:
+    """``(x - m) / sqrt(v + 1e-8)``, each value as often as it has tokens: verl's ``masked_whiten``."""
+    tokens = tokens_N.sum()
+    if not tokens or is_uniform(value_N):
+        return np.zeros(value_N.shape)
+    distance_N = value_N - (value_N * tokens_N).sum() / tokens
+    variance = (distance_N**2 * tokens_N).sum() / max(1, tokens - 1)
+    return np.asarray(distance_N / np.sqrt(variance + 1e-8))
+
+
+def _normalized(value_N: np.ndarray) -> np.ndarray:
+    """``(x - mean(x)) / (std(x) + 1e-6)``."""
+    distance_N = centered(value_N)
+    return distance_N / (value_N.std(ddof=1) + STD_EPSILON) if distance_N.any() else distance_N
 
 
 def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:
     """Whether all rewards of a group are equal, but for ``ROUNDING`` and ``SMALLEST_DIFFERENCE``: every
-    advantage is then zero, and so is its policy gradient.
+    advantage of a group is then zero, and so is its policy gradient.
 
     Dynamic sampling (DAPO): with ``rollout.drop_uniform_groups`` the sampler drops such groups.
     """
@@ -62,3 +221,56 @@ def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:
         return True
     rewards_G = np.asarray(rewards, dtype=np.float64)
     return bool(np.ptp(rewards_G) <= max(SMALLEST_DIFFERENCE, ROUNDING * np.abs(rewards_G).max()))
+
+
+# --- the advantage of a run --------------------------------------------------------------------------
+
+
+def build_advantage(algorithm: Any) -> Advantage:
+    """The advantage of an ``AlgorithmConfig``, with its settings; its values are float32 and finite.
+
+    ConfigError for an unknown one or a setting that it does not take; at a call for a function that fails,
+    or gives other than one finite number for each response. ValueError for rewards that are not finite.
+    """
+    name = algorithm.advantage
+    function = load_part("algorithm.advantage", name, algorithm.advantage_settings, ADVANTAGES)
+
+    def checked(rewards: Rewards) -> np.ndarray:
+        _check_rewards(rewards.reward_N)
+        try:
+            value_N = np.asarray(function(rewards), np.float64)
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's function raises what it likes
+            raise ConfigError(f"algorithm.advantage={name} failed with {error!r}; mend it") from error
+        if value_N.shape != rewards.reward_N.shape or not np.isfinite(value_N).all():
+            is_what = "numbers that are not finite" if value_N.size == len(rewards.reward_N) else "others"
+            raise ConfigError(
+                f"algorithm.advantage={name} must return one finite number for each of the "
+                f"{len(rewards.reward_N)} responses, not {is_what} (shape {list(value_N.shape)})"
+            )
+        return value_N.astype(np.float32)
+
+    return checked
+
+
+class _AnyName(dict[str, np.ndarray]):
+    """Named rewards of the responses of a trial: each name has some."""
+
+    def __missing__(self, name: str) -> np.ndarray:
+        return np.array([0.0, 1.0, 1.0, 1.0])
+
+
+def check_advantage(algorithm: Any) -> None:
+    """Preflight of the advantage: ConfigError as of ``build_advantage``, also for what two groups show."""
+    trial = Rewards.of([0.0, 1.0], [1.0, 1.0], tokens=2)
+    advantage = build_advantage(algorithm)
+    if ":" in algorithm.advantage:
+        advantage(replace(trial, named=_AnyName()))
+
+
+def _check_rewards(reward_N: np.ndarray) -> None:
+    if not np.isfinite(reward_N).all():
+        raise ValueError(f"a group needs finite rewards, got {reward_N.tolist()}")
+    if reward_N.size and np.abs(reward_N).max() > LARGEST_REWARD:
+        raise ValueError(f"rewards may be as large as {LARGEST_REWARD:g}, got {reward_N.tolist()}")

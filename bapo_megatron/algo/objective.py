@@ -9,7 +9,7 @@ Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from bapo_megatron.algo.measurements import (
     UpdateSums,
     token_mean,
 )
-from bapo_megatron.algo.reference_kl import distillation_measurement, kl_loss, reference_measurement
+from bapo_megatron.algo.reference_kl import distillation_measurement, reference_measurement
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
+from bapo_megatron.algo.terms import Term, kl_terms, term_measurement
 from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 from bapo_megatron.types import Metrics
 
@@ -70,16 +71,17 @@ class Objective:
         reference: ReferenceKlConfig | None = None,
         distillation: DistillationConfig | None = None,
         keeps_keys: bool = False,
+        terms: Mapping[str, Term] | None = None,
     ) -> None:
         """``sources``: names of the run's sources, each with metrics of its own; none for one file.
 
         ``reference``: the KL penalty to a reference policy, a term of the loss or a metric alone; None: none.
         ``distillation``: the KL to a teacher, a term of the loss; None: none. ``keeps_keys``: whether engines
-        keep keys and values of older weights (``on_update=in_place``).
+        keep keys and values of older weights (``on_update=in_place``). ``terms``: of ``algorithm.terms``.
         """
         self.loss = loss
-        self._reference = reference if reference is not None and reference.in_loss else None
-        self._distillation = distillation if distillation is not None and distillation.enabled else None
+        terms = terms or {}
+        self._terms = [*kl_terms(reference, distillation), *terms.values()]
         first = MEASUREMENTS.index(CLIPPING) + 1
         always = [ENGINE_GAP_OF_OWN_KEYS if keeps_keys and one is ENGINE_GAP else one for one in MEASUREMENTS]
         self._measurements: list[Measurement] = [
@@ -87,7 +89,8 @@ class Objective:
             *loss.measurements,  # the metrics of a loss stand beside its clip fractions
             *always[first:],
             *([reference_measurement(reference)] if reference is not None and reference.enabled else []),
-            *([distillation_measurement(self._distillation)] if self._distillation else []),
+            *([distillation_measurement(distillation)] if distillation and distillation.enabled else []),
+            *(term_measurement(label, term) for label, term in terms.items()),
             *([by_source(sources)] if sources else []),
         ]
         self._parts: dict[str, slice] = {}
@@ -107,12 +110,11 @@ class Objective:
         search = self.loss.search
 
         def sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
-            terms = self.loss.terms(stats, batch, found)
+            # A policy loss that reads the entropy takes it as a constant; terms differentiate it.
+            terms = self.loss.terms(stats._replace(entropy_T=stats.entropy_T.detach()), batch, found)
             loss = terms.loss
-            if self._reference is not None:
-                loss = loss + kl_loss(stats, batch, batch.reference_log_prob_T, self._reference)
-            if self._distillation is not None:
-                loss = loss + kl_loss(stats, batch, batch.teacher_log_prob_T, self._distillation)
+            for term in self._terms:
+                loss = loss + term(stats, batch)
             with torch.no_grad():
                 view = PackView(stats, batch, terms, found, version)
                 parts = [view.live_T.sum().double()[None]]

@@ -220,7 +220,8 @@ def _problems(field: str, owner: str, taken: list[Setting], settings: Mapping[st
 def _hints(cls: type) -> dict[str, Any]:
     """Annotations of the constructor's arguments; none if a name in them cannot be resolved."""
     try:
-        return get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
+        called = cls.__init__ if inspect.isclass(cls) else cls  # type: ignore[misc]
+        return get_type_hints(called, include_extras=True)
     except NameError:  # an import for the type checker alone
         return {}
 

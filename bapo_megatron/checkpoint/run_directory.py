@@ -59,6 +59,9 @@ THREADS = "threads"
 _ADDED: dict[str, Any] = {
     "algorithm.loss": "clip",
     "algorithm.loss_settings": {},
+    "algorithm.advantage_settings": {},
+    "algorithm.masks": [],
+    "algorithm.terms": [],
     "algorithm.bounds.bounds_tokens": None,
     "algorithm.importance_level": "token",
     "algorithm.reference_kl.coefficient": 0.0,

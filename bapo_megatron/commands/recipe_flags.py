@@ -78,12 +78,15 @@ def check_names(config: RunConfig, own_code: bool = False) -> None:
     ``own_code``: dotted paths are imported and checked, too, as a run does. Else they are not: the module may
     exist on the run's machines alone.
     """
+    from bapo_megatron.algo.advantages import check_advantage
     from bapo_megatron.reward.endpoint_settings import KINDS, read_settings
     from bapo_megatron.rollout.engines.backend import engine_backend
 
     if own_code or ":" not in config.rollout.engine:
         engine_backend(config.rollout.engine)
     _check_loss(config, own_code)
+    if own_code or ":" not in config.algorithm.advantage:
+        check_advantage(config.algorithm)
     if config.reward.function in KINDS:
         read_settings(config.reward.function, config.reward.settings, here=False)
     if own_code:

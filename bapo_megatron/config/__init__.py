@@ -10,6 +10,7 @@ from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.config.engines import EngineConfig, SglangConfig
+from bapo_megatron.config.parts import PartConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.run import (
     CheckpointConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PartConfig",
     "PolarityConfig",
     "ProfileConfig",
     "ReferenceKlConfig",

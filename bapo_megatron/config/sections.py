@@ -20,6 +20,7 @@ from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.config.engines import EngineConfig, SglangConfig
 from bapo_megatron.config.flags import Settings
+from bapo_megatron.config.parts import Parts
 from bapo_megatron.config.sources import SourceConfig, Sources
 
 
@@ -263,14 +264,20 @@ class AlgorithmConfig:
     loss_settings: Settings = field(default_factory=dict, kw_only=True)
     """Settings of the loss, by the names of its constructor's arguments, e.g. `{"ratio_high": 4.0}` of
     `cispo`; docs/losses.md has them all. As a flag one JSON object, which replaces the recipe's."""
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """`grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean."""
+    advantage: str = "grpo"
+    """The advantage of a response. `grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean.
+    `rloo`, `grpo_leave_one_out`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`:
+    docs/losses.md#advantages-masks-terms. Or `package.module:function` of yours:
+    docs/extending.md#5-an-advantage-a-mask-a-term."""
     polarity: PapoConfig = field(default_factory=PapoConfig)
     """PAPO: advantages reweighted by each token's effect on the entropy; off by default."""
     loss_mean: Literal["token", "sequence", "constant"] = "token"
     """Mean of the loss. `token`: over the tokens of the update. `sequence`: first within each response, then
     over responses. `constant`: over responses, each one's sum divided by `rollout.max_response_tokens` (Dr.
     GRPO)."""
+    advantage_settings: Settings = field(default_factory=dict, kw_only=True)
+    """Settings of the advantage, by the names of its function's arguments, e.g. `{"weights": {"correct": 1,
+    "format": 0.5}}` of `gdpo`. As a flag one JSON object, which replaces the recipe's."""
     known_ratio: bool = True
     """Take the ratio as 1, without the forward pass that measures it, when the bounds of an on-policy update
     are searched: one whose every token the present weights sampled, or, with `old_log_probs=trainer`, the
@@ -288,6 +295,14 @@ class AlgorithmConfig:
     over the response for all of its tokens."""
     corrections: CorrectionsConfig = field(default_factory=CorrectionsConfig, kw_only=True)
     """Rejection of whole responses that another policy sampled, with any loss; off by default."""
+    masks: Parts = field(default=(), kw_only=True)
+    """Masks, in their order: rules that take a response or tokens of it out of each update
+    (docs/losses.md#advantages-masks-terms), with `name` and `settings`. As a flag a JSON list, which replaces the recipe's:
+    `["cut_responses", {"name": "icepop", "settings": {"high": 2}}]`. A name may be `package.module:function`,
+    of yours."""
+    terms: Parts = field(default=(), kw_only=True)
+    """Terms that are added to the loss (docs/losses.md#advantages-masks-terms), in the form of `masks`: `[{"name":
+    "entropy_bonus", "settings": {"coefficient": 0.001}}]`. Or `package.module:function` of yours."""
     reference_kl: ReferenceKlConfig = field(default_factory=ReferenceKlConfig, kw_only=True)
     """KL penalty to a frozen reference policy, in the loss or in the reward; off by default."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig, kw_only=True)

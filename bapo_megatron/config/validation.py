@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.algo.bounds import sum_count
+from bapo_megatron.algo.parts import CENTERED_ADVANTAGES
 from bapo_megatron.algo.settings import fields_of, out_of_range
 from bapo_megatron.config.engines import EngineConfig
+from bapo_megatron.config.parts import part_problems, unused_settings_of_parts
 from bapo_megatron.config.sections import (
     AlgorithmConfig,
     DataConfig,
@@ -141,6 +143,7 @@ def _pack_problems(run: RunConfig) -> Iterator[str]:
 def _algorithm_problems(run: RunConfig) -> Iterator[str]:
     """Rules of the objective: bounds, importance weights, and no more updates than groups."""
     algorithm, rollout = run.algorithm, run.rollout
+    yield from part_problems(algorithm)
     yield from (f"algorithm.bounds.{problem}" for problem in algorithm.bounds.problems())
     if algorithm.importance_cap is not None and algorithm.old_log_probs == "rollout":
         yield (
@@ -296,6 +299,7 @@ def unused_settings(run: RunConfig) -> Iterator[str]:
     """
     data, reward, optimizer, evaluation = run.data, run.reward, run.optimizer, run.evaluation
     yield from _balanced_by_mean(run.algorithm)
+    yield from unused_settings_of_parts(run)
     for name in ("min_difficulty", "max_difficulty"):
         value = getattr(data, name)
         if data.difficulty is None and value != getattr(DataConfig, name):
@@ -326,12 +330,11 @@ def unused_settings(run: RunConfig) -> Iterator[str]:
 
 
 def searches_groups_advantages(algorithm: AlgorithmConfig) -> bool:
-    """Whether clipping bounds are searched by a share that at ratios of 1 is of the groups' advantages alone.
-
-    Not where training changes these advantages, or leaves responses out.
-    """
+    """Whether clipping bounds are searched by a share that at ratios of 1 is of the groups' advantages alone:
+    not where training changes these advantages, or leaves responses out."""
     bounds = algorithm.bounds
     changed = algorithm.polarity.enabled or algorithm.reference_kl.in_reward or algorithm.corrections.rejects
+    changed = changed or bool(algorithm.masks) or algorithm.advantage not in CENTERED_ADVANTAGES
     is_theirs = (bounds.share, bounds.weight) == ("absolute", "uniform")
     return algorithm.loss == "clip" and sum_count(bounds) > 2 and is_theirs and not changed
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from bapo_megatron.algo.advantages import group_advantages
+from bapo_megatron.algo.advantages import Advantage, Rewards
 from bapo_megatron.data.routes import read_routes
 from bapo_megatron.types import (
     ResponseColumns,
@@ -67,6 +67,8 @@ class Sample(ResponseColumns, _TokenIds):
     """Log-probs under the frozen reference policy, float32; None in a run without one."""
     replays_routes: bool = True
     """See ``MicroBatch``."""
+    is_cut: bool = False
+    """Whether it was cut at ``rollout.max_response_tokens``."""
 
     def __post_init__(self) -> None:
         if self.loss_mask_R is not None and len(self.loss_mask_R) != self.response_tokens:
@@ -134,6 +136,12 @@ class Sample(ResponseColumns, _TokenIds):
         """The sample with columns that ``change`` adds wherever it is loaded. It must keep the numbers."""
         return change(self)
 
+    def masked(
+        self, change: Callable[[Sample], Sample], trained: int, predicted: int, versions: VersionSpan
+    ) -> Sample:
+        """The sample with another loss mask by ``change``; these are its numbers then."""
+        return change(self)
+
     def with_advantage(self, advantage: float) -> Sample:
         return replace(self, advantage=advantage)
 
@@ -159,6 +167,10 @@ class StoredSample:
     @property
     def response_tokens(self) -> int:
         return self.response.tokens
+
+    @property
+    def is_cut(self) -> bool:
+        return self.response.is_cut
 
     @property
     def trained_tokens(self) -> int:
@@ -204,6 +216,7 @@ class StoredSample:
             **{name: x for name, x in tokens.columns.items() if name != "token_ids_R"},
             advantage=self.advantage,
             source=self.source,
+            is_cut=self.is_cut,
         )
         for change in self.changes:
             sample = change(sample)
@@ -212,6 +225,13 @@ class StoredSample:
     def changed(self, change: Callable[[Sample], Sample]) -> StoredSample:
         """The sample with ``change`` after those that it has."""
         return replace(self, changes=(*self.changes, change))
+
+    def masked(
+        self, change: Callable[[Sample], Sample], trained: int, predicted: int, versions: VersionSpan
+    ) -> StoredSample:
+        """The sample with another loss mask by ``change``; these are its numbers then."""
+        numbers = {"trained_tokens": trained, "predicted_tokens": predicted, "versions": versions}
+        return replace(self.changed(change), response=self.response._replace(**numbers))
 
     def with_advantage(self, advantage: float) -> StoredSample:
         return replace(self, advantage=advantage)
@@ -226,24 +246,25 @@ Code asks for the columns of samples that this rank packs, and of no others.
 
 def samples_of(
     batch: TrainingBatch,
-    advantage: Literal["grpo", "dr_grpo"],
+    advantage: Advantage,
     sources: Sequence[str] = (),
     route_replay: RouteReplay = "off",
 ) -> list[list[StoredSample]]:
-    """Samples of a step, group by group, with advantages normalized within each group. Reads no column.
+    """Samples of a step, group by group, with the values of ``advantage``. Reads no column.
 
-    ``sources``: names of the run's sources; a sample gets the index of its own. ``route_replay``: what is
-    made of the rollouts' routes; `off`: they are left where they are.
+    ``advantage``: as ``build_advantage`` makes it. ``sources``: names of the run's sources; a sample gets the
+    index of its own. ``route_replay``: what is made of the rollouts' routes; `off`: they are left where they
+    are.
     """
     found = []
+    values = iter(advantage(Rewards.of_step(batch.header.groups)).tolist())
     for number, group in enumerate(batch.header.groups):
         source = sources.index(group.source) if group.source in sources else -1
-        advantages = group_advantages([one.reward for one in group.responses], advantage)
         reads = (partial(batch.read, number, index) for index in range(len(group.responses)))
         found.append(
             [
-                StoredSample(response, group.prompt_tokens, read, float(value), source, route_replay)
-                for response, read, value in zip(group.responses, reads, advantages, strict=True)
+                StoredSample(response, group.prompt_tokens, read, next(values), source, route_replay)
+                for response, read in zip(group.responses, reads, strict=True)
             ]
         )
     return found

@@ -3,6 +3,7 @@
     log pi(y) = z_y / t - logsumexp(z / t)
     H = logsumexp(z / t) - sum_v pi(v) z_v / t
     d log pi(y) / dz_v = (1[v = y] - pi(v)) / t
+    dH / dz_v = -pi(v) (log pi(v) + H) / t
 
 with logits z = W h of a token's hidden state h, output weights W, and temperature t.
 
@@ -145,12 +146,23 @@ class _LossAndGradient(torch.autograd.Function):
         for part, hidden_CH, logits_CV in head._logits(hidden_TH, weight_VH, rows_N):
             chunk = batch.take(part)
             log_prob_C, entropy_C, log_norm_C = head._stats(logits_CV, chunk.label_T)
-            sums, grad_C = _sums_and_gradient(log_prob_C, entropy_C, chunk, loss)
+            sums, grad_C, entropy_grad_C = _sums_and_gradient(log_prob_C, entropy_C, chunk, loss)
             total = sums if total is None else total + sums
-            # g = pi - 1[label] in place of the logits; then -grad g W and -grad g^T h, over the temperature.
+            # g in place of the logits; then -grad g W and -grad g^T h, over the temperature.
             column_C, mine_C = head._local_columns(chunk.label_T, weight_VH.size(0))
-            gap_CV = logits_CV.sub_(log_norm_C[:, None]).exp_()
-            gap_CV.scatter_add_(1, column_C[:, None], -mine_C[:, None].float())
+            logits_CV.sub_(log_norm_C[:, None])
+            if entropy_grad_C is None:  # g = pi - 1[label]
+                chosen_C, gap_CV = mine_C.float(), logits_CV.exp_()
+            else:
+                # With the gradients a and b by log pi and H and c = |a| + |b|, in place of a:
+                # g = (pi (a + b (log pi + H)) - a 1[label]) / c
+                size_C = grad_C.abs() + entropy_grad_C.abs()
+                share_C, entropy_share_C = (
+                    torch.where(size_C > 0, one_C / size_C, 0.0) for one_C in (grad_C, entropy_grad_C)
+                )
+                gap_CV = _with_entropy(logits_CV, share_C + entropy_share_C * entropy_C, entropy_share_C)
+                chosen_C, grad_C = mine_C * share_C, size_C
+            gap_CV.scatter_add_(1, column_C[:, None], -chosen_C[:, None])
             gap = gap_CV.to(weight_VH.dtype)
             scale = (-grad_C / head.temperature)[:, None]  # float32, so that a token's weight is not rounded
             if rows_N is None:
@@ -178,13 +190,33 @@ class _LossAndGradient(torch.autograd.Function):
 
 def _sums_and_gradient(
     log_prob_C: Tensor, entropy_C: Tensor, chunk: MicroBatch, loss: TokenFn
-) -> tuple[Tensor, Tensor]:
-    """The vector of ``loss`` over a chunk, and d(element 0) / d(log-probs)."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The vector of ``loss`` over a chunk, and the gradients of element 0 by log-probs and entropies.
+
+    The second one is None if the loss does not depend on entropies.
+    """
     with torch.enable_grad():
-        log_prob_C = log_prob_C.detach().requires_grad_()
-        sums = loss(TokenStats(log_prob_C, entropy_C), chunk)
-        (grad_C,) = torch.autograd.grad(sums[0], log_prob_C)
-    return sums.detach().double(), grad_C
+        stats = TokenStats(*(one_C.detach().requires_grad_() for one_C in (log_prob_C, entropy_C)))
+        sums = loss(stats, chunk)
+        grad_C, entropy_grad_C = torch.autograd.grad(sums[0], stats, allow_unused=True)
+    grad_C = torch.zeros_like(log_prob_C) if grad_C is None else grad_C
+    return sums.detach().double(), grad_C, entropy_grad_C
+
+
+def _with_entropy(log_prob_CV: Tensor, constant_C: Tensor, factor_C: Tensor) -> Tensor:
+    """``pi (constant + factor log pi)`` in place of log pi, block by block."""
+    for part in _blocks(log_prob_CV):
+        weighted_CV = torch.addcmul(constant_C[part, None], factor_C[part, None], log_prob_CV[part])
+        log_prob_CV[part].exp_().mul_(weighted_CV)
+    return log_prob_CV
+
+
+def _blocks(logits_CV: Tensor) -> Iterator[slice]:
+    """Rows of a chunk, in blocks that take little memory beside it."""
+    rows, width = logits_CV.shape
+    block = min(rows, max(1, (_SOFTMAX_LOGITS if logits_CV.is_cuda else _CACHED_LOGITS) // width))
+    for start in range(0, rows, block):
+        yield slice(start, min(start + block, rows))
 
 
 def _matmul_into_float32(weight_VH: Tensor) -> Callable[[Tensor, Tensor], object]:
@@ -203,14 +235,12 @@ def _matmul_into_float32(weight_VH: Tensor) -> Callable[[Tensor, Tensor], object
 
 def _local_softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
     """logsumexp(z) and sum_v softmax(z)_v z_v of each row, block by block; float64 on a CPU, else float32."""
-    rows, width = logits_CV.shape
-    block = min(rows, max(1, (_SOFTMAX_LOGITS if logits_CV.is_cuda else _CACHED_LOGITS) // width))
     softmax, dtype = (_gpu_softmax, torch.float32) if logits_CV.is_cuda else (_cpu_softmax, torch.float64)
-    log_norm_C, mean_C = logits_CV.new_empty(2, rows, dtype=dtype)
-    buffer = torch.empty_like(logits_CV[:block])
-    for start in range(0, rows, block):
-        part = slice(start, min(start + block, rows))
+    log_norm_C, mean_C = logits_CV.new_empty(2, logits_CV.size(0), dtype=dtype)
+    buffer: Tensor | None = None
+    for part in _blocks(logits_CV):
         logits = logits_CV[part]
+        buffer = torch.empty_like(logits) if buffer is None else buffer
         log_norm_C[part], mean_C[part] = softmax(logits, buffer[: logits.size(0)])
     return log_norm_C, mean_C
 

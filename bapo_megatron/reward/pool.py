@@ -51,6 +51,8 @@ class RewardResult:
     value that is no number."""
     score: float | None = dataclasses.field(default=None, compare=False)
     """Value of the reward function, before penalties; None if there is a failure."""
+    named: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
+    """The rewards of a function that returns several by name; ``score`` is their sum."""
 
 
 class RewardPool:

@@ -65,21 +65,23 @@ def _comparisons() -> dict[str, Callable[[list[Any]], bool]]:
 
 
 def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Scorer: from {function, prompt, response} to {score, reward}, or to {failure, detail}."""
+    """Scorer: from {function, prompt, response} to {score, reward, named}, or to {failure, detail}."""
     scores = {name: _score_function(functions.settings_for(reward, name)) for name in names}
     pattern = None if reward.format_pattern is None else re.compile(reward.format_pattern, re.DOTALL)
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         response = question["response"]
         value = scores[question["function"]](question["prompt"], response)
-        number = _finite(value)
+        named = {str(name): _finite(one) for name, one in value.items()} if isinstance(value, dict) else {}
+        number = _finite(value if not named else None if None in named.values() else sum(named.values()))
         if number is None:
             kind = type(value).__name__
             return {"failure": "not finite", "detail": text_of(value), "place": kind}
         # A pattern may begin with the tag that the chat template has opened, or leave it to the prompt.
         forms = [response, *([THINKING + response] if question["prompt"].get("opens_thinking") else [])]
         fits = pattern is None or any(map(pattern.fullmatch, forms))  # it may take for ever: see config
-        return {"score": number, "reward": number - (0.0 if fits else reward.format_penalty)}
+        penalty = 0.0 if fits else reward.format_penalty
+        return {"score": number, "reward": number - penalty, "named": named}
 
     return answer
 

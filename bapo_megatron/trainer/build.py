@@ -14,6 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bapo_megatron.algo.advantages import Advantage, build_advantage
 from bapo_megatron.checkpoint.exports import AfterExport, StepExports
 from bapo_megatron.checkpoint.run_directory import (
     has_steps,
@@ -45,7 +48,7 @@ from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
 from bapo_megatron.rollout.sampler.turns import tools_of
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, SenderParts, WeightStaging, sender_class
-from bapo_megatron.runtime.distributed import barrier, is_main
+from bapo_megatron.runtime.distributed import barrier, is_main, on_all_ranks
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.storage import OldFiles, print_kept
 from bapo_megatron.trainer.gpu_handover import GpuHandover
@@ -70,6 +73,8 @@ class Run:
 
     config: RunConfig
     policy: Policy
+    advantage: Advantage
+    """Collective: rank 0 computes, and all ranks have its values."""
     update_loss: UpdateLoss
     sync: WeightSync
     handover: GpuHandover
@@ -154,6 +159,7 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
         yield Run(
             config=config,
             policy=policy,
+            advantage=_agreed(build_advantage(config.algorithm)),
             update_loss=update_loss,
             sync=sync,
             handover=handover,
@@ -167,6 +173,13 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
             preemption=preemption,
             watchdog=watchdog,
         )
+
+
+def _agreed(advantage: Advantage) -> Advantage:
+    """``advantage`` as rank 0 computes it: a user's function may give others elsewhere, by chance say."""
+    return lambda rewards: on_all_ranks(lambda: advantage(rewards) if is_main() else np.zeros(0, np.float32))[
+        0
+    ]
 
 
 def _handover(

@@ -5,9 +5,10 @@
 - ``old_log_probs=trainer``: one forward pass a step gives pi_old of the trainer. It differs from pi_rollout a
   little, at stale tokens a lot; with ``importance_cap`` the weight corrects that, by token or by response.
 - ``old_log_probs=rollout``: pi_old is pi_rollout, the engine's log-probs; there are no weights.
-- ``algorithm.corrections`` rejects whole responses before packing, alike on all ranks
-  (``algo/corrections.py``): of an update's metrics only ``corrections/rejected_*`` count them.
-  ``off_policy_delta`` may cost a forward pass. An update with none left takes no step, with a warning.
+- ``algorithm.masks`` and ``algorithm.corrections`` take responses and tokens out before packing, alike on
+  all ranks (``masks.py``, ``algo/corrections.py``): of an update's metrics only ``masks/*`` and
+  ``corrections/rejected_*`` count them. ``off_policy_delta`` may cost a forward pass. An update with none
+  left takes no step, with a warning.
 
 A rank has the columns of its own samples alone. What all ranks need of a response, such as its mean ratio,
 one replica computes, and ``measured_once`` gives the number to all.
@@ -33,7 +34,6 @@ from torch import Tensor
 
 from bapo_megatron.algo.corrections import (
     is_off_policy,
-    is_outside,
     truncated_importance,
     truncated_sequence_importance,
 )
@@ -43,6 +43,7 @@ from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.trainer.masks import Remaining, mask_names, masks_of, measure, shares
 from bapo_megatron.types import Metrics
 
 METRICS = ("corrections/rejected_responses", "corrections/rejected_tokens", "corrections/weight")
@@ -74,7 +75,8 @@ def with_old_log_probs(
 
 def correction_metrics(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     """Names of the metrics that ``corrected`` returns with these settings; none without corrections."""
-    return METRICS if algorithm.corrections.rejects or algorithm.importance_cap is not None else ()
+    corrects = algorithm.corrections.rejects or algorithm.masks or algorithm.importance_cap is not None
+    return (*METRICS, *mask_names(algorithm)) if corrects else ()
 
 
 def corrected(
@@ -84,21 +86,29 @@ def corrected(
     pack_tokens: int,
     on_policy: bool,
 ) -> tuple[list[list[TrainingSample]], Metrics]:
-    """Rejection of responses: the groups of an update that are kept, and the metrics ``correction_metrics``.
+    """Masks and rejection: what an update trains on, group by group, and the metrics ``correction_metrics``.
 
     - ``corrections/rejected_responses``, ``.../rejected_tokens``: shares of the update's responses and
       trained tokens
     - ``corrections/weight``: mean importance weight of the tokens that are left; None where there are none
+    - ``masks/...``: the share of each mask (``masks.mask_names``)
 
     ``on_policy`` as in ``UpdateLoss.loss``. Collective. FloatingPointError, on every rank, for log-probs that
     are not finite.
     """
-    names = correction_metrics(algorithm)
-    if not names:
+    if not correction_metrics(algorithm):
         return [list(group) for group in groups], {}
     config = algorithm.corrections
-    samples = [sample for group in groups for sample in group]
-    kept, weights = _kept_and_weights(policy, samples, algorithm)
+    before = [sample for group in groups for sample in group]
+    masks, weighs = masks_of(algorithm), algorithm.importance_cap is not None
+    width = len(Remaining._fields) + 2 * len(masks)
+    numbers = measured_once(policy, before, lambda one: measure(one, masks, weighs), width)
+    found = [Remaining(*row[: len(Remaining._fields)]) for row in numbers]
+    samples = [one.of(sample, masks) for one, sample in zip(found, before, strict=True)]
+    kept = [
+        bool(now.predicted_tokens or not was.predicted_tokens)
+        for now, was in zip(samples, before, strict=True)
+    ]
     if config.off_policy_delta is not None:
         known = on_policy and algorithm.known_ratio
         measured = [sample for sample, keep in zip(samples, kept, strict=True) if keep]
@@ -108,37 +118,21 @@ def corrected(
             keep and not is_off_policy(sample.advantage, next(gaps), delta)
             for sample, keep in zip(samples, kept, strict=True)
         ]
-    left = iter(kept)
-    remaining = [[sample for sample in group if next(left)] for group in groups]
-    tokens = [sample.predicted_tokens for sample in samples]
-    return remaining, dict(zip(names, _shares(kept, tokens, weights), strict=True))
-
-
-def _kept_and_weights(
-    policy: Policy, samples: Sequence[TrainingSample], algorithm: AlgorithmConfig
-) -> tuple[list[bool], list[float]]:
-    """Whether each sample is inside the limits on pi_old / pi_rollout, and the sum of its importance weights.
-
-    Collective with ``old_log_probs=trainer``; else the ratio and all weights are 1.
-    """
-    if algorithm.old_log_probs == "rollout":
-        return [True] * len(samples), [float(sample.predicted_tokens) for sample in samples]
-    config = algorithm.corrections
-
-    def measure(sample: Sample) -> tuple[float, float]:
-        inside = not (config.compares_old and is_outside(_old_ratio(sample), config))
-        return float(inside), _weight(sample)
-
-    found = measured_once(policy, samples, measure, 2)
-    return [bool(inside) for inside, _ in found], [weight for _, weight in found]
+    left = iter(zip(samples, kept, strict=True))
+    remaining = [[one for one, keep in (next(left) for _ in group) if keep] for group in groups]
+    tokens = sum(sample.predicted_tokens for sample in before)
+    values = _shares(kept, tokens, [one.predicted for one in found], [one.weight for one in found])
+    taken = [row[len(Remaining._fields) :] for row in numbers]
+    return remaining, {**dict(zip(METRICS, values, strict=True)), **shares(algorithm, taken, tokens)}
 
 
 def _shares(
-    kept: Sequence[bool], tokens: Sequence[int], weights: Sequence[float]
+    kept: Sequence[bool], before: int, tokens: Sequence[float], weights: Sequence[float]
 ) -> tuple[float | None, float | None, float | None]:
-    """Values of ``METRICS``, from an update's samples: which are kept, their predicted tokens and weights."""
-    before, after = sum(tokens), sum(count for count, keep in zip(tokens, kept, strict=True) if keep)
-    weight = sum(weight for weight, keep in zip(weights, kept, strict=True) if keep)
+    """Values of ``METRICS``, from an update's samples: which are kept, their remaining tokens and weights."""
+    after, weight = (
+        sum(value for value, keep in zip(values, kept, strict=True) if keep) for values in (tokens, weights)
+    )
     return (
         1 - sum(kept) / len(kept) if kept else None,
         1 - after / before if before else None,
@@ -149,37 +143,21 @@ def _shares(
 def measured_once(
     policy: Policy,
     samples: Sequence[TrainingSample],
-    measure: Callable[[Sample], tuple[float, ...]],
+    measure: Callable[[TrainingSample], Sequence[float]],
     width: int,
 ) -> list[list[float]]:
-    """The ``width`` numbers that ``measure`` makes of each sample's columns, on every rank. Collective.
+    """The ``width`` numbers that ``measure`` makes of each sample, on every rank. Collective.
 
-    One replica loads a sample; in turns, so each loads its share. The numbers are exact, as if each rank had
-    computed all of them.
+    One replica measures a sample; in turns, so each loads its share. The numbers are exact, as if each rank
+    had computed all of them.
     """
     layout = policy.pack_layout
     found = torch.zeros(len(samples), width, dtype=torch.float64)
     for index in range(layout.data_rank, len(samples), layout.data_size):
-        found[index] = torch.tensor(measure(samples[index].loaded()), dtype=torch.float64)
+        found[index] = torch.tensor(measure(samples[index]), dtype=torch.float64)
     # One replica has a sample's numbers, the others zeros: the sum is exact.
     numbers: list[list[float]] = policy.sum_over_replicas(found).tolist()
     return numbers
-
-
-def _weight(sample: Sample) -> float:
-    """Sum of the importance weights of the sample's trained tokens; their number where there are none."""
-    if sample.importance_R is None:
-        return float(sample.predicted_tokens)
-    return float(sample.importance_R[sample.predicted_R].sum(dtype=np.float64))
-
-
-def _old_ratio(sample: Sample) -> np.ndarray:
-    """log(pi_old / pi_rollout) of the sample's trained tokens; pi_old is pi_rollout where none is given."""
-    if sample.old_log_probs_R is None:
-        return np.zeros(int(sample.predicted_R.sum()))
-    log_ratio_R = sample.old_log_probs_R.astype(np.float64) - sample.log_probs_R
-    log_ratio_N: np.ndarray = log_ratio_R[sample.predicted_R]
-    return log_ratio_N
 
 
 def _mean_gaps(

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from bapo_megatron.algo.advantages import check_advantage
+from bapo_megatron.algo.masks import check_masks
+from bapo_megatron.algo.terms import check_terms
 from bapo_megatron.checkpoint.export import check_export_output
 from bapo_megatron.checkpoint.fork import check_fork
 from bapo_megatron.checkpoint.fork_record import ForkSource
@@ -83,6 +86,9 @@ def run_checks(
     yield lambda: check_logging(config.logging)
     yield lambda: check_functions(config, config.reward_functions)
     yield lambda: checked_loss(config)
+    yield lambda: check_advantage(config.algorithm)
+    yield lambda: check_masks(config.algorithm)
+    yield lambda: check_terms(config.algorithm)
     yield lambda: check_teacher(config)
     yield tokenizer
     yield lambda: _check_context(config)
@@ -114,6 +120,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     check_new_run(config)
     check_logging(config.logging)
     check_functions(config, config.reward_functions)
+    check_advantage(config.algorithm)
     coefficient = config.algorithm.reference_kl.coefficient
     if coefficient:
         raise ConfigError(

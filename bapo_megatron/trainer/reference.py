@@ -2,7 +2,7 @@
 
     start      weights of ``algorithm.reference_kl.model`` to host memory; digest against RUN/reference.json
     each step  before the first update: one forward-only pass; log pi_ref becomes a column of the samples
-    reward     R - beta sum_t k_t, then the group's advantages (``place=reward``)
+    reward     R - beta sum_t k_t, then the advantages (``place=reward``)
 
 ``trainer/build.py`` loads it, ``train.py`` calls ``with_reference``, both on every rank, with
 ``algorithm.reference_kl.coefficient`` above 0. ``algo/reference_kl.py`` has the formulas. The reference is in
@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bapo_megatron.algo.advantages import group_advantages
+from bapo_megatron.algo.advantages import Advantage, Rewards
 from bapo_megatron.algo.reference_kl import response_penalty
 from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
-from bapo_megatron.config import AlgorithmConfig, RunConfig
+from bapo_megatron.config import RunConfig
 from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.interfaces import Policy
@@ -115,12 +115,14 @@ def with_reference(
     policy: Policy,
     groups: Sequence[Sequence[TrainingSample]],
     header: StepHeader,
-    algorithm: AlgorithmConfig,
+    config: ReferenceKlConfig,
+    advantage: Advantage,
     pack_tokens: int,
 ) -> list[list[TrainingSample]]:
     """Reference log-probs: the samples of a step with log pi_ref, and advantages of the penalized rewards.
 
-    ``groups``: the samples of the step of ``header``, group by group, with pi_old. One forward pass at the
+    ``groups``: the samples of the step of ``header``, group by group, with pi_old. ``advantage``: with which
+    the penalized rewards become advantages. One forward pass at the
     reference's weights. Equal on every rank. Collective. FloatingPointError, on every rank, for log-probs
     that are not finite.
     """
@@ -134,15 +136,14 @@ def with_reference(
         raise FloatingPointError("log-probs of the reference policy are not finite: its weights are broken")
     changes = (partial(_with_column, column_R=column_R) for column_R in found)
     referred = [[one.changed(next(changes)) for one in group] for group in groups]
-    if not algorithm.reference_kl.in_reward:
+    if not config.in_reward:
         return referred
     samples = [sample for group in referred for sample in group]
-    config = algorithm.reference_kl
-    penalties = iter(measured_once(policy, samples, lambda one: (_penalty(one, config),), 1))
-    rewards = [
-        [response.reward - next(penalties)[0] for response in group.responses] for group in header.groups
-    ]
-    return [_penalized(*pair, algorithm) for pair in zip(referred, rewards, strict=True)]
+    penalties = measured_once(policy, samples, lambda one: (_penalty(one.loaded(), config),), 1)
+    rewards = Rewards.of_step(header.groups)
+    rewards = replace(rewards, reward_N=rewards.reward_N - [penalty for (penalty,) in penalties])
+    values = iter(advantage(rewards).tolist())
+    return [[one.with_advantage(next(values)) for one in group] for group in referred]
 
 
 def check_teacher_log_probs(step: int, header: StepHeader) -> None:
@@ -157,14 +158,6 @@ def check_teacher_log_probs(step: int, header: StepHeader) -> None:
 
 def _with_column(sample: Sample, column_R: np.ndarray) -> Sample:
     return replace(sample, reference_log_probs_R=column_R)
-
-
-def _penalized(
-    group: Sequence[TrainingSample], rewards: Sequence[float], algorithm: AlgorithmConfig
-) -> list[TrainingSample]:
-    """Samples of a group with the advantages of the penalized ``rewards``, ``R - beta sum_t k_t``."""
-    advantages = group_advantages(rewards, algorithm.advantage)
-    return [one.with_advantage(float(value)) for one, value in zip(group, advantages, strict=True)]
 
 
 def _penalty(sample: Sample, config: ReferenceKlConfig) -> float:

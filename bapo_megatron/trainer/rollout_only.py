@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from bapo_megatron.algo.advantages import group_advantages, is_uniform
+from bapo_megatron.algo.advantages import Rewards, build_advantage, is_uniform
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.losses.clip import group_of_sequences
 from bapo_megatron.checkpoint.run_directory import store_config
@@ -154,7 +154,8 @@ def sampled_shares(
     from 1/2, and in a mean over sequences nothing does but responses without trained tokens. A search in a
     part of an update sees a few responses, and its share is also a matter of which they are.
     """
-    responses = [_responses(group, algorithm) for group in groups]
+    values = iter(build_advantage(algorithm)(Rewards.of_step(groups)).tolist())
+    responses = [_responses(group, values, algorithm) for group in groups]
     found: Metrics = {SHARE: _share([one for group in responses for one in group])}
     uses = algorithm.reuse_epochs, algorithm.updates_per_epoch
     searches = [
@@ -174,14 +175,11 @@ _Response = tuple[float, int]
 """The advantages of a response's tokens added up, weighted, and its number of trained tokens."""
 
 
-def _responses(group: GroupHeader, algorithm: AlgorithmConfig) -> list[_Response]:
-    advantages_G = group_advantages([one.reward for one in group.responses], algorithm.advantage)
+def _responses(group: GroupHeader, values: Iterator[float], algorithm: AlgorithmConfig) -> list[_Response]:
+    """Of a group, whose advantages come next from ``values``."""
     tokens_G = [one.trained_tokens for one in group.responses]
     by_token = algorithm.loss_mean != "sequence"
-    return [
-        (float(value) * (tokens if by_token else min(tokens, 1)), tokens)
-        for value, tokens in zip(advantages_G, tokens_G, strict=True)
-    ]
+    return [(next(values) * (tokens if by_token else min(tokens, 1)), tokens) for tokens in tokens_G]
 
 
 def _share(responses: Sequence[_Response]) -> float | None:

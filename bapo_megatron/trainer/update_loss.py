@@ -30,6 +30,7 @@ from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.papo import reweighted
 from bapo_megatron.algo.papo_schedule import PapoSchedule
 from bapo_megatron.algo.registered_losses import check_held_forwards
+from bapo_megatron.algo.terms import build_terms
 from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn
@@ -66,7 +67,12 @@ class UpdateLoss:
     ) -> None:
         """``sources``: the run's sources, for metrics by source. ``keeps_keys``: as of ``Objective``."""
         self.objective = Objective(
-            build_loss(config), sources, config.reference_kl, config.distillation, keeps_keys
+            build_loss(config),
+            sources,
+            config.reference_kl,
+            config.distillation,
+            keeps_keys,
+            build_terms(config),
         )
         """The objective of the configured loss: reads the vector of sums of an update."""
         self._search = self.objective.loss.search

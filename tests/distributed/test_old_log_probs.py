@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from bapo_megatron.algo.advantages import grpo
 from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.config import (
@@ -20,6 +21,7 @@ from bapo_megatron.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PartConfig,
     RunConfig,
 )
 from bapo_megatron.data.samples import Sample, samples_of
@@ -73,7 +75,7 @@ def batch(shift: float) -> MemoryBatch:
                 one.token_ids,
                 (shift - 4.9 + generator.normal(size=len(one.token_ids))).astype(np.float32),
                 generator.integers(-number, 1, len(one.token_ids)).astype(np.int32),
-                "stop",
+                "length" if number == 4 and reward == 1.0 else "stop",
                 float(reward),
             )
             for one, reward in zip(pair, (number, 1.0), strict=True)
@@ -93,7 +95,7 @@ def answer(folder: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig, s
         batch=BatchConfig(pack_tokens=96),
     )
     policy = MegatronPolicy(config.model, parallel, config.batch, config.optimizer, 4)
-    grouped = [[one.loaded() for one in group] for group in samples_of(batch(shift), algorithm.advantage)]
+    grouped = [[one.loaded() for one in group] for group in samples_of(batch(shift), grpo)]
     found = [one for group in with_old_log_probs(policy, grouped, 96, 1.5) for one in group]
     run = run_of(config, policy, UpdateLoss(algorithm))
     metrics = train_on(run, 1, batch(shift))
@@ -268,8 +270,11 @@ GSPO = AlgorithmConfig(
     corrections=CorrectionsConfig(geometric_min=0.7, geometric_max=1.6, off_policy_delta=0.05),
     reuse_epochs=2,
     updates_per_epoch=2,
+    advantage="reinforce_plus_plus_baseline",
+    masks=(PartConfig("icepop", {"low": 0.2, "high": 5.0}), PartConfig("cut_responses")),
+    terms=(PartConfig("entropy_bonus", {"coefficient": 0.5}),),
 )
-"""Two passes over six groups of two: both masks reject some, and GSPO clips some."""
+"""Two passes over six groups of two: all masks take some, GSPO clips some, and the entropy counts."""
 NOTHING = dataclasses.replace(
     GSPO, corrections=CorrectionsConfig(worst_token_min=0.999999, worst_token_max=1.000001), reuse_epochs=1
 )
@@ -295,6 +300,9 @@ def test_both_masks_and_the_clipping_do_something(corrected: Answer) -> None:
     clipped = [row["bapo/clip_fraction_high"] + row["bapo/clip_fraction_low"] for row in corrected.metrics]  # type: ignore[operator]
     assert max(clipped) > 0
     assert all(0 < row["corrections/weight"] <= 1.5 for row in corrected.metrics)  # type: ignore[operator]
+    assert all(0 < row["masks/icepop_tokens"] < 1 for row in corrected.metrics)  # type: ignore[operator]
+    assert {row["masks/cut_responses_responses"] for row in corrected.metrics} == {0.0, 1 / 6}
+    assert all(row["terms/entropy_bonus"] < -1 for row in corrected.metrics)  # type: ignore[operator]
 
 
 @pytest.mark.slow

@@ -58,8 +58,8 @@ SPLITS = {49_152: (2, 3, 4), 151_936: (2, 4)}
 """Sizes of real vocabularies, and the TP sizes that divide them."""
 
 
-def at_each_split() -> dict[tuple[int, int], tuple[TokenStats, torch.Tensor]]:
-    """The stats and the gradient of this rank's part of the logits, by vocabulary and TP size."""
+def at_each_split() -> dict[tuple[int, int], tuple[TokenStats, torch.Tensor, torch.Tensor]]:
+    """The stats and both gradients of this rank's part of the logits, by vocabulary and TP size."""
     found = {}
     for vocabulary, size in EACH:
         hidden, weight, labels = split_states(vocabulary)
@@ -69,7 +69,9 @@ def at_each_split() -> dict[tuple[int, int], tuple[TokenStats, torch.Tensor]]:
             head = OutputHead(1.0, 4, group)
             batch = MicroBatch.of((0, 6), label_T=labels, mask_T=torch.ones(6))
             head.sums(hidden, part, batch, lambda stats, _: stats.log_prob_T.sum()[None])[0].backward()
-            found[vocabulary, size] = (head.stats(hidden, part.detach(), labels), part.grad)
+            of_log_probs, part.grad = part.grad, None
+            head.sums(hidden, part, batch, lambda stats, _: stats.entropy_T.sum()[None])[0].backward()
+            found[vocabulary, size] = (head.stats(hidden, part.detach(), labels), of_log_probs, part.grad)
     return found
 
 
@@ -84,10 +86,13 @@ def test_a_real_vocabulary_is_summed_as_in_float64_at_every_split() -> None:
         entropy_T = -(log_prob_TV.exp() * log_prob_TV).sum(1)
         gap_VT = torch.nn.functional.one_hot(labels, vocabulary).t() - log_prob_TV.exp().t()
         taken = [found[vocabulary, size] for found in ranks[:size]]
-        for stats, _ in taken:
+        for stats, *_ in taken:
             expected_T = log_prob_TV.gather(1, labels[:, None])[:, 0]
             torch.testing.assert_close(stats.log_prob_T.double(), expected_T, rtol=2e-6, atol=0)
             torch.testing.assert_close(stats.entropy_T.double(), entropy_T, rtol=2e-6, atol=0)
-        gap = torch.cat([grad for _, grad in taken]).double() - gap_VT
+        gap = torch.cat([grad for _, grad, _ in taken]).double() - gap_VT
         # A step of float32 at log-norms of 32 to 64, whose rounding all probabilities of a token share.
         assert (gap.norm(dim=0) < 2**-18 * gap_VT.norm(dim=0)).all()
+        entropy_VT = -(log_prob_TV.exp() * (log_prob_TV + entropy_T[:, None])).t()
+        gap = torch.cat([grad for *_, grad in taken]).double() - entropy_VT
+        assert (gap.norm(dim=0) < 2**-16 * entropy_VT.norm(dim=0)).all()

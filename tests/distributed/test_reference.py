@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from bapo_megatron.algo.advantages import grpo
 from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.config import (
     AlgorithmConfig,
@@ -280,7 +281,7 @@ IN_REWARD = AlgorithmConfig(
 
 def taught(given: MemoryBatch, policy: MegatronPolicy) -> MemoryBatch:
     """The batch with the log-probs of the policy's reference as the teacher's."""
-    rows = [one.loaded() for group in samples_of(given, "grpo") for one in group]
+    rows = [one.loaded() for group in samples_of(given, grpo) for one in group]
     columns = iter(response_log_probs(policy, rows, 96, policy.reference_log_probs))
     groups = []
     for group in given.batch.groups:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
+from bapo_megatron.algo.advantages import grpo
 from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.config import (
@@ -160,7 +161,7 @@ def traffic(folder: Path, data: int) -> Traffic:
         header = broadcast_from_main(read_header(folder, 1) if is_main() else None)
         columns = StepColumns(header)
         on_all_ranks(columns.open)
-        samples = [one for group in samples_of(columns, "grpo") for one in group]
+        samples = [one for group in samples_of(columns, grpo) for one in group]
         rank = torch.distributed.get_rank() % data  # ranks of one replica pack the same
         packs = pack_samples(samples, 4096, layout=PackLayout(rank, data))
     finally:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.algo.advantages import group_advantages
+from bapo_megatron.algo.advantages import Rewards, grpo
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, eq8_literal, published_code
 from bapo_megatron.algo.losses import LOSSES, build_loss
 from bapo_megatron.algo.objective import Objective
@@ -48,7 +48,7 @@ def episode(random: np.random.Generator, reward: float) -> tuple[Rollout, list[b
 
 
 def _samples(group: Group) -> list[Sample]:
-    [stored] = samples_of(in_memory(group), "grpo")
+    [stored] = samples_of(in_memory(group), grpo)
     return [one.loaded() for one in stored]
 
 
@@ -67,7 +67,7 @@ class Update:
             made = [episode(random, reward) for reward in rewards]
             prompt = Prompt(number, random.integers(1, 99, 5).astype(np.int32), "", "")
             self.samples += _samples(Group(prompt, tuple(one for one, _ in made)))
-            for (rollout, hand), advantage in zip(made, group_advantages(rewards, "grpo"), strict=True):
+            for (rollout, hand), advantage in zip(made, grpo(Rewards.of(rewards)), strict=True):
                 drift = random.normal(0, 0.3, len(hand))
                 log_probs = np.where(hand, np.minimum(rollout.log_probs_R + drift, -1e-3), 1e6)
                 self.log_probs.append(log_probs.astype(np.float32))

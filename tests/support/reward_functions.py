@@ -185,6 +185,8 @@ ACTIONS = {
     "inf": lambda *_: float("-inf"),
     "none": lambda *_: None,
     "digits": lambda *_: "1.0",
+    "named": lambda *_: {"correct": 1, "format": 0.5},
+    "unnamed": lambda *_: {"correct": None},
     "text": lambda *_: "much",
     "true": lambda *_: True,
 }

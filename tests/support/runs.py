@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bapo_megatron.algo.advantages import build_advantage
 from bapo_megatron.config import RunConfig
 from bapo_megatron.runtime.guards import Watchdog
 from bapo_megatron.trainer.build import Run
@@ -31,6 +32,7 @@ def run_of(config: RunConfig, policy: Any, update_loss: UpdateLoss, checkpoints:
     return Run(
         config=config,
         policy=policy,
+        advantage=build_advantage(config.algorithm),
         update_loss=update_loss,
         sync=nothing,
         handover=GpuHandover(config, policy, None, None, lambda _event: None),

@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from bapo_megatron.config import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, RunConfig
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
@@ -138,6 +145,7 @@ class World:
         prompts: int = 12,
         scorer: Any = None,
         environment: EnvironmentConfig | None = None,
+        advantage: str = "grpo",
         **rollout: Any,
     ) -> None:
         settings = {"prompts_per_step": 4, "group_size": 3, "max_response_tokens": 6, **rollout}
@@ -147,6 +155,7 @@ class World:
             data=DataConfig(Path("/nowhere"), shuffle=False),
             rollout=RolloutConfig(**settings),
             environment=environment or EnvironmentConfig(),
+            algorithm=AlgorithmConfig(advantage=advantage),
             run_dir=folder,
             seed=1,
         )

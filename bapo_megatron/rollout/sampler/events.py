@@ -8,7 +8,7 @@ prompts are sampled again, first. A fork with another order of prompts starts it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -119,16 +119,19 @@ def group_scored(
     failures: Sequence[str],
     teacher_log_probs: Sequence[np.ndarray] | None = None,
     scores: Sequence[float | None] = (),
+    named: Sequence[Mapping[str, float]] = (),
 ) -> Record:
     """Event: a complete group has its rewards, and the teacher's log-probs of its responses if there is one.
 
     A reward None: the response is left out of the group. ``failures``: the kind of each failed score.
-    ``scores``: the rewards without penalties; none: the same.
+    ``scores``: the rewards without penalties; none: the same. ``named``: the named rewards of each response.
     """
     arrays = {} if teacher_log_probs is None else {TEACHER_LOG_PROBS: np.concatenate(teacher_log_probs)}
     fields: dict[str, Any] = {"number": number, "rewards": list(rewards), "failures": list(failures)}
     if scores and list(scores) != fields["rewards"]:
         fields["scores"] = list(scores)
+    if any(named):
+        fields["named"] = list(named)
     # The kind on disk is "judged", as in journals of earlier versions.
     return Record("judged", fields, arrays)
 

@@ -91,6 +91,7 @@ class GroupSampler:
             is_held,
             stepper,
             GroupTeacher(dataset, teacher) if teacher else None,
+            reads_named=":" in config.algorithm.advantage or config.algorithm.advantage == "gdpo",
         )
 
     async def start(self, first_step: int, state: dict[str, Any] | None) -> None:

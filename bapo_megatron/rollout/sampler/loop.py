@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from bapo_megatron.algo.advantages import is_uniform
@@ -62,14 +62,16 @@ class SamplerLoop:
         is_held: Callable[[], bool],
         stepper: Stepper | None = None,
         teacher: GroupTeacher | None = None,
+        reads_named: bool = False,
     ) -> None:
         """``changed``: wakes the loop; also set by the engine pool. ``rounds``, ``is_held``: see
-        ``GroupSampler``. ``stepper``: None in a run without an environment."""
+        ``GroupSampler``. ``stepper``: None in a run without an environment. ``reads_named``: whether the
+        advantage may depend on named rewards."""
         self._config, self._order, self._state, self._journal = config, order, sampler_state, journal
         self._admission, self._dispatcher, self._scorer = admission, dispatcher, scorer
         self._changed, self._report, self._rounds, self._is_held = changed, report, rounds, is_held
         self._stepper = stepper
-        self._teacher = teacher
+        self._teacher, self._reads_named = teacher, reads_named
         self._events: list[Record] = []
         """Events that are queued for the next commit."""
         self._next_number = 0
@@ -289,7 +291,8 @@ class SamplerLoop:
         scores_before = self._failed_scores.scores
         results = await self._scorer.score(group)
         rewards = self._scorer.rewards(results)
-        why = self._why_useless(rewards)
+        named = [one.named for one in results]
+        why = self._why_useless(rewards, named)
         taught = await self._teacher.of_group(group) if self._teacher and not why else None
         del self._scoring[group.number]
         # What scores works, if another score has succeeded meanwhile.
@@ -306,7 +309,7 @@ class SamplerLoop:
             None if reward is None else reward if one.score is None else one.score
             for reward, one in zip(rewards, results, strict=True)
         ]
-        self.post(group_scored(group.number, rewards, failures, taught, scores))
+        self.post(group_scored(group.number, rewards, failures, taught, scores, named))
         if why:
             self._drop(group, why)
 
@@ -321,11 +324,19 @@ class SamplerLoop:
         for group in groups:
             self._begin_scoring(group, is_last_try)
 
-    def _why_useless(self, rewards: Sequence[float | None]) -> str | None:
+    def _why_useless(
+        self, rewards: Sequence[float | None], named: Sequence[Mapping[str, float]]
+    ) -> str | None:
         found = [reward for reward in rewards if reward is not None]
         if len(found) < min(2, len(rewards)):
             return "failed"
-        return "uniform" if self._config.drop_uniform_groups and is_uniform(found) else None
+        if not self._config.drop_uniform_groups or not is_uniform(found):
+            return None
+        if self._reads_named:  # equal sums of different rewards: GDPO tells them apart
+            kept = [one for one, reward in zip(named, rewards, strict=True) if reward is not None]
+            if any(not is_uniform([one.get(name, 0.0) for one in kept]) for name in set().union(*kept)):
+                return None
+        return "uniform"
 
     def _note_error(self, task: asyncio.Task[None]) -> None:
         """End the loop after an error of scoring: the trainer's next call raises it."""

@@ -182,13 +182,19 @@ class Response:
         ids_R: np.ndarray = self.so_far.token_ids_R[self.episode.last_turn_start :]
         return ids_R
 
-    def rollout(self, reward: float, teacher_log_probs_R: np.ndarray | None = None) -> Rollout:
-        """The complete response with its reward, and with the teacher's log-probs in a distillation."""
+    def rollout(
+        self,
+        reward: float,
+        teacher_log_probs_R: np.ndarray | None = None,
+        named_rewards: Mapping[str, float] | None = None,
+    ) -> Rollout:
+        """The complete response with its rewards, and with the teacher's log-probs in a distillation."""
         assert self.finish_reason is not None
         columns = {**self.so_far.columns, "teacher_log_probs_R": teacher_log_probs_R}
         if self.routed:
             columns["routes_R"] = ResponseTokens.joined(self.routed).routes_R
-        return Rollout(**columns, finish_reason=self.finish_reason, reward=reward)
+        named = dict(named_rewards or {})
+        return Rollout(**columns, finish_reason=self.finish_reason, reward=reward, named_rewards=named)
 
 
 @dataclass(frozen=True)

@@ -317,12 +317,13 @@ class SamplerState:
         ends = np.cumsum([response.tokens for response in group.responses])
         taught = record.arrays.get(TEACHER_LOG_PROBS)
         columns = [None] * len(rewards) if taught is None else np.split(taught, ends[:-1])
+        named = record.fields.get("named") or [{}] * len(rewards)
         scored = [
-            (response, reward, column)
-            for response, reward, column in zip(group.responses, rewards, columns, strict=True)
+            (response, reward, column, each)
+            for response, reward, column, each in zip(group.responses, rewards, columns, named, strict=True)
             if reward is not None
         ]
-        rollouts = tuple(response.rollout(reward, column) for response, reward, column in scored)
+        rollouts = tuple(response.rollout(*rest) for response, *rest in scored)
         tokens = sum(response.sampled_tokens for response, *_ in scored)
         if left_out := group.tokens - tokens:
             self.tokens["dropped_failed"] += left_out

@@ -314,7 +314,8 @@ def _group_header(group: Group) -> dict[str, Any]:
     for unneeded in ("opens_thinking", "reward", "messages", "turns"):  # the rewards are known
         del prompt[unneeded]
     rollouts = [(len(r.token_ids_R), r.finish_reason, float(r.reward)) for r in group.rollouts]
-    return {"prompt": prompt, "rollouts": rollouts}
+    named = [dict(r.named_rewards) for r in group.rollouts]
+    return {"prompt": prompt, "rollouts": rollouts, **({"named_rewards": named} if any(named) else {})}
 
 
 def _batch(arrays: dict[str, np.ndarray], routes: Path) -> StepBatch:
@@ -322,9 +323,10 @@ def _batch(arrays: dict[str, np.ndarray], routes: Path) -> StepBatch:
     listed = [one for group in header["groups"] for one in group["rollouts"]]
     tokens = ResponseTokens.split(arrays, (length for length, _, _ in listed))
     stored = _stored_routes(routes, header.get("routes"), [one[0] for one in listed], arrays)
+    named = [one for group in header["groups"] for one in _named_rewards(group)]
     rollouts = (
-        Rollout(**found.columns, finish_reason=reason, reward=reward, stored_routes=where)
-        for found, (_, reason, reward), where in zip(tokens, listed, stored, strict=True)
+        Rollout(**found.columns, finish_reason=why, reward=reward, stored_routes=where, named_rewards=each)
+        for found, (_, why, reward), where, each in zip(tokens, listed, stored, named, strict=True)
     )
     groups, at = [], 0
     for about in header["groups"]:
@@ -333,6 +335,11 @@ def _batch(arrays: dict[str, np.ndarray], routes: Path) -> StepBatch:
         prompt = Prompt(token_ids_P=ids_P, **about["prompt"])
         groups.append(Group(prompt, tuple(islice(rollouts, len(about["rollouts"])))))
     return StepBatch(tuple(groups), header["metrics"])
+
+
+def _named_rewards(group: dict[str, Any]) -> list[dict[str, float]]:
+    """The named rewards of each response of a group; none where the reward function gives a number."""
+    return group.get("named_rewards") or [{}] * len(group["rollouts"])
 
 
 def _stored_routes(

@@ -78,6 +78,8 @@ def _response_header(rollout: Rollout, ids_P: np.ndarray) -> ResponseHeader:
         checksum=checksum(ids_P, rollout),
         has_teacher_log_probs=teacher_R is not None and bool(np.isfinite(teacher_R).all()),
         routes=rollout.stored_routes,
+        is_cut=rollout.finish_reason == "length",
+        named_rewards=rollout.named_rewards,
     )
 
 

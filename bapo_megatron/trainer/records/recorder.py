@@ -159,11 +159,11 @@ class Recorder:
         self._warned.add(kind)
 
     def all_rejected(self, update: int, responses: int) -> None:
-        """Record and print that ``algorithm.corrections`` rejected every response of an update."""
+        """Record and print that corrections and masks rejected every response of an update."""
         self._events.event("all_rejected", update=update, responses=responses)
         print(
-            f"warning: algorithm.corrections rejected all {responses} responses of update {update}: no step "
-            f"is taken",
+            f"warning: algorithm.corrections and algorithm.masks rejected all {responses} responses of "
+            f"update {update}: no step is taken",
             flush=True,
         )
 

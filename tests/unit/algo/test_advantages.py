@@ -1,38 +1,130 @@
-"""Advantages of a group and the filter of uniform groups, by hand."""
+"""Advantages by hand, against loops and the peers' own functions, and what a user's function meets."""
 
 from __future__ import annotations
 
 import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bapo_megatron.algo.advantages import group_advantages, is_uniform
+from bapo_megatron.algo import advantages
+from bapo_megatron.algo.advantages import Rewards, build_advantage, check_advantage, is_uniform
+from bapo_megatron.algo.parts import ADVANTAGES
+from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.errors import ConfigError
+
+OURS: dict[str, Callable[..., np.ndarray]] = {name: getattr(advantages, name) for name in ADVANTAGES}
+OF_GROUPS = ("grpo", "dr_grpo", "rloo", "grpo_leave_one_out")
+
+
+def of_group(rewards: list[float], name: str) -> list[float]:
+    return build_advantage(AlgorithmConfig(advantage=name))(Rewards.of(rewards)).tolist()
+
+
+def by_tokens(*values: float) -> Rewards:
+    """One group of rewards, whose responses have 1, 2, 3, ... tokens."""
+    rewards = Rewards.of(list(values))
+    return Rewards(**{**vars(rewards), "tokens_N": np.arange(1, len(values) + 1)})
 
 
 def test_grpo_divides_by_the_sample_standard_deviation() -> None:
     # Rewards 1, 0, 0, 0: mean 0.25; squares 0.5625 + 3 * 0.0625 = 0.75; std = sqrt(0.75 / 3) = 0.5.
     # (1 - 0.25) / 0.5 = 1.5 and -0.25 / 0.5 = -0.5; the epsilon of 1e-6 takes 2 millionths of that.
-    got = group_advantages([1.0, 0.0, 0.0, 0.0], "grpo")
-    assert got.dtype == np.float32
-    assert got.tolist() == pytest.approx([1.5 / 1.000002, *[-0.5 / 1.000002] * 3], rel=1e-7)
+    got = of_group([1.0, 0.0, 0.0, 0.0], "grpo")
+    assert got == pytest.approx([1.5 / 1.000002, *[-0.5 / 1.000002] * 3], rel=1e-7)
 
 
-def test_dr_grpo_only_subtracts_the_mean() -> None:
-    got = group_advantages(np.array([1.0, 0.0, 0.0, 0.0]), "dr_grpo")
-    assert got.dtype == np.float32
-    assert got.tolist() == [0.75, -0.25, -0.25, -0.25]
+def test_by_hand() -> None:
+    """Rewards 1, 0, 0, 0. The others' mean is 0 for the right response, and 1/3 for the wrong ones, with a
+    deviation of sqrt((4/9 + 1/9 + 1/9) / 2) = sqrt(1/3)."""
+    rewards = [1.0, 0.0, 0.0, 0.0]
+    assert of_group(rewards, "dr_grpo") == [0.75, -0.25, -0.25, -0.25]
+    assert of_group(rewards, "rloo") == pytest.approx([1.0, *[-1 / 3] * 3])
+    assert of_group(rewards, "grpo_leave_one_out") == pytest.approx([1.0, *[-(3**-0.5)] * 3], rel=3e-6)
+    assert of_group([1.0, 0.0], "grpo_leave_one_out") == [1.0, -1.0]  # one other: nothing is divided
+
+
+def test_reinforce_plus_plus_counts_a_response_once_for_each_token() -> None:
+    """Rewards 1, 0 of 1 and 2 tokens: mean 1/3, squares 4/9 + 2 * 1/9 = 6/9 over 3 - 1 tokens: 1/3."""
+    got = advantages.reinforce_plus_plus(by_tokens(1.0, 0.0))
+    assert got.tolist() == pytest.approx([(2 / 3) * 3**0.5, (-1 / 3) * 3**0.5])
+    assert advantages.reinforce_plus_plus(Rewards.of([1.0, 1.0], tokens=3)).tolist() == [0.0, 0.0]
+
+
+def test_gdpo_tells_apart_what_a_sum_does_not() -> None:
+    """Right without format, and format without right: equal sums, and with weights 2 and 1 different ones."""
+    named = {"correct": [1.0, 0.0, 0.0], "format": [0.0, 1.0, 0.0]}
+    rewards = Rewards.of([1.0, 1.0, 0.0], **named)
+    # Each: mean 1/3, deviation sqrt(1/3), so 2 / sqrt(3) and -1 / sqrt(3) twice. Weighted by 2 and 1, times
+    # sqrt(3): 3, 0, -3; deviation 3.
+    got = advantages.gdpo(rewards, {"correct": 2.0, "format": 1.0})
+    assert got.tolist() == pytest.approx([1.0, 0.0, -1.0], abs=1e-5)
+    alike = advantages.gdpo(rewards)
+    assert alike[0] == pytest.approx(alike[1])
+    assert alike[0] > alike[2]
+
+
+# What the functions of verl 1dda039b9 and NeMo-RL 7ea279abf give for these rewards and lengths, in float64.
+REWARDS, LENGTHS = [1.0, 0.0, 0.5, 0.25, 2.0, 0.0, 0.0, 1.0], [3, 1, 2, 4, 2, 2, 5, 1]
+FORMAT = [1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+PEERS = {
+    "grpo": "1.317462 -1.024693 0.146385 -0.439154 1.305581 -0.783349 -0.783349 0.261116",
+    "rloo": "0.75 -0.583333 0.083333 -0.25 1.666667 -1 -1 0.333333",
+    "grpo_leave_one_out": "2.999988 -1.527521 0.160128 -0.5 2.886746 -1 -1 0.288675",
+    "reinforce_plus_plus": "0.782881 -0.782881 0 -0.391441 2.348644 -0.782881 -0.782881 0.782881",
+    "reinforce_plus_plus_baseline": (
+        "0.996616 -0.522037 0.237289 -0.142374 2.04069 -0.996616 -0.996616 0.522037"
+    ),
+    "gdpo": "2.012957 -0.680403 -0.329607 -1.002947 1.00341 -0.402869 -0.402869 -0.197671",
+}
+
+
+def two_groups() -> Rewards:
+    rewards = Rewards.of(REWARDS[:4], REWARDS[4:], correct=REWARDS, format=FORMAT)
+    return Rewards(**{**vars(rewards), "tokens_N": np.array(LENGTHS)})
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_the_peers_functions_give_the_same(name: str) -> None:
+    settings = {"weights": {"correct": 1.0, "format": 0.5}} if name == "gdpo" else {}
+    assert OURS[name](two_groups(), **settings).tolist() == pytest.approx(
+        [*map(float, PEERS[name].split())], abs=4e-6
+    )
+
+
+def reference(rewards: list[float], name: str) -> list[float]:
+    """The formulas of a group as loops."""
+    found = []
+    for number, reward in enumerate(rewards):
+        others = [one for place, one in enumerate(rewards) if place != number]
+        compared = others if name in ("rloo", "grpo_leave_one_out") else rewards
+        scale = 1.0 if name in ("rloo", "dr_grpo") else statistics.stdev(compared) + 1e-6
+        found.append((reward - statistics.mean(compared)) / scale)
+    return found
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_groups_against_a_loop(name: str) -> None:
+    """Groups of several sizes beside each other, as a response that is left out makes them."""
+    random = np.random.default_rng(0)
+    groups = [random.normal(size=size).tolist() for size in (3, 8, 5)]
+    expected = [value for group in groups for value in reference(group, name)]
+    assert OURS[name](Rewards.of(*groups)).tolist() == pytest.approx(expected, rel=1e-9)
 
 
 def test_nearly_equal_rewards_give_no_huge_advantages() -> None:
     # The sample std of x, x + 1e-9 is 7e-10, which is nothing beside 1e-6.
-    assert np.abs(group_advantages([0.0, 1e-9], "grpo")).max() < 1e-3
+    assert np.abs(of_group([0.0, 1e-9], "grpo")).max() < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
-@pytest.mark.parametrize("rewards", [[0.1] * 3, [1.0], [-7.3] * 16])
-def test_equal_rewards_give_exact_zeros(kind: str, rewards: list[float]) -> None:
-    assert group_advantages(rewards, kind).tolist() == [0.0] * len(rewards)
+@pytest.mark.parametrize("name", OF_GROUPS)
+@pytest.mark.parametrize("rewards", [[0.1] * 3, [1.0], [-7.3] * 16, [0.1 + 0.2, 0.3] * 4])
+def test_equal_rewards_give_exact_zeros(name: str, rewards: list[float]) -> None:
+    assert of_group(rewards, name) == [0.0] * len(rewards)
 
 
 def test_mean_of_equal_rewards_may_differ_from_them() -> None:
@@ -40,22 +132,22 @@ def test_mean_of_equal_rewards_may_differ_from_them() -> None:
     assert np.mean([0.1] * 3) != 0.1
 
 
-@pytest.mark.parametrize("rewards", [[], [1.0, math.nan], [math.inf, 0.0]])
+@pytest.mark.parametrize("rewards", [[1.0, math.nan], [math.inf, 0.0]])
 def test_rewards_must_be_finite(rewards: list[float]) -> None:
     with pytest.raises(ValueError, match="finite rewards"):
-        group_advantages(rewards, "grpo")
+        of_group(rewards, "grpo")
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
-def test_rewards_that_differ_by_rounding_train_nothing(kind: str) -> None:
-    assert group_advantages([0.1 + 0.2, 0.3] * 4, kind).tolist() == [0.0] * 8
-
-
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
-def test_a_reward_that_no_float32_holds_is_refused(kind: str) -> None:
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_a_reward_that_no_float32_holds_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="as large as 1e[+]18"):
-        group_advantages([1e300, -1e300], kind)
-    assert np.isfinite(group_advantages([1e18, -1e18], kind)).all()
+        of_group([1e300, -1e300], name)
+    assert np.isfinite(of_group([1e18, -1e18], name)).all()
+
+
+def test_a_step_without_responses_has_none() -> None:
+    for name in PEERS.keys() - {"gdpo"}:
+        assert build_advantage(AlgorithmConfig(advantage=name))(Rewards.of()).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -73,3 +165,71 @@ def test_a_reward_that_no_float32_holds_is_refused(kind: str) -> None:
 def test_is_uniform(rewards: list[float], expected: bool) -> None:
     assert is_uniform(rewards) is expected
     assert is_uniform(np.array(rewards)) is expected
+
+
+# --- functions of a user -----------------------------------------------------------------------------
+
+USERS = """
+from bapo_megatron.algo.advantages import Rewards, each_group
+
+@each_group
+def shifted(group: Rewards, by: float = 1.0):
+    return group.reward_N - group.reward_N.min() + by
+
+def short(rewards):
+    return rewards.reward_N[:1]
+
+def infinite(rewards):
+    return rewards.reward_N / 0.0 + float("inf")
+
+def broken(rewards):
+    return rewards.rewards
+
+def by_format(rewards):
+    return rewards.named["format"]
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_advantage.py").write_text(USERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "users_advantage", raising=False)
+
+
+def users_config(name: str, **settings: object) -> AlgorithmConfig:
+    return AlgorithmConfig(advantage=f"users_advantage:{name}", advantage_settings=settings)
+
+
+@pytest.mark.usefixtures("users")
+def test_a_function_of_a_users_file() -> None:
+    config = users_config("shifted", by=2.0)
+    check_advantage(config)
+    assert build_advantage(config)(Rewards.of([1.0, 3.0], [5.0])).tolist() == [2.0, 4.0, 2.0]
+    check_advantage(users_config("by_format"))  # the names that a reward will give are not known before
+
+
+@pytest.mark.usefixtures("users")
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (AlgorithmConfig(advantage="gae"), "algorithm.advantage='gae' is unknown: give grpo, dr_grpo, rloo"),
+        (users_config("shifted", of=2), "algorithm.advantage_settings.of=2: .* has no such setting"),
+        (users_config("shifted", by="a"), "algorithm.advantage_settings.by='a' must be a number"),
+        (AlgorithmConfig(advantage_settings={"by": 1}), "algorithm.advantage_settings.by=1: .*leave it out"),
+        (users_config("missing"), "has no function missing; name one that it has: .*shifted"),
+        (users_config("short"), r"one finite number for each of the 4 responses, not others \(shape \[1\]"),
+        (users_config("infinite"), "not numbers that are not finite"),
+        (users_config("broken"), "users_advantage:broken failed with AttributeError.*mend it"),
+    ],
+)
+def test_mistakes_end_before_a_run(config: AlgorithmConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_advantage(config)
+
+
+def test_gdpo_needs_the_names_of_its_weights() -> None:
+    with pytest.raises(ConfigError, match="needs named rewards; this step has none"):
+        advantages.gdpo(Rewards.of([1.0, 0.0]))
+    with pytest.raises(ConfigError, match="needs named rewards: form; this step has correct, format"):
+        advantages.gdpo(two_groups(), {"form": 1.0})

@@ -25,7 +25,7 @@ Literal = Callable[[float, float, float, float, float], float]
 
 
 class WithEntropy(ClipLoss):
-    """Fixed bounds and an entropy bonus, as docs/extending.md writes one."""
+    """Fixed bounds and an entropy bonus, as a loss of a user may have one."""
 
     def terms(self, stats: TokenStats, batch: MicroBatch, found: Any) -> LossTerms:
         new_T = batch.advantage_T - 0.01 * stats.log_prob_T.detach()

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo_megatron.algo.advantages import grpo
 from bapo_megatron.algo.bapo import contribution_sums, fixed
 from bapo_megatron.data.packing import pack_samples, trained_columns
 from bapo_megatron.data.samples import Sample, samples_of
@@ -134,7 +135,7 @@ def test_the_mask_of_a_rollout_becomes_that_of_its_sample() -> None:
         Rollout(ids_R, log_probs_R, ids_R, "stop", reward, loss_mask_R=mask_R) for reward in (0.0, 1.0)
     )
     one = Group(Prompt(0, np.array([1], np.int32), "", ""), rollouts)
-    [[first, _]] = samples_of(in_memory(one), "grpo")
+    [[first, _]] = samples_of(in_memory(one), grpo)
     assert (first.response_tokens, first.trained_tokens) == (2, 1)
     [pack] = pack_samples([first], 8)
     assert pack.mask_T.tolist() == [1, 0]

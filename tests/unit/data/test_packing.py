@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bapo_megatron.algo.advantages import dr_grpo, grpo
 from bapo_megatron.data import samples as samples_module
 from bapo_megatron.data.packing import pack_samples, split_into_updates
 from bapo_megatron.data.routes import write_routes
@@ -250,7 +251,7 @@ def group(rewards: list[float]) -> Group:
 
 def test_advantages_are_normalized_within_a_group() -> None:
     groups = [group([1.0, 0.0]), group([0.0, 0.0, 3.0])]
-    samples = [one.loaded() for each in samples_of(in_memory(*groups), "dr_grpo") for one in each]
+    samples = [one.loaded() for each in samples_of(in_memory(*groups), dr_grpo) for one in each]
     assert [s.advantage for s in samples] == pytest.approx([0.5, -0.5, -1.0, -1.0, 2.0])
     assert samples[0].token_ids.tolist() == [1, 2, 3]
 
@@ -342,7 +343,7 @@ def test_a_rank_reads_its_own_samples_alone(tmp_path: Path, monkeypatch: pytest.
         Rollout(one, np.zeros(len(one), np.float32), one, "stop", 1.0, where)
         for one, where in zip(ids, stored, strict=True)
     ]
-    [samples] = samples_of(in_memory(Group(ROUTES_PROMPT, tuple(rollouts))), "grpo", (), "replay")
+    [samples] = samples_of(in_memory(Group(ROUTES_PROMPT, tuple(rollouts))), grpo, (), "replay")
     read: list[int] = []
     plain = samples_module.read_routes
     monkeypatch.setattr(samples_module, "read_routes", lambda one: (read.append(one.first), plain(one))[1])
@@ -358,7 +359,7 @@ def test_what_is_made_of_stored_routes(asked: str, replays: bool | None, tmp_pat
     stored = StoredRoutes(tmp_path / "routes.npy", 0, 3, 2, 2, "|u1", 0)
     ids = np.arange(3, dtype=np.int32)
     one = Rollout(ids, np.zeros(3, np.float32), ids, "stop", 1.0, stored)
-    [[made, _]] = samples_of(in_memory(Group(ROUTES_PROMPT, (one, one))), "grpo", (), asked)  # type: ignore[arg-type]
+    [[made, _]] = samples_of(in_memory(Group(ROUTES_PROMPT, (one, one))), grpo, (), asked)  # type: ignore[arg-type]
     assert made.route_row == (None if replays is None else (2, 2, np.dtype(np.uint8)))
     assert made.without_routes().route_row is None
     if replays is not None:

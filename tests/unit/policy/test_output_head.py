@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bapo_megatron.policy.output_head import OutputHead
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 
 
 def batch_of(labels: torch.Tensor, weights: torch.Tensor) -> MicroBatch:
@@ -35,6 +35,16 @@ def squared(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
     return torch.stack([loss, batch.mask_T.sum(), stats.entropy_T.sum()])
 
 
+def with_entropy(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
+    """``squared``, and a term that is not linear in the entropy."""
+    bonus = (stats.entropy_T.square() * (1 - batch.weight_T)).sum()
+    return torch.cat([(squared(stats, batch)[0] + bonus)[None], squared(stats, batch)[1:]])
+
+
+def of_entropy_alone(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
+    return stats.entropy_T.sum()[None]
+
+
 def test_log_prob_and_entropy_by_hand() -> None:
     """Logits (2 ln 3, 0) at temperature 2 are ln 3 and 0: probabilities 3/4 and 1/4."""
     hidden, weight = torch.tensor([[2.0]]), torch.tensor([[math.log(3.0)], [0.0]])
@@ -55,9 +65,23 @@ def test_gradient_by_hand() -> None:
     assert weight.grad.flatten().tolist() == pytest.approx([10 * 0.375 * 2, -10 * 0.375 * 2], rel=1e-6)
 
 
+def test_the_gradient_of_the_entropy_by_hand() -> None:
+    """Probabilities 3/4 and 1/4 at temperature 2: dH/dz = -pi (ln pi + H) / 2, with H = ln 4 - 3/4 ln 3.
+
+    ln(3/4) + H = ln 3 / 4, and ln(1/4) + H = -3/4 ln 3: times -3/8 and -1/8 they are -+3/32 ln 3.
+    """
+    hidden = torch.tensor([[2.0]])
+    weight = torch.tensor([[math.log(3.0)], [0.0]], requires_grad=True)
+    batch = batch_of(torch.tensor([1]), torch.ones(1))
+    OutputHead(2.0, 8).sums(hidden, weight, batch, of_entropy_alone)[0].backward()
+    step = 3 / 32 * math.log(3.0) * 2
+    assert weight.grad.flatten().tolist() == pytest.approx([-step, step], rel=1e-5)
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_agrees_with_float64_autograd(chunk: int, temperature: float) -> None:
+@pytest.mark.parametrize("loss", [squared, with_entropy, of_entropy_alone])
+def test_agrees_with_float64_autograd(chunk: int, temperature: float, loss: TokenFn) -> None:
     generator = torch.Generator().manual_seed(chunk)
     hidden = torch.randn(7, 5, generator=generator)
     weight = 2 * torch.randn(11, 5, generator=generator)
@@ -67,7 +91,7 @@ def test_agrees_with_float64_autograd(chunk: int, temperature: float) -> None:
     wide_hidden, wide_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     log_probs = (wide_hidden @ wide_weight.t() / temperature).log_softmax(-1)
     expected = TokenStats(log_probs.gather(1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1))
-    squared(expected, batch)[0].backward()
+    loss(expected, batch)[0].backward()
 
     head = OutputHead(temperature, chunk)
     ours = head.stats(hidden, weight, labels)
@@ -76,8 +100,8 @@ def test_agrees_with_float64_autograd(chunk: int, temperature: float) -> None:
 
     hidden.requires_grad_()
     weight.requires_grad_()
-    sums = head.sums(hidden, weight, batch, squared)
-    torch.testing.assert_close(sums, squared(expected, batch).detach(), rtol=1e-5, atol=1e-5)
+    sums = head.sums(hidden, weight, batch, loss)
+    torch.testing.assert_close(sums.double(), loss(expected, batch).detach(), rtol=1e-5, atol=1e-5)
     sums[0].backward()
     torch.testing.assert_close(hidden.grad.double(), wide_hidden.grad, rtol=5e-5, atol=2e-5)
     torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=5e-5, atol=2e-5)

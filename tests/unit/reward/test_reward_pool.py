@@ -74,6 +74,7 @@ async def test_a_failure_loses_one_response_and_is_reported() -> None:
         "none": "not finite",
         "text": "not finite",
         "digits": "not finite",
+        "unnamed": "not finite",
     }
     details = {
         "raise": "IndexError('list index out of range')",
@@ -101,6 +102,13 @@ async def test_a_failure_loses_one_response_and_is_reported() -> None:
             assert result.detail
         else:
             assert result == RewardResult(0.4), text
+
+
+async def test_named_rewards_add_up_to_the_reward() -> None:
+    async with pooling(overlong_tokens=10, overlong_penalty=0.1) as pool:
+        named, plain = [await pool.score(prompt(), text, 100) for text in ("named", "0.5")]
+    assert (named.score, named.reward, named.named) == (1.5, 1.4, {"correct": 1.0, "format": 0.5})
+    assert plain.named == {}
 
 
 async def test_what_a_reward_prints_is_no_answer() -> None:

@@ -302,7 +302,7 @@ write_step(folder, 1, types.StepBatch((state.finished[0].group,), {}))
 [group] = read_step(folder, 1).groups
 columns = StepColumns(read_header(folder, 1))
 columns.open()
-[samples] = samples_of(columns, "grpo")
+[samples] = samples_of(columns, grpo)
 print(json.dumps([one.mark_R.tolist() for one in (*group.rollouts, *(one.loaded() for one in samples))]))
 '''
 

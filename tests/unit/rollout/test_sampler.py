@@ -19,6 +19,7 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.requests import PROMPTS, identity, request_seed, stop_token_ids
 from bapo_megatron.rollout.sampler import group_sampler
 from bapo_megatron.rollout.sampler.events import FORKED, OUTSTANDING
+from bapo_megatron.rollout.sampler.step_batches import read_header
 from bapo_megatron.types import Prompt
 from tests.support.accounts import check_accounts
 from tests.support.sampling import (
@@ -103,6 +104,32 @@ async def test_uniform_groups_stay_if_they_are_not_to_be_dropped(tmp_path: Path)
         batch = await world.batch(1)
     assert prompt_ids(batch) == [0, 1, 2, 3]
     assert batch.metrics["rollout/groups_dropped"] == 0
+
+
+class OneOfTwo:
+    """Rewards by name whose sum is 1: the first letter says which is 1; of prompt 1 always the same."""
+
+    async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
+        first = float(response.startswith("y") or prompt.prompt_id == 1)
+        return RewardResult(1.0, score=1.0, named={"correct": first, "format": 1 - first})
+
+
+@pytest.mark.parametrize(("advantage", "kept"), [("gdpo", [0, 2, 3, 4]), ("grpo", [])])
+async def test_equal_sums_of_different_rewards_train_where_they_are_told_apart(
+    tmp_path: Path, advantage: str, kept: list[int]
+) -> None:
+    world = World(tmp_path, [ScriptedEngine(mixed)], scorer=OneOfTwo(), advantage=advantage)
+    async with world.sampling():
+        first = await world.batch(1)
+    async with world.sampling():  # from the journal
+        again = await world.batch(1)
+    assert prompt_ids(first) == prompt_ids(again) == kept
+    for group in (*first.groups, *again.groups):
+        named = [one.named_rewards for one in group.rollouts]
+        assert {one["correct"] for one in named} == {0.0, 1.0}
+        assert all(one["correct"] + one["format"] == 1 for one in named)
+    for group in read_header(world.journal, 1).groups:
+        assert {one.named_rewards["format"] for one in group.responses} == {0.0, 1.0}
 
 
 async def test_metrics_are_of_the_batch_and_of_all_that_was_sampled(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bapo_megatron.algo.advantages import grpo
 from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.rollout.sampler import step_columns
@@ -60,7 +61,7 @@ def test_each_response_is_read_bit_for_bit(made: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("made", [batch, masked], ids=["plain", "masked"])
 def test_the_numbers_of_a_header_are_those_of_the_columns(made: Any, tmp_path: Path) -> None:
     write_step(tmp_path, 1, made())
-    stored = [one for group in samples_of(opened(tmp_path, 1), "grpo", ["", "x"]) for one in group]
+    stored = [one for group in samples_of(opened(tmp_path, 1), grpo, ["", "x"]) for one in group]
     names = (
         "response_tokens",
         "trained_tokens",
@@ -82,7 +83,7 @@ def test_the_numbers_of_a_header_are_those_of_the_columns(made: Any, tmp_path: P
 
 def test_changes_are_made_in_order_wherever_a_sample_is_loaded(tmp_path: Path) -> None:
     write_step(tmp_path, 1, batch())
-    [[first, _], _] = samples_of(opened(tmp_path, 1), "grpo")
+    [[first, _], _] = samples_of(opened(tmp_path, 1), grpo)
     changed = first.changed(lambda one: dataclasses.replace(one, old_log_probs_R=one.log_probs_R + 1))
     changed = changed.changed(lambda one: dataclasses.replace(one, importance_R=one.old_log_probs_R * 2))
     for _ in range(2):

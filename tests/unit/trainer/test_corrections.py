@@ -29,54 +29,11 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.train import update
 from bapo_megatron.trainer.corrections import METRICS, corrected, correction_metrics, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import MicroBatch, PackLayout, SearchedLoss, TokenFn, TokenStats, UpdateResult
+from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.runs import run_of
+from tests.support.shifted_policy import ShiftedPolicy
 
 LN2 = math.log(2)
-
-
-class ShiftedPolicy:
-    """Log-probs that are the engine's plus what the response's first token id says, in units of ln 2 / 2."""
-
-    version = 7
-    pack_layout = PackLayout()
-    has_experts = False
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.packs: list[MicroBatch] = []
-
-    def _stats(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
-        return [
-            TokenStats(b.rollout_log_prob_T + (b.label_T - 10) * LN2 / 2, torch.ones_like(b.mask_T))
-            for b in batches
-        ]
-
-    def log_probs(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
-        return self._stats(batches)
-
-    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
-
-    def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
-        self.calls.append("old_sums")
-        stats = [TokenStats(b.old_log_prob_T, torch.ones_like(b.mask_T)) for b in batches]
-        return torch.stack([fn(*pair) for pair in zip(stats, batches, strict=True)]).sum(0)
-
-    def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
-        self.calls.append("token_sums")
-        pairs = zip(self._stats(batches), batches, strict=True)
-        return torch.stack([fn(*pair) for pair in pairs]).sum(0)
-
-    def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
-        self.calls.append("update")
-        self.packs += batches
-        if isinstance(loss, SearchedLoss):
-            loss = loss.loss_of(self.token_sums(batches, loss.measure))
-        pairs = zip(self._stats(batches), batches, strict=True)
-        sums = torch.stack([loss(*pair) for pair in pairs]).sum(0)
-        self.version += 1
-        return UpdateResult(sums, 0.0, 1e-6)
 
 
 def sample(ids: list[int], advantage: float, version: int = 3, mask: list[bool] | None = None) -> Sample:

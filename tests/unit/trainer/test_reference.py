@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from bapo_megatron.algo.advantages import grpo
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -140,10 +141,10 @@ def test_a_broken_reference_ends_the_step() -> None:
         def reference_log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
             return [TokenStats(b.mask_T / 0.0, b.mask_T) for b in batches]
 
-    algorithm = AlgorithmConfig(reference_kl=ReferenceKlConfig(0.1))
+    config = ReferenceKlConfig(0.1)
     samples = [reference.Sample(np.zeros(4, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), 1.0)]
     with pytest.raises(FloatingPointError, match="the reference policy are not finite"):
-        reference.with_reference(Broken(), [samples], BATCH.header, algorithm, 8)  # type: ignore[arg-type]
+        reference.with_reference(Broken(), [samples], BATCH.header, config, grpo, 8)  # type: ignore[arg-type]
 
 
 def config_of(directory: Path, *allowed: str, model: Path | None = None) -> RunConfig:

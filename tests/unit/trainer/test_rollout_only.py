@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.algo.advantages import group_advantages
+from bapo_megatron.algo.advantages import Rewards, grpo
 from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.algo.losses.clip import contribution_fn, search_groups
@@ -22,6 +22,7 @@ from bapo_megatron.config import (
     DataConfig,
     LoggingConfig,
     ModelConfig,
+    PartConfig,
     ReferenceKlConfig,
     RunConfig,
 )
@@ -197,6 +198,7 @@ def test_searches_of_a_part_of_an_update(
         {"polarity": PapoConfig(enabled=True)},
         {"reference_kl": ReferenceKlConfig(0.1, "k1", "reward")},
         {"corrections": CorrectionsConfig(off_policy_delta=0.1)},
+        {"advantage": "rloo", "masks": (PartConfig("cut_responses"),)},
     ],
 )
 def test_another_loss_or_other_advantages_have_no_such_searches(changed: dict[str, Any]) -> None:
@@ -216,7 +218,7 @@ def test_they_are_the_searches_of_a_run(loss_mean: LossMean) -> None:
     algorithm = replace(algorithm, advantage="grpo", reuse_epochs=2, updates_per_epoch=3)
     samples = []
     for rollouts in (one.rollouts for one in groups):
-        values = group_advantages([one.reward for one in rollouts], "grpo")
+        values = grpo(Rewards.of([one.reward for one in rollouts])).astype(np.float32)
         samples.append(
             [
                 Sample(

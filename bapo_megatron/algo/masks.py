@@ -1,0 +1,163 @@
+"""Masks: rules that take a response, or tokens of it, out of an update before it is packed.
+
+A mask is a function from a ``Response`` to what it takes out: True or False for the whole, or a bool for each
+of its trained tokens, [N]. Its arguments after the first are its settings; ``algorithm.masks`` lists those of
+a run, of ours and of yours. Each sees what those before it have left. One replica asks, and all ranks have
+its answer (``trainer/masks.py``): it must depend on its argument alone.
+
+What is taken out counts nowhere in the update: no search, no metric but ``masks/``, and not in the number
+that the loss is divided by. It has counted in the advantages.
+
+Pure functions on numpy arrays. Legend: ``_N`` trained tokens of a response.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from annotated_types import Gt
+
+from bapo_megatron.algo.parts import MASKS, load_part
+from bapo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response as a mask sees it. What is of tokens is read from disk when it is first asked for."""
+
+    advantage: float
+    tokens: int
+    """Number of its trained tokens."""
+    is_cut: bool
+    """Whether it was cut at ``rollout.max_response_tokens``."""
+    source: int
+    """Number of its source among ``data.sources``; -1 without sources."""
+    read: Callable[[], tuple[np.ndarray, np.ndarray]]
+    """Reads the log-probs of its trained tokens: of the engine and of pi_old."""
+
+    @cached_property
+    def _log_probs(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.read()
+
+    @property
+    def rollout_log_prob_N(self) -> np.ndarray:
+        """log pi_rollout by the engine that sampled, nats, float64."""
+        return self._log_probs[0]
+
+    @property
+    def log_ratio_N(self) -> np.ndarray:
+        """log(pi_old / pi_rollout), trainer against engine at the start of the step, nats, float64; 0 with
+        ``algorithm.old_log_probs=rollout``."""
+        return self._log_probs[1] - self._log_probs[0]
+
+
+Mask = Callable[[Response], bool | np.ndarray]
+"""A mask with its settings: what it takes out of a response."""
+
+
+# --- masks of ours -----------------------------------------------------------------------------------
+
+
+def cut_responses(response: Response) -> bool:
+    """Overlong filtering (DAPO, arXiv 2503.14476): the responses that were cut at the limit of tokens.
+
+    TRL's ``mask_truncated_completions``, NeMo-RL's ``overlong_filtering``.
+    """
+    return response.is_cut
+
+
+def icepop(
+    response: Response, low: Annotated[float, Gt(0)] = 0.5, high: Annotated[float, Gt(0)] = 5.0
+) -> np.ndarray:
+    """IcePop (arXiv 2510.18855): the tokens with ``pi_old / pi_rollout`` outside ``low`` to ``high``.
+
+    IcePop multiplies the others by that ratio: ``importance_cap`` = ``high`` does.
+    """
+    log_ratio_N = response.log_ratio_N
+    return ~((log_ratio_N >= math.log(low)) & (log_ratio_N <= math.log(high)))
+
+
+def second_moment(response: Response, tau: Annotated[float, Gt(0)] = 0.04) -> np.ndarray:
+    """M2PO's mask (arXiv 2510.01161, Algorithm 1) of trainer against engine, response by response.
+
+    The tokens with the largest ``(log pi_old / pi_rollout)^2``, until the mean of the others is at most
+    ``tau``. The loss ``m2po`` masks so by the ratio of the policy in training, in the whole update.
+    """
+    square_N = response.log_ratio_N**2
+    order = np.argsort(square_N, kind="stable")
+    means = np.cumsum(square_N[order]) / np.arange(1, len(order) + 1)  # they only grow
+    out_N = np.zeros(len(order), np.bool_)
+    out_N[order] = ~(means <= tau)
+    return out_N
+
+
+RolloutRs = Literal[
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+]
+
+
+def rollout_rs(
+    response: Response,
+    kind: RolloutRs,
+    high: Annotated[float, Gt(0)],
+    low: Annotated[float, Gt(0)] | None = None,
+) -> bool | np.ndarray:
+    """verl's ``rollout_rs``: tokens, or responses by their sum, mean or maximum, whose estimate of the KL of
+    engine and trainer is beyond a limit.
+
+    With ``r = pi_old / pi_rollout``, its logarithm limited to 20: k1 = -log r, k2 = (log r)^2 / 2, k3 =
+    r - 1 - log r. k2 and k3 may be up to ``high``; k1 from log(low) to log(high): limits of ``1 / r``, as in
+    verl's code. Its ``rollout_rs_threshold`` is ``low_high`` or ``high``.
+    """
+    level, _, estimator = kind.rpartition("_")
+    log_ratio_N = response.log_ratio_N.clip(-20.0, 20.0)
+    estimates = {"k1": -log_ratio_N, "k2": log_ratio_N**2 / 2, "k3": np.expm1(log_ratio_N) - log_ratio_N}
+    value_N = estimates[estimator]
+    if estimator == "k1" and low is None:
+        raise ConfigError(f"algorithm.masks: rollout_rs with kind={kind} needs low, the least of 1 / r")
+    lowest, highest = (math.log(low or 1.0), math.log(high)) if estimator == "k1" else (-math.inf, high)
+    if level == "token":
+        return ~((value_N >= lowest) & (value_N <= highest))
+    of_level = {"seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}[level]
+    return bool(len(value_N)) and not lowest <= of_level(value_N) <= highest
+
+
+# --- the masks of a run ------------------------------------------------------------------------------
+
+
+def build_masks(algorithm: Any) -> list[tuple[str, Mask]]:
+    """Masks of an ``AlgorithmConfig``, with their names in metrics. ConfigError for an unknown one."""
+    return [
+        (part.label, load_part(f"algorithm.masks[{number}]", part.name, part.settings, MASKS))
+        for number, part in enumerate(algorithm.masks)
+    ]
+
+
+def taken_out(label: str, mask: Mask, response: Response) -> np.ndarray:
+    """What ``mask`` takes out of a response, bool [N]. ConfigError if it fails or answers anything else."""
+    try:
+        found = np.asarray(mask(response))
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's function raises what it likes
+        raise ConfigError(f"algorithm.masks: {label} failed with {error!r}; mend it") from error
+    if found.dtype != np.bool_ or found.shape not in ((), (response.tokens,)):
+        raise ConfigError(
+            f"algorithm.masks: {label} must return True or False, or one of them for each of the "
+            f"{response.tokens} trained tokens, not {found.dtype} of shape {list(found.shape)}"
+        )
+    return np.broadcast_to(found, (response.tokens,))
+
+
+def check_masks(algorithm: Any) -> None:
+    """Preflight of the masks: ConfigError as of ``build_masks``, also for what a response shows."""
+    log_probs: Sequence[np.ndarray] = (np.array([-1.0, -2.0, -0.5]), np.array([-1.1, -1.9, -0.5]))
+    for label, mask in build_masks(algorithm):
+        for is_cut in (False, True):
+            taken_out(label, mask, Response(-1.0, 3, is_cut, -1, lambda: (log_probs[0], log_probs[1])))

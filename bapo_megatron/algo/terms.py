@@ -1,0 +1,109 @@
+"""Terms of the loss: what is added to the policy's loss, token by token.
+
+A term is a function from the ``TokenStats`` and the ``MicroBatch`` of some tokens to a cost of each, [T],
+differentiable in log-probs and entropies. Its arguments after these are its settings; ``algorithm.terms``
+lists those of a run, of ours and of yours. The loss gets ``sum_t weight_t cost_t``, with the weights of the
+policy's loss, divided by the same number of tokens. The KL to a reference and to a teacher are terms, too
+(``reference_kl.py``): they have settings of their own.
+
+A call may see a part of a sequence: the cost of a token may depend on that token alone. Legend: ``_T`` tokens
+of a pack (a micro-batch of packed sequences).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Gt
+from torch import Tensor
+
+from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums
+from bapo_megatron.algo.parts import TERMS, load_part
+from bapo_megatron.algo.reference_kl import kl_loss
+from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
+from bapo_megatron.algo.tokens import unmasked
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.tensor_types import MicroBatch, TokenStats
+
+Term = Callable[[TokenStats, MicroBatch], Tensor]
+"""A term of the loss with its settings: from a pack to its float64 sum, a scalar with gradient."""
+
+
+def entropy_bonus(
+    stats: TokenStats, batch: MicroBatch, coefficient: Annotated[float, Gt(0)] = 0.001
+) -> Tensor:
+    """Entropy bonus, ``-coefficient H``: the exact entropy of the next-token distribution, and its gradient.
+
+    verl's ``entropy_coeff``, slime's ``--entropy-coef``. The entropy is that at the rollout temperature.
+    """
+    return -coefficient * stats.entropy_T
+
+
+def build_terms(algorithm: Any) -> dict[str, Term]:
+    """The terms of an ``AlgorithmConfig`` by their names in metrics, those of ``algorithm.terms``.
+
+    ConfigError for an unknown one or setting.
+    """
+    return {
+        part.label: _summed(
+            part.label, load_part(f"algorithm.terms[{number}]", part.name, part.settings, TERMS, 2)
+        )
+        for number, part in enumerate(algorithm.terms)
+    }
+
+
+def kl_terms(reference: ReferenceKlConfig | None, distillation: DistillationConfig | None) -> list[Term]:
+    """The terms of the KL to a reference policy and to a teacher, where they are in the loss."""
+    found: list[Term] = []
+    if reference is not None and reference.in_loss:
+        found.append(lambda stats, batch: kl_loss(stats, batch, batch.reference_log_prob_T, reference))
+    if distillation is not None and distillation.enabled:
+        found.append(lambda stats, batch: kl_loss(stats, batch, batch.teacher_log_prob_T, distillation))
+    return found
+
+
+def _summed(label: str, cost: Callable[[TokenStats, MicroBatch], Tensor]) -> Term:
+    def term(stats: TokenStats, batch: MicroBatch) -> Tensor:
+        cost_T = cost(stats, batch)
+        if not isinstance(cost_T, Tensor) or cost_T.shape != batch.mask_T.shape:
+            shape = list(cost_T.shape) if isinstance(cost_T, Tensor) else type(cost_T).__name__
+            raise ConfigError(
+                f"algorithm.terms: {label} must return a tensor with one cost for each token, "
+                f"{list(batch.mask_T.shape)}, not {shape}"
+            )
+        weight_T, cost_T = unmasked(batch.mask_T, batch.weight_T, cost_T)
+        return (weight_T * cost_T).sum()
+
+    return term
+
+
+def term_measurement(label: str, term: Term) -> Measurement:
+    """Measurement of a term: ``terms/NAME``, its part of ``policy/loss`` at the weights before the update."""
+
+    def sums(view: PackView) -> Tensor:
+        return term(view.stats, view.batch)[None]
+
+    def metrics(sums: Tensor, update: UpdateSums) -> dict[str, float | None]:
+        return {f"terms/{label}": float(sums) / update.tokens}
+
+    return Measurement(f"terms/{label}", 1, sums, metrics)
+
+
+def check_terms(algorithm: Any) -> None:
+    """Preflight of the terms: ConfigError as of ``build_terms``, also for what a pack of two tokens shows."""
+    batch = MicroBatch.of((0, 2), ((0, 0, 2),), 1, mask_T=torch.ones(2), weight_T=torch.ones(2))
+    stats = TokenStats(*(torch.tensor([-1.0, -2.0], requires_grad=True) for _ in range(2)))
+    for label, term in build_terms(algorithm).items():
+        try:
+            found = term(stats, batch)
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's function raises what it likes
+            raise ConfigError(f"algorithm.terms: {label} failed with {error!r}; mend it") from error
+        if not found.requires_grad:
+            raise ConfigError(
+                f"algorithm.terms: {label} has no gradient: compute it from stats.log_prob_T or "
+                "stats.entropy_T, without detach"
+            )

@@ -1,0 +1,93 @@
+"""Configuration of a method's parts: the entries of ``algorithm.masks`` and ``algorithm.terms``.
+
+As a flag a JSON list; ValueError if it is malformed. ``algo/parts.py`` has the registered names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from bapo_megatron.algo.parts import ADVANTAGES, MASKS, RATIO_MASKS, TERMS, part_path
+from bapo_megatron.config.flags import Settings, json_flag
+from bapo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PartConfig:
+    """A mask or a term of the loss: its function and the settings of that."""
+
+    name: str
+    """A registered name, or `package.module:function` of yours."""
+    settings: Settings = field(default_factory=dict)
+    """Arguments of the function by name."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics: that of the function."""
+        return self.name.rpartition(":")[2]
+
+
+def _part(found: Any) -> PartConfig:
+    return PartConfig(found) if isinstance(found, str) else PartConfig(**found)
+
+
+def _is_parts(found: object) -> bool:
+    return isinstance(found, list) and all(map(_is_part, found))
+
+
+def _is_part(found: object) -> bool:
+    if isinstance(found, str):
+        return True
+    return isinstance(found, dict) and "name" in found and not found.keys() - {"name", "settings"}
+
+
+Parts = Annotated[
+    tuple[PartConfig, ...],
+    json_flag(
+        tuple,
+        'list of names: write ["cut_responses", {"name": "icepop", "settings": {"high": 2}}]',
+        _is_parts,
+        lambda found: tuple(map(_part, found)),
+        lambda parts: json.dumps([dataclasses.asdict(one) for one in parts]),
+    ),
+]
+"""Parts: a tuple in a recipe, a JSON list as a flag."""
+
+
+def part_problems(algorithm: Any) -> Iterator[str]:
+    """Rules of a method's parts: registered names or dotted paths, and one of a name in each list.
+
+    ``algorithm``: an ``AlgorithmConfig``.
+    """
+    named = [("algorithm.advantage", algorithm.advantage, ADVANTAGES)]
+    lists = {"algorithm.masks": (algorithm.masks, MASKS), "algorithm.terms": (algorithm.terms, TERMS)}
+    for field_name, (parts, known) in lists.items():
+        named += [(f"{field_name}[{number}]", part.name, known) for number, part in enumerate(parts)]
+        for label, count in Counter(part.label for part in parts).items():
+            if count > 1:
+                yield f"{field_name}: {count} are called {label}, and so are their metrics: rename one"
+    for owner, name, known in named:
+        try:
+            part_path(owner, name, known)
+        except ConfigError as error:
+            yield str(error)
+    for number, part in enumerate(algorithm.masks):
+        if part.name in RATIO_MASKS and algorithm.old_log_probs == "rollout":
+            yield (
+                f"algorithm.masks[{number}]={part.name} limits pi_old / pi_rollout, which is 1 with "
+                f"algorithm.old_log_probs=rollout: set that to trainer, or leave the mask out"
+            )
+
+
+def unused_settings_of_parts(run: Any) -> Iterator[str]:
+    """What would keep a part of the run's method from its effect: warnings, as of ``unused_settings``."""
+    if run.algorithm.advantage == "reinforce_plus_plus" and run.rollout.drop_uniform_groups:
+        yield (
+            "rollout.drop_uniform_groups drops groups of equal rewards, which have advantages with "
+            "algorithm.advantage=reinforce_plus_plus: switch it off (--rollout.no-drop-uniform-groups)"
+        )

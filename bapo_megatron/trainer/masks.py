@@ -1,0 +1,133 @@
+"""The masks of an update, on the samples of a step.
+
+``algorithm.masks``, and the limits of ``algorithm.corrections`` on pi_old / pi_rollout, which are one more
+mask. A rank has the columns of its own samples alone, so one replica asks the masks about a sample, and gives
+the numbers that all ranks need: how many tokens are left, and the versions that sampled them. Where a sample
+is packed, its masks are asked again.
+
+Called by ``trainer/corrections.py`` on every rank. Legend: ``_R`` tokens of a response, ``_N`` trained ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from bapo_megatron.algo.corrections import is_outside
+from bapo_megatron.algo.masks import Mask, Response, build_masks, taken_out
+from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.data.samples import Sample, TrainingSample
+from bapo_megatron.types import Metrics, VersionSpan
+
+Masks = Sequence[tuple[str, Mask]]
+"""Masks with their names in metrics; an empty name has none."""
+
+
+def masks_of(algorithm: AlgorithmConfig) -> Masks:
+    """The masks of a run, those of its corrections first."""
+    config = algorithm.corrections
+    limits: list[tuple[str, Mask]] = [("", lambda response: is_outside(response.log_ratio_N, config))]
+    return [*(limits if config.compares_old else []), *build_masks(algorithm)]
+
+
+def mask_names(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """Names of the metrics of the masks: shares of the update's responses and tokens that each takes out."""
+    kinds = ("responses", "tokens")
+    return tuple(f"masks/{part.label}_{kind}" for part in algorithm.masks for kind in kinds)
+
+
+class Remaining(NamedTuple):
+    """What the masks leave of a sample, as numbers."""
+
+    trained: float
+    predicted: float
+    tokens: float
+    """As of ``VersionSpan``, with the next three."""
+    oldest: float
+    newest: float
+    total: float
+    weight: float
+    """Sum of the importance weights."""
+
+    def of(self, sample: TrainingSample, masks: Masks) -> TrainingSample:
+        """The sample without what ``masks`` take out."""
+        if int(self.predicted) == sample.predicted_tokens:
+            return sample
+        span = VersionSpan(int(self.tokens), int(self.oldest), int(self.newest), int(self.total))
+        change = partial(_masked, masks=masks)
+        return sample.masked(change, int(self.trained), int(self.predicted), span)
+
+
+def measure(sample: TrainingSample, masks: Masks, weighs: bool) -> list[float]:
+    """Numbers of a sample: ``Remaining``, then for each mask whether it takes the last tokens, and how many.
+
+    ``weighs``: whether the sample has importance weights.
+    """
+    keep_N, taken = _kept(sample, masks)
+    predicted = sample.predicted_tokens
+    if keep_N.all():
+        span = sample.versions
+        weight = _weight(sample.loaded()) if weighs else float(predicted)
+        left = Remaining(sample.trained_tokens, predicted, *span, weight)
+    elif keep_N.any():
+        rest = _with_mask(sample.loaded(), keep_N)
+        left = Remaining(rest.trained_tokens, rest.predicted_tokens, *rest.versions, _weight(rest))
+    else:
+        left = Remaining(0, 0, *VersionSpan(0, 0, 0, 0), 0.0)
+    return [*left, *taken]
+
+
+def shares(algorithm: AlgorithmConfig, taken: Sequence[Sequence[float]], tokens: int) -> Metrics:
+    """The metrics ``mask_names``, from what each mask took of each sample of an update of ``tokens``."""
+    names, count = mask_names(algorithm), len(taken)
+    sums = np.array(taken, np.float64).sum(0)[-len(names) :] if taken and names else np.zeros(len(names))
+    found: Metrics = {}
+    for place, name in enumerate(names):
+        whole = tokens if name.endswith("_tokens") else count
+        found[name] = float(sums[place]) / whole if whole else None
+    return found
+
+
+def _response(sample: TrainingSample, keep_N: np.ndarray) -> Response:
+    """A sample as the next mask sees it: the tokens that those before it have left."""
+
+    def read() -> tuple[np.ndarray, np.ndarray]:
+        one = sample.loaded()
+        old_R = one.log_probs_R if one.old_log_probs_R is None else one.old_log_probs_R
+        rollout_N, old_N = (column_R[one.predicted_R][keep_N] for column_R in (one.log_probs_R, old_R))
+        return rollout_N.astype(np.float64), old_N.astype(np.float64)
+
+    return Response(sample.advantage, int(keep_N.sum()), sample.is_cut, sample.source, read)
+
+
+def _kept(sample: TrainingSample, masks: Masks) -> tuple[np.ndarray, list[float]]:
+    """The tokens that are left, bool [N], and for each mask whether it emptied the sample, and its tokens."""
+    keep_N, taken = np.ones(sample.predicted_tokens, np.bool_), []
+    for label, mask in masks:
+        before = int(keep_N.sum())
+        if before:
+            keep_N[keep_N] = ~taken_out(label, mask, _response(sample, keep_N.copy()))
+        after = int(keep_N.sum())
+        taken += [float(before > 0 and after == 0), float(before - after)]
+    return keep_N, taken
+
+
+def _masked(sample: Sample, masks: Masks) -> Sample:
+    return _with_mask(sample, _kept(sample, masks)[0])
+
+
+def _with_mask(sample: Sample, keep_N: np.ndarray) -> Sample:
+    mask_R = sample.trained_R.copy()
+    mask_R[sample.predicted_R] = keep_N
+    return replace(sample, loss_mask_R=mask_R)
+
+
+def _weight(sample: Sample) -> float:
+    """Sum of the importance weights of the sample's trained tokens; their number where there are none."""
+    if sample.importance_R is None:
+        return float(sample.predicted_tokens)
+    return float(sample.importance_R[sample.predicted_R].sum(dtype=np.float64))

@@ -1,0 +1,30 @@
+"""Recipe of a method of one's own: advantage, mask, loss and term are functions of own_method/parts.py.
+
+RLOO's advantage, without the cut responses that count against the policy, a capped REINFORCE, and an entropy
+bonus. Everything else is that of r1_distill_qwen_7b_8k.py. Start it at the root of the repository, where the
+paths of its parts begin; docs/extending.md says how to write others.
+
+Preset: `BoundsConfig()`, because the loss reads no bounds.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from bapo_megatron.config import BoundsConfig, PartConfig, RunConfig, load_recipe
+
+PARTS = "recipes.methods_7b_8k.own_method.parts"
+
+
+def recipe() -> RunConfig:
+    """A method in one file."""
+    run = load_recipe(Path(__file__).parents[1] / "r1_distill_qwen_7b_8k.py", RunConfig)
+    algorithm = replace(
+        run.algorithm,
+        bounds=BoundsConfig(),
+        advantage=f"{PARTS}:rloo",
+        masks=(PartConfig(f"{PARTS}:cut"),),
+        loss=f"{PARTS}:Capped",
+        loss_settings={"cap": 2.0},
+        terms=(PartConfig(f"{PARTS}:entropy", {"coefficient": 0.001}),),
+    )
+    return replace(run, name=Path(__file__).stem, algorithm=algorithm)

@@ -1,0 +1,144 @@
+"""Masks by hand and against verl's function, and what a user's mask meets."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.algo.masks import (
+    Response,
+    check_masks,
+    cut_responses,
+    icepop,
+    rollout_rs,
+    second_moment,
+    taken_out,
+)
+from bapo_megatron.config import AlgorithmConfig, PartConfig
+from bapo_megatron.config.parts import part_problems
+from bapo_megatron.errors import ConfigError
+
+
+def response(log_ratio: list[float], is_cut: bool = False) -> Response:
+    rollout_N = np.linspace(-1.0, -2.0, len(log_ratio))
+    return Response(-1.0, len(log_ratio), is_cut, -1, lambda: (rollout_N, rollout_N + log_ratio))
+
+
+def test_cut_responses_need_no_tokens() -> None:
+    def unread() -> Any:
+        raise AssertionError("nothing of the tokens is asked for")
+
+    assert [cut_responses(Response(1.0, 3, is_cut, 0, unread)) for is_cut in (True, False)] == [True, False]
+
+
+def test_icepop_takes_the_tokens_outside_its_range() -> None:
+    """Ratios 0.4, 0.6, 1, 4, 6 and a broken one."""
+    ratios = [0.4, 0.6, 1.0, 4.0, 6.0, math.nan]
+    assert icepop(response([*map(math.log, ratios)])).tolist() == [True, False, False, False, True, True]
+    assert icepop(response([math.log(4.0)]), high=3.0).tolist() == [True]
+
+
+def test_second_moment_takes_the_largest_until_the_mean_is_small() -> None:
+    """Squares 0.01, 0.04, 0.09, 1: means of the smallest 0.01, 0.025, 0.14 / 3 = 0.047 and 0.285."""
+    ratios = response([0.3, -0.1, 1.0, -0.2])
+    assert second_moment(ratios).tolist() == [True, False, True, False]
+    assert second_moment(ratios, tau=0.05).tolist() == [False, False, True, False]
+    assert second_moment(ratios, tau=0.3).tolist() == [False] * 4
+    assert second_moment(response([math.nan, 0.1])).tolist() == [True, False]
+
+
+RATIOS = [[0.1, -0.9, 0.6], [0.2, 0.1, -0.1], [1.2, -1.1, 0.0], [-0.3, -0.4, -0.2]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high", "theirs"),
+    [  # what verl 1dda039b9's compute_rollout_rejection_mask takes out of these, with this threshold
+        ("token_k1", 0.5, 2.0, "010 000 110 000"),
+        ("token_k2", None, 0.2, "010 000 110 000"),
+        ("token_k3", None, 0.3, "010 000 110 000"),
+        ("seq_sum_k1", 0.8, 1.5, "000 000 000 111"),
+        ("seq_sum_k2", None, 0.2, "111 000 111 000"),
+        ("seq_sum_k3", None, 0.3, "111 000 111 000"),
+        ("seq_mean_k1", 0.9, 1.2, "000 000 000 111"),
+        ("seq_mean_k2", None, 0.1, "111 000 111 000"),
+        ("seq_mean_k3", None, 0.15, "111 000 111 000"),
+        ("seq_max_k2", None, 0.45, "000 000 111 000"),
+        ("seq_max_k3", None, 0.5, "000 000 111 000"),
+    ],
+)
+def test_rollout_rs_takes_what_verl_takes(kind: Any, low: float | None, high: float, theirs: str) -> None:
+    found = [
+        taken_out(kind, lambda one: rollout_rs(one, kind, high, low), response(row)).astype(int).tolist()
+        for row in RATIOS
+    ]
+    assert " ".join("".join(map(str, row)) for row in found) == theirs
+
+
+USERS = """
+def short(response, least: int = 2):
+    return response.tokens < least
+
+def counts(response):
+    return response.tokens
+
+def one(response):
+    return response.log_ratio_N[:1] > 0
+
+def broken(response):
+    return response.reward > 0
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_mask.py").write_text(USERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "users_mask", raising=False)
+
+
+def masks(name: str, **settings: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(old_log_probs="trainer", masks=(PartConfig(name, settings),))
+
+
+@pytest.mark.usefixtures("users")
+def test_masks_of_ours_and_of_a_user_pass_the_check() -> None:
+    of_ours = ("cut_responses", "icepop", "second_moment")
+    for one in (*map(masks, of_ours), masks("rollout_rs", kind="seq_max_k2", high=1.0)):
+        check_masks(one)
+        assert not list(part_problems(one))
+    check_masks(masks("users_mask:short", least=4))
+
+
+@pytest.mark.usefixtures("users")
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (masks("overlong"), r"algorithm.masks\[0\]='overlong' is unknown: give cut_responses, icepop"),
+        (masks("icepop", hi=2), r"algorithm.masks\[0\].settings.hi=2: .*icepop has no such setting"),
+        (masks("icepop", high=0), r"algorithm.masks\[0\].settings.high=0 must be above 0"),
+        (masks("rollout_rs", kind="token_k9", high=1.0), r"settings.kind='token_k9' must be one of token_k1"),
+        (masks("rollout_rs", kind="token_k1", high=1.0), "kind=token_k1 needs low"),
+        (masks("users_mask:short", least="2"), "settings.least='2' must be a whole number"),
+        (masks("users_mask:counts"), r"counts must return True or False, .* not int64 of shape \[\]"),
+        (masks("users_mask:one"), r"each of the 3 trained tokens, not bool of shape \[1\]"),
+        (masks("users_mask:broken"), "broken failed with AttributeError.*mend it"),
+    ],
+)
+def test_mistakes_end_before_a_run(config: AlgorithmConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_masks(config)
+
+
+def test_rules_between_the_fields() -> None:
+    one = PartConfig("icepop")
+    [unread] = part_problems(AlgorithmConfig(masks=(one,)))
+    assert "which is 1 with algorithm.old_log_probs=rollout" in unread
+    pair = AlgorithmConfig(old_log_probs="trainer", masks=(one, PartConfig("mine:icepop")))
+    assert [*part_problems(pair)] == [
+        "algorithm.masks: 2 are called icepop, and so are their metrics: rename one"
+    ]

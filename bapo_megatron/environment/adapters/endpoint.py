@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bapo_megatron.environment.adapters import agent_program
-from bapo_megatron.environment.adapters.agent_program import Conversation, Refused
+from bapo_megatron.environment.adapters.conversation import Conversation, Refused
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from bapo_megatron.environment.settings import AgentSettings
 

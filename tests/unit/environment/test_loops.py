@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from bapo_megatron.environment import Reply, Task
-from bapo_megatron.environment.adapters import agent_program
+from bapo_megatron.environment.adapters import agent_program, conversation
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from tests.support.scripted_episodes import check_durable, play
@@ -454,7 +454,7 @@ def test_a_refusal_that_was_mended_is_not_the_reason_of_a_later_end() -> None:
 async def test_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same one, too: who asks twice at a time wants two answers. OpenAI's client is told not to ask
     again, which it does after 409."""
-    monkeypatch.setattr(agent_program, "TAKE_OVER_S", 0.01)
+    monkeypatch.setattr(conversation, "TAKE_OVER_S", 0.01)
 
     class Twice(Patient):
         async def second(self) -> None:

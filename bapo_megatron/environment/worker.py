@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-from bapo_megatron.environment import Environment, Reply, Resume, Task, Turn
+from bapo_megatron.environment import Environment, Reply, Resume, SampledTurn, Task, Turn
 from bapo_megatron.environment.settings import settings_type
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.dotted_path import load_dotted_path
@@ -67,6 +67,7 @@ def _prepared(settings: dict[str, Any]) -> Prepared:
         "tools": kind.tools,
         "resume": kind.resume,
         "own_random": bool(kind.own_random),
+        "wants_tokens": bool(kind.wants_tokens),
         "is_async": is_async(kind),
         "settings_type": taken and f"{taken.__module__}:{taken.__qualname__}",
     }
@@ -102,13 +103,14 @@ class Episodes:
                 if replies != question["replies"]:
                     await self._close(environment)
                     return {"missing": True}
-                return await self._advance(name, replies, environment, question["turn"])
+                turn = SampledTurn.of(*question["turn"])
+                return await self._advance(name, replies, environment, turn)
         finally:
             self._forget_random(name)
 
     async def resume(self, question: dict[str, Any]) -> dict[str, Any]:
         """The answer of a new object to the last turn, after it was brought there."""
-        task, turns = Task(**question["task"]), [Turn(*one) for one in question["turns"]]
+        task, turns = Task(**question["task"]), [_turn(*one) for one in question["turns"]]
         *before, last = turns
         await self.close(task.episode)
         if before and self._kind.resume == "never":
@@ -235,6 +237,10 @@ class RandomStates:
 
     def forget(self, name: str) -> None:
         self._states.pop(name, None)
+
+
+def _turn(kind: Literal["sampled", "given"], text: str, *tokens: Any) -> Turn:
+    return Turn(kind, text if kind == "given" else SampledTurn.of(text, *tokens))
 
 
 def _result(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

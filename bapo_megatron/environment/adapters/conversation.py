@@ -13,7 +13,7 @@ from typing import Any
 
 from bapo_megatron.environment import SampledTurn
 from bapo_megatron.environment.adapters.loop import Ask
-from bapo_megatron.environment.protocols.chat import Refused
+from bapo_megatron.environment.protocols.chat import Refused, text_of
 from bapo_megatron.environment.tools.calls import results
 
 Said = tuple[str, str]
@@ -75,20 +75,10 @@ def said(messages: Sequence[Any]) -> list[Said]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(400, f"message {place} is no object with a role")
         role = message["role"]
-        found.append((role, "" if role == "assistant" else _text(place, message.get("content"))))
+        found.append(
+            (role, "" if role == "assistant" else text_of(f"message {place}", message.get("content")))
+        )
     return found
-
-
-def _text(place: int, content: Any) -> str:
-    parts = content or []
-    if isinstance(parts, str):
-        return parts
-    if not isinstance(parts, list) or not all(isinstance(one, dict) for one in parts):
-        raise Refused(400, f"message {place} has a content that is neither text nor a list of parts")
-    texts = [one.get("text") for one in parts]
-    if any(one.get("type") != "text" for one in parts) or not all(isinstance(one, str) for one in texts):
-        raise Refused(400, f"message {place} has content that is no text")
-    return "".join(map(str, texts))
 
 
 def _difference(old: Sequence[Said], new: Sequence[Said]) -> str:

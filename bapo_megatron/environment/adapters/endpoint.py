@@ -38,8 +38,7 @@ class EndpointEnvironment(LoopEnvironment):
     async def run(self, base_url: str, key: str) -> float | None:
         """Run the agent against the endpoint; its reward, or None."""
         command = self.settings["command"]
-        # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service.
-        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
+        variables = _variables(base_url, key)
         code, last = await agent_program.run_agent(command, json.dumps(asdict(self.task)).encode(), variables)
         if code != 0:
             raise RuntimeError(f"{command} ended with {code}. {self._questions.problem}".strip())
@@ -66,3 +65,12 @@ class EndpointEnvironment(LoopEnvironment):
         if request.tools and not self._takes_tools:
             raise Refused(400, "it has tools, and tools_in_prompts in environment.settings is not set")
         return await self._conversation.answer(request.messages)
+
+
+def _variables(base_url: str, key: str) -> dict[str, str]:
+    """The endpoint's address and key by the names that programs read."""
+    anthropic = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+    # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service; Anthropic's
+    # client sends a token of that name, too.
+    others = {"OPENAI_API_BASE": base_url, "ANTHROPIC_AUTH_TOKEN": key}
+    return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, **anthropic, **others}

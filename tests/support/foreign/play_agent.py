@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 ADD = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": ADD}
@@ -185,11 +186,11 @@ def main():
                 os.environ["READ"] = f"{folder}/{protocol}-{stream}"
                 settings = {"command": [sys.executable, __file__, protocol, stream], "tools_in_prompts": True}
                 replies = check_durable(Agent, task, settings, turns)
-                read = [json.loads(line) for line in open(os.environ["READ"])][: len(turns)]
+                read = [*map(json.loads, Path(os.environ["READ"]).read_text().splitlines())][: len(turns)]
                 found[f"{protocol}-{stream}"] = [[[one.observation, one.reward] for one in replies], read]
         os.environ["READ"] = f"{folder}/errors"
         play(Agent, task, {"command": [sys.executable, __file__, "errors"]}, ["5"])
-        found["errors"] = json.load(open(os.environ["READ"]))
+        found["errors"] = json.loads(Path(os.environ["READ"]).read_text())
     print("FOUND", json.dumps(found))
 
 

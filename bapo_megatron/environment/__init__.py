@@ -9,7 +9,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -30,12 +30,41 @@ class Task:
     """Name of the episode, unique in a run, the same after a kill: an idempotency key for outer effects."""
 
 
+class SampledToken(NamedTuple):
+    """A token that the model has sampled."""
+
+    id: int
+    text: str
+    log_prob: float
+
+
+class SampledTurn(str):
+    """The text of a turn of the model, with its tokens and the number of those before it where
+    ``Environment.wants_tokens`` is set."""
+
+    prompt_tokens = 0
+    tokens: Sequence[SampledToken] = ()
+
+    @staticmethod
+    def of(text: str, prompt_tokens: int = 0, tokens: Iterable[Sequence[Any]] = ()) -> SampledTurn:
+        """From what ``as_json`` has made."""
+        made = SampledTurn(text)
+        made.prompt_tokens, made.tokens = prompt_tokens, [SampledToken(*one) for one in tokens]
+        return made
+
+    @staticmethod
+    def as_json(text: str) -> list[Any]:
+        """The arguments of ``of``, as JSON has them; also of a text alone."""
+        return [text, *((text.prompt_tokens, text.tokens) if isinstance(text, SampledTurn) else ())]
+
+
 class Turn(NamedTuple):
     """One turn of an episode so far, as the journal has it."""
 
     kind: Literal["sampled", "given"]
     text: str
-    """A sampled turn without the token that ended it; a given one as the environment said it."""
+    """A sampled turn, which may be a ``SampledTurn``, without the token that ended it; a given one as the
+    environment said it."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +101,13 @@ class Environment:
     """`replay`: ``step`` is called again with each recorded turn, and must answer what it had answered.
     `restore`: ``restore`` gets the turns and the last note; nothing is done twice but a step that was
     interrupted. `never`: the response begins again."""
+    wants_tokens: ClassVar[bool] = False
+    """Whether the turns that ``step`` gets have their tokens, with log-probs (``SampledTurn``)."""
     settings_type: ClassVar[type | None] = None
     """Dataclass of ``environment/settings.py`` that the settings must fit, checked before a run; a subclass
     inherits it, if it has no ``__init__``, ``play`` or ``run`` of its own. None: they come as given."""
+    logs_dir: ClassVar[str | None] = None
+    """Folder of the run for logs of its programs; the worker sets it. None: there is none."""
     own_random: ClassVar[bool] = False
     """Whether it draws from the global generators of ``random`` or numpy. Then each episode has states of its
     own, and one step at a time runs in a worker: another episode's draws would make a replay diverge."""

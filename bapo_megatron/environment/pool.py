@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.config.sources import EnvironmentConfig
-from bapo_megatron.environment import Task, Turn, own_interpreter
+from bapo_megatron.environment import SampledTurn, Task, Turn, own_interpreter
 from bapo_megatron.environment import settings as own_settings
 from bapo_megatron.environment.worker import THREADS
 from bapo_megatron.errors import ConfigError
@@ -92,6 +92,7 @@ class Traits:
     own_random: bool
     is_async: bool
     tools: tuple[dict[str, Any], ...] = ()
+    wants_tokens: bool = False
     settings_type: str | None = None
     """Where the dataclass of the settings is, ``package.module:Name``."""
 
@@ -105,12 +106,15 @@ class Traits:
 class EnvironmentPool:
     """Pool of ``environment.workers`` processes that hold episodes: ``start``, ``step``, ``close``."""
 
-    def __init__(self, config: EnvironmentConfig, traits: Traits, repeats: bool = True) -> None:
-        """``repeats``: whether a step whose worker ended is asked again, as a run must: others shared it."""
+    def __init__(
+        self, config: EnvironmentConfig, traits: Traits, repeats: bool = True, logs_dir: Path | None = None
+    ) -> None:
+        """``repeats``: whether a step whose worker ended is asked again, as a run must: others shared it.
+        ``logs_dir``: for logs of programs."""
         self._config, self._repeats = config, repeats
         concurrency = 1 if traits.own_random else ASYNC_STEPS if traits.is_async else THREADS
         self._grace_s = _ASYNC_GRACE_S if traits.is_async else _PLAIN_GRACE_S
-        self._workers = WorkerPool(worker_program(config), config.workers, concurrency)
+        self._workers = WorkerPool(worker_program(config, logs_dir), config.workers, concurrency)
         self._held: set[str] = set()
         """Episodes whose object is in a worker, as far as is known."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -178,7 +182,7 @@ class EnvironmentPool:
     async def _held_step(self, question: Question) -> dict[str, Any] | None:
         """The answer of the episode's object; None if that is gone. CallFailed."""
         name = question.task.episode
-        asked = {"episode": name, "replies": question.replies, "turn": question.turn}
+        asked = {"episode": name, "replies": question.replies, "turn": SampledTurn.as_json(question.turn)}
         kind = CallKind("step", self._limit_s(question), repeatable=False, grace_s=self._grace_s)
         try:
             answer: dict[str, Any] = await self._workers.call(kind, asked, name)
@@ -190,8 +194,9 @@ class EnvironmentPool:
 
     async def _resumed(self, question: Question) -> dict[str, Any]:
         """The answer of a new object, which is first brought to where the episode is. CallFailed."""
-        turns = [list(turn) for turn in await asyncio.to_thread(question.turns)]
-        asked = {"task": asdict(question.task), "turns": turns, "note": question.note}
+        turns = await asyncio.to_thread(question.turns)
+        lines = [[turn.kind, *SampledTurn.as_json(turn.text)] for turn in turns]
+        asked = {"task": asdict(question.task), "turns": lines, "note": question.note}
         limit_s = self._config.step_limit_s * question.replies + self._limit_s(question)
         name = question.task.episode
         try:
@@ -217,12 +222,13 @@ def _may_be_anothers(failed: CallFailed) -> bool:
     return failed.failure == "died" or failed.beside > 0
 
 
-def worker_program(config: EnvironmentConfig) -> WorkerProgram:
+def worker_program(config: EnvironmentConfig, logs_dir: Path | None = None) -> WorkerProgram:
     """How the workers of ``config`` start."""
     settings = {
         "function": config.function,
         "settings": config.settings,
         "memory_limit_mb": config.memory_limit_mb,
+        "logs_dir": logs_dir and str(logs_dir.absolute()),
     }
     if config.python is None:
         return WorkerProgram((sys.executable, "-m", "bapo_megatron.environment.worker"), settings)

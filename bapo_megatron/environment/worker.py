@@ -5,9 +5,10 @@
     close    the episode's name          null
 
 ``resume`` begins an episode, or brings a new object to where it was, and then steps: the last of ``turns`` is
-the one that it answers. The settings are ``function``, ``settings`` and ``memory_limit_mb``. The first note
-of the program is the class's ``Traits`` as JSON. ``pool.py`` is at the other end. It needs no package but the
-standard library: a worker may run in an interpreter of its own. A class is checked when it is loaded
+the one that it answers; a turn is as ``SampledTurn.as_json`` has it. The settings are ``function``,
+``settings``, ``logs_dir`` and ``memory_limit_mb``. The first note of the program is the class's ``Traits`` as
+JSON. ``pool.py`` is at the other end. It needs no package but the standard library: a worker may run in an
+interpreter of its own. A class is checked when it is loaded
 (``problems``).
 """
 
@@ -28,9 +29,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-from bapo_megatron.environment import Environment, Reply, Resume, Task, Turn
+from bapo_megatron.environment import Environment, Reply, Resume, SampledTurn, Task, Turn
 from bapo_megatron.environment.settings import settings_type
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.dotted_path import load_dotted_path
@@ -60,6 +61,7 @@ def main() -> None:
 def _prepared(settings: dict[str, Any]) -> Prepared:
     kind = load_environment(settings["function"], settings["settings"])
     episodes = Episodes(kind, settings["settings"])
+    kind.logs_dir = settings["logs_dir"]
     taken = settings_type(kind)
     traits = {
         "role": kind.role,
@@ -67,6 +69,7 @@ def _prepared(settings: dict[str, Any]) -> Prepared:
         "tools": kind.tools,
         "resume": kind.resume,
         "own_random": bool(kind.own_random),
+        "wants_tokens": bool(kind.wants_tokens),
         "is_async": is_async(kind),
         "settings_type": taken and f"{taken.__module__}:{taken.__qualname__}",
     }
@@ -102,13 +105,14 @@ class Episodes:
                 if replies != question["replies"]:
                     await self._close(environment)
                     return {"missing": True}
-                return await self._advance(name, replies, environment, question["turn"])
+                turn = SampledTurn.of(*question["turn"])
+                return await self._advance(name, replies, environment, turn)
         finally:
             self._forget_random(name)
 
     async def resume(self, question: dict[str, Any]) -> dict[str, Any]:
         """The answer of a new object to the last turn, after it was brought there."""
-        task, turns = Task(**question["task"]), [Turn(*one) for one in question["turns"]]
+        task, turns = Task(**question["task"]), [_turn(*one) for one in question["turns"]]
         *before, last = turns
         await self.close(task.episode)
         if before and self._kind.resume == "never":
@@ -235,6 +239,10 @@ class RandomStates:
 
     def forget(self, name: str) -> None:
         self._states.pop(name, None)
+
+
+def _turn(kind: Literal["sampled", "given"], text: str, *tokens: Any) -> Turn:
+    return Turn(kind, text if kind == "given" else SampledTurn.of(text, *tokens))
 
 
 def _result(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

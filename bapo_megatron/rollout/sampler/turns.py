@@ -19,7 +19,7 @@ import numpy as np
 from bapo_megatron.config import EnvironmentConfig, RunConfig
 from bapo_megatron.config.validation import environment_field
 from bapo_megatron.data.prompts import Tools
-from bapo_megatron.environment import Task, Turn
+from bapo_megatron.environment import SampledTurn, Task, Turn
 from bapo_megatron.environment.pool import (
     EnvironmentPool,
     Question,
@@ -71,6 +71,8 @@ class Stepping:
     stop_token_ids: tuple[int, ...]
     """Those of the model, and those of its class."""
     max_turns: int
+    wants_tokens: bool = False
+    """Whether its turns go with their tokens."""
     tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """A tokenizer is asked by one thread at a time, whichever environment asks."""
 
@@ -106,11 +108,11 @@ class TurnTaker:
     async def result(self, prompt: Prompt, response: Response, episode: str) -> StepResult:
         """The environment's answer to the last turn of a response that waits for it."""
         so_far = response.episode
-        ids, start = response.so_far.token_ids_R, so_far.last_turn_start
+        start = so_far.last_turn_start
         task = Task(prompt.messages, prompt.ground_truth, prompt.data_source, prompt.extra_info, episode)
         question = Question(
             task,
-            await asyncio.to_thread(self._text, prompt, ids, start, len(ids)),
+            await asyncio.to_thread(self._sampled, prompt, response, start, response.tokens),
             so_far.steps,
             lambda: self._turns(prompt, response),
             so_far.note,
@@ -164,11 +166,22 @@ class TurnTaker:
         opened = prompt_of_turn(self._dataset.tokenizer, prompt, ids_R, start).opens_thinking
         return f"{THINKING}{text}" if opened and THOUGHT not in text else text
 
+    def _sampled(self, prompt: Prompt, response: Response, start: int, end: int) -> str:
+        """A turn of the model, with its tokens if its environment wants them."""
+        so_far = response.so_far
+        text = self._text(prompt, so_far.token_ids_R, start, end)
+        if not self._stepping.wants_tokens:
+            return text
+        ids = so_far.token_ids_R[start:end].tolist()
+        texts = self._dataset.tokenizer.batch_decode([[one] for one in ids])
+        tokens = zip(ids, texts, so_far.log_probs_R[start:end].tolist(), strict=True)
+        return SampledTurn.of(text, len(prompt.token_ids_P) + start, tokens)
+
     def _turns(self, prompt: Prompt, response: Response) -> list[Turn]:
-        ids, start, found = response.so_far.token_ids_R, 0, []
+        start, found = 0, []
         for end, text in response.episode.turns:
             if text is None:
-                found.append(Turn("sampled", self._text(prompt, ids, start, end)))
+                found.append(Turn("sampled", self._sampled(prompt, response, start, end)))
             else:
                 found.append(Turn("given", text))
             start = end
@@ -233,9 +246,14 @@ def tools_of(config: RunConfig) -> dict[str, Tools]:
 
 
 async def open_environment(
-    environment: EnvironmentConfig, model: Path, tokenizer: Any, report: Report, opened: AsyncExitStack
+    environment: EnvironmentConfig,
+    model: Path,
+    tokenizer: Any,
+    report: Report,
+    opened: AsyncExitStack,
+    logs_dir: Path | None = None,
 ) -> Stepping | None:
-    """The parts of an environment, started; None without a ``function``.
+    """The parts of an environment, started; None without a ``function``. ``logs_dir``: for its programs.
 
     ConfigError, ChildError or OSError if it does not start.
     """
@@ -244,11 +262,11 @@ async def open_environment(
     stops = stop_token_ids(model, tokenizer)
     traits = await asyncio.to_thread(read_traits, environment)
     template = ObservationTemplate(tokenizer, traits.role, stops, traits.tools)
-    steps = EnvironmentPool(environment, traits)
+    steps = EnvironmentPool(environment, traits, logs_dir=logs_dir)
     await steps.start()
     opened.push_async_callback(steps.close)
     every_stop = (*stops, *stop_ids(traits, tokenizer))
-    return Stepping(steps, template, report, every_stop, environment.max_turns)
+    return Stepping(steps, template, report, every_stop, environment.max_turns, traits.wants_tokens)
 
 
 async def open_environments(
@@ -258,11 +276,13 @@ async def open_environments(
 
     ConfigError, ChildError or OSError as ``open_environment``.
     """
-    tokenizing = asyncio.Lock()
+    tokenizing, logs_dir = asyncio.Lock(), config.paths.agent_logs
     started: dict[str, Stepping | None] = {}
     for source, environment in _distinct(config.environments).items():
         with _naming_field_of(source, config):
-            made = await open_environment(environment, config.model.hf_path, tokenizer, report, opened)
+            made = await open_environment(
+                environment, config.model.hf_path, tokenizer, report, opened, logs_dir
+            )
         started[source] = made and replace(made, tokenizing=tokenizing)
     found = _for_all_sources(started, config.environments)
     return {name: stepping for name, stepping in found.items() if stepping is not None}

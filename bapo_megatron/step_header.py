@@ -91,6 +91,9 @@ class ResponseHeader(NamedTuple):
     """Whether it has log-probs of the teacher."""
     routes: StoredRoutes | None = None
     """Where its routes are; None if it was sampled without."""
+    branch: int = 0
+    """As of ``Rollout``, as is ``has_prompt``."""
+    has_prompt: bool = True
 
 
 class GroupHeader(NamedTuple):
@@ -99,6 +102,17 @@ class GroupHeader(NamedTuple):
     source: str
     prompt_tokens: int
     responses: tuple[ResponseHeader, ...]
+    """Several of an episode with branches, one after the other."""
+
+    @property
+    def episodes(self) -> list[list[ResponseHeader]]:
+        """The responses of each episode; its reward, that of each of them, counts once."""
+        found: list[list[ResponseHeader]] = []
+        for one in self.responses:
+            if one.branch == 0:
+                found.append([])
+            found[-1].append(one)
+        return found
 
 
 class ColumnFile(NamedTuple):

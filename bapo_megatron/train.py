@@ -109,7 +109,9 @@ def training_samples(run: Run, step: int, batch: TrainingBatch) -> Sequence[Sequ
     if algorithm.distillation.enabled:
         check_teacher_log_probs(step, batch.header)
     sources, routes = config.data.source_names, config.rollout.route_replay
-    groups: Sequence[Sequence[TrainingSample]] = samples_of(batch, algorithm.advantage, sources, routes)
+    groups: Sequence[Sequence[TrainingSample]] = samples_of(
+        batch, algorithm.advantage, sources, routes, algorithm.branch_reward
+    )
     if algorithm.old_log_probs == "trainer":
         cap, level = algorithm.importance_cap, algorithm.importance_level
         # Before the first update: pi_old of all updates of the step is the policy at the step's start.

@@ -269,13 +269,17 @@ class Rollout(ResponseTokens):
     """With all penalties; ``reward.failed`` if it could not be scored and is not left out of its group."""
     stored_routes: StoredRoutes | None = None
     """Where its routes are, if it was read from a step's file and they are known."""
+    branch: int = 0
+    """Number of the branch of its episode that it is; an episode's branches follow each other, from 0."""
+    has_prompt: bool = True
+    """Whether it continues the prompt of its group; if not, its own prompt is among its tokens."""
 
 
 @dataclass(frozen=True)
 class Group:
     """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored.
 
-    Fewer where some could not be scored.
+    Fewer where some could not be scored; more rollouts than responses where episodes have branches.
     """
 
     prompt: Prompt

@@ -12,6 +12,9 @@ from typing import Literal
 
 import numpy as np
 
+BranchReward = Literal["whole", "split"]
+"""What each branch of an episode gets of its advantage; see ``AlgorithmConfig.branch_reward``."""
+
 STD_EPSILON = 1e-6
 """Epsilon of GRPO's standard deviation: nearly equal rewards give no huge advantages."""
 
@@ -50,6 +53,25 @@ def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo"
     if kind == "grpo":
         advantages_G /= rewards_G.std(ddof=1) + STD_EPSILON
     return advantages_G.astype(np.float32)
+
+
+def branch_advantages(
+    rewards: Sequence[float],
+    branches: Sequence[int],
+    kind: Literal["grpo", "dr_grpo"],
+    branch_reward: BranchReward = "whole",
+) -> list[float]:
+    """Advantages of a group whose episodes have branches: those of its episodes, one for each branch.
+
+    ``rewards``: of each episode, which counts once in mean and deviation. ``branches``: of each episode.
+    ValueError as of ``group_advantages``.
+    """
+    found = group_advantages(rewards, kind)
+    return [
+        float(value) / (count if branch_reward == "split" else 1)
+        for value, count in zip(found, branches, strict=True)
+        for _ in range(count)
+    ]
 
 
 def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:

@@ -265,6 +265,10 @@ class AlgorithmConfig:
     `cispo`; docs/losses.md has them all. As a flag one JSON object, which replaces the recipe's."""
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """`grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean."""
+    branch_reward: Literal["whole", "split"] = field(default="whole", kw_only=True)
+    """Advantage of a branch, where an agent program rewrites its history or holds several conversations.
+    `whole`: the episode's, as in MemAgent (arXiv 2507.02259) and prime-rl. `split`: the episode's, divided by
+    the number of its branches. The group's mean and deviation count each episode once."""
     polarity: PapoConfig = field(default_factory=PapoConfig)
     """PAPO: advantages reweighted by each token's effect on the entropy; off by default."""
     loss_mean: Literal["token", "sequence"] = "token"

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from bapo_megatron.algo.advantages import group_advantages
+from bapo_megatron.algo.advantages import BranchReward, branch_advantages
 from bapo_megatron.data.routes import read_routes
 from bapo_megatron.types import (
     ResponseColumns,
@@ -229,20 +229,31 @@ def samples_of(
     advantage: Literal["grpo", "dr_grpo"],
     sources: Sequence[str] = (),
     route_replay: RouteReplay = "off",
+    branch_reward: BranchReward = "whole",
 ) -> list[list[StoredSample]]:
     """Samples of a step, group by group, with advantages normalized within each group. Reads no column.
 
+    A branch of an episode is a sample, with its share of the episode's advantage as of ``branch_reward``.
     ``sources``: names of the run's sources; a sample gets the index of its own. ``route_replay``: what is
     made of the rollouts' routes; `off`: they are left where they are.
     """
     found = []
     for number, group in enumerate(batch.header.groups):
         source = sources.index(group.source) if group.source in sources else -1
-        advantages = group_advantages([one.reward for one in group.responses], advantage)
+        episodes = group.episodes
+        rewards, counts = [one[0].reward for one in episodes], [len(one) for one in episodes]
+        advantages = branch_advantages(rewards, counts, advantage, branch_reward)
         reads = (partial(batch.read, number, index) for index in range(len(group.responses)))
         found.append(
             [
-                StoredSample(response, group.prompt_tokens, read, float(value), source, route_replay)
+                StoredSample(
+                    response,
+                    group.prompt_tokens if response.has_prompt else 0,
+                    read,
+                    value,
+                    source,
+                    route_replay,
+                )
                 for response, read, value in zip(group.responses, reads, advantages, strict=True)
             ]
         )

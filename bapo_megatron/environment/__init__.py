@@ -52,6 +52,12 @@ class Reply:
     note: Any = None
     """Plain JSON of at most 64 KiB and 100 levels, kept in the journal for ``restore``, which gets the last
     that is not None."""
+    conversation: Sequence[Mapping[str, Any]] | None = None
+    """Chat messages that the model answers next, where they are not the last turn and what follows it: a
+    branch of the episode. ``{"role": "assistant", "turn": 3}`` is the model's third turn, as it was sampled.
+    ``observation`` is then a text that no other question of the episode has."""
+    after: int = 0
+    """The last turn of the conversation that its messages repeat as they were, counted from 1; 0: none."""
 
 
 class Environment:
@@ -87,6 +93,10 @@ class Environment:
     def step(self, turn: str) -> Reply | Awaitable[Reply]:
         """Answer a turn of the model. It may be ``async``: thousands then wait in one worker."""
         raise NotImplementedError
+
+    def again(self, turn: str, given: str) -> Reply | Awaitable[Reply]:
+        """``step`` in a replay. ``given``: the observation that the journal has, which the reply must have."""
+        return self.step(turn)
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
         """Go to where the episode was after ``turns``, the last of which is given. ``note``: the last one."""

@@ -18,7 +18,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +80,9 @@ class StepResult:
     """Identity of a mistake in a user's code; see ``CallFailed``."""
     messages: Sequence[str] = ()
     """Those of the observation, if they are several."""
+    conversation: Sequence[Mapping[str, Any]] | None = None
+    """As of ``Reply``, as is ``after``."""
+    after: int = 0
 
 
 @dataclass(frozen=True)

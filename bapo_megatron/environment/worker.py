@@ -142,7 +142,7 @@ class Episodes:
     async def _advance(self, name: str, replies: int, environment: Environment, turn: str) -> dict[str, Any]:
         try:
             began = time.monotonic()
-            reply = await self._reply(environment, turn)
+            reply = await self._reply(environment.step, turn)
             if is_over():
                 raise asyncio.CancelledError  # nobody waits for this answer, or will ask the object again
             seconds = time.monotonic() - began
@@ -162,14 +162,14 @@ class Episodes:
             await self._called(environment.restore, before, note)
             return None
         for place, (said, given) in enumerate(zip(before[::2], before[1::2], strict=True), 1):
-            again = await self._reply(environment, said.text)
+            again = await self._reply(environment.again, said.text, given.text)
             if (answered := _text(again.observation)) != given.text:
                 was, now = _short(given.text), _short(answered)
                 return f"its environment answered turn {place} with {was}, and after a replay with {now}"
         return None
 
-    async def _reply(self, environment: Environment, turn: str) -> Reply:
-        reply = await self._called(environment.step, turn)
+    async def _reply(self, step: Callable[..., Any], *turn: str) -> Reply:
+        reply = await self._called(step, *turn)
         if not isinstance(reply, Reply):
             raise TypeError(f"step returned {type(reply).__name__}: return a Reply")
         return reply
@@ -262,6 +262,8 @@ def _checked(reply: Reply) -> dict[str, Any]:
     if size > NOTE_BYTES:
         raise ValueError(f"Reply.note has {size} bytes as JSON; at most {NOTE_BYTES} may be")
     answer = {"observation": said, "reward": reward, "metrics": metrics, "note": reply.note}
+    if reply.conversation is not None:
+        return {**answer, "conversation": _messages(reply.conversation), "after": int(reply.after)}
     several = reply.observation
     if several is None or isinstance(several, str) or len(several) < 2:
         return answer
@@ -277,6 +279,17 @@ def _text(observation: Any) -> str | None:
     raise TypeError(
         f"Reply.observation is {type(observation).__name__}: give a text, a list of texts or None"
     )
+
+
+def _messages(conversation: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation. TypeError or ValueError unless they are plain JSON with roles."""
+    for one in conversation:
+        if not isinstance(one, dict) or not isinstance(one.get("role"), str):
+            raise TypeError(f"Reply.conversation has {_short(repr(one))}: give messages with a role")
+        if "turn" in one and not (isinstance(one["turn"], int) and one["turn"] > 0):
+            raise ValueError(f"Reply.conversation has turn={one['turn']!r}: the model's turns count from 1")
+    found: list[dict[str, Any]] = json.loads(json.dumps([*conversation]))
+    return found
 
 
 def _is_deep(value: Any, levels: int) -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bapo_megatron.algo.advantages import group_advantages
+from bapo_megatron.algo.advantages import branch_advantages
 from bapo_megatron.algo.reference_kl import response_penalty
 from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
 from bapo_megatron.config import AlgorithmConfig, RunConfig
@@ -140,9 +140,11 @@ def with_reference(
     config = algorithm.reference_kl
     penalties = iter(measured_once(policy, samples, lambda one: (_penalty(one, config),), 1))
     rewards = [
-        [response.reward - next(penalties)[0] for response in group.responses] for group in header.groups
+        [rows[0].reward - sum(next(penalties)[0] for _ in rows) for rows in group.episodes]
+        for group in header.groups
     ]
-    return [_penalized(*pair, algorithm) for pair in zip(referred, rewards, strict=True)]
+    counts = [[len(rows) for rows in group.episodes] for group in header.groups]
+    return [_penalized(*one, algorithm) for one in zip(referred, rewards, counts, strict=True)]
 
 
 def check_teacher_log_probs(step: int, header: StepHeader) -> None:
@@ -160,11 +162,15 @@ def _with_column(sample: Sample, column_R: np.ndarray) -> Sample:
 
 
 def _penalized(
-    group: Sequence[TrainingSample], rewards: Sequence[float], algorithm: AlgorithmConfig
+    group: Sequence[TrainingSample],
+    rewards: Sequence[float],
+    branches: Sequence[int],
+    algorithm: AlgorithmConfig,
 ) -> list[TrainingSample]:
-    """Samples of a group with the advantages of the penalized ``rewards``, ``R - beta sum_t k_t``."""
-    advantages = group_advantages(rewards, algorithm.advantage)
-    return [one.with_advantage(float(value)) for one, value in zip(group, advantages, strict=True)]
+    """Samples of a group with the advantages of the penalized ``rewards``, ``R - beta sum_t k_t``, of its
+    episodes; ``branches``: the number of each."""
+    advantages = branch_advantages(rewards, branches, algorithm.advantage, algorithm.branch_reward)
+    return [one.with_advantage(value) for one, value in zip(group, advantages, strict=True)]
 
 
 def _penalty(sample: Sample, config: ReferenceKlConfig) -> float:

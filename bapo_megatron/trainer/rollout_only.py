@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from bapo_megatron.algo.advantages import group_advantages, is_uniform
+from bapo_megatron.algo.advantages import branch_advantages, is_uniform
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.losses.clip import group_of_sequences
 from bapo_megatron.checkpoint.run_directory import store_config
@@ -175,11 +175,12 @@ _Response = tuple[float, int]
 
 
 def _responses(group: GroupHeader, algorithm: AlgorithmConfig) -> list[_Response]:
-    advantages_G = group_advantages([one.reward for one in group.responses], algorithm.advantage)
+    rewards, counts = [rows[0].reward for rows in group.episodes], [len(rows) for rows in group.episodes]
+    advantages_G = branch_advantages(rewards, counts, algorithm.advantage, algorithm.branch_reward)
     tokens_G = [one.trained_tokens for one in group.responses]
     by_token = algorithm.loss_mean == "token"
     return [
-        (float(value) * (tokens if by_token else min(tokens, 1)), tokens)
+        (value * (tokens if by_token else min(tokens, 1)), tokens)
         for value, tokens in zip(advantages_G, tokens_G, strict=True)
     ]
 
@@ -361,5 +362,5 @@ def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
 
 def _uniform_groups(header: StepHeader) -> float:
     """Number of uniform groups, whose rewards are all equal: the dropped ones and those in the batch."""
-    kept = sum(is_uniform([one.reward for one in group.responses]) for group in header.groups)
+    kept = sum(is_uniform([rows[0].reward for rows in group.episodes]) for group in header.groups)
     return (header.metrics.get("rollout/groups_dropped") or 0.0) + kept

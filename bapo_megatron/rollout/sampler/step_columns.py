@@ -58,7 +58,9 @@ def header_of(batch: StepBatch, file: ColumnFile) -> StepHeader:
 
 def _group_header(group: Group) -> GroupHeader:
     ids_P = group.prompt.token_ids_P
-    responses = tuple(_response_header(rollout, ids_P) for rollout in group.rollouts)
+    responses = tuple(
+        _response_header(rollout, ids_P if rollout.has_prompt else ids_P[:0]) for rollout in group.rollouts
+    )
     return GroupHeader(group.prompt.source, len(ids_P), responses)
 
 
@@ -78,6 +80,8 @@ def _response_header(rollout: Rollout, ids_P: np.ndarray) -> ResponseHeader:
         checksum=checksum(ids_P, rollout),
         has_teacher_log_probs=teacher_R is not None and bool(np.isfinite(teacher_R).all()),
         routes=rollout.stored_routes,
+        branch=rollout.branch,
+        has_prompt=rollout.has_prompt,
     )
 
 
@@ -156,10 +160,12 @@ class StepColumns:
             time.sleep(_POLL_S)
 
     def read(self, group: int, response: int) -> tuple[np.ndarray, ResponseTokens]:
-        """Token ids of a group's prompt, and the tokens of one of its responses, by their numbers."""
+        """Token ids of a group's prompt, and the tokens of one of its responses, by their numbers. No prompt
+        for a branch that has its own."""
         about, number = self._header.groups[group], self._first[group] + response
         expected = about.responses[response]
-        ids_P = self._values(PROMPTS, self._prompts[group], about.prompt_tokens)
+        prompt_tokens = about.prompt_tokens if expected.has_prompt else 0
+        ids_P = self._values(PROMPTS, self._prompts[group], prompt_tokens)
         start, count = self._responses[number], expected.tokens
         columns: dict[str, Any] = {
             name: None

@@ -9,7 +9,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -30,12 +30,53 @@ class Task:
     """Name of the episode, unique in a run, the same after a kill: an idempotency key for outer effects."""
 
 
+class SampledToken(NamedTuple):
+    """A token that the model has sampled."""
+
+    id: int
+    text: str
+    log_prob: float
+
+
+class SampledTurn(str):
+    """The text of a turn of the model, with its tokens and the number of those before it where
+    ``Environment.wants_tokens`` is set."""
+
+    prompt_tokens = 0
+    tokens: Sequence[SampledToken] = ()
+
+    @staticmethod
+    def of(text: str, prompt_tokens: int = 0, tokens: Iterable[Sequence[Any]] = ()) -> SampledTurn:
+        """From what ``as_json`` has made."""
+        made = SampledTurn(text)
+        made.prompt_tokens, made.tokens = prompt_tokens, [SampledToken(*one) for one in tokens]
+        return made
+
+    @staticmethod
+    def as_json(text: str) -> list[Any]:
+        """The arguments of ``of``, as JSON has them; also of a text alone."""
+        return [text, *((text.prompt_tokens, text.tokens) if isinstance(text, SampledTurn) else ())]
+
+
 class Turn(NamedTuple):
     """One turn of an episode so far, as the journal has it."""
 
     kind: Literal["sampled", "given"]
     text: str
-    """A sampled turn without the token that ended it; a given one as the environment said it."""
+    """A sampled turn, which may be a ``SampledTurn``, without the token that ended it; a given one as the
+    environment said it."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """A whole conversation that the model goes on with."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Chat messages. ``{"role": "assistant", "turn": 3}`` is the model's third turn, as it was sampled."""
+    after: int = 0
+    """The last turn up to which they repeat an earlier conversation, counted from 1; 0: none."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Schemas of tools, which the chat template writes into it; None: those of the class."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +93,9 @@ class Reply:
     note: Any = None
     """Plain JSON of at most 64 KiB and 100 levels, kept in the journal for ``restore``, which gets the last
     that is not None."""
-    conversation: Sequence[Mapping[str, Any]] | None = None
-    """Chat messages that the model answers next, where they are not the last turn and what follows it: a
-    branch of the episode. ``{"role": "assistant", "turn": 3}`` is the model's third turn, as it was sampled.
-    ``observation`` is then a text that no other question of the episode has."""
-    after: int = 0
-    """The last turn of the conversation that its messages repeat as they were, counted from 1; 0: none."""
+    context: Context | None = None
+    """What the model answers next, where that is not its last turn and the observation: a branch of the
+    episode. ``observation`` is then a text that says which question it is, without the turns before it."""
 
 
 class Environment:
@@ -78,6 +116,8 @@ class Environment:
     """`replay`: ``step`` is called again with each recorded turn, and must answer what it had answered.
     `restore`: ``restore`` gets the turns and the last note; nothing is done twice but a step that was
     interrupted. `never`: the response begins again."""
+    wants_tokens: ClassVar[bool] = False
+    """Whether the turns that ``step`` gets have their tokens, with log-probs (``SampledTurn``)."""
     settings_type: ClassVar[type | None] = None
     """Dataclass of ``environment/settings.py`` that the settings must fit, checked before a run; a subclass
     inherits it, if it has no ``__init__``, ``play`` or ``run`` of its own. None: they come as given."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,13 +50,14 @@ class ConversationTokens:
         messages: Sequence[Mapping[str, Any]],
         turns: Mapping[int, RepeatedTurn],
         from_prompt: int,
+        tools: Sequence[Any] | None = None,
         behind: int = 0,
     ) -> np.ndarray:
         """Token ids, int32, of a conversation up to where the model's next turn begins.
 
         ``messages``: chat messages; ``{"role": "assistant", "turn": 3}`` is ``turns[3]``. ``from_prompt``:
         the number of first messages that are the dataset's; what looks like an added token in others is text.
-        ``behind``: the ids of what follows this turn alone; 0: of all. Raises what the chat template raises.
+        ``tools``: None: those of the prompts. ``behind``: the ids of what follows this turn alone; 0: of all. Raises what the chat template raises.
         """
         cut = absent_mark(messages, *(turn.text for turn in turns.values()))
         shown = {
@@ -63,12 +65,13 @@ class ConversationTokens:
             for place, one in enumerate(messages)
             if "turn" in one
         }
-        text = self._text(messages, turns, shown, from_prompt, cut)
+        render = partial(self._text, messages, turns, shown, from_prompt, cut, tools)
+        text = render()
         rewritten = [place for place, mark in shown.items() if text.count(mark) != 1]
         if rewritten:
             for place in rewritten:
                 del shown[place]
-            text = self._text(messages, turns, shown, from_prompt, cut)
+            text = render()
         parts: list[np.ndarray] = []
         drop = False
         for place, mark in shown.items():
@@ -101,6 +104,7 @@ class ConversationTokens:
         shown: Mapping[int, str],
         from_prompt: int,
         cut: str,
+        tools: Sequence[Any] | None,
     ) -> str:
         said: list[Mapping[str, Any]] = []
         for place, one in enumerate(messages):
@@ -111,7 +115,7 @@ class ConversationTokens:
                 said.append({"role": "assistant", "content": self._chat.plain(text, cut)})
             else:
                 said.append(self._chat.cut(one, cut, given=place >= from_prompt))
-        return self._chat.rendered(said, cut, self._tools)
+        return self._chat.rendered(said, cut, self._tools if tools is None else tools)
 
     def _encode(self, text: str, cut: str, drop: bool) -> np.ndarray:
         """``drop``: without the first id, the end of a turn whose own ids have it."""

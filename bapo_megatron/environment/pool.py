@@ -18,14 +18,14 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.config.sources import EnvironmentConfig
-from bapo_megatron.environment import Task, Turn, own_interpreter
+from bapo_megatron.environment import SampledTurn, Task, Turn, own_interpreter
 from bapo_megatron.environment import settings as own_settings
 from bapo_megatron.environment.worker import THREADS
 from bapo_megatron.errors import ConfigError
@@ -80,9 +80,8 @@ class StepResult:
     """Identity of a mistake in a user's code; see ``CallFailed``."""
     messages: Sequence[str] = ()
     """Those of the observation, if they are several."""
-    conversation: Sequence[Mapping[str, Any]] | None = None
-    """As of ``Reply``, as is ``after``."""
-    after: int = 0
+    context: dict[str, Any] | None = None
+    """The fields of a ``Context``."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,7 @@ class Traits:
     own_random: bool
     is_async: bool
     tools: tuple[dict[str, Any], ...] = ()
+    wants_tokens: bool = False
     settings_type: str | None = None
     """Where the dataclass of the settings is, ``package.module:Name``."""
 
@@ -181,7 +181,7 @@ class EnvironmentPool:
     async def _held_step(self, question: Question) -> dict[str, Any] | None:
         """The answer of the episode's object; None if that is gone. CallFailed."""
         name = question.task.episode
-        asked = {"episode": name, "replies": question.replies, "turn": question.turn}
+        asked = {"episode": name, "replies": question.replies, "turn": SampledTurn.as_json(question.turn)}
         kind = CallKind("step", self._limit_s(question), repeatable=False, grace_s=self._grace_s)
         try:
             answer: dict[str, Any] = await self._workers.call(kind, asked, name)
@@ -193,8 +193,9 @@ class EnvironmentPool:
 
     async def _resumed(self, question: Question) -> dict[str, Any]:
         """The answer of a new object, which is first brought to where the episode is. CallFailed."""
-        turns = [list(turn) for turn in await asyncio.to_thread(question.turns)]
-        asked = {"task": asdict(question.task), "turns": turns, "note": question.note}
+        turns = await asyncio.to_thread(question.turns)
+        lines = [[turn.kind, *SampledTurn.as_json(turn.text)] for turn in turns]
+        asked = {"task": asdict(question.task), "turns": lines, "note": question.note}
         limit_s = self._config.step_limit_s * question.replies + self._limit_s(question)
         name = question.task.episode
         try:

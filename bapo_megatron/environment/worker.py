@@ -27,10 +27,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-from bapo_megatron.environment import Environment, Reply, Resume, Task, Turn
+from bapo_megatron.environment import Context, Environment, Reply, Resume, SampledTurn, Task, Turn
 from bapo_megatron.environment.settings import settings_type
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.dotted_path import load_dotted_path
@@ -67,6 +68,7 @@ def _prepared(settings: dict[str, Any]) -> Prepared:
         "tools": kind.tools,
         "resume": kind.resume,
         "own_random": bool(kind.own_random),
+        "wants_tokens": bool(kind.wants_tokens),
         "is_async": is_async(kind),
         "settings_type": taken and f"{taken.__module__}:{taken.__qualname__}",
     }
@@ -102,13 +104,14 @@ class Episodes:
                 if replies != question["replies"]:
                     await self._close(environment)
                     return {"missing": True}
-                return await self._advance(name, replies, environment, question["turn"])
+                turn = SampledTurn.of(*question["turn"])
+                return await self._advance(name, replies, environment, turn)
         finally:
             self._forget_random(name)
 
     async def resume(self, question: dict[str, Any]) -> dict[str, Any]:
         """The answer of a new object to the last turn, after it was brought there."""
-        task, turns = Task(**question["task"]), [Turn(*one) for one in question["turns"]]
+        task, turns = Task(**question["task"]), [_turn(*one) for one in question["turns"]]
         *before, last = turns
         await self.close(task.episode)
         if before and self._kind.resume == "never":
@@ -237,6 +240,10 @@ class RandomStates:
         self._states.pop(name, None)
 
 
+def _turn(kind: Literal["sampled", "given"], text: str, *tokens: Any) -> Turn:
+    return Turn(kind, text if kind == "given" else SampledTurn.of(text, *tokens))
+
+
 def _result(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     try:
         return function(*arguments)
@@ -262,8 +269,8 @@ def _checked(reply: Reply) -> dict[str, Any]:
     if size > NOTE_BYTES:
         raise ValueError(f"Reply.note has {size} bytes as JSON; at most {NOTE_BYTES} may be")
     answer = {"observation": said, "reward": reward, "metrics": metrics, "note": reply.note}
-    if reply.conversation is not None:
-        return {**answer, "conversation": _messages(reply.conversation), "after": int(reply.after)}
+    if reply.context is not None:
+        return {**answer, "context": _plain(reply.context)}
     several = reply.observation
     if several is None or isinstance(several, str) or len(several) < 2:
         return answer
@@ -281,14 +288,12 @@ def _text(observation: Any) -> str | None:
     )
 
 
-def _messages(conversation: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation. TypeError or ValueError unless they are plain JSON with roles."""
-    for one in conversation:
+def _plain(context: Context) -> dict[str, Any]:
+    """A conversation as JSON. TypeError or ValueError unless its messages are plain, and have roles."""
+    for one in context.messages:
         if not isinstance(one, dict) or not isinstance(one.get("role"), str):
-            raise TypeError(f"Reply.conversation has {_short(repr(one))}: give messages with a role")
-        if "turn" in one and not (isinstance(one["turn"], int) and one["turn"] > 0):
-            raise ValueError(f"Reply.conversation has turn={one['turn']!r}: the model's turns count from 1")
-    found: list[dict[str, Any]] = json.loads(json.dumps([*conversation]))
+            raise TypeError(f"Reply.context has the message {repr(one)[:200]}: give each a role")
+    found: dict[str, Any] = json.loads(json.dumps(asdict(context)))
     return found
 
 

@@ -12,15 +12,17 @@ the setting ``tools_in_prompts`` says that prompts describe them. Workers load i
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from dataclasses import asdict
-from typing import Any
 
+from bapo_megatron.environment import SampledTurn
 from bapo_megatron.environment.adapters import agent_program
-from bapo_megatron.environment.adapters.conversation import Conversation, Refused
+from bapo_megatron.environment.adapters.conversation import Conversation
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
+from bapo_megatron.environment.protocols import server
+from bapo_megatron.environment.protocols.chat import ChatRequest, Refused
+from bapo_megatron.environment.protocols.server import EpisodeQuestions
 from bapo_megatron.environment.settings import AgentSettings
 
 
@@ -31,6 +33,7 @@ class EndpointEnvironment(LoopEnvironment):
     """
 
     settings_type = AgentSettings
+    wants_tokens = True
 
     async def run(self, base_url: str, key: str) -> float | None:
         """Run the agent against the endpoint; its reward, or None."""
@@ -39,7 +42,7 @@ class EndpointEnvironment(LoopEnvironment):
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
         code, last = await agent_program.run_agent(command, json.dumps(asdict(self.task)).encode(), variables)
         if code != 0:
-            raise RuntimeError(f"{command} ended with {code}. {self._refusal}".strip())
+            raise RuntimeError(f"{command} ended with {code}. {self._questions.problem}".strip())
         try:
             return float(last) if last else None
         except ValueError:
@@ -50,25 +53,16 @@ class EndpointEnvironment(LoopEnvironment):
 
     async def play(self, ask: Ask) -> float | None:
         """Give the program an endpoint for as long as it runs."""
-        self._takes_tools, self._refusal = bool(self.settings.get("tools_in_prompts")), ""
+        self._takes_tools = bool(self.settings.get("tools_in_prompts"))
         self._conversation = Conversation(self.task.messages, self.role, ask)
+        self._questions = EpisodeQuestions(self._answer)
         key = secrets.token_hex(16)
         try:
-            return await self.run(await agent_program.opened(key, self._answer), key)
+            return await self.run(await server.opened(key, self._questions), key)
         finally:
-            agent_program.closed(key)
-            self._conversation.close()
+            server.closed(key)
 
-    async def _answer(self, body: dict[str, Any]) -> str:
-        try:
-            if body.get("tools") and not self._takes_tools:
-                raise Refused(400, "it has tools, and tools_in_prompts in environment.settings is not set")
-            turn = await self._conversation.answer(body["messages"])
-        except Refused as error:
-            self._refusal = f"Its request was refused: {error}"
-            raise
-        except asyncio.CancelledError:
-            self._refusal = "Its client gave up a request that the model had not answered: raise its timeout"
-            raise
-        self._refusal = ""  # what was refused or given up has been mended
-        return turn
+    async def _answer(self, request: ChatRequest) -> SampledTurn:
+        if request.tools and not self._takes_tools:
+            raise Refused(400, "it has tools, and tools_in_prompts in environment.settings is not set")
+        return await self._conversation.answer(request.messages)

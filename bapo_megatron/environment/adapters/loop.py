@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from bapo_megatron.environment import Environment, Reply, Task
+from bapo_megatron.environment import Environment, Reply, SampledTurn, Task
 
-Ask = Callable[[str | Sequence[str] | None], Awaitable[str]]
-"""Ask the model: its next turn after the observation, one text or several, as ``Reply`` has them. The first
-question is the prompt: None, or its text."""
+Ask = Callable[[str | Sequence[str] | None], Awaitable[SampledTurn]]
+"""Ask the model: its next turn, a text, after the observation, one text or several, as ``Reply`` has them.
+The first question is the prompt: None, or its text."""
 
 
 class LoopEnvironment(Environment):
@@ -24,7 +24,7 @@ class LoopEnvironment(Environment):
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         super().__init__(task, settings)
-        self._turns: asyncio.Queue[str] = asyncio.Queue()
+        self._turns: asyncio.Queue[SampledTurn] = asyncio.Queue()
         self._replies: asyncio.Queue[Reply | Exception] = asyncio.Queue()
         self._playing: asyncio.Task[None] | None = None
         self._is_asking = self._is_closed = False
@@ -42,7 +42,7 @@ class LoopEnvironment(Environment):
         if self._playing is None:
             self._playing = asyncio.create_task(self._play())
             self._check_opening(await self._next())
-        self._turns.put_nowait(turn)
+        self._turns.put_nowait(turn if isinstance(turn, SampledTurn) else SampledTurn(turn))
         return await self._next()
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class LoopEnvironment(Environment):
         if self._playing is not None:
             self._playing.cancel()
 
-    async def _ask(self, observation: str | Sequence[str] | None) -> str:
+    async def _ask(self, observation: str | Sequence[str] | None) -> SampledTurn:
         if self._is_asking:  # each would get the turn that answers another
             raise RuntimeError(
                 "play() asks while its last question has no answer, or was given up: an episode is one "

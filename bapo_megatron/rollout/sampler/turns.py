@@ -19,7 +19,7 @@ import numpy as np
 from bapo_megatron.config import EnvironmentConfig, RunConfig
 from bapo_megatron.config.validation import environment_field
 from bapo_megatron.data.prompts import Tools
-from bapo_megatron.environment import Task, Turn
+from bapo_megatron.environment import Context, SampledTurn, Task, Turn
 from bapo_megatron.environment.conversation_tokens import ConversationTokens, RepeatedTurn
 from bapo_megatron.environment.pool import (
     EnvironmentPool,
@@ -73,6 +73,8 @@ class Stepping:
     stop_token_ids: tuple[int, ...]
     """Those of the model, and those of its class."""
     max_turns: int
+    wants_tokens: bool = False
+    """Whether its turns go with their tokens."""
     conversations: ConversationTokens | None = None
     """The rule for the tokens of branches."""
     tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -110,11 +112,11 @@ class TurnTaker:
     async def result(self, prompt: Prompt, response: Response, episode: str) -> StepResult:
         """The environment's answer to the last turn of a response that waits for it."""
         so_far = response.episode
-        ids, start = response.so_far.token_ids_R, so_far.last_turn_start
+        start = so_far.last_turn_start
         task = Task(prompt.messages, prompt.ground_truth, prompt.data_source, prompt.extra_info, episode)
         question = Question(
             task,
-            await asyncio.to_thread(self._text, prompt, ids, start, len(ids)),
+            await asyncio.to_thread(self._sampled, prompt, response, start, response.tokens),
             so_far.steps,
             lambda: self._turns(prompt, response),
             so_far.note,
@@ -159,14 +161,15 @@ class TurnTaker:
 
     def _given(self, prompt: Prompt, response: Response, result: StepResult) -> _Given:
         """The tokens of an observation, or what a conversation has beyond the turns that it repeats."""
-        if result.conversation is None:
+        if result.context is None:
             said = result.messages or result.observation
             assert said is not None
             ids = self._stepping.template.given_ids(said, int(response.so_far.token_ids_R[-1]))
             return _Given(ids, response.branch.tokens)
         rule = self._stepping.conversations
         assert rule is not None, "an environment that is opened has it"
-        messages, ends = result.conversation, response.tree.ends
+        context = Context(**result.context)
+        messages, ends = context.messages, response.tree.ends
         turns = [number for number, (_, text) in enumerate(response.episode.turns) if text is None]
         repeated = {}
         for place in {one["turn"] for one in messages if "turn" in one}:
@@ -177,11 +180,12 @@ class TurnTaker:
             repeated[place] = RepeatedTurn(text, ids_R[start:end], opened)
         both = zip(messages, prompt.messages, strict=False)
         same = [all(one.get(key) == theirs[key] for key in ("role", "content")) for one, theirs in both]
-        from_prompt, last = [*same, False].index(False), turns[result.after - 1] if result.after else None
-        if last is None or not rule.keeps_turns:
-            return _placed(rule.ids(messages, repeated, from_prompt), prompt, response, turns, last)
-        before = branch_ids(response, response.tree.to(last), prompt)
-        ids = np.concatenate([before, rule.ids(messages, repeated, from_prompt, behind=result.after)])
+        last = turns[context.after - 1] if context.after else None
+        keeps = rule.keeps_turns and last is not None
+        behind = context.after if keeps else 0
+        ids = rule.ids(messages, repeated, [*same, False].index(False), context.tools, behind)
+        if keeps:
+            ids = np.concatenate([branch_ids(response, response.tree.to(last), prompt), ids])
         return _placed(ids, prompt, response, turns, last)
 
     def forget(self, episode: str) -> None:
@@ -195,11 +199,24 @@ class TurnTaker:
         opened = prompt_of_turn(self._dataset.tokenizer, prompt, ids_R, start).opens_thinking
         return f"{THINKING}{text}" if opened and THOUGHT not in text else text
 
+    def _sampled(self, prompt: Prompt, response: Response, start: int, end: int) -> str:
+        """A turn of the model, with its tokens if its environment wants them."""
+        so_far = response.so_far
+        text = self._text(prompt, so_far.token_ids_R, start, end)
+        if not self._stepping.wants_tokens:
+            return text
+        ids = so_far.token_ids_R[start:end].tolist()
+        texts = self._dataset.tokenizer.batch_decode([[one] for one in ids])
+        tokens = zip(ids, texts, so_far.log_probs_R[start:end].tolist(), strict=True)
+        branch = response.tree.to([*response.tree.ends].index(end))
+        before = branch.tokens - len(ids) + (len(prompt.token_ids_P) if branch.has_prompt else 0)
+        return SampledTurn.of(text, before, tokens)
+
     def _turns(self, prompt: Prompt, response: Response) -> list[Turn]:
-        ids, start, found = response.so_far.token_ids_R, 0, []
+        start, found = 0, []
         for end, text in response.episode.turns:
             if text is None:
-                found.append(Turn("sampled", self._text(prompt, ids, start, end)))
+                found.append(Turn("sampled", self._sampled(prompt, response, start, end)))
             else:
                 found.append(Turn("given", text))
             start = end
@@ -308,9 +325,8 @@ async def open_environment(
     await steps.start()
     opened.push_async_callback(steps.close)
     every_stop = (*stops, *stop_ids(traits, tokenizer))
-    keeps = environment.history == "sampled"
-    conversations = ConversationTokens(tokenizer, stops, traits.tools, keeps)
-    return Stepping(steps, template, report, every_stop, environment.max_turns, conversations=conversations)
+    rule = ConversationTokens(tokenizer, stops, traits.tools, environment.history == "sampled")
+    return Stepping(steps, template, report, every_stop, environment.max_turns, traits.wants_tokens, rule)
 
 
 async def open_environments(

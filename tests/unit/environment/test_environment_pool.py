@@ -245,7 +245,7 @@ async def test_the_random_states_of_finished_episodes_are_forgotten() -> None:
         with suppress(ValueError):
             await episodes.resume({"task": task, "turns": [["sampled", turn]], "note": None})
     kept.append(set(episodes._random._states))
-    await episodes.step({"episode": "open", "replies": 1, "turn": "end"})
+    await episodes.step({"episode": "open", "replies": 1, "turn": ["end"]})
     assert [*kept, set(episodes._random._states)] == [{"open"}, set()]
 
 

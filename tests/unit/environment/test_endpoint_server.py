@@ -1,0 +1,316 @@
+"""The server of agent programs: requests by hand, questions that are asked again, clients that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
+from bapo_megatron.environment.protocols import chat, server
+from tests.support.scripted_episodes import play
+
+pytestmark = pytest.mark.integration
+
+TASK = Task([{"role": "user", "content": "Guess my number."}], ground_truth="6")
+
+
+class Raw(EndpointEnvironment):
+    """An agent in this process, for requests by hand."""
+
+    role = "tool"
+
+    async def run(self, base_url: str, key: str) -> float | None:
+        """Send each of the settings' bodies; note the answers."""
+        found = self.settings["found"]
+        async with aiohttp.ClientSession() as session:
+            for body, use in self.settings["bodies"]:
+                headers = {"Authorization": f"Bearer {key if use else 'guessed'}"}
+                data = body if isinstance(body, str) else json.dumps(body)
+                async with session.post(f"{base_url}/chat/completions", data=data, headers=headers) as answer:
+                    found.append((answer.status, await answer.json()))
+        return None
+
+
+def asked(
+    bodies: list[tuple[Any, bool]], turns: list[str], seen: list[Any] | None = None, **settings: Any
+) -> list[tuple[int, Any]]:
+    found: list[tuple[int, Any]] = []
+
+    class Own(Raw):
+        def __init__(self, task: Task, _: Any) -> None:
+            super().__init__(task, settings)
+
+        async def run(self, base_url: str, key: str) -> float | None:
+            assert base_url.startswith("http://127.0.0.1:")
+            self.settings = {"bodies": bodies, "found": found}
+            return await super().run(base_url, key)
+
+    replies = play(Own, TASK, settings, turns)
+    if seen is not None:
+        seen += replies
+    return found
+
+
+QUESTION = TASK.messages[0]
+TURN = {"role": "assistant", "content": "Hm."}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def test_requests_by_hand() -> None:
+    """Calls in OpenAI's form, a tool's answer as the observation, and a reason for each refusal."""
+    second = [QUESTION, TURN, {"role": "tool", "content": "2"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Guess my number."}]}]
+    found = asked(
+        [
+            ({"messages": [QUESTION]}, False),
+            ("{", True),
+            ({"messages": "x"}, True),
+            ({"messages": [QUESTION], "n": 2}, True),
+            ({"messages": [QUESTION], "top_logprobs": 2}, True),
+            ({"messages": ["hello"]}, True),
+            ({"messages": [{"role": "user", "content": 5}]}, True),
+            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, True),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, True),
+            ({"messages": second}, True),
+            ({"messages": [{"role": "system", "content": "Be brief."}, QUESTION]}, True),
+            ({"messages": parts}, True),
+            ({"messages": parts}, True),
+            ({"messages": second[:2]}, True),
+            ({"messages": [*second[:2], QUESTION]}, True),
+            ({"messages": second}, True),
+            ({"messages": second[2:]}, True),
+        ],
+        ["I add. " + CALL, "Done."],
+    )
+    assert [status for status, _ in found] == [401, *[400] * 8, 409, 409, 200, 409, 409, 409, 200, 409]
+    reasons = [answer["error"]["message"] for status, answer in found if status != 200]
+    rewrites = "it rewrites what was said before, or does not begin with the dataset's prompt: message "
+    assert reasons == [
+        "no episode has this key",
+        "the request is no JSON",
+        "the request has no list of messages",
+        "n=2 is not offered here: leave it out",
+        "top_logprobs=2 is not offered here: leave it out",
+        "message 0 is no object with a role",
+        "message 0 has a content that is neither text nor a list of parts",
+        "message 0 has content that is no text",
+        "message 0 has content that is no text",
+        "it begins with more than the dataset's prompt: the model's turn",
+        f"{rewrites}0 is system: 'Be brief.', and was user: 'Guess my number.'",
+        f"{rewrites}1 is missing, the model's turn",
+        "it adds no message to the conversation",
+        "it adds a message that is no tool's: set `role` in a subclass, or leave out user: 'Guess my "
+        "number.'",
+        f"{rewrites}0 is tool: '2', and was user: 'Guess my number.'",
+    ]
+    first, last = (answer["choices"][0] for status, answer in found if status == 200)
+    assert first["finish_reason"] == "tool_calls"
+    assert first["message"]["content"] == "I add."
+    assert first["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert last["message"] == {"role": "assistant", "content": "Done."}
+
+
+def test_answers_and_calls_have_names_of_their_own() -> None:
+    """Programs keep answers and calls by their ids, and add up what they used."""
+    tool = {"role": "tool", "content": "2"}
+    bodies = [{"messages": [QUESTION]}, {"messages": [QUESTION, TURN, tool, tool]}]
+    seen: list[Any] = []
+    found = [answer for _, answer in asked([(one, True) for one in bodies], [CALL + CALL, CALL], seen)]
+    assert [reply.observation for reply in seen] == [["2", "2"], None], "each result is a message"
+    calls = [call["id"] for one in found for call in one["choices"][0]["message"]["tool_calls"]]
+    assert len({*calls, *(one["id"] for one in found)}) == 5
+    again = [answer for _, answer in asked([(one, True) for one in bodies], [CALL + CALL, CALL])]
+    assert [one["id"] for one in again] == [one["id"] for one in found], "the same after a replay"
+    assert found[0]["usage"] == {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+
+
+def test_a_call_that_cannot_be_read_stays_in_the_text() -> None:
+    broken = '<tool_call>{"name": </tool_call>'
+    [(_, answer)] = asked([({"messages": [QUESTION]}, True)], [f"I add. {CALL} {broken}"])
+    message = answer["choices"][0]["message"]
+    assert message["content"] == f"I add.  {broken}"
+    assert len(message["tool_calls"]) == 1
+
+
+def test_the_call_of_a_llama_model_is_one_where_the_request_has_tools() -> None:
+    turn = '{"name": "add", "parameters": {"a": 1}}'
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    for tools, calls in (([tool], 1), ([], 0)):
+        body = {"messages": [QUESTION], "tools": tools}
+        [(_, answer)] = asked([(body, True)], [turn], tools_in_prompts=True)
+        message = answer["choices"][0]["message"]
+        assert len(message.get("tool_calls", [])) == calls
+        assert message["content"] == ("" if calls else turn)
+
+
+def test_what_a_request_cannot_have_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    chat._TOLD.clear()
+    body = {"messages": [QUESTION], "stop": ["\n"], "max_tokens": None, "tool_choice": "auto", "top_p": 1}
+    for _ in range(2):
+        asked([(body, True)], ["3"])
+    assert capfd.readouterr().err == (
+        "environment: the agent's requests have stop=['\\n'], which does nothing here: the run's settings "
+        "say how its model samples\n"
+    )
+
+
+class Patient(EndpointEnvironment):
+    """An agent in this process, which asks twice, the second time as ``second`` does."""
+
+    def __init__(self, task: Task, settings: Any) -> None:
+        super().__init__(task, {})
+        self.go_on = asyncio.Event()
+        self.found: list[Any] = []
+
+    async def run(self, base_url: str, key: str) -> float | None:
+        """Ask for the first turn, then again."""
+        headers = {"Authorization": f"Bearer {key}"}
+        async with aiohttp.ClientSession(base_url + "/", headers=headers) as self.session:
+            await self.post(QUESTION)
+            await self.second()
+        return None
+
+    async def post(self, *messages: dict[str, Any]) -> None:
+        """Send a request; note its status, its text, and whether a client should ask again."""
+        async with self.session.post("chat/completions", json={"messages": messages}) as answer:
+            again = answer.headers.get("x-should-retry")
+            self.found.append((answer.status, await answer.text(), again))
+
+    async def until_asked(self, questions: int, clients: int) -> None:
+        """Wait for so many questions so far, and clients that wait for an answer."""
+        asked = self._questions._questions
+        while len(asked) != questions or sum(one.clients for one in asked.values()) != clients:
+            await asyncio.sleep(0)
+
+    async def second(self) -> None:
+        """Ask the second question."""
+        await self.post(QUESTION, TURN, {"role": "user", "content": "higher"})
+
+
+async def two_turns(agent: Patient) -> list[Reply]:
+    """Its replies; the second turn of the model comes when ``go_on`` is set."""
+    replies = [await agent.step("3")]
+    await agent.go_on.wait()
+    return [*replies, await agent.step("6")]
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-stainless-retry-count": "1"}, {"Idempotency-Key": "2"}])
+async def test_a_question_whose_client_has_gone_may_be_asked_again(headers: dict[str, str]) -> None:
+    """Clients have limits of time, and ask again; the model's turn may take longer. With a mark a retry may
+    come before the server knows that its client is gone, and after the answer."""
+
+    class Impatient(Patient):
+        async def second(self) -> None:
+            self.session.headers.update(headers)
+            gone = asyncio.ensure_future(super().second())
+            await self.until_asked(2, clients=1)
+            if headers:
+                twice = asyncio.ensure_future(super().second())
+                await self.until_asked(2, clients=2)
+            gone.cancel()
+            await self.until_asked(2, clients=len(headers))
+            again = asyncio.ensure_future(super().second())
+            await self.until_asked(2, clients=1 + len(headers))
+            self.go_on.set()
+            await again
+            if headers:
+                await twice
+                await super().second()
+
+    agent = Impatient(TASK, {})
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    found = agent.found
+    assert [status for status, _, _ in found] == [200] * (4 if headers else 2)
+    answers = [json.loads(text) for _, text, _ in found]
+    assert [one["choices"][0]["message"]["content"] for one in answers[1:]] == ["6"] * (len(found) - 1)
+    assert len({one["id"] for one in answers}) == 2
+
+
+async def test_an_idempotency_key_is_that_of_one_request() -> None:
+    class Mixed(Patient):
+        async def second(self) -> None:
+            self.session.headers["Idempotency-Key"] = "2"
+            await super().second()
+            await self.post(QUESTION, TURN, {"role": "user", "content": "lower"})
+
+    agent = Mixed(TASK, {})
+    agent.go_on.set()
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    assert [status for status, _, _ in agent.found] == [200, 200, 400]
+    assert "its idempotency key is that of another request" in agent.found[2][1]
+
+
+async def test_another_api_is_named() -> None:
+    class Completions(Patient):
+        async def second(self) -> None:
+            async with self.session.post("completions", json={"input": "higher"}) as answer:
+                self.found.append((answer.status, await answer.json()))
+            await super().second()
+
+    agent = Completions(TASK, {})
+    agent.go_on.set()
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    (_, (status, answer), _) = agent.found
+    assert status == 404
+    assert answer["error"]["message"] == (
+        "POST /v1/completions is not there; offered here are POST to /v1/chat/completions"
+    )
+
+
+def test_a_refusal_that_was_mended_is_not_the_reason_of_a_later_end() -> None:
+    class Mended(Patient):
+        async def second(self) -> None:
+            await self.post(TURN)
+            await super().second()
+            raise RuntimeError(f"broken. {self._questions.problem}".strip())
+
+    async def played() -> list[Reply]:
+        agent = Mended(TASK, {})
+        agent.go_on.set()
+        return await two_turns(agent)
+
+    with pytest.raises(RuntimeError, match=r"^broken\.$"):
+        asyncio.run(asyncio.wait_for(played(), 60))
+
+
+async def test_questions_at_a_time_wait_for_each_other() -> None:
+    """The same one without a mark, too: it wants a second answer. OpenAI's client is told not to ask again,
+    which it does after 409."""
+
+    class Twice(Patient):
+        async def second(self) -> None:
+            asked = [asyncio.ensure_future(super(Twice, self).second()) for _ in range(2)]
+            await self.until_asked(2, clients=1)
+            other = asyncio.ensure_future(self.post(QUESTION, TURN, {"role": "user", "content": "lower"}))
+            await self.until_asked(3, clients=2)
+            self.go_on.set()
+            await asyncio.gather(*asked, other)
+
+    agent = Twice(TASK, {})
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    found = sorted((status, again) for status, _, again in agent.found)
+    assert found == [(200, None), (200, None), (409, "false"), (409, "false")]
+
+
+async def test_blanks_keep_a_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's limit is on silence; JSON may begin with white space."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.01)
+
+    class Slow(Patient):
+        async def second(self) -> None:
+            body = {"messages": [QUESTION, TURN, {"role": "user", "content": "higher"}]}
+            async with self.session.post("chat/completions", json=body) as answer:
+                self.found.append(await answer.content.readexactly(2))
+                self.go_on.set()
+                self.found.append(json.loads(await answer.text()))
+
+    agent = Slow(TASK, {})
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    (_, blanks, answer) = agent.found
+    assert blanks == b"  "
+    assert answer["choices"][0]["message"]["content"] == "6"

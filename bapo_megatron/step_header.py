@@ -96,6 +96,9 @@ class ResponseHeader(NamedTuple):
     """Whether it was cut at ``rollout.max_response_tokens``."""
     named_rewards: Mapping[str, float] = {}
     """The named rewards of which its reward is made; none where the reward function gives a number."""
+    branch: int = 0
+    """As of ``Rollout``, as is ``has_prompt``."""
+    has_prompt: bool = True
 
 
 class GroupHeader(NamedTuple):
@@ -104,6 +107,17 @@ class GroupHeader(NamedTuple):
     source: str
     prompt_tokens: int
     responses: tuple[ResponseHeader, ...]
+    """Several of an episode with branches, one after the other."""
+
+    @property
+    def episodes(self) -> list[list[ResponseHeader]]:
+        """The responses of each episode; its reward, that of each of them, counts once."""
+        found: list[list[ResponseHeader]] = []
+        for one in self.responses:
+            if one.branch == 0:
+                found.append([])
+            found[-1].append(one)
+        return found
 
 
 class ColumnFile(NamedTuple):

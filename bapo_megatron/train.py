@@ -109,15 +109,17 @@ def training_samples(run: Run, step: int, batch: TrainingBatch) -> Sequence[Sequ
     if algorithm.distillation.enabled:
         check_teacher_log_probs(step, batch.header)
     sources, routes = config.data.source_names, config.rollout.route_replay
-    groups: Sequence[Sequence[TrainingSample]] = samples_of(batch, run.advantage, sources, routes)
+    groups: Sequence[Sequence[TrainingSample]] = samples_of(
+        batch, run.advantage, sources, routes, algorithm.branch_reward
+    )
     if algorithm.old_log_probs == "trainer":
         cap, level = algorithm.importance_cap, algorithm.importance_level
         # Before the first update: pi_old of all updates of the step is the policy at the step's start.
         groups = with_old_log_probs(run.policy, groups, config.batch.pack_tokens, cap, level)
     if algorithm.reference_kl.enabled:  # after pi_old, at which a penalty in the reward is taken
-        groups = with_reference(
-            run.policy, groups, batch.header, algorithm.reference_kl, run.advantage, config.batch.pack_tokens
-        )
+        penalty, pack = algorithm.reference_kl, config.batch.pack_tokens
+        shares = run.advantage, algorithm.branch_reward
+        groups = with_reference(run.policy, groups, batch.header, penalty, pack, *shares)
     return groups
 
 

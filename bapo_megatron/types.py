@@ -271,13 +271,17 @@ class Rollout(ResponseTokens):
     """Where its routes are, if it was read from a step's file and they are known."""
     named_rewards: Mapping[str, float] = field(default_factory=dict)
     """The rewards of a function that gives several by name; ``reward`` is their sum, with penalties."""
+    branch: int = 0
+    """Number of the branch of its episode that it is; an episode's branches follow each other, from 0."""
+    has_prompt: bool = True
+    """Whether it continues the prompt of its group; if not, its own prompt is among its tokens."""
 
 
 @dataclass(frozen=True)
 class Group:
     """A GRPO group: the ``G`` responses to one prompt (Algorithm 1 of BAPO, line 5), finished and scored.
 
-    Fewer where some could not be scored.
+    Fewer where some could not be scored; more rollouts than responses where episodes have branches.
     """
 
     prompt: Prompt

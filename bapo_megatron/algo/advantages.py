@@ -14,13 +14,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from bapo_megatron.algo.parts import ADVANTAGES, load_part
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.step_header import GroupHeader
+
+BranchReward = Literal["whole", "split"]
+"""What each branch of an episode gets of its advantage; see ``AlgorithmConfig.branch_reward``."""
 
 STD_EPSILON = 1e-6
 """Epsilon of a standard deviation: nearly equal rewards give no huge advantages."""
@@ -72,17 +75,17 @@ class Rewards:
 
     @classmethod
     def of_step(cls, groups: Sequence[GroupHeader]) -> Rewards:
-        """Rewards of a step, from its header."""
-        numbered = [(number, group) for number, group in enumerate(groups)]
-        each = [(number, group.source, one) for number, group in numbered for one in group.responses]
-        names = sorted({name for _, _, one in each for name in one.named_rewards})
+        """Rewards of a step, from its header. An episode with branches counts once, with all its tokens."""
+        each = [(n, group.source, rows) for n, group in enumerate(groups) for rows in group.episodes]
+        first = [rows[0] for _, _, rows in each]
+        names = sorted({name for one in first for name in one.named_rewards})
         return cls(
-            np.array([one.reward for _, _, one in each], np.float64),
+            np.array([one.reward for one in first], np.float64),
             np.array([number for number, _, _ in each], np.int64),
-            np.array([one.trained_tokens for _, _, one in each], np.int64),
-            np.array([one.is_cut for _, _, one in each], np.bool_),
+            np.array([sum(one.trained_tokens for one in rows) for _, _, rows in each], np.int64),
+            np.array([any(one.is_cut for one in rows) for _, _, rows in each], np.bool_),
             np.array([source for _, source, _ in each], np.str_),
-            {name: np.array([one.named_rewards.get(name, 0.0) for _, _, one in each]) for name in names},
+            {name: np.array([one.named_rewards.get(name, 0.0) for one in first]) for name in names},
         )
 
     def groups(self) -> Iterator[Rewards]:
@@ -209,6 +212,19 @@ def _normalized(value_N: np.ndarray) -> np.ndarray:
     """``(x - mean(x)) / (std(x) + 1e-6)``."""
     distance_N = centered(value_N)
     return distance_N / (value_N.std(ddof=1) + STD_EPSILON) if distance_N.any() else distance_N
+
+
+def branch_advantages(
+    groups: Sequence[GroupHeader], value_N: np.ndarray, branch_reward: BranchReward = "whole"
+) -> list[float]:
+    """Advantages of a step's responses, from those of its episodes, ``value_N``: an episode with branches has
+    a response for each."""
+    branches = [len(rows) for group in groups for rows in group.episodes]
+    return [
+        value / (count if branch_reward == "split" else 1)
+        for value, count in zip(value_N.tolist(), branches, strict=True)
+        for _ in range(count)
+    ]
 
 
 def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:

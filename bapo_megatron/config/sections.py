@@ -269,6 +269,10 @@ class AlgorithmConfig:
     `rloo`, `grpo_leave_one_out`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`:
     docs/losses.md#advantages-masks-terms. Or `package.module:function` of yours:
     docs/extending.md#5-an-advantage-a-mask-a-term."""
+    branch_reward: Literal["whole", "split"] = field(default="whole", kw_only=True)
+    """Advantage of a branch, where an agent program rewrites its history or holds several conversations.
+    `whole`: the episode's, as in MemAgent (arXiv 2507.02259) and prime-rl. `split`: the episode's, divided by
+    the number of its branches. The group's mean and deviation count each episode once."""
     polarity: PapoConfig = field(default_factory=PapoConfig)
     """PAPO: advantages reweighted by each token's effect on the entropy; off by default."""
     loss_mean: Literal["token", "sequence", "constant"] = "token"

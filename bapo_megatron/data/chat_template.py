@@ -74,11 +74,25 @@ class ChatTemplate:
     ) -> str:
         """The rendering of a conversation, with ``mark`` in each control token that a message spells; in the
         result of a tool in every added one, and in every message with ``given``, an environment's."""
-        cut = self._cut_all(mark) if given else lambda text: self.plain(text, mark)
-        said = [_changed(one, self._cut_all(mark) if one.get("role") == "tool" else cut) for one in messages]
-        described = {"tools": _changed(list(tools), cut)} if tools else {}
+        return self.rendered([self.cut(one, mark, given) for one in messages], mark, tools, opens, given)
+
+    def cut(self, message: Message, mark: str, given: bool) -> Message:
+        """A message with ``mark`` where ``text`` puts it."""
+        found: Message = _changed(message, self._cut(mark, given or message.get("role") == "tool"))
+        return found
+
+    def rendered(
+        self,
+        cut: Sequence[Message],
+        mark: str,
+        tools: Sequence[Any] = (),
+        opens: bool = True,
+        given: bool = False,
+    ) -> str:
+        """The rendering of messages that have their marks."""
+        described = {"tools": _changed(list(tools), self._cut(mark, given))} if tools else {}
         rendered: str = self._tokenizer.apply_chat_template(
-            said, add_generation_prompt=opens, tokenize=False, **described
+            list(cut), add_generation_prompt=opens, tokenize=False, **described
         )
         return rendered
 
@@ -96,8 +110,9 @@ class ChatTemplate:
         mark = absent_mark(text)
         return self.encode(self.plain(text, mark), mark)
 
-    def _cut_all(self, mark: str) -> Callable[[str], str]:
-        return lambda text: self._added.sub(rf"\g<0>{mark}", text)
+    def _cut(self, mark: str, given: bool) -> Callable[[str], str]:
+        tokens = self._added if given else self.control
+        return lambda text: tokens.sub(rf"\g<0>{mark}", text)
 
 
 @lru_cache(maxsize=8)

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from bapo_megatron.algo.advantages import Advantage, Rewards
+from bapo_megatron.algo.advantages import Advantage, BranchReward, Rewards, branch_advantages
 from bapo_megatron.data.routes import read_routes
 from bapo_megatron.types import (
     ResponseColumns,
@@ -230,7 +230,11 @@ class StoredSample:
         self, change: Callable[[Sample], Sample], trained: int, predicted: int, versions: VersionSpan
     ) -> StoredSample:
         """The sample with another loss mask by ``change``; these are its numbers then."""
-        numbers = {"trained_tokens": trained, "predicted_tokens": predicted, "versions": versions}
+        numbers: dict[str, Any] = {
+            "trained_tokens": trained,
+            "predicted_tokens": predicted,
+            "versions": versions,
+        }
         return replace(self.changed(change), response=self.response._replace(**numbers))
 
     def with_advantage(self, advantage: float) -> StoredSample:
@@ -249,21 +253,31 @@ def samples_of(
     advantage: Advantage,
     sources: Sequence[str] = (),
     route_replay: RouteReplay = "off",
+    branch_reward: BranchReward = "whole",
 ) -> list[list[StoredSample]]:
     """Samples of a step, group by group, with the values of ``advantage``. Reads no column.
 
-    ``advantage``: as ``build_advantage`` makes it. ``sources``: names of the run's sources; a sample gets the
+    ``advantage``: as ``build_advantage`` makes it; a branch of an episode is a sample, with its share of the
+    episode's advantage as of ``branch_reward``. ``sources``: names of the run's sources; a sample gets the
     index of its own. ``route_replay``: what is made of the rollouts' routes; `off`: they are left where they
     are.
     """
     found = []
-    values = iter(advantage(Rewards.of_step(batch.header.groups)).tolist())
+    groups = batch.header.groups
+    values = iter(branch_advantages(groups, advantage(Rewards.of_step(groups)), branch_reward))
     for number, group in enumerate(batch.header.groups):
         source = sources.index(group.source) if group.source in sources else -1
         reads = (partial(batch.read, number, index) for index in range(len(group.responses)))
         found.append(
             [
-                StoredSample(response, group.prompt_tokens, read, next(values), source, route_replay)
+                StoredSample(
+                    response,
+                    group.prompt_tokens if response.has_prompt else 0,
+                    read,
+                    next(values),
+                    source,
+                    route_replay,
+                )
                 for response, read in zip(group.responses, reads, strict=True)
             ]
         )

@@ -68,6 +68,18 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Context:
+    """A whole conversation that the model goes on with."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Chat messages. ``{"role": "assistant", "turn": 3}`` is the model's third turn, as it was sampled."""
+    after: int = 0
+    """The last turn up to which they repeat an earlier conversation, counted from 1; 0: none."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Schemas of tools, which the chat template writes into it; None: those of the class."""
+
+
+@dataclass(frozen=True)
 class Reply:
     """Answer of an environment to a turn of the model."""
 
@@ -81,6 +93,9 @@ class Reply:
     note: Any = None
     """Plain JSON of at most 64 KiB and 100 levels, kept in the journal for ``restore``, which gets the last
     that is not None."""
+    context: Context | None = None
+    """What the model answers next, where that is not its last turn and the observation: a branch of the
+    episode. ``observation`` is then a text that says which question it is, without the turns before it."""
 
 
 class Environment:
@@ -120,6 +135,10 @@ class Environment:
     def step(self, turn: str) -> Reply | Awaitable[Reply]:
         """Answer a turn of the model. It may be ``async``: thousands then wait in one worker."""
         raise NotImplementedError
+
+    def again(self, turn: str, given: str) -> Reply | Awaitable[Reply]:
+        """``step`` in a replay. ``given``: the observation that the journal has, which the reply must have."""
+        return self.step(turn)
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
         """Go to where the episode was after ``turns``, the last of which is given. ``note``: the last one."""

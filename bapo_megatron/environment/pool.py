@@ -80,6 +80,8 @@ class StepResult:
     """Identity of a mistake in a user's code; see ``CallFailed``."""
     messages: Sequence[str] = ()
     """Those of the observation, if they are several."""
+    context: dict[str, Any] | None = None
+    """The fields of a ``Context``."""
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from bapo_megatron.environment import Environment, Reply, Resume, SampledTurn, Task, Turn
+from bapo_megatron.environment import Context, Environment, Reply, Resume, SampledTurn, Task, Turn
 from bapo_megatron.environment.settings import settings_type
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.dotted_path import load_dotted_path
@@ -146,7 +147,7 @@ class Episodes:
     async def _advance(self, name: str, replies: int, environment: Environment, turn: str) -> dict[str, Any]:
         try:
             began = time.monotonic()
-            reply = await self._reply(environment, turn)
+            reply = await self._reply(environment.step, turn)
             if is_over():
                 raise asyncio.CancelledError  # nobody waits for this answer, or will ask the object again
             seconds = time.monotonic() - began
@@ -166,14 +167,14 @@ class Episodes:
             await self._called(environment.restore, before, note)
             return None
         for place, (said, given) in enumerate(zip(before[::2], before[1::2], strict=True), 1):
-            again = await self._reply(environment, said.text)
+            again = await self._reply(environment.again, said.text, given.text)
             if (answered := _text(again.observation)) != given.text:
                 was, now = _short(given.text), _short(answered)
                 return f"its environment answered turn {place} with {was}, and after a replay with {now}"
         return None
 
-    async def _reply(self, environment: Environment, turn: str) -> Reply:
-        reply = await self._called(environment.step, turn)
+    async def _reply(self, step: Callable[..., Any], *turn: str) -> Reply:
+        reply = await self._called(step, *turn)
         if not isinstance(reply, Reply):
             raise TypeError(f"step returned {type(reply).__name__}: return a Reply")
         return reply
@@ -270,6 +271,8 @@ def _checked(reply: Reply) -> dict[str, Any]:
     if size > NOTE_BYTES:
         raise ValueError(f"Reply.note has {size} bytes as JSON; at most {NOTE_BYTES} may be")
     answer = {"observation": said, "reward": reward, "metrics": metrics, "note": reply.note}
+    if reply.context is not None:
+        return {**answer, "context": _plain(reply.context)}
     several = reply.observation
     if several is None or isinstance(several, str) or len(several) < 2:
         return answer
@@ -285,6 +288,15 @@ def _text(observation: Any) -> str | None:
     raise TypeError(
         f"Reply.observation is {type(observation).__name__}: give a text, a list of texts or None"
     )
+
+
+def _plain(context: Context) -> dict[str, Any]:
+    """A conversation as JSON. TypeError or ValueError unless its messages are plain, and have roles."""
+    for one in context.messages:
+        if not isinstance(one, dict) or not isinstance(one.get("role"), str):
+            raise TypeError(f"Reply.context has the message {repr(one)[:200]}: give each a role")
+    found: dict[str, Any] = json.loads(json.dumps(asdict(context)))
+    return found
 
 
 def _is_deep(value: Any, levels: int) -> bool:

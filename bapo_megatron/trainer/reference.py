@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bapo_megatron.algo.advantages import Advantage, Rewards
+from bapo_megatron.algo.advantages import Advantage, BranchReward, Rewards, branch_advantages
 from bapo_megatron.algo.reference_kl import response_penalty
 from bapo_megatron.algo.reference_kl_config import ReferenceKlConfig
 from bapo_megatron.config import RunConfig
@@ -33,6 +33,7 @@ from bapo_megatron.interfaces import Policy
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.step_header import GroupHeader
 from bapo_megatron.trainer.corrections import measured_once, response_log_probs
 from bapo_megatron.types import StepHeader
 
@@ -116,14 +117,15 @@ def with_reference(
     groups: Sequence[Sequence[TrainingSample]],
     header: StepHeader,
     config: ReferenceKlConfig,
-    advantage: Advantage,
     pack_tokens: int,
+    advantage: Advantage,
+    branch_reward: BranchReward = "whole",
 ) -> list[list[TrainingSample]]:
     """Reference log-probs: the samples of a step with log pi_ref, and advantages of the penalized rewards.
 
     ``groups``: the samples of the step of ``header``, group by group, with pi_old. ``advantage``: with which
-    the penalized rewards become advantages. One forward pass at the
-    reference's weights. Equal on every rank. Collective. FloatingPointError, on every rank, for log-probs
+    the penalized rewards become advantages; ``branch_reward``: what a branch of an episode gets of its own.
+    One forward pass at the reference's weights. Equal on every rank. Collective. FloatingPointError, on every rank, for log-probs
     that are not finite.
     """
     samples = [sample for group in groups for sample in group]
@@ -141,8 +143,8 @@ def with_reference(
     samples = [sample for group in referred for sample in group]
     penalties = measured_once(policy, samples, lambda one: (_penalty(one.loaded(), config),), 1)
     rewards = Rewards.of_step(header.groups)
-    rewards = replace(rewards, reward_N=rewards.reward_N - [penalty for (penalty,) in penalties])
-    values = iter(advantage(rewards).tolist())
+    rewards = replace(rewards, reward_N=rewards.reward_N - _by_episode(penalties, header.groups))
+    values = iter(branch_advantages(header.groups, advantage(rewards), branch_reward))
     return [[one.with_advantage(next(values)) for one in group] for group in referred]
 
 
@@ -158,6 +160,12 @@ def check_teacher_log_probs(step: int, header: StepHeader) -> None:
 
 def _with_column(sample: Sample, column_R: np.ndarray) -> Sample:
     return replace(sample, reference_log_probs_R=column_R)
+
+
+def _by_episode(penalties: Sequence[Sequence[float]], groups: Sequence[GroupHeader]) -> np.ndarray:
+    """The penalties of each episode's branches, added up."""
+    values = iter(penalties)
+    return np.array([sum(next(values)[0] for _ in rows) for group in groups for rows in group.episodes])
 
 
 def _penalty(sample: Sample, config: ReferenceKlConfig) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from bapo_megatron.algo.advantages import Rewards, build_advantage, is_uniform
+from bapo_megatron.algo.advantages import Rewards, branch_advantages, build_advantage, is_uniform
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.losses.clip import group_of_sequences
 from bapo_megatron.checkpoint.run_directory import store_config
@@ -154,7 +154,8 @@ def sampled_shares(
     from 1/2, and in a mean over sequences nothing does but responses without trained tokens. A search in a
     part of an update sees a few responses, and its share is also a matter of which they are.
     """
-    values = iter(build_advantage(algorithm)(Rewards.of_step(groups)).tolist())
+    values_N = build_advantage(algorithm)(Rewards.of_step(groups))
+    values = iter(branch_advantages(groups, values_N, algorithm.branch_reward))
     responses = [_responses(group, values, algorithm) for group in groups]
     found: Metrics = {SHARE: _share([one for group in responses for one in group])}
     uses = algorithm.reuse_epochs, algorithm.updates_per_epoch
@@ -359,5 +360,5 @@ def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
 
 def _uniform_groups(header: StepHeader) -> float:
     """Number of uniform groups, whose rewards are all equal: the dropped ones and those in the batch."""
-    kept = sum(is_uniform([one.reward for one in group.responses]) for group in header.groups)
+    kept = sum(is_uniform([rows[0].reward for rows in group.episodes]) for group in header.groups)
     return (header.metrics.get("rollout/groups_dropped") or 0.0) + kept

@@ -44,7 +44,7 @@ def episode(random: np.random.Generator, reward: float) -> tuple[Rollout, list[b
         response = given(response, Answer(seen, "seen"))
         hand += [False] * len(seen)
     response = given(response, Answer(np.zeros(0, np.int32), finish_reason="stop"))
-    return response.rollout(reward), hand
+    return response.rollouts(reward)[0], hand
 
 
 def _samples(group: Group) -> list[Sample]:

@@ -284,7 +284,7 @@ class Dispatcher:
                 self._useless = ConfigError(useless)
                 self._pool.changed.set()
             elif len(answer.token_ids_R):
-                self._keep(slot, group, key, request.prefix_tokens, answer)
+                self._keep(slot, group, key, answer)
             else:
                 self.add(group, key[1])
         except EngineLost as lost:
@@ -299,12 +299,11 @@ class Dispatcher:
             if self._running.get(key) is asyncio.current_task():
                 del self._running[key]
 
-    def _keep(
-        self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, start: int, answer: Generation
-    ) -> None:
+    def _keep(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, answer: Generation) -> None:
         """Queue a segment for the next commit; note where its prefix is cached, if the response goes on."""
-        finish_reason = finish_reason_of(start, answer, self._sampling(group))
-        self._segments.append(Segment(group, key[1], start, answer, finish_reason))
+        response = group.responses[key[1]]
+        finish_reason = finish_reason_of(response.branch.tokens, answer, self._sampling(group))
+        self._segments.append(Segment(group, key[1], response.tokens, answer, finish_reason))
         self._cached.pop(key, None)
         if finish_reason in (None, TURN) and (cached := self._pool.cached_at(slot)):
             self._cached[key] = cached

@@ -334,7 +334,7 @@ async def whole_response(
                 slot.load -= 1
                 slot = None
                 pool.changed.set()
-            response = continued(response, answer, finish_reason_of(response.tokens, answer, sampling))
+            response = continued(response, answer, finish_reason_of(response.branch.tokens, answer, sampling))
     finally:
         if turns is not None:
             turns.forget(_episode(name, response))
@@ -351,4 +351,4 @@ async def _stepped(turns: TurnTaker, prompt: Prompt, response: Response, name: s
     result = await turns.result(prompt, response, _episode(name, response))
     if turns.must_restart(response, result):
         return restarted(response)
-    return given(response, await turns.answer(response, result))
+    return given(response, await turns.answer(prompt, response, result))

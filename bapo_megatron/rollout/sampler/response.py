@@ -9,20 +9,22 @@
     waiting     STEP         ``restarted``                       sampling, without tokens
     complete    nothing
 
-Only responses in an environment wait; one without is an *episode* of a single turn. Pure functions on frozen
-data: no engine, no file, no clock. The dispatcher and the stepper drive responses for training with it (the
+Only responses in an environment wait; one without is an *episode* of a single turn. The turns of an episode
+may form a tree (``branches.py``); what is sampled continues its last branch. Pure functions on frozen data: no engine, no file, no clock. The dispatcher and the stepper drive responses for training with it (the
 write-ahead log is between an answer and the next state), ``held_out.py`` those of evaluations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
 
+from bapo_megatron.rollout.sampler.branches import Branch, Fork, Tree
 from bapo_megatron.types import (
     GIVEN,
     FinishReason,
@@ -81,6 +83,10 @@ class Answer:
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     """Time of the step."""
+    after: int | None = None
+    """The turn that these tokens follow, if it is not the last one, as a ``Fork`` has it: a branch."""
+    rewritten: bool = False
+    """Whether the branch begins because the chat template writes earlier turns otherwise."""
 
     @property
     def tokens(self) -> ResponseTokens:
@@ -115,6 +121,10 @@ class Episode:
     """Time of all steps."""
     restarts: int = 0
     """How often the response has begun again."""
+    forks: tuple[Fork, ...] = ()
+    """The given turns that do not follow the turn before them."""
+    rewritten: int = 0
+    """Number of forks because of the chat template."""
 
     @property
     def steps(self) -> int:
@@ -182,19 +192,41 @@ class Response:
         ids_R: np.ndarray = self.so_far.token_ids_R[self.episode.last_turn_start :]
         return ids_R
 
-    def rollout(
+    @property
+    def tree(self) -> Tree:
+        """Its turns as a tree."""
+        return Tree.of([end for end, _ in self.episode.turns], self.episode.forks, self.tokens)
+
+    @property
+    def branch(self) -> Branch:
+        """The branch of its last turn, all its tokens where there is no other: what a request continues."""
+        return self.tree.last if self.episode.forks else Branch(True, ((0, self.tokens),))
+
+    def rollouts(
         self,
         reward: float,
-        teacher_log_probs_R: np.ndarray | None = None,
+        teacher_log_probs: Sequence[np.ndarray] | None = None,
         named_rewards: Mapping[str, float] | None = None,
-    ) -> Rollout:
-        """The complete response with its rewards, and with the teacher's log-probs in a distillation."""
+    ) -> list[Rollout]:
+        """The complete response with its rewards, a rollout for each branch; a token is trained on in the
+        first that has it. ``teacher_log_probs``: of each branch, in a distillation."""
         assert self.finish_reason is not None
-        columns = {**self.so_far.columns, "teacher_log_probs_R": teacher_log_probs_R}
+        columns: dict[str, Any] = dict(self.so_far.columns)
         if self.routed:
             columns["routes_R"] = ResponseTokens.joined(self.routed).routes_R
-        named = dict(named_rewards or {})
-        return Rollout(**columns, finish_reason=self.finish_reason, reward=reward, named_rewards=named)
+        rewards: dict[str, Any] = {"reward": reward, "named_rewards": dict(named_rewards or {})}
+        if not self.episode.forks:
+            columns["teacher_log_probs_R"] = teacher_log_probs[0] if teacher_log_probs else None
+            return [Rollout(**columns, finish_reason=self.finish_reason, **rewards)]
+        last, found = self.branch, []
+        for number, (branch, first_R) in enumerate(self.tree.trained):
+            own: dict[str, Any] = {name: None if x is None else branch.of(x) for name, x in columns.items()}
+            own["loss_mask_R"] = first_R if own["loss_mask_R"] is None else own["loss_mask_R"] & first_R
+            own["teacher_log_probs_R"] = teacher_log_probs[number] if teacher_log_probs else None
+            reason = self.finish_reason if branch == last else "stop"
+            place: dict[str, Any] = {"branch": number, "has_prompt": branch.has_prompt}
+            found.append(Rollout(**own, finish_reason=reason, **rewards, **place))
+        return found
 
 
 @dataclass(frozen=True)
@@ -223,7 +255,7 @@ def needs(response: Response, sampling: Sampling, budget: int | None = None) -> 
         return None
     if response.episode.is_waiting:
         return STEP
-    limits = (sampling.max_response_tokens - response.tokens, sampling.segment_tokens, budget)
+    limits = (sampling.max_response_tokens - response.branch.tokens, sampling.segment_tokens, budget)
     return Tokens(max(0, min(limit for limit in limits if limit is not None)))
 
 
@@ -235,18 +267,36 @@ def next_request(
     ``name``: of the response, unique; the request's id adds the place of the segment. ``seed``: of the
     response's draws, the same for all its segments.
     """
-    ids = response.so_far.token_ids_R
     return GenerateRequest(
-        request_id=f"{name}-{len(ids)}",
-        input_ids=np.concatenate([prompt.token_ids_P, ids]),
-        params=SamplingParams(sampling.temperature, need.most, sampling.stop_token_ids, seed),
-        prefix_tokens=len(ids),
+        request_id=f"{name}-{response.tokens}",
+        input_ids=branch_ids(response, response.branch, prompt),
+        params=SamplingParams(sampling.temperature, need.most, sampling.stop_token_ids, _own(seed, response)),
+        prefix_tokens=response.branch.tokens,
         routes=sampling.routes,
     )
 
 
+def _own(seed: int, response: Response) -> int:
+    """The seed of a response's draws; in an episode with branches that of a turn, from what it follows: so
+    questions that were asked together have the same draws in any order, and one that is repeated has others."""
+    episode = response.episode
+    if not episode.forks:
+        return seed
+    start, turn = episode.last_turn_start, len(episode.turns) - 1
+    before_N = response.so_far.token_ids_R[:start]
+    context = Tree.of([end for end, _ in episode.turns], episode.forks, start).to(turn).of(before_N)
+    asked = [(after, episode.turns[number][1]) for number, after in episode.forks]
+    return seed ^ (zlib.crc32(context.tobytes(), asked.count(asked[-1])) & 0x7FFFFFFF)
+
+
+def branch_ids(response: Response, branch: Branch, prompt: Prompt) -> np.ndarray:
+    """Token ids of a branch of a response, with the dataset's prompt where it has that."""
+    ids = branch.of(response.so_far.token_ids_R)
+    return np.concatenate([prompt.token_ids_P, ids]) if branch.has_prompt else ids
+
+
 def finish_reason_of(before: int, segment: ResponseTokens, sampling: Sampling) -> SegmentEnd | None:
-    """The finish reason of a response with ``segment`` after its first ``before`` tokens; None: unfinished.
+    """The finish reason of a response with ``segment`` after ``before`` tokens of its branch; None: unfinished.
 
     ``turn`` in place of ``stop`` in an environment, which says whether the response ends. From the tokens,
     whatever the engine reports: an abort may coincide with the stop token.
@@ -290,13 +340,16 @@ def _turn_ended(episode: Episode, tokens: int, reason: SegmentEnd) -> Episode:
 
 
 def _answered(episode: Episode, tokens: int, answer: Answer) -> Episode:
-    count = len(answer.token_ids_R)
+    count, forks = len(answer.token_ids_R), episode.forks
+    goes_on = count > 0 or answer.after is not None
+    if answer.after is not None:
+        forks = (*forks, (len(episode.turns), answer.after))
     metrics = dict(episode.metrics)
     for name, value in answer.metrics.items():
         metrics[name] = metrics.get(name, 0.0) + value
     return replace(
         episode,
-        turns=(*episode.turns, (tokens, answer.text)) if count else episode.turns,
+        turns=(*episode.turns, (tokens, answer.text)) if goes_on else episode.turns,
         is_waiting=False,
         given_tokens=episode.given_tokens + count,
         rewards=(*episode.rewards, answer.reward),
@@ -305,11 +358,15 @@ def _answered(episode: Episode, tokens: int, answer: Answer) -> Episode:
         note=episode.note if answer.note is None else answer.note,
         metrics=metrics,
         seconds=episode.seconds + answer.seconds,
+        forks=forks,
+        rewritten=episode.rewritten + answer.rewritten,
     )
 
 
-def summary(episode: Episode) -> dict[str, Any]:
-    """What the metrics of a step need of an episode, as JSON."""
+def summary(response: Response) -> dict[str, Any]:
+    """What the metrics of a step need of a response's episode, as JSON."""
+    episode = response.episode
+    forked = {"branches": len(response.tree.branches), "rewritten": episode.rewritten}
     return {
         "turns": episode.sampled_turns,
         "given": episode.given_tokens,
@@ -318,6 +375,7 @@ def summary(episode: Episode) -> dict[str, Any]:
         "metrics": dict(episode.metrics),
         "seconds": episode.seconds,
         "restarts": episode.restarts,
+        **(forked if episode.forks else {}),
     }
 
 

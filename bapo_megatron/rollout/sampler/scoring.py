@@ -80,15 +80,16 @@ class GroupScorer:
 
 
 def judged_prompt(tokenizer: Any, prompt: Prompt, response: Response) -> Prompt:
-    """The prompt as of the last turn of a response, see ``prompt_of_turn``, with the turns before that."""
-    ids_R, last, start = response.so_far.token_ids_R, response.episode.last_turn_start, 0
-    turns = []
-    for end, given in response.episode.turns:
-        if end > last:
-            break
+    """The prompt as of the last turn of a response, see ``prompt_of_turn``, with the turns of its branch
+    before that."""
+    ids_R, last, tree = response.so_far.token_ids_R, response.episode.last_turn_start, response.tree
+    turns, forks = [], dict(tree.forks)
+    for number in tree.way(len(tree.ends) - 1)[1][:-1]:
+        start, (end, given) = tree.ends[number - 1] if number else 0, response.episode.turns[number]
+        if number in forks:  # what the program asked is in the template's form
+            given = response_text(tokenizer, ids_R[start:end])
         text = _turn_text(tokenizer, prompt, ids_R[:end], start) if given is None else given
         turns.append({"role": "assistant" if given is None else "environment", "content": text})
-        start = end
     return replace(prompt_of_turn(tokenizer, prompt, ids_R, last), turns=turns)
 
 

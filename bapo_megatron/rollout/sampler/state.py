@@ -25,8 +25,9 @@ from bapo_megatron.rollout.sampler.response import Answer, Response, continued, 
 from bapo_megatron.rollout.sampler.write_ahead_log import Record
 from bapo_megatron.types import RESPONSE_COLUMNS, Group, Prompt, ResponseTokens
 
-FORMAT = 2
-"""Format of the journal of a run with an environment; without one it is 1, and the same as before."""
+FORMAT = 3
+"""Format of the journal of a run with an environment, since episodes have branches; without one it is 1, and
+the same as before."""
 TEACHER_LOG_PROBS = RESPONSE_COLUMNS["teacher_log_probs_R"].array
 """Array of a record ``judged``: the teacher's log-probs of all responses, end to end."""
 _PROMPTS_DIFFER = (
@@ -314,16 +315,16 @@ class SamplerState:
         if group is None or not group.is_complete:
             return
         rewards, failures = record.fields["rewards"], record.fields["failures"]
-        ends = np.cumsum([response.tokens for response in group.responses])
+        lengths_B = [[one.tokens for one in response.tree.branches] for response in group.responses]
         taught = record.arrays.get(TEACHER_LOG_PROBS)
-        columns = [None] * len(rewards) if taught is None else np.split(taught, ends[:-1])
+        columns = [None] * len(rewards) if taught is None else _split(taught, lengths_B)
         named = record.fields.get("named") or [{}] * len(rewards)
         scored = [
             (response, reward, column, each)
             for response, reward, column, each in zip(group.responses, rewards, columns, named, strict=True)
             if reward is not None
         ]
-        rollouts = tuple(response.rollout(*rest) for response, *rest in scored)
+        rollouts = tuple(one for response, *rest in scored for one in response.rollouts(*rest))
         tokens = sum(response.sampled_tokens for response, *_ in scored)
         if left_out := group.tokens - tokens:
             self.tokens["dropped_failed"] += left_out
@@ -332,7 +333,7 @@ class SamplerState:
         source = self._prompts[group.index].source
         found = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
         if self._is_in_environment(source):
-            found = found._replace(episodes=[summary(response.episode) for response in group.responses])
+            found = found._replace(episodes=[summary(response) for response in group.responses])
         found = found._replace(scores=record.fields.get("scores", ()))
         self.scored.append(found)
         del self.open[group.number]
@@ -401,3 +402,10 @@ class SamplerState:
 
     def _take(self, number: int) -> OpenGroup | FinishedGroup | None:
         return self.open.pop(number, None) or self.finished.pop(number, None)
+
+
+def _split(values: np.ndarray, lengths_B: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
+    """Values that lie end to end, for each response a list with those of each of its branches."""
+    ends = np.cumsum([length for row in lengths_B for length in row])
+    parts = iter(np.split(values, ends[:-1]))
+    return [[next(parts) for _ in row] for row in lengths_B]

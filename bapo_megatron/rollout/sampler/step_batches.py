@@ -36,6 +36,7 @@ from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_name
 from bapo_megatron.runtime.storage import OldFiles, check_readable, writing
 from bapo_megatron.types import (
     RESPONSE_COLUMNS,
+    FinishReason,
     Group,
     Prompt,
     ResponseTokens,
@@ -134,19 +135,21 @@ def _example(
 ) -> tuple[np.ndarray, Rollout]:
     """``values``: those of an array from a place on, by its name, place and count; None without the array."""
     prompts = [0, *accumulate(group["prompt"]["token_ids_P"] for group in groups)]
-    listed = [(number, *one) for number, group in enumerate(groups) for one in group["rollouts"]]
-    starts = [0, *accumulate(length for _, length, _, _ in listed)]
+    listed = [
+        (number, *_with_branch(one)) for number, group in enumerate(groups) for one in group["rollouts"]
+    ]
+    starts = [0, *accumulate(length for _, length, *_ in listed)]
     array = RESPONSE_COLUMNS["loss_mask_R"].array
     masks = (values(array, starts[place], one[1]) for place, one in enumerate(listed))
     given = (place for place, mask_R in enumerate(masks) if mask_R is not None and not mask_R.all())
     chosen = next(given, 0)
-    group, length, reason, reward = listed[chosen]
+    group, length, reason, reward, branch, has_prompt = listed[chosen]
     found: dict[str, Any] = {
         name: values(column.array, starts[chosen], length) for name, column in RESPONSE_COLUMNS.items()
     }
     ids_P = values(PROMPTS, prompts[group], prompts[group + 1] - prompts[group])
     assert ids_P is not None, "all step files have it"
-    return ids_P, Rollout(**found, finish_reason=reason, reward=reward)
+    return ids_P, Rollout(**found, finish_reason=reason, reward=reward, branch=branch, has_prompt=has_prompt)
 
 
 def _values(
@@ -313,20 +316,41 @@ def _group_header(group: Group) -> dict[str, Any]:
     prompt = {**dataclasses.asdict(group.prompt), "token_ids_P": len(group.prompt.token_ids_P)}
     for unneeded in ("opens_thinking", "reward", "messages", "turns"):  # the rewards are known
         del prompt[unneeded]
-    rollouts = [(len(r.token_ids_R), r.finish_reason, float(r.reward)) for r in group.rollouts]
     named = [dict(r.named_rewards) for r in group.rollouts]
+    rollouts = [_listed(one) for one in group.rollouts]
     return {"prompt": prompt, "rollouts": rollouts, **({"named_rewards": named} if any(named) else {})}
+
+
+def _listed(rollout: Rollout) -> tuple[Any, ...]:
+    """The numbers of a rollout. Those of its branch come last, and only if there are several."""
+    found = (len(rollout.token_ids_R), rollout.finish_reason, float(rollout.reward))
+    return (*found, rollout.branch, rollout.has_prompt) if rollout.branch or not rollout.has_prompt else found
+
+
+def _with_branch(listed: Sequence[Any]) -> tuple[int, FinishReason, float, int, bool]:
+    length, reason, reward, branch, has_prompt = (*listed, 0, True)[:5]
+    return length, reason, reward, branch, has_prompt
 
 
 def _batch(arrays: dict[str, np.ndarray], routes: Path) -> StepBatch:
     header = json.loads(arrays["header"].tobytes())
-    listed = [one for group in header["groups"] for one in group["rollouts"]]
-    tokens = ResponseTokens.split(arrays, (length for length, _, _ in listed))
+    listed = [_with_branch(one) for group in header["groups"] for one in group["rollouts"]]
+    tokens = ResponseTokens.split(arrays, (length for length, *_ in listed))
     stored = _stored_routes(routes, header.get("routes"), [one[0] for one in listed], arrays)
     named = [one for group in header["groups"] for one in _named_rewards(group)]
     rollouts = (
-        Rollout(**found.columns, finish_reason=why, reward=reward, stored_routes=where, named_rewards=each)
-        for found, (_, why, reward), where, each in zip(tokens, listed, stored, named, strict=True)
+        Rollout(
+            **found.columns,
+            finish_reason=reason,
+            reward=reward,
+            stored_routes=where,
+            named_rewards=each,
+            branch=branch,
+            has_prompt=own,
+        )
+        for found, (_, reason, reward, branch, own), where, each in zip(
+            tokens, listed, stored, named, strict=True
+        )
     )
     groups, at = [], 0
     for about in header["groups"]:

@@ -58,7 +58,9 @@ def header_of(batch: StepBatch, file: ColumnFile) -> StepHeader:
 
 def _group_header(group: Group) -> GroupHeader:
     ids_P = group.prompt.token_ids_P
-    responses = tuple(_response_header(rollout, ids_P) for rollout in group.rollouts)
+    responses = tuple(
+        _response_header(rollout, ids_P if rollout.has_prompt else ids_P[:0]) for rollout in group.rollouts
+    )
     return GroupHeader(group.prompt.source, len(ids_P), responses)
 
 
@@ -80,6 +82,8 @@ def _response_header(rollout: Rollout, ids_P: np.ndarray) -> ResponseHeader:
         routes=rollout.stored_routes,
         is_cut=rollout.finish_reason == "length",
         named_rewards=rollout.named_rewards,
+        branch=rollout.branch,
+        has_prompt=rollout.has_prompt,
     )
 
 
@@ -158,10 +162,12 @@ class StepColumns:
             time.sleep(_POLL_S)
 
     def read(self, group: int, response: int) -> tuple[np.ndarray, ResponseTokens]:
-        """Token ids of a group's prompt, and the tokens of one of its responses, by their numbers."""
+        """Token ids of a group's prompt, and the tokens of one of its responses, by their numbers. No prompt
+        for a branch that has its own."""
         about, number = self._header.groups[group], self._first[group] + response
         expected = about.responses[response]
-        ids_P = self._values(PROMPTS, self._prompts[group], about.prompt_tokens)
+        prompt_tokens = about.prompt_tokens if expected.has_prompt else 0
+        ids_P = self._values(PROMPTS, self._prompts[group], prompt_tokens)
         start, count = self._responses[number], expected.tokens
         columns: dict[str, Any] = {
             name: None

@@ -117,7 +117,7 @@ class Stepper:
             if turns.must_restart(response, result):
                 self._restarts.append(Restart(group, sample, result.detail))
                 return
-            answer = await turns.answer(response, result)
+            answer = await turns.answer(prompt, response, result)
             self._answers.append(Given(group, sample, response.tokens, attempt, answer))
         finally:
             if self._running.get(key) is asyncio.current_task():

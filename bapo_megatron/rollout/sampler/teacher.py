@@ -149,10 +149,15 @@ class GroupTeacher:
         self._dataset, self._teacher = dataset, teacher
 
     async def of_group(self, group: OpenGroup) -> list[np.ndarray]:
-        """Log-probs of the tokens of each response, float32 [R], in order. RunStopped as of ``Teacher``."""
+        """Log-probs of the tokens of each response, float32 [R], in order; of each branch in an episode with
+        several. RunStopped as of ``Teacher``."""
         prompt = self._dataset.prompts[group.index].token_ids_P
-        ids = [response.so_far.token_ids_R for response in group.responses]
-        return await asyncio.gather(*(self._teacher.log_probs(prompt, one) for one in ids))
+        asked = [
+            (prompt if branch.has_prompt else prompt[:0], branch.of(response.so_far.token_ids_R))
+            for response in group.responses
+            for branch in response.tree.branches
+        ]
+        return await asyncio.gather(*(self._teacher.log_probs(*one) for one in asked))
 
 
 def check_teacher(config: RunConfig) -> None:

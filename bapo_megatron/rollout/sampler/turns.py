@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from bapo_megatron.config import EnvironmentConfig, RunConfig
 from bapo_megatron.config.validation import environment_field
 from bapo_megatron.data.prompts import Tools
-from bapo_megatron.environment import SampledTurn, Task, Turn
+from bapo_megatron.environment import Context, SampledTurn, Task, Turn
+from bapo_megatron.environment.conversation_tokens import ConversationTokens, RepeatedTurn
 from bapo_megatron.environment.pool import (
     EnvironmentPool,
     Question,
@@ -34,7 +35,8 @@ from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.reward.pool import FailureReports
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset, prompt_of_turn, stop_token_ids
-from bapo_megatron.rollout.sampler.response import Answer, Response, Sampling
+from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT, Branch
+from bapo_megatron.rollout.sampler.response import Answer, Response, Sampling, branch_ids
 from bapo_megatron.types import FinishReason, Prompt
 
 T = TypeVar("T")
@@ -73,6 +75,8 @@ class Stepping:
     max_turns: int
     wants_tokens: bool = False
     """Whether its turns go with their tokens."""
+    conversations: ConversationTokens | None = None
+    """The rule for the tokens of branches."""
     tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """A tokenizer is asked by one thread at a time, whichever environment asks."""
 
@@ -127,33 +131,62 @@ class TurnTaker:
         self._restarts.note(result)
         return True
 
-    async def answer(self, response: Response, result: StepResult) -> Answer:
-        """What the response is given: tokens, or its end."""
+    async def answer(self, prompt: Prompt, response: Response, result: StepResult) -> Answer:
+        """What the response is given: tokens, which may begin a branch, or its end."""
         self._failures.note(result)
         if result.failure is not None or result.observation is None:
             return _end("failed" if result.failure is not None else "stop", result)
         if response.episode.sampled_turns >= self._stepping.max_turns:
             return _end("turns", result)
-        last = int(response.so_far.token_ids_R[-1])
         try:
             async with self._stepping.tokenizing:
-                said = result.messages or result.observation
-                ids = await asyncio.to_thread(self._stepping.template.given_ids, said, last)
+                given = await asyncio.to_thread(self._given, prompt, response, result)
         except Exception as error:  # a chat template raises what it likes
             why = f"its observation cannot be rendered: {error!r}"
             failed = StepResult(failure="raised", detail=why, seconds=result.seconds, place="template")
             self._failures.note(failed)
             return _end("failed", failed)
-        if response.tokens + len(ids) >= self._max_response_tokens:  # no token would be left to the model
+        if given.context + len(given.ids) >= self._max_response_tokens:  # no token would be left to the model
             return _end("length", result)
         return Answer(
-            ids,
+            given.ids,
             result.observation,
+            after=given.after,
+            rewritten=given.rewritten,
             reward=result.reward,
             note=result.note,
             metrics=result.metrics,
             seconds=result.seconds,
         )
+
+    def _given(self, prompt: Prompt, response: Response, result: StepResult) -> _Given:
+        """The tokens of an observation, or what a conversation has beyond the turns that it repeats."""
+        if result.context is None:
+            said = result.messages or result.observation
+            assert said is not None
+            ids = self._stepping.template.given_ids(said, int(response.so_far.token_ids_R[-1]))
+            return _Given(ids, response.branch.tokens)
+        rule = self._stepping.conversations
+        assert rule is not None, "an environment that is opened has it"
+        context = Context(**result.context)
+        messages, ends = context.messages, response.tree.ends
+        turns = [number for number, (_, text) in enumerate(response.episode.turns) if text is None]
+        repeated = {}
+        for place in {one["turn"] for one in messages if "turn" in one}:
+            number, ids_R = turns[place - 1], response.so_far.token_ids_R
+            start, end = ends[number - 1] if number else 0, ends[number]
+            text = self._dataset.turn_text(ids_R[start:end], self._stepping.stop_token_ids)
+            opened = prompt_of_turn(self._dataset.tokenizer, prompt, ids_R, start).opens_thinking
+            repeated[place] = RepeatedTurn(text, ids_R[start:end], opened)
+        both = zip(messages, prompt.messages, strict=False)
+        same = [all(one.get(key) == theirs[key] for key in ("role", "content")) for one, theirs in both]
+        last = turns[context.after - 1] if context.after else None
+        keeps = rule.keeps_turns and last is not None
+        behind = context.after if keeps else 0
+        ids = rule.ids(messages, repeated, [*same, False].index(False), context.tools, behind)
+        if keeps:
+            ids = np.concatenate([branch_ids(response, response.tree.to(last), prompt), ids])
+        return _placed(ids, prompt, response, turns, last)
 
     def forget(self, episode: str) -> None:
         """There will be no more turns of an episode."""
@@ -175,7 +208,9 @@ class TurnTaker:
         ids = so_far.token_ids_R[start:end].tolist()
         texts = self._dataset.tokenizer.batch_decode([[one] for one in ids])
         tokens = zip(ids, texts, so_far.log_probs_R[start:end].tolist(), strict=True)
-        return SampledTurn.of(text, len(prompt.token_ids_P) + start, tokens)
+        branch = response.tree.to([*response.tree.ends].index(end))
+        before = branch.tokens - len(ids) + (len(prompt.token_ids_P) if branch.has_prompt else 0)
+        return SampledTurn.of(text, before, tokens)
 
     def _turns(self, prompt: Prompt, response: Response) -> list[Turn]:
         start, found = 0, []
@@ -186,6 +221,35 @@ class TurnTaker:
                 found.append(Turn("given", text))
             start = end
         return found
+
+
+class _Given(NamedTuple):
+    """What a response is given, and where in its tree."""
+
+    ids: np.ndarray
+    context: int
+    """Tokens of the branch before it."""
+    after: int | None = None
+    """As of ``Answer``, as is ``rewritten``."""
+    rewritten: bool = False
+
+
+def _placed(
+    ids: np.ndarray, prompt: Prompt, response: Response, turns: Sequence[int], repeated: int | None
+) -> _Given:
+    """A conversation behind the longest beginning of it, token by token, that the response has.
+
+    ``turns``: numbers of the model's turns. ``repeated``: the last of those that its messages repeat.
+    """
+    tree, after, context, before = response.tree, NOTHING, 0, np.zeros(0, np.int32)
+    beginnings = [(PROMPT, Branch(True, ())), *((turn, tree.to(turn)) for turn in turns)]
+    for turn, branch in beginnings:
+        own = branch_ids(response, branch, prompt)
+        if len(before) < len(own) < len(ids) and np.array_equal(own, ids[: len(own)]):
+            after, context, before = turn, branch.tokens, own
+    rewritten = repeated is not None and repeated not in tree.way(after)[1]
+    is_next = after == len(tree.ends) - 1
+    return _Given(ids[len(before) :], context, None if is_next else after, rewritten)
 
 
 def _end(reason: FinishReason, result: StepResult) -> Answer:
@@ -266,7 +330,8 @@ async def open_environment(
     await steps.start()
     opened.push_async_callback(steps.close)
     every_stop = (*stops, *stop_ids(traits, tokenizer))
-    return Stepping(steps, template, report, every_stop, environment.max_turns, traits.wants_tokens)
+    rule = ConversationTokens(tokenizer, stops, traits.tools, environment.history == "sampled")
+    return Stepping(steps, template, report, every_stop, environment.max_turns, traits.wants_tokens, rule)
 
 
 async def open_environments(

@@ -103,7 +103,7 @@ def test_an_episode_by_hand() -> None:
     assert end.episode.metrics == {"calls": 3.0, "wins": 1}
     assert end.episode.note == {"a": 1}, "the last that was given"
     assert (end.episode.sampled_turns, end.episode.steps) == (2, 2)
-    rollout = end.rollout(1.5)
+    rollout = end.rollouts(1.5)[0]
     assert rollout.token_ids_R.tolist() == [1, 2, 3, STOP, 20, 21, 22, 4, STOP]
     assert rollout.loss_mask_R is not None
     assert rollout.loss_mask_R.tolist() == [True] * 4 + [False] * 3 + [True] * 2
@@ -123,7 +123,7 @@ def test_a_request_goes_on_from_what_was_given() -> None:
 def test_a_response_of_one_turn_has_no_mask() -> None:
     response = continued(Response(), segment(1, STOP), "turn")
     end = given(response, answer(finish_reason="stop"))
-    assert end.rollout(0.0).loss_mask_R is None
+    assert end.rollouts(0.0)[0].loss_mask_R is None
     assert end.episode.reward is None, "reward.function judges"
     assert end.last_turn_R.tolist() == [1, STOP]
 
@@ -187,11 +187,11 @@ def test_tokens_of_a_response_that_began_again_are_counted_as_dropped() -> None:
 def test_a_newer_journal_is_refused_in_words() -> None:
     ours = {"environment.function": "a:B", "rollout.group_size": "2 episodes of an environment"}
     record = state_of_one(ours).snapshot()
-    assert record.fields["format"] == 2
+    assert record.fields["format"] == 3
     state_of_one(ours).apply(record)
-    newer = Record("state", {**record.fields, "format": 3}, {})
+    newer = Record("state", {**record.fields, "format": 4}, {})
     with pytest.raises(
-        ConfigError, match="journal has format 3, this version of the program reads formats up"
+        ConfigError, match="journal has format 4, this version of the program reads formats up"
     ):
         state_of_one(ours).apply(newer)
     # What a program that knows no environments compares:

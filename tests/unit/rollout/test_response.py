@@ -122,7 +122,7 @@ def test_segments_are_appended_with_all_columns() -> None:
     second = continued(first, tokens(3, STOP, version=5), "stop")
     assert (first.tokens, first.is_complete) == (2, False), "the state before is unchanged"
     assert (second.tokens, second.is_complete) == (4, True)
-    rollout = second.rollout(0.25)
+    rollout = second.rollouts(0.25)[0]
     assert rollout.token_ids_R.tolist() == [1, 2, 3, 9]
     np.testing.assert_allclose(rollout.log_probs_R, [-0.1, -0.2, -0.3, -0.9], rtol=1e-6)
     assert rollout.versions_R.tolist() == [4, 4, 5, 5]
@@ -138,7 +138,7 @@ def test_tokens_are_counted_by_the_weights_that_sampled_them() -> None:
 
 def test_a_mask_of_one_segment_is_filled_for_the_others() -> None:
     masked = dataclasses.replace(tokens(3, 4), loss_mask_R=np.array([False, True]))
-    found = response(tokens(1, 2), masked, tokens(5), complete=True).rollout(0.0)
+    found = response(tokens(1, 2), masked, tokens(5), complete=True).rollouts(0.0)[0]
     assert found.loss_mask_R is not None
     assert found.loss_mask_R.tolist() == [True, True, False, True, True]
     assert found.loss_mask_R.dtype == np.bool_

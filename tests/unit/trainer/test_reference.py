@@ -144,7 +144,7 @@ def test_a_broken_reference_ends_the_step() -> None:
     config = ReferenceKlConfig(0.1)
     samples = [reference.Sample(np.zeros(4, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), 1.0)]
     with pytest.raises(FloatingPointError, match="the reference policy are not finite"):
-        reference.with_reference(Broken(), [samples], BATCH.header, config, grpo, 8)  # type: ignore[arg-type]
+        reference.with_reference(Broken(), [samples], BATCH.header, config, 8, grpo)  # type: ignore[arg-type]
 
 
 def config_of(directory: Path, *allowed: str, model: Path | None = None) -> RunConfig:

@@ -100,6 +100,9 @@ TRL_PINS := benchmarks/against_trl.txt
 
 .PHONY: setup sglang nemo-run trackers environments trl te-sources megatron tokenizers te-check cluster cluster-check image demo demo-moe demo-hybrid demo-tools demo-real demo-real-tools demo-agent real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
 
+# Else five workers rewrite the assertions of all tests in each tier: ten seconds of a core each.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Workers are one for each core, and three more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,11 @@ pytestmark = pytest.mark.distributed
 
 CP = ParallelConfig(context=2)
 LAYOUTS = {
-    "cp2": (CP, 1),
-    "tp2-sp": (ParallelConfig(tensor=2, sequence=True), 1),
-    "pp2 layers1+3": (ParallelConfig(pipeline=2, pipeline_layers=(1, 3)), 3),
+    "cp2": (CP, 2, 1),
+    "tp2-sp": (ParallelConfig(tensor=2, sequence=True), 2, 1),
+    "pp2 layers1+2": (ParallelConfig(pipeline=2, pipeline_layers=(1, 2)), 3, 3),
 }
+"""Ranks, layers (every second one is attention), packs. A layer of Gated DeltaNet takes seconds of a core."""
 
 
 @pytest.mark.slow
@@ -34,8 +36,8 @@ def test_peaks_and_collectives_are_those_of_real_ranks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload, "BLOCK", 2**12)  # a block of the usual size is larger than such a model
-    parallel, packs = LAYOUTS[name]
-    config = colocated(hybrid_run(tmp_path, parallel))
+    parallel, layers, packs = LAYOUTS[name]
+    config = colocated(hybrid_run(tmp_path, parallel, layers))
     results = rehearse([RankRequest(config, rank, packs, "cpu") for rank in range(parallel.model_size)])
     assert [result.error for result in results] == [None] * parallel.model_size
     for _attempt in range(3):  # as in test_rehearsal.py
@@ -54,17 +56,16 @@ def test_layers_keep_on_a_gpu_what_the_plan_says(tmp_path: Path) -> None:
 
     The FLOPs are those of the plan, but for the rule: 64 (6 k + 4 v) on a GPU, where torch has 4 k + 3 v.
     """
-    sizes = {(4, 2): (2, 2), (8, 2): (4, 4), (4, 4): (3, 1)}
+    sizes = {(4, 4): (3, 1), (4, 2): (2, 2), (8, 2): (4, 4)}
     """Layers and interval; layers of Gated DeltaNet and of attention."""
     requests = []
     for layers, every in sizes:
         (folder := tmp_path / f"{layers} {every}").mkdir()
-        config = hybrid_run(folder, CP, layers, every)
-        requests += [RankRequest(config, rank, 1) for rank in range(2)]
-    found = rehearse(requests, "te")
-    assert [rank.error for rank in found] == [None] * 6
-    assert collective_mismatches(found[:2]) == []
-    few, more, other = (rank.gpu["update 2"].kinds["activations"] for rank in found[::2])
+        requests.append(RankRequest(hybrid_run(folder, CP, layers, every), 0, 1))
+    found = rehearse([*requests, replace(requests[0], rank=1)], "te")
+    assert [rank.error for rank in found] == [None] * 4
+    assert collective_mismatches([found[0], found[-1]]) == []
+    other, few, more = (rank.gpu["update 2"].kinds["activations"] for rank in found[:3])
     shape = read_model_shape(tmp_path / "4 4")
     place = Place(shape.hidden, CP, 2, "te", "none")
     delta, gated = (block_bytes(block, place)[0] * TOKENS / 2 for block in shape.blocks)
@@ -75,6 +76,6 @@ def test_layers_keep_on_a_gpu_what_the_plan_says(tmp_path: Path) -> None:
     assert isinstance(kind, DeltaNet)
     forward = linear_flops_per_token(shape) * TOKENS + attention_flops(shape, TOKENS)
     forward += 3 * 8 * 64 * (2 * kind.key_dim + kind.value_dim) * TOKENS
-    assert found[4].flops["bounds search 2"] == pytest.approx(forward / 2, rel=0.01)
+    assert found[0].flops["bounds search 2"] == pytest.approx(forward / 2, rel=0.01)
     for rank in found:  # the state of a document is the device's alone
         assert not [wait for wait in rank.update_waits() if "delta_net" in wait.line]

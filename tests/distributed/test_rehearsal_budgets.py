@@ -68,8 +68,9 @@ class Rehearsal:
     found: dict[str, Any] = field(default_factory=dict)
 
     def requests(self) -> list[RankRequest]:
-        """The ranks that the command rehearses."""
-        options = RehearseOptions()
+        """The ranks that the command rehearses; of a pipeline of one kind of layer the first stage's, whose
+        packs in flight are the most."""
+        options = RehearseOptions(stage=None if len(self.job.shape.blocks) > 1 else 0)
         run = replace(self.job.run, model=replace(self.job.run.model, hf_path=self.folder))
         packs = packs_of(self.job, options)
         return [RankRequest(run, rank, packs) for rank in ranks_of(self.job, options)]

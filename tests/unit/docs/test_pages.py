@@ -206,17 +206,6 @@ def test_the_events_of_what_survives_what_exist() -> None:
     assert {"start", "resume", "environment_failed", "episode_restarted"} == named <= set(EVENT_KINDS)
 
 
-def test_a_quoted_first_line_of_a_run_has_its_verb() -> None:
-    """As ``Recorder`` prints it: `start` at step 1 alone, `resume` after a checkpoint."""
-    quoted = [
-        (page.name, verb, int(step))
-        for page in sorted((ROOT / "docs").glob("*.md"))
-        for verb, step in re.findall(r"`(\w+) at step (\d+)", page.read_text())
-    ]
-    assert quoted
-    assert [one for one in quoted if one[1] != ("start" if one[2] == 1 else "resume")] == []
-
-
 LOSSES_PAGE = ROOT / "docs/losses.md"
 SECTIONS = ("What each does to which token", "Formulas, settings, sources")
 

@@ -180,7 +180,8 @@ class P3o(Loss):
 
 def _behavior_kl(stats: TokenStats, batch: MicroBatch) -> Tensor:
     """Estimate k3 of KL(pi || pi_old) of each token, [T], 0 at masked ones."""
-    return kl_estimate(*unmasked(batch.mask_T, stats.log_prob_T, batch.old_log_prob_T), "k3")
+    log_prob_T, old_log_prob_T = unmasked(batch.mask_T, stats.log_prob_T, batch.old_log_prob_T)
+    return kl_estimate(log_prob_T, old_log_prob_T, "k3")
 
 
 BIN = 1.005

@@ -155,12 +155,9 @@ def _algorithm_problems(run: RunConfig) -> Iterator[str]:
             f"algorithm.importance_level={algorithm.importance_level} needs algorithm.importance_cap: set "
             f"both or none"
         )
-    reference = algorithm.reference_kl
-    if reference.unbiased and not reference.in_loss:
-        yield (
-            f"algorithm.reference_kl.unbiased=true needs an estimate in the loss: leave it out, or set "
-            f"coefficient, now {reference.coefficient:g}, above 0 and place=loss, now {reference.place}"
-        )
+    if (reference := algorithm.reference_kl).unbiased and not reference.in_loss:
+        now = f"not place={reference.place} with coefficient={reference.coefficient:g}"
+        yield f"algorithm.reference_kl.unbiased=true needs place=loss and a coefficient, {now}"
     yield from _correction_problems(algorithm)
     yield from _distillation_problems(run)
     if algorithm.updates_per_epoch > rollout.prompts_per_step:

@@ -64,6 +64,7 @@ def run_arms(missing: list[Arm], every: list[Arm], parallel: int) -> list[Arm]:
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload(["bapo_megatron.train", "bapo_megatron.trainer.build"])
     waiting, running, failed = list(missing), list[tuple[Arm, BaseProcess]](), list[Arm]()
+    process: BaseProcess
     while waiting or running:
         while waiting and len(running) < parallel:
             arm = waiting.pop(0)

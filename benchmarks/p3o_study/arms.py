@@ -1,4 +1,4 @@
-"""Arms of the study of P3O: runs of P3O, and two of the second study's again, to see that they repeat."""
+"""Arms of the study of P3O: P3O, BAPO and GRPO with both means on the second study's task."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bapo_megatron.algo.bounds import BoundsConfig, grpo, paper
+from bapo_megatron.commands.report.data import read_run
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
-from benchmarks.gpu_study.figures import figures_of, mean, numbers, read_run, stale_updates
+from benchmarks.gpu_study.figures import figures_of, mean, numbers, stale_updates
 
 ROOT = Path(__file__).parents[2]
 RECIPE = Path(__file__).with_name("recipe.py")
@@ -27,9 +29,9 @@ SEEDS = range(12)
 LOW = "@0.35"
 """Suffix of arms at 0.35 of the rate, the best in the second study for every method that it tuned."""
 BOUNDS = {"grpo": grpo(), "paper": dataclasses.replace(paper(), bounds_tokens=256)}
-NEW = ("p3o", "p3o_sequence")
-CONTROLS = (("grpo", 0), (f"paper_sequence{LOW}", 0))
-"""Runs of the second study that run again: their figures must be the published ones, to the last digit."""
+P3O = ("p3o", "p3o_sequence")
+METHODS = (*P3O, "paper", "grpo", "paper_sequence", "grpo_sequence")
+"""Methods at the full rate. At 0.35 of it P3O alone runs, against the second study's runs."""
 
 Figures = dict[str, float]
 Line = dict[str, Any]
@@ -75,8 +77,12 @@ class Arm:
 
     def line(self) -> Line:
         """Its line of the results."""
-        found = figures_of(self.run_dir, STEPS)
-        found["ess"] = mean(numbers(stale_updates(read_run(self.run_dir)), "policy/ess"))
+        stale = stale_updates(read_run(self.run_dir))
+        shares, chances = numbers(stale, "raised/tokens"), numbers(stale, "raised/probability")
+        found = figures_of(self.run_dir, STEPS) | {
+            "raised_probability": float(np.nansum(shares * chances) / max(np.nansum(shares), 1e-12)),
+            "ess": mean(numbers(stale, "policy/ess")),
+        }
         return {
             "arm": self.name,
             "method": self.method,
@@ -93,9 +99,10 @@ def rounded(value: float) -> float | None:
 
 
 def arms(folder: Path) -> list[Arm]:
-    """All arms in the order in which they run: the controls, what can be judged, then the lower rate."""
-    cells = [*CONTROLS, *((name + rate, seed) for rate in ("", LOW) for seed in SEEDS for name in NEW)]
-    return [Arm(method, seed, folder / "arms" / f"{method}-seed{seed}") for method, seed in cells]
+    """All arms in the order in which they run: seed by seed at the full rate, then P3O at the lower one."""
+    full = [(method, seed) for seed in SEEDS for method in METHODS]
+    low = [(method + LOW, seed) for seed in SEEDS for method in P3O]
+    return [Arm(method, seed, folder / "arms" / f"{method}-seed{seed}") for method, seed in (*full, *low)]
 
 
 def run_arm(arm: Arm) -> None:
@@ -127,11 +134,3 @@ def published() -> list[Line]:
     """The second study's own runs, without those that chose rates or calibrated."""
     lines = [json.loads(line) for line in SECOND_STUDY.read_text().splitlines()[1:]]
     return [line for line in lines if line["seed"] in SEEDS]
-
-
-def differences(control: Line, lines: Sequence[Line]) -> dict[str, tuple[float, float]]:
-    """Figures of a control that differ from the published ones, each with both values."""
-    [theirs] = [line["figures"] for line in lines if line["arm"] == control["arm"]]
-    ours = control["figures"]
-    shared = ours.keys() & theirs.keys() - {"moved"}  # ours is of fewer updates: those that are not on-policy
-    return {name: (ours[name], theirs[name]) for name in sorted(shared) if ours[name] != theirs[name]}

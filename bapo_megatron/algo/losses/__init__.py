@@ -60,7 +60,7 @@ class Search:
     known: Any = None
     """``found`` if it needs no sums (fixed bounds); None otherwise."""
     is_ratio: bool = False
-    """Whether ``found`` is the ratio or the mask of the loss itself. Then it is measured also where
+    """Whether ``found`` is the ratio, the mask or the cap of the loss itself. Then it is measured also where
     ``algorithm.known_ratio`` takes the ratio as 1, except with ``old_log_probs=trainer``, where it is 1."""
 
 

@@ -175,11 +175,11 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
                     reference_kl=ReferenceKlConfig(0.1, place="reward", unbiased=True)
                 )
             },
-            r"reference_kl\.unbiased=true needs an estimate in the loss: .*place=loss, now reward",
+            "unbiased=true needs place=loss and a coefficient, not place=reward with coefficient=0.1",
         ),
         (
             {"algorithm": AlgorithmConfig(reference_kl=ReferenceKlConfig(unbiased=True))},
-            r"set coefficient, now 0, above 0",
+            "not place=loss with coefficient=0",
         ),
         ({"algorithm": AlgorithmConfig(gap_mean_limit=-1.0)}, "gap_mean_limit=-1.0 must be above 0"),
         ({"algorithm": AlgorithmConfig(gap_max_limit=0.0)}, "gap_max_limit=0.0 must be above 0"),

@@ -135,7 +135,10 @@ def test_p_values_of_the_claims(page: str, data: str) -> None:
 
 
 def test_intervals_of_p3o_are_those_of_its_runs_and_of_the_second_studys() -> None:
-    by_arm = runs(PAGES["benchmarks/results/controller_study.md"], f"{P3O}.jsonl")
+    """At staleness 8 and the full rate BAPO and GRPO ran again; the last table has both, and is not read."""
+    ran_again = {("paper", 8), ("grpo", 8), ("paper_sequence", 8), ("grpo_sequence", 8)}
+    old = runs(PAGES["benchmarks/results/controller_study.md"])
+    by_arm = {one: found for one, found in old.items() if one not in ran_again} | runs(f"{P3O}.jsonl")
     seen = 0
     for one, other, cells in (row for rows in tables(f"{P3O}.md") for row in rows):
         for head in cells.keys() & FIGURES.keys():
@@ -143,7 +146,7 @@ def test_intervals_of_p3o_are_those_of_its_runs_and_of_the_second_studys() -> No
                 measured = differences(by_arm[one], by_arm[other], FIGURES[head])
                 assert text(paired_effect(measured)) == cells[head], (one, other, head)
                 seen += 1
-    assert seen == len(EFFECT.findall((ROOT / f"{P3O}.md").read_text()))
+    assert seen == len(EFFECT.findall((ROOT / f"{P3O}.md").read_text().split("## The second study's")[0]))
 
 
 def test_collapses_of_bapo_and_of_grpo() -> None:

@@ -230,7 +230,11 @@ class StoredSample:
         self, change: Callable[[Sample], Sample], trained: int, predicted: int, versions: VersionSpan
     ) -> StoredSample:
         """The sample with another loss mask by ``change``; these are its numbers then."""
-        numbers = {"trained_tokens": trained, "predicted_tokens": predicted, "versions": versions}
+        numbers: dict[str, Any] = {
+            "trained_tokens": trained,
+            "predicted_tokens": predicted,
+            "versions": versions,
+        }
         return replace(self.changed(change), response=self.response._replace(**numbers))
 
     def with_advantage(self, advantage: float) -> StoredSample:

@@ -94,18 +94,6 @@ def test_an_update_without_a_response_is_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["staleness/mean", "staleness/max", "staleness/16+/entropy", "policy/loss"])
-def test_named_rewards_have_their_means() -> None:
-    """A response without one of them counts 0 for it."""
-    column = np.zeros(1, np.int32)
-    rollouts = tuple(
-        Rollout(column, column.astype(np.float32), column, "stop", 1.0, named_rewards=named)
-        for named in ({"correct": 1.0, "format": 0.5}, {"format": 1.0})
-    )
-    header = in_memory(Group(Prompt(0, column, "", ""), rollouts)).header
-    found = step_metrics(header, [], StepClock(), [])
-    assert (found["reward/named/correct"], found["reward/named/format"]) == (0.5, 0.75)
-
-
 def test_a_step_without_updates_has_the_same_columns(name: str) -> None:
     assert name in NAMES
     assert step_metrics(StepHeader((), {}, NO_FILE), [], StepClock(), NAMES)[name] is None
@@ -462,3 +450,15 @@ def test_hooks_are_checked_before_the_run() -> None:
     first, second = str(error.value).splitlines()
     assert first.startswith("logging.on_event=$NO_HOOK: that variable is not set")
     assert second.startswith("checkpoint.after_export='upload {folder}': there is no program upload on PATH")
+
+
+def test_named_rewards_have_their_means() -> None:
+    """A response without one of them counts 0 for it."""
+    column = np.zeros(1, np.int32)
+    rollouts = tuple(
+        Rollout(column, column.astype(np.float32), column, "stop", 1.0, named_rewards=named)
+        for named in ({"correct": 1.0, "format": 0.5}, {"format": 1.0})
+    )
+    header = in_memory(Group(Prompt(0, column, "", ""), rollouts)).header
+    found = step_metrics(header, [], StepClock(), [])
+    assert (found["reward/named/correct"], found["reward/named/format"]) == (0.5, 0.75)

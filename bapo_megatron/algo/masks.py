@@ -53,7 +53,8 @@ class Response:
     def log_ratio_N(self) -> np.ndarray:
         """log(pi_old / pi_rollout), trainer against engine at the start of the step, nats, float64; 0 with
         ``algorithm.old_log_probs=rollout``."""
-        return self._log_probs[1] - self._log_probs[0]
+        rollout_N, old_N = self._log_probs
+        return np.asarray(old_N - rollout_N)
 
 
 Mask = Callable[[Response], bool | np.ndarray]
@@ -79,7 +80,7 @@ def icepop(
     IcePop multiplies the others by that ratio: ``importance_cap`` = ``high`` does.
     """
     log_ratio_N = response.log_ratio_N
-    return ~((log_ratio_N >= math.log(low)) & (log_ratio_N <= math.log(high)))
+    return np.asarray(~((log_ratio_N >= math.log(low)) & (log_ratio_N <= math.log(high))))
 
 
 def second_moment(response: Response, tau: Annotated[float, Gt(0)] = 0.04) -> np.ndarray:
@@ -97,9 +98,19 @@ def second_moment(response: Response, tau: Annotated[float, Gt(0)] = 0.04) -> np
 
 
 RolloutRs = Literal[
-    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
 ]
+"""Levels and estimators of ``rollout_rs``."""
 
 
 def rollout_rs(
@@ -123,9 +134,13 @@ def rollout_rs(
         raise ConfigError(f"algorithm.masks: rollout_rs with kind={kind} needs low, the least of 1 / r")
     lowest, highest = (math.log(low or 1.0), math.log(high)) if estimator == "k1" else (-math.inf, high)
     if level == "token":
-        return ~((value_N >= lowest) & (value_N <= highest))
-    of_level = {"seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}[level]
-    return bool(len(value_N)) and not lowest <= of_level(value_N) <= highest
+        return np.asarray(~((value_N >= lowest) & (value_N <= highest)))
+    of_level: dict[str, Callable[[np.ndarray], float]] = {
+        "seq_sum": np.sum,
+        "seq_mean": np.mean,
+        "seq_max": np.max,
+    }
+    return len(value_N) > 0 and not lowest <= float(of_level[level](value_N)) <= highest
 
 
 # --- the masks of a run ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from bapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bapo_megatron.config import EnvironmentConfig, RunConfig
+    from bapo_megatron.config import AlgorithmConfig, EnvironmentConfig, RunConfig
 
 C = TypeVar("C")
 
@@ -78,15 +78,13 @@ def check_names(config: RunConfig, own_code: bool = False) -> None:
     ``own_code``: dotted paths are imported and checked, too, as a run does. Else they are not: the module may
     exist on the run's machines alone.
     """
-    from bapo_megatron.algo.advantages import check_advantage
     from bapo_megatron.reward.endpoint_settings import KINDS, read_settings
     from bapo_megatron.rollout.engines.backend import engine_backend
 
     if own_code or ":" not in config.rollout.engine:
         engine_backend(config.rollout.engine)
     _check_loss(config, own_code)
-    if own_code or ":" not in config.algorithm.advantage:
-        check_advantage(config.algorithm)
+    _check_parts(config.algorithm, own_code)
     if config.reward.function in KINDS:
         read_settings(config.reward.function, config.reward.settings, here=False)
     if own_code:
@@ -111,6 +109,26 @@ def _check_loss(config: RunConfig, own_code: bool) -> None:
         print("algorithm.loss_settings are not checked: torch is not installed here", file=sys.stderr)
     else:
         checked_loss(config)
+
+
+def _check_parts(algorithm: AlgorithmConfig, own_code: bool) -> None:
+    """Check of advantage, masks and terms: without ``own_code`` where all of a kind are registered."""
+    from bapo_megatron.algo.advantages import check_advantage
+    from bapo_megatron.algo.masks import check_masks
+
+    if own_code or ":" not in algorithm.advantage:
+        check_advantage(algorithm)
+    if own_code or not any(":" in part.name for part in algorithm.masks):
+        check_masks(algorithm)
+    if algorithm.terms and (own_code or not any(":" in part.name for part in algorithm.terms)):
+        try:
+            from bapo_megatron.algo.terms import check_terms
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            print("algorithm.terms are not checked: torch is not installed here", file=sys.stderr)
+        else:
+            check_terms(algorithm)
 
 
 def _check_own_code(config: RunConfig) -> None:

@@ -300,13 +300,13 @@ class AlgorithmConfig:
     corrections: CorrectionsConfig = field(default_factory=CorrectionsConfig, kw_only=True)
     """Rejection of whole responses that another policy sampled, with any loss; off by default."""
     masks: Parts = field(default=(), kw_only=True)
-    """Masks, in their order: rules that take a response or tokens of it out of each update
-    (docs/losses.md#advantages-masks-terms), with `name` and `settings`. As a flag a JSON list, which replaces the recipe's:
+    """Masks, in their order: rules that take a response or tokens of it out of each update, with `name` and
+    `settings` (docs/losses.md#advantages-masks-terms). As a flag a JSON list, which replaces the recipe's:
     `["cut_responses", {"name": "icepop", "settings": {"high": 2}}]`. A name may be `package.module:function`,
     of yours."""
     terms: Parts = field(default=(), kw_only=True)
-    """Terms that are added to the loss (docs/losses.md#advantages-masks-terms), in the form of `masks`: `[{"name":
-    "entropy_bonus", "settings": {"coefficient": 0.001}}]`. Or `package.module:function` of yours."""
+    """Terms that are added to the loss (docs/losses.md#advantages-masks-terms), in the form of `masks`:
+    `[{"name": "entropy_bonus", "settings": {"coefficient": 0.001}}]`. Or functions of yours."""
     reference_kl: ReferenceKlConfig = field(default_factory=ReferenceKlConfig, kw_only=True)
     """KL penalty to a frozen reference policy, in the loss or in the reward; off by default."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig, kw_only=True)

@@ -159,7 +159,7 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
         yield Run(
             config=config,
             policy=policy,
-            advantage=_agreed(build_advantage(config.algorithm)),
+            advantage=agreed(build_advantage(config.algorithm)),
             update_loss=update_loss,
             sync=sync,
             handover=handover,
@@ -175,7 +175,7 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
         )
 
 
-def _agreed(advantage: Advantage) -> Advantage:
+def agreed(advantage: Advantage) -> Advantage:
     """``advantage`` as rank 0 computes it: a user's function may give others elsewhere, by chance say."""
     return lambda rewards: on_all_ranks(lambda: advantage(rewards) if is_main() else np.zeros(0, np.float32))[
         0

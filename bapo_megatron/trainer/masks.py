@@ -10,9 +10,9 @@ Called by ``trainer/corrections.py`` on every rank. Legend: ``_R`` tokens of a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -67,14 +67,15 @@ def measure(sample: TrainingSample, masks: Masks, weighs: bool) -> list[float]:
 
     ``weighs``: whether the sample has importance weights.
     """
-    keep_N, taken = _kept(sample, masks)
+    load = cache(sample.loaded)  # a read from disk
+    keep_N, taken = _kept(sample, masks, load)
     predicted = sample.predicted_tokens
     if keep_N.all():
         span = sample.versions
-        weight = _weight(sample.loaded()) if weighs else float(predicted)
+        weight = _weight(load()) if weighs else float(predicted)
         left = Remaining(sample.trained_tokens, predicted, *span, weight)
     elif keep_N.any():
-        rest = _with_mask(sample.loaded(), keep_N)
+        rest = _with_mask(load(), keep_N)
         left = Remaining(rest.trained_tokens, rest.predicted_tokens, *rest.versions, _weight(rest))
     else:
         left = Remaining(0, 0, *VersionSpan(0, 0, 0, 0), 0.0)
@@ -92,11 +93,11 @@ def shares(algorithm: AlgorithmConfig, taken: Sequence[Sequence[float]], tokens:
     return found
 
 
-def _response(sample: TrainingSample, keep_N: np.ndarray) -> Response:
+def _response(sample: TrainingSample, keep_N: np.ndarray, load: Callable[[], Sample]) -> Response:
     """A sample as the next mask sees it: the tokens that those before it have left."""
 
     def read() -> tuple[np.ndarray, np.ndarray]:
-        one = sample.loaded()
+        one = load()
         old_R = one.log_probs_R if one.old_log_probs_R is None else one.old_log_probs_R
         rollout_N, old_N = (column_R[one.predicted_R][keep_N] for column_R in (one.log_probs_R, old_R))
         return rollout_N.astype(np.float64), old_N.astype(np.float64)
@@ -104,20 +105,20 @@ def _response(sample: TrainingSample, keep_N: np.ndarray) -> Response:
     return Response(sample.advantage, int(keep_N.sum()), sample.is_cut, sample.source, read)
 
 
-def _kept(sample: TrainingSample, masks: Masks) -> tuple[np.ndarray, list[float]]:
+def _kept(sample: TrainingSample, masks: Masks, load: Callable[[], Sample]) -> tuple[np.ndarray, list[float]]:
     """The tokens that are left, bool [N], and for each mask whether it emptied the sample, and its tokens."""
     keep_N, taken = np.ones(sample.predicted_tokens, np.bool_), []
     for label, mask in masks:
         before = int(keep_N.sum())
         if before:
-            keep_N[keep_N] = ~taken_out(label, mask, _response(sample, keep_N.copy()))
+            keep_N[keep_N] = ~taken_out(label, mask, _response(sample, keep_N.copy(), load))
         after = int(keep_N.sum())
         taken += [float(before > 0 and after == 0), float(before - after)]
     return keep_N, taken
 
 
 def _masked(sample: Sample, masks: Masks) -> Sample:
-    return _with_mask(sample, _kept(sample, masks)[0])
+    return _with_mask(sample, _kept(sample, masks, sample.loaded)[0])
 
 
 def _with_mask(sample: Sample, keep_N: np.ndarray) -> Sample:

@@ -249,12 +249,20 @@ def step_metrics(
     """
     means = _means(updates, names)
     taken = sum(update.get("policy/tokens") != 0.0 for update in updates)  # not those without a response
-    metrics = {**header.metrics, **means, "policy/updates": taken, **clock.metrics()}
+    sampled_metrics = {**header.metrics, **_named_rewards(header)}
+    metrics = {**sampled_metrics, **means, "policy/updates": taken, **clock.metrics()}
     seconds = metrics["time/step_s"] or 1.0
     # Of what was sampled; rollouts of earlier versions have it as the metric of the step.
     sampled = metrics.get("sampled/rollout/tokens", metrics.get("rollout/tokens"))
     metrics["time/tokens_per_s"] = (sampled or 0.0) / seconds
     return metrics
+
+
+def _named_rewards(header: StepHeader) -> Metrics:
+    """Means of the named rewards of a step's responses; none where rewards have no names."""
+    each = [one.named_rewards for group in header.groups for one in group.responses]
+    names = sorted({name for named in each for name in named})
+    return {f"reward/named/{name}": sum(one.get(name, 0.0) for one in each) / len(each) for name in names}
 
 
 def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:

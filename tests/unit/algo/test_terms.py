@@ -9,12 +9,23 @@ from typing import Any
 import pytest
 import torch
 
+from bapo_megatron.algo.advantages import Rewards, build_advantage, check_advantage
 from bapo_megatron.algo.bapo import fixed
+from bapo_megatron.algo.losses import build_loss
+from bapo_megatron.algo.masks import check_masks
 from bapo_megatron.algo.terms import build_terms, check_terms
-from bapo_megatron.config import AlgorithmConfig, DistillationConfig, PartConfig, ReferenceKlConfig
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    DistillationConfig,
+    PartConfig,
+    ReferenceKlConfig,
+    RunConfig,
+    load_recipe,
+)
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.trainer.update_loss import UpdateLoss
+from tests.support.pages import ROOT
 
 BATCH = MicroBatch.of(
     (0, 3),
@@ -69,6 +80,15 @@ def test_the_kl_terms_are_added_beside_it() -> None:
     update = UpdateLoss(config)
     sums = update.objective.token_fn(update.objective.loss.search.known, 0)(stats(), batch)  # type: ignore[union-attr]
     assert float(sums[0]) == pytest.approx(-0.5 - 0.4 + 1.5 * 0.1 + 1.5 * 2)
+
+
+def test_the_recipe_of_a_method_of_ones_own_passes_its_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    recipe = ROOT / "recipes/methods_7b_8k/r1_distill_qwen_7b_8k_own_method.py"
+    algorithm = load_recipe(recipe, RunConfig).algorithm
+    for check in (build_loss, check_advantage, check_masks, check_terms):
+        check(algorithm)
+    assert build_advantage(algorithm)(Rewards.of([1.0, 0.0, 0.0])).tolist() == [1.0, -0.5, -0.5]
 
 
 USERS = """

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -44,9 +45,9 @@ from bapo_megatron.trainer.records.recorder import (
     sending_events,
     step_metrics,
 )
-from bapo_megatron.types import Metrics, StepHeader
+from bapo_megatron.types import Group, Metrics, Prompt, Rollout, StepHeader
 from tests.support.bapo_objective import objective
-from tests.support.batches import NO_FILE
+from tests.support.batches import NO_FILE, in_memory
 from tests.support.webhook import Webhook
 
 NAMES = objective(grpo()).metric_names()
@@ -449,3 +450,15 @@ def test_hooks_are_checked_before_the_run() -> None:
     first, second = str(error.value).splitlines()
     assert first.startswith("logging.on_event=$NO_HOOK: that variable is not set")
     assert second.startswith("checkpoint.after_export='upload {folder}': there is no program upload on PATH")
+
+
+def test_named_rewards_have_their_means() -> None:
+    """A response without one of them counts 0 for it."""
+    column = np.zeros(1, np.int32)
+    rollouts = tuple(
+        Rollout(column, column.astype(np.float32), column, "stop", 1.0, named_rewards=named)
+        for named in ({"correct": 1.0, "format": 0.5}, {"format": 1.0})
+    )
+    header = in_memory(Group(Prompt(0, column, "", ""), rollouts)).header
+    found = step_metrics(header, [], StepClock(), [])
+    assert (found["reward/named/correct"], found["reward/named/format"]) == (0.5, 0.75)

@@ -265,8 +265,8 @@ def _workspace(job: Job, stage: int) -> float:
 
 
 def _head(job: Job, stage: int, spec: Spec) -> float:
-    """Memory of the output layer on the last stage; 0 on others. Less that of a recomputed layer, which comes
-    after it: ``activations`` has it.
+    """Memory of the output layer on the last stage; 0 on others. Where all is recomputed, less that of a
+    recomputed layer, which comes after it: ``activations`` has it.
 
     One chunk of logits in float32, and beside it the softmax of a block of them in float32, or later their
     gradient in the model's type; all hidden states and their gradient; the gradient of the output matrix in
@@ -280,7 +280,8 @@ def _head(job: Job, stage: int, spec: Spec) -> float:
     logits = entries * _FP32 + max(min(entries, _SOFTMAX_LOGITS) * _FP32, gradient)
     hidden = 2 * job.tokens * job.shape.hidden * job.element
     matrix = vocabulary * job.shape.hidden * (_FP32 + job.element)
-    return max(0.0, logits + hidden + matrix - job.tokens * _after_the_norm(job, stage, spec))
+    later = _after_the_norm(job, stage, spec) if job.run.batch.recompute == "full" else 0.0
+    return max(0.0, logits + hidden + matrix - job.tokens * later)
 
 
 def _buffers(job: Job, stage: int) -> float:

@@ -110,7 +110,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     flight = _forwards_in_flight(job, stage)
     activations = activation_bytes(job, stage, spec)
     workspace = _workspace(job, stage)
-    head, buffers = _head(job, stage), _buffers(job, stage)
+    head, buffers = _head(job, stage, spec), _buffers(job, stage)
     steady = weights + gradients + optimizer + FIXED
     shared = job.has_servers(stage)
     reads = shared and job.weights_by_ipc
@@ -160,8 +160,15 @@ def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
     layers = max(sum(count * kept[block][0] for block, count in chunk.items()) for chunk in own)
     chunks = _forwards_in_flight(job, stage)
     last = stage == job.parallel.pipeline - 1
-    on_top = max(at.norm * last, *(transient for _, transient in kept.values()))
+    on_top = at.norm * last + _after_the_norm(job, stage, spec)
     return job.tokens * (chunks * layers + (chunks - last) * at.input + on_top)
+
+
+def _after_the_norm(job: Job, stage: int, spec: Spec) -> float:
+    """Bytes of a token by which a recomputed layer is more than the final norm, which was before it."""
+    at, chunks = job.place(spec), chunk_blocks(job.parallel, job.shape)[stage :: job.parallel.pipeline]
+    transient = max(block_bytes(block, at)[1] for chunk in chunks for block in chunk)
+    return max(0.0, transient - at.norm * (stage == job.parallel.pipeline - 1))
 
 
 def block_bytes(block: Block, at: Place) -> tuple[float, float]:
@@ -257,8 +264,9 @@ def _workspace(job: Job, stage: int) -> float:
     return job.tokens * most
 
 
-def _head(job: Job, stage: int) -> float:
-    """Memory of the output layer on the last stage; 0 on others.
+def _head(job: Job, stage: int, spec: Spec) -> float:
+    """Memory of the output layer on the last stage; 0 on others. Where all is recomputed, less that of a
+    recomputed layer, which comes after it: ``activations`` has it.
 
     One chunk of logits in float32, and beside it the softmax of a block of them in float32, or later their
     gradient in the model's type; all hidden states and their gradient; the gradient of the output matrix in
@@ -271,7 +279,9 @@ def _head(job: Job, stage: int) -> float:
     gradient = entries * job.element if job.element < _FP32 else 0.0  # in place of the logits otherwise
     logits = entries * _FP32 + max(min(entries, _SOFTMAX_LOGITS) * _FP32, gradient)
     hidden = 2 * job.tokens * job.shape.hidden * job.element
-    return logits + hidden + vocabulary * job.shape.hidden * (_FP32 + job.element)
+    matrix = vocabulary * job.shape.hidden * (_FP32 + job.element)
+    later = _after_the_norm(job, stage, spec) if job.run.batch.recompute == "full" else 0.0
+    return max(0.0, logits + hidden + matrix - job.tokens * later)
 
 
 def _buffers(job: Job, stage: int) -> float:

@@ -2,8 +2,8 @@
 
 The servers are not of the job, and nothing is known of them: a plan has no seconds of theirs in its step, and
 says instead how fast they must be. The sampler sends each group once it has its rewards and is kept
-(``rollout/sampler/loop.py``), while it samples others; a group's log-probs are there before it can be trained
-on.
+(``rollout/sampler/group_scoring.py``), while it samples others; a group's log-probs are there before it can
+be trained on.
 """
 
 from __future__ import annotations

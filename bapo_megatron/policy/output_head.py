@@ -170,6 +170,7 @@ class _LossAndGradient(torch.autograd.Function):
             else:
                 grad_hidden_TH.index_copy_(0, rows_N[part], torch.mm(gap, weight_VH).mul_(scale))
             _add_product(grad_weight_VH, gap, (hidden_CH * scale).to(weight_VH.dtype))
+            del gap  # else it lies beside the next chunk's
         ctx.save_for_backward(grad_hidden_TH, grad_weight_VH)
         ctx.dtype = weight_VH.dtype
         ctx.main_grad_VH = weight_VH.main_grad if head.adds_in_float32 else None  # type: ignore[attr-defined]

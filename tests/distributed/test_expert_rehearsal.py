@@ -132,12 +132,14 @@ def test_the_recipes_run_and_the_plan_agrees(tmp_path: Path) -> None:
 
 
 def check_plan(job: Job, found: RankResult) -> None:
-    """States exactly; peaks to 8 and 3 %: in a model of few layers one chunk of logits is much."""
+    """States exactly; peaks to 2 % where all is recomputed, else to 8, and to 3: in a model of few layers one
+    chunk of logits is much."""
     assert found.error is None
     plan, update = stage_memory(job, 0), found.gpu["update 2"]
+    within = 0.02 if job.run.batch.recompute == "full" else 0.08
     for kind in ("weights", "gradients", "optimizer"):
         assert getattr(plan, kind) == pytest.approx(update.kinds.get(kind, 0), rel=0.001), kind
-    assert plan.training - plan.reserve == pytest.approx(update.size - WORKSPACES, rel=0.08)
+    assert plan.training - plan.reserve == pytest.approx(update.size - WORKSPACES, rel=within)
     sync = found.gpu["weight sync"].size - WORKSPACES
     assert plan.syncing - FIXED == pytest.approx(sync, rel=0.03)
     # A load has no moments twice; it joins the weights of each MLP's first matrix anew.

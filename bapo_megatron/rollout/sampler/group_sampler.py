@@ -23,13 +23,14 @@ from bapo_megatron.rollout.sampler.events import (
     steps_rewound,
     weights_loaded,
 )
+from bapo_megatron.rollout.sampler.group_scoring import GroupScoring
 from bapo_megatron.rollout.sampler.loop import SamplerLoop
 from bapo_megatron.rollout.sampler.sampling_metrics import sampler_metrics
-from bapo_megatron.rollout.sampler.scoring import FailedScores, GroupScorer, Scorer
+from bapo_megatron.rollout.sampler.scoring import Scorer
 from bapo_megatron.rollout.sampler.state import FinishedGroup, SamplerState
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path, write_step
 from bapo_megatron.rollout.sampler.stepper import Stepper
-from bapo_megatron.rollout.sampler.teacher import GroupTeacher, Teacher
+from bapo_megatron.rollout.sampler.teacher import Teacher
 from bapo_megatron.rollout.sampler.turns import Environments
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal
 from bapo_megatron.runtime.storage import OldFiles
@@ -83,15 +84,12 @@ class GroupSampler:
             self._journal,
             admission,
             dispatcher,
-            GroupScorer(dataset, scorer, config.reward),
-            FailedScores(rollout.prompts_per_step, config.reward.outage_minutes, report),
+            GroupScoring(config, dataset, scorer, report, teacher),
             pool.changed,
             report,
             rounds,
             is_held,
             stepper,
-            GroupTeacher(dataset, teacher) if teacher else None,
-            reads_named=":" in config.algorithm.advantage or config.algorithm.advantage == "gdpo",
         )
 
     async def start(self, first_step: int, state: dict[str, Any] | None) -> None:

@@ -3,17 +3,16 @@
 One task wakes up at every change. It writes all queued events and returned segments in one commit, and only
 then applies them. It opens new groups as admission allows, and sends requests to engines (both
 ``dispatcher.py``), and turns to their environments (``stepper.py``). Complete groups are scored
-(``scoring.py``).
+(``group_scoring.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from bapo_megatron.algo.advantages import is_uniform
 from bapo_megatron.config import RolloutConfig
 from bapo_megatron.data.prompts import Mixture, PromptOrder
 from bapo_megatron.rollout.engines.pool import Report
@@ -21,16 +20,14 @@ from bapo_megatron.rollout.sampler.dispatcher import AdmissionController, Dispat
 from bapo_megatron.rollout.sampler.events import (
     answers_given,
     group_dropped,
-    group_scored,
     groups_opened,
     in_records,
     response_restarted,
     segments_arrived,
 )
-from bapo_megatron.rollout.sampler.scoring import RETRY_S, FailedScores, GroupScorer
+from bapo_megatron.rollout.sampler.group_scoring import GroupScoring
 from bapo_megatron.rollout.sampler.state import FinishedGroup, OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.stepper import Stepper
-from bapo_megatron.rollout.sampler.teacher import GroupTeacher
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal
 
 MAX_RESAMPLES = 3
@@ -54,31 +51,22 @@ class SamplerLoop:
         journal: SegmentJournal,
         admission: AdmissionController,
         dispatcher: Dispatcher,
-        scorer: GroupScorer,
-        failed_scores: FailedScores,
+        scoring: GroupScoring,
         changed: asyncio.Event,
         report: Report,
         rounds: bool,
         is_held: Callable[[], bool],
         stepper: Stepper | None = None,
-        teacher: GroupTeacher | None = None,
-        reads_named: bool = False,
     ) -> None:
         """``changed``: wakes the loop; also set by the engine pool. ``rounds``, ``is_held``: see
-        ``GroupSampler``. ``stepper``: None in a run without an environment. ``reads_named``: whether the
-        advantage may depend on named rewards."""
+        ``GroupSampler``. ``stepper``: None in a run without an environment."""
         self._config, self._order, self._state, self._journal = config, order, sampler_state, journal
-        self._admission, self._dispatcher, self._scorer = admission, dispatcher, scorer
+        self._admission, self._dispatcher, self._scoring = admission, dispatcher, scoring
         self._changed, self._report, self._rounds, self._is_held = changed, report, rounds, is_held
         self._stepper = stepper
-        self._teacher, self._reads_named = teacher, reads_named
         self._events: list[Record] = []
         """Events that are queued for the next commit."""
         self._next_number = 0
-        self._failed_scores = failed_scores
-        self._retrying: asyncio.Task[None] | None = None
-        """Scores waiting groups again; None while none waits."""
-        self._scoring: dict[int, asyncio.Task[None]] = {}
         self._dropping: set[int] = set()
         """Numbers of groups whose drop is queued."""
         self._resampled: Counter[tuple[int, int]] = Counter()
@@ -92,11 +80,8 @@ class SamplerLoop:
     def start(self) -> None:
         """Resume the open groups, and start the loop."""
         self._next_number = self._state.next_number
-        self._failed_scores.begin(self._state)
-        if self._teacher:  # which the run may have got later than these groups
-            for finished in [*self._state.finished.values()]:
-                if any(one.teacher_log_probs_R is None for one in finished.group.rollouts):
-                    self._drop(finished, "untaught")
+        for finished in self._scoring.start(self._state, self.post, self._drop, self._end):
+            self._drop(finished, "untaught")
         for group in self._state.open.values():
             self._resume(group)
         self._task = asyncio.create_task(self._run())
@@ -140,8 +125,7 @@ class SamplerLoop:
         self._dispatcher.cancel()
         if self._stepper:
             self._stepper.cancel()
-        for task in [*self._scoring.values(), *([self._retrying] if self._retrying else [])]:
-            task.cancel()
+        self._scoring.close()
 
     @property
     def is_exhausted(self) -> bool:
@@ -168,9 +152,13 @@ class SamplerLoop:
                     if not self._error:
                         await self._advance()
                 except Exception as error:  # raised by the trainer's next call
-                    self._error = error
+                    self._end(error)
                 finally:
                     self._advanced.notify_all()
+
+    def _end(self, error: Exception) -> None:
+        self._error = error
+        self._changed.set()
 
     async def _advance(self) -> None:
         await self._commit()
@@ -193,8 +181,7 @@ class SamplerLoop:
     def _is_busy(self) -> bool:
         """Whether anything is being sampled, stepped or scored, or is queued for a commit."""
         steps = self._stepper is not None and self._stepper.is_busy
-        scores = self._scoring or self._failed_scores.is_waiting
-        return bool(self._dispatcher.is_busy or steps or scores or self._events)
+        return self._dispatcher.is_busy or steps or self._scoring.is_busy or bool(self._events)
 
     async def _commit(self) -> None:
         """Write all new events and segments in one commit, then apply them and act on them."""
@@ -247,7 +234,7 @@ class SamplerLoop:
         """Whether the group is open: it may have been dropped while a request was in flight."""
         return self._state.open.get(group.number) is group
 
-    # --- groups: opened, resumed, scored, dropped ---
+    # --- groups: opened, resumed, dropped ---
 
     def _admit_groups(self) -> None:
         """Open as many groups as admission allows.
@@ -280,69 +267,7 @@ class SamplerLoop:
 
     def _score_if_complete(self, group: OpenGroup) -> None:
         if group.is_complete and self._is_open(group):
-            self._begin_scoring(group)
-
-    def _begin_scoring(self, group: OpenGroup, is_last_try: bool = False) -> None:
-        self._scoring[group.number] = task = asyncio.create_task(self._score(group, is_last_try))
-        task.add_done_callback(self._note_error)
-
-    async def _score(self, group: OpenGroup, is_last_try: bool) -> None:
-        """Score a group; queue its rewards, if they count, and its drop, if it trains nothing."""
-        scores_before = self._failed_scores.scores
-        results = await self._scorer.score(group)
-        rewards = self._scorer.rewards(results)
-        named = [one.named for one in results]
-        why = self._why_useless(rewards, named)
-        taught = await self._teacher.of_group(group) if self._teacher and not why else None
-        del self._scoring[group.number]
-        # What scores works, if another score has succeeded meanwhile.
-        is_last_try = is_last_try or self._failed_scores.scores > scores_before
-        if not self._failed_scores.passes(group, results, is_last_try, asyncio.get_running_loop().time()):
-            if self._retrying is None:
-                self._retrying = asyncio.create_task(self._retry())
-                self._retrying.add_done_callback(self._note_error)
-            return
-        if self._failed_scores.scores > scores_before:
-            self._score_again()
-        failures = [one.failure for one in results if one.failure]
-        scores = [
-            None if reward is None else reward if one.score is None else one.score
-            for reward, one in zip(rewards, results, strict=True)
-        ]
-        self.post(group_scored(group.number, rewards, failures, taught, scores, named))
-        if why:
-            self._drop(group, why)
-
-    async def _retry(self) -> None:
-        while self._failed_scores.is_waiting:
-            await asyncio.sleep(RETRY_S)
-            self._score_again()
-        self._retrying = None
-
-    def _score_again(self) -> None:
-        groups, is_last_try = self._failed_scores.to_score_again(asyncio.get_running_loop().time())
-        for group in groups:
-            self._begin_scoring(group, is_last_try)
-
-    def _why_useless(
-        self, rewards: Sequence[float | None], named: Sequence[Mapping[str, float]]
-    ) -> str | None:
-        found = [reward for reward in rewards if reward is not None]
-        if len(found) < min(2, len(rewards)):
-            return "failed"
-        if not self._config.drop_uniform_groups or not is_uniform(found):
-            return None
-        if self._reads_named:  # equal sums of different rewards: GDPO tells them apart
-            kept = [one for one, reward in zip(named, rewards, strict=True) if reward is not None]
-            if any(not is_uniform([one.get(name, 0.0) for one in kept]) for name in set().union(*kept)):
-                return None
-        return "uniform"
-
-    def _note_error(self, task: asyncio.Task[None]) -> None:
-        """End the loop after an error of scoring: the trainer's next call raises it."""
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self._error = error
-            self._changed.set()
+            self._scoring.begin(group)
 
     def _drop(self, group: OpenGroup | FinishedGroup, reason: str) -> bool:
         """Queue the drop of a group; False if it is queued already. The state keeps it until the commit."""
@@ -357,6 +282,4 @@ class SamplerLoop:
         self._dispatcher.cancel_group(number)
         if self._stepper:
             self._stepper.cancel_group(number)
-        self._failed_scores.forget(number)
-        if task := self._scoring.pop(number, None):
-            task.cancel()
+        self._scoring.cancel(number)

@@ -247,6 +247,17 @@ def test_chunks_of_logits_by_hand() -> None:
         assert stage_memory(long, 0).head == 4 * 4096 * vocab + beside + rest
 
 
+def test_a_recomputed_layer_is_not_beside_the_logits() -> None:
+    """The logits come first: beside them are the layers' inputs and the final norm."""
+    full = job(shape=replace(SMALL, vocab=1000), recompute="full")
+    at, memory = full.place(), stage_memory(full, 0)
+    kept, again = plan_memory.block_bytes(SMALL.blocks[0], at)
+    logits = 16 * 1000 * 8 + 2 * 16 * 8 * 2 + 1000 * 8 * (4 + 2)
+    assert again > at.norm > 0
+    assert memory.activations == 16 * (SMALL.layers * kept + again)
+    assert memory.activations + memory.head == 16 * (SMALL.layers * kept + at.norm) + logits
+
+
 def test_peaks_by_hand() -> None:
     """Saving: a state of the largest parameter (256), sent and received; syncing: that parameter twice."""
     memory = stage_memory(job(ParallelConfig(data=3)), 0)

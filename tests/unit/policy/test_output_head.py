@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
+from bapo_megatron.policy import output_head
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 
@@ -253,6 +255,25 @@ def test_the_logits_of_a_whole_pack_never_exist(monkeypatch: pytest.MonkeyPatch)
 
 REAL_VOCABULARIES = (49_152, 151_936)
 """Of SmolLM2 and Qwen2.5."""
+
+
+def test_a_chunks_gradient_is_freed_before_the_next_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the size of half the logits, and lay beside the next chunk's softmax and gradient."""
+    add_product, stats, gaps = output_head._add_product, OutputHead._stats, []
+
+    def noted(total: torch.Tensor, gap: torch.Tensor, hidden: torch.Tensor) -> None:
+        gaps.append(weakref.ref(gap))
+        add_product(total, gap, hidden)
+
+    def stats_after(self: OutputHead, *given: torch.Tensor) -> object:
+        assert not [gap for gap in gaps if gap() is not None]
+        return stats(self, *given)
+
+    monkeypatch.setattr(output_head, "_add_product", noted)
+    monkeypatch.setattr(OutputHead, "_stats", stats_after)
+    hidden, weight = (torch.randn(rows, 8).bfloat16().requires_grad_() for rows in (6, 9))
+    OutputHead(1.0, 2).sums(hidden, weight, batch_of(torch.arange(6), torch.ones(6)), squared)
+    assert len(gaps) == 3
 
 
 def real_vocabulary(entries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,133 @@
+"""Tasks that score complete groups, beside the sampling of others; part of ``SamplerLoop``.
+
+A group is scored as soon as its last response is complete, and has the teacher's log-probs in a distillation.
+One whose scores all failed waits, and is scored again (``FailedScores``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from bapo_megatron.algo.advantages import is_uniform
+from bapo_megatron.config import RunConfig
+from bapo_megatron.rollout.engines.pool import Report
+from bapo_megatron.rollout.engines.requests import Dataset
+from bapo_megatron.rollout.sampler.events import group_scored
+from bapo_megatron.rollout.sampler.scoring import RETRY_S, FailedScores, GroupScorer, Scorer
+from bapo_megatron.rollout.sampler.state import FinishedGroup, OpenGroup, SamplerState
+from bapo_megatron.rollout.sampler.teacher import GroupTeacher, Teacher
+from bapo_megatron.rollout.sampler.write_ahead_log import Record
+
+
+class GroupScoring:
+    """The scoring of complete groups, a task for each: rewards become events, useless groups are dropped."""
+
+    def __init__(
+        self, config: RunConfig, dataset: Dataset, scorer: Scorer, report: Report, teacher: Teacher | None
+    ) -> None:
+        rollout, reward = config.rollout, config.reward
+        self._drops_uniform = rollout.drop_uniform_groups
+        self._reads_named = ":" in config.algorithm.advantage or config.algorithm.advantage == "gdpo"
+        """Whether the advantage may depend on named rewards."""
+        self._scorer = GroupScorer(dataset, scorer, reward)
+        self._failed = FailedScores(rollout.prompts_per_step, reward.outage_minutes, report)
+        self._teacher = GroupTeacher(dataset, teacher) if teacher else None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._retrying: asyncio.Task[None] | None = None
+        """Scores waiting groups again; None while none waits."""
+
+    def start(
+        self,
+        state: SamplerState,
+        post: Callable[[Record], None],
+        drop: Callable[[OpenGroup, str], bool],
+        end: Callable[[Exception], None],
+    ) -> list[FinishedGroup]:
+        """The finished groups that a teacher, whom the run has got later, has not seen.
+
+        ``post`` takes events, ``drop`` a group and why, ``end`` an error of scoring, which ends the loop.
+        """
+        self._post, self._drop, self._end = post, drop, end
+        self._failed.begin(state)
+        if not self._teacher:
+            return []
+        return [
+            finished
+            for finished in state.finished.values()
+            if any(one.teacher_log_probs_R is None for one in finished.group.rollouts)
+        ]
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._tasks) or self._failed.is_waiting
+
+    def begin(self, group: OpenGroup, is_last_try: bool = False) -> None:
+        self._tasks[group.number] = task = asyncio.create_task(self._score(group, is_last_try))
+        task.add_done_callback(self._note_error)
+
+    def cancel(self, number: int) -> None:
+        self._failed.forget(number)
+        if task := self._tasks.pop(number, None):
+            task.cancel()
+
+    def close(self) -> None:
+        for task in [*self._tasks.values(), *([self._retrying] if self._retrying else [])]:
+            task.cancel()
+
+    async def _score(self, group: OpenGroup, is_last_try: bool) -> None:
+        """Score a group; post its rewards, if they count, and drop it, if it trains nothing."""
+        scores_before = self._failed.scores
+        results = await self._scorer.score(group)
+        rewards = self._scorer.rewards(results)
+        named = [one.named for one in results]
+        why = self._why_useless(rewards, named)
+        taught = await self._teacher.of_group(group) if self._teacher and not why else None
+        del self._tasks[group.number]
+        # What scores works, if another score has succeeded meanwhile.
+        is_last_try = is_last_try or self._failed.scores > scores_before
+        if not self._failed.passes(group, results, is_last_try, asyncio.get_running_loop().time()):
+            if self._retrying is None:
+                self._retrying = asyncio.create_task(self._retry())
+                self._retrying.add_done_callback(self._note_error)
+            return
+        if self._failed.scores > scores_before:
+            self._score_again()
+        failures = [one.failure for one in results if one.failure]
+        scores = [
+            None if reward is None else reward if one.score is None else one.score
+            for reward, one in zip(rewards, results, strict=True)
+        ]
+        self._post(group_scored(group.number, rewards, failures, taught, scores, named))
+        if why:
+            self._drop(group, why)
+
+    async def _retry(self) -> None:
+        while self._failed.is_waiting:
+            await asyncio.sleep(RETRY_S)
+            self._score_again()
+        self._retrying = None
+
+    def _score_again(self) -> None:
+        groups, is_last_try = self._failed.to_score_again(asyncio.get_running_loop().time())
+        for group in groups:
+            self.begin(group, is_last_try)
+
+    def _why_useless(
+        self, rewards: Sequence[float | None], named: Sequence[Mapping[str, float]]
+    ) -> str | None:
+        found = [reward for reward in rewards if reward is not None]
+        if len(found) < min(2, len(rewards)):
+            return "failed"
+        if not self._drops_uniform or not is_uniform(found):
+            return None
+        if self._reads_named:  # equal sums of different rewards: GDPO tells them apart
+            kept = [one for one, reward in zip(named, rewards, strict=True) if reward is not None]
+            if any(not is_uniform([one.get(name, 0.0) for one in kept]) for name in set().union(*kept)):
+                return None
+        return "uniform"
+
+    def _note_error(self, task: asyncio.Task[None]) -> None:
+        """End the loop after an error of scoring: the trainer's next call raises it."""
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._end(error)

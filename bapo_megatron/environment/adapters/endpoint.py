@@ -54,7 +54,7 @@ class EndpointEnvironment(LoopEnvironment):
     async def play(self, ask: Ask) -> float | None:
         """Give the program an endpoint for as long as it runs."""
         self._takes_tools = bool(self.settings.get("tools_in_prompts"))
-        self._conversation = Conversation(self.task.messages, self.role, ask)
+        self._conversation = Conversation(self.task.messages, self.role, self.question)
         self._questions = EpisodeQuestions(self._answer)
         key = secrets.token_hex(16)
         try:

@@ -10,6 +10,7 @@
 #   make demo-tools a policy learns to use a calculator on a CPU, in minutes: responses of several turns
 #   make demo-real  a pretrained chat model learns problems of reasoning-gym on a CPU, in a quarter of an hour
 #   make demo-real-tools  that model learns to ask a calculator, on a CPU
+#   make demo-agent  the same, asked by an agent program that knows nothing of the training
 #
 #   make te-check   Transformer Engine's layers against torch's, on a CPU: all of tests/te
 #   make cluster    both environments of a cluster, the trainer's and SGLang's, with CUDA builds of the versions in cluster/
@@ -54,6 +55,10 @@ REAL_TOOLS_TASKS := {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits":
 	"products": {"min_digits": 2, "max_digits": 2}}
 REAL_TOOLS_PREPARE = $(BIN)/bapo data prepare reasoning-gym:chain_sum,products --task-settings '$(REAL_TOOLS_TASKS)' \
 	--tokenizer $(REAL_MODEL) --max-prompt-tokens 96
+
+# The fourth: the same problems, asked by an agent program.
+AGENT_RUN := runs/demo_agent
+AGENT_DATA := data/calculator_agent
 GGUF_READER := $(shell grep -E '^(accelerate|gguf)==' $(PINS))
 
 # The environments of a cluster. They may lie anywhere that all nodes see.
@@ -90,7 +95,7 @@ ENVIRONMENTS_PINS := tests/support/environments.txt
 TRL := .venv-trl
 TRL_PINS := benchmarks/against_trl.txt
 
-.PHONY: setup sglang nemo-run trackers environments trl te-sources tokenizers te-check cluster cluster-check image demo demo-moe demo-hybrid demo-tools demo-real demo-real-tools real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
+.PHONY: setup sglang nemo-run trackers environments trl te-sources tokenizers te-check cluster cluster-check image demo demo-moe demo-hybrid demo-tools demo-real demo-real-tools demo-agent real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
 
 # Workers are one for each core, and three more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -220,6 +225,11 @@ demo-real-tools: real-model $(REAL_TOOLS_DATA)/train.jsonl
 	$(BIN)/bapo report $(REAL_TOOLS_RUN)
 	@echo "The plots are in $(REAL_TOOLS_RUN)/report: open $(REAL_TOOLS_RUN)/report/index.html"
 
+demo-agent: real-model $(AGENT_DATA)/train.jsonl
+	$(BIN)/bapo train recipes/demo_agent.py --run-dir $(AGENT_RUN)
+	$(BIN)/bapo report $(AGENT_RUN)
+	@echo "The plots are in $(AGENT_RUN)/report: open $(AGENT_RUN)/report/index.html"
+
 real-model: $(REAL_MODEL)/config.json
 
 # What is there is kept: the script and `bapo data prepare` are asked only for what is missing.
@@ -240,6 +250,10 @@ $(REAL_DATA)/held_out/data.jsonl: | $(REAL_MODEL)/config.json
 
 $(REAL_TOOLS_DATA)/train.jsonl: $(REAL_TOOLS_DATA)/train/data.jsonl
 	$(BIN)/python recipes/demo/make_worked.py $(REAL_TOOLS_DATA)
+
+$(AGENT_DATA)/train.jsonl: $(REAL_TOOLS_DATA)/train/data.jsonl
+	mkdir -p $(AGENT_DATA)
+	$(BIN)/python recipes/demo/make_worked.py $(REAL_TOOLS_DATA) --role user --output $(AGENT_DATA)
 
 $(REAL_TOOLS_DATA)/train/data.jsonl: $(REAL_TOOLS_DATA)/held_out/data.jsonl
 	$(REAL_TOOLS_PREPARE) --size 200 --against $< --output $(@D)

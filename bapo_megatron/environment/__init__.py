@@ -133,6 +133,8 @@ class Environment:
     settings_type: ClassVar[type | None] = None
     """Dataclass of ``environment/settings.py`` that the settings must fit, checked before a run; a subclass
     inherits it, if it has no ``__init__``, ``play`` or ``run`` of its own. None: they come as given."""
+    logs_dir: ClassVar[str | None] = None
+    """Folder of the run for logs of its programs; the worker sets it. None: there is none."""
     own_random: ClassVar[bool] = False
     """Whether it draws from the global generators of ``random`` or numpy. Then each episode has states of its
     own, and one step at a time runs in a worker: another episode's draws would make a replay diverge."""

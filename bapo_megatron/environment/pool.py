@@ -108,12 +108,15 @@ class Traits:
 class EnvironmentPool:
     """Pool of ``environment.workers`` processes that hold episodes: ``start``, ``step``, ``close``."""
 
-    def __init__(self, config: EnvironmentConfig, traits: Traits, repeats: bool = True) -> None:
-        """``repeats``: whether a step whose worker ended is asked again, as a run must: others shared it."""
+    def __init__(
+        self, config: EnvironmentConfig, traits: Traits, repeats: bool = True, logs_dir: Path | None = None
+    ) -> None:
+        """``repeats``: whether a step whose worker ended is asked again, as a run must: others shared it.
+        ``logs_dir``: for logs of programs."""
         self._config, self._repeats = config, repeats
         concurrency = 1 if traits.own_random else ASYNC_STEPS if traits.is_async else THREADS
         self._grace_s = _ASYNC_GRACE_S if traits.is_async else _PLAIN_GRACE_S
-        self._workers = WorkerPool(worker_program(config), config.workers, concurrency)
+        self._workers = WorkerPool(worker_program(config, logs_dir), config.workers, concurrency)
         self._held: set[str] = set()
         """Episodes whose object is in a worker, as far as is known."""
         self._closing: set[asyncio.Task[None]] = set()
@@ -221,12 +224,13 @@ def _may_be_anothers(failed: CallFailed) -> bool:
     return failed.failure == "died" or failed.beside > 0
 
 
-def worker_program(config: EnvironmentConfig) -> WorkerProgram:
+def worker_program(config: EnvironmentConfig, logs_dir: Path | None = None) -> WorkerProgram:
     """How the workers of ``config`` start."""
     settings = {
         "function": config.function,
         "settings": config.settings,
         "memory_limit_mb": config.memory_limit_mb,
+        "logs_dir": logs_dir and str(logs_dir.absolute()),
     }
     if config.python is None:
         return WorkerProgram((sys.executable, "-m", "bapo_megatron.environment.worker"), settings)

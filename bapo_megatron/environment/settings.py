@@ -64,6 +64,11 @@ class AgentSettings:
     """The program and its arguments."""
     tools_in_prompts: bool = False
     """Whether the prompts of the dataset describe the ``tools`` of the program's requests."""
+    memory_mb: Annotated[int, Ge(16)] | None = None
+    """Memory of each process of the program; None: no limit of its own."""
+    reward: Literal["printed", "exit_code"] = "printed"
+    """Reward of a program that writes none into the file of `BAPO_REWARD_FILE`: the last word of its output,
+    and a program that ends with another exit code than 0 has failed; or 1 for exit code 0, else 0."""
 
 
 @dataclass(frozen=True)

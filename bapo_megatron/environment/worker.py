@@ -5,9 +5,10 @@
     close    the episode's name          null
 
 ``resume`` begins an episode, or brings a new object to where it was, and then steps: the last of ``turns`` is
-the one that it answers. The settings are ``function``, ``settings`` and ``memory_limit_mb``. The first note
-of the program is the class's ``Traits`` as JSON. ``pool.py`` is at the other end. It needs no package but the
-standard library: a worker may run in an interpreter of its own. A class is checked when it is loaded
+the one that it answers; a turn is as ``SampledTurn.as_json`` has it. The settings are ``function``,
+``settings``, ``logs_dir`` and ``memory_limit_mb``. The first note of the program is the class's ``Traits`` as
+JSON. ``pool.py`` is at the other end. It needs no package but the standard library: a worker may run in an
+interpreter of its own. A class is checked when it is loaded
 (``problems``).
 """
 
@@ -61,6 +62,7 @@ def main() -> None:
 def _prepared(settings: dict[str, Any]) -> Prepared:
     kind = load_environment(settings["function"], settings["settings"])
     episodes = Episodes(kind, settings["settings"])
+    kind.logs_dir = settings["logs_dir"]
     taken = settings_type(kind)
     traits = {
         "role": kind.role,

@@ -124,6 +124,8 @@ class RunPaths:
         """Traces and memory snapshots of steps."""
         self.logs = root / "logs"
         """Logs of servers, and of Slurm jobs (JOB/RESTART/)."""
+        self.agent_logs = root / "logs" / "agents"
+        """The logs of agent programs, one for an episode, the newest."""
         self.submitted_job = root / "logs" / "submitted.job"
         """The id of the last job that ``bapo submit`` has submitted."""
         self.after_export = root / "after_export.json"

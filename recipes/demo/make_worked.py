@@ -3,8 +3,9 @@
     python recipes/demo/make_worked.py data/calculator
 
 Reads DIR/train/data.jsonl and DIR/held_out/data.jsonl, which `bapo data prepare` has written, and writes
-DIR/train.jsonl and DIR/held_out.jsonl. A prompt is a system message, the example (a question, the call, the
-calculator's answer, the model's), and the problem. A problem that is the example's own is left out.
+DIR/train.jsonl and DIR/held_out.jsonl, or into the folder `--output`. A prompt is a system message, the
+example (a question, the call, the calculator's answer, the model's), and the problem. A problem that is the
+example's own is left out.
 """
 
 from __future__ import annotations
@@ -29,25 +30,28 @@ EXAMPLE = (
 )
 """The worked example: role and content of its messages."""
 
-MESSAGES = [{"role": role, "content": content} for role, content in (("system", SYSTEM), *EXAMPLE)]
 
-
-def worked(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows behind the example, of the lines of a prepared file."""
+def worked(lines: Sequence[str], role: str = "tool") -> Iterator[dict[str, Any]]:
+    """Rows behind the example, of the lines of a prepared file. ``role``: that of the calculator."""
+    said = [(role if who == "tool" else who, content) for who, content in (("system", SYSTEM), *EXAMPLE)]
+    messages = [{"role": who, "content": content} for who, content in said]
     for row in map(json.loads, lines):
         if row["prompt"][-1]["content"] != EXAMPLE[0][1]:
-            yield {**row, "prompt": [*MESSAGES, *row["prompt"]]}
+            yield {**row, "prompt": [*messages, *row["prompt"]]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="the folder of both splits")
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument("--role", default="tool", help="the role of the calculator's answer")
+    parser.add_argument("--output", type=Path, help="the folder of what is written; left out: the same")
+    settings = parser.parse_args(arguments)
+    folder, output = settings.folder, settings.output or settings.folder
     for split in SPLITS:
-        rows = list(worked((folder / split / "data.jsonl").read_text().splitlines()))
-        write_atomically(folder / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        print(f"{folder / split}.jsonl: {len(rows)} problems, each behind the example")
+        rows = list(worked((folder / split / "data.jsonl").read_text().splitlines(), settings.role))
+        write_atomically(output / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{output / split}.jsonl: {len(rows)} problems, each behind the example")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.config import EnvironmentConfig
-from bapo_megatron.environment import Environment
+from bapo_megatron.environment import Environment, SampledTurn
 from bapo_megatron.environment.pool import Question, StepResult
 from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.rollout.sampler.turns import Stepping
@@ -75,7 +75,7 @@ class HereSteps:
         await self.gate.wait()
         await asyncio.sleep(self.wait_s())
         try:
-            asked = {"episode": name, "replies": question.replies, "turn": question.turn}
+            asked = {"episode": name, "replies": question.replies, "turn": SampledTurn.as_json(question.turn)}
             answer = await self.episodes.step(asked)
             if "missing" in answer:
                 turns = [list(turn) for turn in question.turns()]

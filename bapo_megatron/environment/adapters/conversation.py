@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from bapo_megatron.environment import Context, Reply, SampledTurn
-from bapo_megatron.environment.protocols.chat import Refused
+from bapo_megatron.environment.protocols.chat import Refused, text_of
 from bapo_megatron.environment.tools.calls import answer_part, results, tool_calls, without_calls
 
 Ask = Callable[[Callable[[int], Reply]], Awaitable[tuple[int, SampledTurn]]]
@@ -123,7 +123,7 @@ def _read(messages: Sequence[Any]) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(400, f"message {place} is no object with a role")
         role = "system" if message["role"] in _SYSTEM_ROLES else message["role"]
-        read: dict[str, Any] = {"role": role, "content": _text(place, message.get("content"))}
+        read: dict[str, Any] = {"role": role, "content": text_of(f"message {place}", message.get("content"))}
         if role == "assistant" and message.get("tool_calls"):
             read["tool_calls"] = [_call(place, one) for one in message["tool_calls"]]
         found.append(read)
@@ -157,15 +157,3 @@ def _as_text(arguments: Any) -> str:
 
 def _squashed(text: str) -> str:
     return " ".join(text.split())
-
-
-def _text(place: int, content: Any) -> str:
-    parts = content or []
-    if isinstance(parts, str):
-        return parts
-    if not isinstance(parts, list) or not all(isinstance(one, dict) for one in parts):
-        raise Refused(400, f"message {place} has a content that is neither text nor a list of parts")
-    texts = [one.get("text") for one in parts]
-    if any(one.get("type") != "text" for one in parts) or not all(isinstance(one, str) for one in texts):
-        raise Refused(400, f"message {place} has content that is no text")
-    return "".join(map(str, texts))

@@ -1,29 +1,34 @@
-"""Adapter of an agent program: any program that speaks OpenAI's chat completions, its requests as turns.
+"""Adapter of an agent program: a command in any language, its requests to the endpoint as turns.
 
     environment.function = "bapo_megatron.environment.adapters.endpoint:EndpointEnvironment"
     environment.settings = {"command": ["python", "agent.py"]}
 
-The program gets OPENAI_BASE_URL and OPENAI_API_KEY, an address on loopback and a key of this episode alone,
-and the task as JSON on stdin. What a request adds to the conversation is the observation. The last word of
-its stdout is its reward; without output ``reward.function`` judges. Sampled tokens are kept: a program that
-rewrites what was said is refused (409), as are ``stream``, ``n`` and ``logprobs`` (400), and ``tools`` unless
-the setting ``tools_in_prompts`` says that prompts describe them. Workers load it by that name.
+It gets the task as JSON on stdin, and in its variables the address of an endpoint on loopback, which speaks
+OpenAI's chat completions and responses and Anthropic's messages, with a key of this episode alone. What a
+request adds to the conversation is the observation. Its reward is what it writes into the file of
+BAPO_REWARD_FILE, or its exit code, or the last word that it prints; without any ``reward.function`` judges.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from dataclasses import asdict
+from pathlib import Path
 
 from bapo_megatron.environment import SampledTurn
 from bapo_megatron.environment.adapters import agent_program
+from bapo_megatron.environment.adapters.agent_program import REWARD_FILE, AgentEnd, keep_log
 from bapo_megatron.environment.adapters.conversation import Conversation
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from bapo_megatron.environment.protocols import server
 from bapo_megatron.environment.protocols.chat import ChatRequest, Refused
 from bapo_megatron.environment.protocols.server import EpisodeQuestions
 from bapo_megatron.environment.settings import AgentSettings
+
+_SHOWN = 500
+"""Characters of a program's errors that a failure shows."""
 
 
 class EndpointEnvironment(LoopEnvironment):
@@ -37,18 +42,31 @@ class EndpointEnvironment(LoopEnvironment):
 
     async def run(self, base_url: str, key: str) -> float | None:
         """Run the agent against the endpoint; its reward, or None."""
-        command = self.settings["command"]
-        # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service.
-        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
-        code, last = await agent_program.run_agent(command, json.dumps(asdict(self.task)).encode(), variables)
-        if code != 0:
-            raise RuntimeError(f"{command} ended with {code}. {self._questions.problem}".strip())
+        command, logs = self.settings["command"], self.logs_dir
+        task, variables = json.dumps(asdict(self.task)).encode(), _variables(base_url, key)
+        memory_mb = self.settings.get("memory_mb")
+        end = await agent_program.run_agent(
+            command, task, variables, memory_mb, keeps_errors=logs is not None
+        )
+        if logs is not None:
+            await asyncio.to_thread(keep_log, Path(logs), self.task.episode, end.log(command))
+        return self._reward(end)
+
+    def _reward(self, end: AgentEnd) -> float | None:
+        command, by_exit_code = self.settings["command"], self.settings.get("reward") == "exit_code"
+        if end.code != 0 and not by_exit_code:
+            said = f"{self._questions.problem} {end.errors[-_SHOWN:]}".strip()
+            raise RuntimeError(f"{command} ended with {end.code}. {said}".strip())
+        last = end.reward_file or ("" if by_exit_code else end.output)
+        if by_exit_code and not last:
+            return float(end.code == 0)
+        word = (last.split() or [""])[-1]
         try:
-            return float(last) if last else None
+            return float(word) if word else None
         except ValueError:
             raise RuntimeError(
-                f"{command} has printed {last[:80]!r} last, which is no reward: print a number at the end, "
-                "or nothing on stdout"
+                f"{command} has printed {word[:80]!r} last, which is no reward: write a number into the file "
+                f"of {REWARD_FILE}, print it at the end, or print nothing on stdout"
             ) from None
 
     async def play(self, ask: Ask) -> float | None:
@@ -66,3 +84,12 @@ class EndpointEnvironment(LoopEnvironment):
         if request.tools and not self._takes_tools:
             raise Refused(400, "it has tools, and tools_in_prompts in environment.settings is not set")
         return await self._conversation.answer(request.messages)
+
+
+def _variables(base_url: str, key: str) -> dict[str, str]:
+    """The endpoint's address and key by the names that programs read."""
+    anthropic = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+    # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service; Anthropic's
+    # client sends a token of that name, too.
+    others = {"OPENAI_API_BASE": base_url, "ANTHROPIC_AUTH_TOKEN": key}
+    return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, **anthropic, **others}

@@ -138,3 +138,24 @@ def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
     if not isinstance(found, list):
         raise Refused(400, f"{name} is no list")
     return found
+
+
+def text_of(place: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of a content: a text, or a list of parts of the types ``kinds``. Refused for another one."""
+    parts = content or []
+    if isinstance(parts, str):
+        return parts
+    if not isinstance(parts, list) or not all(isinstance(one, dict) for one in parts):
+        raise Refused(400, f"{place} has a content that is neither text nor a list of parts")
+    texts = [one.get("text") for one in parts]
+    if any(one.get("type") not in kinds for one in parts) or not all(isinstance(one, str) for one in texts):
+        raise Refused(400, f"{place} has content that is no text")
+    return "".join(map(str, texts))
+
+
+def tool_schema(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool as OpenAI's chat completions have it. Refused without a name."""
+    if not isinstance(name, str):
+        raise Refused(400, "it has a tool without a name")
+    described = {"description": description} if description else {}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters or {}}}

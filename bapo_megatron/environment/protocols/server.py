@@ -21,8 +21,10 @@ from aiohttp import web
 from bapo_megatron.environment import SampledTurn
 from bapo_megatron.environment.protocols.chat import Answered, ChatRequest, Protocol, Refused, answered
 from bapo_megatron.environment.protocols.chat_completions import CHAT_COMPLETIONS
+from bapo_megatron.environment.protocols.messages import MESSAGES
+from bapo_megatron.environment.protocols.responses import RESPONSES
 
-PROTOCOLS = (CHAT_COMPLETIONS,)
+PROTOCOLS = (CHAT_COMPLETIONS, RESPONSES, MESSAGES)
 
 KEEP_ALIVE_S = 10.0
 """Time between two pings, or blanks, which JSON may begin with, that are sent while the model answers:
@@ -229,4 +231,4 @@ async def _not_here(request: web.Request) -> web.Response:
 
 def _protocol_of(request: web.Request) -> Protocol:
     """The protocol in whose form a request on no protocol's path is refused."""
-    return PROTOCOLS[-1] if "anthropic-version" in request.headers else PROTOCOLS[0]
+    return MESSAGES if "anthropic-version" in request.headers else CHAT_COMPLETIONS

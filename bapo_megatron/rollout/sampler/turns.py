@@ -310,9 +310,14 @@ def tools_of(config: RunConfig) -> dict[str, Tools]:
 
 
 async def open_environment(
-    environment: EnvironmentConfig, model: Path, tokenizer: Any, report: Report, opened: AsyncExitStack
+    environment: EnvironmentConfig,
+    model: Path,
+    tokenizer: Any,
+    report: Report,
+    opened: AsyncExitStack,
+    logs_dir: Path | None = None,
 ) -> Stepping | None:
-    """The parts of an environment, started; None without a ``function``.
+    """The parts of an environment, started; None without a ``function``. ``logs_dir``: for its programs.
 
     ConfigError, ChildError or OSError if it does not start.
     """
@@ -321,7 +326,7 @@ async def open_environment(
     stops = stop_token_ids(model, tokenizer)
     traits = await asyncio.to_thread(read_traits, environment)
     template = ObservationTemplate(tokenizer, traits.role, stops, traits.tools)
-    steps = EnvironmentPool(environment, traits)
+    steps = EnvironmentPool(environment, traits, logs_dir=logs_dir)
     await steps.start()
     opened.push_async_callback(steps.close)
     every_stop = (*stops, *stop_ids(traits, tokenizer))
@@ -336,11 +341,13 @@ async def open_environments(
 
     ConfigError, ChildError or OSError as ``open_environment``.
     """
-    tokenizing = asyncio.Lock()
+    tokenizing, logs_dir = asyncio.Lock(), config.paths.agent_logs
     started: dict[str, Stepping | None] = {}
     for source, environment in _distinct(config.environments).items():
         with _naming_field_of(source, config):
-            made = await open_environment(environment, config.model.hf_path, tokenizer, report, opened)
+            made = await open_environment(
+                environment, config.model.hf_path, tokenizer, report, opened, logs_dir
+            )
         started[source] = made and replace(made, tokenizing=tokenizing)
     found = _for_all_sources(started, config.environments)
     return {name: stepping for name, stepping in found.items() if stepping is not None}

@@ -258,7 +258,8 @@ async def test_another_api_is_named() -> None:
     (_, (status, answer), _) = agent.found
     assert status == 404
     assert answer["error"]["message"] == (
-        "POST /v1/completions is not there; offered here are POST to /v1/chat/completions"
+        "POST /v1/completions is not there; offered here are POST to /v1/chat/completions, "
+        "/v1/responses, /v1/messages"
     )
 
 

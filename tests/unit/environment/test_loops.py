@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment.adapters import agent_program
+from bapo_megatron.environment.adapters.agent_program import REWARD_FILE
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from tests.support.scripted_episodes import check_durable, play
@@ -171,7 +173,9 @@ def test_tools_that_the_prompts_describe() -> None:
 
 
 def test_a_program_without_a_reward_is_named() -> None:
-    with pytest.raises(RuntimeError, match="has printed 'done' last, which is no reward: print a number"):
+    with pytest.raises(
+        RuntimeError, match="has printed 'done' last, which is no reward: write a number into"
+    ):
         play(EndpointEnvironment, TASK, program("chats"), ["6"])
 
 
@@ -191,6 +195,48 @@ def test_no_address_of_a_real_service_is_left_to_a_program(monkeypatch: pytest.M
     monkeypatch.setenv("OPENAI_API_BASE", "https://api.example/v1")
     same = first("assert os.environ['OPENAI_API_BASE'] == os.environ['OPENAI_BASE_URL']")
     assert play(EndpointEnvironment, TASK, same, ["6"]) == [Reply(None, reward=1.0)]
+
+
+WRITES = f"open(os.environ[{REWARD_FILE!r}], 'w').write('%s')"
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "reward"),
+    [
+        (WRITES % " 0.5\\n", {}, 0.5),
+        (WRITES % 2, {"reward": "exit_code"}, 2.0),
+        ("pass", {"reward": "exit_code"}, 1.0),
+        ("import atexit; atexit.register(os._exit, 7)", {"reward": "exit_code"}, 0.0),
+    ],
+)
+def test_a_reward_is_a_file_or_an_exit_code(code: str, settings: dict[str, str], reward: float) -> None:
+    """The file comes first; what is printed does not count then."""
+    assert play(EndpointEnvironment, TASK, {**first(code), **settings}, ["6"]) == [Reply(None, reward=reward)]
+
+
+def test_the_memory_of_a_program_is_limited() -> None:
+    eats = first("import sys; sys.argv = ['', 'silent']; bytearray(1 << 29)")
+    assert play(EndpointEnvironment, TASK, {**eats, "memory_mb": 2048}, ["6"]) == [Reply(None)]
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        play(EndpointEnvironment, TASK, {**eats, "memory_mb": 256}, ["6"])
+
+
+def test_the_logs_of_programs_are_kept_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EndpointEnvironment, "logs_dir", str(tmp_path / "agents"))
+    monkeypatch.setattr(agent_program, "MOST_LOGS", 2)
+    loud = first("import sys; sys.stderr.write('LOST '.lower() + 'x' * 100_000 + ' kept')")
+    for episode in ("0-0-0", "0-1-0", "0-2-0"):
+        play(EndpointEnvironment, replace(TASK, episode=episode), loud, ["6"])
+    logs = sorted((tmp_path / "agents").iterdir())
+    assert [one.name for one in logs] == ["0-1-0.log", "0-2-0.log"]
+    text = logs[0].read_text()
+    assert "ended with 0" in text
+    assert "x kept" in text
+    assert "lost" not in text
+    assert text.endswith("done\n1.0\n\n")
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 3.*no money"):
+        dies = first("import sys, atexit; sys.stderr.write('no money'); atexit.register(os._exit, 3)")
+        play(EndpointEnvironment, TASK, dies, ["6"])
 
 
 def _is_waiting(process: psutil.Process) -> bool:

@@ -1,0 +1,45 @@
+"""An agent program, with nothing but the standard library: a model and a calculator, over streams.
+
+It could be in any language, and knows nothing of the training: it reads a task on standard input, asks the
+endpoint of OPENAI_BASE_URL for chat completions, answers an expression with its value, and ends at the first
+message that is none. It prints no reward: the run's function judges the model's last turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import urllib.request
+
+EXPRESSION = re.compile(r"\s*-?\d{1,9}(\s*[-+*]\s*-?\d{1,9}){1,9}\s*")
+
+
+def ask(messages: list[dict[str, str]]) -> str:
+    """The model's next message, read from a stream."""
+    url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
+    headers = {
+        "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+        "Content-Type": "application/json",
+    }
+    body = json.dumps({"model": "policy", "messages": messages, "stream": True}).encode()
+    text = ""
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=3600) as answer:
+        for line in answer:
+            data = line.decode().strip().removeprefix("data: ")
+            if data.startswith("{"):
+                text += json.loads(data)["choices"][0]["delta"].get("content", "")
+    return text
+
+
+def main() -> None:
+    """Talk until the model says something that is no expression."""
+    messages = json.load(sys.stdin)["messages"]
+    while EXPRESSION.fullmatch(said := ask(messages)):
+        value = str(eval(said))  # digits and three operators
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": value}]
+
+
+if __name__ == "__main__":
+    main()

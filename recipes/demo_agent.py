@@ -1,0 +1,62 @@
+"""Recipe of the demo with a real model and an agent program: SmolLM2-135M-Instruct, asked by a program.
+
+    make demo-agent
+
+Model, problems, reward and settings are those of demo_real_tools.py. What asks the model is another program
+(demo/agent.py), a process for each episode: it speaks OpenAI's chat completions, with streams, knows nothing
+of the training, and answers expressions as a user. Its log of each episode is in logs/agents of the run.
+"""
+
+import sys
+from pathlib import Path
+
+from bapo_megatron.algo.bounds import paper
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+)
+
+DATA = Path("data/calculator_agent")
+
+NOTE = (
+    "A pretrained model of 135 M parameters, asked by an agent program that knows nothing of the training. "
+    "It shows that a real model learns from such a program's episodes when to call its tool. It does not "
+    "show that BAPO beats GRPO or fixed bounds."
+)
+
+BOUNDS = paper()
+"""Any preset: one without a search over an update has no use for `hold_forwards` below."""
+
+
+def recipe() -> RunConfig:
+    """The run behind `make demo-agent`."""
+    return RunConfig(
+        name="demo_agent",
+        steps=6,
+        model=ModelConfig(hf_path=Path("models/SmolLM2-135M-Instruct"), dtype="float32"),
+        data=DataConfig(path=DATA / "train.jsonl", max_prompt_tokens=128),
+        reward=RewardConfig(function="reasoning_gym", workers=1),
+        rollout=RolloutConfig(prompts_per_step=4, group_size=8, temperature=1.0, max_response_tokens=48),
+        environment=EnvironmentConfig(
+            function="bapo_megatron.environment.adapters.endpoint:EndpointEnvironment",
+            settings={"command": [sys.executable, str(Path(__file__).parent / "demo/agent.py")]},
+            max_turns=3,
+            workers=1,
+        ),
+        algorithm=AlgorithmConfig(bounds=BOUNDS, advantage="grpo", reuse_epochs=2, updates_per_epoch=2),
+        optimizer=OptimizerConfig(lr=3e-5, warmup_updates=4, decay="linear", weight_decay=0.0),
+        batch=BatchConfig(pack_tokens=1024, hold_forwards=BOUNDS.searches_update),
+        evaluation=EvaluationConfig(every=6, suites=(str(DATA / "held_out.jsonl"),), samples=2),
+        checkpoint=CheckpointConfig(every=3, keep_last=1),
+        logging=LoggingConfig(note=NOTE),
+    )

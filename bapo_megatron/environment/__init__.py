@@ -105,9 +105,7 @@ class Reply:
             return said
         if isinstance(said, (list, tuple)) and all(isinstance(one, str) for one in said):
             return "\n".join(said)
-        raise TypeError(
-            f"Reply.observation is {type(said).__name__}: give a text, a list of texts or None"
-        )
+        raise TypeError(f"Reply.observation is {type(said).__name__}: give a text, a list of texts or None")
 
 
 class Environment:
@@ -149,7 +147,7 @@ class Environment:
         raise NotImplementedError
 
     def again(self, turn: str, given: str) -> Reply | Awaitable[Reply]:
-        """``step`` in a replay. ``given``: the observation that the journal has, which the reply must have."""
+        """``step`` in a replay. ``given``: the observation in the journal, which the reply must have."""
         return self.step(turn)
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:

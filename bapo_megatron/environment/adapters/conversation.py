@@ -20,6 +20,9 @@ from bapo_megatron.environment.tools.calls import answer_part, results, tool_cal
 Ask = Callable[[Callable[[int], Reply]], Awaitable[tuple[int, SampledTurn]]]
 """``LoopEnvironment.question``."""
 
+_SHOWN = 100
+"""Characters of a message that a refusal shows."""
+
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -38,9 +41,7 @@ class _Spoken:
         said, calls = _squashed(message["content"]), _calls_of(message)
         if not calls:
             return said in {_squashed(self.text), _squashed(answer_part(self.text))}
-        own = [
-            [one.name, _as_text(one.arguments)] for one in tool_calls(self.text) if one.problem is None
-        ]
+        own = [[one.name, _as_text(one.arguments)] for one in tool_calls(self.text) if one.problem is None]
         return calls == own and said in {"", _squashed(without_calls(self.text)), _squashed(self.text)}
 
 
@@ -71,6 +72,7 @@ class Conversation:
         """``prompt``: messages of the dataset, which are the first question. ``role``: that of what goes on
         behind the last turn as an observation. ``ask``: asks the policy."""
         self._prompt, self._role, self._ask = _read(prompt), role, ask
+        self._has_begun = False
         self._root = _Place()
         self._spoken: list[_Spoken] = []
 
@@ -80,13 +82,21 @@ class Conversation:
         question = _read(messages)
         if not question or question[-1]["role"] == "assistant":
             raise Refused(400, "it ends with no message for the model to answer")
+        if not self._has_begun and (question != self._prompt or tools is not None):
+            raise Refused(409, f"its first request is not the dataset's prompt, but {_shown(question)}")
+        self._has_begun = True
         found = self._found(question)
 
         def reply(turns: int) -> Reply:
             new = found.messages[found.repeated :]
             if tools is None and not turns and found.messages == self._prompt:
                 return Reply("")
-            if tools is None and turns and found.after == turns and {one["role"] for one in new} == {self._role}:
+            if (
+                tools is None
+                and turns
+                and found.after == turns
+                and {one["role"] for one in new} == {self._role}
+            ):
                 return Reply(results([one["content"] for one in new]))
             said = json.dumps({"after": found.after, "messages": new}, ensure_ascii=False, sort_keys=True)
             return Reply(said, context=Context(found.messages, found.after, tools))
@@ -116,6 +126,10 @@ class Conversation:
         return next((one for one in reversed(known) if one.is_repeated_by(message)), None)
 
 
+def _shown(question: list[dict[str, Any]]) -> str:
+    return f"{len(question)} messages, the first {json.dumps(question[0], ensure_ascii=False)[:_SHOWN]}"
+
+
 def _read(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages as a chat template takes them. Refused for one that is no text."""
     found = []
@@ -131,7 +145,7 @@ def _read(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _call(place: int, call: Any) -> dict[str, Any]:
-    """A call of an assistant's message, its arguments as an object, without its id: the same after a replay."""
+    """A call of an assistant's message, its arguments as an object; without its id."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(400, f"message {place} has a call without a function's name")

@@ -39,7 +39,7 @@ class LoopEnvironment(Environment):
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         super().__init__(task, settings)
-        self._questions: list[Question] = []
+        self._waiting: list[Question] = []
         """Those that wait, in the order in which they were asked."""
         self._asked: Question | None = None
         """The one that the model answers now."""
@@ -70,13 +70,13 @@ class LoopEnvironment(Environment):
         """Ask the model; the number of its turn, and the turn. Several may wait: the model takes them in
         order. One that is cancelled before its turn is not asked."""
         asked = Question(reply)
-        self._questions.append(asked)
+        self._waiting.append(asked)
         self._changed.set()
         try:
             return await asked.answer
         finally:
-            if asked in self._questions:
-                self._questions.remove(asked)
+            if asked in self._waiting:
+                self._waiting.remove(asked)
 
     def close(self) -> None:
         self._is_closed = True
@@ -125,11 +125,11 @@ class LoopEnvironment(Environment):
                 raise self._end
             if self._end is not None:
                 return self._end
-            asked = [(one, one.reply(self._turns)) for one in self._questions]
+            asked = [(one, one.reply(self._turns)) for one in self._waiting]
             found = [pair for pair in asked if given in (None, pair[1].text)]
             if found or (asked and limit is not None and limit <= asyncio.get_running_loop().time()):
                 self._asked, reply = (found or asked)[0]
-                self._questions.remove(self._asked)
+                self._waiting.remove(self._asked)
                 return reply
             if asked and limit is None:
                 limit = asyncio.get_running_loop().time() + OTHER_S
@@ -142,8 +142,6 @@ class LoopEnvironment(Environment):
         """ValueError if the loop's first question is not what the model was asked: it would learn to answer
         another one."""
         prompt = str(self.task.messages[-1]["content"])
-        if first.context is not None:
-            raise ValueError("the program's first request is not the prompt of its row")
         if first.observation is None:
             raise ValueError("play() ended before it asked the model: it must ask at least once")
         if first.observation not in ("", prompt):

@@ -10,7 +10,8 @@
     complete    nothing
 
 Only responses in an environment wait; one without is an *episode* of a single turn. The turns of an episode
-may form a tree (``branches.py``); what is sampled continues its last branch. Pure functions on frozen data: no engine, no file, no clock. The dispatcher and the stepper drive responses for training with it (the
+may form a tree (``branches.py``); what is sampled continues its last branch. Pure functions on frozen data:
+no engine, no file, no clock. The dispatcher and the stepper drive responses for training with it (the
 write-ahead log is between an answer and the next state), ``held_out.py`` those of evaluations.
 """
 
@@ -202,9 +203,7 @@ class Response:
         """The branch of its last turn, all its tokens where there is no other: what a request continues."""
         return self.tree.last if self.episode.forks else Branch(True, ((0, self.tokens),))
 
-    def rollouts(
-        self, reward: float, teacher_log_probs: Sequence[np.ndarray] | None = None
-    ) -> list[Rollout]:
+    def rollouts(self, reward: float, teacher_log_probs: Sequence[np.ndarray] | None = None) -> list[Rollout]:
         """The complete response with its reward, a rollout for each branch; a token is trained on in the
         first that has it. ``teacher_log_probs``: of each branch, in a distillation."""
         assert self.finish_reason is not None
@@ -274,7 +273,7 @@ def next_request(
 
 def _own(seed: int, response: Response) -> int:
     """The seed of a response's draws; in an episode with branches that of a turn, from what it follows: so
-    questions that were asked together have the same draws in any order, and one that is repeated has others."""
+    questions that were asked together have the same draws in any order, a repeated one has others."""
     episode = response.episode
     if not episode.forks:
         return seed
@@ -292,7 +291,7 @@ def branch_ids(response: Response, branch: Branch, prompt: Prompt) -> np.ndarray
 
 
 def finish_reason_of(before: int, segment: ResponseTokens, sampling: Sampling) -> SegmentEnd | None:
-    """The finish reason of a response with ``segment`` after ``before`` tokens of its branch; None: unfinished.
+    """The finish reason of a response with ``segment`` after ``before`` tokens of a branch; None: unfinished.
 
     ``turn`` in place of ``stop`` in an environment, which says whether the response ends. From the tokens,
     whatever the engine reports: an abort may coincide with the stop token.

@@ -36,9 +36,9 @@ from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_name
 from bapo_megatron.runtime.storage import OldFiles, check_readable, writing
 from bapo_megatron.types import (
     RESPONSE_COLUMNS,
+    FinishReason,
     Group,
     Prompt,
-    FinishReason,
     ResponseTokens,
     Rollout,
     StepBatch,
@@ -135,7 +135,9 @@ def _example(
 ) -> tuple[np.ndarray, Rollout]:
     """``values``: those of an array from a place on, by its name, place and count; None without the array."""
     prompts = [0, *accumulate(group["prompt"]["token_ids_P"] for group in groups)]
-    listed = [(number, *_with_branch(one)) for number, group in enumerate(groups) for one in group["rollouts"]]
+    listed = [
+        (number, *_with_branch(one)) for number, group in enumerate(groups) for one in group["rollouts"]
+    ]
     starts = [0, *accumulate(length for _, length, *_ in listed)]
     array = RESPONSE_COLUMNS["loss_mask_R"].array
     masks = (values(array, starts[place], one[1]) for place, one in enumerate(listed))
@@ -147,9 +149,7 @@ def _example(
     }
     ids_P = values(PROMPTS, prompts[group], prompts[group + 1] - prompts[group])
     assert ids_P is not None, "all step files have it"
-    return ids_P, Rollout(
-        **found, finish_reason=reason, reward=reward, branch=branch, has_prompt=has_prompt
-    )
+    return ids_P, Rollout(**found, finish_reason=reason, reward=reward, branch=branch, has_prompt=has_prompt)
 
 
 def _values(
@@ -336,7 +336,14 @@ def _batch(arrays: dict[str, np.ndarray], routes: Path) -> StepBatch:
     tokens = ResponseTokens.split(arrays, (length for length, *_ in listed))
     stored = _stored_routes(routes, header.get("routes"), [one[0] for one in listed], arrays)
     rollouts = (
-        Rollout(**found.columns, finish_reason=reason, reward=reward, stored_routes=where, branch=branch, has_prompt=own)
+        Rollout(
+            **found.columns,
+            finish_reason=reason,
+            reward=reward,
+            stored_routes=where,
+            branch=branch,
+            has_prompt=own,
+        )
         for found, (_, reason, reward, branch, own), where in zip(tokens, listed, stored, strict=True)
     )
     groups, at = [], 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,9 @@ def test_random_trees_against_a_list_of_conversations(seed: int) -> None:
         response = asked(response, *asks, after=None if after == place else after)
     response = given(before, Answer(np.zeros(0, np.int32), finish_reason="stop"))
     whole = [
-        one for one in conversations if not any(one == other[: len(one)] for other in conversations if other != one)
+        one
+        for one in conversations
+        if not any(one == other[: len(one)] for other in conversations if other != one)
     ]
     rows = response.rollouts(1.0)
     assert [one.token_ids_R.tolist() for one in rows] == [[ids for ids, _ in one] for one in whole]
@@ -206,7 +207,7 @@ def test_the_journal_cut_anywhere_gives_the_same_branches(
     (log,) = whole.journal.glob("segments-*.log")
     content = log.read_bytes()
     records = [one for one in read_records(log) if isinstance(one, Record)]
-    for cut in {record.offset for record in records[1:-1]}:
+    for cut in [record.offset for record in records[1:-1]][:: max(1, len(records) // 12)]:
         world = BranchWorld(tmp_path / str(cut))
         world.journal.mkdir(parents=True)
         (world.journal / log.name).write_bytes(content[:cut])
@@ -230,9 +231,8 @@ def stored(folder: Path) -> StepBatch:
 def test_a_step_file_keeps_branches(tmp_path: Path) -> None:
     batch = stored(tmp_path)
     expected, (found,) = batch.groups[0].rollouts, read_step(tmp_path, 1).groups
-    assert plain(StepBatch((found,), {})) == [
-        [(*row[:4], row[4]) for row in plain(StepBatch((dataclasses.replace(found, rollouts=expected),), {}))[0]]
-    ] or [one.loss_mask_R is None for one in expected][-1]
+    places = [(one.branch, one.has_prompt, one.finish_reason) for one in found.rollouts]
+    assert places == [(one.branch, one.has_prompt, one.finish_reason) for one in expected]
     header = read_header(tmp_path, 1)
     columns = StepColumns(header)
     columns.open()

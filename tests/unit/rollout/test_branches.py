@@ -241,7 +241,7 @@ def test_a_step_file_keeps_branches(tmp_path: Path) -> None:
         ids_P, tokens = columns.read(0, number)
         assert ids_P.tolist() == ([100, 101] if one.has_prompt else [])
         assert tokens.token_ids_R.tolist() == one.token_ids_R.tolist()
-    assert read_example(tmp_path, 1)[1].branch == 0
+    assert [one.branch for one in read_example(tmp_path, 1)[1]] == [0, 1, 2]
     columns.close()
 
 

@@ -30,6 +30,7 @@ def test_branches_over_a_kill(tmp_path: Path) -> None:
     flags = (
         "--steps=2",
         "--rollout.prompts-per-step=2",
+        "--algorithm.updates-per-epoch=1",
         "--rollout.group-size=2",
         "--rollout.max-response-tokens=200",
         "--environment.function=bapo_megatron.environment.adapters.endpoint:EndpointEnvironment",

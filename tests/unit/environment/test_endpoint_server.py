@@ -278,9 +278,8 @@ def test_a_refusal_that_was_mended_is_not_the_reason_of_a_later_end() -> None:
         asyncio.run(asyncio.wait_for(played(), 60))
 
 
-async def test_questions_at_a_time_wait_for_each_other() -> None:
-    """The same one without a mark, too: it wants a second answer. OpenAI's client is told not to ask again,
-    which it does after 409."""
+async def test_questions_at_a_time_are_branches() -> None:
+    """The same one without a mark, too: it wants a second answer."""
 
     class Twice(Patient):
         async def second(self) -> None:
@@ -292,9 +291,13 @@ async def test_questions_at_a_time_wait_for_each_other() -> None:
             await asyncio.gather(*asked, other)
 
     agent = Twice(TASK, {})
-    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-    found = sorted((status, again) for status, _, again in agent.found)
-    assert found == [(200, None), (200, None), (409, "false"), (409, "false")]
+    replies = [await agent.step("3")]
+    await agent.go_on.wait()
+    replies += [await agent.step(turn) for turn in ("6", "7", "8")]
+    assert replies[0] == Reply("higher")
+    said = [reply.context.messages[-1]["content"] for reply in replies[1:3] if reply.context]
+    assert (said, replies[3]) == (["lower", "higher"], Reply(None))
+    assert [status for status, _, _ in agent.found] == [200] * 4
 
 
 async def test_blanks_keep_a_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,7 @@ def main():
             for stream in ("whole", "stream"):
                 os.environ["READ"] = f"{folder}/{protocol}-{stream}"
                 settings = {"command": [sys.executable, __file__, protocol, stream], "tools_in_prompts": True}
-                replies = check_durable(Agent, task, settings, turns)
+                replies = check_durable(Agent, task, settings, turns, cuts=[2])
                 read = [*map(json.loads, Path(os.environ["READ"]).read_text().splitlines())][: len(turns)]
                 found[f"{protocol}-{stream}"] = [[[one.observation, one.reward] for one in replies], read]
         os.environ["READ"] = f"{folder}/errors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -300,20 +301,159 @@ async def test_questions_at_a_time_are_branches() -> None:
     assert [status for status, _, _ in agent.found] == [200] * 4
 
 
-async def test_blanks_keep_a_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client's limit is on silence; JSON may begin with white space."""
+SECOND = [QUESTION, TURN, {"role": "user", "content": "higher"}]
+COMMENT, PING = b": the model answers\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "ping", "end"),
+    [
+        ("chat/completions", {"messages": SECOND}, b" ", b'"total_tokens": 0}}'),
+        ("chat/completions", {"messages": SECOND, "stream": True}, COMMENT, b"data: [DONE]\n\n"),
+        ("responses", {"input": SECOND, "stream": True}, COMMENT, b'"total_tokens": 0}}}\n\n'),
+        ("messages", {"messages": SECOND, "stream": True}, PING, b'data: {"type": "message_stop"}\n\n'),
+    ],
+)
+async def test_pings_keep_a_connection_alive(
+    path: str, asked: dict[str, Any], ping: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's limit is on silence. JSON may begin with white space; streams have comments, or pings. A
+    stream whose client has gone is asked for again, whole or as a stream, and is the same turn."""
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.01)
 
     class Slow(Patient):
         async def second(self) -> None:
-            body = {"messages": [QUESTION, TURN, {"role": "user", "content": "higher"}]}
-            async with self.session.post("chat/completions", json=body) as answer:
-                self.found.append(await answer.content.readexactly(2))
+            async with self.session.post(path, json=asked) as answer:
+                self.found.append(await answer.content.readexactly(len(2 * ping)))
+            await self.until_asked(2, clients=0)
+            async with self.session.post(path, json={**asked, "stream": not asked.get("stream")}) as answer:
+                await answer.content.readexactly(1)
                 self.go_on.set()
-                self.found.append(json.loads(await answer.text()))
+            await self.until_asked(2, clients=0)
+            async with self.session.post(path, json=asked) as answer:
+                self.found.append((await answer.read()).lstrip())
 
     agent = Slow(TASK, {})
     assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-    (_, blanks, answer) = agent.found
-    assert blanks == b"  "
-    assert answer["choices"][0]["message"]["content"] == "6"
+    (_, pings, text) = agent.found
+    assert pings == 2 * ping
+    assert b'"6"' in text
+    assert text.endswith(end)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status is sent: a stream ends with an error; another client loses its connection, asks again, and
+    reads why."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.01)
+
+    class Late(Patient):
+        async def second(self) -> None:
+            first = asyncio.ensure_future(super().second())
+            await self.until_asked(2, clients=1)
+            body = {"messages": [QUESTION, TURN, {"role": "user", "content": "lower"}], "stream": is_stream}
+            async with self.session.post("chat/completions", json=body) as answer:
+                await answer.content.readexactly(1)
+                self.go_on.set()
+                with suppress(aiohttp.ClientPayloadError):
+                    self.found.append(await answer.text())
+            await first
+            if not is_stream:
+                await self.post(*body["messages"])  # type: ignore[misc]
+
+    agent = Late(TASK, {})
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    [refusal] = [one for one in agent.found if isinstance(one, str)] if is_stream else [agent.found[-1][1]]
+    assert "it rewrites what was said before" in refusal
+    assert '"type": "invalid_request_error"' in refusal
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        (
+            "responses",
+            {"input": "x", "previous_response_id": "resp_1"},
+            "previous_response_id='resp_1' is",
+        ),
+        ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "only functions are"),
+        ("responses", {"input": [{"type": "computer_call"}]}, "item 0 of input is no message, function_call"),
+        ("responses", {"input": []}, "the request has no input"),
+        ("messages", {"messages": "x"}, "the request has no list of messages"),
+        ("messages", {"messages": [{"role": "tool"}]}, "message 0 is no object with a role: user or assis"),
+        ("messages", {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list of blocks"),
+        ("messages", {"messages": [], "tools": [{"type": "bash_20250124"}]}, "only those of the program are"),
+        ("messages", {"messages": [], "tools": [{}]}, "it has a tool without a name"),
+        ("chat/completions", {"messages": [], "tools": 5}, "tools is no list"),
+    ],
+)
+async def test_requests_that_other_protocols_refuse(path: str, body: dict[str, Any], reason: str) -> None:
+    class Refusing(Patient):
+        async def second(self) -> None:
+            async with self.session.post(path, json=body) as answer:
+                self.found.append((answer.status, await answer.json()))
+            await super().second()
+
+    agent = Refusing(TASK, {})
+    agent.go_on.set()
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    status, answer = agent.found[1]
+    assert status == 400
+    assert reason in answer["error"]["message"]
+    assert answer.get("type") == ("error" if path == "messages" else None)
+
+
+def test_items_and_blocks_are_the_messages_of_a_chat() -> None:
+    """Whatever the protocol, the chat template gets the same messages and tools."""
+    schema = {"type": "object", "properties": {}}
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    calls = [{"id": "1", "type": "function", "function": call}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        QUESTION,
+        {"role": "assistant", "content": "I add.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+        {"role": "user", "content": "Go on."},
+    ]
+    function = {"name": "add", "description": "Adds.", "parameters": schema}
+    items = [
+        QUESTION,
+        {"type": "reasoning", "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
+        {"type": "function_call", "call_id": "1", **call},
+        {"type": "function_call_output", "call_id": "1", "output": "2"},
+        {"role": "user", "content": [{"type": "input_text", "text": "Go on."}]},
+    ]
+    blocks = [
+        QUESTION,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm."},
+                {"type": "text", "text": "I add."},
+                {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "2"}]},
+                {"type": "text", "text": "Go on."},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    tool = {"name": "add", "description": "Adds.", "input_schema": schema}
+    chat_tools = [{"type": "function", "function": function}]
+    bodies = [
+        {"messages": messages, "tools": chat_tools, "tool_choice": "none"},
+        {
+            "instructions": "Be brief.",
+            "input": items,
+            "tools": [{"type": "function", **function}],
+            "tool_choice": "none",
+        },
+        {"system": system, "messages": blocks, "tools": [tool], "tool_choice": {"type": "none"}},
+    ]
+    for protocol, body in zip(server.PROTOCOLS, bodies, strict=True):
+        assert protocol.read(body) == chat.ChatRequest(messages, chat_tools, takes_calls=False)

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment import Reply, SampledTurn, Task
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.protocols import chat, server
 from tests.support.scripted_episodes import play
@@ -348,6 +348,12 @@ async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.01)
 
     class Late(Patient):
+        async def _answer(self, request: chat.ChatRequest) -> SampledTurn:
+            if request.messages[-1]["content"] != "lower":
+                return await super()._answer(request)
+            await self.go_on.wait()
+            raise chat.Refused(409, "it comes too late")
+
         async def second(self) -> None:
             first = asyncio.ensure_future(super().second())
             await self.until_asked(2, clients=1)
@@ -364,7 +370,7 @@ async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.Monkey
     agent = Late(TASK, {})
     assert await two_turns(agent) == [Reply("higher"), Reply(None)]
     [refusal] = [one for one in agent.found if isinstance(one, str)] if is_stream else [agent.found[-1][1]]
-    assert "it rewrites what was said before" in refusal
+    assert "it comes too late" in refusal
     assert '"type": "invalid_request_error"' in refusal
 
 

@@ -193,7 +193,7 @@ def test_branches_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]
     assert len(found[0]) == 6, "two responses of three branches"
     metrics = batch.metrics
-    assert (metrics["environment/turns_mean"], metrics["environment/branches_mean"]) == (5.0, 3.0)
+    assert (metrics["environment/turns_mean"], metrics["environment/branches_mean"]) == (6.0, 3.0)
     assert metrics["environment/branches_rewritten"] == 0.0
     sampled = sum(mask.count("1") for row in found for _, mask, *_ in row)
     assert metrics["sampler/tokens_trained"] == sampled == metrics["rollout/tokens"]

@@ -97,6 +97,16 @@ class Reply:
     """What the model answers next, where that is not its last turn and the observation: a branch of the
     episode. ``observation`` is then a text that says which question it is, without the turns before it."""
 
+    @property
+    def text(self) -> str | None:
+        """The observation as the journal has it: of several texts, each is a line. TypeError for others."""
+        said = self.observation
+        if said is None or isinstance(said, str):
+            return said
+        if isinstance(said, (list, tuple)) and all(isinstance(one, str) for one in said):
+            return "\n".join(said)
+        raise TypeError(f"Reply.observation is {type(said).__name__}: give a text, a list of texts or None")
+
 
 class Environment:
     """One episode. Made by a worker of environments for each response of ``environment.function``.
@@ -137,7 +147,7 @@ class Environment:
         raise NotImplementedError
 
     def again(self, turn: str, given: str) -> Reply | Awaitable[Reply]:
-        """``step`` in a replay. ``given``: the observation that the journal has, which the reply must have."""
+        """``step`` in a replay. ``given``: the observation in the journal, which the reply must have."""
         return self.step(turn)
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:

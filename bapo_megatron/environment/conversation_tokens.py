@@ -1,8 +1,8 @@
 """Tokens of a whole conversation, in which the model's own turns stand as they were sampled.
 
 An agent program that rewrites its history, or holds several conversations, asks with all its messages. The
-chat template renders them, with marks in place of the model's turns; where the template shows a turn as it is,
-the sampled ids stand in its place, and what is between two turns is tokenized by itself. A turn that the
+chat template renders them, with marks in place of the model's turns; where the template shows a turn as it
+is, the sampled ids stand in its place, and what is between two turns is tokenized by itself. A turn that the
 template writes otherwise (without its thoughts, say) is text like any other: what follows it is a branch that
 does not have the sampled turn.
 """
@@ -57,7 +57,8 @@ class ConversationTokens:
 
         ``messages``: chat messages; ``{"role": "assistant", "turn": 3}`` is ``turns[3]``. ``from_prompt``:
         the number of first messages that are the dataset's; what looks like an added token in others is text.
-        ``tools``: None: those of the prompts. ``behind``: the ids of what follows this turn alone; 0: of all. Raises what the chat template raises.
+        ``tools``: None: those of the prompts. ``behind``: the ids of what follows this turn alone; 0: of all.
+        Raises what the chat template raises.
         """
         cut = absent_mark(messages, *(turn.text for turn in turns.values()))
         shown = {
@@ -86,7 +87,7 @@ class ConversationTokens:
 
     def _marked(self, turn: RepeatedTurn, mark: str) -> str:
         """The turn with marks in place of its words: the template sees where its thoughts begin and end."""
-        if self.keeps_turns:
+        if self.keeps_turns or not turn.text.strip():
             return (_OPENED if turn.is_opened else "") + mark
         text = (_OPENED if turn.is_opened else "") + turn.text
         pieces = _TAGS.split(text)

@@ -168,7 +168,7 @@ class Episodes:
             return None
         for place, (said, given) in enumerate(zip(before[::2], before[1::2], strict=True), 1):
             again = await self._reply(environment.again, said.text, given.text)
-            if (answered := _text(again.observation)) != given.text:
+            if (answered := again.text) != given.text:
                 was, now = _short(given.text), _short(answered)
                 return f"its environment answered turn {place} with {was}, and after a replay with {now}"
         return None
@@ -255,7 +255,7 @@ def _result(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 def _checked(reply: Reply) -> dict[str, Any]:
     """A reply as JSON. TypeError or ValueError for one that cannot be used or kept."""
-    said, metrics = _text(reply.observation), {}
+    said, metrics = reply.text, {}
     if said is not None:
         if len(said) > MOST_CHARACTERS:
             raise ValueError(
@@ -277,17 +277,6 @@ def _checked(reply: Reply) -> dict[str, Any]:
     if several is None or isinstance(several, str) or len(several) < 2:
         return answer
     return {**answer, "messages": list(several)}
-
-
-def _text(observation: Any) -> str | None:
-    """An observation as the journal has it: of several texts, each is a line. TypeError if it is no text."""
-    if observation is None or isinstance(observation, str):
-        return observation
-    if isinstance(observation, (list, tuple)) and all(isinstance(one, str) for one in observation):
-        return "\n".join(observation)
-    raise TypeError(
-        f"Reply.observation is {type(observation).__name__}: give a text, a list of texts or None"
-    )
 
 
 def _plain(context: Context) -> dict[str, Any]:

@@ -125,8 +125,8 @@ def with_reference(
 
     ``groups``: the samples of the step of ``header``, group by group, with pi_old. ``advantage``: with which
     the penalized rewards become advantages; ``branch_reward``: what a branch of an episode gets of its own.
-    One forward pass at the reference's weights. Equal on every rank. Collective. FloatingPointError, on every rank, for log-probs
-    that are not finite.
+    One forward pass at the reference's weights. Equal on every rank. Collective. FloatingPointError, on every
+    rank, for log-probs that are not finite.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:

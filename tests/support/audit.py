@@ -49,6 +49,23 @@ class _Response:
     turn_start: int = 0
     """Tokens before its last turn."""
     attempt: int = 0
+    path: list[int] = field(default_factory=list)
+    """The places, among all tokens, of those of the branch that goes on."""
+    paths: list[list[int]] = field(default_factory=list)
+    """The branch at the end of each turn, sampled or given."""
+
+    @property
+    def branches(self) -> list[tuple[list[int], list[bool]]]:
+        """Each path that no other begins with, and which of its tokens were sampled in it first."""
+        known: set[int] = set()
+        found = []
+        whole = [*self.paths, self.path]
+        for path in [one for n, one in enumerate(whole) if one and one not in whole[:n]]:
+            if any(len(path) < len(other) and path == other[: len(path)] for other in whole):
+                continue
+            found.append((path, [self.versions[one] != GIVEN and one not in known for one in path]))
+            known.update(path)
+        return found
 
     @property
     def sampled(self) -> list[int]:
@@ -190,12 +207,14 @@ class Audit:
             assert versions == sorted(versions)
             if response.sampled and versions[0] < response.sampled[-1]:
                 assert self.returns > response.returns, "older weights than before"
+            response.path += range(len(response.ids), len(response.ids) + length)
             response.ids += arrays["token_ids"][at:end].tolist()
             response.log_probs += [one.tobytes() for one in arrays["log_probs"][at:end]]
             response.versions += versions
             response.waits, response.returns = reason == "turn", self.returns
             response.reason = None if response.waits else reason
             if response.waits:
+                response.paths.append([*response.path])
                 self._exchanges(number, sample).append(Exchange(response.ids[response.turn_start :]))
             self._check_length(response)
             self._check_budget(group, response)
@@ -215,6 +234,11 @@ class Audit:
             assert (start, attempt) == (len(response.ids), response.attempt)
             exchange = self._exchanges(number, sample)[-1]
             exchange.said, exchange.given_ids = said, arrays["token_ids"][at:end].tolist()
+            if (after := said.get("after")) is not None:
+                response.path = [*response.paths[after]] if after >= 0 else []
+            response.path += range(len(response.ids), len(response.ids) + length)
+            if length:
+                response.paths.append([*response.path])
             response.ids += arrays["token_ids"][at:end].tolist()
             response.log_probs += [np.float32(0).tobytes()] * length
             response.versions += [GIVEN] * length
@@ -223,7 +247,7 @@ class Audit:
             assert (response.reason is None) == (length > 0), "it goes on with tokens, and ends without"
             assert response.reason in (None, "stop", "length", "turns", "failed")
             assert (response.reason == "failed") == (said["failure"] is not None)
-            assert len(response.ids) < self.config.max_response_tokens or not length
+            assert len(response.path) < self.config.max_response_tokens or not length
             at = end
 
     def _exchanges(self, number: int, sample: int) -> list[Exchange]:
@@ -240,9 +264,9 @@ class Audit:
 
     def _check_length(self, response: _Response) -> None:
         longest = self.config.max_response_tokens
-        assert len(response.ids) <= longest
+        assert len(response.path) <= longest
         assert response.reason in (None, "stop", "length")
-        assert response.reason != "length" or len(response.ids) == longest
+        assert response.reason != "length" or len(response.path) == longest
 
     def _check_budget(self, group: _Group, response: _Response) -> None:
         """One budget for each step that had these weights, from the group's beginning on."""
@@ -341,13 +365,18 @@ class Audit:
         assert stored.prompt_id == prompt.prompt_id
         assert np.array_equal(stored.prompt_ids, prompt.token_ids_P)
         rewards = [one for one in group.rewards or [] if one is not None]
-        assert [response.reward for response in stored.responses] == rewards
-        for ours, theirs in zip(group.kept, stored.responses, strict=True):
-            assert theirs.token_ids.tolist() == ours.ids
-            assert theirs.log_probs.tobytes() == b"".join(ours.log_probs)
-            assert theirs.versions.tolist() == ours.versions
-            assert theirs.is_sampled.tolist() == [version != GIVEN for version in ours.versions]
-            assert theirs.finish_reason == ours.reason
+        rows = [
+            (ours, reward, *branch)
+            for ours, reward in zip(group.kept, rewards, strict=True)
+            for branch in ours.branches or [([], [])]
+        ]
+        for (ours, reward, path, is_first), theirs in zip(rows, stored.responses, strict=True):
+            assert theirs.reward == reward
+            assert theirs.token_ids.tolist() == [ours.ids[one] for one in path]
+            assert theirs.log_probs.tobytes() == b"".join(ours.log_probs[one] for one in path)
+            assert theirs.versions.tolist() == [ours.versions[one] for one in path]
+            assert theirs.is_sampled.tolist() == is_first
+            assert theirs.finish_reason == (ours.reason if path == ours.path else "stop")
 
     def _check_metrics(self, metrics: dict[str, Any]) -> None:
         """The step's metrics agree with the audit. More may have been sampled while its file was written."""

@@ -100,7 +100,7 @@ def read_step_file(path: Path) -> tuple[list[RawGroup], dict[str, Any]]:
     for number, group in zip(header["numbers"], header["groups"], strict=True):
         prompt_end = prompt_at + group["prompt"]["token_ids_P"]
         responses = []
-        for length, reason, reward in group["rollouts"]:
+        for length, reason, reward, *_ in group["rollouts"]:
             responses.append(RawResponse(*(one[at : at + length] for one in columns), reason, reward))
             at += length
         of_prompt = prompt_ids[prompt_at:prompt_end]

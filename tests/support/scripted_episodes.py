@@ -56,10 +56,8 @@ async def _played(
             environment.restore([one for pair in spoken for one in pair], before[-1].note)
         elif before:
             for turn, reply in zip(turns, before, strict=False):
-                again = await _step(environment, turn)
-                assert again.observation == reply.observation, (
-                    f"{again.observation!r}: was {reply.observation!r}"
-                )
+                again = await _step(environment, turn, reply.text or "")
+                assert again.text == reply.text, f"{again.text!r}: was {reply.text!r}"
         replies: list[Reply] = []
         for turn in turns[len(before) :]:
             replies.append(await _step(environment, turn))
@@ -72,8 +70,9 @@ async def _played(
             await closed
 
 
-async def _step(environment: Environment, turn: str) -> Reply:
-    found = environment.step(turn)
+async def _step(environment: Environment, turn: str, given: str | None = None) -> Reply:
+    """A step; in a replay what was ``given``."""
+    found = environment.step(turn) if given is None else environment.again(turn, given)
     return await found if inspect.isawaitable(found) else found  # type: ignore[return-value]
 
 

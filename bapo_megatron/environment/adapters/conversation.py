@@ -1,96 +1,173 @@
-"""Conversation of an agent program with the policy: the requests of an episode, as questions.
+"""Conversations of an agent program with the policy: the requests of an episode, as questions.
 
-A program keeps the tokens that were sampled, so its requests may only add messages. That each question comes
-here once, also where its client asks again, sees the server (``protocols/server.py``). Only the standard
-library is imported.
+A request that repeats an earlier conversation up to a turn goes on behind it. One that adds to the last turn
+is an observation; every other one is a branch: a history that was rewritten, a second conversation, a request
+beside others. That each question comes here once, also where its client asks again, sees the server
+(``protocols/server.py``). Only the standard library is imported.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from typing import Any
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from bapo_megatron.environment import SampledTurn
-from bapo_megatron.environment.adapters.loop import Ask
+from bapo_megatron.environment import Context, Reply, SampledTurn
 from bapo_megatron.environment.protocols.chat import Refused, text_of
-from bapo_megatron.environment.tools.calls import results
+from bapo_megatron.environment.tools.calls import answer_part, results, tool_calls, without_calls
 
-Said = tuple[str, str]
-"""Role and text of a message. An assistant's text is not compared: programs write calls as they like."""
+Ask = Callable[[Callable[[int], Reply]], Awaitable[tuple[int, SampledTurn]]]
+"""``LoopEnvironment.question``."""
 
-_TURN: Said = ("assistant", "")
 _SHOWN = 100
 """Characters of a message that a refusal shows."""
+
+_SYSTEM_ROLES = ("system", "developer")
+
+
+@dataclass
+class _Spoken:
+    """A turn of the model in the tree of conversations."""
+
+    number: int
+    """Among the model's turns of the episode, counted from 1."""
+    text: str
+    follows: _Place
+
+    def is_repeated_by(self, message: Mapping[str, Any]) -> bool:
+        """Whether an assistant's message is this turn. Programs may leave out its thoughts, and have calls
+        apart or in the text."""
+        said, calls = _squashed(message["content"]), _calls_of(message)
+        if not calls:
+            return said in {_squashed(self.text), _squashed(answer_part(self.text))}
+        own = [[one.name, _as_text(one.arguments)] for one in tool_calls(self.text) if one.problem is None]
+        return calls == own and said in {"", _squashed(without_calls(self.text)), _squashed(self.text)}
+
+
+@dataclass
+class _Place:
+    """A place in the tree of conversations: what was said there, or sampled."""
+
+    said: dict[str, _Place] = field(default_factory=dict)
+    turns: list[_Spoken] = field(default_factory=list)
+
+
+class _Found(NamedTuple):
+    """A question in the tree of conversations."""
+
+    place: _Place
+    after: int
+    """The last turn that it repeats with all before it, 0 for none."""
+    repeated: int
+    """Number of messages up to that turn."""
+    messages: list[dict[str, Any]]
+    """All, the model's turns by their numbers."""
 
 
 class Conversation:
     """The requests of one episode, as questions to the policy."""
 
     def __init__(self, prompt: Sequence[Any], role: str, ask: Ask) -> None:
-        """``prompt``: messages of the dataset, with which each request begins. ``role``: that of what a
-        request may add. ``ask``: asks the policy for its next turn."""
-        self._history, self._role, self._ask = said(prompt), role, ask
+        """``prompt``: messages of the dataset, which are the first question. ``role``: that of what goes on
+        behind the last turn as an observation. ``ask``: asks the policy."""
+        self._prompt, self._role, self._ask = _read(prompt), role, ask
         self._has_begun = False
-        self._asking = asyncio.Lock()
-        """Questions that come together wait for each other."""
+        self._root = _Place()
+        self._spoken: list[_Spoken] = []
 
-    async def answer(self, messages: Sequence[Any]) -> SampledTurn:
-        """The policy's turn for the messages of a request; Refused if it asks for something else."""
-        question = said(messages)
-        async with self._asking:
-            new = self._new(question)
-            self._history, self._has_begun = [*question, _TURN], True
-            return await self._ask(new)
+    async def answer(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> SampledTurn:
+        """The policy's turn for the messages of a request. ``tools``: see ``Context``. Refused for messages
+        that are no question."""
+        question = _read(messages)
+        if not question or question[-1]["role"] == "assistant":
+            raise Refused(400, "it ends with no message for the model to answer")
+        if not self._has_begun and (question != self._prompt or tools is not None):
+            raise Refused(409, f"its first request is not the dataset's prompt, but {_shown(question)}")
+        self._has_begun = True
+        found = self._found(question)
 
-    def _new(self, question: list[Said]) -> str | list[str] | None:
-        """What the question adds to the conversation, a text for each message; None for the first, which is
-        the prompt."""
-        new = question[len(self._history) :]
-        if problem := _difference(self._history, question):
-            raise Refused(
-                409,
-                f"it rewrites what was said before, or does not begin with the dataset's prompt: {problem}",
-            )
-        if not self._has_begun:
-            if new:
-                raise Refused(409, f"it begins with more than the dataset's prompt: {_shown(new[0])}")
-            return None
-        if not new:
-            raise Refused(409, "it adds no message to the conversation")
-        for message in new:
-            if message[0] != self._role:
-                raise Refused(
-                    409,
-                    f"it adds a message that is no {self._role}'s: set `role` in a subclass, or leave out "
-                    f"{_shown(message)}",
-                )
-        return results([text for _, text in new])
+        def reply(turns: int) -> Reply:
+            new = found.messages[found.repeated :]
+            if tools is None and not turns and found.messages == self._prompt:
+                return Reply("")
+            if (
+                tools is None
+                and turns
+                and found.after == turns
+                and {one["role"] for one in new} == {self._role}
+            ):
+                return Reply(results([one["content"] for one in new]))
+            said = json.dumps({"after": found.after, "messages": new}, ensure_ascii=False, sort_keys=True)
+            return Reply(said, context=Context(found.messages, found.after, tools))
+
+        number, turn = await self._ask(reply)
+        spoken = _Spoken(number, str(turn), _Place())
+        found.place.turns.append(spoken)
+        self._spoken.append(spoken)
+        return turn
+
+    def _found(self, question: list[dict[str, Any]]) -> _Found:
+        """Where a question is in the tree; it is there from now on."""
+        place, after, repeated, messages = self._root, 0, 0, []
+        for number, message in enumerate(question):
+            turn = self._turn(place, message) if message["role"] == "assistant" else None
+            messages.append(message if turn is None else {"role": "assistant", "turn": turn.number})
+            if turn is not None and turn in place.turns:
+                place, after, repeated = turn.follows, turn.number, number + 1
+            else:
+                place = place.said.setdefault(json.dumps(message, sort_keys=True), _Place())
+        return _Found(place, after, repeated, messages)
+
+    def _turn(self, place: _Place, message: dict[str, Any]) -> _Spoken | None:
+        """The turn that an assistant's message is: of those at this place, or, where the history is another
+        one, of all."""
+        known = place.turns or self._spoken
+        return next((one for one in reversed(known) if one.is_repeated_by(message)), None)
 
 
-def said(messages: Sequence[Any]) -> list[Said]:
-    """Role and text of each message; the text of an assistant's is empty. Refused for one that is no text."""
+def _shown(question: list[dict[str, Any]]) -> str:
+    return f"{len(question)} messages, the first {json.dumps(question[0], ensure_ascii=False)[:_SHOWN]}"
+
+
+def _read(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them. Refused for one that is no text."""
     found = []
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(400, f"message {place} is no object with a role")
-        role = message["role"]
-        found.append(
-            (role, "" if role == "assistant" else text_of(f"message {place}", message.get("content")))
-        )
+        role = "system" if message["role"] in _SYSTEM_ROLES else message["role"]
+        read: dict[str, Any] = {"role": role, "content": text_of(f"message {place}", message.get("content"))}
+        if role == "assistant" and message.get("tool_calls"):
+            read["tool_calls"] = [_call(place, one) for one in message["tool_calls"]]
+        found.append(read)
     return found
 
 
-def _difference(old: Sequence[Said], new: Sequence[Said]) -> str:
-    """The first message of ``old`` that ``new`` does not have; empty if it begins with all of them."""
-    for place, message in enumerate(old):
-        if place >= len(new):
-            return f"message {place} is missing, {_shown(message)}"
-        if new[place] != message:
-            return f"message {place} is {_shown(new[place])}, and was {_shown(message)}"
-    return ""
+def _call(place: int, call: Any) -> dict[str, Any]:
+    """A call of an assistant's message, its arguments as an object; without its id."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(400, f"message {place} has a call without a function's name")
+    arguments = function.get("arguments") or {}
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        raise Refused(400, f"message {place} has a call whose arguments are no JSON") from None
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _shown(message: Said) -> str:
-    role, text = message
-    return "the model's turn" if message == _TURN else f"{role}: {text[:_SHOWN]!r}"
+def _calls_of(message: Mapping[str, Any]) -> list[list[str]]:
+    functions = [one["function"] for one in message.get("tool_calls", ())]
+    return [[one["name"], _as_text(one["arguments"])] for one in functions]
+
+
+def _as_text(arguments: Any) -> str:
+    """Arguments of a call; a number and its text are one, as schemas of tools make the one of the other."""
+    if isinstance(arguments, dict):
+        arguments = {name: x if isinstance(x, str) else json.dumps(x) for name, x in arguments.items()}
+    return json.dumps(arguments, sort_keys=True)
+
+
+def _squashed(text: str) -> str:
+    return " ".join(text.split())

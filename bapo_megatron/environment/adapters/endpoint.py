@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 from dataclasses import asdict
 from pathlib import Path
@@ -72,7 +73,7 @@ class EndpointEnvironment(LoopEnvironment):
     async def play(self, ask: Ask) -> float | None:
         """Give the program an endpoint for as long as it runs."""
         self._takes_tools = bool(self.settings.get("tools_in_prompts"))
-        self._conversation = Conversation(self.task.messages, self.role, ask)
+        self._conversation = Conversation(self.task.messages, self.role, self.question)
         self._questions = EpisodeQuestions(self._answer)
         key = secrets.token_hex(16)
         try:
@@ -89,7 +90,8 @@ class EndpointEnvironment(LoopEnvironment):
 def _variables(base_url: str, key: str) -> dict[str, str]:
     """The endpoint's address and key by the names that programs read."""
     anthropic = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
-    # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service; Anthropic's
-    # client sends a token of that name, too.
-    others = {"OPENAI_API_BASE": base_url, "ANTHROPIC_AUTH_TOKEN": key}
+    # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service.
+    others = {"OPENAI_API_BASE": base_url}
+    if "ANTHROPIC_AUTH_TOKEN" in os.environ:  # Anthropic's client would send it, too
+        others["ANTHROPIC_AUTH_TOKEN"] = key
     return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, **anthropic, **others}

@@ -1,13 +1,14 @@
 """Adapter of a loop: a user's own ``async def play(ask)`` as an environment, a turn of the model an ``ask``.
 
-Durable by replay: a new object runs ``play`` again, and answers its questions from the journal. Only the
-standard library is imported.
+Durable by replay: a new object runs ``play`` again, and answers its questions from the journal, each with the
+turn that answered it, in whatever order they come. Only the standard library is imported.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 from bapo_megatron.environment import Environment, Reply, SampledTurn, Task
@@ -17,6 +18,20 @@ Ask = Callable[[str | Sequence[str] | None], Awaitable[SampledTurn]]
 The first question is the prompt: None, or its text."""
 
 
+OTHER_S = 10.0
+"""Time that a replay waits for the question that the journal has, while the loop asks others."""
+
+
+class Question:
+    """A question of a loop to the model, and its answer."""
+
+    def __init__(self, reply: Callable[[int], Reply]) -> None:
+        """``reply``: the question as a reply, after so many turns of the model."""
+        self.reply = reply
+        self.answer: asyncio.Future[tuple[int, SampledTurn]] = asyncio.get_running_loop().create_future()
+        """The number of the turn that answers it, counted from 1, and the turn."""
+
+
 class LoopEnvironment(Environment):
     """An episode that is a loop. Subclass it with ``play``; a worker of environments makes the object."""
 
@@ -24,8 +39,14 @@ class LoopEnvironment(Environment):
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         super().__init__(task, settings)
-        self._turns: asyncio.Queue[SampledTurn] = asyncio.Queue()
-        self._replies: asyncio.Queue[Reply | Exception] = asyncio.Queue()
+        self._waiting: list[Question] = []
+        """Those that wait, in the order in which they were asked."""
+        self._asked: Question | None = None
+        """The one that the model answers now."""
+        self._turns = 0
+        """Turns of the model so far."""
+        self._end: Reply | Exception | None = None
+        self._changed = asyncio.Event()
         self._playing: asyncio.Task[None] | None = None
         self._is_asking = self._is_closed = False
 
@@ -39,11 +60,23 @@ class LoopEnvironment(Environment):
 
     async def step(self, turn: str) -> Reply:
         """Answer ``play`` with a turn; what it asks next is the observation."""
-        if self._playing is None:
-            self._playing = asyncio.create_task(self._play())
-            self._check_opening(await self._next())
-        self._turns.put_nowait(turn if isinstance(turn, SampledTurn) else SampledTurn(turn))
-        return await self._next()
+        return await self._stepped(turn, None)
+
+    async def again(self, turn: str, given: str) -> Reply:
+        """``step`` in a replay: what it asks next is what it had asked, though others came before."""
+        return await self._stepped(turn, given)
+
+    async def question(self, reply: Callable[[int], Reply]) -> tuple[int, SampledTurn]:
+        """Ask the model; the number of its turn, and the turn. Several may wait: the model takes them in
+        order. One that is cancelled before its turn is not asked."""
+        asked = Question(reply)
+        self._waiting.append(asked)
+        self._changed.set()
+        try:
+            return await asked.answer
+        finally:
+            if asked in self._waiting:
+                self._waiting.remove(asked)
 
     def close(self) -> None:
         self._is_closed = True
@@ -57,26 +90,53 @@ class LoopEnvironment(Environment):
                 "conversation, so await each ask() before the next, and never cancel one"
             )
         self._is_asking = True
-        self._replies.put_nowait(Reply(observation or ""))
-        turn = await self._turns.get()
+        _, turn = await self.question(lambda _turns: Reply(observation or ""))
         self._is_asking = False
         return turn
 
     async def _play(self) -> None:
         try:
-            self._replies.put_nowait(Reply(None, reward=await self.play(self._ask)))
+            self._end = Reply(None, reward=await self.play(self._ask))
         except Exception as error:  # the step that waits raises it
-            self._replies.put_nowait(error)
+            self._end = error
         except BaseException as error:  # sys.exit() in a task would end the worker, with all that it holds
             if self._is_closed:
                 raise
-            self._replies.put_nowait(_ended(error))
+            self._end = _ended(error)
+        finally:
+            self._changed.set()
 
-    async def _next(self) -> Reply:
-        found = await self._replies.get()
-        if isinstance(found, Exception):
-            raise found
-        return found
+    async def _stepped(self, turn: str, given: str | None) -> Reply:
+        if self._playing is None:
+            self._playing = asyncio.create_task(self._play())
+            self._check_opening(await self._next(None))
+        self._turns += 1
+        assert self._asked is not None, "a loop that is over is asked nothing"
+        if not self._asked.answer.done():  # given up by who asked
+            sampled = turn if isinstance(turn, SampledTurn) else SampledTurn(turn)
+            self._asked.answer.set_result((self._turns, sampled))
+        return await self._next(given)
+
+    async def _next(self, given: str | None) -> Reply:
+        """The end of the loop, or the question that the model answers next: in a replay the ``given`` one."""
+        limit = None
+        while True:
+            if isinstance(self._end, Exception):
+                raise self._end
+            if self._end is not None:
+                return self._end
+            asked = [(one, one.reply(self._turns)) for one in self._waiting]
+            found = [pair for pair in asked if given in (None, pair[1].text)]
+            if found or (asked and limit is not None and limit <= asyncio.get_running_loop().time()):
+                self._asked, reply = (found or asked)[0]
+                self._waiting.remove(self._asked)
+                return reply
+            if asked and limit is None:
+                limit = asyncio.get_running_loop().time() + OTHER_S
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(limit):
+                    await self._changed.wait()
 
     def _check_opening(self, first: Reply) -> None:
         """ValueError if the loop's first question is not what the model was asked: it would learn to answer

@@ -1,10 +1,10 @@
 """The tree of an episode: its turns, each of which follows another, and the branches that training gets.
 
-An episode's tokens lie end to end in the order of time, turn by turn. A turn follows the one before it, unless
-a *fork* says otherwise: an agent program has rewritten its history, or holds several conversations. The way
-from the root to a turn that none follows is a *branch*, a training sample. Every sampled token is trained on
-once, in the first branch that has it; in later ones it is context. Pure functions; ``response.py`` has the
-episode.
+An episode's tokens lie end to end in the order of time, turn by turn. A turn follows the one before it,
+unless a *fork* says otherwise: an agent program has rewritten its history, or holds several conversations.
+The way from the root to a turn that none follows is a *branch*, a training sample. Every sampled token is
+trained on once, in the first branch that has it; in later ones it is context. Pure functions; ``response.py``
+has the episode.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@
     complete    nothing
 
 Only responses in an environment wait; one without is an *episode* of a single turn. The turns of an episode
-may form a tree (``branches.py``); what is sampled continues its last branch. Pure functions on frozen data: no engine, no file, no clock. The dispatcher and the stepper drive responses for training with it (the
+may form a tree (``branches.py``); what is sampled continues its last branch. Pure functions on frozen data:
+no engine, no file, no clock. The dispatcher and the stepper drive responses for training with it (the
 write-ahead log is between an answer and the next state), ``held_out.py`` those of evaluations.
 """
 
@@ -278,7 +279,7 @@ def next_request(
 
 def _own(seed: int, response: Response) -> int:
     """The seed of a response's draws; in an episode with branches that of a turn, from what it follows: so
-    questions that were asked together have the same draws in any order, and one that is repeated has others."""
+    questions that were asked together have the same draws in any order, a repeated one has others."""
     episode = response.episode
     if not episode.forks:
         return seed
@@ -296,7 +297,7 @@ def branch_ids(response: Response, branch: Branch, prompt: Prompt) -> np.ndarray
 
 
 def finish_reason_of(before: int, segment: ResponseTokens, sampling: Sampling) -> SegmentEnd | None:
-    """The finish reason of a response with ``segment`` after ``before`` tokens of its branch; None: unfinished.
+    """The finish reason of a response with ``segment`` after ``before`` tokens of a branch; None: unfinished.
 
     ``turn`` in place of ``stop`` in an environment, which says whether the response ends. From the tokens,
     whatever the engine reports: an abort may coincide with the stop token.

@@ -143,6 +143,8 @@ def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
     - ``.../steps_mean``: answers of the environment in a response; ``time/environment_s``: the time of its
       steps together, mean over responses
     - ``.../given_share``: share of all tokens that were given
+    - ``.../branches_mean``, ``.../branches_max``: branches of a response, where one has several;
+      ``.../branches_rewritten``: those that began because the chat template writes earlier turns otherwise
     - ``.../failures``: responses whose environment failed; ``.../restarts``: times that responses began again
     - ``.../finish_REASON``: share of responses that ended so, for each ``FinishReason`` of a response
     - ``.../reward_turn_N``: mean reward of the environment's N-th answer, over those with one
@@ -164,6 +166,11 @@ def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
         "environment/failures": float(sum(one["failure"] is not None for one in episodes)),
         "environment/restarts": float(sum(one["restarts"] for one in episodes)),
     }
+    if any("branches" in one for one in episodes):
+        branches = [one.get("branches", 1) for one in episodes]
+        found["environment/branches_mean"] = _mean(branches)
+        found["environment/branches_max"] = float(max(branches))
+        found["environment/branches_rewritten"] = float(sum(one.get("rewritten", 0) for one in episodes))
     for reason in get_args(FinishReason):
         if reason != "abort":  # of a request, never of a response
             found[f"environment/finish_{reason}"] = reasons.count(reason) / len(reasons)

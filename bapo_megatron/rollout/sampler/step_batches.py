@@ -114,9 +114,9 @@ def read_header(directory: Path, step: int) -> StepHeader:
         return header_of(_batch(dict(arrays), routes_path(directory, step).absolute()), columns)
 
 
-def read_example(directory: Path, step: int) -> tuple[np.ndarray, Rollout]:
-    """Example of ``step`` for a reader, and its prompt's ids: the first response that was given tokens, or
-    the first.
+def read_example(directory: Path, step: int) -> tuple[np.ndarray, list[Rollout]]:
+    """Example of ``step`` for a reader, and its prompt's ids: all branches of the first episode with several,
+    or the first response that was given tokens, or the first.
 
     Reads the header and what is shown, however large the file is, and verifies no checksum. ConfigError as
     of ``read_step``, for a compressed file, and for a step without responses.
@@ -132,7 +132,7 @@ def read_example(directory: Path, step: int) -> tuple[np.ndarray, Rollout]:
 
 def _example(
     groups: list[dict[str, Any]], values: Callable[[str, int, int], np.ndarray | None]
-) -> tuple[np.ndarray, Rollout]:
+) -> tuple[np.ndarray, list[Rollout]]:
     """``values``: those of an array from a place on, by its name, place and count; None without the array."""
     prompts = [0, *accumulate(group["prompt"]["token_ids_P"] for group in groups)]
     listed = [
@@ -142,14 +142,21 @@ def _example(
     array = RESPONSE_COLUMNS["loss_mask_R"].array
     masks = (values(array, starts[place], one[1]) for place, one in enumerate(listed))
     given = (place for place, mask_R in enumerate(masks) if mask_R is not None and not mask_R.all())
-    chosen = next(given, 0)
-    group, length, reason, reward, branch, has_prompt = listed[chosen]
-    found: dict[str, Any] = {
-        name: values(column.array, starts[chosen], length) for name, column in RESPONSE_COLUMNS.items()
-    }
+    first = next((place for place, one in enumerate(listed[1:]) if one[4]), None)
+    chosen = next(given, 0) if first is None else first
+    group = listed[chosen][0]
+    found: list[Rollout] = []
+    for place, (_, length, reason, reward, branch, has_prompt) in enumerate(listed[chosen:], chosen):
+        if found and not branch:
+            break
+        columns: dict[str, Any] = {
+            name: values(column.array, starts[place], length) for name, column in RESPONSE_COLUMNS.items()
+        }
+        about: dict[str, Any] = {"finish_reason": reason, "reward": reward, "branch": branch}
+        found.append(Rollout(**columns, **about, has_prompt=has_prompt))
     ids_P = values(PROMPTS, prompts[group], prompts[group + 1] - prompts[group])
     assert ids_P is not None, "all step files have it"
-    return ids_P, Rollout(**found, finish_reason=reason, reward=reward, branch=branch, has_prompt=has_prompt)
+    return ids_P, found
 
 
 def _values(

@@ -181,10 +181,9 @@ class TurnTaker:
         both = zip(messages, prompt.messages, strict=False)
         same = [all(one.get(key) == theirs[key] for key in ("role", "content")) for one, theirs in both]
         last = turns[context.after - 1] if context.after else None
-        keeps = rule.keeps_turns and last is not None
-        behind = context.after if keeps else 0
+        behind = context.after if rule.keeps_turns else 0
         ids = rule.ids(messages, repeated, [*same, False].index(False), context.tools, behind)
-        if keeps:
+        if behind and last is not None:
             ids = np.concatenate([branch_ids(response, response.tree.to(last), prompt), ids])
         return _placed(ids, prompt, response, turns, last)
 

@@ -145,7 +145,7 @@ def errors():
             messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}],
         ),
         "count": lambda: anthropic_client.messages.count_tokens(model="policy", messages=prompt),
-        "key": lambda: anthropic.Anthropic(api_key="x", auth_token="y").messages.create(
+        "key": lambda: anthropic.Anthropic(api_key="x").messages.create(
             model="policy", max_tokens=9, messages=prompt
         ),
     }
@@ -185,7 +185,7 @@ def main():
             for stream in ("whole", "stream"):
                 os.environ["READ"] = f"{folder}/{protocol}-{stream}"
                 settings = {"command": [sys.executable, __file__, protocol, stream], "tools_in_prompts": True}
-                replies = check_durable(Agent, task, settings, turns)
+                replies = check_durable(Agent, task, settings, turns, cuts=[2])
                 read = [*map(json.loads, Path(os.environ["READ"]).read_text().splitlines())][: len(turns)]
                 found[f"{protocol}-{stream}"] = [[[one.observation, one.reward] for one in replies], read]
         os.environ["READ"] = f"{folder}/errors"
@@ -195,8 +195,7 @@ def main():
 
 
 if __name__ == "__main__":
-    for name in ("OPENAI_API_BASE", "ANTHROPIC_AUTH_TOKEN"):
-        os.environ.pop(name, None)
+    os.environ.pop("OPENAI_API_BASE", None)
     if sys.argv[1:] == ["errors"]:
         errors()
     elif sys.argv[1:]:

@@ -7,6 +7,7 @@ import html
 import json
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from bapo_megatron.commands.report.conversations import MOST_TOKENS, conversations
 from bapo_megatron.commands.report.data import MetricTable, RunRecord, read_run
-from bapo_megatron.commands.report.page import MOST_TOKENS, conversations, write_report
+from bapo_megatron.commands.report.page import write_report
 from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS
 from bapo_megatron.rollout.sampler.step_batches import step_path, write_step
 from bapo_megatron.types import FinishReason, Group, Prompt, Rollout, StepBatch
@@ -256,3 +258,27 @@ def test_a_run_without_an_environment_opens_no_journal(tmp_path: Path) -> None:
     assert "<h2>Episodes" not in page
     assert conversations(run)[0].blocks
     assert read_run(tmp_path).steps
+
+
+def test_branches_are_a_tree(tmp_path: Path) -> None:
+    """A second conversation from the first turn, without what it shares, and one with a prompt of its own."""
+    first = asked()
+    other = rollout("755+180<|im_end|>", FRAME.format("7"), "7<|im_end|>", reward=0.5)
+    own = rollout("", "1+1=", "2<|im_end|>", reward=0.5)
+    group = Group(
+        Prompt(0, ids("755+180="), "935", "sums"),
+        (first, replace(own, branch=1, has_prompt=False), replace(other, branch=2)),
+    )
+    run = write_run(tmp_path, {1: first})
+    write_step(tmp_path / "journal", 1, StepBatch((group,), {}))
+    found = conversations(run)
+    assert [(one.title.partition(":")[0].partition(" tokens")[0], one.depth) for one in found] == [
+        ("Step 1, branch 1 of 3", 0),
+        (found[1].title.partition(" tokens")[0], 1),
+        ("Step 1, branch 2 of 3", 0),
+    ]
+    assert found[1].title.startswith("Step 1, branch 3 of 3, behind ")
+    said = ["".join(text for block in one.blocks for text, _ in block.pieces) for one in found]
+    assert said[1].endswith("7<|im_end|>\n<|im_start|>assistant\n7<|im_end|>")
+    assert "755" not in said[1], "what it shares is shown once"
+    assert said[2] == "1+1=2<|im_end|>"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
 import pytest
 
-from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment import Reply, SampledTurn, Task
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.protocols import chat, server
 from tests.support.scripted_episodes import play
@@ -57,7 +58,7 @@ def asked(
 
 
 QUESTION = TASK.messages[0]
-TURN = {"role": "assistant", "content": "Hm."}
+TURN = {"role": "assistant", "content": "3"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -85,11 +86,10 @@ def test_requests_by_hand() -> None:
             ({"messages": second}, True),
             ({"messages": second[2:]}, True),
         ],
-        ["I add. " + CALL, "Done."],
+        ["I add. " + CALL, "Again.", "Other.", "Done.", "Bare."],
     )
-    assert [status for status, _ in found] == [401, *[400] * 8, 409, 409, 200, 409, 409, 409, 200, 409]
+    assert [status for status, _ in found] == [401, *[400] * 8, 409, 409, 200, 200, 400, 200, 200, 200]
     reasons = [answer["error"]["message"] for status, answer in found if status != 200]
-    rewrites = "it rewrites what was said before, or does not begin with the dataset's prompt: message "
     assert reasons == [
         "no episode has this key",
         "the request is no JSON",
@@ -100,15 +100,13 @@ def test_requests_by_hand() -> None:
         "message 0 has a content that is neither text nor a list of parts",
         "message 0 has content that is no text",
         "message 0 has content that is no text",
-        "it begins with more than the dataset's prompt: the model's turn",
-        f"{rewrites}0 is system: 'Be brief.', and was user: 'Guess my number.'",
-        f"{rewrites}1 is missing, the model's turn",
-        "it adds no message to the conversation",
-        "it adds a message that is no tool's: set `role` in a subclass, or leave out user: 'Guess my "
-        "number.'",
-        f"{rewrites}0 is tool: '2', and was user: 'Guess my number.'",
+        "its first request is not the dataset's prompt, but 3 messages, the first "
+        '{"role": "user", "content": "Guess my number."}',
+        "its first request is not the dataset's prompt, but 2 messages, the first "
+        '{"role": "system", "content": "Be brief."}',
+        "it ends with no message for the model to answer",
     ]
-    first, last = (answer["choices"][0] for status, answer in found if status == 200)
+    first, _, _, last, _ = (answer["choices"][0] for status, answer in found if status == 200)
     assert first["finish_reason"] == "tool_calls"
     assert first["message"]["content"] == "I add."
     assert first["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
@@ -118,7 +116,9 @@ def test_requests_by_hand() -> None:
 def test_answers_and_calls_have_names_of_their_own() -> None:
     """Programs keep answers and calls by their ids, and add up what they used."""
     tool = {"role": "tool", "content": "2"}
-    bodies = [{"messages": [QUESTION]}, {"messages": [QUESTION, TURN, tool, tool]}]
+    add = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [add, add]}
+    bodies = [{"messages": [QUESTION]}, {"messages": [QUESTION, turn, tool, tool]}]
     seen: list[Any] = []
     found = [answer for _, answer in asked([(one, True) for one in bodies], [CALL + CALL, CALL], seen)]
     assert [reply.observation for reply in seen] == [["2", "2"], None], "each result is a message"
@@ -279,9 +279,8 @@ def test_a_refusal_that_was_mended_is_not_the_reason_of_a_later_end() -> None:
         asyncio.run(asyncio.wait_for(played(), 60))
 
 
-async def test_questions_at_a_time_wait_for_each_other() -> None:
-    """The same one without a mark, too: it wants a second answer. OpenAI's client is told not to ask again,
-    which it does after 409."""
+async def test_questions_at_a_time_are_branches() -> None:
+    """The same one without a mark, too: it wants a second answer."""
 
     class Twice(Patient):
         async def second(self) -> None:
@@ -293,25 +292,174 @@ async def test_questions_at_a_time_wait_for_each_other() -> None:
             await asyncio.gather(*asked, other)
 
     agent = Twice(TASK, {})
-    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-    found = sorted((status, again) for status, _, again in agent.found)
-    assert found == [(200, None), (200, None), (409, "false"), (409, "false")]
+    replies = [await agent.step("3")]
+    await agent.go_on.wait()
+    replies += [await agent.step(turn) for turn in ("6", "7", "8")]
+    assert replies[0] == Reply("higher")
+    said = [reply.context.messages[-1]["content"] for reply in replies[1:3] if reply.context]
+    assert (said, replies[3]) == (["lower", "higher"], Reply(None))
+    assert [status for status, _, _ in agent.found] == [200] * 4
 
 
-async def test_blanks_keep_a_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client's limit is on silence; JSON may begin with white space."""
+SECOND = [QUESTION, TURN, {"role": "user", "content": "higher"}]
+COMMENT, PING = b": the model answers\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "ping", "end"),
+    [
+        ("chat/completions", {"messages": SECOND}, b" ", b'"total_tokens": 0}}'),
+        ("chat/completions", {"messages": SECOND, "stream": True}, COMMENT, b"data: [DONE]\n\n"),
+        ("responses", {"input": SECOND, "stream": True}, COMMENT, b'"total_tokens": 0}}}\n\n'),
+        ("messages", {"messages": SECOND, "stream": True}, PING, b'data: {"type": "message_stop"}\n\n'),
+    ],
+)
+async def test_pings_keep_a_connection_alive(
+    path: str, asked: dict[str, Any], ping: bytes, end: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's limit is on silence. JSON may begin with white space; streams have comments, or pings. A
+    stream whose client has gone is asked for again, whole or as a stream, and is the same turn."""
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.01)
 
     class Slow(Patient):
         async def second(self) -> None:
-            body = {"messages": [QUESTION, TURN, {"role": "user", "content": "higher"}]}
-            async with self.session.post("chat/completions", json=body) as answer:
-                self.found.append(await answer.content.readexactly(2))
+            async with self.session.post(path, json=asked) as answer:
+                self.found.append(await answer.content.readexactly(len(2 * ping)))
+            await self.until_asked(2, clients=0)
+            async with self.session.post(path, json={**asked, "stream": not asked.get("stream")}) as answer:
+                await answer.content.readexactly(1)
                 self.go_on.set()
-                self.found.append(json.loads(await answer.text()))
+            await self.until_asked(2, clients=0)
+            async with self.session.post(path, json=asked) as answer:
+                self.found.append((await answer.read()).lstrip())
 
     agent = Slow(TASK, {})
     assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-    (_, blanks, answer) = agent.found
-    assert blanks == b"  "
-    assert answer["choices"][0]["message"]["content"] == "6"
+    (_, pings, text) = agent.found
+    assert pings == 2 * ping
+    assert b'"6"' in text
+    assert text.endswith(end)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status is sent: a stream ends with an error; another client loses its connection, asks again, and
+    reads why."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.01)
+
+    class Late(Patient):
+        async def _answer(self, request: chat.ChatRequest) -> SampledTurn:
+            if request.messages[-1]["content"] != "lower":
+                return await super()._answer(request)
+            await self.go_on.wait()
+            raise chat.Refused(409, "it comes too late")
+
+        async def second(self) -> None:
+            first = asyncio.ensure_future(super().second())
+            await self.until_asked(2, clients=1)
+            body = {"messages": [QUESTION, TURN, {"role": "user", "content": "lower"}], "stream": is_stream}
+            async with self.session.post("chat/completions", json=body) as answer:
+                await answer.content.readexactly(1)
+                self.go_on.set()
+                with suppress(aiohttp.ClientPayloadError):
+                    self.found.append(await answer.text())
+            await first
+            if not is_stream:
+                await self.post(*body["messages"])  # type: ignore[misc]
+
+    agent = Late(TASK, {})
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    [refusal] = [one for one in agent.found if isinstance(one, str)] if is_stream else [agent.found[-1][1]]
+    assert "it comes too late" in refusal
+    assert '"type": "invalid_request_error"' in refusal
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        (
+            "responses",
+            {"input": "x", "previous_response_id": "resp_1"},
+            "previous_response_id='resp_1' is",
+        ),
+        ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "only functions are"),
+        ("responses", {"input": [{"type": "computer_call"}]}, "item 0 of input is no message, function_call"),
+        ("responses", {"input": []}, "the request has no input"),
+        ("messages", {"messages": "x"}, "the request has no list of messages"),
+        ("messages", {"messages": [{"role": "tool"}]}, "message 0 is no object with a role: user or assis"),
+        ("messages", {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list of blocks"),
+        ("messages", {"messages": [], "tools": [{"type": "bash_20250124"}]}, "only those of the program are"),
+        ("messages", {"messages": [], "tools": [{}]}, "it has a tool without a name"),
+        ("chat/completions", {"messages": [], "tools": 5}, "tools is no list"),
+    ],
+)
+async def test_requests_that_other_protocols_refuse(path: str, body: dict[str, Any], reason: str) -> None:
+    class Refusing(Patient):
+        async def second(self) -> None:
+            async with self.session.post(path, json=body) as answer:
+                self.found.append((answer.status, await answer.json()))
+            await super().second()
+
+    agent = Refusing(TASK, {})
+    agent.go_on.set()
+    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
+    status, answer = agent.found[1]
+    assert status == 400
+    assert reason in answer["error"]["message"]
+    assert answer.get("type") == ("error" if path == "messages" else None)
+
+
+def test_items_and_blocks_are_the_messages_of_a_chat() -> None:
+    """Whatever the protocol, the chat template gets the same messages and tools."""
+    schema = {"type": "object", "properties": {}}
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    calls = [{"id": "1", "type": "function", "function": call}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        QUESTION,
+        {"role": "assistant", "content": "I add.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+        {"role": "user", "content": "Go on."},
+    ]
+    function = {"name": "add", "description": "Adds.", "parameters": schema}
+    items = [
+        QUESTION,
+        {"type": "reasoning", "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
+        {"type": "function_call", "call_id": "1", **call},
+        {"type": "function_call_output", "call_id": "1", "output": "2"},
+        {"role": "user", "content": [{"type": "input_text", "text": "Go on."}]},
+    ]
+    blocks = [
+        QUESTION,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm."},
+                {"type": "text", "text": "I add."},
+                {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "2"}]},
+                {"type": "text", "text": "Go on."},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    tool = {"name": "add", "description": "Adds.", "input_schema": schema}
+    chat_tools = [{"type": "function", "function": function}]
+    bodies = [
+        {"messages": messages, "tools": chat_tools, "tool_choice": "none"},
+        {
+            "instructions": "Be brief.",
+            "input": items,
+            "tools": [{"type": "function", **function}],
+            "tool_choice": "none",
+        },
+        {"system": system, "messages": blocks, "tools": [tool], "tool_choice": {"type": "none"}},
+    ]
+    for protocol, body in zip(server.PROTOCOLS, bodies, strict=True):
+        assert protocol.read(body) == chat.ChatRequest(messages, chat_tools, takes_calls=False)

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment import Context, Reply, Task
 from bapo_megatron.environment.adapters import agent_program
 from bapo_megatron.environment.adapters.agent_program import REWARD_FILE
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
@@ -132,6 +132,15 @@ def test_a_program_over_kills() -> None:
     replies = check_durable(EndpointEnvironment, TASK, program(), ["3", "9", "6"])
     assert replies == [Reply("higher"), Reply("lower"), Reply(None, reward=1 / 3)]
     assert play(EndpointEnvironment, TASK, program("silent"), ["6"]) == [Reply(None)]
+    branch, end = play(EndpointEnvironment, TASK, program("rewrites"), ["3", "6"])
+    assert branch.context == Context(
+        [
+            {"role": "user", "content": "Guess again."},
+            {"role": "assistant", "turn": 1},
+            {"role": "user", "content": "higher"},
+        ]
+    )
+    assert end == Reply(None, reward=0.5)
 
 
 @pytest.mark.parametrize("argument", ["spied", "prints"])
@@ -157,7 +166,6 @@ def test_a_program_reaches_the_endpoint_without_the_proxy(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("argument", "problem"),
     [
-        ("rewrites", "ended with 1. Its request was refused: it rewrites what was said before"),
         ("tools", "ended with 1. Its request was refused: it has tools, and tools_in_prompts"),
         ("dies", "ended with 3"),
     ],

@@ -108,8 +108,45 @@ def test_verifiers() -> None:
     assert [played[name][1:] for name in ("right", "wrong")] == [[[None], 1.0], [[None], 0.0]]
 
 
-def test_an_agent_with_the_client_of_openai() -> None:
-    assert found("play_agent") == [["4", None], ["5", None], [None, 1.0]]
+def test_agents_with_the_clients_of_openai_and_anthropic() -> None:
+    """Streams and whole answers over kills: calls, ends, usage and log-probs as each client reads them."""
+    played = found("play_agent")
+    errors = played.pop("errors")
+    ends = {
+        "chat": ["tool_calls", "tool_calls", "stop"],
+        "responses": ["completed"] * 3,
+        "messages": ["tool_use", "tool_use", "end_turn"],
+    }
+    assert len(played) == 6
+    for name, (replies, read) in played.items():
+        protocol = name.partition("-")[0]
+        assert replies == [["4", None], [["5", "6"], None], [None, 1.0]], name
+        assert [text or "" for text, _, _ in read] == ["I add.", "", "5"], name
+        assert [calls for _, calls, _ in read] == [["add"], ["add", "add"], []], name
+        assert [more[0] for _, _, more in read] == ends[protocol], name
+        assert [more[1] for _, _, more in read] == [[10, 2], [11, 2], [12, 2]], name
+        log_probs = [[one for _, one in more[2]] for _, _, more in read if more[2:]]
+        calls_alone = [-0.5, -0.25] if protocol == "chat" else []  # responses have those of texts
+        assert log_probs == ([] if protocol == "messages" else [[-0.5, 0.0], calls_alone, [-0.5, -0.5]]), name
+    assert errors.pop("models") == [["policy"], ["policy"]]
+    assert {name: kind for name, (kind, _) in errors.items()} == {
+        "n": "BadRequestError",
+        "state": "BadRequestError",
+        "image": "BadRequestError",
+        "count": "NotFoundError",
+        "key": "AuthenticationError",
+    }
+    assert errors["n"][1] == "n=2 is not offered here: leave it out"
+    assert errors["key"][1] == "no episode has this key"
+
+
+def test_an_agent_of_a_package() -> None:
+    """smolagents, which nobody here wrote: its prompts, its calls, its own text of their results."""
+    tools, said, reward = found("play_smolagents")
+    assert tools == ["add", "final_answer"]
+    assert said.startswith("Observation:")
+    assert "5" in said
+    assert reward == 1.0
 
 
 # --- tokens --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.config import RunConfig, load_recipe
 from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.tools.calculator import Calculator
 from tests.support.pages import ROOT
 from tests.support.scripted_episodes import play
@@ -85,7 +86,20 @@ def test_the_recipe_of_the_real_model_and_its_example() -> None:
     assert call in question
 
 
-@pytest.mark.parametrize("name", ["demo_real", "demo_real_tools"])
+def test_the_agent_program_of_its_recipe_is_a_calculator_too() -> None:
+    run = load_recipe(ROOT / "recipes/demo_agent.py", RunConfig)
+    run.check()
+    make = runpy.run_path(str(DEMO / "make_worked.py"))
+    (_, question), (_, call), (_, value), (_, answer) = make["EXAMPLE"]
+    line = json.dumps({"prompt": [{"role": "user", "content": "98 - 76 ="}]})
+    [row] = make["worked"]([line], "user")
+    assert [one["role"] for one in row["prompt"]] == ["system", *["user", "assistant"] * 2, "user"]
+    task = Task([{"role": "user", "content": question}])
+    replies = play(EndpointEnvironment, task, run.environment.settings, [call, answer])
+    assert replies == [Reply(value), Reply(None)]
+
+
+@pytest.mark.parametrize("name", ["demo_real", "demo_real_tools", "demo_agent"])
 @pytest.mark.parametrize("preset", ["paper", "balanced", "clip_higher", "published_code"])
 def test_the_real_models_recipes_take_every_preset(name: str, preset: str, tmp_path: Path) -> None:
     """As a user edits them: one word of the recipe."""

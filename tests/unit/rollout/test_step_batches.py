@@ -98,14 +98,14 @@ def test_the_example_is_the_first_response_that_was_given_tokens(tmp_path: Path)
     """Without one it is the first response; its columns are those of the whole step."""
     plain = batch()
     write_step(tmp_path, 1, plain)
-    ids_P, found = read_example(tmp_path, 1)
+    ids_P, [found] = read_example(tmp_path, 1)
     assert ids_P.tolist() == [1, 2, 3]
     assert_same(one_response(ids_P, found), one_response(ids_P, plain.groups[0].rollouts[0]))
     last = plain.groups[1].rollouts[1]
     given = dataclasses.replace(last, loss_mask_R=np.array([True] * 3 + [False] * 2 + [True] * 3))
     groups = (plain.groups[0], Group(plain.groups[1].prompt, (plain.groups[1].rollouts[0], given)))
     write_step(tmp_path, 2, StepBatch(groups, {}))
-    ids_P, found = read_example(tmp_path, 2)
+    ids_P, [found] = read_example(tmp_path, 2)
     assert ids_P.tolist() == [5]
     assert_same(one_response(ids_P, found), one_response(ids_P, given))
     assert found.loss_mask_R is not None
@@ -125,7 +125,7 @@ def test_an_example_is_read_without_the_rest_of_its_step(tmp_path: Path) -> None
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is damaged"):
         read_step(tmp_path, 1)
-    assert read_example(tmp_path, 1)[1].token_ids_R.tolist() == rollout(10, 0.1).token_ids_R.tolist()
+    assert read_example(tmp_path, 1)[1][0].token_ids_R.tolist() == rollout(10, 0.1).token_ids_R.tolist()
 
 
 def test_a_compressed_step_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:

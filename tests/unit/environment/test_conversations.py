@@ -1,0 +1,143 @@
+"""Conversations of a program as branches: what a request continues, over kills, and its tokens by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment.adapters.conversation import Conversation
+from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
+from bapo_megatron.environment.conversation_tokens import ConversationTokens, RepeatedTurn
+from tests.support.chat_templates import demo_tokenizer
+from tests.support.scripted_episodes import check_durable
+
+TASK = Task([{"role": "user", "content": "Begin."}])
+PROMPT = TASK.messages[0]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, *calls: tuple[str, str]) -> dict[str, Any]:
+    made = [{"id": "x", "function": {"name": name, "arguments": said}} for name, said in calls]
+    return {"role": "assistant", "content": text, **({"tool_calls": made} if made else {})}
+
+
+class Forking(LoopEnvironment):
+    """Two sub-conversations at a time, a return, a history compressed, a question asked twice."""
+
+    order = (0, 1)
+
+    async def play(self, ask: Ask) -> float | None:
+        """The second object asks the parallel questions in the other order."""
+        talk = Conversation(self.task.messages, self.role, self.question)
+        one = await talk.answer([PROMPT])
+        two = await talk.answer([PROMPT, assistant(one), user("more")])
+        subs = [[user("left")], [{"role": "developer", "content": "Be brief."}, user("right")]]
+        Forking.order = Forking.order[::-1]
+        found = await asyncio.gather(*(talk.answer(subs[place]) for place in Forking.order))
+        left, right = (found[Forking.order.index(place)] for place in (0, 1))
+        five = await talk.answer([PROMPT, assistant(one), user("more"), assistant(two), user(left + right)])
+        await talk.answer([user("summary"), assistant(five), user("go on")])
+        await talk.answer([user("left")])
+        return 1.0
+
+
+def test_branches_over_kills() -> None:
+    replies = check_durable(Forking, TASK, {}, ["one", "two", "3", "4", "five", "six", "seven"], [2, 3, 5])
+    contexts = [reply.context and (reply.context.after, len(reply.context.messages)) for reply in replies]
+    assert replies[0] == Reply("more"), "what goes on behind the last turn is an observation"
+    assert sorted(one for one in contexts[1:3] if one) == [(0, 1), (0, 2)]
+    assert contexts[3:] == [(2, 5), (0, 3), (0, 1), None]
+    assert replies[3].context is not None
+    assert replies[3].context.messages[1] == {"role": "assistant", "turn": 1}
+    assert replies[4].context is not None
+    assert replies[4].context.messages[1] == {"role": "assistant", "turn": 5}, "as it was sampled, anywhere"
+
+
+CALLS = 'I add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("turn", "message", "is_same"),
+    [
+        ("<think>\nHm.\n</think>\n\n5", assistant("5"), True),
+        ("<think>\nHm.\n</think>\n\n5", assistant("<think>\nHm.\n</think>\n\n5"), True),
+        ("5", assistant("6"), False),
+        ("5", assistant([{"type": "text", "text": " 5\n"}]), True),  # type: ignore[arg-type]
+        (CALLS, assistant("I add.", ("add", '{"a": 1}')), True),
+        (CALLS, assistant(None, ("add", '{"a": "1"}')), True),
+        (CALLS, assistant("I add.", ("add", '{"a": 2}')), False),
+        (CALLS, assistant("I add."), False),
+        (CALLS, assistant(CALLS), True),
+    ],
+)
+def test_which_message_is_a_turn(turn: str, message: dict[str, Any], is_same: bool) -> None:
+    asked: list[Reply] = []
+
+    async def ask(reply: Any) -> Any:
+        asked.append(reply(len(asked)))
+        return len(asked), turn
+
+    async def talk() -> None:
+        conversation = Conversation([PROMPT], "user", ask)
+        await conversation.answer([PROMPT])
+        await conversation.answer([PROMPT, message, user("and?")])
+
+    asyncio.run(talk())
+    assert (asked[1] == Reply("and?")) == is_same
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+OURS = demo_tokenizer()
+CLOSE = 258
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
+OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+DROPS = "m.content.split('</think>')[-1].lstrip('\n')"
+
+
+def rule(content: str = "m.content", keeps_turns: bool = False) -> ConversationTokens:
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = CHATML.replace("CONTENT", content) + OPENING
+    return ConversationTokens(tokenizer, [CLOSE], (), keeps_turns)
+
+
+def ids_of(text: str) -> list[int]:
+    found: list[int] = OURS.encode(text, add_special_tokens=False)
+    return found
+
+
+def repeated(text: str, *ids: int) -> RepeatedTurn:
+    return RepeatedTurn(text, np.array([*(ids or ids_of(text)), CLOSE], np.int32), False)
+
+
+HEAD = ids_of("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
+TAIL = ids_of("\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+MESSAGES = [user("a"), {"role": "assistant", "turn": 1}, user("b")]
+THOUGHT = "<think>\nHm.\n</think>\n\n5"
+
+
+@pytest.mark.parametrize("text", ["5", THOUGHT, " 5 ", "<|im_end|>", "a", ""])
+def test_a_turn_stands_as_it_was_sampled(text: str) -> None:
+    """Its ids are others than those of its text: 7 7 7."""
+    found = rule().ids(MESSAGES, {1: repeated(text, 7, 7, 7)}, 1)
+    assert found.tolist() == [*HEAD, 7, 7, 7, CLOSE, *TAIL]
+    assert rule().ids(MESSAGES, {1: repeated(text, 7)}, 1, behind=1).tolist() == TAIL
+
+
+def test_what_a_template_writes_otherwise_is_text() -> None:
+    turns = {1: repeated(THOUGHT, 7, 7, 7)}
+    assert rule(DROPS).ids(MESSAGES, turns, 1).tolist() == [*HEAD, *ids_of("5"), CLOSE, *TAIL]
+    assert rule(DROPS, keeps_turns=True).ids(MESSAGES, turns, 1).tolist() == [*HEAD, 7, 7, 7, CLOSE, *TAIL]
+
+
+def test_what_a_program_says_opens_no_turn() -> None:
+    said = [user("a"), user("<|im_end|>\n<|im_start|>assistant\nHa")]
+    found = rule().ids(said, {}, 1).tolist()
+    assert found.count(CLOSE) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +13,7 @@ import psutil
 import pytest
 
 from bapo_megatron.environment import Reply, Task
-from bapo_megatron.environment.adapters import agent_program, agent_rows
+from bapo_megatron.environment.adapters import agent_program
 from bapo_megatron.environment.adapters.agent_program import REWARD_FILE
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
@@ -196,25 +195,6 @@ def test_no_address_of_a_real_service_is_left_to_a_program(monkeypatch: pytest.M
     monkeypatch.setenv("OPENAI_API_BASE", "https://api.example/v1")
     same = first("assert os.environ['OPENAI_API_BASE'] == os.environ['OPENAI_BASE_URL']")
     assert play(EndpointEnvironment, TASK, same, ["6"]) == [Reply(None, reward=1.0)]
-
-
-def test_rows_whose_prompts_are_what_a_program_asks_first(tmp_path: Path) -> None:
-    """In a run it gets the problem, as it did then, and its first request is the row's prompt."""
-    briefed = tmp_path / "briefed.py"
-    text = Path(AGENT).read_text().replace("[*task[", '[{"role": "system", "content": "Be brief."}, *task[')
-    briefed.write_text(text)
-    command = [sys.executable, str(briefed)]
-    problems, output = tmp_path / "problems.jsonl", tmp_path / "rows.jsonl"
-    problem = {"prompt": TASK.messages, "reward_model": {"ground_truth": "6"}, "extra_info": {"n": 1}}
-    problems.write_text(json.dumps(problem) + "\n")
-    agent_rows.main([str(problems), str(output), "--", *command])
-    row = json.loads(output.read_text())
-    assert row["prompt"] == [{"role": "system", "content": "Be brief."}, *TASK.messages]
-    assert row["extra_info"]["n"] == 1
-    task = replace(TASK, messages=row["prompt"], extra_info=row["extra_info"])
-    assert play(EndpointEnvironment, task, {"command": command}, ["6"]) == [Reply(None, reward=1.0)]
-    with pytest.raises(SystemExit, match="2"):
-        agent_rows.main([str(problems), str(output), "--", sys.executable, "-c", "pass"])
 
 
 WRITES = f"open(os.environ[{REWARD_FILE!r}], 'w').write('%s')"

@@ -26,7 +26,6 @@ PINS := bapo_megatron/constraints.txt
 TORCH := $(shell grep '^torch==' $(PINS))
 # Without what they need: a package that a C compiler makes, and that one task uses; a sort of names that we do not use.
 TASKS := $(shell grep -E '^(reasoning-gym|champ-dataset)==' $(PINS))
-MEGATRON := $(shell grep '^megatron-core==' $(PINS))
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG_VENV := .venv-sglang
@@ -100,7 +99,7 @@ setup: $(VENV)/.done
 $(VENV)/.done: setup.py $(PINS) Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "$(MEGATRON)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c $(PINS) megatron-core
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(PINS) -e ".[dev]"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(TASKS)
 	touch $@

@@ -27,10 +27,15 @@ fail() {
     exit 2
 }
 
-pinned() { # FILE NAME...: the lines of a file that pin these packages
+pinned() { # FILE NAME...: the versions that a file pins for the environment's Python, as NAME==VERSION
     local file=$1 name
     shift
-    for name; do grep "^$name==" "$file"; done
+    for name; do grep "^$name==" "$file"; done | "$venv/bin/python" -c '
+import sys
+from pip._vendor.packaging.requirements import Requirement
+for line in map(Requirement, sys.stdin.read().splitlines()):
+    if line.marker is None or line.marker.evaluate():
+        print(f"{line.name}{line.specifier}")'
 }
 
 # A step's line is the last of its output: what it took, and what the environment takes.

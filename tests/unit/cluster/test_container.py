@@ -44,7 +44,7 @@ def test_it_is_a_dockerfile() -> None:
 
 def test_it_has_a_compiler_and_the_headers_of_python() -> None:
     packages = set(" ".join(run_lines()).split())
-    assert {"build-essential", "git", "make", "python3.11", "python3.11-dev", "python3.11-venv"} <= packages
+    assert {"build-essential", "git", "make", "python3.12", "python3.12-dev", "python3.12-venv"} <= packages
 
 
 def test_every_file_that_it_copies_exists_and_is_sent_to_the_builder() -> None:
@@ -71,7 +71,7 @@ def test_it_installs_as_make_cluster_does_what_the_cluster_file_names() -> None:
     [trainer] = [words for words in installs if words[-2] == "trainer"]
     variables = dict(word.split("=", 1) for word in trainer[1:-4])
     assert variables == {
-        "PYTHON": "python3.11",
+        "PYTHON": "python3.12",
         "CLUSTER_ARCH": "${CLUSTER_ARCH}",
         "MAX_JOBS": "${MAX_JOBS}",
         "CLUSTER_WHEELS": "/root/.cache/wheels",

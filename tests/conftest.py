@@ -16,6 +16,7 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+import bapo_megatron.policy  # noqa: F401  # before megatron-core, which may want triton
 from tests.support.coroutines import run_coroutine
 from tests.support.guardian import guard_session
 from tests.support.scheduling import make_scheduler, place_of, workers

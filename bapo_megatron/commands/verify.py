@@ -51,7 +51,6 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.weight_files import weight_files
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.policy.kernel_check import check_kernels
 from bapo_megatron.policy.layout import data_parallel_size, parallel_processes
 from bapo_megatron.runtime.device import silence_libraries
 from bapo_megatron.runtime.distributed import (
@@ -65,6 +64,7 @@ from bapo_megatron.runtime.files import check_output_file
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.tensor_types import MicroBatch
 from bapo_megatron.trainer.build import build_policy
+from bapo_megatron.trainer.kernel_check import check_kernels
 from bapo_megatron.trainer.preflight import check_weights
 
 _PLACES, _PLACE_BYTES = 64, 4096

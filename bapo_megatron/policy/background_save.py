@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch import Tensor
 
 from bapo_megatron.policy.device import has_cuda
+from bapo_megatron.policy.megatron_versions import writer_forks
 from bapo_megatron.runtime.guards import OutOfMemoryError, death
 from bapo_megatron.runtime.processes import die_with_parent
 
@@ -195,7 +196,13 @@ def _writer_process(write: Callable[..., Any], *arguments: Any, **named: Any) ->
     # First: collecting the trainer's garbage, such as a store, would wait for threads that a fork lacks.
     gc.freeze()
     _die_with_parent()
-    # Before megatron's writer forks: it waits for ever for a fork that was killed.
+    if writer_forks():
+        _watch_forks()
+    return write(*arguments, **named)
+
+
+def _watch_forks() -> None:
+    """Let this process end with a fork of megatron's writer that was killed, for which it waits for ever."""
     signal.signal(signal.SIGCHLD, _die_with_child)
     inner = filesystem_async.FileSystemWriterAsync.write_preloaded_data
 
@@ -205,7 +212,6 @@ def _writer_process(write: Callable[..., Any], *arguments: Any, **named: Any) ->
         return inner(*own, **rest)
 
     filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(write_alone)
-    return write(*arguments, **named)
 
 
 def _die_with_parent() -> None:

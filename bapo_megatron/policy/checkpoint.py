@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.policy.background_save import BackgroundSave, replace_results_queue
+from bapo_megatron.policy.megatron_versions import save_arguments
 from bapo_megatron.policy.optimizer_state import shard_over_ranks
 from bapo_megatron.policy.stored_checkpoint import StoredCheckpoint, open_stored, read_by
 from bapo_megatron.runtime.distributed import all_gather
@@ -54,9 +55,10 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
     request = dist_checkpointing.save(
         {**_state(model, optimizer, loading=False), "written_at": _layout(model)},
         str(path),
-        FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist", 1), _replicas()),
+        FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), _replicas()),
         async_sharded_save=True,
         content_metadata=_CONTENT,
+        **save_arguments(),
     )
     return BackgroundSave(request)
 
@@ -108,9 +110,9 @@ def _read(asked: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
     keys = {name: list(part) for name, part in asked.items() if name.startswith("model")}
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
     try:
-        with read_by(stored) as common:
+        with read_by(stored) as arguments:
             state, _, absent = dist_checkpointing.load(
-                asked, str(stored.folder), strategy, common, strict=StrictHandling.RETURN_UNEXPECTED
+                asked, str(stored.folder), strategy, strict=StrictHandling.RETURN_UNEXPECTED, **arguments
             )
     except CheckpointException as error:
         for failure in error.failures.values():

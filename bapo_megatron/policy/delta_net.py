@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.ssm.gated_delta_net import _split_tensor_factory
 from megatron.core.tensor_parallel import all_to_all, copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -38,6 +37,7 @@ from torch import Tensor
 from bapo_megatron.layers.delta_net import CHUNK, DeltaNet
 from bapo_megatron.policy.attention import DocumentPack, gather_rows, padding_plan, rows_on
 from bapo_megatron.policy.layers import Builder
+from bapo_megatron.policy.megatron_versions import split_tensor_factory
 from bapo_megatron.policy.positions import positions
 
 _EPS = 1e-6  # of the lengths of queries and keys, as in Hugging Face's models
@@ -183,7 +183,7 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
             if mapping.stored_apart:
                 rows = [count // self.tp.size() for count in mapping.sections]
                 endings = [ending.removeprefix(".") for ending in mapping.section_keys]
-                state[key] = _split_tensor_factory(state[key], rows, endings, 0)
+                state[key] = split_tensor_factory()(state[key], rows, endings, 0)
         return dict(state)
 
 

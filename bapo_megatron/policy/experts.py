@@ -39,6 +39,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from bapo_megatron.data.packing import UNKNOWN_BYTE
+from bapo_megatron.policy.megatron_versions import submodules_of
 from bapo_megatron.tensor_types import MicroBatch
 
 _TOTALS, _COUNTS = 3, 4
@@ -248,7 +249,7 @@ def forget_tokens(layer: MoELayer) -> None:
 def replaying(spec: ModuleSpec) -> ModuleSpec:
     """The spec of a layer with experts, changed so that it replays routes."""
     spec.module = ReplayLayer
-    spec.submodules.mlp.submodules.router = ReplayRouter
+    submodules_of(spec.submodules.mlp).router = ReplayRouter
     return spec
 
 

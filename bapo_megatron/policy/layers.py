@@ -27,6 +27,7 @@ from bapo_megatron.policy import device
 from bapo_megatron.policy.attention import DocumentAttention
 from bapo_megatron.policy.device import has_te_attention, pack_attention
 from bapo_megatron.policy.experts import replaying
+from bapo_megatron.policy.megatron_versions import activation, marks_cut_experts, submodules_of
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 
@@ -49,7 +50,7 @@ def swiglu(stacked: Tensor) -> Tensor:
     """SwiGLU of stacked gate and up: silu(gate) x up, in megatron's place for an activation of another.
 
     Bit for bit the values and gradients of megatron's own, which on a CPU adds a zero offset to up, and puts
-    the two gradients together by a copy. A function, and not a module: megatron asks modules for their state.
+    the two gradients together by a copy.
     """
     gated: Tensor = _SwiGlu.apply(stacked)  # type: ignore[no-untyped-call]
     return gated
@@ -118,7 +119,7 @@ def layer_spec(block: Block, config: TransformerConfig, te: bool, longest: int) 
         )
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     if config.use_te_activation_func:
-        spec.submodules.mlp.submodules.activation_func = swiglu
+        submodules_of(spec.submodules.mlp).activation_func = activation(swiglu)
     for builder in builders(block.kinds, te):
         builder.install(spec, config, longest)
     return spec
@@ -212,9 +213,9 @@ class ExpertsBuilder(Builder):
         layer.mlp = gpt_layer_specs.get_mlp_module_spec(self.te, self.kind.count, config.moe_grouped_gemm)
         layer.pre_mlp_layernorm = norm_class(self.te)
         if config.use_te_activation_func:
-            mixture = layer.mlp.submodules
+            mixture = submodules_of(layer.mlp)
             for one in (mixture.experts, mixture.shared_experts):
-                one.submodules.activation_func = swiglu
+                submodules_of(one).activation_func = activation(swiglu)
         # Transformer Engine has no fused norm before experts: in its checkpoints the norm has its own name.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         replaying(spec)
@@ -224,12 +225,13 @@ class ExpertsBuilder(Builder):
 
         Megatron does so for EP > 1 alone. Without the mark, experts that TP repeats (ETP < TP) would keep the
         gradient of their own rank's tokens, and a checkpoint of EP 1 has another form of optimizer than of EP
-        2. ETP cuts all of them: without that mark, which they lack on Transformer Engine 2.20, the gradient
-        norm counts those of the first rank of ETP alone.
+        2. ETP cuts all of them: without that mark the gradient norm counts those of the first rank of ETP
+        alone.
         """
         for parameter in layer.mlp.experts.parameters():
             parameter.allreduce = False
-            parameter.tensor_model_parallel = True
+            if not marks_cut_experts():
+                parameter.tensor_model_parallel = True
 
 
 class SharedExpertsBuilder(ExpertsBuilder):

@@ -1,6 +1,6 @@
 """The safe reader of torch_dist checkpoints, for torch's and megatron's loaders: no pickle is executed.
 
-Their own readers unpickle ``.metadata``, ``common.pt`` and every stored object, and a pickle can call any
+Their own readers unpickle ``.metadata``, the common state and every stored object, and a pickle can call any
 function. The reader of ``bapo-ckpt`` replaces them (``checkpoints_tools/archives/``): it decodes only plain
 values and tensor places, imports nothing, and reads no file outside the folder. What is damaged or refers to
 code is a CheckpointError. Writing is megatron's.
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.strategies import torch as megatron_strategy
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.policy.megatron_versions import common_state
 from checkpoints_tools.archives.pickle_allow_list import DTYPES, PickledObject
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
 from checkpoints_tools.formats.distcp import (
@@ -49,7 +49,7 @@ _DTYPES = {name: getattr(torch, dtype) for dtype, name in DTYPES.items()}
 _EXTRA_STATE = "_extra_state"
 _MOST_PARTS = 1_000_000
 _MOST_TENSOR_BYTES = 1 << 30
-"""Size limit of `common.pt` or a stored object, which hold kilobytes of settings and RNG states."""
+"""Size limit of the common state or a stored object, which hold kilobytes of settings and RNG states."""
 
 
 @dataclass(frozen=True)
@@ -64,36 +64,27 @@ class StoredCheckpoint:
 def open_stored(folder: Path) -> StoredCheckpoint:
     """Open the checkpoint in ``folder``. CheckpointError names the file that is damaged or refers to code."""
     check_backends(folder)
-    metadata, common, file = read_metadata(folder), read_common(folder), folder / "common.pt"
-    check_size(common, file)
-    return StoredCheckpoint(folder, metadata, _restored(common, file))
+    metadata = read_metadata(folder)
+    common = read_common(folder, metadata)
+    file = common.place.file
+    check_size(common.content, file)
+    return StoredCheckpoint(folder, metadata, _restored(common.content, file))
 
 
 @contextmanager
-def read_by(stored: StoredCheckpoint) -> Iterator[TorchCommonLoadStrategy]:
-    """A context in which megatron's loader uses the safe reader of ``stored``.
+def read_by(stored: StoredCheckpoint) -> Iterator[dict[str, Any]]:
+    """A context in which megatron's loader uses the safe reader of ``stored``, patched into its module.
 
-    It yields the strategy for ``common.pt``, an argument of ``dist_checkpointing.load``. The reader of all
-    else is patched into megatron's module.
+    It yields further arguments of ``dist_checkpointing.load``, for the common state.
     """
     module: Any = megatron_strategy
     usual: Callable[..., Any] = module._get_filesystem_reader
     module._get_filesystem_reader = lambda *_args, **_kwargs: StoredReader(stored)
     try:
-        yield _CommonState(stored)
+        with common_state(lambda: {key: _copied(value) for key, value in stored.common.items()}) as arguments:
+            yield arguments
     finally:
         module._get_filesystem_reader = usual
-
-
-class _CommonState(TorchCommonLoadStrategy):  # type: ignore[misc]
-    """Megatron's load strategy for ``common.pt``, with the content that was decoded before."""
-
-    def __init__(self, stored: StoredCheckpoint) -> None:
-        super().__init__()
-        self._stored = stored
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return {key: _copied(value) for key, value in self._stored.common.items()}
 
 
 class StoredReader(StorageReader):

@@ -38,7 +38,6 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.weight_files import left_out_text
 from bapo_megatron.interfaces import HandsOver, Policy, Sampler, WeightSync
 from bapo_megatron.policy.device import has_cuda, select_device
-from bapo_megatron.policy.kernel_check import check_kernels
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rollout.engines.backend import EngineServers, engine_backend
 from bapo_megatron.rollout.sampler.client import SamplerClient
@@ -50,6 +49,7 @@ from bapo_megatron.runtime.distributed import barrier, is_main
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.storage import OldFiles, print_kept
 from bapo_megatron.trainer.gpu_handover import GpuHandover
+from bapo_megatron.trainer.kernel_check import check_kernels
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.trainer.records.recorder import Recorder, recorded_end, sending_events
 from bapo_megatron.trainer.reference import load_reference, store_reference

@@ -37,7 +37,6 @@ from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
 from bapo_megatron.policy.device import attention_problem, check_environment, has_cuda, optimizer_problem
-from bapo_megatron.policy.kernel_check import missing_package
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import check_functions, needs_sandbox
 from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
@@ -51,6 +50,7 @@ from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.event_targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.build import load_suites
+from bapo_megatron.trainer.kernel_check import missing_package
 from bapo_megatron.trainer.reference import FIELD as REFERENCE_FIELD
 from bapo_megatron.trainer.sft import load_solutions
 from bapo_megatron.trainer.update_loss import checked_loss

@@ -26,12 +26,12 @@ from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.policy.kernel_check import check_kernels
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.rollout.engines.requests import stop_token_ids
 from bapo_megatron.runtime.distributed import is_main
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.trainer.kernel_check import check_kernels
 from bapo_megatron.types import Prompt
 
 

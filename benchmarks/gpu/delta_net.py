@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from bapo_megatron.layers.delta_net import DeltaNet
-from bapo_megatron.policy.kernel_check import LIMITS, missing_package, rule_errors, versions
+from bapo_megatron.trainer.kernel_check import LIMITS, missing_package, rule_errors, versions
 from benchmarks.gpu.rows import Row, Size
 
 KIND = DeltaNet(key_heads=4, value_heads=12, key_dim=128, value_dim=128, kernel=4)

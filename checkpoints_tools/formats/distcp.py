@@ -1,8 +1,8 @@
-"""Reader of torch_dist files: ``.metadata``, ``common.pt``, and the byte ranges of each tensor's chunks.
+"""Reader of torch_dist files: ``.metadata``, the common state, and the byte ranges of each tensor's chunks.
 
 ``.metadata`` lists objects and global tensors by key, each tensor with its chunks (rectangles), and for each
-chunk a range of a ``.distcp`` file that is one archive of torch.save. No pickle is executed; CheckpointError
-for damaged files.
+chunk a range of a ``.distcp`` file that is one archive of torch.save. The common state is in ``common.pt``;
+from megatron-core 0.19 on it is one of the objects. No pickle is executed; CheckpointError for damaged files.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from checkpoints_tools.archives.pickle_allow_list import MOST_PICKLE_BYTES, Pick
 from checkpoints_tools.archives.torch_zip import StoredTensor, is_shape, read_archive, read_tensor
 
 METADATA = ".metadata"
+COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+"""The key of the common state where it is an object: a list, whose only item it is."""
+_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 METADATA_JSON = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
+    COMMON_FILE: {**_BACKEND, "common_backend": "torch", "common_backend_version": 1},
+    COMMON_OBJECT: _BACKEND,
 }
-"""Content of ``metadata.json``: the format's backends."""
+"""Content of ``metadata.json``, the format's backends, by where the common state is."""
 _MOST_OBJECT_BYTES = 1 << 26
 _LONGEST_KEY = 1000
 _LONGEST_JSON = 1 << 16
@@ -109,21 +111,41 @@ def check_backends(folder: Path) -> None:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if stored != METADATA_JSON:
-        raise CheckpointError(f"{path} names other backends than those of torch_dist: {METADATA_JSON}")
+    if stored not in METADATA_JSON.values():
+        known = " or ".join(map(str, METADATA_JSON.values()))
+        raise CheckpointError(f"{path} names other backends than those of torch_dist: {known}")
 
 
-def read_common(folder: Path) -> dict[str, Any]:
-    """Content of ``common.pt``: iteration, arguments, the optimizer's settings."""
-    path = file_inside(folder, "common.pt")
+@dataclass(frozen=True)
+class Common:
+    """The common state of a checkpoint, and the place of its archive."""
+
+    place: Place
+    layout: str
+    """COMMON_FILE or COMMON_OBJECT."""
+    content: dict[str, Any]
+    """Iteration, arguments, the optimizer's settings."""
+
+
+def read_common(folder: Path, metadata: Metadata) -> Common:
+    """The common state of the checkpoint in ``folder``: that of ``common.pt``, where it is."""
+    path, layout = file_inside(folder, COMMON_FILE), COMMON_FILE
     try:
-        with path.open("rb") as stream:
-            common = read_archive(stream, path, "the common state")
+        place = Place(path, 0, path.stat().st_size)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
-    if not isinstance(common, dict):
-        raise CheckpointError(f"{path} holds no dictionary: it is damaged")
-    return common
+        if COMMON_OBJECT not in metadata.objects:
+            raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+        place, layout = metadata.objects[COMMON_OBJECT], COMMON_OBJECT
+    try:
+        with place.file.open("rb") as stream:
+            found = read_archive(stream, place.file, "the common state", place.start, place.length)
+    except OSError as error:
+        raise CheckpointError(f"{place.file} cannot be read: {error}") from None
+    if layout == COMMON_OBJECT and isinstance(found, list) and len(found) == 1:
+        [found] = found
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{place.file}: the common state is no dictionary: it is damaged")
+    return Common(place, layout, found)
 
 
 class ChunkFiles:

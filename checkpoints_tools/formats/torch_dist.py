@@ -32,6 +32,7 @@ from checkpoints_tools.core.blocks import (
 )
 from checkpoints_tools.formats.distcp import (
     ChunkFiles,
+    Common,
     GlobalTensor,
     Metadata,
     TensorChunk,
@@ -76,7 +77,7 @@ class TorchDist:
         self.folder = folder
         self.shape = shape
         self.metadata: Metadata = read_metadata(folder)
-        self.common: dict[str, Any] = read_common(folder)
+        self.common: Common = read_common(folder, self.metadata)
         self.prefix = find_prefix(self.metadata, folder)
         self.layout = layers_layout(self.metadata, self.prefix)
         if self.layout == "stacked" and not shape.is_uniform:
@@ -95,7 +96,7 @@ class TorchDist:
     @property
     def optimizer_format(self) -> str | None:
         """How the optimizer was saved (``fully_reshardable`` and others); None without an optimizer."""
-        return optimizer_format(self.metadata, self.common)
+        return optimizer_format(self.metadata, self.common.content)
 
     def optimizer_tensors(self, state: str) -> dict[str, BlockTensor]:
         """One of OPTIMIZER_STATES for every weight, in fp32, by Hugging Face name.

@@ -29,7 +29,7 @@ from checkpoints_tools.archives.torch_archive import (
 )
 from checkpoints_tools.core.atomic_output import PARTIAL, OutputPlan
 from checkpoints_tools.core.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor, cut_into_sources
-from checkpoints_tools.formats.distcp import METADATA_JSON
+from checkpoints_tools.formats.distcp import COMMON_FILE, METADATA_JSON
 from checkpoints_tools.formats.torch_dist import VOCABULARY
 
 DATA_FILES = 8  # each may be written by a thread of its own
@@ -66,7 +66,7 @@ class Contents:
     """Contents of a checkpoint beside the weights: common state, optimizer keys, objects, padding."""
 
     common: bytes
-    """The bytes of ``common.pt``."""
+    """The archive of the common state."""
     states: tuple[str, ...] = ()
     """Prefixes under which the optimizer keeps tensors of the model's keys, and ``tensors`` those of its
     names."""
@@ -74,6 +74,8 @@ class Contents:
     """Archives that are no tensors, by key."""
     vocabulary_rows: int | None = None
     """Rows to which the vocabulary is padded; None for no padding."""
+    common_layout: str = COMMON_FILE
+    """Where the common state is: a key of METADATA_JSON. Each megatron-core reads ``common.pt``."""
 
 
 def plan_torch_dist(
@@ -108,16 +110,20 @@ class _TorchDistPlanner:
         for prefix in ("", *self.contents.states):
             for name, parameter in mapping_table(self.shape).items():
                 self._place_all(prefix, name, self._padded(name, parameter))
-        self._place_objects({**self._extra_states(), **self.contents.objects})
+        contents = self.contents
+        apart, common = contents.common_layout == COMMON_FILE, {contents.common_layout: contents.common}
+        self._place_objects({**self._extra_states(), **contents.objects, **({} if apart else common)})
         for name, blocks in self.blocks.items():
             known = self.source[name]
             self.output.tensors[name] = BlockTensor(name, known.weight_type, known.shape, tuple(blocks))
         self.output.sizes = {self._path(i): end for i, end in enumerate(self.ends) if end}
-        self.output.last = {
-            self.folder / "common.pt": self.contents.common,
-            self.folder / "metadata.json": json.dumps(METADATA_JSON).encode(),
-            self.folder / ".metadata": _metadata(self.stored),
+        backends = METADATA_JSON[contents.common_layout]
+        files = {
+            **(common if apart else {}),
+            "metadata.json": json.dumps(backends).encode(),
+            ".metadata": _metadata(self.stored),
         }
+        self.output.last = {self.folder / name: data for name, data in files.items()}
         return self.output
 
     def _padded(self, name: str, parameter: Parameter) -> Parameter:

@@ -51,7 +51,7 @@ def main(dtype: str) -> None:
     import fla.ops.gated_delta_rule  # noqa: F401
 
     from bapo_megatron.policy.delta_net import kernel_rule
-    from bapo_megatron.policy.kernel_check import rule_errors
+    from bapo_megatron.trainer.kernel_check import rule_errors
 
     for name, module in list(sys.modules.items()):
         if name.startswith("fla."):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
+from bapo_megatron.policy.megatron_versions import replace_triton_kernels
 from bapo_megatron.runtime.child_process import CommandResult, run_command, run_module
 from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, has_apex, wants_cpu
 
@@ -66,6 +67,8 @@ class Package:
     """Arguments of ``pip install``, where the name and the tested version are not enough."""
     on_gpu: bool = False
     """Imported where torch sees a GPU only, and then used: a failing import is a problem there."""
+    releases: tuple[str, ...] = ()
+    """Tested releases, ``MAJOR.MINOR``, where others are permitted, too. Empty: all that are permitted."""
 
 
 BOARDS = "logging.trackers"
@@ -76,7 +79,7 @@ _OF_THEIR_NAMES = (
 )
 PACKAGES = (
     Package("torch", "torch"),
-    Package("megatron-core", "megatron.core", install="--no-deps"),
+    Package("megatron-core", "megatron.core", install="--no-deps", releases=("0.16", "0.19")),
     *(Package(name, name.replace("-", "_")) for name in _OF_THEIR_NAMES),
     Package("tensorboard", "torch.utils.tensorboard"),
     *(Package(name, name.replace("-", "_")) for name in ("typeguard", "tyro", "annotated-types")),
@@ -174,6 +177,9 @@ def package_row(
         return DoctorRow(SECTION, package.name, missing(required or package.on_gpu), found, needed, again)
     if allowed and version != "unknown" and not is_permitted(version, allowed):
         return DoctorRow(SECTION, package.name, missing(required), version, needed, fix)
+    if package.releases and not version.startswith(tuple(f"{release}." for release in package.releases)):
+        found = f"{version}: no layout, checkpoint, resumed run or rehearsal was tested with it"
+        return DoctorRow(SECTION, package.name, "optional", found, needed, fix)
     return DoctorRow(SECTION, package.name, "ok", version, needed)
 
 
@@ -281,6 +287,7 @@ def is_permitted(version: str, specifier: str) -> bool:
 def main(modules: Sequence[str]) -> None:
     """Import each module, in order, and print the outcome as a line of JSON."""
     warnings.simplefilter("ignore")
+    replace_triton_kernels()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print must not mix with the JSON lines
     for name in modules:

@@ -22,11 +22,13 @@ from checkpoints_tools import reshard, to_hf, to_megatron, verify
 from checkpoints_tools.archives.torch_archive import object_archive
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
 from checkpoints_tools.core.copying import copy_tensors
+from checkpoints_tools.formats.distcp import COMMON_OBJECT, check_backends
 from checkpoints_tools.formats.locate import open_checkpoint
 from checkpoints_tools.formats.mp_rank import MpRank
 from checkpoints_tools.formats.torch_dist import TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
 from checkpoints_tools.hf_to_megatron import common_for_stacked
+from checkpoints_tools.inspection import as_text, inspect_checkpoint
 from tests.support.checkpoint_models import edit_metadata, folder_bytes, load_tensors, save_random_model
 from tests.support.legacy_checkpoints import save_legacy
 
@@ -98,7 +100,50 @@ def test_objects_beside_the_weights_are_carried_along(stored: Path, tmp_path: Pa
     reshard(stored, tmp_path / "weights", weights_only=True)
     alone = read_torch_dist(tmp_path / "weights")
     assert "rng_state/shard_0.0_1.1" not in alone.metadata.objects
-    assert alone.common["content_metadata"] != {"x": 1}
+    assert alone.common.content["content_metadata"] != {"x": 1}
+
+
+def move_common_into_object(stored: Path) -> bytes:
+    """Change the checkpoint to the layout that megatron-core has from 0.19 on; the object's bytes."""
+    torch.save([torch.load(stored / "common.pt", weights_only=False)], stored / "__9_0.distcp")
+    (stored / "common.pt").unlink()
+    written = (stored / "__9_0.distcp").read_bytes()
+    (stored / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+
+    def change(metadata: Any) -> None:
+        state = next(v for k, v in metadata.state_dict_metadata.items() if "_extra_state" in k)
+        metadata.state_dict_metadata[COMMON_OBJECT] = state
+        place = next(iter(metadata.storage_data.values()))
+        metadata.storage_data[MetadataIndex(COMMON_OBJECT)] = replace(
+            place, relative_path="__9_0.distcp", offset=0, length=len(written)
+        )
+
+    edit_metadata(stored, change)
+    return written
+
+
+def test_the_common_state_is_read_and_written_where_it_is(stored: Path, tmp_path: Path) -> None:
+    """The file, which each megatron-core reads, or the object that 0.19 writes: named, and kept."""
+    state = {"iteration": 5, "content_metadata": {"singleton_local_shards": False}, "args": None}
+    torch.save(state, stored / "common.pt")
+    assert inspect_checkpoint(stored).common_state == "common.pt"
+    written = move_common_into_object(stored)
+    found = read_torch_dist(stored)
+    assert found.common.content == state
+    assert "common state  common_state/shard_0_1\n" in as_text(inspect_checkpoint(stored))
+    reshard(stored, tmp_path / "out")
+    kept = read_torch_dist(tmp_path / "out")
+    place = kept.common.place
+    assert (kept.common.layout, kept.common.content) == (COMMON_OBJECT, state)
+    assert place.file.read_bytes()[place.start : place.start + place.length] == written
+    assert not (kept.folder / "common.pt").exists()
+    check_backends(kept.folder)
+    assert (kept.folder / "metadata.json").read_text() == (stored / "metadata.json").read_text()
+    found.layout = "singleton"
+    [anew] = torch.load(io.BytesIO(common_for_stacked(found)), weights_only=False)
+    assert anew["iteration"] == 5
+    reshard(stored, tmp_path / "weights", weights_only=True)
+    assert inspect_checkpoint(tmp_path / "weights").common_state == "common.pt"
 
 
 def test_the_common_state_is_written_anew_for_other_keys(stored: Path) -> None:
@@ -114,8 +159,8 @@ def test_the_common_state_is_written_anew_for_other_keys(stored: Path) -> None:
     assert written["iteration"] == 5
     expected = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, "kept": 7}
     assert written["content_metadata"] == expected
-    source.common["rng"] = {"state": StoredTensor(stored, 0, "U8", (1,), (1,))}
-    with pytest.raises(CheckpointError, match=r"common\.pt cannot be written anew .*--weights-only"):
+    source.common.content["rng"] = {"state": StoredTensor(stored, 0, "U8", (1,), (1,))}
+    with pytest.raises(CheckpointError, match=r"common\.pt: .* cannot be written anew .*--weights-only"):
         common_for_stacked(source)
 
 

@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from bapo_megatron.commands.doctor.packages import SGLANG, TRAINING, canonical, pins
 from bapo_megatron.planning.rehearsal.transformer_engine import VERSIONS
-from bapo_megatron.policy.kernel_check import FLA
+from bapo_megatron.trainer.kernel_check import FLA
 from tests.support.once import made_once
 
 ROOT = Path(__file__).parents[3]

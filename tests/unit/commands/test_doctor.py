@@ -177,6 +177,26 @@ def test_the_fix_installs_what_was_tested() -> None:
     assert package_row(OPTIONAL, None, Import(), None, None).needed == "for logging"
 
 
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [
+        ("0.16.1", "ok"),
+        ("0.17.1", "optional"),
+        ("0.18.2", "optional"),
+        ("0.19.2", "ok"),
+        ("0.20.0", "problem"),
+    ],
+)
+def test_a_permitted_release_may_be_an_untested_one(version: str, state: str) -> None:
+    megatron = next(package for package in PACKAGES if package.name == "megatron-core")
+    row = package_row(megatron, version, Import(), ">=0.16.1,<0.20", "0.19.2")
+    assert row.state == state
+    assert ("no layout, checkpoint, resumed run or rehearsal was tested" in row.found) == (
+        state == "optional"
+    )
+    assert row.fix == ("" if state == "ok" else 'pip install --no-deps "megatron-core==0.19.2"')
+
+
 def test_python() -> None:
     assert python_row((3, 11, 7)).state == python_row((3, 12, 0)).state == "ok"
     assert python_row((3, 10, 14)).state == "problem"

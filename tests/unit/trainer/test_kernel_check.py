@@ -17,10 +17,10 @@ from bapo_megatron.commands import verify
 from bapo_megatron.config import ModelConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.layers.delta_net import CHUNK, DeltaNet
-from bapo_megatron.policy import delta_net, device, kernel_check
+from bapo_megatron.policy import delta_net, device
 from bapo_megatron.policy.delta_net import _documents_on, _heads, chunked_rule, gated_delta_rule
-from bapo_megatron.policy.kernel_check import LIMITS, Rule, check_rule, rule_errors
-from bapo_megatron.trainer import build, preflight, sft
+from bapo_megatron.trainer import build, kernel_check, preflight, sft
+from bapo_megatron.trainer.kernel_check import LIMITS, Rule, check_rule, rule_errors
 from tests.support.models import HYBRID, save_tiny_model
 
 KIND = DeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=8, kernel=4)

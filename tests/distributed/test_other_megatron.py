@@ -1,0 +1,83 @@
+"""The other megatron-core that is tested: suites under it, a run that changes to it and back, and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints_tools import reshard, verify
+from checkpoints_tools.inspection import inspect_checkpoint
+from tests.e2e.conftest import whole  # noqa: F401  # the run that was never stopped
+from tests.support.forked_commands import ROOT
+from tests.support.metrics import results
+from tests.support.other_megatron import OTHER, launcher, other_folder, run_tests
+from tests.support.short_runs import exported, finish, start, wait_for_steps
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
+
+SUITES = {
+    "versions": ["tests/unit/policy/test_megatron_versions.py", "tests/unit/policy/test_layers.py"],
+    "layouts": ["tests/distributed/test_layouts.py"],
+    "experts": ["tests/distributed/test_expert_layouts.py", "tests/distributed/test_route_replay.py"],
+    "hybrids": ["tests/distributed/test_hybrid_layouts.py", "tests/unit/policy/test_delta_net.py"],
+    "checkpoints": [
+        "tests/distributed/test_checkpoints.py",
+        "tests/distributed/test_expert_checkpoints.py",
+        "tests/distributed/test_checkpoint_formats.py",
+    ],
+    "rehearsals": ["tests/distributed/test_rehearsal.py", "tests/distributed/test_expert_rehearsal.py"],
+}
+"""Files whose quick tests run under the other megatron-core."""
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_quick_tests_pass_under_the_other(name: str) -> None:
+    output = run_tests(other_folder(), "-m", "not slow", *SUITES[name])
+    assert " passed" in output
+
+
+@pytest.fixture(params=["to the other", "back"])
+def first_and_second(request: pytest.FixtureRequest) -> tuple[Path | None, Path | None]:
+    other = other_folder()
+    return (None, other) if request.param == "to the other" else (other, None)
+
+
+def test_a_run_killed_under_one_goes_on_under_the_other(
+    whole: Path,  # noqa: F811
+    tmp_path: Path,
+    first_and_second: tuple[Path | None, Path | None],
+) -> None:
+    """Metrics and weights are those of a run that was never stopped; bapo-ckpt keeps both layouts."""
+    first, second = first_and_second
+    run = tmp_path / "run"
+    process = start(run, launcher=launcher(first))
+    wait_for_steps(process, run, 3)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    layouts = {None: "common.pt", OTHER: "common_state/shard_0_1"}
+    found = inspect_checkpoint(run)
+    assert found.common_state == layouts[first and OTHER]
+    reshard(run, tmp_path / "resharded")
+    assert inspect_checkpoint(tmp_path / "resharded").common_state == found.common_state
+    assert not verify(run, tmp_path / "resharded").differences
+    assert "resume" in finish(start(run, launcher=launcher(second)))
+    assert inspect_checkpoint(run).common_state == layouts[second and OTHER]
+    for ours, theirs in zip(results(run), results(whole), strict=True):
+        for name in ("policy/grad_norm", "policy/loss", "policy/entropy", "bapo/clip_low", "reward/mean"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-6), name
+    same = exported(whole)
+    for name, tensor in exported(run).items():
+        assert (tensor - same[name]).abs().max() <= 1e-6, name
+
+
+def rehearsed(folder: Path | None) -> dict[str, Any]:
+    """What `bapo rehearse` finds of rank 0 of the 32B recipe."""
+    words = [*launcher(folder), "-m", "bapo_megatron.cli", "rehearse", "recipes/bp_math_32b_64k.py"]
+    child = subprocess.run([*words, "--json"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(child.stdout)  # type: ignore[no-any-return]

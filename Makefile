@@ -275,7 +275,7 @@ test-again: setup
 	$(BIN)/python -m tests.support.second_try $(PYTEST_FLAGS)
 
 # Both tiers of what holds the GPU's layers without a GPU: docs/gpu.md.
-te-check: setup te-sources
+te-check: setup te-sources megatron
 	$(PYTEST) tests/te tests/unit/planning -n auto $(PYTEST_FLAGS)
 
 # Real jobs on a Slurm of four nodes on this machine. Installs it where it may (root, apt), else skips and says so.

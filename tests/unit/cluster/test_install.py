@@ -109,7 +109,6 @@ def test_transformer_engine_finds_its_headers_in_torchs_wheels_and_asks_no_downl
     ]
     assert found["CUDA_HOME"] == str(machine.folder / "cuda")
     assert found["NVTE_PYTORCH_FORCE_BUILD"] == found["FLASH_ATTENTION_FORCE_BUILD"] == "TRUE"
-    assert "NVTE_BUILD_USE_NVIDIA_WHEELS" not in (CLUSTER / "install.sh").read_text()  # not in 2.11
 
 
 def test_every_step_of_an_installation_in_its_order(machine: Machine) -> None:

@@ -40,7 +40,7 @@ setup(
     },
     install_requires=[
         "torch>=2.6,<2.14",
-        "megatron-core==0.16.1",
+        "megatron-core>=0.16.1,<0.20",
         "numpy>=1.26,<3",
         "packaging",
         "psutil>=5",  # without it a checkpoint of megatron-core hangs

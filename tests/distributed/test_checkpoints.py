@@ -259,6 +259,24 @@ def test_a_writer_that_is_killed_is_noticed(which: int, tmp_path: Path) -> None:
     assert told.startswith("the process that writes the checkpoint has not finished: killed by SIGKILL")
 
 
+def _blocked(folder: Path, path: Path, file: str) -> str:
+    """Save where a folder has the name of a file that one of two writers needs: what the trainer is told."""
+    model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96)
+    policy = MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-3), 4)
+    (path / file).mkdir(parents=True)
+    try:
+        complete(policy.save(path))
+    except BaseException as error:  # torch's is no Exception
+        return str(error)
+    return "all is well"
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__0_1.distcp"])
+def test_a_writer_that_fails_says_why(file: str, qwen2: Path, tmp_path: Path) -> None:
+    [told] = run_layout(_blocked, ParallelConfig(), qwen2, tmp_path / "policy", file)
+    assert "Is a directory" in told
+
+
 def _waits_for(path: Path, _staged: Any, _more: Any) -> None:
     """A writer that ends when the file is there."""
     while not path.exists():

@@ -27,7 +27,6 @@ PINS := bapo_megatron/constraints.txt
 TORCH := $(shell grep '^torch==' $(PINS))
 # Without what they need: a package that a C compiler makes, and that one task uses; a sort of names that we do not use.
 TASKS := $(shell grep -E '^(reasoning-gym|champ-dataset)==' $(PINS))
-MEGATRON := $(shell grep '^megatron-core==' $(PINS))
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG_VENV := .venv-sglang
@@ -111,7 +110,7 @@ setup: $(VENV)/.done
 $(VENV)/.done: setup.py $(PINS) Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "$(MEGATRON)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c $(PINS) megatron-core
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(PINS) -e ".[dev]"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(TASKS)
 	touch $@
@@ -293,7 +292,7 @@ test-again: setup
 	$(BIN)/python -m tests.support.second_try $(PYTEST_FLAGS)
 
 # Both tiers of what holds the GPU's layers without a GPU: docs/gpu.md.
-te-check: setup te-sources
+te-check: setup te-sources megatron
 	$(PYTEST) tests/te tests/unit/planning -n auto $(PYTEST_FLAGS)
 
 # Real jobs on a Slurm of four nodes on this machine. Installs it where it may (root, apt), else skips and says so.

@@ -31,7 +31,7 @@ from bapo_megatron.planning.job import GpuOptions, Job
 from bapo_megatron.runtime.files import check_output_file
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_rehearsal.records import RankRequest, RankResult
-from bapo_rehearsal.te_sources import VERSIONS, te_folder
+from bapo_rehearsal.te_sources import te_folder, te_version
 
 Layers = Literal["te", "torch"]
 
@@ -147,12 +147,12 @@ def choose_layers(asked: Layers | None, dtype: str) -> tuple[Layers, str]:
         return "torch", "torch's layers: the run is in float32"
     if asked == "te":
         te_folder()
-        return "te", f"Transformer Engine {VERSIONS[0]}'s layers, as asked for"
+        return "te", f"Transformer Engine {te_version()}'s layers, as asked for"
     try:
         te_folder()
     except ConfigError as error:
         return "torch", f"torch's layers, and not those of Transformer Engine that a GPU would have: {error}"
-    return "te", f"Transformer Engine {VERSIONS[0]}'s layers"
+    return "te", f"Transformer Engine {te_version()}'s layers"
 
 
 def prepare_layers(layers: Layers) -> None:

@@ -7,21 +7,27 @@ break the import of megatron-core.
 from __future__ import annotations
 
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib import metadata
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.device import environment_variable
 
 VERSIONS = ("2.11.0", "2.20.2")
-"""The last version that megatron-core 0.16.1 asks for (>=2.9, <2.12), and the newest that was tested."""
+"""The last that megatron-core 0.16.1 asks for (>=2.9, <2.12), and that of 0.19.2, which asks for none."""
 
 _REPOSITORY = Path(__file__).parents[1]
 
 
+def te_version() -> str:
+    """The version that is rehearsed: the one that was tested with the installed megatron-core."""
+    before_0_17, newer = VERSIONS
+    return before_0_17 if metadata.version("megatron-core").startswith("0.16.") else newer
+
+
 def te_folder() -> Path:
-    """Folder of the rehearsed version of Transformer Engine's sources. ConfigError if it is missing."""
-    return find_sources(VERSIONS[0])
+    """Folder of that version's sources. ConfigError if it is missing."""
+    return find_sources(te_version())
 
 
 def find_sources(version: str) -> Path:
@@ -33,8 +39,8 @@ def find_sources(version: str) -> Path:
     folder = Path(environment_variable("BAPO_TE_SOURCES") or _REPOSITORY / ".te") / version
     if (folder / "transformer_engine/__init__.py").is_file():
         return folder
-    with suppress(PackageNotFoundError):
-        installed = distribution("transformer_engine")
+    with suppress(metadata.PackageNotFoundError):
+        installed = metadata.distribution("transformer_engine")
         if installed.version.partition("+")[0] == version:
             return Path(str(installed.locate_file("transformer_engine"))).parent
     raise ConfigError(

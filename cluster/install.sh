@@ -27,10 +27,15 @@ fail() {
     exit 2
 }
 
-pinned() { # FILE NAME...: the lines of a file that pin these packages
+pinned() { # FILE NAME...: the versions that a file pins for the environment's Python, as NAME==VERSION
     local file=$1 name
     shift
-    for name; do grep "^$name==" "$file"; done
+    for name; do grep "^$name==" "$file"; done | "$venv/bin/python" -c '
+import sys
+from pip._vendor.packaging.requirements import Requirement
+for line in map(Requirement, sys.stdin.read().splitlines()):
+    if line.marker is None or line.marker.evaluate():
+        print(f"{line.name}{line.specifier}")'
 }
 
 # A step's line is the last of its output: what it took, and what the environment takes.
@@ -101,7 +106,8 @@ build_wheel() { # REQUIREMENT GB FOLDER
     find_cuda
     local packages
     packages=$(realpath "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')")
-    # CUDA's libraries, cuDNN and NCCL: headers of torch's wheels, behind the toolkit's own.
+    # CUDA's libraries, cuDNN and NCCL: headers of torch's wheels, behind the toolkit's own. Transformer Engine takes
+    # them by a variable from 2.12 on; 2.11 and flash-attn do not.
     local headers=$packages/nvidia/cu13/include:$packages/nvidia/cudnn/include:$packages/nvidia/nccl/include
     export CPATH=$headers${CPATH:+:$CPATH} PATH=$(realpath "$venv/bin"):$PATH
     jobs=${MAX_JOBS:-$(jobs_of "$2")} # of this package alone: the next one's compilers take more

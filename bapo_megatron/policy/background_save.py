@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -198,7 +198,32 @@ def _writer_process(write: Callable[..., Any], *arguments: Any, **named: Any) ->
     _die_with_parent()
     if writer_forks():
         _watch_forks()
+    elif arguments and isinstance(arguments[-1], _Results):
+        return _write_and_tell(write, *arguments)
     return write(*arguments, **named)
+
+
+def _write_and_tell(write: Callable[..., Any], *arguments: Any) -> None:
+    """Run megatron's writer of threads, and put into its results, the last argument, why one has failed.
+
+    The writer itself ends with an assertion, and says why in a log.
+    """
+    *others, results = arguments
+    failures: list[Exception] = []
+    inner = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+
+    def write_one(*own: Any, **rest: Any) -> Any:
+        number, found = inner(*own, **rest)
+        if isinstance(found, Exception):
+            failures.append(found)
+        return number, found
+
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(write_one)
+    told = SimpleNamespace(put=lambda found: results.put(failures[0] if failures else found))
+    try:
+        write(*others, told)
+    except Exception as error:
+        told.put(error)
 
 
 def _watch_forks() -> None:

@@ -1,7 +1,7 @@
 """Sharded optimizer state in checkpoints: each DP x CP rank writes and reads its share of whole parameters.
 
 Megatron's distributed optimizer flattens all parameters into buckets and cuts each bucket into equal ranges,
-one per DP x CP rank. A checkpoint (``fully_reshardable``) holds whole parameters: megatron 0.16 gathers the
+one per DP x CP rank. A checkpoint (``fully_reshardable``) holds whole parameters: megatron gathers the
 state of all of them in the host memory of every rank (12 bytes a parameter, and copies), and one rank writes
 it. Here each parameter has an owner, the rank whose range holds its middle. An all-to-all brings the owner
 the pieces in other ranges (a range cuts two parameters at most), and the owner writes the parameter. Keys,

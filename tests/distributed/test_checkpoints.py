@@ -29,6 +29,7 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy import background_save
 from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.megatron_versions import writer_forks
 from bapo_megatron.runtime.guards import OutOfMemoryError
 from bapo_megatron.runtime.run_paths import RunPaths
 from tests.support.bapo_objective import loss_fn
@@ -213,7 +214,7 @@ def test_ranks_share_the_reading_of_a_checkpoint(damaged: int, tmp_path: Path) -
 
 
 def _write(pids: Path) -> None:
-    """As megatron: a fork of the writer writes, the writer waits for its word."""
+    """As megatron before 0.17: a fork of the writer writes, the writer waits for its word."""
     context = multiprocessing.get_context("fork")
     done = context.JoinableQueue()
     done.put(0)
@@ -251,11 +252,29 @@ def _killed(which: int, pids: Path) -> str:
     return "all is well"
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1] if writer_forks() else [0])
 def test_a_writer_that_is_killed_is_noticed(which: int, tmp_path: Path) -> None:
     """By the kernel, say: a fork that copies what it writes is what it kills first."""
     [told] = run_layout(_killed, ParallelConfig(), which, tmp_path / "pids")
     assert told.startswith("the process that writes the checkpoint has not finished: killed by SIGKILL")
+
+
+def _blocked(folder: Path, path: Path, file: str) -> str:
+    """Save where a folder has the name of a file that one of two writers needs: what the trainer is told."""
+    model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96)
+    policy = MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-3), 4)
+    (path / file).mkdir(parents=True)
+    try:
+        complete(policy.save(path))
+    except BaseException as error:  # torch's is no Exception
+        return str(error)
+    return "all is well"
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__0_1.distcp"])
+def test_a_writer_that_fails_says_why(file: str, qwen2: Path, tmp_path: Path) -> None:
+    [told] = run_layout(_blocked, ParallelConfig(), qwen2, tmp_path / "policy", file)
+    assert "Is a directory" in told
 
 
 def _waits_for(path: Path, _staged: Any, _more: Any) -> None:

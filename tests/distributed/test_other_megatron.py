@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,6 +24,7 @@ SUITES = {
     "versions": ["tests/unit/policy/test_megatron_versions.py", "tests/unit/policy/test_layers.py"],
     "layouts": ["tests/distributed/test_layouts.py"],
     "experts": ["tests/distributed/test_expert_layouts.py", "tests/distributed/test_route_replay.py"],
+    "faults": ["tests/distributed/test_planted_faults.py"],
     "hybrids": ["tests/distributed/test_hybrid_layouts.py", "tests/unit/policy/test_delta_net.py"],
     "checkpoints": [
         "tests/distributed/test_checkpoints.py",
@@ -38,7 +38,8 @@ SUITES = {
 
 @pytest.mark.parametrize("name", SUITES)
 def test_the_quick_tests_pass_under_the_other(name: str) -> None:
-    output = run_tests(other_folder(), "-m", "not slow", *SUITES[name])
+    tier = () if name == "faults" else ("-m", "not slow")
+    output = run_tests(other_folder(), *tier, *SUITES[name])
     assert " passed" in output
 
 
@@ -76,8 +77,23 @@ def test_a_run_killed_under_one_goes_on_under_the_other(
         assert (tensor - same[name]).abs().max() <= 1e-6, name
 
 
-def rehearsed(folder: Path | None) -> dict[str, Any]:
-    """What `bapo rehearse` finds of rank 0 of the 32B recipe."""
-    words = [*launcher(folder), "-m", "bapo_megatron.cli", "rehearse", "recipes/bp_math_32b_64k.py"]
-    child = subprocess.run([*words, "--json"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return json.loads(child.stdout)  # type: ignore[no-any-return]
+def peaks(folder: Path | None, file: Path) -> dict[str, float]:
+    """Peak memory of rank 0 of the 32B recipe by phase, on torch's layers, which both have."""
+    words = [
+        "rehearse",
+        "recipes/bp_math_32b_64k.py",
+        "--rank",
+        "0",
+        "--layers",
+        "torch",
+        "--json",
+        str(file),
+    ]
+    subprocess.run([*launcher(folder), "-m", "bapo_megatron.cli", *words], cwd=ROOT, check=True)
+    return json.loads(file.read_text())["peak_gb"]  # type: ignore[no-any-return]
+
+
+def test_a_rank_of_32b_takes_the_same_memory_under_both(tmp_path: Path) -> None:
+    ours, theirs = (peaks(folder, tmp_path / "found.json") for folder in (None, other_folder()))
+    assert {"update 2", "save", "load"} <= ours.keys()
+    assert theirs == pytest.approx(ours, rel=0.01)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import ParallelConfig
-from bapo_rehearsal.te_sources import find_sources
+from bapo_rehearsal.te_sources import find_sources, te_version
+from tests.support.other_megatron import other_folder
 
 ROOT = Path(__file__).parents[2]
 APEX = "apex"
@@ -44,7 +45,7 @@ class Choices:
 
 
 class TransformerEngineProcess:
-    """The process of one version; ``close`` ends it."""
+    """The process of one version, with the megatron-core that it is tested with; ``close`` ends it."""
 
     def __init__(self, version: str) -> None:
         self._connection, theirs = Pipe()
@@ -54,6 +55,8 @@ class TransformerEngineProcess:
             find_sources(version)  # its error says more than an end of the process
         command = [sys.executable, "-W", "ignore", "-m", "tests.support.te_process", version, str(descriptor)]
         path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        if version not in (APEX, te_version()):
+            path = f"{other_folder()}:{path}"
         environment = {**os.environ, "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer
         self._process = subprocess.Popen(command, pass_fds=[descriptor], cwd=ROOT, env=environment)
         theirs.close()

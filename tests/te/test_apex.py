@@ -16,7 +16,7 @@ import torch
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.samples import Sample
-from bapo_rehearsal.te_sources import VERSIONS
+from bapo_rehearsal.te_sources import te_version
 from tests.distributed.test_checkpoints import save_and_go_on, save_before_any_update
 from tests.support.te_process import APEX, Choices, TransformerEngineProcess
 from tests.support.tiers import slow_but
@@ -34,7 +34,7 @@ def apex(processes: Callable[[str], TransformerEngineProcess]) -> TransformerEng
 
 @pytest.fixture
 def engine(processes: Callable[[str], TransformerEngineProcess]) -> TransformerEngineProcess:
-    return processes(VERSIONS[0])
+    return processes(te_version())
 
 
 def what_is_taken(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_rehearsal.te_sources import VERSIONS
+from bapo_rehearsal.te_sources import te_version
 from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
 from tests.support.short_runs import SHORT, exported
@@ -29,7 +29,7 @@ def test_the_demo_trains_as_on_torch_layers(whole: Path, tmp_path: Path) -> None
         "ignore",
         "-m",
         "tests.support.te_bapo",
-        VERSIONS[0],
+        te_version(),
         str(counts),
         *words,
     ]

@@ -233,9 +233,19 @@ def _fix(package: Package, allowed: str | None, tested: str | None) -> str:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Tested versions in ``path``, by canonical name, from lines ``name==version``."""
-    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
-    return {canonical(name): version for name, mark, version in (x.partition("==") for x in lines) if mark}
+    """Versions in ``path`` for this Python, by canonical name, from lines ``name==version; marker``."""
+    lines = [line.partition("#")[0].partition(";") for line in path.read_text().splitlines()]
+    wanted = [requirement.strip() for requirement, _, marker in lines if is_for_this_python(marker)]
+    return {canonical(name): version for name, mark, version in (x.partition("==") for x in wanted) if mark}
+
+
+def is_for_this_python(marker: str) -> bool:
+    """Whether an environment marker (PEP 508) holds here; True if it is empty, or packaging is missing."""
+    try:
+        from packaging.markers import Marker
+    except ImportError:  # packaging has a row of its own
+        return True
+    return not marker.strip() or Marker(marker).evaluate()
 
 
 def canonical(name: str) -> str:

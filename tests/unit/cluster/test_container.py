@@ -52,7 +52,7 @@ def test_it_installs_as_make_cluster_does_what_the_cluster_file_names() -> None:
     [trainer] = [words for words in installs if words[-2] == "trainer"]
     variables = dict(word.split("=", 1) for word in trainer[1:-4])
     assert variables == {
-        "PYTHON": "python3.11",
+        "PYTHON": "python3.12",
         "CLUSTER_ARCH": "${CLUSTER_ARCH}",
         "MAX_JOBS": "${MAX_JOBS}",
         "CLUSTER_WHEELS": "/root/.cache/wheels",

@@ -109,7 +109,6 @@ def test_transformer_engine_finds_its_headers_in_torchs_wheels_and_asks_no_downl
     ]
     assert found["CUDA_HOME"] == str(machine.folder / "cuda")
     assert found["NVTE_PYTORCH_FORCE_BUILD"] == found["FLASH_ATTENTION_FORCE_BUILD"] == "TRUE"
-    assert "NVTE_BUILD_USE_NVIDIA_WHEELS" not in (CLUSTER / "install.sh").read_text()  # not in 2.11
 
 
 def test_every_step_of_an_installation_in_its_order(machine: Machine) -> None:
@@ -119,7 +118,7 @@ def test_every_step_of_an_installation_in_its_order(machine: Machine) -> None:
     assert calls[0] == "install pip==26.3"
     assert re.fullmatch(r"install -c \S+ -r cluster/build\.txt torch==[\d.]+", calls[1])
     assert calls[2].startswith("install --no-deps megatron-core==")
-    assert calls[3].endswith(" transformer-engine-torch==2.11.0")
+    assert re.search(r" transformer-engine-torch==[\d.]+$", calls[3])
     assert [call.split()[0] for call in calls[3:5]] == ["download", "wheel"]
     assert re.fullmatch(r"install --find-links \S+ -c \S+ -r cluster/trainer\.txt -e \.\[cluster\]", calls[5])
     assert re.fullmatch(r"install --no-deps reasoning-gym==\S+ champ-dataset==\S+", calls[6])
@@ -133,6 +132,29 @@ def test_every_step_of_an_installation_in_its_order(machine: Machine) -> None:
     steps = [line for line in done.stdout.splitlines() if line.startswith("cluster/install.sh: ")]
     assert all(re.match(r"cluster/install\.sh: \d+ s, environment of \d+ MB: ", line) for line in steps)
     assert len(steps) == 3
+
+
+OF_PYTHON = """import platform
+platform.python_version = lambda: "VERSION"
+platform.python_version_tuple = lambda: tuple("VERSION".split("."))
+"""
+
+
+@pytest.mark.parametrize(
+    ("python", "megatron", "engine"), [("3.11.7", "0.16.1", "2.11.0"), ("3.12.1", "0.19.2", "2.20.2")]
+)
+def test_an_environment_gets_the_stack_of_its_python(
+    machine: Machine, python: str, megatron: str, engine: str
+) -> None:
+    """All else that it gets is the same."""
+    machine.add("place/sitecustomize.py", OF_PYTHON.replace("VERSION", python))
+    done = machine.install("trainer", PYTHONPATH=str(machine.folder / "place"))
+    assert done.returncode == 0, done.stderr
+    calls = machine.calls()
+    assert f"install --no-deps megatron-core=={megatron}" in calls
+    assert calls[3].endswith(f" transformer-engine-torch=={engine}")
+    [wheel] = (machine.folder / "wheels").glob("*/*.whl")
+    assert wheel.name.startswith(f"transformer_engine_torch-{engine}-")
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.9"])
@@ -197,8 +219,8 @@ def test_an_environment_without_pip_whose_making_was_cut_off_is_made_again(machi
 def test_a_wheel_or_a_source_of_another_version_is_left_alone(machine: Machine) -> None:
     assert machine.install("trainer").returncode == 0
     [wheel] = (machine.folder / "wheels").glob("*/*.whl")
-    assert wheel.name == "transformer_engine_torch-2.11.0-cp311.whl"
-    wheel.rename(wheel.with_name("transformer_engine_torch-2.11.0+1a2b3c-cp311.whl"))  # has a local version
+    name = wheel.name
+    wheel.rename(wheel.with_name(name.replace("-cp311", "+1a2b3c-cp311")))  # has a local version
     machine.calls()
     assert machine.install("trainer").returncode == 0
     assert {call.split()[0] for call in machine.calls()} == {"install"}
@@ -306,10 +328,12 @@ def test_the_checks_compilers_take_one_file_of_each_extension_as_it_is(machine: 
     assert (machine.folder / "empty.cu").read_bytes() == b""
 
 
-FIRST_ENDS = """#!/bin/bash
+FIRST_ENDS = r"""#!/bin/bash
 # The lock is taken when another installation has made its wheel.
 folder=$(dirname "$(readlink /proc/self/fd/9)")
-touch "$folder/transformer_engine_torch-$(sed -n 's/^transformer-engine-torch==//p' FILE)-cp311.whl"
+for version in $(sed -n 's/^transformer-engine-torch==\([0-9.]*\).*/\1/p' FILE); do
+    touch "$folder/transformer_engine_torch-$version-cp311.whl"
+done
 exec /usr/bin/flock "$@"
 """
 

@@ -63,6 +63,10 @@ def test_pins(tmp_path: Path) -> None:
     path = tmp_path / "pins.txt"
     path.write_text("# tested\nJinja2==3.1.6\nast_serialize==0.1  # why\nloose>=2\n\n")
     assert pins(path) == {"jinja2": "3.1.6", "ast-serialize": "0.1"}
+    path.write_text(
+        'a==1; python_version < "3"\na==2; python_version >= "3"  # ours\na==3; python_version < "3"\n'
+    )
+    assert pins(path) == {"a": "2"}
 
 
 def test_every_package_that_setup_requires_has_a_row() -> None:

@@ -36,7 +36,7 @@ from bapo_rehearsal.program import sequence_lengths
 from bapo_rehearsal.rank import RankRehearsal
 from bapo_rehearsal.records import Call, LargeTensor, Peak, RankRequest, RankResult, Wait
 from bapo_rehearsal.results import collective_mismatches, needed, rehearsal_text
-from bapo_rehearsal.te_sources import VERSIONS, find_sources
+from bapo_rehearsal.te_sources import find_sources, te_version
 from tests.unit.planning.test_plan import SMALL, job
 
 ROOT = Path(__file__).parents[3]
@@ -104,10 +104,10 @@ def test_the_rehearsed_layers_are_printed(tmp_path: Path, monkeypatch: pytest.Mo
         choose_layers("te", "bfloat16")
     with pytest.raises(ConfigError, match="a run in float32 has torch's layers"):
         choose_layers("te", "float32")
-    package = tmp_path / "2.11.0/transformer_engine"
+    package = tmp_path / te_version() / "transformer_engine"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    assert choose_layers(None, "bfloat16") == ("te", "Transformer Engine 2.11.0's layers")
+    assert choose_layers(None, "bfloat16") == ("te", f"Transformer Engine {te_version()}'s layers")
     assert choose_layers(None, "float32")[0] == "torch"
     assert choose_layers("torch", "bfloat16")[0] == "torch"
 
@@ -154,9 +154,7 @@ def install(folder: Path, version: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("version", "found"), [(VERSIONS[0], True), (f"{VERSIONS[0]}+cu13", True), ("2.10.0", False)]
-)
+@pytest.mark.parametrize(("version", "found"), [("2.11.0", True), ("2.11.0+cu13", True), ("2.10.0", False)])
 def test_sources_of_the_installed_package(
     version: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,10 +162,18 @@ def test_sources_of_the_installed_package(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("BAPO_TE_SOURCES", str(tmp_path / "none"))
     if found:
-        assert find_sources(VERSIONS[0]) == tmp_path
+        assert find_sources("2.11.0") == tmp_path
     else:
         with pytest.raises(ConfigError, match="and it is not installed: run `make te-sources`"):
-            find_sources(VERSIONS[0])
+            find_sources("2.11.0")
+
+
+@pytest.mark.parametrize(("megatron", "engine"), [("0.16.1", "2.11.0"), ("0.19.2", "2.20.2")])
+def test_what_is_rehearsed_is_tested_with_the_installed_megatron(
+    megatron: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", {"megatron-core": megatron}.get)
+    assert te_version() == engine
 
 
 TORCH_LAYERS = """
@@ -184,7 +190,7 @@ print(device.uses_transformer_engine(torch.bfloat16))
 
 @pytest.mark.integration
 def test_torch_layers_are_used_although_transformer_engine_is_installed(tmp_path: Path) -> None:
-    install(tmp_path, VERSIONS[0])
+    install(tmp_path, te_version())
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-c", TORCH_LAYERS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

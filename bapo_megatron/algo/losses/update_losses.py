@@ -147,8 +147,8 @@ class P3o(Loss):
     over the data-parallel ranks. No setting. The paper's mean is over tokens.
 
     The gradient factor and the measures of the gradient are of the first term alone, as with the KL to a
-    reference. Clipped: the tokens at the cap, in a nearly on-policy update about half of them, by next to
-    nothing. Metrics ``policy/ess``, as with every loss, and ``p3o/behavior_kl``, the mean of the estimate.
+    reference. Clipped: the tokens at the cap, which are most of them: their ratios are near 1, and E is below
+    it. Metrics ``policy/ess``, as with every loss, and ``p3o/behavior_kl``, the mean of the estimate.
     """
 
     search: Search

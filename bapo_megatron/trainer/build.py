@@ -109,7 +109,6 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
     and sends the weights, in this order. Parts close in the reverse order of their opening, after an error
     too. ResumeError, on every rank, if the restored state differs.
     """
-    paths = config.paths
     check_kernels(config.model, config.parallel)
     policy = build_policy(config)
     if is_main():
@@ -133,7 +132,7 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
             recorder = opened.enter_context(_recorder(config, begun, point))
             preemption.record = recorder.event
             if reference:
-                store_reference(paths, reference)
+                store_reference(config.paths, reference)
             exports = _exports(config, recorder)
             opened.enter_context(closing(exports))
         on_event = recorder.event if recorder else lambda _event: None
@@ -142,7 +141,7 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
             sampler, servers = opened.enter_context(open_sampler(config, recorder.event))
             sampler.start(point.first_step, point.sampler_state(config))
         sync = build_weight_sync(
-            config.rollout, paths.weights, config.model.hf_path, policy, sampler, servers, on_event
+            config.rollout, config.paths.weights, config.model.hf_path, policy, sampler, servers, on_event
         )
         # The resume check needs the sampler's position, so the sampler has started; it comes before the
         # first push, so that no engine samples from weights that were not checked.

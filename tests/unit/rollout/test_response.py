@@ -282,6 +282,7 @@ column = """    mark_R: Annotated[np.ndarray | None, ResponseColumn("marks", np.
 exec(compile(before + column + place + after, spec.origin, "exec"), types.__dict__)
 
 import numpy as np
+from bapo_megatron.algo.advantages import grpo
 from bapo_megatron.data.samples import samples_of
 from bapo_megatron.rollout.sampler import events
 from bapo_megatron.rollout.sampler.state import SamplerState

@@ -112,7 +112,9 @@ def tiny_model(family: str, seed: int = 0, **shape: int) -> torch.nn.Module:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             mean = 0.0 if name.endswith("A_log") or (family in HYBRIDS and _is_zero_centered(name)) else 1.0
-            parameter.copy_(mean + 0.2 * noise if parameter.dim() == 1 else 0.15 * noise)
+            # A hybrid's convolution is of a few taps: its outputs must not vanish beside rms_norm_eps.
+            deviation = 1.0 if name.endswith("conv1d.weight") else 0.15
+            parameter.copy_(mean + 0.2 * noise if parameter.dim() == 1 else deviation * noise)
     return model
 
 

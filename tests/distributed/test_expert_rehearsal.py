@@ -41,7 +41,7 @@ def test_peaks_and_collectives_are_those_of_real_ranks(
     """Real ranks replay routes that are even: their experts get what the rehearsal says they do."""
     monkeypatch.setattr(offload, "BLOCK", 2**12)  # a block of the usual size is larger than such a model
     parallel, packs = LAYOUTS[name]
-    config = colocated(expert_run(tmp_path, parallel))
+    config = colocated(expert_run(tmp_path, parallel, layers=parallel.pipeline))
     real = real_ranks(config, packs)
     results = rehearse([RankRequest(config, rank, packs, "cpu") for rank in range(len(real))])
     assert [result.error for result in results] == [None] * len(real)

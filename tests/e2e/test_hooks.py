@@ -15,6 +15,7 @@ import pytest
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import verify
+from tests.support.processes import keep_priority
 from tests.support.short_runs import LIMIT_S, Command, finish, start, wait_for_steps
 from tests.support.webhook import Webhook
 
@@ -25,6 +26,11 @@ echo "$$ $1" >> "$0.begun"
 while [ ! -e "$0.go" ]; do sleep 0.1; done
 """
 """An upload that says its process and its folder, and ends when it may."""
+
+
+@pytest.fixture(autouse=True)
+def _kept_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_priority(monkeypatch)
 
 
 PATIENCE_S = 4 * LIMIT_S

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support.forked_sampler import SAMPLER, STANDBY
 
@@ -16,6 +17,12 @@ def heed_signals() -> None:
     shell's ``&``, nohup) they are ignored, which children inherit."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+
+
+def keep_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the exports of runs keep their priority: with the lowest one takes minutes beside other tests."""
+    monkeypatch.setenv("BAPO_TEST_KEEPS_PRIORITY", "yes")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("at_start")))
 
 
 def servers_of(run_dir: Path) -> list[psutil.Process]:

@@ -1,8 +1,9 @@
-"""Hooks of every interpreter whose PYTHONPATH has this folder: a deleted log of a journal keeps a name, and
-``python -m bapo_megatron.cli`` may be run by the fork server.
+"""Hooks of every interpreter whose PYTHONPATH has this folder: a deleted log of a journal keeps a name,
+``python -m bapo_megatron.cli`` may be run by the fork server, and processes may keep their priority.
 
 Before a process deletes a log, it is linked into the folder that ``BAPO_TEST_KEPT_LOGS`` names. The fork
-server imports this module, too. Used by ``raw_journal.keeping_logs`` and ``forked_commands.forking``.
+server imports this module, too. Used by ``raw_journal.keeping_logs``, ``forked_commands.forking`` and
+``processes.keep_priority``.
 """
 
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 VARIABLE = "BAPO_TEST_KEPT_LOGS"
 FORKS = "BAPO_TEST_FORKS"
+PRIORITY = "BAPO_TEST_KEEPS_PRIORITY"
 
 
 def _keep(event: str, arguments: tuple[Any, ...]) -> None:
@@ -24,6 +26,9 @@ def _keep(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(_keep)
+
+if PRIORITY in os.environ:
+    os.setpriority = lambda *_: None
 
 if FORKS in os.environ and sys.orig_argv[1:3] == ["-m", "bapo_megatron.cli"]:
     sys.path.insert(0, os.path.abspath(f"{__file__}/../../../.."))

@@ -32,6 +32,7 @@ from bapo_megatron.trainer.flow_control import finalize_checkpoint
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from checkpoints_tools import to_megatron
 from tests.support.checkpoint_models import folder_bytes, save_random_model
+from tests.support.processes import keep_priority
 from tests.support.runs import Asked, run_of
 from tests.support.saves import Written, save
 
@@ -39,22 +40,10 @@ BIG = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 5000}
 """About 120 MB, which keeps a process busy for a while."""
 DEADLINE_S = 120.0
 
-_IS_NOT_NICE = "import os\nos.setpriority = lambda *_: None\n"
-_WAITS_WHEN_IT_IS_NICE = """
-import os, signal
-set_priority = os.setpriority
-os.setpriority = lambda *arguments: (set_priority(*arguments), signal.pause())
-"""
-
 
 @pytest.fixture(autouse=True)
-def at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program that each process runs at its start: it keeps its priority, with the lowest of which an
-    export takes minutes beside other tests."""
-    (tmp_path / "hooks").mkdir()
-    (program := tmp_path / "hooks/sitecustomize.py").write_text(_IS_NOT_NICE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hooks"))
-    return program
+def _kept_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_priority(monkeypatch)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -182,11 +171,20 @@ def test_zero_exports_nothing(tmp_path: Path, model: Path, policy: Path) -> None
     assert owner.events == []
 
 
+_WAITS_WHEN_IT_IS_NICE = """
+import os, signal
+set_priority = os.setpriority
+os.setpriority = lambda *arguments: (set_priority(*arguments), signal.pause())
+"""
+
+
 @pytest.fixture
-def endless(owner: Owner, policy: Path, at_start: Path) -> Owner:
+def endless(owner: Owner, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Owner:
     """Step 10 has a checkpoint; an export waits for ever once it has lowered its priority."""
     save(owner.store, 10, copy_of(policy), {})
-    at_start.write_text(_WAITS_WHEN_IT_IS_NICE)
+    (tmp_path / "hooks").mkdir()
+    (tmp_path / "hooks/sitecustomize.py").write_text(_WAITS_WHEN_IT_IS_NICE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hooks"))
     return owner
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.environment import SampledTurn, Task
-from bapo_megatron.environment.adapters.agent_program import run_agent
-from bapo_megatron.environment.adapters.endpoint import PROBLEM, given_task, given_variables
+from bapo_megatron.environment.adapters.agent_program import PROBLEM, given_task, given_variables, run_agent
 from bapo_megatron.environment.protocols import server
 from bapo_megatron.environment.protocols.chat import ChatRequest, Refused, text_of
 from bapo_megatron.environment.protocols.server import EpisodeQuestions

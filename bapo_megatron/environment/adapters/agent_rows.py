@@ -65,7 +65,7 @@ async def _row(command: Sequence[str], problem: dict[str, Any]) -> dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Entry point: write the rows of a file of problems."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("problems", type=Path, help="a file of prepared problems, data.jsonl")
     parser.add_argument("output", type=Path, help="the file of rows to write")

@@ -88,6 +88,9 @@ class TransformerEngineProcess:
 
 def main() -> None:
     """Serve requests until the other end closes."""
+    import torch
+
+    load_from_bytes = torch.storage._load_from_bytes
     from bapo_megatron.runtime.processes import die_with_parent
     from bapo_rehearsal.transformer_engine.installation import install
 
@@ -98,8 +101,6 @@ def main() -> None:
     else:
         install(find_sources(sys.argv[1]))
         take_float32()
-    import torch
-
     from bapo_megatron.policy import device
     from tests.support.workers import run_layout
 
@@ -116,6 +117,8 @@ def main() -> None:
             answer = ("", run_layout(_with_choices, parallel, choices, function, *arguments))
         except BaseException:
             answer = (traceback.format_exc(), [])
+        # megatron-core 0.19 puts one of its own here, which the tests' process, on 0.16, does not have.
+        torch.storage._load_from_bytes = load_from_bytes
         connection.send_bytes(pickle.dumps(answer))
 
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
-from bapo_megatron.policy.megatron_versions import replace_triton_kernels
 from bapo_megatron.runtime.child_process import CommandResult, run_command, run_module
 from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, has_apex, wants_cpu
 
@@ -286,6 +285,8 @@ def is_permitted(version: str, specifier: str) -> bool:
 
 def main(modules: Sequence[str]) -> None:
     """Import each module, in order, and print the outcome as a line of JSON."""
+    from bapo_megatron.policy.megatron_versions import replace_triton_kernels
+
     warnings.simplefilter("ignore")
     replace_triton_kernels()
     answers = os.fdopen(os.dup(1), "w")

@@ -215,7 +215,7 @@ class Response:
             return [Rollout(**columns, finish_reason=self.finish_reason, reward=reward)]
         last, found = self.branch, []
         for number, (branch, first_R) in enumerate(self.tree.trained):
-            own = {name: None if x is None else branch.of(x) for name, x in columns.items()}
+            own: dict[str, Any] = {name: None if x is None else branch.of(x) for name, x in columns.items()}
             own["loss_mask_R"] = first_R if own["loss_mask_R"] is None else own["loss_mask_R"] & first_R
             own["teacher_log_probs_R"] = teacher_log_probs[number] if teacher_log_probs else None
             reason = self.finish_reason if branch == last else "stop"

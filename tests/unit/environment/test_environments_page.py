@@ -39,7 +39,7 @@ def test_the_shipped_environments_that_the_page_names() -> None:
         file.stem: file.read_text() for file in (ROOT / "bapo_megatron/environment/adapters").glob("*.py")
     }
     named = re.findall(r"\| `(\w+):(\w+)`", text)
-    helpers = {"__init__", "agent_program", "conversation", "verifiers_agents"}
+    helpers = {"__init__", "agent_program", "agent_rows", "conversation", "verifiers_agents"}
     assert {module for module, _ in named} == set(adapters) - helpers
     for module, name in named:
         assert f"class {name}(" in adapters[module]

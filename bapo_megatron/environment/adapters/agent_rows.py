@@ -1,0 +1,86 @@
+"""Rows of a dataset whose prompts are what an agent program asks first: its own words around a problem.
+
+    python -m bapo_megatron.environment.adapters.agent_rows data/sums.jsonl data/agent.jsonl -- node agent.js
+
+The program is run once for each row, until its first request. A row keeps the problem's own messages in
+`extra_info.problem`; in a run the program gets these on standard input, not its own prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.environment import SampledTurn, Task
+from bapo_megatron.environment.adapters.agent_program import run_agent
+from bapo_megatron.environment.adapters.endpoint import PROBLEM, given_task, given_variables
+from bapo_megatron.environment.protocols import server
+from bapo_megatron.environment.protocols.chat import ChatRequest, Refused, text_of
+from bapo_megatron.environment.protocols.server import EpisodeQuestions
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import write_atomically
+
+AT_A_TIME = 8
+"""Programs that run at a time."""
+
+
+async def rows(command: Sequence[str], problems: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of problems, in the fields of ``data.path``. ConfigError if the program asks nothing."""
+    places = asyncio.Semaphore(AT_A_TIME)
+
+    async def row(problem: dict[str, Any]) -> dict[str, Any]:
+        async with places:
+            return await _row(command, problem)
+
+    return await asyncio.gather(*map(row, problems))
+
+
+async def _row(command: Sequence[str], problem: dict[str, Any]) -> dict[str, Any]:
+    asked: list[ChatRequest] = []
+
+    async def note(request: ChatRequest) -> SampledTurn:
+        asked.append(request)
+        raise Refused(400, "its first request is noted, and nothing is answered here")
+
+    key, more = secrets.token_hex(16), dict(problem.get("extra_info") or {})
+    truth = str(problem.get("reward_model", {}).get("ground_truth", ""))
+    task = Task(problem["prompt"], truth, problem.get("data_source", ""), more)
+    try:
+        base_url = await server.opened(key, EpisodeQuestions(note))
+        end = await run_agent(command, given_task(task), given_variables(base_url, key), keeps_errors=True)
+    finally:
+        server.closed(key)
+    if not asked:
+        raise ConfigError(f"{command} ended with {end.code}, and has asked nothing: {end.errors[-500:]}")
+    prompt = [
+        {**one, "content": text_of(f"message {place}", one.get("content"))}
+        for place, one in enumerate(asked[0].messages)
+    ]
+    return {**problem, "prompt": prompt, "extra_info": {**more, PROBLEM: problem["prompt"]}}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("problems", type=Path, help="a file of prepared problems, data.jsonl")
+    parser.add_argument("output", type=Path, help="the file of rows to write")
+    parser.add_argument("command", nargs="+", help="the program and its arguments, behind --")
+    settings = parser.parse_args(arguments)
+    problems = map(json.loads, settings.problems.read_text().splitlines())
+    try:
+        found = asyncio.run(rows(settings.command, problems))
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    write_atomically(settings.output, "".join(json.dumps(row) + "\n" for row in found))
+    print(f"{settings.output}: {len(found)} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Rows of a dataset for an agent program with prompts of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment.adapters import agent_rows
+from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
+from tests.support.scripted_episodes import play
+
+pytestmark = pytest.mark.integration
+
+AGENT = Path(__file__).parents[2] / "support/agent_program.py"
+TASK = Task([{"role": "user", "content": "Guess my number."}], ground_truth="6")
+
+
+def test_rows_whose_prompts_are_what_a_program_asks_first(tmp_path: Path) -> None:
+    """In a run it gets the problem, as it did then, and its first request is the row's prompt."""
+    briefed = tmp_path / "briefed.py"
+    text = AGENT.read_text().replace("[*task[", '[{"role": "system", "content": "Be brief."}, *task[')
+    briefed.write_text(text)
+    command = [sys.executable, str(briefed)]
+    problems, output = tmp_path / "problems.jsonl", tmp_path / "rows.jsonl"
+    problem = {"prompt": TASK.messages, "reward_model": {"ground_truth": "6"}, "extra_info": {"n": 1}}
+    problems.write_text(json.dumps(problem) + "\n")
+    agent_rows.main([str(problems), str(output), "--", *command])
+    row = json.loads(output.read_text())
+    assert row["prompt"] == [{"role": "system", "content": "Be brief."}, *TASK.messages]
+    assert row["extra_info"]["n"] == 1
+    task = replace(TASK, messages=row["prompt"], extra_info=row["extra_info"])
+    assert play(EndpointEnvironment, task, {"command": command}, ["6"]) == [Reply(None, reward=1.0)]
+    with pytest.raises(SystemExit, match="2"):
+        agent_rows.main([str(problems), str(output), "--", sys.executable, "-c", "pass"])

@@ -28,7 +28,8 @@ def test_branches_over_a_kill(tmp_path: Path) -> None:
     hold, run_dir = tmp_path / "hold", tmp_path / "run"
     settings = {"command": [sys.executable, AGENT, str(hold)]}
     flags = (
-        "--steps=2",
+        "--steps=1",
+        "--rollout.drop-uniform-groups=False",
         "--rollout.prompts-per-step=2",
         "--algorithm.updates-per-epoch=1",
         "--rollout.group-size=2",

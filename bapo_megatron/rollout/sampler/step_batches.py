@@ -145,7 +145,7 @@ def _example(
     first = next((place for place, one in enumerate(listed[1:]) if one[4]), None)
     chosen = next(given, 0) if first is None else first
     group = listed[chosen][0]
-    found = []
+    found: list[Rollout] = []
     for place, (_, length, reason, reward, branch, has_prompt) in enumerate(listed[chosen:], chosen):
         if found and not branch:
             break

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.e2e
 AGENT = str(ROOT / "tests/support/forking_agent.py")
 
 
+@pytest.mark.slow
 def test_branches_over_a_kill(tmp_path: Path) -> None:
     """Each sampled token is in one row's mask, and each turn of the journal is sampled once."""
     hold, run_dir = tmp_path / "hold", tmp_path / "run"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import shutil
 import sys
@@ -15,15 +16,19 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from bapo_megatron.environment import Task
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.http import without_proxy
 
 REWARD_FILE = "BAPO_REWARD_FILE"
 """Variable of a program: the path of a file into which it may write its reward, a number."""
+
+PROBLEM = "problem"
+"""Field of a row's `extra_info`: the messages of its problem, where the prompt is the program's own."""
 
 TAIL_BYTES = 1 << 16
 """The end of its output, and of its errors, that is read and kept: some print all that they do."""
@@ -59,6 +64,19 @@ class AgentEnd:
         )
 
 
+def given_task(task: Task) -> bytes:
+    """What a program reads on its standard input."""
+    messages = task.extra_info.get(PROBLEM, task.messages)
+    return json.dumps({**asdict(task), "messages": messages}).encode()
+
+
+def given_variables(base_url: str, key: str) -> dict[str, str]:
+    """The endpoint's address and key by the names that programs read."""
+    anthropic = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+    # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service.
+    return {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key, **anthropic}
+
+
 async def run_agent(
     command: Sequence[str],
     task: bytes,
@@ -84,6 +102,7 @@ async def run_agent(
     ):
         reward = Path(folder) / "reward"
         environment = {**os.environ, **without_proxy(), REWARD_FILE: str(reward), **variables}
+        environment.pop("ANTHROPIC_AUTH_TOKEN", None)  # of a real service: Anthropic's client would send it
         stderr = errors if keeps_errors else None
         try:
             child = ChildProcess(command, environment, True, stdin=reading, stdout=output, stderr=stderr)

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.environment import SampledTurn, Task
-from bapo_megatron.environment.adapters.agent_program import run_agent
-from bapo_megatron.environment.adapters.endpoint import PROBLEM, given_task, given_variables
+from bapo_megatron.environment.adapters.agent_program import PROBLEM, given_task, given_variables, run_agent
 from bapo_megatron.environment.protocols import server
 from bapo_megatron.environment.protocols.chat import ChatRequest, Refused, text_of
 from bapo_megatron.environment.protocols.server import EpisodeQuestions
@@ -66,7 +65,7 @@ async def _row(command: Sequence[str], problem: dict[str, Any]) -> dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Entry point: write the rows of a file of problems."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("problems", type=Path, help="a file of prepared problems, data.jsonl")
     parser.add_argument("output", type=Path, help="the file of rows to write")

@@ -12,13 +12,10 @@ BAPO_REWARD_FILE, or its exit code, or the last word that it prints; without any
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import secrets
-from dataclasses import asdict
 from pathlib import Path
 
-from bapo_megatron.environment import SampledTurn, Task
+from bapo_megatron.environment import SampledTurn
 from bapo_megatron.environment.adapters import agent_program
 from bapo_megatron.environment.adapters.agent_program import REWARD_FILE, AgentEnd, keep_log
 from bapo_megatron.environment.adapters.conversation import Conversation
@@ -27,9 +24,6 @@ from bapo_megatron.environment.protocols import server
 from bapo_megatron.environment.protocols.chat import ChatRequest, Refused
 from bapo_megatron.environment.protocols.server import EpisodeQuestions
 from bapo_megatron.environment.settings import AgentSettings
-
-PROBLEM = "problem"
-"""Field of a row's `extra_info`: the messages of its problem, where the prompt is the program's own."""
 
 _SHOWN = 500
 """Characters of a program's errors that a failure shows."""
@@ -47,7 +41,7 @@ class EndpointEnvironment(LoopEnvironment):
     async def run(self, base_url: str, key: str) -> float | None:
         """Run the agent against the endpoint; its reward, or None."""
         command, logs = self.settings["command"], self.logs_dir
-        task, variables = given_task(self.task), given_variables(base_url, key)
+        task, variables = agent_program.given_task(self.task), agent_program.given_variables(base_url, key)
         memory_mb = self.settings.get("memory_mb")
         end = await agent_program.run_agent(
             command, task, variables, memory_mb, keeps_errors=logs is not None
@@ -88,19 +82,3 @@ class EndpointEnvironment(LoopEnvironment):
         if request.tools and not self._takes_tools:
             raise Refused(400, "it has tools, and tools_in_prompts in environment.settings is not set")
         return await self._conversation.answer(request.messages)
-
-
-def given_task(task: Task) -> bytes:
-    """What a program reads on its standard input."""
-    messages = task.extra_info.get(PROBLEM, task.messages)
-    return json.dumps({**asdict(task), "messages": messages}).encode()
-
-
-def given_variables(base_url: str, key: str) -> dict[str, str]:
-    """The endpoint's address and key by the names that programs read."""
-    anthropic = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
-    # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service.
-    others = {"OPENAI_API_BASE": base_url}
-    if "ANTHROPIC_AUTH_TOKEN" in os.environ:  # Anthropic's client would send it, too
-        others["ANTHROPIC_AUTH_TOKEN"] = key
-    return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, **anthropic, **others}

@@ -23,12 +23,14 @@ pytestmark = pytest.mark.e2e
 AGENT = str(ROOT / "tests/support/forking_agent.py")
 
 
+@pytest.mark.slow
 def test_branches_over_a_kill(tmp_path: Path) -> None:
     """Each sampled token is in one row's mask, and each turn of the journal is sampled once."""
     hold, run_dir = tmp_path / "hold", tmp_path / "run"
     settings = {"command": [sys.executable, AGENT, str(hold)]}
     flags = (
-        "--steps=2",
+        "--steps=1",
+        "--rollout.drop-uniform-groups=False",
         "--rollout.prompts-per-step=2",
         "--algorithm.updates-per-epoch=1",
         "--rollout.group-size=2",

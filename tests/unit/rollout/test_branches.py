@@ -184,7 +184,9 @@ def plain(batch: StepBatch) -> list[Any]:
 
 def test_branches_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first response: the first conversation, the compressed one, and one from its first turn."""
-    batch = run(step_of(BranchWorld(tmp_path)), monkeypatch)
+    world = BranchWorld(tmp_path)
+    batch = run(step_of(world), monkeypatch)
+    accounts.check_accounts(world.journal, world.journal, world.config.rollout, world.dataset.prompts)
     found = plain(batch)
     assert [(one[0], one[1], one[4]) for one in found[0]][:3] == [
         ("x\x03[b]yy\x03", "11---111", ("stop", 3.0, 0, True)),

@@ -64,6 +64,9 @@ def part_problems(algorithm: Any) -> Iterator[str]:
 
     ``algorithm``: an ``AlgorithmConfig``.
     """
+    if (reference := algorithm.reference_kl).unbiased and not reference.in_loss:
+        now = f"not place={reference.place} with coefficient={reference.coefficient:g}"
+        yield f"algorithm.reference_kl.unbiased=true needs place=loss and a coefficient, {now}"
     named = [("algorithm.advantage", algorithm.advantage, ADVANTAGES)]
     lists = {"algorithm.masks": (algorithm.masks, MASKS), "algorithm.terms": (algorithm.terms, TERMS)}
     for field_name, (parts, known) in lists.items():

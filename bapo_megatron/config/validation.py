@@ -155,9 +155,6 @@ def _algorithm_problems(run: RunConfig) -> Iterator[str]:
             f"algorithm.importance_level={algorithm.importance_level} needs algorithm.importance_cap: set "
             f"both or none"
         )
-    if (reference := algorithm.reference_kl).unbiased and not reference.in_loss:
-        now = f"not place={reference.place} with coefficient={reference.coefficient:g}"
-        yield f"algorithm.reference_kl.unbiased=true needs place=loss and a coefficient, {now}"
     yield from _correction_problems(algorithm)
     yield from _distillation_problems(run)
     if algorithm.updates_per_epoch > rollout.prompts_per_step:

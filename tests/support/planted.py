@@ -71,7 +71,7 @@ def _child(mistake: Mistake, request: RankRequest, sender: Connection) -> None:
 
     loaders.get_data, loaders.path_stats = get_data, path_stats  # type: ignore[method-assign]
     sys.dont_write_bytecode = True
-    for name in [name for name in sys.modules if name.partition(".")[0] == "bapo_megatron"]:
+    for name in [name for name in sys.modules if name.startswith(("bapo_megatron", "bapo_rehearsal"))]:
         del sys.modules[name]
     from bapo_rehearsal.rank import rehearse_rank
 

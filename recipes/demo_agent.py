@@ -5,6 +5,8 @@
 Model, problems, reward and settings are those of demo_real_tools.py. What asks the model is another program
 (demo/agent.py), a process for each episode: it speaks OpenAI's chat completions, with streams, knows nothing
 of the training, and answers expressions as a user. Its log of each episode is in logs/agents of the run.
+
+Preset: `paper()`, as of demo_real_tools.py.
 """
 
 import sys

@@ -4,7 +4,7 @@ RLOO's advantage, without the cut responses that count against the policy, a cap
 bonus. Everything else is that of r1_distill_qwen_7b_8k.py. Start it at the root of the repository, where the
 paths of its parts begin; docs/extending.md says how to write others.
 
-Preset: `BoundsConfig()`, because the loss reads no bounds.
+Preset: none; the loss reads no bounds.
 """
 
 from dataclasses import replace

@@ -185,7 +185,7 @@ def _fails_on_any_turn(result: StepResult) -> bool:
     """Whether the object could not be made, or its answer was no valid ``Reply``.
 
     Known by the traceback, which begins in the class: at ``__init__``, or nowhere if the worker has refused
-    the answer, but in `json` for a note that is none.
+    the answer, but in `json` for a note that is none, and in ``Reply.text``.
     """
     if result.failure != "raised" or not result.place:  # the pool has found it, and there is no traceback
         return False
@@ -195,7 +195,7 @@ def _fails_on_any_turn(result: StepResult) -> bool:
     begins = re.findall(
         r"Traceback \(most recent call last\):\n +File \".*\", line \d+, in (\S+)", result.traceback
     )
-    return bool(begins) and begins[-1] in ("__init__", "__new__", "dumps")
+    return bool(begins) and begins[-1] in ("__init__", "__new__", "dumps", "text")
 
 
 def _stderr_bytes() -> int | None:

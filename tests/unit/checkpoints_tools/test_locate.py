@@ -223,7 +223,7 @@ def test_torch_dist(hf: Path, tmp_path: Path) -> None:
     extra = groups["decoder.layers.mlp.linear_fc1._extra_state/shard_*_3"]
     assert (extra.dtype, extra.count) == ("object", 3)
     text = as_text(padded)
-    assert "vocabulary  128 rows, 27 of padding" in text
+    assert "vocabulary    128 rows, 27 of padding" in text
     assert "  embedding.word_embeddings.weight  BF16 [128, 48], 8 chunks" in text
 
 
@@ -237,7 +237,7 @@ def test_what_the_writers_arguments_say(hf: Path, tmp_path: Path) -> None:
     torch.save({"args": arguments, "iteration": 300}, folder / "common.pt")
     found = inspect_checkpoint(folder)
     assert (found.iteration, found.written_at) == (300, {"tensor": 8, "pipeline": 4})
-    assert "written at  TP8 PP4\n" in as_text(found)
+    assert "written at    TP8 PP4\n" in as_text(found)
     folder.rename(tmp_path / "iter_0000250")
     assert inspect_checkpoint(tmp_path / "iter_0000250").iteration == 250
 
@@ -260,7 +260,7 @@ def test_what_the_trainer_says_of_its_layout(more: dict, text: str, hf: Path, tm
     torch.save({"written_at": written}, folder / "common.pt")
     found = inspect_checkpoint(folder)
     assert found.written_at == written
-    assert f"written at  {text}\n" in as_text(found)
+    assert f"written at    {text}\n" in as_text(found)
 
 
 def test_mp_rank_folders(hf: Path, tmp_path: Path) -> None:

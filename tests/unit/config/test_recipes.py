@@ -39,7 +39,7 @@ STATED = {
     f"{BASE}_four_gpus": (8192, 4),
     **{
         f"{BASE}_{variant}": (8192, 8)
-        for variant in ("asymmetric", "clip_higher", "grpo", "on_policy", "papo")
+        for variant in ("asymmetric", "clip_higher", "grpo", "on_policy", "own_method", "papo")
     },
     "qwen3_4b_8k": (8192, 8),
     "qwen2_5_7b_tools": (8192, 4),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bapo_megatron.algo.advantages import dr_grpo
 from bapo_megatron.data.samples import samples_of
 from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT, Branch, Tree
 from bapo_megatron.rollout.sampler.response import (
@@ -253,7 +254,7 @@ def test_an_episode_counts_once_in_its_group(tmp_path: Path, share: Any, first: 
     stored(tmp_path)
     columns = StepColumns(read_header(tmp_path, 1))
     columns.open()
-    [samples] = samples_of(columns, "dr_grpo", branch_reward=share)
+    [samples] = samples_of(columns, dr_grpo, branch_reward=share)
     assert [one.advantage for one in samples] == pytest.approx([first] * 3 + [-0.5])
     assert [one.loaded().token_ids.tolist()[0] for one in samples] == [50, 100, 100, 100]
     assert [one.positions for one in samples] == [one.loaded().positions for one in samples]

@@ -72,7 +72,7 @@ def test_a_plain_gradient_step_has_the_state_s_correction_besides() -> None:
 
 
 def test_the_correction_changes_few_signs_where_policies_are_decided() -> None:
-    """The figures in docs/losses.md: of the tokens that random policies sample, and of their effects."""
+    """Shares of the tokens that random policies sample, and of their effects."""
     generator = torch.Generator().manual_seed(5)
     logits_BV = 8.0 * torch.randn(200, 1000, generator=generator, dtype=torch.float64)
     log_prob_BV = logits_BV.log_softmax(1)

@@ -163,7 +163,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_results_are_those_of_the_study(name: str) -> None:
     table = (ROOT / "docs/results.md").read_text().split("## The first study")[1]
-    study = (ROOT / "docs/study.md").read_text().split("At 8 passes:")[1]
+    study = (ROOT / "benchmarks/results/staleness_study.md").read_text().split("At 8 passes:")[1]
     row = re.search(rf"^\|[^|]*{re.escape(name)}[^|]*\| ([^|]+) \| (\d+) \|$", table, re.MULTILINE)
     measured = re.search(rf"^\| `{METHODS[name]}` \| ([^,]+), (\d+) seeds", study, re.MULTILINE)
     assert row
@@ -180,7 +180,8 @@ def test_every_figure_names_its_command() -> None:
             assert written or re.search(r"`(python|make|bapo) ", after), f"{page.name}: {found[0]}"
 
 
-FIRST, SECOND = "docs/study.jsonl", "benchmarks/results/controller_study.jsonl"
+FIRST = "benchmarks/results/staleness_study.jsonl"
+SECOND = "benchmarks/results/controller_study.jsonl"
 REAL = "benchmarks/results/real_model_study.jsonl"
 Figures = dict[tuple[str, int], dict[int, float]]
 """One figure of a study's own arms: by method and passes, then by seed."""

@@ -16,7 +16,7 @@ from benchmarks.paired import Effect, fisher, holm, p_value, paired_effect
 
 ROOT = Path(__file__).parents[3]
 PAGES = {
-    "docs/study.md": "docs/study.jsonl",
+    "benchmarks/results/staleness_study.md": "benchmarks/results/staleness_study.jsonl",
     "benchmarks/results/controller_study.md": "benchmarks/results/controller_study.jsonl",
     "benchmarks/results/real_model_study.md": "benchmarks/results/real_model_study.jsonl",
 }

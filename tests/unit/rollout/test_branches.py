@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.data.samples import samples_of
+from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT, Branch, Tree
 from bapo_megatron.rollout.sampler.response import (
     Answer,
@@ -22,6 +23,7 @@ from bapo_megatron.rollout.sampler.response import (
     needs,
     next_request,
 )
+from bapo_megatron.rollout.sampler.scoring import response_score
 from bapo_megatron.rollout.sampler.step_batches import read_example, read_header, read_step, write_step
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
@@ -89,6 +91,15 @@ def test_draws_depend_on_the_conversation_and_not_on_the_order() -> None:
     repeated = asked(turn(asked(turn(Response(), STOP), 50, after=NOTHING), STOP), 50, after=NOTHING)
     request = next_request(repeated, Tokens(4), SAMPLING, PROMPT_ROW, "r", 5)
     assert request.params.seed != seeds(50)[50], "a question that is repeated has a second answer"
+
+
+def test_the_penalty_for_length_is_that_of_the_longest_branch() -> None:
+    class Scorer:
+        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
+            return RewardResult(float(tokens))
+
+    assert by_hand().sampled_tokens == 8
+    assert asyncio.run(response_score(Scorer(), PROMPT_ROW, by_hand(), "", 0.0)).reward == 4.0
 
 
 def test_every_sampled_token_is_trained_on_once() -> None:

@@ -93,7 +93,7 @@ class ResponseHeader(NamedTuple):
     routes: StoredRoutes | None = None
     """Where its routes are; None if it was sampled without."""
     is_cut: bool = False
-    """Whether it was cut at ``rollout.max_response_tokens``."""
+    """Whether it was cut at ``rollout.max_response_tokens``, or another branch of its episode was."""
     named_rewards: Mapping[str, float] = {}
     """The named rewards of which its reward is made; none where the reward function gives a number."""
     branch: int = 0

@@ -27,6 +27,7 @@ from bapo_megatron.data.rows import (
     messages_of,
     read_rows,
 )
+from bapo_megatron.environment import PROMPT_TOOLS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.types import Prompt
@@ -129,14 +130,17 @@ def equal_prompts_problem(prompts: Sequence[np.ndarray]) -> str | None:
 
 
 def _prompt(number: int, row: Row, tokenizer: Any, several: bool, tools: Tools) -> Prompt:
-    messages = messages_of(row)
-    token_ids_P = prompt_token_ids(messages, tokenizer, tools)
+    messages, extra_info = messages_of(row), extra_info_of(row)
+    own = field_of(extra_info, PROMPT_TOOLS, list, "a list") if PROMPT_TOOLS in extra_info else []
+    token_ids_P = prompt_token_ids(messages, tokenizer, [*tools, *own])
+    if own and np.array_equal(token_ids_P, prompt_token_ids(messages, tokenizer, tools)):
+        raise RowError(f"extra_info.{PROMPT_TOOLS}: the chat template ignores them: mend chat_template.jinja")
     return Prompt(
         prompt_id=number,
         token_ids_P=token_ids_P,
         ground_truth=ground_truth_of(row, several),
         data_source=field_of(row, "data_source", str, "text"),
-        extra_info=extra_info_of(row),
+        extra_info=extra_info,
         opens_thinking=ends_in_thinking(tokenizer, token_ids_P),
         messages=messages,
     )

@@ -17,6 +17,11 @@ Resume = Literal["replay", "restore", "never"]
 """How a new object comes to where a lost one was; see ``Environment.resume``."""
 
 
+PROMPT_TOOLS = "prompt_tools"
+"""Field of a row's `extra_info`: schemas of tools that the chat template writes into its prompt, behind those
+of its environment's class. ``adapters/agent_rows.py`` writes it."""
+
+
 @dataclass(frozen=True)
 class Task:
     """What an environment knows of its episode: a row of the dataset, as plain data."""

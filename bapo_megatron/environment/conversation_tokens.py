@@ -58,7 +58,7 @@ class ConversationTokens:
         ``messages``: chat messages; ``{"role": "assistant", "turn": 3}`` is ``turns[3]``. ``from_prompt``:
         the number of first messages that are the dataset's; what looks like an added token in others is text.
         ``tools``: None: those of the prompts. ``behind``: the ids of what follows this turn alone; 0: of all.
-        Raises what the chat template raises.
+        Raises what the chat template raises; ValueError if it does not show the turn ``behind``.
         """
         cut = absent_mark(messages, *(turn.text for turn in turns.values()))
         shown = {
@@ -73,6 +73,8 @@ class ConversationTokens:
             for place in rewritten:
                 del shown[place]
             text = render()
+        if behind and behind not in {messages[place]["turn"] for place in shown}:
+            raise ValueError("the chat template does not show the model's turn before it")
         parts: list[np.ndarray] = []
         drop = False
         for place, mark in shown.items():

@@ -63,7 +63,8 @@ class AgentSettings:
     command: Annotated[list[str], MinLen(1)]
     """The program and its arguments."""
     tools_in_prompts: bool = False
-    """Whether the prompts of the dataset describe the ``tools`` of the program's requests."""
+    """Whether the text of the prompts describes the ``tools`` of the program's requests; else the first has
+    those of its row, which the chat template shows, and other ones begin a branch."""
     memory_mb: Annotated[int, Ge(16)] | None = None
     """Memory of each process of the program; None: no limit of its own."""
     reward: Literal["printed", "exit_code"] = "printed"

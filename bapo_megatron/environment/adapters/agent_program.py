@@ -130,9 +130,12 @@ def keep_log(folder: Path, episode: str, text: str) -> None:
     """Keep the log of an episode's program in ``folder``, beside the newest ``MOST_LOGS``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{episode.replace(os.sep, '_')}.log").write_text(text)
-    logs = [(one.stat().st_mtime_ns, one.path) for one in os.scandir(folder)]
-    for _, path in sorted(logs)[:-MOST_LOGS]:
+    logs = []
+    for one in os.scandir(folder):
         with suppress(FileNotFoundError):  # another worker has removed it
+            logs.append((one.stat().st_mtime_ns, one.path))
+    for _, path in sorted(logs)[:-MOST_LOGS]:
+        with suppress(FileNotFoundError):
             os.unlink(path)
 
 

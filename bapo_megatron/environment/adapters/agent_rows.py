@@ -3,7 +3,8 @@
     python -m bapo_megatron.environment.adapters.agent_rows data/sums.jsonl data/agent.jsonl -- node agent.js
 
 The program is run once for each row, until its first request. A row keeps the problem's own messages in
-`extra_info.problem`; in a run the program gets these on standard input, not its own prompt.
+`extra_info.problem`; in a run the program gets these on standard input, not its own prompt. The tools of the
+request are in `extra_info.prompt_tools`: the chat template writes them into the prompt.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.environment import SampledTurn, Task
+from bapo_megatron.environment import PROMPT_TOOLS, SampledTurn, Task
 from bapo_megatron.environment.adapters.agent_program import PROBLEM, given_task, given_variables, run_agent
+from bapo_megatron.environment.adapters.conversation import read_messages
 from bapo_megatron.environment.protocols import server
-from bapo_megatron.environment.protocols.chat import ChatRequest, Refused, text_of
+from bapo_megatron.environment.protocols.chat import ChatRequest, Refused
 from bapo_megatron.environment.protocols.server import EpisodeQuestions
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
@@ -57,11 +59,9 @@ async def _row(command: Sequence[str], problem: dict[str, Any]) -> dict[str, Any
         server.closed(key)
     if not asked:
         raise ConfigError(f"{command} ended with {end.code}, and has asked nothing: {end.errors[-500:]}")
-    prompt = [
-        {**one, "content": text_of(f"message {place}", one.get("content"))}
-        for place, one in enumerate(asked[0].messages)
-    ]
-    return {**problem, "prompt": prompt, "extra_info": {**more, PROBLEM: problem["prompt"]}}
+    first, more = asked[0], {**more, PROBLEM: problem["prompt"]}
+    tools = {PROMPT_TOOLS: first.tools} if first.tools else {}
+    return {**problem, "prompt": read_messages(first.messages), "extra_info": {**more, **tools}}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

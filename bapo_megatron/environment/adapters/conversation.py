@@ -11,17 +11,23 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from bapo_megatron.environment import Context, Reply, SampledTurn
 from bapo_megatron.environment.protocols.chat import Refused, text_of
-from bapo_megatron.environment.tools.calls import answer_part, results, tool_calls, without_calls
+from bapo_megatron.environment.tools.calls import answer_part, results, tool_calls, typed, without_calls
 
 Ask = Callable[[Callable[[int], Reply]], Awaitable[tuple[int, SampledTurn]]]
 """``LoopEnvironment.question``."""
 
 _SHOWN = 100
 """Characters of a message that a refusal shows."""
+
+_NO_TOOLS = (
+    "make the rows with bapo_megatron.environment.adapters.agent_rows, or set tools_in_prompts in "
+    "environment.settings, if the text of the prompts describes them"
+)
 
 _SYSTEM_ROLES = ("system", "developer")
 
@@ -40,9 +46,22 @@ class _Spoken:
         apart or in the text."""
         said, calls = _squashed(message["content"]), _calls_of(message)
         if not calls:
-            return said in {_squashed(self.text), _squashed(answer_part(self.text))}
-        own = [[one.name, _as_text(one.arguments)] for one in tool_calls(self.text) if one.problem is None]
-        return calls == own and said in {"", _squashed(without_calls(self.text)), _squashed(self.text)}
+            return said in self._texts
+        return calls == self._calls and said in {"", self._text_beside_calls, _squashed(self.text)}
+
+    # Each is asked for by every later request.
+
+    @cached_property
+    def _texts(self) -> set[str]:
+        return {_squashed(self.text), _squashed(answer_part(self.text))}
+
+    @cached_property
+    def _text_beside_calls(self) -> str:
+        return _squashed(without_calls(self.text))
+
+    @cached_property
+    def _calls(self) -> list[list[str]]:
+        return [[one.name, _as_text(one.arguments)] for one in tool_calls(self.text) if one.problem is None]
 
 
 @dataclass
@@ -68,37 +87,39 @@ class _Found(NamedTuple):
 class Conversation:
     """The requests of one episode, as questions to the policy."""
 
-    def __init__(self, prompt: Sequence[Any], role: str, ask: Ask) -> None:
+    def __init__(self, prompt: Sequence[Any], role: str, ask: Ask, tools: Sequence[Any] = ()) -> None:
         """``prompt``: messages of the dataset, which are the first question. ``role``: that of what goes on
-        behind the last turn as an observation. ``ask``: asks the policy."""
-        self._prompt, self._role, self._ask = _read(prompt), role, ask
+        behind the last turn as an observation. ``ask``: asks the policy. ``tools``: those that the chat
+        template has written into the prompt."""
+        self._prompt, self._role, self._ask, self._tools = read_messages(prompt), role, ask, [*tools]
         self._has_begun = False
-        self._root = _Place()
+        self._roots: dict[str, _Place] = {}
+        """By the tools of a conversation: other tools are another beginning."""
         self._spoken: list[_Spoken] = []
 
     async def answer(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> SampledTurn:
-        """The policy's turn for the messages of a request. ``tools``: see ``Context``. Refused for messages
-        that are no question."""
-        question = _read(messages)
+        """The policy's turn for the messages of a request. ``tools``: None: those of the prompt. Refused for
+        messages that are no question."""
+        question, tools = read_messages(messages), self._tools if tools is None else [*tools]
+        has_own = tools == self._tools
         if not question or question[-1]["role"] == "assistant":
             raise Refused(400, "it ends with no message for the model to answer")
-        if not self._has_begun and (question != self._prompt or tools is not None):
+        if not self._has_begun and question != self._prompt:
             raise Refused(409, f"its first request is not the dataset's prompt, but {_shown(question)}")
+        if not self._has_begun and not has_own:
+            raise Refused(409, f"its first request has other tools than the prompt: {_NO_TOOLS}")
         self._has_begun = True
-        found = self._found(question)
+        found = self._found(question, tools)
 
         def reply(turns: int) -> Reply:
             new = found.messages[found.repeated :]
-            if tools is None and not turns and found.messages == self._prompt:
+            if has_own and not turns and found.messages == self._prompt:
                 return Reply("")
-            if (
-                tools is None
-                and turns
-                and found.after == turns
-                and {one["role"] for one in new} == {self._role}
-            ):
+            goes_on = turns and found.after == turns and {one["role"] for one in new} == {self._role}
+            if has_own and goes_on:
                 return Reply(results([one["content"] for one in new]))
-            said = json.dumps({"after": found.after, "messages": new}, ensure_ascii=False, sort_keys=True)
+            asked = {"after": found.after, "messages": new, **({} if has_own else {"tools": tools})}
+            said = json.dumps(asked, ensure_ascii=False, sort_keys=True)
             return Reply(said, context=Context(found.messages, found.after, tools))
 
         number, turn = await self._ask(reply)
@@ -107,9 +128,10 @@ class Conversation:
         self._spoken.append(spoken)
         return turn
 
-    def _found(self, question: list[dict[str, Any]]) -> _Found:
+    def _found(self, question: list[dict[str, Any]], tools: list[Any]) -> _Found:
         """Where a question is in the tree; it is there from now on."""
-        place, after, repeated, messages = self._root, 0, 0, []
+        root = self._roots.setdefault(json.dumps(tools, sort_keys=True), _Place())
+        place, after, repeated, messages = root, 0, 0, []
         for number, message in enumerate(question):
             turn = self._turn(place, message) if message["role"] == "assistant" else None
             messages.append(message if turn is None else {"role": "assistant", "turn": turn.number})
@@ -130,7 +152,7 @@ def _shown(question: list[dict[str, Any]]) -> str:
     return f"{len(question)} messages, the first {json.dumps(question[0], ensure_ascii=False)[:_SHOWN]}"
 
 
-def _read(messages: Sequence[Any]) -> list[dict[str, Any]]:
+def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages as a chat template takes them. Refused for one that is no text."""
     found = []
     for place, message in enumerate(messages):
@@ -163,9 +185,9 @@ def _calls_of(message: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _as_text(arguments: Any) -> str:
-    """Arguments of a call; a number and its text are one, as schemas of tools make the one of the other."""
+    """Arguments of a call; a value and its text are one, as schemas of tools make the one of the other."""
     if isinstance(arguments, dict):
-        arguments = {name: x if isinstance(x, str) else json.dumps(x) for name, x in arguments.items()}
+        arguments = {name: typed(x, "") if isinstance(x, str) else x for name, x in arguments.items()}
     return json.dumps(arguments, sort_keys=True)
 
 

@@ -15,13 +15,13 @@ import asyncio
 import secrets
 from pathlib import Path
 
-from bapo_megatron.environment import SampledTurn
+from bapo_megatron.environment import PROMPT_TOOLS, SampledTurn
 from bapo_megatron.environment.adapters import agent_program
 from bapo_megatron.environment.adapters.agent_program import REWARD_FILE, AgentEnd, keep_log
 from bapo_megatron.environment.adapters.conversation import Conversation
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from bapo_megatron.environment.protocols import server
-from bapo_megatron.environment.protocols.chat import ChatRequest, Refused
+from bapo_megatron.environment.protocols.chat import ChatRequest
 from bapo_megatron.environment.protocols.server import EpisodeQuestions
 from bapo_megatron.environment.settings import AgentSettings
 
@@ -70,7 +70,9 @@ class EndpointEnvironment(LoopEnvironment):
     async def play(self, ask: Ask) -> float | None:
         """Give the program an endpoint for as long as it runs."""
         self._takes_tools = bool(self.settings.get("tools_in_prompts"))
-        self._conversation = Conversation(self.task.messages, self.role, self.question)
+        self._row_tools = self.task.extra_info.get(PROMPT_TOOLS, [])
+        tools = [*self.tools, *self._row_tools]
+        self._conversation = Conversation(self.task.messages, self.role, self.question, tools)
         self._questions = EpisodeQuestions(self._answer)
         key = secrets.token_hex(16)
         try:
@@ -79,6 +81,5 @@ class EndpointEnvironment(LoopEnvironment):
             server.closed(key)
 
     async def _answer(self, request: ChatRequest) -> SampledTurn:
-        if request.tools and not self._takes_tools:
-            raise Refused(400, "it has tools, and tools_in_prompts in environment.settings is not set")
-        return await self._conversation.answer(request.messages)
+        of_prompt = self._takes_tools or not (request.tools or self._row_tools)
+        return await self._conversation.answer(request.messages, None if of_prompt else request.tools)

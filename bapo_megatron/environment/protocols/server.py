@@ -31,6 +31,9 @@ KEEP_ALIVE_S = 10.0
 clients and proxies end a connection that is silent for long (OpenAI's after 600 s), and a turn may take
 longer."""
 
+KEPT_ANSWERS = 32
+"""Answers that an episode keeps for retries, the newest: each has the tokens of its turn."""
+
 _URLS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[str]] = WeakKeyDictionary()
 _EPISODES: dict[str, EpisodeQuestions] = {}
 
@@ -120,6 +123,9 @@ class EpisodeQuestions:
         return known is None or (known.is_delivered and not known.clients and not is_marked)
 
     def _asked(self, request: ChatRequest, digest: str) -> _Question:
+        delivered = [name for name, one in self._questions.items() if one.is_delivered and not one.clients]
+        for old in delivered[:-KEPT_ANSWERS]:
+            del self._questions[old]
         repeat = self._repeats[digest] = self._repeats.get(digest, -1) + 1
         name = f"{digest[:16]}{repeat or ''}"
 

@@ -124,7 +124,7 @@ def _functions(text: str, is_closed: bool, tools: Tools) -> list[Call]:
         if is_cut or _NEXT.search(value):
             calls[-1] = Call(problem=f"the argument {key!r} of {call.name!r} has no </parameter>")
         elif call.problem is None:
-            call.arguments[key] = _typed(value, types.get(key))
+            call.arguments[key] = typed(value, types.get(key))
     return calls
 
 
@@ -163,7 +163,7 @@ def _types(name: str, tools: Tools) -> dict[str, Any]:
     return {}
 
 
-def _typed(value: str, kind: Any) -> Any:
+def typed(value: str, kind: Any) -> Any:
     """A value that is written without quotes: a text, unless the schema has another type and it is one."""
     if kind is None or kind == "string":
         return value

@@ -10,6 +10,7 @@ has the episode.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +75,13 @@ class Tree(NamedTuple):
                 start = spans.pop()[0]
             spans.append((start, self.ends[one]))
         return Branch(root == PROMPT, tuple(spans))
+
+    def lengths(self, prompt_tokens: int) -> dict[int, int]:
+        """Tokens of the way to the end of each turn, with those of the dataset's prompt where it begins."""
+        follows, found = dict(self.forks), {PROMPT: prompt_tokens, NOTHING: 0}
+        for turn, (start, end) in enumerate(pairwise((0, *self.ends))):
+            found[turn] = found[follows.get(turn, turn - 1)] + end - start
+        return found
 
     @property
     def last(self) -> Branch:

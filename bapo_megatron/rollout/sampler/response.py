@@ -188,6 +188,15 @@ class Response:
         return self.tokens - self.episode.given_tokens
 
     @property
+    def longest_sampled(self) -> int:
+        """Number of sampled tokens of the branch that has most: a penalty for length counts these, as
+        ``max_response_tokens`` is the limit of a branch."""
+        if not self.episode.forks:
+            return self.sampled_tokens
+        is_sampled_N = self.so_far.versions_R != GIVEN
+        return max(int(branch.of(is_sampled_N).sum()) for branch in self.tree.branches)
+
+    @property
     def last_turn_R(self) -> np.ndarray:
         """Token ids of the model's last turn, the whole response if it has one: what a reward judges."""
         ids_R: np.ndarray = self.so_far.token_ids_R[self.episode.last_turn_start :]

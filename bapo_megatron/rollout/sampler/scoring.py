@@ -111,7 +111,7 @@ async def response_score(
         return RewardResult(failed, "environment", f"{episode.failure}: {episode.detail}")
     if episode.reward is not None:
         return _finite(RewardResult(episode.reward, score=episode.reward), failed)
-    return await text_score(scorer, prompt, text, response.sampled_tokens, failed)
+    return await text_score(scorer, prompt, text, response.longest_sampled, failed)
 
 
 async def text_score(scorer: Scorer, prompt: Prompt, text: str, tokens: int, failed: float) -> RewardResult:

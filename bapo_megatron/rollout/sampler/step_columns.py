@@ -61,7 +61,9 @@ def _group_header(group: Group) -> GroupHeader:
     responses = tuple(
         _response_header(rollout, ids_P if rollout.has_prompt else ids_P[:0]) for rollout in group.rollouts
     )
-    return GroupHeader(group.prompt.source, len(ids_P), responses)
+    found = GroupHeader(group.prompt.source, len(ids_P), responses)
+    cut = (any(one.is_cut for one in rows) for rows in found.episodes for _ in rows)
+    return found._replace(responses=tuple(one._replace(is_cut=next(cut)) for one in responses))
 
 
 def _response_header(rollout: Rollout, ids_P: np.ndarray) -> ResponseHeader:

@@ -157,7 +157,13 @@ class GroupTeacher:
             for response in group.responses
             for branch in response.tree.branches
         ]
-        return await asyncio.gather(*(self._teacher.log_probs(*one) for one in asked))
+        return await asyncio.gather(*(self._of_branch(*one) for one in asked))
+
+    async def _of_branch(self, prompt: np.ndarray, ids_R: np.ndarray) -> np.ndarray:
+        if len(prompt):
+            return await self._teacher.log_probs(prompt, ids_R)
+        # No position predicts the first token, which was given, and servers have no number for it.
+        return np.append(np.float32(0), await self._teacher.log_probs(ids_R[:1], ids_R[1:]))
 
 
 def check_teacher(config: RunConfig) -> None:

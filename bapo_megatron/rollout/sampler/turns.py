@@ -35,7 +35,7 @@ from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 from bapo_megatron.reward.pool import FailureReports
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.engines.requests import Dataset, prompt_of_turn, stop_token_ids
-from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT, Branch
+from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT
 from bapo_megatron.rollout.sampler.response import Answer, Response, Sampling, branch_ids
 from bapo_megatron.types import FinishReason, Prompt
 
@@ -240,15 +240,16 @@ def _placed(
 
     ``turns``: numbers of the model's turns. ``repeated``: the last of those that its messages repeat.
     """
-    tree, after, context, before = response.tree, NOTHING, 0, np.zeros(0, np.int32)
-    beginnings = [(PROMPT, Branch(True, ())), *((turn, tree.to(turn)) for turn in turns)]
-    for turn, branch in beginnings:
-        own = branch_ids(response, branch, prompt)
-        if len(before) < len(own) < len(ids) and np.array_equal(own, ids[: len(own)]):
-            after, context, before = turn, branch.tokens, own
+    tree, after = response.tree, NOTHING
+    lengths = tree.lengths(len(prompt.token_ids_P))
+    for turn in sorted((PROMPT, *turns), key=lengths.__getitem__, reverse=True):  # mostly the first one fits
+        count = lengths[turn]
+        if count < len(ids) and np.array_equal(branch_ids(response, tree.to(turn), prompt), ids[:count]):
+            after = turn
+            break
     rewritten = repeated is not None and repeated not in tree.way(after)[1]
     is_next = after == len(tree.ends) - 1
-    return _Given(ids[len(before) :], context, None if is_next else after, rewritten)
+    return _Given(ids[lengths[after] :], tree.to(after).tokens, None if is_next else after, rewritten)
 
 
 def _end(reason: FinishReason, result: StepResult) -> Answer:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.environment import Reply, Task
+from bapo_megatron.environment import PROMPT_TOOLS, Reply, Task
 from bapo_megatron.environment.adapters import agent_rows
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from tests.support.scripted_episodes import play
@@ -17,15 +17,18 @@ from tests.support.scripted_episodes import play
 pytestmark = pytest.mark.integration
 
 AGENT = Path(__file__).parents[2] / "support/agent_program.py"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 TASK = Task([{"role": "user", "content": "Guess my number."}], ground_truth="6")
 
 
-def test_rows_whose_prompts_are_what_a_program_asks_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [[], ["tools"]])
+def test_rows_whose_prompts_are_what_a_program_asks_first(arguments: list[str], tmp_path: Path) -> None:
     """In a run it gets the problem, as it did then, and its first request is the row's prompt."""
     briefed = tmp_path / "briefed.py"
-    text = AGENT.read_text().replace("[*task[", '[{"role": "system", "content": "Be brief."}, *task[')
+    text = AGENT.read_text().replace("[*task[", '[{"role": "developer", "content": "Be brief."}, *task[')
+    text = text.replace("[{}]", json.dumps(TOOLS))
     briefed.write_text(text)
-    command = [sys.executable, str(briefed)]
+    command = [sys.executable, str(briefed), *arguments]
     problems, output = tmp_path / "problems.jsonl", tmp_path / "rows.jsonl"
     problem = {"prompt": TASK.messages, "reward_model": {"ground_truth": "6"}, "extra_info": {"n": 1}}
     problems.write_text(json.dumps(problem) + "\n")
@@ -33,6 +36,7 @@ def test_rows_whose_prompts_are_what_a_program_asks_first(tmp_path: Path) -> Non
     row = json.loads(output.read_text())
     assert row["prompt"] == [{"role": "system", "content": "Be brief."}, *TASK.messages]
     assert row["extra_info"]["n"] == 1
+    assert row["extra_info"].get(PROMPT_TOOLS) == (TOOLS if arguments else None)
     task = replace(TASK, messages=row["prompt"], extra_info=row["extra_info"])
     assert play(EndpointEnvironment, task, {"command": command}, ["6"]) == [Reply(None, reward=1.0)]
     with pytest.raises(SystemExit, match="2"):

@@ -60,6 +60,7 @@ def test_branches_over_kills() -> None:
     assert replies[4].context.messages[1] == {"role": "assistant", "turn": 5}, "as it was sampled, anywhere"
 
 
+CODER = "<tool_call><function=add><parameter=a>\n{}\n</parameter></function></tool_call>"
 CALLS = 'I add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -75,6 +76,11 @@ CALLS = 'I add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         (CALLS, assistant("I add.", ("add", '{"a": 2}')), False),
         (CALLS, assistant("I add."), False),
         (CALLS, assistant(CALLS), True),
+        (CODER.format("True"), assistant("", ("add", '{"a": true}')), True),
+        (CODER.format("[1,2]"), assistant("", ("add", '{"a": [1, 2]}')), True),
+        (CODER.format("1.50"), assistant("", ("add", '{"a": 1.5}')), True),
+        (CODER.format("1.50"), assistant("", ("add", '{"a": "1.50"}')), True),
+        (CODER.format("True"), assistant("", ("add", '{"a": false}')), False),
     ],
 )
 def test_which_message_is_a_turn(turn: str, message: dict[str, Any], is_same: bool) -> None:
@@ -135,6 +141,11 @@ def test_what_a_template_writes_otherwise_is_text() -> None:
     turns = {1: repeated(THOUGHT, 7, 7, 7)}
     assert rule(DROPS).ids(MESSAGES, turns, 1).tolist() == [*HEAD, *ids_of("5"), CLOSE, *TAIL]
     assert rule(DROPS, keeps_turns=True).ids(MESSAGES, turns, 1).tolist() == [*HEAD, 7, 7, 7, CLOSE, *TAIL]
+
+
+def test_a_turn_that_the_template_does_not_show_is_not_continued() -> None:
+    with pytest.raises(ValueError, match="does not show the model's turn"):
+        rule("'' if m.role == 'assistant' else m.content").ids(MESSAGES, {1: repeated("5")}, 1, behind=1)
 
 
 def test_what_a_program_says_opens_no_turn() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import pytest
 
-from bapo_megatron.environment import Reply, SampledTurn, Task
+from bapo_megatron.environment import PROMPT_TOOLS, Reply, SampledTurn, Task
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.protocols import chat, server
 from tests.support.scripted_episodes import play
@@ -38,7 +39,11 @@ class Raw(EndpointEnvironment):
 
 
 def asked(
-    bodies: list[tuple[Any, bool]], turns: list[str], seen: list[Any] | None = None, **settings: Any
+    bodies: list[tuple[Any, bool]],
+    turns: list[str],
+    seen: list[Any] | None = None,
+    task: Task = TASK,
+    **settings: Any,
 ) -> list[tuple[int, Any]]:
     found: list[tuple[int, Any]] = []
 
@@ -51,7 +56,7 @@ def asked(
             self.settings = {"bodies": bodies, "found": found}
             return await super().run(base_url, key)
 
-    replies = play(Own, TASK, settings, turns)
+    replies = play(Own, task, settings, turns)
     if seen is not None:
         seen += replies
     return found
@@ -146,6 +151,47 @@ def test_the_call_of_a_llama_model_is_one_where_the_request_has_tools() -> None:
         message = answer["choices"][0]["message"]
         assert len(message.get("tool_calls", [])) == calls
         assert message["content"] == ("" if calls else turn)
+
+
+def test_the_tools_of_requests_reach_the_template() -> None:
+    """Those of the row, which the prompt shows, and other ones in a branch."""
+    add, sub = ({"type": "function", "function": {"name": one, "parameters": {}}} for one in ("add", "sub"))
+    second = [QUESTION, TURN, {"role": "tool", "content": "2"}]
+    bodies = [
+        {"messages": [QUESTION], "tools": [sub]},
+        {"messages": [QUESTION]},
+        {"messages": [QUESTION], "tools": [add]},
+        {"messages": second, "tools": [add]},
+        {"messages": second, "tools": [sub]},
+        {"messages": [*second, TURN, QUESTION], "tools": [sub]},
+    ]
+    seen: list[Reply] = []
+    task = replace(TASK, extra_info={PROMPT_TOOLS: [add]})
+    found = asked([(one, True) for one in bodies], ["3"] * 4, seen, task)
+    assert [status for status, _ in found] == [409, 409, 200, 200, 200, 200]
+    assert "other tools than the prompt" in found[0][1]["error"]["message"]
+    assert seen[0] == Reply("2")
+    contexts = [(one.context.after, one.context.tools) for one in seen if one.context is not None]
+    assert contexts == [(0, [sub]), (3, [sub])]
+
+
+def test_answers_are_kept_for_retries_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEPT_ANSWERS", 2)
+    turns: list[str] = []
+
+    async def ask(request: chat.ChatRequest) -> SampledTurn:
+        turns.append(request.messages[0])
+        return SampledTurn(str(len(turns)))
+
+    async def main() -> list[str]:
+        questions, found = server.EpisodeQuestions(ask), []
+        for said, is_retry in (*((one, False) for one in "abcdef"), ("e", True), ("f", True)):
+            async with questions.question(chat.ChatRequest([said]), said, "", is_retry) as question:
+                found.append((await question.answer).text)
+        assert len(questions._questions) <= 3
+        return found
+
+    assert asyncio.run(main()) == ["1", "2", "3", "4", "5", "6", "5", "6"]
 
 
 def test_what_a_request_cannot_have_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:

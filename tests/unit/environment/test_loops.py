@@ -166,7 +166,7 @@ def test_a_program_reaches_the_endpoint_without_the_proxy(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("argument", "problem"),
     [
-        ("tools", "ended with 1. Its request was refused: it has tools, and tools_in_prompts"),
+        ("tools", "ended with 1. Its request was refused: its first request has other tools than the prompt"),
         ("dies", "ended with 3"),
     ],
 )
@@ -245,6 +245,12 @@ def test_the_logs_of_programs_are_kept_and_bounded(tmp_path: Path, monkeypatch: 
     with pytest.raises(RuntimeError, match=r"(?s)ended with 3.*no money"):
         dies = first("import sys, atexit; sys.stderr.write('no money'); atexit.register(os._exit, 3)")
         play(EndpointEnvironment, TASK, dies, ["6"])
+
+
+def test_a_log_that_another_worker_removes_costs_no_episode(tmp_path: Path) -> None:
+    (tmp_path / "gone.log").symlink_to(tmp_path / "nothing")
+    agent_program.keep_log(tmp_path, "0-0-0", "kept")
+    assert (tmp_path / "0-0-0.log").read_text() == "kept"
 
 
 def _is_waiting(process: psutil.Process) -> bool:

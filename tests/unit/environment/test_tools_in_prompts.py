@@ -12,6 +12,8 @@ import pytest
 
 from bapo_megatron.config import DataConfig, EnvironmentConfig, EvaluationConfig, SourceConfig
 from bapo_megatron.data.problem_sets import load_problems
+from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.environment import PROMPT_TOOLS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.turns import check_environment, check_environments, tools_of
@@ -145,3 +147,15 @@ def test_a_journal_is_bound_to_the_tools_of_its_prompts(tmp_path: Path) -> None:
     assert of[0] == of[1] != of[2]
     assert None not in of[:3]
     assert of[3] is None, "as before, where no prompt describes any"
+
+
+def test_tools_of_a_row_are_written_into_its_prompt(tmp_path: Path) -> None:
+    file = rows(tmp_path / "rows.jsonl")
+    first, second = map(json.loads, file.read_text().splitlines())
+    first["extra_info"] = {PROMPT_TOOLS: [{"type": "function", "function": {"name": "zebu"}}]}
+    file.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
+    tokenizer = writes_tools()
+    texts = [tokenizer.decode(one.token_ids_P) for one in load_prompts(file, tokenizer, 500).prompts]
+    assert ['"zebu"' in text for text in texts] == [True, False]
+    with pytest.raises(ConfigError, match=r"row 0 .*extra_info.prompt_tools: the chat template ignores them"):
+        load_prompts(file, demo_tokenizer(), 500)

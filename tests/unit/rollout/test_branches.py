@@ -12,21 +12,25 @@ import pytest
 
 from bapo_megatron.algo.advantages import dr_grpo
 from bapo_megatron.data.samples import samples_of
+from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.rollout.sampler import turns
 from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT, Branch, Tree
 from bapo_megatron.rollout.sampler.response import (
     Answer,
     Response,
     Sampling,
     Tokens,
+    branch_ids,
     continued,
     given,
     needs,
     next_request,
 )
+from bapo_megatron.rollout.sampler.scoring import response_score
 from bapo_megatron.rollout.sampler.step_batches import read_example, read_header, read_step, write_step
-from bapo_megatron.rollout.sampler.step_columns import StepColumns
+from bapo_megatron.rollout.sampler.step_columns import StepColumns, header_of
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
-from bapo_megatron.types import GIVEN, Group, Prompt, ResponseTokens, StepBatch
+from bapo_megatron.types import GIVEN, ColumnFile, Group, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.branching import BranchWorld
 from tests.support.virtual_time import run_virtually
@@ -90,6 +94,45 @@ def test_draws_depend_on_the_conversation_and_not_on_the_order() -> None:
     repeated = asked(turn(asked(turn(Response(), STOP), 50, after=NOTHING), STOP), 50, after=NOTHING)
     request = next_request(repeated, Tokens(4), SAMPLING, PROMPT_ROW, "r", 5)
     assert request.params.seed != seeds(50)[50], "a question that is repeated has a second answer"
+
+
+def test_a_long_conversation_is_compared_once_with_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest beginning comes first: else each of 50 turns would be compared at each of 50 requests."""
+    response, asks = turn(Response(), 1, STOP), 0
+    for _ in range(49):
+        response = turn(asked(response, 60), 2, STOP)
+
+    def counted(*what: Any) -> np.ndarray:
+        nonlocal asks
+        asks += 1
+        return branch_ids(*what)
+
+    monkeypatch.setattr(turns, "branch_ids", counted)
+    sampled = range(0, 99, 2)
+    ids = np.append(branch_ids(response, response.branch, PROMPT_ROW), np.int32(70))
+    found = turns._placed(ids, PROMPT_ROW, response, sampled, 98)
+    assert (found.ids.tolist(), found.context, found.after, found.rewritten) == ([70], 149, None, False)
+    assert asks == 1
+    other = turns._placed(ids[:10], PROMPT_ROW, response, sampled, 98)
+    assert (other.ids.tolist(), other.context, other.after, other.rewritten) == ([60, 2, STOP], 5, 2, True)
+
+
+def test_the_penalty_for_length_is_that_of_the_longest_branch() -> None:
+    class Scorer:
+        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
+            return RewardResult(float(tokens))
+
+    assert by_hand().sampled_tokens == 8
+    assert asyncio.run(response_score(Scorer(), PROMPT_ROW, by_hand(), "", 0.0)).reward == 4.0
+
+
+def test_an_episode_is_cut_as_a_whole() -> None:
+    """Overlong filtering takes all its branches out: they have one reward."""
+    ends = (Answer(np.zeros(0, np.int32), finish_reason=reason) for reason in ("length", "stop"))
+    rows = [row for end in ends for row in given(by_hand(), end).rollouts(1.0)]
+    batch = StepBatch((Group(PROMPT_ROW, tuple(rows)),), {})
+    [header] = header_of(batch, ColumnFile(Path(), 0, "", {})).groups
+    assert [one.is_cut for one in header.responses] == [True] * 3 + [False] * 3
 
 
 def test_every_sampled_token_is_trained_on_once() -> None:

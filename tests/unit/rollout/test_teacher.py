@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,13 @@ from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, Rollo
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.reward import endpoint_client as client
 from bapo_megatron.rollout.engines.requests import Dataset
-from bapo_megatron.rollout.sampler.teacher import Teacher, check_teacher
+from bapo_megatron.rollout.sampler.branches import NOTHING
+from bapo_megatron.rollout.sampler.response import Answer as Given
+from bapo_megatron.rollout.sampler.response import Response, continued, given
+from bapo_megatron.rollout.sampler.state import OpenGroup
+from bapo_megatron.rollout.sampler.teacher import GroupTeacher, Teacher, check_teacher
 from bapo_megatron.runtime.distributed import free_port
-from bapo_megatron.types import Prompt
+from bapo_megatron.types import Prompt, ResponseTokens
 from tests.support.judge_server import Answer, JudgeServer, judge_server, says
 from tests.support.sampling import ScriptedEngine, World, uniform_on, until
 
@@ -51,6 +56,30 @@ def asked(*servers: JudgeServer, **settings: Any) -> np.ndarray:
             await teacher.close()
 
     return asyncio.run(main())
+
+
+def test_a_branch_without_the_prompt_begins_with_a_token_that_has_no_log_prob() -> None:
+    """No position predicts it, and it was given."""
+
+    def turn(response: Response, *ids: int) -> Response:
+        columns = np.array(ids, np.int32), np.zeros(len(ids), np.float32), np.ones(len(ids), np.int32)
+        return continued(response, ResponseTokens(*columns), "turn")
+
+    own = given(turn(Response(), 8), Given(np.array([6, 7], np.int32), after=NOTHING))
+    asks: list[Any] = []
+
+    class Counting:
+        async def log_probs(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
+            asks.append((prompt_ids.tolist(), response_ids.tolist()))
+            return -response_ids.astype(np.float32)
+
+    dataset: Any = SimpleNamespace(prompts=[Prompt(0, PROMPT, "", "")])
+    teacher: Any = Counting()
+    group = OpenGroup(0, 0, 0, [turn(own, 9)], 0)
+    found = asyncio.run(GroupTeacher(dataset, teacher).of_group(group))
+    assert asks == [([5, 6], [8]), ([6], [7, 9])]
+    assert [one.tolist() for one in found] == [[-8.0], [0.0, -7.0, -9.0]]
+    assert {one.dtype for one in found} == {np.dtype(np.float32)}
 
 
 def test_log_probs_of_the_responses_tokens_are_asked_and_read() -> None:

@@ -34,9 +34,10 @@ assert "torch" not in sys.modules
 
 def test_recipes_are_planned_without_torch() -> None:
     recipes = sorted([*ROOT.glob("recipes/*.py"), *ROOT.glob("recipes/methods_7b_8k/*.py")])
-    # The model of these is a package that `make real-model` fetches: not everywhere.
-    fetched = ("__init__", "demo_agent", "demo_real", "demo_real_tools")
-    recipes = [path for path in recipes if path.stem not in fetched]
+    # The model of these is a package that `make real-model` fetches: not everywhere. A loss of one's own is
+    # imported, with what it imports.
+    left_out = ("__init__", "demo_agent", "demo_real", "demo_real_tools", "r1_distill_qwen_7b_8k_own_method")
+    recipes = [path for path in recipes if path.stem not in left_out]
     assert len(recipes) > 20
     ended = planned(list(map(str, recipes)))
     assert ended.stdout.count("Engines: ") >= len(recipes) - 5

@@ -120,7 +120,8 @@ class Conversation:
                 return Reply(results([one["content"] for one in new]))
             asked = {"after": found.after, "messages": new, **({} if has_own else {"tools": tools})}
             said = json.dumps(asked, ensure_ascii=False, sort_keys=True)
-            return Reply(said, context=Context(found.messages, found.after, tools))
+            shown = tools if tools or self._tools else None
+            return Reply(said, context=Context(found.messages, found.after, shown))
 
         number, turn = await self._ask(reply)
         spoken = _Spoken(number, str(turn), _Place())

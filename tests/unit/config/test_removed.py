@@ -1,9 +1,10 @@
-"""Settings that are gone: an old run with their default goes on, any other use is refused by name."""
+"""Settings that are gone or new: an old run with their defaults goes on, any other use is refused by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,19 @@ def change(config: RunConfig, values: dict[str, object]) -> None:
     stored = json.loads(path.read_text())
     stored["config"] |= values
     path.write_text(json.dumps(stored))
+
+
+def test_a_run_without_the_settings_that_are_new_goes_on(old_run: RunConfig) -> None:
+    """An earlier commit has made the run of the fixtures: its config.json lacks every setting since then."""
+    with tarfile.open(Path(__file__).parents[2] / "fixtures/bapo/run.tar.xz") as archive:
+        file = archive.extractfile("config.json")
+        assert file is not None
+        known = json.load(file)["config"]
+    path = old_run.directory / "config.json"
+    stored = json.loads(path.read_text())
+    stored["config"] = {name: value for name, value in stored["config"].items() if name in known}
+    path.write_text(json.dumps(stored))
+    check_same_run(old_run)
 
 
 def test_an_old_run_with_the_defaults_goes_on(old_run: RunConfig) -> None:

@@ -453,11 +453,12 @@ def test_hooks_are_checked_before_the_run() -> None:
 
 
 def test_named_rewards_have_their_means() -> None:
-    """A response without one of them counts 0 for it."""
+    """A response without one of them counts 0 for it, and an episode with two branches counts once."""
     column = np.zeros(1, np.int32)
+    first, second = {"correct": 1.0, "format": 0.5}, {"format": 1.0}
     rollouts = tuple(
-        Rollout(column, column.astype(np.float32), column, "stop", 1.0, named_rewards=named)
-        for named in ({"correct": 1.0, "format": 0.5}, {"format": 1.0})
+        Rollout(column, column.astype(np.float32), column, "stop", 1.0, named_rewards=named, branch=branch)
+        for named, branch in ((first, 0), (first, 1), (second, 0))
     )
     header = in_memory(Group(Prompt(0, column, "", ""), rollouts)).header
     found = step_metrics(header, [], StepClock(), [])

@@ -96,7 +96,8 @@ class Rewards:
 
     def _at(self, index: np.ndarray) -> Rewards:
         arrays = {name: value[index] for name, value in vars(self).items() if name != "named"}
-        return Rewards(**arrays, named={name: value_N[index] for name, value_N in self.named.items()})
+        named = {name: value_N[index] for name, value_N in self.named.items()}
+        return Rewards(**arrays, named=_AnyName(named) if isinstance(self.named, _AnyName) else named)
 
 
 Advantage = Callable[[Rewards], np.ndarray]
@@ -254,27 +255,30 @@ def build_advantage(algorithm: Any) -> Advantage:
     def checked(rewards: Rewards) -> np.ndarray:
         _check_rewards(rewards.reward_N)
         try:
-            value_N = np.asarray(function(rewards), np.float64)
+            with np.errstate(over="ignore"):
+                value_N = np.asarray(np.asarray(function(rewards), np.float64), np.float32)
         except ConfigError:
             raise
         except Exception as error:  # a user's function raises what it likes
             raise ConfigError(f"algorithm.advantage={name} failed with {error!r}; mend it") from error
-        if value_N.shape != rewards.reward_N.shape or not np.isfinite(value_N).all():
-            is_what = "numbers that are not finite" if value_N.size == len(rewards.reward_N) else "others"
+        is_what = "others" if value_N.shape != rewards.reward_N.shape else None
+        if not is_what and not np.isfinite(value_N).all():
+            is_what = "numbers that are not finite in float32"
+        if is_what:
             raise ConfigError(
                 f"algorithm.advantage={name} must return one finite number for each of the "
                 f"{len(rewards.reward_N)} responses, not {is_what} (shape {list(value_N.shape)})"
             )
-        return value_N.astype(np.float32)
+        return value_N
 
     return checked
 
 
 class _AnyName(dict[str, np.ndarray]):
-    """Named rewards of the responses of a trial: each name has some."""
+    """Named rewards of the responses of a trial, of some names; each other name has the same."""
 
     def __missing__(self, name: str) -> np.ndarray:
-        return np.array([0.0, 1.0, 1.0, 1.0])
+        return next(iter(self.values()))
 
 
 def check_advantage(algorithm: Any) -> None:
@@ -282,7 +286,10 @@ def check_advantage(algorithm: Any) -> None:
     trial = Rewards.of([0.0, 1.0], [1.0, 1.0], tokens=2)
     advantage = build_advantage(algorithm)
     if ":" in algorithm.advantage:
-        advantage(replace(trial, named=_AnyName()))
+        # The names that the rewards will have are those of its settings, such as weights, if any are known.
+        of_settings = (one for one in algorithm.advantage_settings.values() if isinstance(one, dict))
+        names = [name for one in of_settings for name in one] or ["reward"]
+        advantage(replace(trial, named=_AnyName.fromkeys(names, np.array([0.0, 1.0, 1.0, 1.0]))))
 
 
 def _check_rewards(reward_N: np.ndarray) -> None:

@@ -70,6 +70,7 @@ _ADDED: dict[str, Any] = {
     "algorithm.reference_kl.place": "loss",
     "algorithm.reference_kl.unbiased": False,
     "algorithm.reference_kl.model": None,
+    "algorithm.reference_kl.unbiased": False,
     "algorithm.distillation.coefficient": 0.0,
     "algorithm.distillation.estimator": "k2",
     "algorithm.distillation.urls": [],

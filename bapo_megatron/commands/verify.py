@@ -4,8 +4,8 @@ The canary batch is random sequences, so it needs the recipe and the model, but 
 directory. A check writes a layout reference (``--save``), compares with one (``--certificate``), or both.
 Without either the command measures the layout of ``--reference.*`` first (by default one process), then the
 recipe's, each in new processes, and compares them; under a launcher it runs in the launcher's processes.
-The loss is always ``clip``, BAPO's, whatever ``algorithm.loss`` is. A check makes one update, to measure the
-gradient norm, unless log-probs are not finite; the updated weights are discarded.
+The loss is ``clip``, BAPO's, whatever ``algorithm.loss`` is, with ``algorithm.terms``. A check makes one
+update, to measure the gradient norm, unless log-probs are not finite; the updated weights are discarded.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
 from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.objective import Objective
+from bapo_megatron.algo.terms import build_terms, check_terms
 from bapo_megatron.commands.layout_reference import (
     TOLERANCES,
     LayoutReference,
@@ -90,7 +91,8 @@ def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample])
 def measure_totals(
     policy: Policy, config: RunConfig, samples: Sequence[Sample], at: Bounds | None = None
 ) -> Totals:
-    """The totals of one update by BAPO's loss on ``samples``. Equal on every rank. Collective.
+    """The totals of one update by BAPO's loss and the run's terms on ``samples``. Equal on every rank.
+    Collective.
 
     The bounds are searched on the whole update, also under ``scope: micro_batch``, where they would depend
     on the packs. Loss and gradient are taken ``at`` the bounds given (the reference's), or else at the
@@ -102,7 +104,8 @@ def measure_totals(
     sums = policy.token_sums(packs, loss.search.measure)
     chosen = loss.search.find(sums)
     used = chosen if at is None else SearchResult(at)
-    result = policy.update(packs, Objective(loss).token_fn(used, policy.version))
+    objective = Objective(loss, terms=build_terms(config.algorithm))
+    result = policy.update(packs, objective.token_fn(used, policy.version))
     tokens = sum(sample.trained_tokens for sample in samples)
     loss_mean = float(result.sums[0]) / tokens
     return Totals(sums.numpy(), chosen.bounds.low, chosen.bounds.high, loss_mean, result.grad_norm)
@@ -182,6 +185,7 @@ def check_verify(config: VerifyConfig, launched: bool) -> None:
             "it here with --certificate FILE; started by hand, the command runs both layouts itself"
         )
     check_weights(config.model, config.parallel)
+    check_terms(config.algorithm)
     _check_canary(config)
     if config.runs_reference:
         _check_reference(config)
@@ -275,6 +279,10 @@ def _identity(config: VerifyConfig) -> dict[str, Any]:
         "rollout": {"temperature": config.rollout.temperature},
         "algorithm": {"loss_mean": config.algorithm.loss_mean, **flat(config.algorithm.bounds, "bounds.")},
     }
+    if config.algorithm.loss_mean == "constant":  # which divides by it
+        named["rollout"]["max_response_tokens"] = config.rollout.max_response_tokens
+    if config.algorithm.terms:
+        named["algorithm"]["terms"] = [dataclasses.asdict(one) for one in config.algorithm.terms]
     return {f"{part}.{name}": value for part, fields in named.items() for name, value in fields.items()}
 
 

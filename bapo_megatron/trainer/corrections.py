@@ -42,6 +42,7 @@ from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.interfaces import Policy
+from bapo_megatron.runtime.distributed import on_all_ranks
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 from bapo_megatron.trainer.masks import Remaining, mask_names, masks_of, measure, shares
 from bapo_megatron.types import Metrics
@@ -149,12 +150,16 @@ def measured_once(
     """The ``width`` numbers that ``measure`` makes of each sample, on every rank. Collective.
 
     One replica measures a sample; in turns, so each loads its share. The numbers are exact, as if each rank
-    had computed all of them.
+    had computed all of them. What ``measure`` raises, such as ConfigError of a user's mask, ends all ranks.
     """
     layout = policy.pack_layout
     found = torch.zeros(len(samples), width, dtype=torch.float64)
-    for index in range(layout.data_rank, len(samples), layout.data_size):
-        found[index] = torch.tensor(measure(samples[index]), dtype=torch.float64)
+
+    def measure_own() -> None:
+        for index in range(layout.data_rank, len(samples), layout.data_size):
+            found[index] = torch.tensor(measure(samples[index]), dtype=torch.float64)
+
+    on_all_ranks(measure_own)
     # One replica has a sample's numbers, the others zeros: the sum is exact.
     numbers: list[list[float]] = policy.sum_over_replicas(found).tolist()
     return numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,13 +27,14 @@ from bapo_megatron.config import (
     RunConfig,
 )
 from bapo_megatron.data.samples import Sample, samples_of
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.positions import slice_batch
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.build import agreed
-from bapo_megatron.trainer.corrections import with_old_log_probs
+from bapo_megatron.trainer.corrections import measured_once, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Group, Metrics, MicroBatch, Prompt, Rollout, TokenStats
 from tests.support.batches import MemoryBatch, in_memory
@@ -169,6 +171,27 @@ def drawn() -> list[float]:
 
 def test_all_ranks_have_the_advantages_of_rank_0() -> None:
     assert run_layout(drawn, ParallelConfig(data=2)) == [[0.0, 1.0]] * 2
+
+
+def fails_on_one_replica() -> str:
+    """What ends a rank whose replica measures, or not, the sample that a user's mask fails on."""
+
+    def measure(sample: Any) -> list[float]:
+        if sample.advantage > 1:
+            raise ConfigError("algorithm.masks: mine failed")
+        return [1.0]
+
+    layout: Any = SimpleNamespace(data_rank=dist.get_rank(), data_size=2)
+    policy: Any = SimpleNamespace(pack_layout=layout, sum_over_replicas=None)
+    samples: Any = [SimpleNamespace(advantage=value) for value in (1.0, 2.0)]
+    with pytest.raises(ConfigError, match="mine failed") as raised:
+        measured_once(policy, samples, measure, 1)
+    return str(raised.value)
+
+
+def test_a_mask_that_fails_on_one_replica_ends_all_ranks() -> None:
+    message = "algorithm.masks: mine failed"
+    assert run_layout(fails_on_one_replica, ParallelConfig(data=2)) == [f"rank 1: {message}", message]
 
 
 def samples_with_tools() -> list[Sample]:

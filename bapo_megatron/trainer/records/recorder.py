@@ -259,8 +259,7 @@ def step_metrics(
 
 
 def _named_rewards(header: StepHeader) -> Metrics:
-    """Means of the named rewards of a step's responses; none where rewards have no names. An episode with
-    branches counts once."""
+    """Means of the named rewards of a step's episodes; none where rewards have no names."""
     each = [rows[0].named_rewards for group in header.groups for rows in group.episodes]
     names = sorted({name for named in each for name in named})
     return {f"reward/named/{name}": sum(one.get(name, 0.0) for one in each) / len(each) for name in names}

@@ -187,6 +187,22 @@ def broken(rewards):
 
 def by_format(rewards):
     return rewards.named["format"]
+
+@each_group
+def by_format_of_group(group):
+    return group.named["format"] - group.named["format"].mean()
+
+def summed(rewards):
+    return sum(rewards.named.values())
+
+def weighted(rewards, weights: dict):
+    return sum(weights[name] * value_N for name, value_N in rewards.named.items())
+
+def column(rewards):
+    return rewards.reward_N[:, None]
+
+def large(rewards):
+    return rewards.reward_N * 1e39
 """
 
 
@@ -206,7 +222,9 @@ def test_a_function_of_a_users_file() -> None:
     config = users_config("shifted", by=2.0)
     check_advantage(config)
     assert build_advantage(config)(Rewards.of([1.0, 3.0], [5.0])).tolist() == [2.0, 4.0, 2.0]
-    check_advantage(users_config("by_format"))  # the names that a reward will give are not known before
+    for name in ("by_format", "by_format_of_group", "summed"):
+        check_advantage(users_config(name))  # the names that a reward will give are not known before
+    check_advantage(users_config("weighted", weights={"format": 2.0, "correct": 1.0}))
 
 
 @pytest.mark.usefixtures("users")
@@ -220,6 +238,8 @@ def test_a_function_of_a_users_file() -> None:
         (users_config("missing"), "has no function missing; name one that it has: .*shifted"),
         (users_config("short"), r"one finite number for each of the 4 responses, not others \(shape \[1\]"),
         (users_config("infinite"), "not numbers that are not finite"),
+        (users_config("column"), r"not others \(shape \[4, 1\]"),
+        (users_config("large"), r"not numbers that are not finite in float32 \(shape \[4\]"),
         (users_config("broken"), "users_advantage:broken failed with AttributeError.*mend it"),
     ],
 )

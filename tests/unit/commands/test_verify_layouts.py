@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +26,13 @@ from bapo_megatron.commands.layout_reference import (
     read_layout_reference,
     write_layout_reference,
 )
-from bapo_megatron.commands.verify import model_digests
+from bapo_megatron.commands.verify import measure_totals, model_digests
+from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, PartConfig, RunConfig
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.types import RESPONSE_COLUMNS
 from tests.support.layout_references import BOUNDS, handmade
+from tests.support.shifted_policy import ShiftedPolicy
 
 POLICY = Path(__file__).parents[3] / "recipes/demo/policy"
 
@@ -111,6 +114,17 @@ def test_another_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="has format 2, this version of the program reads 1"):
         read_layout_reference(tmp_path / "c.npz")
+
+
+def test_the_loss_of_a_layout_has_the_terms_of_the_run() -> None:
+    """An entropy of 1 for each token, by half of it."""
+    run = RunConfig("t", ModelConfig(POLICY), DataConfig(Path("none")))
+    found = []
+    for terms in ((), (PartConfig("entropy_bonus", {"coefficient": 0.5}),)):
+        config = dataclasses.replace(run, algorithm=AlgorithmConfig(terms=terms))
+        policy: Any = ShiftedPolicy()
+        found.append(measure_totals(policy, config, handmade().samples).loss)
+    assert found[1] == pytest.approx(found[0] - 0.5)
 
 
 def test_differences_of_identity_are_listed() -> None:

@@ -1,9 +1,10 @@
-"""Settings that are gone: an old run with their default goes on, any other use is refused by name."""
+"""Settings that are gone or new: an old run with their defaults goes on, any other use is refused by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,18 @@ def change(config: RunConfig, values: dict[str, object]) -> None:
     stored = json.loads(path.read_text())
     stored["config"] |= values
     path.write_text(json.dumps(stored))
+
+
+def test_a_run_of_an_earlier_commit_has_the_settings_that_are_new(old_run: RunConfig) -> None:
+    """With the values that were in force then. Without them no run of before could continue, but for settings
+    that are None, or may change."""
+    with tarfile.open(Path(__file__).parents[2] / "fixtures/bapo/run.tar.xz") as archive:
+        file = archive.extractfile("config.json")
+        assert file is not None
+        then = with_present_fields(json.load(file)["config"])
+    now = plain_values(old_run)
+    missing = {name for name in now.keys() - then.keys() if now[name] is not None}
+    assert missing == {"reward.allow_weak_sandbox"}
 
 
 def test_an_old_run_with_the_defaults_goes_on(old_run: RunConfig) -> None:

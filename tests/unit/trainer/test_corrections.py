@@ -33,6 +33,8 @@ from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.runs import run_of
 from tests.support.shifted_policy import ShiftedPolicy
 
+pytestmark = pytest.mark.usefixtures("one_process_group")
+
 LN2 = math.log(2)
 
 

@@ -39,6 +39,8 @@ from tests.support.batches import MemoryBatch, in_memory
 from tests.support.runs import run_of
 from tests.unit.trainer.test_update_loss import DriftingPolicy, column
 
+pytestmark = pytest.mark.usefixtures("one_process_group")
+
 LN2 = math.log(2)
 ROOT = Path(__file__).parents[3]
 POLICY = ROOT / "recipes/demo/policy"

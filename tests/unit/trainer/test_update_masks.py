@@ -20,6 +20,8 @@ from tests.support.batches import in_memory
 from tests.support.runs import run_of
 from tests.support.shifted_policy import ShiftedPolicy
 
+pytestmark = pytest.mark.usefixtures("one_process_group")
+
 ICEPOP = PartConfig("icepop", {"low": 0.6, "high": 1.9})
 
 

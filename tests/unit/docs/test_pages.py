@@ -207,12 +207,11 @@ def test_the_events_of_what_survives_what_exist() -> None:
 
 
 LOSSES_PAGE = ROOT / "docs/losses.md"
-SECTIONS = ("What each does to which token", "Formulas, settings, sources")
 
 
-def rows(section: str) -> dict[str, str]:
+def loss_rows() -> dict[str, str]:
     """The table's row of each loss that a first cell names."""
-    text = LOSSES_PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
+    text = LOSSES_PAGE.read_text().split("## Formulas, settings, sources\n")[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     return {name: line for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])}
 
@@ -222,14 +221,7 @@ def shown(default: Any) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_every_loss_has_its_rows(name: str) -> None:
-    for section in SECTIONS:
-        assert name in rows(section), f"{section}: a row of {name} is missing"
-    described = rows(SECTIONS[1])[name]
+def test_every_loss_has_its_row(name: str) -> None:
+    described = loss_rows()[name]
     for setting in settings_of(load_loss(name)):
         assert re.search(rf"`{setting.name}` {re.escape(shown(setting.default))}[,\s]", described), setting
-
-
-def test_both_tables_are_of_the_same_losses() -> None:
-    first, second = (rows(section) for section in SECTIONS)
-    assert first.keys() == second.keys()

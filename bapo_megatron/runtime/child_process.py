@@ -65,9 +65,23 @@ class NoAnswer(TimeoutError):
     """Timeout of ``within``, a call in a fork; the forked process has been killed."""
 
 
+_USERS_PATH = "BAPO_USERS_PYTHONPATH"
+"""Variable of a child with this process's import path: PYTHONPATH as the user has set it, perhaps empty."""
+
+
 def with_import_path(environment: Mapping[str, str]) -> dict[str, str]:
     """Environment for a Python child: ``environment`` with this process's import path as PYTHONPATH."""
-    return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    users = environment.get(_USERS_PATH, environment.get("PYTHONPATH", ""))
+    ours = os.pathsep.join(path for path in sys.path if path)
+    return {**environment, "PYTHONPATH": ours, _USERS_PATH: users}
+
+
+def with_users_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment for a user's program: ``with_import_path`` undone, whose standard library and packages
+    another interpreter would import before its own."""
+    users = environment.get(_USERS_PATH, environment.get("PYTHONPATH"))
+    rest = {name: value for name, value in environment.items() if name not in (_USERS_PATH, "PYTHONPATH")}
+    return {**rest, "PYTHONPATH": users} if users else rest
 
 
 class ChildProcess:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from bapo_megatron.environment import Task
-from bapo_megatron.runtime.child_process import ChildProcess
+from bapo_megatron.runtime.child_process import ChildProcess, with_users_path
 from bapo_megatron.runtime.http import without_proxy
 
 REWARD_FILE = "BAPO_REWARD_FILE"
@@ -86,9 +86,10 @@ async def run_agent(
 ) -> AgentEnd:
     """Run a program with ``task`` on its standard input, to its end.
 
-    ``variables``: for it, besides those of this process. It reaches this machine without a proxy, which would
-    see the policy's turns and the episode's key. It and its descendants end with the call. ``keeps_errors``:
-    whether its standard error is read, and not this process's. OSError if it cannot be started.
+    ``variables``: for it, besides those of this process, of which PYTHONPATH is the user's. It reaches this
+    machine without a proxy, which would see the policy's turns and the episode's key. It and its descendants
+    end with the call. ``keeps_errors``: whether its standard error is read, and not this process's. OSError
+    if it cannot be started.
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
@@ -101,7 +102,8 @@ async def run_agent(
         tempfile.TemporaryDirectory() as folder,
     ):
         reward = Path(folder) / "reward"
-        environment = {**os.environ, **without_proxy(), REWARD_FILE: str(reward), **variables}
+        inherited = {**with_users_path(os.environ), **without_proxy()}
+        environment = {**inherited, REWARD_FILE: str(reward), **variables}
         environment.pop("ANTHROPIC_AUTH_TOKEN", None)  # of a real service: Anthropic's client would send it
         stderr = errors if keeps_errors else None
         try:

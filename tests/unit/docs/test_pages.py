@@ -186,7 +186,7 @@ def test_the_first_try_fits_the_demos_policy() -> None:
         words
         for block in blocks(ENVIRONMENTS_PAGE)
         for words in block.commands
-        if words[1:3] == ["train", "recipes/demo_tools_cpu.py"]
+        if words[1:3] == ["train", "recipes/demo_tools_cpu.py"] and "guess.py:Guess" in words
     ]
     limits = [words_after(train, f"--{name}") for name in LIMITS]
     assert sum(map(int, limits)) <= longest

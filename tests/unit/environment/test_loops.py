@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from bapo_megatron.environment.adapters import agent_program
 from bapo_megatron.environment.adapters.agent_program import REWARD_FILE
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
+from bapo_megatron.runtime.child_process import with_import_path
 from tests.support.scripted_episodes import check_durable, play
 
 pytestmark = pytest.mark.integration
@@ -202,6 +204,23 @@ def test_no_address_of_a_real_service_is_left_to_a_program(monkeypatch: pytest.M
     """langchain and older litellm read its other name."""
     monkeypatch.setenv("OPENAI_API_BASE", "https://api.example/v1")
     same = first("assert os.environ['OPENAI_API_BASE'] == os.environ['OPENAI_BASE_URL']")
+    assert play(EndpointEnvironment, TASK, same, ["6"]) == [Reply(None, reward=1.0)]
+
+
+@pytest.mark.parametrize("users", ["/packages/of/mine", None])
+def test_a_program_does_not_import_the_packages_of_the_run(
+    users: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker has the run's import path in PYTHONPATH, with a standard library: an interpreter of another
+    version would end at its first import."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if users:
+        monkeypatch.setenv("PYTHONPATH", users)
+    worker = with_import_path(with_import_path(os.environ))  # a worker, and a process that it started
+    assert worker["PYTHONPATH"] != users
+    for name, value in worker.items():
+        monkeypatch.setenv(name, value)
+    same = first(f"assert os.environ.get('PYTHONPATH') == {users!r}")
     assert play(EndpointEnvironment, TASK, same, ["6"]) == [Reply(None, reward=1.0)]
 
 

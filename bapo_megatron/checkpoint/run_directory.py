@@ -68,7 +68,6 @@ _ADDED: dict[str, Any] = {
     "algorithm.reference_kl.coefficient": 0.0,
     "algorithm.reference_kl.estimator": "k3",
     "algorithm.reference_kl.place": "loss",
-    "algorithm.reference_kl.unbiased": False,
     "algorithm.reference_kl.model": None,
     "algorithm.reference_kl.unbiased": False,
     "algorithm.distillation.coefficient": 0.0,

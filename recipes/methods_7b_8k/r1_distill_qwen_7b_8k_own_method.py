@@ -1,8 +1,8 @@
 """Recipe of a method of one's own: advantage, mask, loss and term are functions of own_method/parts.py.
 
 RLOO's advantage (arXiv 2402.14740), without the cut responses that count against the policy, a capped
-REINFORCE, and an entropy bonus. Everything else is that of r1_distill_qwen_7b_8k.py. Start it at the root of the repository, where the
-paths of its parts begin; docs/extending.md says how to write others.
+REINFORCE, and an entropy bonus. Everything else is that of r1_distill_qwen_7b_8k.py. Start it at the root of
+the repository, where the paths of its parts begin; docs/extending.md says how to write others.
 
 Preset: none; the loss reads no bounds.
 """

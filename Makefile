@@ -314,7 +314,7 @@ GPU_PYTHON = $(or $(if $(filter file default,$(origin PYTHON)),$(wildcard $(CLUS
 gpu-check:
 	$(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
 
-# Five arms on stale data, about an hour on one GPU; MODEL is the folder of Qwen2.5-0.5B-Instruct. It goes on where it
+# Five arms on stale data, about an hour on one GPU; MODEL is the folder of Qwen2.5-0.5B-Instruct. It continues where it
 # stopped. GPU_STUDY_FLAGS="--data openai/gsm8k" takes GSM8K from the hub.
 MODEL ?= models/Qwen2.5-0.5B-Instruct
 gpu-study:

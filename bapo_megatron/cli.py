@@ -63,7 +63,7 @@ usage: bapo COMMAND ...
   data prepare SOURCE ... --output DIR [flags]
                          a public dataset, checked, filtered and decontaminated, as one folder with a card
   eval CHECKPOINT --suite NAME,... [flags]
-                         avg@n, pass@k, maj@n with intervals; goes on where it stopped
+                         avg@n, pass@k, maj@n with intervals; continues where it stopped
   eval compare A B       two evaluations, problem by problem, with a p-value
   doctor [RECIPE] [--json]
                          what is installed and what is missing; exit code 1 if a run could not start
@@ -73,7 +73,7 @@ usage: bapo COMMAND ...
 _GOES_ON = {
     "train": "; the same command continues from its last checkpoint, if it has one",
     "sft": "; nothing is saved before its end, the same command begins anew",
-    "eval": "; the same command goes on where it stopped",
+    "eval": "; the same command continues where it stopped",
 }
 """What Ctrl-C leaves of a command that has work to lose."""
 
@@ -97,8 +97,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command.
 
     The exit code: 0 done, 1 a plan or rehearsal does not fit or the doctor has found a problem, 2 bad input,
-    3 the run cannot go on now, 4 its file system fails, 85 it was told to stop and is saved, 130 interrupted,
-    128 + N a rank was killed by signal N; other errors propagate.
+    3 the run cannot continue now, 4 its file system fails, 85 it was told to stop and is saved, 130
+    interrupted, 128 + N a rank was killed by signal N; other errors propagate.
     ``verify-parallel`` ends with SystemExit(1) where a layout differs.
     """
     if not arguments or arguments[0] in ("-h", "--help"):

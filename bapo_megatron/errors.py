@@ -56,7 +56,7 @@ class Preempted(Exception):
 
 
 class RunStopped(Exception):
-    """Stop of a run that cannot go on now (full disk, lost engines); exit code 3.
+    """Stop of a run that cannot continue now (full disk, lost engines); exit code 3.
 
     The same command continues the run from its last checkpoint.
     """

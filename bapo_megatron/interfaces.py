@@ -35,7 +35,7 @@ if they are not those that were sent, or not those of the other engines."""
 
 
 class Saving(Protocol):
-    """A checkpoint write in progress, made by ``Policy.save``: training goes on meanwhile.
+    """A checkpoint write in progress, made by ``Policy.save``: training continues meanwhile.
 
     Each rank polls ``is_written``; when it is true on all of them, all call ``finish``.
     """
@@ -254,9 +254,9 @@ class Need(Enum):
 class Sampler(Protocol):
     """The rollout sampler: turns prompts into finished, rewarded groups, and samples held-out evaluations.
 
-    On rank 0 only. Calls block, and sampling goes on between them: ``start`` comes first, ``next_batch`` and
-    ``evaluated`` are polled. RunStopped if the run cannot go on, without engines or on a full disk, say.
-    ``SamplerClient`` and, for a replay, ``ReplaySampler`` implement it.
+    On rank 0 only. Calls block, and sampling continues between them: ``start`` comes first, ``next_batch``
+    and ``evaluated`` are polled. RunStopped if the run cannot continue, without engines or on a full disk,
+    say. ``SamplerClient`` and, for a replay, ``ReplaySampler`` implement it.
     """
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:

@@ -48,7 +48,7 @@ from bapo_megatron.types import Metrics, StepHeader
 def train(run: Run) -> None:
     """Training loop over the steps that are left, the same on every rank. Collective.
 
-    Preempted, after a checkpoint, if the run is asked to stop; RunStopped if it cannot go on.
+    Preempted, after a checkpoint, if the run is asked to stop; RunStopped if it cannot continue.
     """
     for step in range(run.first_step, run.config.steps + 1):
         evaluate_if_due(run, step - 1)

@@ -327,7 +327,7 @@ class PackLayout:
     def __post_init__(self) -> None:
         if self.length_multiple % self.document_multiple:
             raise ValueError(
-                f"length_multiple={self.length_multiple} is no multiple of "
+                f"length_multiple={self.length_multiple} is not a multiple of "
                 f"document_multiple={self.document_multiple}"
             )
 

@@ -1,6 +1,6 @@
 """Results of a rehearsal: deadlocks, verdict, text page and JSON. Pure functions on the ranks' results.
 
-Each rank is rehearsed alone, so a rank that would hang on the cluster goes on here. The first call in which
+Each rank is rehearsed alone, so a rank that would hang on the cluster continues here. The first call in which
 two members of a group differ is where they would deadlock. Sends are matched with the other rank's receives.
 
 To the memory of the rehearsed ranks the verdict adds the reserve and the colocated servers of the plan's

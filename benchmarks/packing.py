@@ -215,7 +215,7 @@ def lower_bound(setting: Setting, seed: int) -> tuple[float, float]:
     """Lower bounds of padding and imbalance of any plan, from the longest sample, which is never split.
 
     The packs are the fewest that can hold all tokens. Packs of one length are at least as long as the longest
-    sample. The mean has the most padding that rounding can make, so that the bound is no overestimate.
+    sample. The mean has the most padding that rounding can make, so that the bound is not an overestimate.
     """
     lengths = response_lengths(setting.samples, setting.longest, seed)
     step = setting.ranks * setting.count_multiple

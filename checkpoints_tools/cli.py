@@ -32,7 +32,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
     if sys.argv[1:2] in (["inspect"], ["verify"]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `bapo-ckpt inspect ... | head` ends quietly
-    # A conversion goes on where nobody reads its lines any more: `... 2>&1 | tee log`, and tee is gone.
+    # A conversion continues where nobody reads its lines any more: `... 2>&1 | tee log`, and tee is gone.
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()

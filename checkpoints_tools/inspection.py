@@ -27,7 +27,7 @@ from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
 from checkpoints_tools.formats.torch_dist import VOCABULARY, find_prefix, layers_layout, optimizer_format
 
 OBJECT = "object"
-"""The dtype of a key that is no tensor."""
+"""The dtype of a key that is not a tensor."""
 
 _EMBEDDINGS = (VOCABULARY[0], EMBEDDING)
 
@@ -116,7 +116,7 @@ def inspect_checkpoint(path: Path, step: str = LATEST, reference: Path | None = 
     """Inspect the checkpoint that ``path`` means (``locate.py``).
 
     ``reference`` names the folder of config.json for a checkpoint that carries none. CheckpointError if there
-    is no checkpoint, or if what describes it is damaged.
+    is not a checkpoint, or if what describes it is damaged.
     """
     location = locate(path, step)
     content = _READERS[location.format](location.folder)

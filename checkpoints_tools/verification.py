@@ -182,7 +182,7 @@ class FileCheck:
 def verify_files(path: Path, step: str = LATEST, settings: Settings = DEFAULTS) -> FileCheck:
     """Check every file of the run's checkpoint that ``path`` and ``step`` name. It reads all of them.
 
-    CheckpointError if it is no run's, which has no manifest, or if a file is missing or of another size: a
+    CheckpointError if it is not a run's, which has no manifest, or if a file is missing or of another size: a
     newest checkpoint that is not whole is not passed over.
     """
     folder = locate(newest_named(path) if step == LATEST else path, step).folder

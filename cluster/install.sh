@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs one of a cluster's two environments, or goes on where an earlier try failed. `make cluster` and the
+# Installs one of a cluster's two environments, or continues where an earlier try failed. `make cluster` and the
 # Dockerfile call it:
 #
 #   bash cluster/install.sh trainer VENV

@@ -17,7 +17,7 @@ respect to log pi of the token:
 
 For tokens of pi the mean gradient is that of KL(pi || pi_ref), in each token's state, with k2; with k3 it is
 that of KL(pi_ref || pi), which equals it to first order near the reference; with k1 it is 0. A penalty in the
-reward is no loss: with k1 its policy gradient is that of KL over whole responses, up to the scale that the
+reward is not a loss: with k1 its policy gradient is that of KL over whole responses, up to the scale that the
 group's advantages give to any reward.
 
 Tokens are those of the policy that sampled them, and without ``unbiased`` the loss has no factor pi / pi_old,

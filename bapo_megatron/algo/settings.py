@@ -177,7 +177,7 @@ def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
 
     Args:
         build: the class, or a ``functools.partial`` of it, whose values are then the defaults.
-        skip: number of first arguments that are no settings.
+        skip: number of first arguments that are not settings.
     """
     parameters = list(inspect.signature(build).parameters.values())[skip:]
     cls: type = getattr(build, "func", build)  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def _write_tensor(plan: OutputPlan, name: str, tensor: Tensor) -> None:
 
 
 def check_export_output(output: Path) -> None:
-    """Preflight of an export's folder: ConfigError if ``output`` exists and is no earlier export."""
+    """Preflight of an export's folder: ConfigError if ``output`` exists and is not an earlier export."""
     check_replaceable(output, _WRITER, foreign)
     check_aside(output, replaced_folder(output), _WRITER, foreign)
 

@@ -288,7 +288,7 @@ class AfterExport:
         name = step_name(self._step)
         with suppress(OSError):
             print(
-                f"warning: checkpoint.after_export has failed for {name}: {reason}; the run goes on, "
+                f"warning: checkpoint.after_export has failed for {name}: {reason}; the run continues, "
                 f"and the next start tries it again ({self._paths.after_export_log(name)})",
                 file=sys.stderr,
                 flush=True,

@@ -85,7 +85,7 @@ def _check_new(paths: RunPaths, source: ForkSource) -> None:
         raise ConfigError(f"--fork {source}: that is this run's own directory; give a new --run-dir")
     if _has_checkpoint(paths) or any(path.exists() for path in (paths.config, paths.metrics, paths.journal)):
         raise ConfigError(
-            f"--fork {source}: {paths.root} is a run already, which is no fork of it; give a new --run-dir"
+            f"--fork {source}: {paths.root} is a run already, which is not a fork of it; give a new --run-dir"
         )
 
 
@@ -93,7 +93,7 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
     settings = read_config(source.run)
     if settings is None:
         raise ConfigError(
-            f"--fork {source}: {source.run} is no run directory: it has no {source.paths.config.name}"
+            f"--fork {source}: {source.run} is not a run directory: it has no {source.paths.config.name}"
         )
     step = max(_candidates(source, {}))
     theirs = Path(settings["model.hf_path"])
@@ -121,7 +121,7 @@ def _sizes(shape: ModelShape) -> dict[str, object]:
 def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
     """Candidate checkpoints of ``source``, by step, without those ``refused``; ConfigError if there is none.
 
-    A checkpoint within a step is no candidate: the batch of its step belongs to the other run.
+    A checkpoint within a step is not a candidate: the batch of its step belongs to the other run.
     """
     found = dict(newest_first(source.paths.checkpoints))
     whole = {step: path for (step, updates), path in found.items() if not updates}

@@ -1,7 +1,7 @@
 """Fork record, ``fork.json``: the origin of a forked run, and the settings of the run that it came from.
 
 Written once by ``fork.py``, read by every start of the fork and by reports; ConfigError if it cannot be read.
-The other run is not read again: it may go on, move or be deleted. Nothing here is collective.
+The other run is not read again: it may continue, move or be deleted. Nothing here is collective.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def write_fork(paths: RunPaths, fork: Fork) -> None:
 
 
 def read_fork(run_dir: Path) -> Fork | None:
-    """Read ``fork.json`` of a run directory; None if the run is no fork, ConfigError if it cannot be read."""
+    """Read ``fork.json`` of a run directory; None if the run is not a fork, ConfigError if it cannot be
+    read."""
     path = RunPaths(run_dir).fork
     if not path.exists():
         return None

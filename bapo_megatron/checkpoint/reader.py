@@ -2,7 +2,7 @@
 
 Every rank calls it at a start, and reads its share of the files; a damaged checkpoint is a CheckpointError on
 all ranks. One that cannot be read now is none (no right to read, a file system that fails): ConfigError or
-FailingDiskError, on the rank that meets it, since the run would go on from an older one and delete it. It
+FailingDiskError, on the rank that meets it, since the run would continue from an older one and delete it. It
 returns the state of the training loop (trainer.json); ``Policy.load`` loads model and optimizer.
 """
 
@@ -94,7 +94,7 @@ def _recorded_step(events: Path) -> int | None:
 def newest_first(folder: Path) -> list[tuple[Moment, Path]]:
     """The checkpoints in ``folder``, the newest first, not looked into.
 
-    ConfigError or FailingDiskError for a folder that cannot be listed: it is no empty one.
+    ConfigError or FailingDiskError for a folder that cannot be listed: it is not an empty one.
     """
     try:
         return sorted(step_entries(folder), reverse=True)

@@ -257,7 +257,8 @@ def known_suites(directory: Path) -> list[str]:
 
 
 def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The settings of an older run that goes on as it began, and a line for each default that changed since.
+    """The settings of an older run that continues as it began, and a line for each default that changed
+    since.
 
     Unchanged, without lines, for every other run, and where ``allow_change`` names the fields.
     """
@@ -284,7 +285,7 @@ def _with_former_preset(config: RunConfig, then: dict[str, Any]) -> tuple[RunCon
         return None
     kept = replace(bounds, scope=_FORMER.scope, bounds_tokens=_FORMER.bounds_tokens)
     line = (
-        f"{config.directory} began with one search of the bounds an update (preset balanced), and goes on "
+        f"{config.directory} began with one search of the bounds an update (preset balanced), and continues "
         f"so; recipes now have the preset paper, a search for about {bounds.bounds_tokens} tokens. To change "
         f"over: --allow-change {' '.join(names)}"
     )
@@ -298,7 +299,7 @@ def _with_former_failures(config: RunConfig, then: dict[str, Any]) -> tuple[RunC
         return None
     line = (
         f"{config.directory} began when a response that could not be scored had the reward reward.failed="
-        f"{reward.failed:g}, and goes on so; new runs leave it out of its group. To change over: "
+        f"{reward.failed:g}, and continues so; new runs leave it out of its group. To change over: "
         f"--allow-change {name}"
     )
     return replace(config, reward=replace(reward, on_failure="value")), line

@@ -5,7 +5,7 @@
 
 A checkpoint is written under a hidden name: the ranks' parts, then digests, both in the background; then rank
 0 writes the manifest, with the size and the digest of every other file, and renames the folder while the
-others wait. A folder without a matching manifest is no checkpoint. The trainer decides when to save
+others wait. A folder without a matching manifest is not a checkpoint. The trainer decides when to save
 (``trainer/flow_control.py``), the reader of a resumed run is ``reader.py``.
 """
 

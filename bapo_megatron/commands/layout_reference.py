@@ -358,10 +358,10 @@ def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
 
 
 def _tie_reason(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> str:
-    """Reason for a tie: unequal bounds that follow from sums which agree; empty if it is no tie.
+    """Reason for a tie: unequal bounds that follow from sums which agree; empty if it is not a tie.
 
     The search stops at the first pair of bounds whose contribution reaches the target. Where one search
-    stopped and the other went on, both contributions must lie so near the target that the tolerated
+    stopped and the other continued, both contributions must lie so near the target that the tolerated
     difference of P and of N (each once) carries them across it.
     """
     sums = [totals.sums for totals in (theirs, ours)]

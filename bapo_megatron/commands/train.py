@@ -72,7 +72,7 @@ def _train(arguments: Sequence[str]) -> int | None:
     except KeyboardInterrupt:
         if not samples_only:
             raise
-        print("\nstopped; the same command goes on after the steps that are sampled", file=sys.stderr)
+        print("\nstopped; the same command continues after the steps that are sampled", file=sys.stderr)
         return 130
     return None
 
@@ -132,7 +132,7 @@ def _export(run: Run, output: Path) -> None:
     from bapo_megatron.runtime.distributed import is_main
 
     for kept in keep_others(output) if is_main() else ():
-        print(f"what was no export of this version, or held other files, is kept as {kept}", flush=True)
+        print(f"what was not an export of this version, or held other files, is kept as {kept}", flush=True)
     export_hf(run.policy.hf_weights(), run.config.model.hf_path, output)
     if run.recorder:
         run.recorder.export(run.config.steps, output)

@@ -61,7 +61,7 @@ class EngineConfig:
         """
         for url in self.urls:
             if problem := _address_problem(url):
-                yield f"urls: {url!r} is no address ({problem}); write it as http://HOST:PORT"
+                yield f"urls: {url!r} is not an address ({problem}); write it as http://HOST:PORT"
         if len({_server_of(url) for url in self.urls}) < len(self.urls):
             yield f"urls names a server twice: {', '.join(sorted(self.urls))}"
         if self.colocated and self.urls:

@@ -125,7 +125,7 @@ def json_flag(
         except ValueError:  # the decoder's message names neither the value nor the form
             found = None
         if not fits(found):
-            raise ValueError(f"{words[0]} is no JSON {form}")
+            raise ValueError(f"{words[0]} is not a JSON {form}")
         return read(found)
 
     return PrimitiveConstructorSpec(

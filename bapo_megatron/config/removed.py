@@ -1,4 +1,5 @@
-"""Settings of earlier versions: their default, with which a run goes on as it is, and what to do instead."""
+"""Settings of earlier versions: their default, with which a run continues as it is, and what to do
+instead."""
 
 from __future__ import annotations
 

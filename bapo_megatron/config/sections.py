@@ -358,7 +358,7 @@ class OptimizerConfig:
     optimizer). Then a GPU holds 12 bytes a parameter less, divided by DP x CP."""
     fused: bool = True
     """On a CPU: AdamW steps in one pass over each parameter, torch's fused kernel. Its last bits are not
-    those of several passes, so a run that began without it goes on so. A GPU has the kernel that megatron
+    those of several passes, so a run that began without it continues so. A GPU has the kernel that megatron
     takes, device=cpu always a fused one."""
 
 

@@ -86,7 +86,8 @@ def _source(fields: dict[str, Any]) -> SourceConfig:
 
 
 def _environment(fields: Any) -> EnvironmentConfig | None:
-    """The environment of a source, from its JSON. ValueError if it is no object of the section's fields."""
+    """The environment of a source, from its JSON. ValueError if it is not an object of the section's
+    fields."""
     if fields is None:
         return None
     if not isinstance(fields, dict):

@@ -75,7 +75,7 @@ def run_problems(run: RunConfig) -> Iterator[str]:
 
 
 def new_run_problems(run: RunConfig) -> Iterator[str]:
-    """Mistakes for which only a new run is refused: one that has begun with them goes on as it did."""
+    """Mistakes for which only a new run is refused: one that has begun with them continues as it did."""
     if run.name.strip(" ./") == "":
         yield f"name={run.name!r} names no run: give one; its directory and boards have it, too"
     every, kept = run.checkpoint.every, run.checkpoint.keep_every
@@ -263,7 +263,7 @@ def _checkpoint_problems(run: RunConfig) -> Iterator[str]:
         yield f"checkpoint.keep_best={best} needs evaluation.every: without evaluations none is best"
     elif best and evaluation.every % every:
         yield (
-            f"evaluation.every={evaluation.every} is no multiple of checkpoint.every={every}: then "
+            f"evaluation.every={evaluation.every} is not a multiple of checkpoint.every={every}: then "
             "checkpoint.keep_best would look at weights that have no checkpoint"
         )
 
@@ -390,7 +390,7 @@ def settings_of_scores(function: str, settings: dict[str, Any]) -> dict[str, Any
 def sandbox_problems(field: str, url: str | None) -> Iterator[str]:
     """Rules of the address of a SandboxFusion server."""
     if url is not None and not re.fullmatch(r"https?://[^/@\s]+(/\S*)?", url):
-        yield f"{field} is no address: give http://HOST:PORT/run_code, without a user or a password"
+        yield f"{field} is not an address: give http://HOST:PORT/run_code, without a user or a password"
 
 
 def _function_problems(field: str, function: str) -> Iterator[str]:
@@ -429,7 +429,7 @@ def _reward_problems(reward: RewardConfig, max_response_tokens: int) -> Iterator
         try:
             re.compile(reward.format_pattern, re.DOTALL)
         except re.error as error:
-            yield f"reward.format_pattern={reward.format_pattern!r} is no regular expression: {error}"
+            yield f"reward.format_pattern={reward.format_pattern!r} is not a regular expression: {error}"
     elif reward.format_penalty:
         yield f"reward.format_penalty={reward.format_penalty} needs reward.format_pattern: set both or none"
     if reward.overlong_tokens >= max_response_tokens:

@@ -173,7 +173,8 @@ def load_suite(
 
 
 def programs_of(suite: Suite, reward_function: str) -> frozenset[int]:
-    """Numbers of the problems of a suite that ask for a program: a box in a response is no answer to them."""
+    """Numbers of the problems of a suite that ask for a program: a box in a response is not an answer to
+    them."""
     if not runs_code(reward_function):
         return frozenset()
     return frozenset(number for number, one in enumerate(suite.prompts) if is_tests(one.ground_truth))

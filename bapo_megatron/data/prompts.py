@@ -33,7 +33,7 @@ from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.types import Prompt
 
 _END_TOKENS = 16
-"""Number of last tokens that contain ``<think>`` and white space, also where it is no token of its own."""
+"""Number of last tokens that contain ``<think>`` and white space, also where it is not a token of its own."""
 
 Tools = Sequence[Mapping[str, Any]]
 """Schemas of the tools of an environment, which the chat template writes into prompts; empty: none."""

@@ -75,7 +75,7 @@ def iterate_rows(path: Path) -> Iterator[Row]:
     number = -1
     for number, row in enumerate(read(path)):
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}, row {number} (the first is 0): it is no object: {row!r:.80}")
+            raise ConfigError(f"{path}, row {number} (the first is 0): it is not an object: {row!r:.80}")
         yield row
     if number < 0:
         raise ConfigError(f"{path}: the file has no rows")

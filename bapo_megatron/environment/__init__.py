@@ -74,7 +74,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """A whole conversation that the model goes on with."""
+    """A whole conversation that the model continues with."""
 
     messages: Sequence[Mapping[str, Any]]
     """Chat messages. ``{"role": "assistant", "turn": 3}`` is the model's third turn, as it was sampled."""

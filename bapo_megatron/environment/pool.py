@@ -295,5 +295,5 @@ def stop_ids(traits: Traits, tokenizer: Any) -> tuple[int, ...]:
 def interpreter_problem(python: Path | None) -> str | None:
     """Why ``environment.python`` cannot be an interpreter; None if it may be one."""
     if python is not None and not os.access(python, os.X_OK):
-        return f"environment.python={python} is no program: give the path of a Python interpreter"
+        return f"environment.python={python} is not a program: give the path of a Python interpreter"
     return None

@@ -261,7 +261,7 @@ def _checked(reply: Reply) -> dict[str, Any]:
             raise ValueError(
                 f"Reply.observation has {len(said)} characters; at most {MOST_CHARACTERS} may be"
             )
-        said.encode()  # UnicodeEncodeError, a ValueError: lone surrogates are no text
+        said.encode()  # UnicodeEncodeError, a ValueError: lone surrogates are not text
     reward = None if reply.reward is None else _number("reward", reply.reward)
     for name, value in dict(reply.metrics).items():
         metrics[str(name)] = _number(f"metrics[{name!r}]", value)
@@ -301,7 +301,7 @@ def _number(name: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"Reply.{name}={value!r} is no finite number")
+        raise ValueError(f"Reply.{name}={value!r} is not a finite number")
     return number
 
 
@@ -312,7 +312,7 @@ def _short(text: str | None) -> str:
 def load_environment(path: str, settings: Mapping[str, Any]) -> type[Environment]:
     """The class that ``path`` names, ``package.module:Name`` or ``file.py:Name``.
 
-    ConfigError if it cannot be imported, is no ``Environment``, or contradicts itself (``problems``).
+    ConfigError if it cannot be imported, is not an ``Environment``, or contradicts itself (``problems``).
     """
     file, _, name = path.rpartition(":")
     dotted = path
@@ -322,7 +322,7 @@ def load_environment(path: str, settings: Mapping[str, Any]) -> type[Environment
     kind = load_dotted_path(FIELD, dotted, "class", path)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(
-            f"{FIELD}={path} is no subclass of bapo_megatron.environment.Environment: derive it from that"
+            f"{FIELD}={path} is not a subclass of bapo_megatron.environment.Environment: derive it from that"
         )
     if found := list(problems(kind, settings)):
         raise ConfigError("\n".join(f"{FIELD}={path}: {problem}" for problem in found))
@@ -379,7 +379,7 @@ def _import_file(path: str, file: Path) -> None:
     if not file.is_file():
         raise ConfigError(f"{FIELD}={path}: there is no file {file.resolve()}; name one, or a dotted path")
     if not name.isidentifier():
-        raise ConfigError(f"{FIELD}={path}: {name} is no name of a module: rename the file")
+        raise ConfigError(f"{FIELD}={path}: {name} is not a name of a module: rename the file")
     other = importlib.util.find_spec(name)
     if other is not None and Path(other.origin or "").resolve() != file.resolve():
         raise ConfigError(f"{FIELD}={path}: {name} is also the name of {other.origin}: rename the file")

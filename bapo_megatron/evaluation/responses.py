@@ -120,7 +120,7 @@ def all_responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
             text = str(row["text"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path}, line {number} is no response: {error!r}; mend it or delete it"
+                f"{path}, line {number} is not a response: {error!r}; mend it or delete it"
             ) from None
         yield one, text
 

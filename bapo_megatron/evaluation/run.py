@@ -1,9 +1,9 @@
 """Evaluation run: samples and scores the missing responses of each suite, and writes the summaries.
 
 ``evaluate`` is ``bapo eval``. It starts the engines and the reward workers, which are those of a training run
-(``rollout/``, ``reward/``), and ends them; the same call goes on where an earlier one stopped. The model is
-found first, and one that is no Hugging Face folder is converted to one in the output, for this evaluation and
-later ones.
+(``rollout/``, ``reward/``), and ends them; the same call continues where an earlier one stopped. The model is
+found first, and one that is not a Hugging Face folder is converted to one in the output, for this
+evaluation and later ones.
 """
 
 from __future__ import annotations

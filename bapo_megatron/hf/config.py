@@ -240,7 +240,7 @@ def check_generation_config(folder: Path) -> None:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {str(error)[:200]}: mend it, or delete it") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} cannot be read: it is no object: mend it, or delete it")
+        raise ConfigError(f"{path} cannot be read: it is not an object: mend it, or delete it")
     for name, (words, kinds) in _GENERATION.items():
         value = found.get(name)
         numbers = value if isinstance(value, list) else []

@@ -84,7 +84,7 @@ def scale_name(weight: str) -> str:
 
 
 def weight_of_scale(name: str) -> str | None:
-    """Name of the matrix whose scales are under ``name``; None if they are no scales."""
+    """Name of the matrix whose scales are under ``name``; None if they are not scales."""
     return name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else None
 
 
@@ -137,7 +137,8 @@ def scales_problem(
 def quantized_names(tensors: Mapping[str, tuple[int, ...]]) -> set[str]:
     """Names of the matrices, of a model's tensors by shape, that an fp8 folder holds in fp8.
 
-    The projections of attention, MLPs and experts. One with a side above 128 that is no multiple of it stays
+    The projections of attention, MLPs and experts. One with a side above 128 that is not a multiple of it
+    stays
     bfloat16: SGLang refuses such, and transformers cuts its blocks at other places without a word. With one
     of the query, key and value projections the others stay, too: engines keep them in one matrix.
     """

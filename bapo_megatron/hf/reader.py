@@ -52,7 +52,7 @@ class HfReader:
         self._weight_map = read_weight_map(folder)
         self._file_of = self._weight_map or dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         self._scale_files = {name: file for name, file in self._file_of.items() if weight_of_scale(name)}
-        """The file of each fp8 weight's scales, which are no tensors of the model."""
+        """The file of each fp8 weight's scales, which are not tensors of the model."""
         for name in self._scale_files:
             del self._file_of[name]
         self._within: dict[str, tuple[str, int, slice]] = {}
@@ -128,7 +128,7 @@ class HfReader:
             raise ConfigError(problems_of(self.folder, problems))
 
     def _type_problems(self) -> list[str]:
-        """Tensors of types whose numbers are no weights by themselves, such as those of a quantization."""
+        """Tensors of types whose numbers are not weights by themselves, such as those of a quantization."""
         types = {name: self._stored(name).get_dtype() for name in self._file_of if name not in self._within}
         return [
             f"tensor {name} is {kind}; supported are {', '.join(_TYPES)}"
@@ -191,7 +191,7 @@ def dequantized(part: Tensor, scales: Tensor, row: int = 0, column: int = 0) -> 
     """Weights q s in bfloat16, of the float8_e4m3fn numbers q of a matrix's part and the matrix's scales s.
 
     ``row``, ``column``: the part's first ones in the matrix. The product is one of float32 numbers, rounded
-    once, to nearest even. ConfigError for a scale that is no finite number.
+    once, to nearest even. ConfigError for a scale that is not a finite number.
     """
     scales = scales.float()
     if not scales.isfinite().all():

@@ -34,8 +34,8 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1)[^\\\n])*)\1\s*\)""")
-"""A chat template's question for today's date. A run that goes on after midnight would continue its responses
-behind other prompts."""
+"""A chat template's question for today's date. A run that continues after midnight would continue its
+responses behind other prompts."""
 
 
 def _date(call: re.Match[str]) -> str:

@@ -38,7 +38,7 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r:.200}") from None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map is no table of tensors")
+        raise CheckpointError(f"{index}: weight_map is not a table of tensors")
     for name, file in weight_map.items():
         if not isinstance(file, str) or file != Path(file).name:
             raise CheckpointError(

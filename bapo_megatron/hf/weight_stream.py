@@ -90,7 +90,7 @@ def write_shards(
 
     The files are ``model-00000.safetensors`` and so on; those of a writer have the numbers that are
     ``writer`` modulo ``writers``. The folder lacks its index, which is of all writers' files. A thread writes
-    while the iterator goes on. ValueError for a type that no model has.
+    while the iterator continues. ValueError for a type that no model has.
     """
     files = _Files(folder, shard_bytes, writer, writers)
     with BackgroundCopy(files) as copy:

@@ -52,7 +52,7 @@ class Mapping:
     served_in_models_dtype: bool = False
     """Whether servers hold it in the model's type, whatever its own ``dtype``."""
     heads: tuple[int, ...] = ()
-    """Heads of each HF tensor, which servers of more ranks share; () where its rows are no heads."""
+    """Heads of each HF tensor, which servers of more ranks share; () where its rows are not heads."""
     dtype: Literal["float32"] | None = None
     """Type of the parameter in a model of any dtype; None: the model's."""
     layers: tuple[int, ...] | None = None

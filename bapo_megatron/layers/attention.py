@@ -46,7 +46,7 @@ class Attention(Kind):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.kv_heads > 0 and self.heads % self.kv_heads:
-            yield f"num_attention_heads={self.heads} is no multiple of num_key_value_heads={self.kv_heads}"
+            yield f"num_attention_heads={self.heads} is not a multiple of num_key_value_heads={self.kv_heads}"
 
     def arguments(self) -> dict[str, object]:
         return {
@@ -80,7 +80,7 @@ class Attention(Kind):
         b, heads, kv_heads = at.element, self.heads / at.parallel.tensor, self.kv_heads / at.parallel.tensor
         q, kv = heads * self.head_dim, kv_heads * self.head_dim
         fused = b * (q + 2 * kv)
-        copied = b * q if kv_heads > 1 else 0.0  # of several groups the queries are no view of it
+        copied = b * q if kv_heads > 1 else 0.0  # of several groups the queries are not a view of it
         norms, around = FP32 * (heads + kv_heads), at.norm + at.input + b * q
         ring = 4 * 2 * kv * b if at.parallel.context > 1 else 0.0
         if at.spec == "te":

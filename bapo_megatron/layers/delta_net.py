@@ -73,7 +73,7 @@ class DeltaNet(Kind):
         yield from super().problems()
         if self.key_heads > 0 and self.value_heads % self.key_heads:
             yield (
-                f"linear_num_value_heads={self.value_heads} is no multiple of "
+                f"linear_num_value_heads={self.value_heads} is not a multiple of "
                 f"linear_num_key_heads={self.key_heads}"
             )
 

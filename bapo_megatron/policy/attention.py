@@ -100,7 +100,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
     """The core attention module: RoPE, then dot-product attention, causal within each document of a pack.
 
     megatron-core makes one for each layer. Under context parallelism ``forward`` is collective over the CP
-    ranks. ValueError for an input that is no pack, or dropout.
+    ranks. ValueError for an input that is not a pack, or dropout.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Asynchronous checkpoint writing: a forked process writes a torch_dist checkpoint while training goes on.
+"""Asynchronous checkpoint writing: a forked process writes a torch_dist checkpoint while training continues.
 
 While it is under way the host holds a copy of the GPU's tensors, in blocks.
 (Megatron's own copies are a pinned allocation for each tensor, which torch rounds up to a power of two and
@@ -155,7 +155,7 @@ def fork_reads(address: int) -> bool:
             ctypes.string_at(address, 1)
             code = 0
         finally:
-            os._exit(code)  # whatever a signal raises here: it must not go on as a second trainer
+            os._exit(code)  # whatever a signal raises here: it must not continue as a second trainer
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

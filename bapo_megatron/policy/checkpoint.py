@@ -44,7 +44,7 @@ _CONTENT = {
 def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
     """Begin an asynchronous write of the checkpoint into ``path``. Collective.
 
-    Returns when the GPU's tensors are copied to the host and the writer is forked: training may go on.
+    Returns when the GPU's tensors are copied to the host and the writer is forked: training may continue.
     """
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def _opened(path: Path) -> StoredCheckpoint:
 def _read(asked: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
     """Read the state ``asked`` for from ``stored``; a missing ``_extra_state`` is None.
 
-    RuntimeError if anything else is missing or unreadable: torch's own error is no Exception.
+    RuntimeError if anything else is missing or unreadable: torch's own error is not an Exception.
     """
     keys = {name: list(part) for name, part in asked.items() if name.startswith("model")}
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())

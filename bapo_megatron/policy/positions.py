@@ -86,7 +86,7 @@ def gathered_rows(bounds: tuple[int, ...], size: int) -> Tensor:
 
 
 def slice_batch(batch: MicroBatch, size: int, rank: int) -> MicroBatch:
-    """The part of a pack on ``rank``; fields that are no columns still describe the whole pack."""
+    """The part of a pack on ``rank``; fields that are not columns still describe the whole pack."""
     if size == 1:
         return batch
     return batch.take(positions(batch.cu_seqlens, size, rank))

@@ -323,7 +323,7 @@ def split_name(answer: str) -> tuple[str, str]:
 
 
 def is_literal(answer: str) -> bool:
-    """Whether digits and signs are no operation but a text: a date, an address, an angle in minutes."""
+    """Whether digits and signs are not an operation but a text: a date, an address, an angle in minutes."""
     text = unstyled(answer)
     return bool(_LITERAL.fullmatch(text) or _SEXAGESIMAL.search(text))
 

@@ -82,7 +82,7 @@ def program_is_right(
     """Whether all tests pass, each in ``case_limit_s`` and all together in ``total_limit_s``.
 
     The limits are of processor time and sleep. ``server``: runs the programs in place of this machine. Raises
-    ValueError for a ground truth that is no tests, SandboxError if the program could not be judged.
+    ValueError for a ground truth that is not tests, SandboxError if the program could not be judged.
     """
     tests = read_tests(ground_truth)
     source = last_code_block(after_thinking(response))

@@ -117,7 +117,7 @@ def check_tests(ground_truth: str) -> str | None:
 
 
 def forgeable_tests(ground_truth: str) -> int:
-    """Number of a problem's tests that a program can forge; 0 for a ground truth that is no tests."""
+    """Number of a problem's tests that a program can forge; 0 for a ground truth that is not tests."""
     if not is_tests(ground_truth):
         return 0
     try:
@@ -164,7 +164,7 @@ def _json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON of tests: {error}") from None
+        raise ValueError(f"it is not JSON of tests: {error}") from None
 
 
 def _are_asserts(value: list[Any]) -> bool:
@@ -418,7 +418,7 @@ def _with_literal(test: ast.expr) -> tuple[ast.expr, Any] | None:
         try:
             value = ast.literal_eval(expected)
         except (ValueError, TypeError):
-            continue  # it is no literal
+            continue  # it is not a literal
         if not isinstance(value, bool):  # whose value is easily guessed
             return tested, value
     return None

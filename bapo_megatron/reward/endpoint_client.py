@@ -63,9 +63,9 @@ def url_problem(url: str) -> str | None:
         parts = urlsplit(url)
         port_is_sound = parts.port != 0
     except ValueError:
-        return "is no address: give http://HOST:PORT/PATH"
+        return "is not an address: give http://HOST:PORT/PATH"
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_sound:
-        return "is no address: give http://HOST:PORT/PATH, or https://"
+        return "is not an address: give http://HOST:PORT/PATH, or https://"
     if parts.username is not None or parts.password is not None:
         return "holds a user or a password, which would be stored with the run: take them out"
     return None
@@ -239,7 +239,7 @@ class JsonClient:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise self._unusable("no JSON", "its answer is no JSON", text) from None
+            raise self._unusable("no JSON", "its answer is not JSON", text) from None
 
     async def _text(self, response: aiohttp.ClientResponse) -> str:
         data = bytearray()

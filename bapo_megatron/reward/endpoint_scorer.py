@@ -208,7 +208,7 @@ def _number(found: Any) -> float:
         many = f"a list of {len(found)}" + (": an embedding, or a model of several classes" if found else "")
         raise EndpointError("no number", f"one number is expected of the reward model; it gave {many}")
     if isinstance(found, bool) or not isinstance(found, (int, float)):
-        raise EndpointError("no number", f"the reward model gave {str(found)[:200]!r}, which is no number")
+        raise EndpointError("no number", f"the reward model gave {str(found)[:200]!r}, which is not a number")
     try:
         return float(found)
     except OverflowError:
@@ -256,7 +256,7 @@ class LlmJudge:
             return float(found[-1])
         except ValueError:
             raise EndpointError(
-                "no verdict", f"the judge's verdict {found[-1][:50]!r} is no number"
+                "no verdict", f"the judge's verdict {found[-1][:50]!r} is not a number"
             ) from None
 
 
@@ -282,7 +282,7 @@ def _reply(answer: Any) -> str:
             "cut off", "the judge's reply is cut off before its end: raise reward.settings.max_tokens"
         )
     if not isinstance(reply, str):
-        raise EndpointError("no reply", f"the judge's reply is {str(reply)[:200]}, which is no text")
+        raise EndpointError("no reply", f"the judge's reply is {str(reply)[:200]}, which is not text")
     return reply
 
 

@@ -144,7 +144,7 @@ class LlmJudgeSettings(EndpointSettings):
         try:
             groups = re.compile(self.verdict).groups
         except re.error as error:
-            yield f"verdict={self.verdict!r} is no regular expression: {error}"
+            yield f"verdict={self.verdict!r} is not a regular expression: {error}"
         else:
             if groups != 1:
                 yield f"verdict={self.verdict!r} has {groups} groups; it must have one, around the number"

@@ -77,7 +77,7 @@ _LARGEST_EXPONENT = 100
 def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> bool:
     """Equality of ground truth and answer; False if it cannot be decided.
 
-    An unevaluated operation is no answer, unless the ground truth has one of its kind, or with
+    An unevaluated operation is not an answer, unless the ground truth has one of its kind, or with
     ``allow_operations``.
     """
     if same_text(ground_truth, answer):  # math-verify may not be able to read it

@@ -48,7 +48,7 @@ class RewardResult:
     """Traceback of a function that raised, shortened."""
     place: str = dataclasses.field(default="", compare=False)
     """Identity of a mistake in a function: the type of an error and the line that raised it, or the type of a
-    value that is no number."""
+    value that is not a number."""
     score: float | None = dataclasses.field(default=None, compare=False)
     """Value of the reward function, before penalties; None if there is a failure."""
     named: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)

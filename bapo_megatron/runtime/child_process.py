@@ -54,7 +54,8 @@ class ChildError(Exception):
 
 
 class ChildDied(ChildError):
-    """Death of the child before its answer, or an answer that is no JSON; also of a process of ``within``."""
+    """Death of the child before its answer, or an answer that is not JSON; also of a process of
+    ``within``."""
 
 
 class ChildTimeout(ChildError):
@@ -378,7 +379,7 @@ def missing_program(command: str) -> str | None:
     if shutil.which(program) is not None:
         return None
     if os.sep in program:
-        return f"{program} is no program that can be run (chmod +x?)"
+        return f"{program} is not a program that can be run (chmod +x?)"
     return f"there is no program {program} on PATH"
 
 

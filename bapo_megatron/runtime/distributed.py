@@ -57,8 +57,8 @@ def launched_world_size() -> int | None:
     """World size of the launcher, torchrun or srun; None outside a launcher.
 
     Under srun, torchrun's variables that are not set are filled in from Slurm's. A step of one task (the
-    shell of an interactive job) is no launcher, and neither is a batch script, which has a SLURM_PROCID but
-    no step.
+    shell of an interactive job) is not a launcher, and neither is a batch script, which has a SLURM_PROCID
+    but no step.
     """
     has_rank = environment_variable("RANK") is not None and not _has_rank_of_pyxis()
     if not has_rank and int(environment_variable("SLURM_STEP_NUM_TASKS") or 1) > 1:
@@ -124,7 +124,7 @@ def expand_nodes(nodes: str) -> list[str]:
     As `scontrol show hostnames` prints them, which a container does not have.
     """
     if not re.fullmatch(r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]|(?<=[^,]),(?=[^,]))+", nodes):
-        raise ValueError(f"{nodes!r} is no list of nodes")
+        raise ValueError(f"{nodes!r} is not a list of nodes")
     names: list[str] = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         # Text and bracket alternate: "gpu", "07-08,11", "".

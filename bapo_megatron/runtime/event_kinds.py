@@ -42,10 +42,10 @@ def _trouble(meaning: str) -> EventKind:
 EVENT_KINDS = {
     # the run's beginning and its end
     "start": _news("the run begins"),
-    "resume": _news("the run goes on from a checkpoint"),
+    "resume": _news("the run continues from a checkpoint"),
     "done": _news("all steps are made and exported"),
     "preempted": _news("preempted: the run is saved, the same command continues it"),
-    "stopped": _trouble("the run cannot go on now: a full disk, lost engines, Ctrl-C"),
+    "stopped": _trouble("the run cannot continue now: a full disk, lost engines, Ctrl-C"),
     "failed": _trouble("an error ended the run, or its process was killed or hung"),
     # while it trains
     "stalled": _trouble("for a long time no step ended and nothing was sampled"),
@@ -64,7 +64,9 @@ EVENT_KINDS = {
     # checkpoints and exports
     "saving": _usual("a checkpoint was begun"),
     "checkpoint": _usual("a checkpoint is complete"),
-    "checkpoint_damaged": _trouble("a damaged checkpoint was passed over; the run goes on from an older one"),
+    "checkpoint_damaged": _trouble(
+        "a damaged checkpoint was passed over; the run continues from an older one"
+    ),
     "old_kept": _trouble("something old could not be deleted, with the reason; it is tried again"),
     "resume_check": _usual("a part of the resume check could not be compared"),
     "resume_mismatch_accepted": _usual("a difference from the checkpoint was accepted by a flag"),
@@ -102,7 +104,7 @@ EVENT_KINDS = {
     "tracker_failed": _trouble("a board does not take the run's metrics; it is tried again"),
     "tracker_back": _usual("a board that had failed takes metrics again"),
     "tracker_behind": _usual("a board lacks the last metrics at the end of the run"),
-    "fork_position": _usual("where a fork goes on in the dataset"),
+    "fork_position": _usual("where a fork continues in the dataset"),
     "forked": _usual("the run began with another run's checkpoint"),
     # the Slurm job
     "job_start": _usual("a job's start"),
@@ -137,7 +139,7 @@ ENDS = ("done", "preempted", "stopped", "failed")
 def last_turn(newest_first: Iterable[dict[str, Any]]) -> str | None:
     """Kind of a run's last beginning or end among its events, one of ``BEGINNINGS`` or ``ENDS``.
 
-    A beginning: the run goes on, or was killed. None if the events have neither.
+    A beginning: the run continues, or was killed. None if the events have neither.
     """
     kinds = (row.get("kind") for row in newest_first)
     return next((str(kind) for kind in kinds if kind in (*BEGINNINGS, *ENDS)), None)

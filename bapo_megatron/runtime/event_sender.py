@@ -117,7 +117,7 @@ _STEPS = 10
 
 @dataclass(frozen=True)
 class Patience:
-    """Stall limit of a run, as plain data from its configuration: the longest silence that is no stall."""
+    """Stall limit of a run, as plain data from its configuration: the longest silence that is not a stall."""
 
     steps: int
     """Steps of the whole run. After the last one there is no limit."""

@@ -46,7 +46,8 @@ def unreachable_targets(targets: Sequence[str]) -> Iterator[str]:
             continue
         problem = _form_problem(value) or (None if _is_url(value) else missing_program(value))
         if problem and value != target:  # the value may be a secret
-            yield f"logging.on_event={target}: its value is no URL (https://...) and no program that is here"
+            yield f"logging.on_event={target}: its value is not a URL (https://...) and no program that "
+            "is here"
         elif problem:
             yield f"logging.on_event={shown(target)}: {problem}; install it, or name another"
 

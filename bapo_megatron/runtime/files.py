@@ -161,7 +161,7 @@ def file_inside(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         if not name or "\0" in name or Path(name).name != name:
-            raise CheckpointError(f"{folder} names {name[:200]!a}, which is no file of the folder")
+            raise CheckpointError(f"{folder} names {name[:200]!a}, which is not a file of the folder")
         if path.is_symlink() and not _may_lead(folder.resolve(), path.resolve()):
             raise CheckpointError(
                 f"{path} is a link to {os.readlink(path)[:200]!a}, outside of the folder: name the "
@@ -169,7 +169,7 @@ def file_inside(folder: Path, name: str) -> Path:
                 "hf download MODEL --local-dir FOLDER)"
             )
         if path.exists() and not path.is_file():
-            raise CheckpointError(f"{path} is no plain file")
+            raise CheckpointError(f"{path} is not a plain file")
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, links in a circle, a zero byte
         raise CheckpointError(f"{str(path)[-200:]!a} cannot be a file: {error}") from None
     return path
@@ -187,7 +187,7 @@ def read_file_inside(folder: Path, name: str, most_bytes: int = MOST_DESCRIPTION
         with open(descriptor, "rb") as file:
             # Checked on the descriptor: since the check of the name it may have become a FIFO.
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CheckpointError(f"{path} is no plain file")
+                raise CheckpointError(f"{path} is not a plain file")
             data = file.read(most_bytes + 1)
     except FileNotFoundError:
         raise
@@ -202,7 +202,7 @@ def file_below(folder: Path, name: str) -> Path:
     """``file_inside`` for a path with folders, as a manifest has them: ``policy/.metadata``."""
     path = Path(name)
     if path.is_absolute() or ".." in path.parts:
-        raise CheckpointError(f"{folder} names {name[:200]!a}, which is no file below the folder")
+        raise CheckpointError(f"{folder} names {name[:200]!a}, which is not a file below the folder")
     return file_inside(folder / path.parent, path.name)
 
 

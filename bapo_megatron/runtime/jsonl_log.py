@@ -53,7 +53,7 @@ class JsonlLog:
     def rewind(self, step: int) -> None:
         """Truncate the log after ``step``: a resumed run writes the later lines again. Steps never fall.
 
-        ConfigError for a line after ``step`` that is no JSON, or has no step.
+        ConfigError for a line after ``step`` that is not JSON, or has no step.
         """
         # From the end: the log of a long run has gigabytes, and all ranks wait for this.
         with self.path.open("r+b") as file:
@@ -153,7 +153,8 @@ def _line(row: Row) -> bytes:
 
 
 def parse_row(line: bytes) -> Row:
-    """The row of a line; ValueError if it is no JSON object. Invalid UTF-8 becomes replacement characters."""
+    """The row of a line; ValueError if it is not a JSON object. Invalid UTF-8 becomes replacement
+    characters."""
     row: Row = json.loads(line.decode(errors="replace"))
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
@@ -173,7 +174,7 @@ def whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def parse_line(line: bytes, path: Path, number: int) -> Row:
-    """The row of line ``number`` of a log. ConfigError, with file and line, if it is no JSON object."""
+    """The row of line ``number`` of a log. ConfigError, with file and line, if it is not a JSON object."""
     try:
         return parse_row(line)
     except ValueError as error:

@@ -64,7 +64,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
         yield
     except (ConfigError, Preempted, RunStopped, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         if (problem := _problem(error)) is None:
             raise
         for earlier in _chain(error):  # closing a file after a failed write fails as well: the first counts
@@ -77,7 +77,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
 def check_not_failing(error: BaseException, what: str, path: Path) -> None:
     """FailingDiskError if ``error``, met while ``what`` was deleted at ``path``, is of a failing file system.
 
-    For a caller that goes on after any other error.
+    For a caller that continues after any other error.
     """
     for one in _chain(error):
         if is_of_failing_disk(one):
@@ -94,7 +94,7 @@ class OldFiles:
     """Deletion of what a run needs no more: checkpoints, step files, logs, weights, evaluations.
 
     What cannot be deleted stays (a mount point, an immutable file, another user's; on NFS a file that is
-    open), and the run goes on. Its caller tries again at its next turn; ``report`` is told once.
+    open), and the run continues. Its caller tries again at its next turn; ``report`` is told once.
     """
 
     def __init__(self, report: Callable[..., object] = print_kept) -> None:
@@ -144,10 +144,10 @@ def check_readable(error: BaseException, what: str, path: Path) -> None:
         if one.errno in _NO_RIGHT:
             raise ConfigError(
                 f"{told}. Whether it is whole is unknown: give this user the right to read it, or move it "
-                "away to go on without it"
+                "away to continue without it"
             ) from error
         # A bad sector or a lost disk of a server stays: only the user may decide to go back.
-        raise FailingDiskError(f"{told}; if it stays so, move it away to go on without it") from error
+        raise FailingDiskError(f"{told}; if it stays so, move it away to continue without it") from error
 
 
 def _problem(error: BaseException) -> str | None:

@@ -36,7 +36,8 @@ WAIT_S = 5.0
 def give_gpus_to_engines(run: Run, step: int) -> None:
     """GPU hand-over to colocated engines, which sample with the weights after ``step``. Collective.
 
-    Does nothing where engines have GPUs of their own. RunStopped, after a checkpoint, if they cannot go on.
+    Does nothing where engines have GPUs of their own. RunStopped, after a checkpoint, if they cannot
+    continue.
     """
     # Before the policy is offloaded: the save before a stop would reload it at once.
     stop_if_preempted(run, step)

@@ -98,7 +98,7 @@ class GpuHandover:
         """Offload the policy, then wake the engines.
 
         RunStopped, on every rank, if the host has no room for the policy, or the sampler's process or a
-        server cannot go on.
+        server cannot continue.
         """
         if not self.is_colocated or not self.policy_has_gpus:
             return

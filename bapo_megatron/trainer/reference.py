@@ -84,7 +84,7 @@ def load_reference(config: RunConfig, policy: Policy) -> ReferenceRecord:
         raise ConfigError(
             f"{FIELD}={folder} has other weights ({found.dtype}, digest {found.weights}) than the reference "
             f"that the run {config.directory} began with, {stored.model} ({stored.dtype}, digest "
-            f"{stored.weights}): give that one, or to go on with another --allow-change {FIELD}"
+            f"{stored.weights}): give that one, or to continue with another --allow-change {FIELD}"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""What a run goes on from: its newest whole checkpoint, the steps left, the resume check, CPU threads.
+"""What a run continues from: its newest whole checkpoint, the steps left, the resume check, CPU threads.
 
 At a start, on every rank. First ``pin_threads``, before any computation: threads split long sums between
 them, so a run resumed at its layout keeps their number, for sums equal bit for bit. A GPU does not depend on
@@ -119,7 +119,7 @@ def find_resume_point(config: RunConfig, begun: Begun) -> ResumePoint:
     Reads every byte of the checkpoint, and deletes leftovers of a killed save. CheckpointError if there are
     checkpoints and none is whole; ConfigError if a partly trained step would be finished with other settings.
     """
-    # Before the search: half-written and half-deleted checkpoints of a killed process are no candidates.
+    # Before the search: half-written and half-deleted checkpoints of a killed process are not candidates.
     if is_main():
         clear_leftovers(config.paths)
     latest = latest_checkpoint(config.paths)

@@ -296,7 +296,7 @@ class _WorkerSlot:
                 await process.close()
 
     async def _restarted(self) -> WorkerProcess:
-        """The next process. A start that fails is no failure of a call, as long as another worker runs."""
+        """The next process. A start that fails is not a failure of a call, as long as another worker runs."""
         while True:
             for _ in range(START_TRIES):
                 try:

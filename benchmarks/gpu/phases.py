@@ -65,7 +65,7 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
     recipe.write_text(_RECIPE.format(pack=size.pack, response=size.pack - 8))
     try:
         layers = rehearsed_layers()
-    except ConfigError as error:  # another version than the one that can be rehearsed is no mistake
+    except ConfigError as error:  # another version than the one that can be rehearsed is not a mistake
         yield Row("rehearsal", f"not run: {error}"[:300])
         return
     if not (folder / "policy").exists():

@@ -3,7 +3,7 @@
     make gpu-study MODEL=/models/Qwen2.5-0.5B-Instruct
     python -m benchmarks.gpu_study --model FOLDER --small --arms grpo paper --steps 2    # on a CPU
 
-Stopped at any moment, the same command goes on where it was: with the first arm that is not done, at its
+Stopped at any moment, the same command continues where it was: with the first arm that is not done, at its
 newest checkpoint. The page, gpu_study.md in the study's folder, is written after every arm. Exit code: that
 of an arm that ended otherwise than by its last step, else 0.
 """
@@ -41,7 +41,7 @@ def gpu_study(options: GpuStudyOptions, bapo: Run) -> int:
         print(f"{number}/{len(arms)} {arm.name}", flush=True)
         code = bapo(arm.command)
         if code or not arm.is_done():
-            print(f"{arm.name} ended with exit code {code}; the same command goes on with it", flush=True)
+            print(f"{arm.name} ended with exit code {code}; the same command continues with it", flush=True)
             return code or 1
         write_atomically(where, page(options, arms))
     write_atomically(where, page(options, arms))

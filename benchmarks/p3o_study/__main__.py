@@ -1,6 +1,6 @@
 """Program of the study of P3O: the arms, several at a time, then benchmarks/results/p3o_study.md.
 
-    python -m benchmarks.p3o_study --parallel 2      # goes on where it stopped
+    python -m benchmarks.p3o_study --parallel 2      # continues where it stopped
     python -m benchmarks.p3o_study --write           # the page of what has run, and no arm
 
 Arms are forked from a process that has imported what they need. Results: a line of

@@ -224,10 +224,10 @@ class _Unpickler(pickle._Unpickler):
             self.stack[-1] = kind(*arguments)
             return
         if kind not in _CONTAINERS.values() or type(arguments) is not tuple or len(arguments) > 1:
-            raise pickle.UnpicklingError("it calls what is no class")
+            raise pickle.UnpicklingError("it calls what is not a class")
         [items] = arguments or ((),)
         if not isinstance(items, list | tuple | set):
-            raise pickle.UnpicklingError("it fills a container with what is no list")
+            raise pickle.UnpicklingError("it fills a container with what is not a list")
         self._copy(len(items))
         if kind is OrderedDict:
             items = [self._pair(pair) for pair in items]
@@ -237,7 +237,7 @@ class _Unpickler(pickle._Unpickler):
 
     def _pair(self, pair: Any) -> tuple[Any, Any]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise pickle.UnpicklingError("an item of a dictionary is no pair")
+            raise pickle.UnpicklingError("an item of a dictionary is not a pair")
         _check_keys(pair[:1])
         return pair[0], pair[1]
 

@@ -85,7 +85,7 @@ def read_archive(stream: BinaryIO, file: Path, name: str, start: int = 0, length
             return _MemberReader(archive, window, file, source, start, length).read()
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(
-            f"{source} is no archive of torch.save, or is truncated or damaged ({error}); {COPY_AGAIN}"
+            f"{source} is not an archive of torch.save, or is truncated or damaged ({error}); {COPY_AGAIN}"
         ) from None
     except (struct.error, ValueError, OverflowError, EOFError, OSError) as error:
         raise CheckpointError(f"{source} cannot be read: {error!r}") from None
@@ -110,7 +110,7 @@ class _MemberReader:
         self.members = {member.filename: member for member in archive.infolist()}
         roots = [name[: -len(_PICKLE)] for name in self.members if name.endswith(f"/{_PICKLE}")]
         if len(roots) != 1:
-            raise CheckpointError(f"{source} is no archive of torch.save: it has {len(roots)} {_PICKLE}")
+            raise CheckpointError(f"{source} is not an archive of torch.save: it has {len(roots)} {_PICKLE}")
         self.root = roots[0]
         self._done: dict[int, tuple[Any, Any]] = {}
 

@@ -226,7 +226,7 @@ class _FolderLock:
             raise _FolderInUse(self._folder) from None
         except NotADirectoryError:  # so the system says of links, too
             raise ConfigError(
-                f"{self._folder}, in which the output is written first, is no folder: move it away"
+                f"{self._folder}, in which the output is written first, is not a folder: move it away"
             ) from None
         try:
             fcntl.flock(self._open[0], fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -38,8 +38,8 @@ def as_float32(data: memoryview, dtype: str) -> Floats:
 def quantized(values_RC: Floats) -> tuple[Bytes, Floats]:
     """The bytes of q [R, C], and the scales [1, blocks]; at most 128 rows, those of one row of blocks.
 
-    ``values_RC`` is overwritten. A block of zeros, or of numbers below 1.4e-36, whose factor is no float32,
-    has the scale 1. ValueError for a number that is not finite, since its block has no scale.
+    ``values_RC`` is overwritten. A block of zeros, or of numbers below 1.4e-36, whose factor is not a
+    float32, has the scale 1. ValueError for a number that is not finite, since its block has no scale.
     """
     import numpy as np
 
@@ -83,7 +83,7 @@ def dequantized(data: memoryview, columns: int, row: int, scales_GB: Floats) -> 
     """The weights q s in float32, of the bytes of q in rows from ``row`` on, ``columns`` wide.
 
     ``scales_GB``: the scales of those rows' blocks, the first of them that of ``row``. CheckpointError if one
-    is no finite number.
+    is not a finite number.
     """
     import numpy as np
 

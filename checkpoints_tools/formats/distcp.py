@@ -69,7 +69,7 @@ class Metadata:
 
     tensors: dict[str, GlobalTensor]
     objects: dict[str, Place]
-    """Places of the archives that are no tensors, by key."""
+    """Places of the archives that are not tensors, by key."""
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -144,7 +144,7 @@ def read_common(folder: Path, metadata: Metadata) -> Common:
     if layout == COMMON_OBJECT and isinstance(found, list) and len(found) == 1:
         [found] = found
     if not isinstance(found, dict):
-        raise CheckpointError(f"{place.file}: the common state is no dictionary: it is damaged")
+        raise CheckpointError(f"{place.file}: the common state is not a dictionary: it is damaged")
     return Common(place, layout, found)
 
 
@@ -223,7 +223,7 @@ class _Ranges:
             raise CheckpointError(f"{self.source}: the place of {shown(key)} is damaged")
         if name not in self._sizes and Path(name).name != name:
             raise CheckpointError(
-                f"{self.source}: {key} lies in {shown(name)!r}, which is no file of the checkpoint"
+                f"{self.source}: {key} lies in {shown(name)!r}, which is not a file of the checkpoint"
             )
         if info.field("transform_descriptors"):
             raise CheckpointError(

@@ -94,7 +94,7 @@ def locate(path: Path, step: str = LATEST) -> Location:
     the one chosen is not whole.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder; give a checkpoint's, a model's or a run's")
+        raise CheckpointError(f"{path} is not a folder; give a checkpoint's, a model's or a run's")
     number = _number(step)
     if path.name == POLICY and moment_of(path.parent.name):
         return _of_run(path.parent)
@@ -218,12 +218,14 @@ def _tracked(path: Path) -> str:
     if text == "release":
         return text
     if not _is_number(text):
-        raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is no iteration; choose one with --step")
+        raise CheckpointError(
+            f"{tracker} holds {text[:40]!r}, which is not an iteration; choose one with --step"
+        )
     return f"iter_{int(text):07d}"
 
 
 def newest_named(path: Path) -> Path:
-    """The folder of the newest checkpoint of a run, whole or not; ``path`` itself if it is no run's.
+    """The folder of the newest checkpoint of a run, whole or not; ``path`` itself if it is not a run's.
 
     For a check, which must not pass over the one that it is asked about.
     """
@@ -281,7 +283,7 @@ def _of_run(folder: Path) -> Location:
 
 
 def _model_of_run(path: Path) -> Path | None:
-    """The model folder that the run with this config.json names; None if it is no run's."""
+    """The model folder that the run with this config.json names; None if it is not a run's."""
     if not path.is_file():
         return None
     config = _json(path).get("config")

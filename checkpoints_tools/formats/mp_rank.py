@@ -92,12 +92,12 @@ class RankFiles:
             )
         parameters = state[names[virtual]]
         if not isinstance(parameters, dict) or not all(isinstance(name, str) for name in parameters):
-            raise CheckpointError(f"{file}: {names[virtual]} is no state of a model")
-        # Extra states of layers (None, or settings of 8-bit formats) are no weights.
+            raise CheckpointError(f"{file}: {names[virtual]} is not a state of a model")
+        # Extra states of layers (None, or settings of 8-bit formats) are not weights.
         weights = {name: value for name, value in parameters.items() if not name.endswith("_extra_state")}
         for name, value in weights.items():
             if not isinstance(value, StoredTensor):
-                raise CheckpointError(f"{file}: {name} is no tensor")
+                raise CheckpointError(f"{file}: {name} is not a tensor")
         return ModelChunk(file, weights)
 
 

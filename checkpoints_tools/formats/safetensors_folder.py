@@ -38,7 +38,8 @@ _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
     """Every tensor of the folder by its name, from one file or from those that the index lists.
 
-    Scales are no tensors of their own: they are with the weights in fp8 that they belong to. CheckpointError,
+    Scales are not tensors of their own: they are with the weights in fp8 that they belong to.
+    CheckpointError,
     with file and tensor, for whatever is truncated, contradictory or of a type that these tools do not move.
     """
     check_files_inside(folder)
@@ -159,7 +160,7 @@ def read_safetensors(path: Path) -> list[BlockTensor]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: the header is no table of tensors")
+        raise CheckpointError(f"{path}: the header is not a table of tensors")
     header.pop("__metadata__", None)
     tensors = [_tensor(path, 8 + length, name, entry) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.blocks[0].position, tensor.nbytes))

@@ -222,7 +222,9 @@ def find_prefix(metadata: Metadata, folder: Path) -> str:
     for prefix in _PREFIXES:
         if prefix + _EMBEDDING in metadata.tensors:
             return prefix
-    raise CheckpointError(f"{folder} holds no {_EMBEDDING}: it is no checkpoint of a megatron-core GPT model")
+    raise CheckpointError(
+        f"{folder} holds no {_EMBEDDING}: it is not a checkpoint of a megatron-core GPT model"
+    )
 
 
 class _ChunksByPlace:

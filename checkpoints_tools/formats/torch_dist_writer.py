@@ -71,7 +71,7 @@ class Contents:
     """Prefixes under which the optimizer keeps tensors of the model's keys, and ``tensors`` those of its
     names."""
     objects: Mapping[str, bytes] = field(default_factory=dict)
-    """Archives that are no tensors, by key."""
+    """Archives that are not tensors, by key."""
     vocabulary_rows: int | None = None
     """Rows to which the vocabulary is padded; None for no padding."""
     common_layout: str = COMMON_FILE

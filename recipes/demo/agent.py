@@ -34,7 +34,7 @@ def ask(messages: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    """Talk until the model says something that is no expression."""
+    """Talk until the model says something that is not an expression."""
     messages = json.load(sys.stdin)["messages"]
     while EXPRESSION.fullmatch(said := ask(messages)):
         value = str(eval(said))  # digits and three operators

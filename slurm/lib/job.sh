@@ -67,7 +67,7 @@ bapo_begin() {  # RECIPE [flags of bapo train]
 
 # Refuse a second job of a run before it changes anything. The run's lock would stop its ranks, but by then
 # the state file, where `bapo status` and `bapo cancel` find the first job, would be the second one's. A job
-# in which the run has ended may go on: an allocation of `salloc`.
+# in which the run has ended may continue: an allocation of `salloc`.
 bapo_refuse_second_job() {
     local other state
     grep -qsx 'status=running' "$BAPO_RUN/$BAPO_STATE_FILE" || return 0

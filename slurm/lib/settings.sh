@@ -78,7 +78,7 @@ bapo_run_directory() {  # recipe and flags of `bapo train`: where the run is
 bapo_load_modules() {
     local module
     [[ -n $BAPO_MODULES ]] || return 0
-    # A batch shell is no login shell: it may lack the function `module`.
+    # A batch shell is not a login shell: it may lack the function `module`.
     type module >/dev/null 2>&1 || . /etc/profile.d/modules.sh 2>/dev/null ||
         . /etc/profile.d/lmod.sh 2>/dev/null
     type module >/dev/null 2>&1 || bapo_refuse "BAPO_MODULES=$BAPO_MODULES, but there is no command 'module'"

@@ -91,7 +91,7 @@ def tensors(folder: Path) -> list[tuple[str, Tensor]]:
 
 
 def next_segments(asked: list[GenerateRequest], answers: list[Generation]) -> list[GenerateRequest]:
-    """Requests that go on behind the answers, as of responses that are made in segments."""
+    """Requests that continue behind the answers, as of responses that are made in segments."""
     return [
         dataclasses.replace(
             one,
@@ -465,7 +465,7 @@ def test_update_changes_the_distribution(start: Start, make_model: MakeModel, fa
 def test_what_an_engine_keeps_of_a_prefix_ends_with_its_weights(
     start: Start, make_model: MakeModel, family: str
 ) -> None:
-    """Keys and values, and states of linear attention, with which a segment goes on behind its prefix."""
+    """Keys and values, and states of linear attention, with which a segment continues behind its prefix."""
     engine = start(make_model(family))
     prompt = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], 70).tolist()  # more than a chunk
     asked = [request(n, [*prompt, n], new=20, seed=n) for n in range(3)]

@@ -71,7 +71,7 @@ def sampled(url: str, ids: list[int], tokens: int) -> tuple[list[int], list[floa
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_states_of_a_prefix_are_those_of_the_weights(kind: str, servers: Servers, tmp_path: Path) -> None:
-    """A segment that goes on from a cached state, and the same prefix after new weights."""
+    """A segment that continues from a cached state, and the same prefix after new weights."""
     model, other = (save_hybrid(kind, tmp_path / str(seed), seed) for seed in range(2))
     server = servers.start(tmp_path / "0")
     server.wait_ready()

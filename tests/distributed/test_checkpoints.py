@@ -266,7 +266,7 @@ def _blocked(folder: Path, path: Path, file: str) -> str:
     (path / file).mkdir(parents=True)
     try:
         complete(policy.save(path))
-    except BaseException as error:  # torch's is no Exception
+    except BaseException as error:  # torch's is not an Exception
         return str(error)
     return "all is well"
 

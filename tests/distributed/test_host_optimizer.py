@@ -238,7 +238,8 @@ def test_checkpoints_move_between_host_and_device(
     samples: list[Sample],
     written: Callable[[str, str, str], tuple[list[Digests], Path]],
 ) -> None:
-    """Every bit of weights, masters and moments comes back, at other layouts; training went on meanwhile."""
+    """Every bit of weights, masters and moments comes back, at other layouts; training continued
+    meanwhile."""
     (text, device), (other, onto) = wrote, reads
     saved, path = written(text, dtype, device)
     found = run_layout(load, layout(other).parallel, qwen2, samples, other, dtype, onto, path)

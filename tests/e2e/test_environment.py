@@ -116,7 +116,7 @@ def test_a_kill_with_two_sources_of_which_one_has_an_environment(tmp_path: Path)
         ),
         (
             ("--environment.function=tests.support.environments:Twice", "--environment.python=/nowhere"),
-            "environment.python=/nowhere is no program",
+            "environment.python=/nowhere is not a program",
         ),
         (('--environment.settings={"a": 1}',), "environment.settings needs environment.function"),
         (("--environment.step-limit-s=700",), "environment.step_limit_s=700 is above"),

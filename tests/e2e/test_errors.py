@@ -69,7 +69,7 @@ def message_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: s
             ["--algorithm.loss=sapo", '--algorithm.loss-settings={"temperature": 2}'],
             "algorithm.loss_settings.temperature=2: algorithm.loss=sapo has no such setting",
         ),
-        (["--algorithm.loss-settings=[1]"], "[1] is no JSON object"),
+        (["--algorithm.loss-settings=[1]"], "[1] is not a JSON object"),
         (["--steps=many"], "many"),
         (["--optimiser.lr=1"], "--optimizer.lr"),
         (["--rollout.group_sise=4"], "--rollout.group-size"),

@@ -116,7 +116,7 @@ def test_real_servers(suites: Path, tmp_path: Path) -> None:
 
 
 def test_an_environment(suites: Path, tmp_path: Path) -> None:
-    """Two turns, and the environment's reward; what was given is in the text, and is no length.
+    """Two turns, and the environment's reward; what was given is in the text, and is not a length.
 
     (Of a real server: test_environment.py.)
     """

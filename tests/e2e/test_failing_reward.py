@@ -1,4 +1,4 @@
-"""A run whose reward raises: it stops before the first update, and goes on once the reward is mended."""
+"""A run whose reward raises: it stops before the first update, and continues once the reward is mended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bapo train --fork``: the run goes on as the other one did, at another layout, and after kills."""
+"""``bapo train --fork``: the run continues as the other one did, at another layout, and after kills."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def test_with_the_same_settings_it_equals_the_other_run_bit_for_bit(whole: Path,
 
 @pytest.mark.slow
 def test_of_a_run_that_trains_killed_and_at_another_layout(whole: Path, tmp_path: Path) -> None:
-    """The other run keeps one checkpoint, goes on undisturbed, and is deleted; the fork needs it no more."""
+    """The other run keeps one checkpoint, continues undisturbed, and is deleted; the fork needs it no
+    more."""
     parent, child, other = (tmp_path / name for name in ("parent", "child", "other"))
     training = start(parent, "--checkpoint.every=1", "--checkpoint.keep-last=1")
     wait_for_steps(training, parent, 3)

@@ -1,4 +1,4 @@
-"""Runs with a judge and with a teacher behind an endpoint: they train, stop without it, and go on."""
+"""Runs with a judge and with a teacher behind an endpoint: they train, stop without it, and continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs, checkpoints and recipes of an earlier commit: they go on as they would have there, bit for bit."""
+"""Runs, checkpoints and recipes of an earlier commit: they continue as they would have there, bit for bit."""
 
 from __future__ import annotations
 
@@ -125,9 +125,9 @@ def test_a_run_of_the_former_preset_goes_on_with_it(
         assert (said, config.algorithm.bounds.scope) == ("", "micro_batch")
         return
     assert (
-        f"{run_dir} began with one search of the bounds an update (preset balanced), and goes on so" in said
+        f"{run_dir} began with one search of the bounds an update (preset balanced), and continues so" in said
     )
-    assert "had the reward reward.failed=0, and goes on so" in said
+    assert "had the reward reward.failed=0, and continues so" in said
     before = load_recipe(ROOT / RECIPES["bapo"], RunConfig)
     assert (config.algorithm, config.reward.on_failure) == (before.algorithm, "value")
 
@@ -170,7 +170,7 @@ def test_a_run_of_the_former_preset_computes_what_it_would_have(tmp_path: Path) 
     run_dir = unpack(HERE / "bapo/run.tar.xz", tmp_path / "run")
     code, output = run("bapo_megatron.cli", "train", str(todays_recipe(tmp_path)), f"--run-dir={run_dir}")
     assert code == 0, output[-3000:]
-    assert "goes on so" in output
+    assert "continues so" in output
     if SAME_BITS:
         assert weights_digest(run_dir / "export") == EXPECTED["weights"]["bapo"]
     theirs = [_kept(row) for row in rows(ROOT / HERE / "bapo/updates.jsonl")]

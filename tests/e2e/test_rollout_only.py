@@ -133,7 +133,7 @@ def test_training_on_it_is_a_replay(sampled: Path, tmp_path: Path) -> None:
     slow_but(
         [
             (signal.SIGTERM, 85, "the same command continues the run"),
-            (signal.SIGINT, 130, "the same command goes on after the steps that are sampled"),
+            (signal.SIGINT, 130, "the same command continues after the steps that are sampled"),
         ],
         (signal.SIGTERM, 85, "the same command continues the run"),
     ),

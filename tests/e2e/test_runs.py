@@ -146,7 +146,7 @@ def test_kill_9_and_restart_end_bitwise_equal(whole: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_kill_9_of_the_sampler_costs_nothing(whole: Path, tmp_path: Path) -> None:
-    """Twice, at whatever it was doing: the next one goes on from the journal, to the same bits."""
+    """Twice, at whatever it was doing: the next one continues from the journal, to the same bits."""
     run_dir = tmp_path / "sampler"
     with audited(run_dir):
         process = start(run_dir, "--steps=4")

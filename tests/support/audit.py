@@ -50,7 +50,7 @@ class _Response:
     """Tokens before its last turn."""
     attempt: int = 0
     path: list[int] = field(default_factory=list)
-    """The places, among all tokens, of those of the branch that goes on."""
+    """The places, among all tokens, of those of the branch that continues."""
     paths: list[list[int]] = field(default_factory=list)
     """The branch at the end of each turn, sampled or given."""
 
@@ -244,7 +244,7 @@ class Audit:
             response.versions += [GIVEN] * length
             response.turn_start = len(response.ids)
             response.waits, response.reason = False, said["finish_reason"]
-            assert (response.reason is None) == (length > 0), "it goes on with tokens, and ends without"
+            assert (response.reason is None) == (length > 0), "it continues with tokens, and ends without"
             assert response.reason in (None, "stop", "length", "turns", "failed")
             assert (response.reason == "failed") == (said["failure"] is not None)
             assert len(response.path) < self.config.max_response_tokens or not length

@@ -99,7 +99,7 @@ class Life:
         """Its exit code, when it has ended."""
         deadline = time.monotonic() + limit_s
         while (code := self.code()) is None:
-            assert time.monotonic() < deadline, "a run neither goes on nor ends"
+            assert time.monotonic() < deadline, "a run neither continues nor ends"
             time.sleep(0.05)
         return code
 

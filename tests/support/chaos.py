@@ -5,7 +5,7 @@
     python -m tests.support.chaos --kills 200 --tools async --folder FOLDER [--minutes 60]
 
 Servers, the sampler and the trainer are killed with -9, servers and the sampler are stopped for a while with
-SIGSTOP. Then the run goes on in peace for a few steps, and its journal is audited (tests/support/audit.py):
+SIGSTOP. Then the run continues in peace for a few steps, and its journal is audited (tests/support/audit.py):
 every token that was sampled was trained on, dropped by rule, or is still in the journal; no group was trained
 twice; the losses equal those of a replay of the journal.
 

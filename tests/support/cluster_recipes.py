@@ -1,4 +1,4 @@
-"""The recipes for a cluster: all that are no demo, those of ``recipes/methods_7b_8k`` too."""
+"""The recipes for a cluster: all that are not demos, those of ``recipes/methods_7b_8k`` too."""
 
 from __future__ import annotations
 

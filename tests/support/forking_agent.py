@@ -1,6 +1,6 @@
 """An agent program, with nothing but the standard library, whose conversations form a tree.
 
-It answers its task, asks two critics at a time, goes on with what they say, and at last from a summary. Its
+It answers its task, asks two critics at a time, continues with what they say, and at last from a summary. Its
 reward is the share of its answers that differ. With a file as argument it waits while that is there.
 """
 

@@ -39,7 +39,7 @@ def dequantize(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def save_fp8_folder(source: Path, folder: Path, scale_type: torch.dtype = torch.float32) -> Path:
-    """The model of ``source`` with every projection in fp8, also those whose sides are no multiple of 128.
+    """The model of ``source`` with every projection in fp8, also those whose sides are not multiples of 128.
 
     What published folders of hybrids leave in bfloat16 or float32 stays so.
     """

@@ -1,6 +1,7 @@
 """The ledger of a campaign of kills: what was done, in which session, and the page of its results.
 
-A campaign may take hours: it ends when it is told to, and goes on with the same run in the same folder. What
+A campaign may take hours: it ends when it is told to, and continues with the same run in the same folder.
+What
 counts is in ``harms.jsonl``, a line for each harm, and ``sessions.jsonl``, a line for each audit that passed.
 """
 
@@ -45,7 +46,9 @@ class Ledger:
         if not kept.exists():
             kept.write_text(json.dumps([*about]))
         if (before := json.loads(kept.read_text())) != [*about]:
-            raise SystemExit(f"{folder} has a campaign with {before}: go on with it, or name another folder")
+            raise SystemExit(
+                f"{folder} has a campaign with {before}: continue with it, or name another folder"
+            )
 
     @property
     def harms(self) -> list[dict[str, Any]]:
@@ -78,7 +81,7 @@ class Ledger:
         lines = [
             "# Kills of a run with tools, and with real SGLang servers",
             "",
-            f"Command: `{command}`; the same command goes on where it stopped.",
+            f"Command: `{command}`; the same command continues where it stopped.",
             "",
             f"{machine}, with other loads. The demo with a tool, sampled by two SGLang servers on the CPU;",
             "its calculator fails as tools do. Processes get SIGKILL up to half a second after what the",

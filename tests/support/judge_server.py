@@ -34,7 +34,7 @@ class JudgeServer:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def release(self) -> None:
-        """Let every call go on that waits in ``when_released``."""
+        """Let every call continue that waits in ``when_released``."""
         self._tell(self.released.set)
 
     def run(self) -> None:

@@ -69,7 +69,7 @@ def commands_of(line: str) -> list[list[str]]:
 
 
 def _named(words: list[str]) -> list[str]:
-    """The command's words with the plain name of its program; none if it is no program of `_PROGRAMS`."""
+    """The command's words with the plain name of its program; none if it is not a program of `_PROGRAMS`."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         del words[0]
     if not words:

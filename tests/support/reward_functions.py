@@ -114,7 +114,7 @@ IN_STEPS = _InSteps()
 
 
 class Verdict:
-    """An object that is no number."""
+    """An object that is not a number."""
 
     def __init__(self, prompt: Any, response: str) -> None:
         self.score = 0.5

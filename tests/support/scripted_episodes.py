@@ -31,7 +31,7 @@ def check_durable(
     cuts: Iterable[int] | None = None,
 ) -> list[Reply]:
     """The replies to the turns; a new object after each of them (or after those of ``cuts``), brought there
-    from what a journal has, must go on with the same ones."""
+    from what a journal has, must continue with the same ones."""
     turns = list(turns)
     replies = play(kind, task, settings, turns)
     assert len(replies) == len(turns), f"the episode was over after {len(replies)} of {len(turns)} turns"

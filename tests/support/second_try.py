@@ -3,7 +3,7 @@
 They run one after the other, without other tests beside them. Exit code 0 if all pass now; each is then named
 as one that passed at its second try. Nothing is tried again where the run before did not end by itself (an
 interrupt, an internal error, no tests), since tests that never ran would count as passed; nor where more than
-``MOST`` failed, which is no fault of the load.
+``MOST`` failed, which is not a fault of the load.
 """
 
 from __future__ import annotations

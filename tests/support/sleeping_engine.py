@@ -32,7 +32,7 @@ class SleepingEngine(ScriptedEngine):
         self.calls: list[str] = []
         """Of those that concern its memory."""
         self._one_load = asyncio.Lock()
-        """As of ``SglangEngine``: one that goes on keeps the next waiting."""
+        """As of ``SglangEngine``: one that continues keeps the next waiting."""
         self.fails: str | None = None
         """A call that raises."""
         self.hangs: str | None = None

@@ -52,7 +52,7 @@ def group_of_sequences(trained_tokens: tuple[int, ...], bounds_tokens: int) -> t
     """Search group of each sequence of an update: consecutive sequences, about ``bounds_tokens`` tokens each.
 
     The update's tokens are divided into ``n = max(1, round(total / bounds_tokens))`` equal intervals, and a
-    sequence belongs to the interval that holds its middle. An interval without a sequence is no group.
+    sequence belongs to the interval that holds its middle. An interval without a sequence is not a group.
 
     Args:
         trained_tokens: trained tokens of each sequence, in the order of the update.

@@ -172,7 +172,7 @@ def seconds_of(time: str) -> int:
 
 def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
     if not _TIME.fullmatch(cluster.time):
-        yield f"time = {cluster.time!r} is no time; write it as HH:MM:SS or D-HH:MM:SS"
+        yield f"time = {cluster.time!r} is not a time; write it as HH:MM:SS or D-HH:MM:SS"
     elif cluster.lead_s >= (limit := seconds_of(cluster.time)):
         yield (
             f"lead_s = {cluster.lead_s} must be below time = {cluster.time!r}, {limit} s: every start would "
@@ -202,7 +202,7 @@ def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
 def _broken_lines(cluster: ClusterFile) -> Iterator[str]:
     for flag in cluster.sbatch:
         if not _FLAG.fullmatch(flag):
-            yield f"sbatch.{flag!a} is no flag of sbatch: write its name without dashes in front"
+            yield f"sbatch.{flag!a} is not a flag of sbatch: write its name without dashes in front"
     texts = {name: getattr(cluster, name) for name in _TEXTS}
     texts |= {f"sbatch.{flag}": value for flag, value in cluster.sbatch.items()}
     texts |= {f"mounts[{place}]": mount for place, mount in enumerate(cluster.mounts)}

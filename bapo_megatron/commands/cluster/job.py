@@ -237,7 +237,7 @@ class ClusterJob:
         if self.rollout_nodes and 1 in (self.trainer_nodes, self.rollout_nodes):
             yield (
                 "a group of this heterogeneous job has one node: when it is lost Slurm takes the whole job "
-                "back (docs/operations.md); two nodes in each group go on without one rollout node"
+                "back (docs/operations.md); two nodes in each group continue without one rollout node"
             )
 
     def _absent_inputs(self) -> Iterator[str]:

@@ -102,7 +102,9 @@ def _read_state_file(run: Path) -> JobState | None:
         return None
     found = dict(line.partition("=")[::2] for line in lines)
     if not re.fullmatch(r"[0-9]{0,15}", job := found.get("job", "")):
-        raise ConfigError(f"{path}: job={job[:200]!r} is no job of Slurm: no job wrote that; delete the file")
+        raise ConfigError(
+            f"{path}: job={job[:200]!r} is not a job of Slurm: no job wrote that; delete the file"
+        )
     return JobState(
         job=job,
         restart=_number(found.get("restart")),
@@ -303,7 +305,7 @@ def cancel(run: Path, at_once: bool = False) -> str:
             write_atomically(RunPaths(run).stop, "bapo cancel\n")
             call_slurm("scancel", "--batch", "--signal=USR1", job.job)
         except SlurmError as error:
-            # A job that goes on must not take its next time limit for the end that was asked for.
+            # A job that continues must not take its next time limit for the end that was asked for.
             RunPaths(run).stop.unlink(missing_ok=True)
             raise ConfigError(f"job {job.job} could not be cancelled: {error}") from None
         return f"job {job.job} is told to save and stop; `bapo status {run}` shows when it has"

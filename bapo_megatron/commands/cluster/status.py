@@ -107,7 +107,7 @@ class Status:
 
 
 def read_status(run: Path, now: float | None = None) -> Status:
-    """The status of ``run`` now. ConfigError if it is no run directory.
+    """The status of ``run`` now. ConfigError if it is not a run directory.
 
     ``now``: the time by all clocks. None: by this machine's, and for the ages of files by their own.
     """
@@ -116,7 +116,8 @@ def read_status(run: Path, now: float | None = None) -> Status:
     if not any(path.exists() for path in known):
         names = f"{paths.config.name} nor {paths.slurm_state.name}"
         raise ConfigError(
-            f"{run} is no run directory: it has neither {names} (nor has that of a job by plain sbatch which "
+            f"{run} is not a run directory: it has neither {names} (nor has that of a job by plain sbatch "
+            "which "
             f"still waits: `squeue --me`)"
         )
     files_now = _files_now(run) if now is None else now
@@ -294,7 +295,8 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     yield "job", _job(status)
     yield "step", _step(status)
     if status.checkpoint is None:
-        kept = "; responses are kept, and the same command goes on with them" if status.has_responses else ""
+        told = "; responses are kept, and the same command continues with them"
+        kept = told if status.has_responses else ""
         yield "checkpoint", f"none yet{kept}"
     else:
         yield "checkpoint", f"step {status.checkpoint}, {ago(status.checkpoint_age_s)}"

@@ -87,7 +87,7 @@ def _is_told_by(package: DoctorRow, row: DoctorRow) -> bool:
 
 
 def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:
-    """The rows of a section. An exception in it becomes a row, and the report goes on."""
+    """The rows of a section. An exception in it becomes a row, and the report continues."""
     try:
         yield from rows()
     except Exception as error:  # a machine that nobody has thought of must not cost the other sections

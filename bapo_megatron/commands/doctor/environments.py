@@ -3,8 +3,8 @@
 It runs in the child process of ``recipe.py``, as in a run: in a worker of the pool, with the interpreter,
 settings and limits of the recipe, an object for the first row of the source. It is asked once, also where a
 run would ask again, since it may act outside. A step that fails is a row, no exception: a `problem` if there
-is no object or no valid ``Reply``, which no turn can change; `optional` if the step failed on a turn that no
-model has said, or had no answer in the doctor's time.
+is not an object or no valid ``Reply``, which no turn can change; `optional` if the step failed on a turn
+that no model has said, or had no answer in the doctor's time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_WAIT_S = 120.0
 """Seconds that the doctor gives to a step whose own limit is longer."""
 _START_S = 120.0
 """Seconds for the imports of a worker."""
-GOES_ON = "a run goes on, and this response fails (reward.on_failure)"
+GOES_ON = "a run continues, and this response fails (reward.on_failure)"
 _SHOWN, _SETTINGS_SHOWN = 60, 300
 """Most characters of an observation, and of the settings of a class that failed."""
 _LAST_LINES, _LAST_BYTES = 5, 4000
@@ -182,7 +182,7 @@ def _failed(tried: _Tried, result: StepResult, errors: str) -> DoctorRow:
 
 
 def _fails_on_any_turn(result: StepResult) -> bool:
-    """Whether the object could not be made, or its answer was no valid ``Reply``.
+    """Whether the object could not be made, or its answer was not a valid ``Reply``.
 
     Known by the traceback, which begins in the class: at ``__init__``, or nowhere if the worker has refused
     the answer, but in `json` for a note that is none, and in ``Reply.text``.

@@ -104,7 +104,7 @@ def disk_rows(directory: Path, needed_gb: float | None = None) -> Iterator[Docto
         return
     short, found = free < least, f"{_size(free)} free"
     if short and (held := _held(directory)):
-        # A run that goes on has written a part of what it needs.
+        # A run that continues has written a part of what it needs.
         short, found = free + held < least, f"{found}, and {_size(held)} of this run there"
     yield DoctorRow(SECTION, name, "problem" if short else "ok", found, needed, fix)
     if not writable:

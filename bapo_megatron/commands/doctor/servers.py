@@ -177,7 +177,7 @@ def _ready_row(url: str, ready: Answer) -> DoctorRow:
     if ready.status == 200:
         return DoctorRow(SECTION, url, "ok", "ready")
     fix = (
-        "wait until it has loaded its model; one that a run has left paused goes on after "
+        "wait until it has loaded its model; one that a run has left paused continues after "
         f"curl -X POST -H 'Content-Type: application/json' -d '{{}}' {url}/continue_generation"
     )
     found = f"not ready: status {ready.status}"

@@ -80,7 +80,7 @@ def _conversations(journal: Path, step: int, decoder: TextDecoder) -> list[Conve
     """An episode; of one with several branches each behind the one that has its beginning, without that."""
     try:
         ids_P, branches = read_example(journal, step)
-    except ConfigError as error:  # deleted while the run goes on, or damaged
+    except ConfigError as error:  # deleted while the run continues, or damaged
         return [Conversation(f"Step {step}", [], problem=str(error))]
     whole = [np.concatenate([ids_P[: len(ids_P) * one.has_prompt], one.token_ids_R]) for one in branches]
     made: list[tuple[list[int], Conversation]] = []

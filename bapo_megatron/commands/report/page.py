@@ -133,7 +133,7 @@ def _make_folder(folder: Path) -> None:
     page = folder / PAGE
     if os.path.lexists(page) and not _is_report(page):
         raise ConfigError(
-            f"{page} is no page of bapo report, and is kept: name another folder with --output DIR"
+            f"{page} is not a page of bapo report, and is kept: name another folder with --output DIR"
         )
 
 

@@ -103,7 +103,7 @@ def _foreign(folder: Path) -> str | None:
     """Foreign content of ``folder``, in words; None if it is a prepared dataset and nothing else."""
     if (found := content_besides(folder, {DATA_FILE, CARD_FILE, CARD_TEXT})) is not None:
         return found
-    return None if (folder / CARD_FILE).is_file() else "is no prepared dataset"
+    return None if (folder / CARD_FILE).is_file() else "is not a prepared dataset"
 
 
 def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> Iterator[Problem | RowError]:

@@ -126,8 +126,8 @@ class Contamination:
     n-grams of words are in it. N-grams that ``COMMON`` or more of the problems share do not count: contest
     problems end alike ("where m and n are relatively prime positive integers, find m + n"), and so do
     hundreds of training questions. N-grams of many training questions, a template, do not count either:
-    problems of a template differ in a few numbers and names, and sharing one of these is no contamination; of
-    a problem that is a template in part (``TEMPLATED``) the question must have at least 0.8 of the rest. A
+    problems of a template differ in a few numbers and names, and sharing one of these is not contamination;
+    of a problem that is a template in part (``TEMPLATED``) the question must have at least 0.8 of the rest. A
     question that holds a whole problem is contaminated, however many do.
 
     A problem with fewer than ``OWN`` n-grams that count ("7 + 9 =") has no reliable share: it must be equal
@@ -241,7 +241,7 @@ def length_filter(tokenizer: Any, most: int, lengths: Counter[int], too_long: Co
 def scorable(reward: str) -> Filter:
     """Scorability filter: drops problems that the built-in reward function cannot score.
 
-    Such as an answer that is no mathematics, invalid tests, or no entry of a task. For a user's function
+    Such as an answer that is not mathematics, invalid tests, or no entry of a task. For a user's function
     nothing is dropped.
     """
     if (check_info := extra_info_check(reward)) is not None:
@@ -267,7 +267,7 @@ def scorable(reward: str) -> Filter:
 
 def _sentence(answer: str) -> str | None:
     r"""Three or more words in a row in an answer; None if there are none. ``\text{...}`` counts as its text,
-    and names of LaTeX commands are no words."""
+    and names of LaTeX commands are not words."""
     while (outside := _TEXT.sub(" 0 ", answer)) != answer:
         answer = outside
     return next((run[0] for run in _RUN.finditer(answer) if _WORD.search(run[0])), None)

@@ -157,7 +157,7 @@ def reward_problem(path: str) -> str | None:
     """
     module, _, function = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):
-        return f"reward={path} is no module:function"
+        return f"reward={path} is not a module:function"
     here = sorted(file.stem for file in Path.cwd().glob("*.py"))
     try:
         found = module in here or importlib.util.find_spec(module) is not None

@@ -1,8 +1,8 @@
 """Conversations of an agent program with the policy: the requests of an episode, as questions.
 
-A request that repeats an earlier conversation up to a turn goes on behind it. One that adds to the last turn
-is an observation; every other one is a branch: a history that was rewritten, a second conversation, a request
-beside others. That each question comes here once, also where its client asks again, sees the server
+A request that repeats an earlier conversation up to a turn continues behind it. One that adds to the last
+turn is an observation; every other one is a branch: a history that was rewritten, a second conversation, a
+request beside others. That each question comes here once, also where its client asks again, sees the server
 (``protocols/server.py``). Only the standard library is imported.
 """
 
@@ -88,7 +88,7 @@ class Conversation:
     """The requests of one episode, as questions to the policy."""
 
     def __init__(self, prompt: Sequence[Any], role: str, ask: Ask, tools: Sequence[Any] = ()) -> None:
-        """``prompt``: messages of the dataset, which are the first question. ``role``: that of what goes on
+        """``prompt``: messages of the dataset, which are the first question. ``role``: that of what continues
         behind the last turn as an observation. ``ask``: asks the policy. ``tools``: those that the chat
         template has written into the prompt."""
         self._prompt, self._role, self._ask, self._tools = read_messages(prompt), role, ask, [*tools]
@@ -99,7 +99,7 @@ class Conversation:
 
     async def answer(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> SampledTurn:
         """The policy's turn for the messages of a request. ``tools``: None: those of the prompt. Refused for
-        messages that are no question."""
+        messages that are not questions."""
         question, tools = read_messages(messages), self._tools if tools is None else [*tools]
         has_own = tools == self._tools
         if not question or question[-1]["role"] == "assistant":
@@ -154,11 +154,11 @@ def _shown(question: list[dict[str, Any]]) -> str:
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them. Refused for one that is no text."""
+    """Messages as a chat template takes them. Refused for one that is not text."""
     found = []
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(400, f"message {place} is no object with a role")
+            raise Refused(400, f"message {place} is not an object with a role")
         role = "system" if message["role"] in _SYSTEM_ROLES else message["role"]
         read: dict[str, Any] = {"role": role, "content": text_of(f"message {place}", message.get("content"))}
         if role == "assistant" and message.get("tool_calls"):
@@ -176,7 +176,7 @@ def _call(place: int, call: Any) -> dict[str, Any]:
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
-        raise Refused(400, f"message {place} has a call whose arguments are no JSON") from None
+        raise Refused(400, f"message {place} has a call whose arguments are not JSON") from None
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

@@ -63,7 +63,8 @@ class EndpointEnvironment(LoopEnvironment):
             return float(word) if word else None
         except ValueError:
             raise RuntimeError(
-                f"{command} has printed {word[:80]!r} last, which is no reward: write a number into the file "
+                f"{command} has printed {word[:80]!r} last, which is not a reward: write a number into "
+                "the file "
                 f"of {REWARD_FILE}, print it at the end, or print nothing on stdout"
             ) from None
 

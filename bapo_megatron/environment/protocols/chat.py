@@ -136,7 +136,7 @@ def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
     """A field that is a list, empty if it is left out. Refused."""
     found = body.get(name) or []
     if not isinstance(found, list):
-        raise Refused(400, f"{name} is no list")
+        raise Refused(400, f"{name} is not a list")
     return found
 
 
@@ -149,7 +149,7 @@ def text_of(place: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
         raise Refused(400, f"{place} has a content that is neither text nor a list of parts")
     texts = [one.get("text") for one in parts]
     if any(one.get("type") not in kinds for one in parts) or not all(isinstance(one, str) for one in texts):
-        raise Refused(400, f"{place} has content that is no text")
+        raise Refused(400, f"{place} has content that is not text")
     return "".join(map(str, texts))
 
 

@@ -52,7 +52,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 def _messages(place: str, message: Any) -> list[dict[str, Any]]:
     """A message as OpenAI's chat has it: results of tools are messages of their own."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
-        raise Refused(400, f"{place} is no object with a role: user or assistant")
+        raise Refused(400, f"{place} is not an object with a role: user or assistant")
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(one, dict) for one in blocks):

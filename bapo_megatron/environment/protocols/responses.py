@@ -83,7 +83,9 @@ def _message(place: str, item: Any) -> dict[str, Any] | None:
         output = text_of(place, item.get("output"), ("input_text", "output_text", "text"))
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     if kind != "message" or not isinstance(item.get("role"), str):
-        raise Refused(400, f"{place} is no message, function_call or function_call_output: {str(item)[:80]}")
+        raise Refused(
+            400, f"{place} is not a message, function_call or function_call_output: {str(item)[:80]}"
+        )
     text = text_of(place, item.get("content"), ("input_text", "output_text", "text"))
     return {"role": "system" if item["role"] == "developer" else item["role"], "content": text}
 

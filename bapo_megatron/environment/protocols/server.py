@@ -176,9 +176,9 @@ async def _body(request: web.Request) -> dict[str, Any]:
     try:
         body = await request.json()
     except (ValueError, RecursionError):
-        raise Refused(400, "the request is no JSON") from None
+        raise Refused(400, "the request is not JSON") from None
     if not isinstance(body, dict):
-        raise Refused(400, "the request is no object")
+        raise Refused(400, "the request is not an object")
     return body
 
 

@@ -101,7 +101,7 @@ def evaluate(expression: str) -> str:
         tree = ast.parse(text, mode="eval")
         return _written(_value(tree.body))
     except SyntaxError:
-        raise ValueError(f"{expression.strip()!r} is no arithmetic expression") from None
+        raise ValueError(f"{expression.strip()!r} is not an arithmetic expression") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     except (RecursionError, MemoryError):
@@ -133,7 +133,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         except OverflowError:
             raise ValueError("the number is too large") from None
         if isinstance(found, complex):
-            raise ValueError("a root of a negative number is no real number")
+            raise ValueError("a root of a negative number is not a real number")
         return Fraction(found)
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if size > 1 and size * abs(exponent) > MOST_BITS:

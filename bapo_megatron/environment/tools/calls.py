@@ -32,7 +32,7 @@ _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _PYTHON_TAG = "<|python_tag|>"
 
 Tools = Sequence[Any]
-"""Schemas of tools, as OpenAI's chat completions have them. They say which arguments are no texts."""
+"""Schemas of tools, as OpenAI's chat completions have them. They say which arguments are not texts."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Call:
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
-    """Why it is no call, for the model; None if it is one."""
+    """Why it is not a call, for the model; None if it is one."""
 
 
 def answer_part(turn: str) -> str:
@@ -87,7 +87,7 @@ def tool_calls(turn: str, tools: Tools | None = None) -> list[Call]:
 
 
 def without_calls(turn: str) -> str:
-    """The text of a turn that has calls, beside them and its thinking part. What is no call, only begun as
+    """The text of a turn that has calls, beside them and its thinking part. What is not a call, only begun as
     one, stays: who reads the text can say what is wrong with it."""
     text = answer_part(turn)
     if not _CALL.search(text):
@@ -105,7 +105,7 @@ def _calls(found: re.Match[str], tools: Tools) -> list[Call]:
     try:
         call = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return [Call(problem=f"the tool call is no JSON: {error}")]
+        return [Call(problem=f"the tool call is not JSON: {error}")]
     return [_call_of(call, "arguments")]
 
 
@@ -130,10 +130,10 @@ def _functions(text: str, is_closed: bool, tools: Tools) -> list[Call]:
 
 def _call_of(call: Any, field: str) -> Call:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return Call(problem='the tool call is no object with a "name"')
+        return Call(problem='the tool call is not an object with a "name"')
     arguments = call.get(field, {})
     if not isinstance(arguments, dict):
-        return Call(problem=f'the "{field}" of the tool call are no object')
+        return Call(problem=f'the "{field}" of the tool call are not an object')
     return Call(call["name"], arguments)
 
 
@@ -146,7 +146,7 @@ def _object_alone(text: str) -> list[Call]:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return [Call(problem=f"the tool call is no JSON: {error}")] if is_tagged else []
+        return [Call(problem=f"the tool call is not JSON: {error}")] if is_tagged else []
     call = _call_of(found, "parameters")
     is_call = call.problem is None and "parameters" in found
     return [call] if is_call or is_tagged else []

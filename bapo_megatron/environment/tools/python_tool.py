@@ -6,7 +6,7 @@
 A call sees what the calls before it have defined, as in a notebook. Between two calls nothing runs: the
 session is rebuilt from the turns, by running the earlier calls again, silently, in a fresh sandbox
 (docs/rewards.md#the-sandbox). So an episode costs no process while the model samples, and after a kill it
-goes on. What earlier calls draw is seeded (``random``, numpy's global generator, the order of sets); what
+continues. What earlier calls draw is seeded (``random``, numpy's global generator, the order of sets); what
 they read from a clock differs, and what they draw from the system, as numpy's ``default_rng()`` does. A turn
 without a call is the answer, which ends the episode; ``reward.function`` judges it. A call costs a sandbox
 (benchmarks/results/code_sandbox.md: about 20 a second and core), and the time of the calls before it.

@@ -1,7 +1,7 @@
 """Seccomp filter of a tested program: the denied system calls, on x86-64 and aarch64.
 
 A denied call returns EPERM; clone3, and one that is newer than this file, ENOSYS; nothing is killed, so that
-a library which only asks goes on. Numbers are those of the kernel's headers (asm/unistd_64.h,
+a library which only asks continues. Numbers are those of the kernel's headers (asm/unistd_64.h,
 asm-generic/unistd.h). isolation.py installs it for each program.
 """
 
@@ -143,7 +143,7 @@ def _denied(machine: str, shared_files: bool) -> Iterator[Instruction]:
 
 
 def _checked(machine: str) -> Iterator[Instruction]:
-    """Refuse by argument: processes that are no threads, threads with a table of files of their own (each
+    """Refuse by argument: processes that are not threads, threads with a table of files of their own (each
     would have the whole limit of open files), addresses of datagrams, other socket pairs and limits."""
     number = numbers(CHECKED, machine)
     first, second, address = _ARGUMENTS, _ARGUMENTS + 8, _ARGUMENTS + 4 * 8

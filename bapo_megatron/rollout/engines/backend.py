@@ -172,7 +172,7 @@ def engine_backend(engine: str, field: str = "rollout.engine") -> EngineBackend:
     backend = load_dotted_path(field, path, "class")
     if not (isinstance(backend, type) and issubclass(backend, EngineBackend)):
         raise ConfigError(
-            f"{field}={engine}: {backend!r} is no subclass of EngineBackend "
+            f"{field}={engine}: {backend!r} is not a subclass of EngineBackend "
             f"(bapo_megatron/rollout/engines/backend.py); name one that is"
         )
     if missing := sorted(backend.__abstractmethods__):

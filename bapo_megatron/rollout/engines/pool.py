@@ -143,7 +143,7 @@ class EnginePool:
             answer = await request_task
             slot.last_answer_at = self._clock.now()
             self._check_versions(slot, answer, version, is_known, expected)
-            self._worked_at = slot.last_answer_at  # an answer that is not used is no work
+            self._worked_at = slot.last_answer_at  # an answer that is not used is not work
             return answer
         except asyncio.CancelledError:
             this = asyncio.current_task()
@@ -152,7 +152,7 @@ class EnginePool:
             raise
         except (ValueError, EngineLost):
             raise
-        except Exception as error:  # a failing engine may raise anything; the run goes on without it
+        except Exception as error:  # a failing engine may raise anything; the run continues without it
             self.quarantine(slot, str(error) or repr(error))
             raise EngineLost(f"{slot.engine.name}: {error}", by_this_request=True) from error
         finally:

@@ -77,7 +77,7 @@ class EngineLoad:
         await self._call
 
     def cancel(self) -> None:
-        """End the load, if it goes on. The engine's weights are unknown then."""
+        """End the load, if it continues. The engine's weights are unknown then."""
         self._call.cancel()
 
     async def _load(self, load: Load, version: int) -> None:

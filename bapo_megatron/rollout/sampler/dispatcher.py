@@ -300,7 +300,7 @@ class Dispatcher:
                 del self._running[key]
 
     def _keep(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, answer: Generation) -> None:
-        """Queue a segment for the next commit; note where its prefix is cached, if the response goes on."""
+        """Queue a segment for the next commit; note where its prefix is cached, if the response continues."""
         response = group.responses[key[1]]
         finish_reason = finish_reason_of(response.branch.tokens, answer, self._sampling(group))
         self._segments.append(Segment(group, key[1], response.tokens, answer, finish_reason))

@@ -26,7 +26,7 @@ OUTSTANDING = "outstanding"
 """Key in a checkpoint's state: number, epoch and prompt of each unfinished group; none in early versions."""
 
 FORKED = "forked"
-"""Key in the state of a fork: the reason why its dataset starts anew; None if it goes on."""
+"""Key in the state of a fork: the reason why its dataset starts anew; None if it continues."""
 
 _NO_ORDER = ("model.", "rollout.", "environment.")
 """Prefixes of the identity's keys that do not decide the order of prompts."""
@@ -194,7 +194,7 @@ def journal_start(state: dict[str, Any], identity: dict[str, Any], step: int) ->
         fields |= {"taken": 0, "judged": [], "dropped": {}}
         told = f"the dataset begins at its start: {why}"
         return JournalStart(Record("state", fields, {}), [], "fork_position", told)
-    told = f"the dataset goes on after {state['taken']} prompts; {_told_again(again)}"
+    told = f"the dataset continues after {state['taken']} prompts; {_told_again(again)}"
     if state["served"] > step:  # the other run had repeated steps, after a kill
         told += f"; those that it had sampled for the steps {step + 1} to {state['served']} are skipped"
     return JournalStart(Record("state", fields, {}), _opened(again), "fork_position", told)

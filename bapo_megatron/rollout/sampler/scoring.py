@@ -133,7 +133,8 @@ RETRY_S = 10.0
 
 
 _OUTAGE_GROUPS = 8
-"""Groups without a score, one after the other, that are no accident of their prompts; fewer if a step has."""
+"""Groups without a score, one after the other, that are not an accident of their prompts; fewer if a step
+has."""
 
 
 class FailedScores:

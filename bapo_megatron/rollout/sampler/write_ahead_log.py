@@ -5,7 +5,7 @@
 A record is a header (magic, kind, sizes, CRC of the header), a JSON object, and numpy arrays end to end,
 with a CRC over both. The magic says whether more records of the same commit follow: at the end of a file a
 commit counts only if it is complete. Recovery: a torn tail is truncated when the file is opened for
-writing; a damaged record is reported with its offset, and reading goes on at the next whole one. Every log
+writing; a damaged record is reported with its offset, and reading continues at the next whole one. Every log
 begins with a snapshot of the sampler's state, so that older logs can be deleted.
 """
 

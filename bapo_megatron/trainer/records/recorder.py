@@ -114,7 +114,8 @@ class Recorder:
         self._progress = Progress(config.steps)
         if not has_work:
             print(
-                f"{paths.root}: all {config.steps} steps are done; raise --steps to go on, or give another "
+                f"{paths.root}: all {config.steps} steps are done; raise --steps to continue, or give "
+                "another "
                 f"--run-dir"
             )
             return

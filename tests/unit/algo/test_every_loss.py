@@ -80,7 +80,7 @@ def test_the_factor_is_that_of_the_gradient(name: str, seed: int) -> None:
     terms.loss.backward()
     assert log_prob_T.grad is not None
     said_T = torch.where(batch.mask_T != 0, -batch.weight_T * batch.advantage_T * terms.gradient_T, 0.0)
-    if name == "p3o":  # its pull towards pi_old is no part of the factor
+    if name == "p3o":  # its pull towards pi_old is not a part of the factor
         log_ratio_T = stats.log_prob_T.double() - batch.old_log_prob_T
         pull_T = batch.weight_T * -torch.expm1(-log_ratio_T)
         said_T += (1 - found_of(loss, (stats, batch))) * torch.where(batch.mask_T != 0, pull_T, 0.0)

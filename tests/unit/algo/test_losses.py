@@ -241,7 +241,7 @@ def test_registered_names_of_losses() -> None:
             "bapo_megatron.algo.losses.token_losses:Gone",
             r"bapo_megatron.algo.losses.token_losses has no class Gone",
         ),
-        ("math:sqrt", r"algorithm.loss=math:sqrt: .* is no subclass of bapo_megatron.algo.losses.Loss"),
+        ("math:sqrt", r"algorithm.loss=math:sqrt: .* is not a subclass of bapo_megatron.algo.losses.Loss"),
         (
             "bapo_megatron.algo.losses:Loss",
             r"algorithm.loss=bapo_megatron.algo.losses:Loss: Loss lacks terms",

@@ -175,7 +175,7 @@ def test_a_loss_is_its_literal_loop(name: str) -> None:
     assert derivative(loss, stats, batch, found).tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-12)
     live_T = batch.mask_T != 0
     said_T = torch.where(live_T, -batch.weight_T * batch.advantage_T * terms.gradient_T, 0.0)
-    if name != "p3o":  # whose pull towards pi_old is no part of the factor
+    if name != "p3o":  # whose pull towards pi_old is not a part of the factor
         assert said_T.tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-12)
     assert bool(terms.gradient_T.isfinite().all())
     assert not bool((terms.clipped_T & ~live_T).any())
@@ -353,7 +353,7 @@ def test_an_update_without_sequences_is_nothing(name: str) -> None:
 def test_m2po_by_hand() -> None:
     """tau 0.3 over squares 1, 4 (A > 0) and 0.25 (A < 0): means 1.75, then 0.625, then 0.25.
 
-    So both tokens with A > 0 and r > 1 are masked. log r = -3 with A > 0 and 3 with A < 0 are no candidates.
+    So both tokens with A > 0 and r > 1 are masked. log r = -3 with A > 0 and 3 with A < 0 are not candidates.
     Loss: -(-exp(-0.5) + exp(-3) - exp(3)); all five tokens stay in the count.
     """
     loss = loss_of("m2po", tau=0.3)

@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
 def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(
     name: str, number: int, kind: type[Exception], store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run would go on from step 10, and delete the whole checkpoint of step 20 at its next save."""
+    """The run would continue from step 10, and delete the whole checkpoint of step 20 at its next save."""
     real = os.open
 
     def failing(path: Any, *rest: Any, **more: Any) -> int:
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(
     ):
         latest_of(store)
     assert not isinstance(raised.value, CheckpointError)
-    assert "move it away to go on without it" in str(raised.value)
+    assert "move it away to continue without it" in str(raised.value)
     monkeypatch.undo()
     assert latest_of(store).step == 20
 
@@ -375,7 +375,7 @@ def test_milestones_are_kept_for_ever(tmp_path: Path) -> None:
 
 
 def test_a_milestone_that_was_passed_over_goes(tmp_path: Path) -> None:
-    """The run goes on from before it, so it is of another course, if of any."""
+    """The run continues from before it, so it is of another course, if of any."""
     store = CheckpointStore(RunPaths(tmp_path), CheckpointConfig(keep_last=1, keep_every=20))
     for step in (10, 20):
         save(store, step, write_policy(b"x"), {})

@@ -210,7 +210,7 @@ def test_an_export_has_none_of_the_first_model_s_weights_in_any_format(model: Pa
             '{"temperature": 0.6',
             r"generation_config\.json cannot be read: Expecting ',' delimiter.*mend it, or d",
         ),
-        ("[1]", r"generation_config\.json cannot be read: it is no object"),
+        ("[1]", r"generation_config\.json cannot be read: it is not an object"),
         (
             '{"temperature": "0.6"}',
             r"generation_config\.json has temperature='0.6': it must be a number; mend",

@@ -298,13 +298,15 @@ def test_invalid_forks_are_refused_before_the_start(parent: Path, tmp_path: Path
     refused(
         ForkSource(parent, 15), new, "no whole checkpoint of step 15 can be taken; .* of the steps 10, 20"
     )
-    refused(ForkSource(tmp_path / "nothing", None), new, "nothing is no run directory: it has no config.json")
+    refused(
+        ForkSource(tmp_path / "nothing", None), new, "nothing is not a run directory: it has no config.json"
+    )
     refused(ForkSource(parent, None), parent, "that is this run's own directory; give a new --run-dir")
     refused(ForkSource(parent, None), new, "that of step 20, and steps=20: nothing would be left", steps=20)
     for trace in ("config.json", "metrics.jsonl", "journal", "checkpoints/step_000003"):
         other = tmp_path / trace.replace("/", "-")
         (other / trace).mkdir(parents=True)
-        refused(ForkSource(parent, None), other, "is a run already, which is no fork of it")
+        refused(ForkSource(parent, None), other, "is a run already, which is not a fork of it")
     (tmp_path / "logs-alone/logs").mkdir(parents=True)  # those of a Slurm job, which begins before its run
     check_fork(config_of(tmp_path / "logs-alone"), ForkSource(parent, None))
     check_fork(config_of(new), None)

@@ -268,7 +268,7 @@ def test_a_process_that_is_killed_is_a_failure_too(owner: Owner, halted: psutil.
 
 
 def test_a_step_that_was_made_again_is_exported_again(owner: Owner) -> None:
-    """A run that goes on from an older checkpoint, perhaps with another recipe, writes its steps anew."""
+    """A run that continues from an older checkpoint, perhaps with another recipe, writes its steps anew."""
     owner.reach(10)
     owner.wait()
     stale = owner.paths.step_export(10) / "stale"
@@ -417,7 +417,7 @@ def test_the_loop_offers_what_has_become_whole_and_never_waits(
 ) -> None:
     run = run_with(owner)
     owner.store.begin((20, 0), {"policy": copy_of(policy)}, {})
-    finalize_checkpoint(run, wait=True)  # returns, though the export of step 10 does not go on
+    finalize_checkpoint(run, wait=True)  # returns, though the export of step 10 does not continue
     assert owner.exports.is_using(20)
     owner.store.begin((20, 2), {"policy": copy_of(policy)}, {})
     finalize_checkpoint(run, wait=True)

@@ -163,7 +163,7 @@ def test_transformers_loads_a_written_folder(
     from transformers import AutoModelForCausalLM
     from transformers.quantizers import quantizer_finegrained_fp8
 
-    # It asks for accelerate, which it does not use on a CPU, and which is no part of the environment.
+    # It asks for accelerate, which it does not use on a CPU, and which is not a part of the environment.
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
     tiny_model(family, **(MIXTURE if family == EXPERTS else SIZES)).bfloat16().save_pretrained(
         tmp_path / "hf"

@@ -99,7 +99,7 @@ def test_a_written_folder_has_in_fp8_what_published_ones_have(family: str, tmp_p
 
 
 def test_projections_that_engines_keep_in_one_matrix_stay_together(tmp_path: Path) -> None:
-    """The rows of one are no multiple of 128: 8 x 24 of z, or 2 x 4 x 40 and 8 x 32 of the other."""
+    """The rows of one are not multiples of 128: 8 x 24 of z, or 2 x 4 x 40 and 8 x 32 of the other."""
     for key_dim, value_dim in ((40, 24), (40, 32)):
         sizes = {"linear_key_head_dim": key_dim, "linear_value_head_dim": value_dim}
         tensors = hf_tensors(read_model_shape(published(tmp_path / f"{value_dim}/hf", HYBRID, **sizes)))
@@ -119,7 +119,7 @@ def test_transformers_loads_a_written_folder(
     from transformers import AutoModelForCausalLM
     from transformers.quantizers import quantizer_finegrained_fp8
 
-    # It asks for accelerate, which it does not use on a CPU, and which is no part of the environment.
+    # It asks for accelerate, which it does not use on a CPU, and which is not a part of the environment.
     monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
     to_megatron(published(tmp_path / "hf", family), tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "out", quantize="fp8-block")

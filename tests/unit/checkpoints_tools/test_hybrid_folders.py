@@ -170,7 +170,10 @@ def config_of(tmp_path: Path, family: str = HYBRID) -> dict:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"linear_num_value_heads": 6}, "linear_num_value_heads=6 is no multiple of linear_num_key_heads=4"),
+        (
+            {"linear_num_value_heads": 6},
+            "linear_num_value_heads=6 is not a multiple of linear_num_key_heads=4",
+        ),
         ({"layer_types": ["linear_attention"] * 8}, "and there are both"),
         ({"layer_types": ["full_attention"] * 3}, "each of the 8 layers"),
         ({"attn_output_gate": False}, "attn_output_gate=false is not supported"),

@@ -150,7 +150,7 @@ def test_a_damaged_manifest_is_named(text: str, run: Path) -> None:
 def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         locate(tmp_path)
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         locate(tmp_path / "absent")
     with pytest.raises(ConfigError, match="--step newest: give latest or a number"):
         locate(tmp_path, "newest")
@@ -323,7 +323,7 @@ def test_the_command(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "chunks": 1,
     }
     assert cli.run(["inspect", str(hf / "absent")]) == 2
-    assert "absent is no folder" in capsys.readouterr().err
+    assert "absent is not a folder" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_ends_the_command_quietly(hf: Path) -> None:

@@ -85,7 +85,7 @@ TARGETS: list[tuple[Target, str]] = [
     (with_a_link_for_a_file, r"holds release/hf/tokenizer\.json, which was put there"),
     (without_a_mark, "has no .*an earlier version"),
     (with_a_damaged_mark, "cannot be read"),
-    (with_a_fifo_as_mark, "is no plain file"),
+    (with_a_fifo_as_mark, "is not a plain file"),
     (lambda path, _: path.touch(), "is a file"),
     (lambda path, _: os.mkfifo(path), "is a FIFO"),
     (lambda path, written: path.symlink_to(written), "is a link to"),
@@ -136,7 +136,7 @@ def test_a_file_in_place_of_the_temporary_folder(
 ) -> None:
     """A symlink, FIFO or file there is refused: the output is not written through it."""
     kind(temporary_folder(tmp_path / "output"))
-    with pytest.raises(ConfigError, match="is no folder: move it away"):
+    with pytest.raises(ConfigError, match="is not a folder: move it away"):
         convert(tmp_path / "output", Settings())
 
 

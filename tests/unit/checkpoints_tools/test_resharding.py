@@ -287,7 +287,7 @@ def remove(state: dict[str, Any]) -> None:
         (["01_001"], retype, r"mp_rank_01_001/.*fc2\.weight has type F32"),
         (["00_001"], transpose, r"mp_rank_00_001/.*fc2\.weight has type BF16 and strides \[1, 48\]"),
         (["00_001", "01_001"], add, r"mp_rank_00_001/.*router\.weight belongs to no model"),
-        (["01_002"], unmake, r"mp_rank_01_002/.*fc2\.weight is no tensor"),
+        (["01_002"], unmake, r"mp_rank_01_002/.*fc2\.weight is not a tensor"),
         (["01_002"], split, "mp_rank_01_002/.* holds 2 chunks of the model, other files 1"),
         (["00_000"], remove, "mp_rank_00_000/model_optim_rng.pt holds no model"),
     ],

@@ -93,7 +93,7 @@ def test_an_archive_in_the_middle_of_a_file(tmp_path: Path) -> None:
         with path.open("rb") as stream:
             stored = read_tensor(stream, path, "key", start, len(archive))
         assert content(stored) == tensor.numpy().tobytes()
-    with path.open("rb") as stream, pytest.raises(CheckpointError, match="key is no archive of torch"):
+    with path.open("rb") as stream, pytest.raises(CheckpointError, match="key is not an archive of torch"):
         read_tensor(stream, path, "key", 10, len(first))
     with path.open("rb") as stream, pytest.raises(CheckpointError, match="it is truncated"):
         read_tensor(stream, path, "key", 11 + len(first), len(second) + 5)

@@ -115,14 +115,14 @@ def place(**changes: Any) -> Callable[[Any], None]:
             add_a_tensor,
             r"decoder\.layers\.mlp\.router\.weight belongs to no model of family qwen2 with 3 layers",
         ),
-        (lose_the_embedding, "it is no checkpoint of a megatron-core GPT model"),
+        (lose_the_embedding, "it is not a checkpoint of a megatron-core GPT model"),
         (place(relative_path="gone.distcp"), rf"gone\.distcp, which holds {FC2}, is missing"),
-        (place(relative_path="../../hf/model.safetensors"), "which is no file of the checkpoint"),
-        (place(relative_path="/etc/hostname"), "which is no file of the checkpoint"),
+        (place(relative_path="../../hf/model.safetensors"), "which is not a file of the checkpoint"),
+        (place(relative_path="/etc/hostname"), "which is not a file of the checkpoint"),
         (place(length=10**9), rf"distcp is truncated: it has \d+ bytes, and {FC2} should lie at"),
         (place(offset=-1), f"the place of {FC2} is damaged"),
         (place(offset=2**62), f"the place of {FC2} is damaged"),
-        (place(offset=0), rf"distcp: {FC2} at \[1, 0, 20\] is no archive of torch\.save"),
+        (place(offset=0), rf"distcp: {FC2} at \[1, 0, 20\] is not an archive of torch\.save"),
         (place(transform_descriptors=["zstd"]), "was compressed when it was saved"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -165,7 +165,7 @@ def test_a_damaged_archive_is_named_by_file_and_tensor(stored: Path) -> None:
     data[info.offset + info.length - 22] ^= 1  # of the end of the archive's directory
     path.write_bytes(data)
     with pytest.raises(
-        CheckpointError, match=rf"{path.name}: {FC2} at \[1, 0, 20\] is no archive of torch\.save"
+        CheckpointError, match=rf"{path.name}: {FC2} at \[1, 0, 20\] is not an archive of torch\.save"
     ):
         open_checkpoint(stored)
 

@@ -176,7 +176,7 @@ def test_the_command(
     assert len(found["differences"]) == len(tensors)
     assert set(found["digests"]) == set(load_tensors(hf))
     assert cli.run(["verify", str(hf), str(tmp_path / "absent")]) == 2
-    assert "absent is no folder" in capsys.readouterr().err
+    assert "absent is not a folder" in capsys.readouterr().err
 
 
 def test_threads_do_not_change_the_report(hf: Path, others: dict[str, Path]) -> None:

@@ -105,7 +105,7 @@ def test_invalid_fields_are_named(tmp_path: Path, text: str, told: str) -> None:
         ('container = "c\\r"\n', r"container = 'c\\r' has a line end or another control character"),
         ('mounts = ["/a:/a\\n"]\ncontainer = "c"\n', r"mounts\[0\] = '/a:/a\\n' has a line end"),
         ('[sbatch]\ncomment = "c\\ntouch here"\n', r"sbatch.comment = 'c\\ntouch here' has a line end"),
-        ('[sbatch]\n"x\\ntouch here" = "c"\n', r"sbatch.'x\\ntouch here' is no flag of sbatch"),
+        ('[sbatch]\n"x\\ntouch here" = "c"\n', r"sbatch.'x\\ntouch here' is not a flag of sbatch"),
     ],
 )
 def test_texts_that_would_end_a_line_of_the_script_are_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -152,7 +152,7 @@ def test_a_time_without_quotes(tmp_path: Path) -> None:
 def test_an_invalid_time(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(WHOLE.replace("1:00:00", "one day"))
-    with pytest.raises(ConfigError, match="'one day' is no time"):
+    with pytest.raises(ConfigError, match="'one day' is not a time"):
         load_cluster(path)
 
 

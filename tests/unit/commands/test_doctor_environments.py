@@ -153,7 +153,7 @@ def test_tools_and_a_missing_reward_are_told(game: str) -> None:
         ("refuse", r"raised: LookupError\('no number'\).*return int\(text\).*raise LookupError\("),
         ("text", r"raised: TypeError\('step returned str: return a Reply'\)"),
         ("number", r"raised: TypeError\('Reply\.observation is int: give a text, a list of texts or None'\)"),
-        ("nan", r"raised: ValueError\('Reply\.reward=nan is no finite number'\)"),
+        ("nan", r"raised: ValueError\('Reply\.reward=nan is not a finite number'\)"),
         ("note", r"raised: TypeError\('Object of type set is not JSON serializable'\)"),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_step_that_raises_at_the_invented_turn_ends_no_run(game: str) -> None:
     assert row.state == "optional"
     says = r"to 'I do not know\.': raised: ValueError\('the door is shut'\).*raise ValueError\("
     assert re.search(says, row.found, re.DOTALL)
-    goes_on = "a run goes on, and this response fails (reward.on_failure); if it should not, mend the class"
+    goes_on = "a run continues, and this response fails (reward.on_failure); if it should not, mend the class"
     assert row.fix.startswith(goes_on)
 
 

@@ -45,7 +45,7 @@ def test_a_reward_is_tried_on_a_row(function: str, works: bool, says: str) -> No
 def test_a_recipe_that_ends_the_process_is_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a report that goes on."""
+    """Of a report that continues."""
     for section in ("package_rows", "sglang_rows", "sandbox_rows"):
         monkeypatch.setattr(doctor, section, lambda *_: iter(()))
     path = tmp_path / "crash.py"

@@ -106,7 +106,7 @@ def test_the_studies_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> 
     [
         ("train", "stopped; the same command continues from its last checkpoint, if it has one"),
         ("sft", "stopped; nothing is saved before its end, the same command begins anew"),
-        ("eval", "stopped; the same command goes on where it stopped"),
+        ("eval", "stopped; the same command continues where it stopped"),
         ("status", "stopped"),
     ],
 )

@@ -252,7 +252,7 @@ def test_a_file_that_is_no_report_is_not_overwritten(tmp_path: Path, kind: str, 
         (site / "index.html").symlink_to(tmp_path / "absent")
     else:
         (site / "index.html").mkdir()
-    with pytest.raises(ConfigError, match=r"index.html is no page of bapo report.* --output DIR"):
+    with pytest.raises(ConfigError, match=r"index.html is not a page of bapo report.* --output DIR"):
         report_command([*made, "--output", str(site)])
     assert [path.name for path in site.iterdir()] == ["index.html"]
     assert kind != "page" or (site / "index.html").read_text() == "<title>My training report</title>"
@@ -322,7 +322,7 @@ def test_headline_skips_steps_without_a_reward() -> None:
 
 
 def test_the_reward_of_a_run_is_of_all_that_was_sampled_before_and_after_it_had_the_name() -> None:
-    """A run of an earlier version that goes on: its first rows have it as ``reward/mean``."""
+    """A run of an earlier version that continues: its first rows have it as ``reward/mean``."""
     then = [{"step": step, "reward/mean": 0.25} for step in (1, 2)]
     now = [{"step": step, "reward/mean": 0.5, "sampled/reward/mean": 0.75} for step in (3, 4)]
     table = MetricTable([*then, *now])

@@ -127,7 +127,8 @@ def test_the_table_of_episodes_by_hand() -> None:
 
 
 def test_a_metric_that_stops_before_the_run_says_where() -> None:
-    """A name that is not there, and null: both are no value. One that comes back at the end needs no word."""
+    """A name that is not there, and null: neither is a value. One that comes back at the end needs no
+    word."""
     values: list[dict[str, float | None]] = [
         {"episode/found": 1.0, "episode/back": 4.0},
         {"episode/found": 2.0},

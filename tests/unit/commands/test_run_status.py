@@ -335,7 +335,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_keeps_its_responses(r
     assert "checkpoint  none yet\n" in status_text(read_status(run, NOW))
     (run / "journal").mkdir()
     (run / "journal/segments-000001.log").touch()
-    kept = "checkpoint  none yet; responses are kept, and the same command goes on with them\n"
+    kept = "checkpoint  none yet; responses are kept, and the same command continues with them\n"
     assert kept in status_text(read_status(run, NOW))
 
 
@@ -383,7 +383,7 @@ def test_within_raises_the_errors_of_its_function() -> None:
 
 
 def test_no_run_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         read_status(tmp_path)
     assert read_job_state(tmp_path) is None
 
@@ -501,7 +501,7 @@ def test_a_state_file_names_no_argument_of_slurm(
         lambda: run_job.cancel(run, at_once=True),
         lambda: read_status(run),
     ):
-        with pytest.raises(ConfigError, match=f"slurm.state: job='{job}' is no job of Slurm"):
+        with pytest.raises(ConfigError, match=f"slurm.state: job='{job}' is not a job of Slurm"):
             ask()
 
 

@@ -287,7 +287,7 @@ def test_bounds_differ() -> None:
 
 
 def test_a_tie_is_no_difference() -> None:
-    """P(1.2) = N(0.8) = 3 but for rounding: one search stops there, the other goes on."""
+    """P(1.2) = N(0.8) = 3 but for rounding: one search stops there, the other continues."""
     below, above = handmade(3.0 - 1e-6), handmade(3.0 + 1e-6)
     above = dataclasses.replace(above, totals=dataclasses.replace(above.totals, high=1.2))
     for ours, reference in ((above, below), (below, above)):

@@ -140,7 +140,7 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
                 "checkpoint": CheckpointConfig(every=4, keep_best=1),
                 "evaluation": EvaluationConfig(every=6, suites=("aime24",)),
             },
-            "evaluation.every=6 is no multiple of checkpoint.every=4",
+            "evaluation.every=6 is not a multiple of checkpoint.every=4",
         ),
         ({"reward": RewardConfig(workers=0)}, "reward.workers=0 must be at least 1"),
         ({"reward": RewardConfig(time_limit_s=0.0)}, "reward.time_limit_s=0.0 must be above 0"),
@@ -150,7 +150,7 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"reward": RewardConfig(function="a.b:c.d")}, "package.module:function"),
         (
             {"reward": RewardConfig(format_pattern="(")},
-            r"reward.format_pattern='\(' is no regular expression",
+            r"reward.format_pattern='\(' is not a regular expression",
         ),
         ({"reward": RewardConfig(format_penalty=0.1)}, "needs reward.format_pattern"),
         ({"reward": RewardConfig(overlong_tokens=200)}, "must be below rollout.max_response_tokens=200"),
@@ -248,7 +248,7 @@ def test_a_good_new_run_passes(tmp_path: Path) -> None:
 
 
 def test_a_mistake_in_a_warm_start_is_named() -> None:
-    """Megatron's own answer is an assertion without the field. A text is no number to compare with."""
+    """Megatron's own answer is an assertion without the field. A text is not a number to compare with."""
     config = SftConfig(GOOD.model, GOOD.data, Path("out"), optimizer=OptimizerConfig(lr=1e-6, min_lr=1e-5))
     with pytest.raises(ConfigError, match=r"^optimizer.min_lr=1e-05 is above optimizer.lr=1e-06$"):
         config.check()
@@ -371,7 +371,7 @@ def test_a_draft_model_gets_its_weights_from_disk_alone(flags: tuple[str, ...]) 
 )
 def test_an_address_that_no_server_has(url: str, problem: str) -> None:
     [told] = EngineConfig(urls=(url,)).problems(100)
-    assert told.startswith(f"urls: {url!r} is no address (")
+    assert told.startswith(f"urls: {url!r} is not an address (")
     assert problem in told
 
 
@@ -618,7 +618,7 @@ def test_a_run_does_not_end_at_a_step_that_it_has_passed(tmp_path: Path, name: s
     """Its newest weights would be exported as those of the earlier step."""
     (checkpoint := tmp_path / "checkpoints" / name).mkdir(parents=True)
     run = dataclasses.replace(GOOD, run_dir=tmp_path)
-    check_same_run(dataclasses.replace(run, steps=4))  # a half-deleted one is no checkpoint
+    check_same_run(dataclasses.replace(run, steps=4))  # a half-deleted one is not a checkpoint
     (checkpoint / "manifest.json").write_text("{}")
     check_same_run(dataclasses.replace(run, steps=least))
     with pytest.raises(
@@ -682,7 +682,7 @@ def test_a_step_ends_as_it_began(tmp_path: Path) -> None:
 
 
 def test_a_run_from_before_there_were_losses_has_bapo(tmp_path: Path) -> None:
-    """Its config.json has no ``algorithm.loss``: it goes on with BAPO's, and with no other."""
+    """Its config.json has no ``algorithm.loss``: it continues with BAPO's, and with no other."""
     run = dataclasses.replace(GOOD, run_dir=tmp_path)
     store_config(run)
     stored = json.loads((tmp_path / "config.json").read_text())
@@ -774,7 +774,7 @@ def test_a_run_of_before_goes_on_with_the_reward_of_failed_scores(tmp_path: Path
     for _ in range(2):
         kept, [line] = with_former_defaults(old)
         assert kept.reward == RewardConfig(failed=-0.5, on_failure="value")
-        assert "reward.failed=-0.5, and goes on so; new runs leave it out" in line
+        assert "reward.failed=-0.5, and continues so; new runs leave it out" in line
         check_same_run(kept)
         store_config(kept)
     changed = dataclasses.replace(old, allow_change=("reward.on_failure",))

@@ -206,7 +206,7 @@ def test_a_flag_is_a_json_object() -> None:
             {"function": "llm_judge", "settings": JUDGE, "format_pattern": "a"},
             "reward.format_pattern is matched in a reward worker, and reward.function=llm_judge has none",
         ),
-        ({"function": "code", "sandbox_url": "sandbox:80"}, "reward.sandbox_url is no address"),
+        ({"function": "code", "sandbox_url": "sandbox:80"}, "reward.sandbox_url is not an address"),
     ],
 )
 def test_rewards_that_do_not_fit_are_refused(reward: dict[str, Any], message: str) -> None:
@@ -282,7 +282,7 @@ def test_an_evaluation_has_the_same_settings() -> None:
         ConfigError, match="reward=judge must be package.module:function or one of reasoning_gym, llm_j"
     ):
         dataclasses.replace(options, reward="judge").check()
-    with pytest.raises(ConfigError, match="sandbox_url is no address"):
+    with pytest.raises(ConfigError, match="sandbox_url is not an address"):
         dataclasses.replace(options, sandbox_url="host").check()
 
 

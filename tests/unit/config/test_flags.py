@@ -129,11 +129,15 @@ def test_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "told"),
     [
-        ("--data.sources", "a.jsonl", 'a.jsonl is no JSON list of sources: write [{"path":'),
-        ("--data.sources", "5", '5 is no JSON list of sources: write [{"path":'),
-        ("--data.sources", '[{"weight": 2}]', '[{"weight": 2}] is no JSON list of sources: write [{"path":'),
-        ("--algorithm.loss-settings", "high=4", 'high=4 is no JSON object: write {"name": value}'),
-        ("--algorithm.loss-settings", "[4]", '[4] is no JSON object: write {"name": value}'),
+        ("--data.sources", "a.jsonl", 'a.jsonl is not a JSON list of sources: write [{"path":'),
+        ("--data.sources", "5", '5 is not a JSON list of sources: write [{"path":'),
+        (
+            "--data.sources",
+            '[{"weight": 2}]',
+            '[{"weight": 2}] is not a JSON list of sources: write [{"path":',
+        ),
+        ("--algorithm.loss-settings", "high=4", 'high=4 is not a JSON object: write {"name": value}'),
+        ("--algorithm.loss-settings", "[4]", '[4] is not a JSON object: write {"name": value}'),
     ],
 )
 def test_a_value_of_another_form_is_named_with_the_right_one(

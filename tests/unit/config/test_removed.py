@@ -1,4 +1,5 @@
-"""Settings that are gone or new: an old run with their defaults goes on, any other use is refused by name."""
+"""Settings that are gone or new: an old run with their defaults continues, any other use is refused by
+name."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def conversation(role: str) -> Makes:
         if role == "tool":
             messages.append({"role": "tool", "content": text})
         return prompt_token_ids(
-            [*messages, {"role": "user", "content": "Go on."}], tokenizer_of(name)
+            [*messages, {"role": "user", "content": "Continue."}], tokenizer_of(name)
         ).tolist()
 
     return ids
@@ -277,7 +277,7 @@ def test_by_hand() -> None:
 
 
 def test_which_added_tokens_are_control_tokens() -> None:
-    """Words that prompts use stay tokens, in what is no tool's; one character is an ordinary one."""
+    """Words that prompts use stay tokens, in what is not a tool's; one character is an ordinary one."""
     assert is_control("<|im_end|>", special=False)
     assert is_control("<\uff5cUser\uff5c>", special=False)
     assert is_control("</s>", special=True)

@@ -387,7 +387,7 @@ def test_a_problem_that_many_questions_hold_is_no_template_of_theirs() -> None:
 
 def test_problems_of_one_template_do_not_contaminate_each_other() -> None:
     """Made-up sums, as reasoning-gym writes them: none is lost but those of the numbers that are held out
-    (signs are no words)."""
+    (signs are not words)."""
     template = "State the final answer to the following arithmetic problem: {} {} {} ="
     sums = [(a, sign, b) for a in range(2, 12) for sign in "+-" for b in range(12, 24)]
     held_out = [(7, "+", 13), (9, "-", 21)]
@@ -667,7 +667,7 @@ def test_a_typo_in_the_reward_ends_before_work(tmp_path: Path, monkeypatch: pyte
     for reward, says in (
         ("prepare_rewards:same_word", "did you mean prepare_rewards:same_words?"),
         ("prepare_rewards:one_argument", "which cannot be called with a prompt and a response"),
-        ("prepare_rewards:", "is no module:function"),
+        ("prepare_rewards:", "is not a module:function"),
     ):
         with pytest.raises(ConfigError, match=re.escape(says)) as error:
             PrepareOptions(("absent.jsonl",), tmp_path / "out", reward=reward).check()
@@ -697,7 +697,7 @@ def test_a_reward_that_only_the_cluster_can_import_is_a_warning(
 
 
 def test_columns_and_sources_reach_a_run(tmp_path: Path) -> None:
-    """Values of several types in one column are no obstacle: Arrow refuses them, JSON does not."""
+    """Values of several types in one column are not an obstacle: Arrow refuses them, JSON does not."""
     rows = [
         {"question": f"{n}+1?", "answer": str(n + 1), "task": f"task {n}", "metadata": {"terms": terms}}
         for n, terms in enumerate(([1, "+", 1], [{"a": 2}], "none"))

@@ -149,7 +149,7 @@ def test_documents_that_only_fit_without_their_padding_do_not_share_a_pack() -> 
 
 
 def test_padding_documents_obey_the_multiple() -> None:
-    """512 is no multiple of 6, so padding is cut into 510; a multiple above 512 is itself the piece."""
+    """512 is not a multiple of 6, so padding is cut into 510; a multiple above 512 is itself the piece."""
     [pack] = pack_samples([sample([1], [2] * 5)], 1200, layout=PackLayout(0, 1, 1200, document_multiple=6))
     assert pack.cu_seqlens == (0, 6, 516, 1026, 1200)
     [pack] = pack_samples([sample([1], [2])], 1800, layout=PackLayout(0, 1, 1800, document_multiple=600))
@@ -192,7 +192,7 @@ def test_nothing_predicts_the_first_token_of_a_sample_without_a_prompt() -> None
 
 
 def test_a_layout_of_multiples_that_do_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="length_multiple=6 is no multiple of document_multiple=4"):
+    with pytest.raises(ValueError, match="length_multiple=6 is not a multiple of document_multiple=4"):
         PackLayout(length_multiple=6, document_multiple=4)
 
 

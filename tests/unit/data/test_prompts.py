@@ -105,7 +105,7 @@ def test_parquet_reads_the_same(tmp_path: Path, file: Path) -> None:
 
 
 def test_dates_stay_the_texts_that_they_are(file: Path) -> None:
-    """Arrow makes times of them: an answer was no text then, and a column had a clock that nobody wrote."""
+    """Arrow makes times of them: an answer was not text then, and a column had a clock that nobody wrote."""
     rows = [row(f"q{n}", f"2024-01-0{n}", extra_info={"day": f"2023-02-0{n}"}) for n in (1, 2)]
     found = load_prompts(write(file, rows), CharacterTokenizer(), 9).prompts
     assert [one.ground_truth for one in found] == ["2024-01-01", "2024-01-02"]

@@ -104,7 +104,7 @@ def test_responses_stop_at_both_ends(model: Path) -> None:
 def test_a_box_counts_behind_the_thinking_that_the_response_opens(model: Path) -> None:
     [prompt] = prompts(model, "1+1=")
     tokenizer = load_tokenizer(model)
-    # The tags are no special tokens: they stay in the text, and the end of the turn does not.
+    # The tags are not special tokens: they stay in the text, and the end of the turn does not.
     ids = np.array([151667, 198, 17, 198, 151668, 271, 17, 151645], np.int32)
     assert Dataset([], tokenizer, ()).texts([ids]) == ["<think>\n2\n</think>\n\n2"]
     assert reward(tokenizer, prompt, 151667, r"\boxed{1}", 151668, r"So \boxed{2}", 151645) == 1

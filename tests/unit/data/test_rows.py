@@ -61,15 +61,15 @@ def test_runs_and_preparation_read_the_same_rows(name: str, tmp_path: Path) -> N
 BROKEN = {
     "no rows": ("rows.jsonl", b"\n", "the file has no rows"),
     "an empty list": ("rows.json", b"[]", "the file has no rows"),
-    "no object": ("rows.jsonl", LINES + b"5\n", "row 2 (the first is 0): it is no object: 5"),
-    "no object in a list": ("rows.json", b"[{}, 5]", "row 1 (the first is 0): it is no object: 5"),
+    "no object": ("rows.jsonl", LINES + b"5\n", "row 2 (the first is 0): it is not an object: 5"),
+    "no object in a list": ("rows.json", b"[{}, 5]", "row 1 (the first is 0): it is not an object: 5"),
     "an open list": ("rows.json", LIST[:-1], "row 0 (the first is 0): not JSON: Expecting ',' delimiter"),
     "a cut line among others": (
         "rows.jsonl",
         LINES[:-3] + b"\n" + LINES,
         "row 1 (the first is 0): not JSON: Expecting",
     ),
-    "several lists": ("rows.json", b"[{}]\n[{}]", "row 1 (the first is 0): it is no object: [{}]"),
+    "several lists": ("rows.json", b"[{}]\n[{}]", "row 1 (the first is 0): it is not an object: [{}]"),
     "half an object over several lines": (
         "rows.json",
         json.dumps(ROWS[0], indent=1).encode()[:-1],

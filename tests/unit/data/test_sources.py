@@ -91,8 +91,8 @@ def test_a_file_as_a_flag_takes_the_place_of_the_recipes_sources(tmp_path: Path)
     ("value", "message"),
     [
         ('[{"path": "a", "wight": 2}]', "a source has no wight"),
-        ('{"path": "a"}', "is no JSON list of sources"),
-        ('[{"weight": 2}]', "is no JSON list of sources"),
+        ('{"path": "a"}', "is not a JSON list of sources"),
+        ('[{"weight": 2}]', "is not a JSON list of sources"),
     ],
 )
 def test_a_flag_of_another_form_is_refused(

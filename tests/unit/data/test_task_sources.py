@@ -258,7 +258,7 @@ def test_a_template_of_many_training_questions_does_not_count() -> None:
     held_out = STORIES[123]
     assert lost(held_out, STORIES, []) == STORIES, "without the count of the others it is in all of them"
     assert lost(held_out, STORIES, STORIES) == [held_out]
-    assert len(lost(held_out, STORIES, STORIES[: TEMPLATE - 1])) == 400, "so few are no template"
+    assert len(lost(held_out, STORIES, STORIES[: TEMPLATE - 1])) == 400, "so few are not a template"
 
 
 def test_what_surrounds_a_template_is_compared_as_before() -> None:
@@ -273,7 +273,7 @@ def test_what_surrounds_a_template_is_compared_as_before() -> None:
 
 
 def test_the_command_counts_the_templates_of_its_sources(tmp_path: Path) -> None:
-    """A question that is there often counts once: it is no template."""
+    """A question that is there often counts once: it is not a template."""
     often = "Walking or talking, singing, reading, playing, jumping, cooking, drawing, building, planting"
     held_out = [{"problem": one, "answer": "9"} for one in (STORIES[3], f"{often} and more?")]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))

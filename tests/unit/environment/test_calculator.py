@@ -61,8 +61,8 @@ def test_values(expression: str, value: str) -> None:
         ("abs(3)", "is none of: numbers"),
         ("x+1", "'x' is none of: numbers"),
         ("True+1", "'True' is none of"),
-        ("(1+2", "is no arithmetic expression"),
-        ("", "is no arithmetic expression"),
+        ("(1+2", "is not an arithmetic expression"),
+        ("", "is not an arithmetic expression"),
         ("1+" * 600, "has 1200 characters; at most 1000"),
         ("(" * 400 + "1" + ")" * 400, "nested too deeply|no arithmetic expression"),
     ],
@@ -113,7 +113,7 @@ def test_calls_in_json_over_a_kill() -> None:
             metrics={"calls": 1.0, "call_errors": 1.0},
         ),
         Reply(
-            "error: the tool call is no JSON: Expecting property name enclosed in double quotes: line 1 "
+            "error: the tool call is not JSON: Expecting property name enclosed in double quotes: line 1 "
             "column 2 (char 1)",
             metrics={"calls": 1.0, "call_errors": 1.0},
         ),

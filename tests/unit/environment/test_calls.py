@@ -21,11 +21,14 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call>'
         ('<tool_call>{"name": "add"}', [Call("add", {})]),
         (f"<think>{ADD}</think>done", []),
         (f"<think>I could {ADD}", []),
-        ("<tool_call>[1]</tool_call>", [Call(problem='the tool call is no object with a "name"')]),
-        ('<tool_call>{"name": 1}</tool_call>', [Call(problem='the tool call is no object with a "name"')]),
+        ("<tool_call>[1]</tool_call>", [Call(problem='the tool call is not an object with a "name"')]),
+        (
+            '<tool_call>{"name": 1}</tool_call>',
+            [Call(problem='the tool call is not an object with a "name"')],
+        ),
         (
             '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
-            [Call(problem='the "arguments" of the tool call are no object')],
+            [Call(problem='the "arguments" of the tool call are not an object')],
         ),
     ],
 )
@@ -148,7 +151,7 @@ def test_calls_of_llama() -> None:
     for answer in ('{"name": "Ada"}', "{x}", '{"name": "add", "parameters": 5}', f"{written} I say."):
         assert tool_calls(answer) == []
     [broken] = tool_calls("<|python_tag|>print(1)")
-    assert str(broken.problem).startswith("the tool call is no JSON: ")
+    assert str(broken.problem).startswith("the tool call is not JSON: ")
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen2.5", "Llama 3.1"])
@@ -169,7 +172,7 @@ def test_the_calls_that_a_template_writes_are_read(family: str) -> None:
 def test_json_that_is_nested_without_end_is_a_problem() -> None:
     [call] = tool_calls("<tool_call>" + "[" * 100_000)
     assert call.problem is not None
-    assert call.problem.startswith("the tool call is no JSON: ")
+    assert call.problem.startswith("the tool call is not JSON: ")
 
 
 def test_the_text_beside_the_calls() -> None:

@@ -43,7 +43,7 @@ class Forking(LoopEnvironment):
         found = await asyncio.gather(*(talk.answer(subs[place]) for place in Forking.order))
         left, right = (found[Forking.order.index(place)] for place in (0, 1))
         five = await talk.answer([PROMPT, assistant(one), user("more"), assistant(two), user(left + right)])
-        await talk.answer([user("summary"), assistant(five), user("go on")])
+        await talk.answer([user("summary"), assistant(five), user("continue")])
         await talk.answer([user("left")])
         return 1.0
 
@@ -51,7 +51,7 @@ class Forking(LoopEnvironment):
 def test_branches_over_kills() -> None:
     replies = check_durable(Forking, TASK, {}, ["one", "two", "3", "4", "five", "six", "seven"], [2, 3, 5])
     contexts = [reply.context and (reply.context.after, len(reply.context.messages)) for reply in replies]
-    assert replies[0] == Reply("more"), "what goes on behind the last turn is an observation"
+    assert replies[0] == Reply("more"), "what continues behind the last turn is an observation"
     assert sorted(one for one in contexts[1:3] if one) == [(0, 1), (0, 2)]
     assert contexts[3:] == [(2, 5), (0, 3), (0, 1), None]
     assert replies[3].context is not None

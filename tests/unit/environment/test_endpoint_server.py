@@ -97,14 +97,14 @@ def test_requests_by_hand() -> None:
     reasons = [answer["error"]["message"] for status, answer in found if status != 200]
     assert reasons == [
         "no episode has this key",
-        "the request is no JSON",
+        "the request is not JSON",
         "the request has no list of messages",
         "n=2 is not offered here: leave it out",
         "top_logprobs=2 is not offered here: leave it out",
-        "message 0 is no object with a role",
+        "message 0 is not an object with a role",
         "message 0 has a content that is neither text nor a list of parts",
-        "message 0 has content that is no text",
-        "message 0 has content that is no text",
+        "message 0 has content that is not text",
+        "message 0 has content that is not text",
         "its first request is not the dataset's prompt, but 3 messages, the first "
         '{"role": "user", "content": "Guess my number."}',
         "its first request is not the dataset's prompt, but 2 messages, the first "
@@ -429,14 +429,22 @@ async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.Monkey
             "previous_response_id='resp_1' is",
         ),
         ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "only functions are"),
-        ("responses", {"input": [{"type": "computer_call"}]}, "item 0 of input is no message, function_call"),
+        (
+            "responses",
+            {"input": [{"type": "computer_call"}]},
+            "item 0 of input is not a message, function_call",
+        ),
         ("responses", {"input": []}, "the request has no input"),
         ("messages", {"messages": "x"}, "the request has no list of messages"),
-        ("messages", {"messages": [{"role": "tool"}]}, "message 0 is no object with a role: user or assis"),
+        (
+            "messages",
+            {"messages": [{"role": "tool"}]},
+            "message 0 is not an object with a role: user or assis",
+        ),
         ("messages", {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list of blocks"),
         ("messages", {"messages": [], "tools": [{"type": "bash_20250124"}]}, "only those of the program are"),
         ("messages", {"messages": [], "tools": [{}]}, "it has a tool without a name"),
-        ("chat/completions", {"messages": [], "tools": 5}, "tools is no list"),
+        ("chat/completions", {"messages": [], "tools": 5}, "tools is not a list"),
     ],
 )
 async def test_requests_that_other_protocols_refuse(path: str, body: dict[str, Any], reason: str) -> None:
@@ -465,7 +473,7 @@ def test_items_and_blocks_are_the_messages_of_a_chat() -> None:
         QUESTION,
         {"role": "assistant", "content": "I add.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": "2"},
-        {"role": "user", "content": "Go on."},
+        {"role": "user", "content": "Continue."},
     ]
     function = {"name": "add", "description": "Adds.", "parameters": schema}
     items = [
@@ -474,7 +482,7 @@ def test_items_and_blocks_are_the_messages_of_a_chat() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
         {"type": "function_call", "call_id": "1", **call},
         {"type": "function_call_output", "call_id": "1", "output": "2"},
-        {"role": "user", "content": [{"type": "input_text", "text": "Go on."}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "Continue."}]},
     ]
     blocks = [
         QUESTION,
@@ -490,7 +498,7 @@ def test_items_and_blocks_are_the_messages_of_a_chat() -> None:
             "role": "user",
             "content": [
                 {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "2"}]},
-                {"type": "text", "text": "Go on."},
+                {"type": "text", "text": "Continue."},
             ],
         },
     ]

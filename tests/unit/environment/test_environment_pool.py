@@ -138,8 +138,8 @@ async def test_plain_steps_run_beside_each_other(tmp_path: Path) -> None:
         ("long", "raised", "5242880 characters; at most 4194304 may be"),
         ("note", "raised", "Reply.note has 71682 bytes as JSON"),
         ("nested note", "raised", "Reply.note has more than 100 lists and objects within each other"),
-        ("nan", "raised", "Reply.reward=nan is no finite number"),
-        ("digits", "raised", "Reply.reward='1.0' is no finite number"),
+        ("nan", "raised", "Reply.reward=nan is not a finite number"),
+        ("digits", "raised", "Reply.reward='1.0' is not a finite number"),
         ("die", "died", "exit code 9"),
         ("hang", "time", "no answer within"),
     ],
@@ -190,7 +190,7 @@ async def test_a_step_that_cannot_be_interrupted_costs_its_worker_and_no_other_e
 
 
 async def test_who_ends_workers_ends_up_alone() -> None:
-    """Ten episodes in a worker, one of which ends it at each try: nine go on."""
+    """Ten episodes in a worker, one of which ends it at each try: nine continue."""
     async with playing(config("Async")) as player:
         for n in range(10):
             await player.say(str(n), "a")
@@ -323,7 +323,7 @@ async def test_a_class_may_be_in_a_file(tmp_path: Path) -> None:
         ("tests.support.environments:Missing", "has no class Missing"),
         ("tests.support.nowhere:Name", "importing tests.support.nowhere failed"),
         ("nowhere.py:Name", "there is no file .*/nowhere.py"),
-        ("tests.support.environments:acted", "is no subclass of bapo_megatron.environment.Environment"),
+        ("tests.support.environments:acted", "is not a subclass of bapo_megatron.environment.Environment"),
         ("tests.support.environments:InSteps", "step is a generator function: return a Reply"),
         ("tests.support.environments:NoStep", r"it has no step\(self, turn\) of its own"),
         ("tests.support.environments:NoStep", "role='ipython' is unknown: set it to 'tool' or 'user'"),
@@ -437,7 +437,7 @@ async def test_another_interpreter_sees_this_package_and_no_other_of_the_run(tmp
 
 
 def test_an_interpreter_that_is_none_is_refused(tmp_path: Path) -> None:
-    assert "is no program" in str(interpreter_problem(tmp_path / "python"))
+    assert "is not a program" in str(interpreter_problem(tmp_path / "python"))
     assert interpreter_problem(Path(sys.executable)) is None
     with pytest.raises(ConfigError, match="cannot be started"):
         read_traits(replace(config("Async"), python=tmp_path / "python"))

@@ -13,7 +13,7 @@ PAGE = ROOT / "docs/environments.md"
 
 
 def test_the_environment_of_the_page() -> None:
-    """It is at most thirty lines, and goes on after a kill."""
+    """It is at most thirty lines, and continues after a kill."""
     [code] = [block.text for block in blocks(PAGE) if "class Guess" in block.text]
     assert len(code.strip().splitlines()) <= 30
     space: dict[str, type[Environment]] = {}

@@ -184,7 +184,7 @@ def test_tools_that_the_prompts_describe() -> None:
 
 def test_a_program_without_a_reward_is_named() -> None:
     with pytest.raises(
-        RuntimeError, match="has printed 'done' last, which is no reward: write a number into"
+        RuntimeError, match="has printed 'done' last, which is not a reward: write a number into"
     ):
         play(EndpointEnvironment, TASK, program("chats"), ["6"])
 

@@ -67,7 +67,7 @@ def test_textarena() -> None:
 
 def test_openenv() -> None:
     """A session over kills: its seed makes the replay draw the same; the reward comes with the end. One that
-    is lost goes on in a new one, if that answers the same."""
+    is lost continues in a new one, if that answers the same."""
     text, whole, refused, kept, lost = found("play_openenv")
     assert [one.split()[0] for one in kept] == ["higher", "higher", "lower"]
     assert lost.startswith("a session was lost, and a new one answers 'higher 0.")
@@ -84,7 +84,7 @@ def test_openenv() -> None:
 def test_verifiers() -> None:
     """A game of its own environment over kills, with draws; and a task's own reward of one answer.
 
-    Rewards see the prompt, and turns without their thoughts. What is no single conversation is refused.
+    Rewards see the prompt, and turns without their thoughts. What is not a single conversation is refused.
     """
     played = found("play_verifiers")
     prompt, said, reward = played["game"]

@@ -153,7 +153,7 @@ def test_a_template_that_always_writes_the_block_passes(opened: str) -> None:
 
 
 def test_a_template_that_drops_an_empty_thinking_part_is_refused() -> None:
-    """As Qwen3's. A run that began before it was looked at goes on."""
+    """As Qwen3's. A run that began before it was looked at continues."""
     drops = CHATML.replace("m.content", "m.content.replace('<think>\n\n</think>\n\n', '')")
     template = ObservationTemplate(tokenizer(drops + OPENING), "tool", [CLOSE])
     with pytest.raises(

@@ -108,7 +108,7 @@ def test_a_tool_without_a_name_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen2.5", "Llama 3.1"])
 def test_real_templates_write_them(name: str, tmp_path: Path) -> None:
-    """Episodes go on exactly behind such a prompt, and its ids are those of the template."""
+    """Episodes continue exactly behind such a prompt, and its ids are those of the template."""
     tokenizer = family_tokenizer(name)
     # Qwen3's template drops an empty thinking part, which its model may sample.
     settings = replace(DESCRIBED, history="sampled") if name == "Qwen3" else DESCRIBED
@@ -133,7 +133,7 @@ def test_real_templates_that_ignore_them_are_refused(name: str) -> None:
 
 
 def test_a_journal_is_bound_to_the_tools_of_its_prompts(tmp_path: Path) -> None:
-    """Else a resume would go on behind the new prompt with tokens that were sampled behind the old one."""
+    """Else a resume would continue behind the new prompt with tokens that were sampled behind the old one."""
     for name in ("told", "other"):
         (tmp_path / f"suites_{name}").mkdir()
     config = config_of(tmp_path, told=DESCRIBED)

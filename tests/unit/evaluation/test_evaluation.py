@@ -280,7 +280,7 @@ def test_programs_are_not_unanswered(
         task = SuiteTask(suite, tmp_path, settings(), log, [], [])
         metrics = evaluation_run._finish(task, EvalOptions(MODEL, "s", samples=2, reward=reward))
     assert metrics["unanswered"] == share
-    assert (metrics["maj@2"] is None) == truth.startswith("assert")  # a box in it is no answer
+    assert (metrics["maj@2"] is None) == truth.startswith("assert")  # a box in it is not an answer
     text = results_text({"s": (tmp_path, metrics)})
     assert ("unanswered" in text) == (share is not None)
 
@@ -408,10 +408,10 @@ def test_an_evaluation_has_one_writer(tmp_path: Path) -> None:
 
 def test_a_line_that_is_no_response(tmp_path: Path) -> None:
     (tmp_path / RESPONSES).write_text('{"problem": 1}\n')
-    with pytest.raises(ConfigError, match=r"line 1 is no response: KeyError\('sample'\)"):
+    with pytest.raises(ConfigError, match=r"line 1 is not a response: KeyError\('sample'\)"):
         read_responses(tmp_path / RESPONSES, 1)
     (tmp_path / RESPONSES).write_text("{half\n")
-    with pytest.raises(ConfigError, match="line 1 is no response"):
+    with pytest.raises(ConfigError, match="line 1 is not a response"):
         read_responses(tmp_path / RESPONSES, 1)
 
 
@@ -763,7 +763,7 @@ def test_where_results_go() -> None:
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="none is no folder"):
+    with pytest.raises(CheckpointError, match="none is not a folder"):
         find_checkpoint(tmp_path / "none", "latest")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match=r"no config\.json"):

@@ -82,7 +82,7 @@ def test_pass_at_k_that_does_not_exist(samples: int, correct: int, k: int) -> No
         (["7", "8", "8"], [True, False, False], Vote(0.0, False)),
         (["7", "8"], [True, False], Vote(0.5, True)),
         (["7", "8", "9", None, None], [False, True, False, False, False], Vote(1 / 3, True)),
-        ([None, None, "7"], [False, False, True], Vote(1.0, False)),  # no answer is no vote
+        ([None, None, "7"], [False, False, True], Vote(1.0, False)),  # no answer is not a vote
         ([None], [False], Vote(0.0, False)),
         (["7", "7", "8"], [False, True, False], Vote(1.0, False)),  # one judgement of two failed
         (["1/2", "0.5", "3", "3", "3"], [True, True, False, False, False], Vote(0.0, False)),

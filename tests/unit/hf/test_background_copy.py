@@ -1,4 +1,4 @@
-"""The thread that writes weights while the caller goes on."""
+"""The thread that writes weights while the caller continues."""
 
 from __future__ import annotations
 

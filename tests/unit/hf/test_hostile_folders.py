@@ -47,8 +47,8 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(POLICY, tmp_path / "model"))
 
 
-NO_FILE = "which is no file of the folder|is no plain file|cannot be a file"
-NO_INDEX = r"index\.json(: tensor lm_head| cannot be read: |: weight_map is no table| lists no tensors)"
+NO_FILE = "which is not a file of the folder|is not a plain file|cannot be a file"
+NO_INDEX = r"index\.json(: tensor lm_head| cannot be read: |: weight_map is not a table| lists no tensors)"
 
 
 @pytest.mark.parametrize(

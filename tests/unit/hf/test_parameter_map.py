@@ -309,7 +309,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         ({"hidden_size": float("inf")}, "hidden_size=inf is not an integer"),
         ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
         ({"num_hidden_layers": -1}, "layers=-1 cannot be"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         (
             {
                 "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0},

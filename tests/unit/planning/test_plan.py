@@ -538,7 +538,7 @@ def test_the_tail_of_a_rollout_by_hand() -> None:
 
 
 def test_a_step_that_continues_responses_waits_for_no_tail() -> None:
-    """With staleness of 1 unfinished responses go on in the next step; they overlap unless that is off."""
+    """With staleness of 1 unfinished responses continue in the next step; they overlap unless that is off."""
     one = replace(job(), options=PlanOptions(mean_response_tokens=7, length_spread=3.0))
     waits = make_plan(one)
     assert waits.sampling_seconds == waits.engines.rollout_seconds > waits.engines.step_seconds

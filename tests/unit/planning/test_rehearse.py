@@ -263,7 +263,7 @@ def small_job(colocated: bool) -> Job:
 
 
 def test_gpu_memory_that_a_phase_needs() -> None:
-    """An update: 3 GB for CUDA and NCCL, 5 % of what is no state. A save: 3 GB."""
+    """An update: 3 GB for CUDA and NCCL, 5 % of what is not a state. A save: 3 GB."""
     peak = Peak(
         50 * GB, {"weights": 8 * GB, "gradients": 16 * GB, "optimizer": 6 * GB, "activations": 20 * GB}
     )

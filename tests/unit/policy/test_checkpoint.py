@@ -120,7 +120,7 @@ def test_copies_are_pageable_where_a_fork_cannot_read_pinned_memory(
     assert libc.madvise(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.MADV_DONTFORK) == 0
     assert not fork_reads(address)
 
-    with monkeypatch.context() as patched:  # an exception: the fork must not go on as a second trainer
+    with monkeypatch.context() as patched:  # an exception: the fork must not continue as a second trainer
         patched.delattr(ctypes, "string_at")
         number = os.getpid()
         try:

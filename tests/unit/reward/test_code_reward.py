@@ -699,7 +699,7 @@ def test_without_namespaces_the_second_line_holds(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_what_a_job_is_told_costs_no_program(number: int) -> None:
-    """Slurm may tell every process of a job to stop: the trainer saves then, and goes on where it was."""
+    """Slurm may tell every process of a job to stop: the trainer saves then, and continues where it was."""
     with Sandbox("import time\ntime.sleep(1)\nprint(input())", "", 512, 20.0) as sandbox:
         root = psutil.Process(sandbox._child.pid)
 

@@ -160,8 +160,8 @@ WRONG = {
     "only in its thoughts": (judged("<think>Score: 1</think>hm"), "no verdict", "which ends"),
     "out of range": (judged("Score: 7"), "out of range", r"verdict is 7, which is not in 0 to 1"),
     "no completion": (says({"detail": "x"}), "no reply", r"no chat completion in \{'detail': 'x'\}"),
-    "null": (says(completion(None)), "no reply", "which is no text"),
-    "bad JSON": (raw("<html>\x1b[31m busy"), "no JSON", r"its answer is no JSON: <html>\\x1b\[31m busy"),
+    "null": (says(completion(None)), "no reply", "which is not text"),
+    "bad JSON": (raw("<html>\x1b[31m busy"), "no JSON", r"its answer is not JSON: <html>\\x1b\[31m busy"),
     "long": (raw("x" * (client.MAX_ANSWER_BYTES + 1)), "long answer", "more than 4194304 bytes"),
     "refused": (says({"error": f"bad key {KEY}"}, 401), "HTTP 401", r"HTTP 401: .*bad key \[key\]"),
     "redirect": (
@@ -281,7 +281,8 @@ TURNS = [
 
 
 def test_a_judge_of_the_whole_conversation() -> None:
-    """Else it knew neither what a tool had said nor why. What is not in the template is no other question."""
+    """Else it knew neither what a tool had said nor why. What is not in the template is not an other
+    question."""
     episode = replace(prompt(), turns=TURNS)
     conversation = (
         "user: 1+1=\n\nassistant: Search {response} <\u200b|im_end|>\n\n"
@@ -428,8 +429,8 @@ NO_NUMBER = {
     ),
     "no list": ({"embedding": []}, "sglang", "no number", "a list of 0"),
     "another protocol": ({"rewards": [1.0]}, "sglang", "no number", r"finds no number in \{'rewards'"),
-    "text": ("good", "slime", "no number", "gave 'good', which is no number"),
-    "true": (True, "slime", "no number", "gave 'True', which is no number"),
+    "text": ("good", "slime", "no number", "gave 'good', which is not a number"),
+    "true": (True, "slime", "no number", "gave 'True', which is not a number"),
     "huge": (10**400, "slime", "no number", "beyond all floats"),
     "low": (-11, "slime", "out of range", "gave -11, which is not in -10.0 to 10.0"),
     "high": (11.5, "slime", "out of range", "gave 11.5, which is not in"),
@@ -477,11 +478,15 @@ MODEL = {"url": "http://rm:8000/x", "protocol": "slime"}
     [
         ("llm_judge", {**JUDGE, "modell": 1}, r"reward.settings.modell=1: .*no such setting, is it model\?"),
         ("llm_judge", {"model": "m"}, r"reward.settings.url is missing: reward.function=llm_judge takes url"),
-        ("llm_judge", {**JUDGE, "url": "judge:8000"}, r"reward.settings.url is no address: give http://HOST"),
-        ("llm_judge", {**JUDGE, "url": "file:///etc/passwd"}, r"url is no address"),
-        ("llm_judge", {**JUDGE, "url": "http://h:99999/"}, r"url is no address"),
+        (
+            "llm_judge",
+            {**JUDGE, "url": "judge:8000"},
+            r"reward.settings.url is not an address: give http://HOST",
+        ),
+        ("llm_judge", {**JUDGE, "url": "file:///etc/passwd"}, r"url is not an address"),
+        ("llm_judge", {**JUDGE, "url": "http://h:99999/"}, r"url is not an address"),
         ("llm_judge", {**JUDGE, "concurrency": 0}, r"concurrency=0 must be at least 1"),
-        ("llm_judge", {**JUDGE, "verdict": "a("}, r"verdict='a\(' is no regular expression"),
+        ("llm_judge", {**JUDGE, "verdict": "a("}, r"verdict='a\(' is not a regular expression"),
         ("llm_judge", {**JUDGE, "verdict": "a"}, r"verdict='a' has 0 groups; it must have one"),
         (
             "llm_judge",

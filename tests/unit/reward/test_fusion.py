@@ -139,7 +139,7 @@ def test_a_program_has_the_time_of_its_test_and_of_its_response(fusion: JudgeSer
         (says({**BROKEN, "run_result": {"status": "Error", "stderr": "fork"}}), "could not run the program"),
         (says({"status": "Success", "run_result": None}), "could not run the program"),
         (says([1]), "could not run the program"),
-        (raw("<html>"), "its answer is no JSON"),
+        (raw("<html>"), "its answer is not JSON"),
         (says({"detail": "no such path"}, 404), "HTTP 404: .*no such path"),
     ],
     ids=["broken", "error of the run", "no result", "list", "html", "404"],
@@ -226,5 +226,5 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
     from bapo_megatron.config.validation import sandbox_problems
 
     [problem] = sandbox_problems("reward.sandbox_url", url)
-    assert problem.startswith("reward.sandbox_url is no address: give http://HOST:PORT/run_code")
+    assert problem.startswith("reward.sandbox_url is not an address: give http://HOST:PORT/run_code")
     assert not list(sandbox_problems("reward.sandbox_url", "http://host:8080/run_code"))

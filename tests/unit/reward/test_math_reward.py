@@ -146,7 +146,7 @@ def test_a_ground_truth_that_stands_for_no_answer_is_none(truth: str) -> None:
     "truth", ["\frac{1}{2}", "2\frac{1}{3}", "\binom{3}{2}", "\text{(A)}", "\theta", "\right)", "x \neq 3"]
 )
 def test_a_ground_truth_that_has_lost_its_backslash_is_refused(truth: str) -> None:
-    """These are no raw strings: each has a form feed, a tab ... No right answer would match."""
+    """These are not raw strings: each has a form feed, a tab ... No right answer would match."""
     assert not truth.isprintable()
     assert "lost its backslash" in str(check_ground_truth(truth))
 

@@ -205,7 +205,7 @@ def test_scores_by_hand() -> None:
     counted = info_of("rectangle_count", "3")  # near ones have a part
     assert score(counted, "3") == 1.0
     assert 0 < score(counted, "4") < 1
-    factors = info_of("prime_factorization", "2 \u00d7 3")  # its verifier raises at what is no number
+    factors = info_of("prime_factorization", "2 \u00d7 3")  # its verifier raises at what is not a number
     assert [score(factors, text) for text in ("3 \u00d7 2", "1 \u00d7 6", "two")] == [1.0, 0.5, 0.0]
 
 

@@ -1,4 +1,4 @@
-"""The engine pool: engines that fail in every way go into quarantine, and recover; the others go on."""
+"""The engine pool: engines that fail in every way go into quarantine, and recover; the others continue."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ async def test_an_engine_with_a_wrong_weight_version_goes_into_quarantine(tmp_pa
 async def test_unknown_weights_end_a_request_like_a_lost_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """The one engine comes back each time. What it answers is no work: without another the run must end."""
+    """The one engine comes back each time. What it answers is not work: without another the run must end."""
     monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
     engine = ScriptedEngine(mixed)
     right = engine._answer

@@ -46,7 +46,7 @@ def test_backends_by_name_and_by_import_path() -> None:
         ("", "is unknown"),
         ("a.module:", "importing a.module failed"),
         ("no_such_module:Backend", r"rollout.engine=no_such_module:Backend: importing no_such_module failed"),
-        ("tests.support.plain_engine:PlainEngine", "PlainEngine.* is no subclass of EngineBackend"),
+        ("tests.support.plain_engine:PlainEngine", "PlainEngine.* is not a subclass of EngineBackend"),
         ("bapo_megatron.rollout.engines.backend:EngineBackend", "EngineBackend lacks open: define it"),
         ("tests.support.plain_engine:Nothing", "tests.support.plain_engine has no class Nothing"),
     ],
@@ -131,7 +131,7 @@ def opened(settings: EngineConfig) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"urls": ("node:1",)}, r"rollout.custom_engine.urls: 'node:1' is no address"),
+        ({"urls": ("node:1",)}, r"rollout.custom_engine.urls: 'node:1' is not an address"),
         ({"urls": ("http://a:1", "http://a:1")}, "rollout.custom_engine.urls names a server twice"),
         ({"max_in_flight": 0}, "rollout.custom_engine.max_in_flight=0 must be at least 1"),
         ({"lost_minutes": 0.0}, "rollout.custom_engine.lost_minutes=0.0 must be above 0"),

@@ -248,7 +248,7 @@ async def test_equal_environments_share_their_workers() -> None:
         (EnvironmentConfig(CLASS), r"^data\.sources\[two\]\.environment\.function: stops has '</call>'"),
         (
             EnvironmentConfig(CLASS, python=Path("/nowhere")),
-            r"^data\.sources\[two\]\.environment\.python=/nowhere is no program",
+            r"^data\.sources\[two\]\.environment\.python=/nowhere is not a program",
         ),
     ],
 )

@@ -258,7 +258,7 @@ async def test_episodes_become_responses(tmp_path: Path) -> None:
     assert metrics["environment/reward_turn_2"] == 0.75
     assert metrics["episode/steps"] == 1.5
     assert metrics["episode/turns"] == 2.5
-    assert metrics["rollout/length_mean"] == 13.0, "given tokens are no length"
+    assert metrics["rollout/length_mean"] == 13.0, "given tokens are not a length"
     assert metrics["sampler/tokens_sampled"] == metrics["rollout/tokens"] == 78.0
 
 

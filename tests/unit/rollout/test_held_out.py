@@ -117,7 +117,7 @@ async def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Pa
 
 @pytest.mark.parametrize(("function", "share"), [("math_or_code", None), ("math", 0.0)])
 async def test_programs_are_not_unanswered(tmp_path: Path, function: str, share: float | None) -> None:
-    """They are in code blocks: without a box all of them would count, and a box in one is no answer."""
+    """They are in code blocks: without a box all of them would count, and a box in one is not an answer."""
     made = world(tmp_path)
     boxes = dataclasses.replace(made.dataset, tokenizer=Boxes())
     programs = [dataclasses.replace(one, ground_truth="assert f(1) == 2") for one in SUITES[1].prompts]

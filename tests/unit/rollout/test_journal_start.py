@@ -74,7 +74,7 @@ async def test_a_kill_before_the_resampling_loses_no_prompt(tmp_path: Path) -> N
     again = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1)
     async with again.sampling(first_step=2, state=state, rounds=False):
         assert sorted(prompt_ids(await again.train(2))) == [4, 5, 6, 7]
-    assert "fork_position" not in again.event_kinds()  # it goes on with its own journal
+    assert "fork_position" not in again.event_kinds()  # it continues with its own journal
 
 
 async def test_a_fork_may_change_sampling_settings(tmp_path: Path) -> None:
@@ -112,7 +112,9 @@ def test_the_records_by_hand() -> None:
         "judged": [STATE["judged"][1]],  # group 7 is judged again
     }
     assert [record.fields for record in found.opened] == [{"groups": [[7, 0, 7], [8, 0, 8]], "taken": None}]
-    assert found.message.startswith("the dataset goes on after 9 prompts; the prompts of 2 unfinished groups")
+    assert found.message.startswith(
+        "the dataset continues after 9 prompts; the prompts of 2 unfinished groups"
+    )
     begun = journal_start({**STATE, FORKED: None}, {**OURS, "seed": 2}, 2)
     assert (begun.state.fields["taken"], begun.opened) == (0, [])
     assert begun.message == "the dataset begins at its start: seed is 2, and was 1"

@@ -119,7 +119,7 @@ async def test_engines_wake_with_weights_by_handles(tmp_path: Path) -> None:
     one_turn, by_folder = ["release", *by_handles], ["release", "wake"]
     memory = [call for call in both[0].calls if call not in ("abort", "resume")]
     assert memory == [*one_turn, *one_turn, *by_folder, *one_turn]
-    assert world.event_kinds().count("engine_ready") == 2, "a wake is no come-back"
+    assert world.event_kinds().count("engine_ready") == 2, "a wake is not a come-back"
     assert "engine_refused" not in world.event_kinds()
 
 
@@ -140,7 +140,7 @@ async def test_a_wake_ends_prefix_affinity(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", CALLS)
 async def test_a_failed_engine_is_left_out(tmp_path: Path, fails: str) -> None:
-    """The other engine goes on; a restarted server loads the same weights by disk."""
+    """The other engine continues; a restarted server loads the same weights by disk."""
     both = named("one", "two")
     world = HandleWorld(tmp_path, both)
     async with sampling_in_turns(world, admitted=False) as pool:

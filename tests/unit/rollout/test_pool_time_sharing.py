@@ -59,7 +59,7 @@ async def test_engines_wake_with_the_latest_weights(tmp_path: Path) -> None:
             await pool.admit()
     assert [one.wrongs for one in both] == [[], []]
     assert [one.folders for one in both] == [[Path(f"v{step}") for step in range(4)]] * 2
-    assert world.event_kinds().count("engine_ready") == 2, "a wake is no come-back"
+    assert world.event_kinds().count("engine_ready") == 2, "a wake is not a come-back"
 
 
 async def test_a_release_keeps_the_tokens_of_requests_in_flight(tmp_path: Path) -> None:

@@ -160,8 +160,8 @@ def test_after_a_retraction_older_weights_routes_are_unknown() -> None:
 
 PAIR = [[3, 3], [2, 3]]
 BAD: dict[str, tuple[Any, str]] = {
-    "a token less": (THREE[:2], "8 experts are no routes of 3 tokens through 2 layers with 2 experts each"),
-    "the prompt's, too": ([*THREE, *THREE], "24 experts are no routes of 3 tokens"),
+    "a token less": (THREE[:2], "8 experts are not routes of 3 tokens through 2 layers with 2 experts each"),
+    "the prompt's, too": ([*THREE, *THREE], "24 experts are not routes of 3 tokens"),
     "out of range": (
         [THREE[0], [[5, 4], [1, 8]], THREE[2]],
         r"token 1 went to the experts \[1, 8\] of layer 1; a route has 2",
@@ -191,7 +191,7 @@ def test_routes_of_zeros_are_none(tokens: int) -> None:
     with pytest.raises(BadReply, match=r"token 0 went to the experts \[0, 0\] of layer 0"):
         generation_of(request, reply([[[0, 0], [0, 1]], *zeros[1:]], tokens))
     aborted = reply(zeros, tokens, finish_reason={"type": "abort"})
-    for bad in (reply([], tokens), aborted):  # not what such a server returns: the run goes on
+    for bad in (reply([], tokens), aborted):  # not what such a server returns: the run continues
         with pytest.raises(BadReply, match="its routes are wrong"):
             generation_of(request, bad)
     one = replace(request, routes=RouteShape(layers=2, per_token=1, experts=8))

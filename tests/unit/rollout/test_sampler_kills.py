@@ -362,7 +362,7 @@ def test_a_crash_at_every_write_trains_nothing_twice(
         assert deadly > 30
 
     run_virtually(check(), chance, monkeypatch)
-    # Seldom: of the groups that newer weights have begun, older ones go on with the first alone.
+    # Seldom: of the groups that newer weights have begun, older ones continue with the first alone.
     seldom = {"older weights again"} if turn == 0 else set()
     assert all(seen[name] for name in seen.keys() - seldom), seen
 

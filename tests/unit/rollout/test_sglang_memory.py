@@ -414,7 +414,7 @@ def test_nothing_is_sampled_from_weights_that_are_not_confirmed(
 async def test_a_server_crash_in_a_hand_over_loses_that_server_alone(
     servers: list[SleepingServer], model: Path, folder: Path, dies_at: str
 ) -> None:
-    """In a pool of two: the other goes on; a new process at the address of the dead one comes by itself."""
+    """In a pool of two: the other continues; a new process at the address of the dead one comes by itself."""
     pool = ColocatedPool([engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS)
     await pool.update(folder, 7)
     await pool.admit()

@@ -203,7 +203,7 @@ def test_an_engine_may_report_its_digest_twice_but_no_two() -> None:
 
 @pytest.mark.parametrize("step", ["leave weights", "join weights at 1", "begin", "receive w", "end"])
 def test_a_step_that_hangs_ends_at_the_limit_of_updates(step: str) -> None:
-    """Nothing else would end it: heartbeats go on, and the engine's health is good."""
+    """Nothing else would end it: heartbeats continue, and the engine's health is good."""
 
     class Hangs(ReceivingEngine):
         async def _note(self, call: str) -> None:
@@ -222,7 +222,7 @@ def test_a_step_that_hangs_ends_at_the_limit_of_updates(step: str) -> None:
 
 
 def test_an_engine_of_the_former_interface_is_an_engine_error() -> None:
-    """Its calls are made where errors of engines are expected: the sampler's process goes on."""
+    """Its calls are made where errors of engines are expected: the sampler's process continues."""
 
     class Former(ReceivingEngine):
         async def leave_group(self, name: str, timeout_s: float) -> None:  # type: ignore[override]
@@ -238,7 +238,7 @@ def test_an_engine_of_the_former_interface_is_an_engine_error() -> None:
 
 
 def test_an_engine_whose_load_was_cancelled_has_failed() -> None:
-    """By itself, as by a task of its own that its abort cancels: it is no cancel of the driver."""
+    """By itself, as by a task of its own that its abort cancels: it is not a cancel of the driver."""
 
     class Cancelled(ReceivingEngine):
         async def _note(self, call: str) -> None:

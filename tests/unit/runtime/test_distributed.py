@@ -70,7 +70,7 @@ def test_lists_of_nodes(nodes: str, names: str, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("nodes", ["", "n[1-2", "n[a]", "n1,,n2", "n1,", "a b", "n[]"])
 def test_what_is_no_list_of_nodes(nodes: str) -> None:
-    with pytest.raises(ValueError, match="is no list of nodes"):
+    with pytest.raises(ValueError, match="is not a list of nodes"):
         expand_nodes(nodes)
 
 
@@ -154,7 +154,8 @@ def test_srun_tells_the_ranks_of_this_node(
 
 @pytest.mark.usefixtures("step")
 def test_pyxis_sets_the_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For images with a PYTORCH_VERSION, such as NVIDIA's. A step of one task is no launcher then, either."""
+    """For images with a PYTORCH_VERSION, such as NVIDIA's. A step of one task is not a launcher then,
+    either."""
     for name, value in {"PYTORCH_VERSION": "2.13", "RANK": "5", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert launched_world_size() == 8
@@ -185,7 +186,7 @@ def test_a_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("step")
 def test_a_step_without_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[07")
-    with pytest.raises(ConfigError, match=r"unknown \('gpu\[07' is no list .*: set RANK and MASTER_ADDR"):
+    with pytest.raises(ConfigError, match=r"unknown \('gpu\[07' is not a list .*: set RANK and MASTER_ADDR"):
         launched_world_size()
 
 

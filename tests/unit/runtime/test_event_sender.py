@@ -1,4 +1,4 @@
-"""The process that sends events: where it goes on, what it says of a run that hangs or is killed."""
+"""The process that sends events: where it continues, what it says of a run that hangs or is killed."""
 
 from __future__ import annotations
 

@@ -67,9 +67,9 @@ def test_without_a_job_end_the_run_is_not_preempted(clock: Clock) -> None:
 def test_it_stops_while_the_longest_update_a_save_and_a_minute_still_fit(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stretches of 100 s and 10 s, a save of 30 s: 190 s before the end it goes on, after that no more."""
+    """Stretches of 100 s and 10 s, a save of 30 s: 190 s before the end it continues, after that no more."""
     watched = ends_in(monkeypatch, 1000)
-    clock.now += 500  # starting up is no stretch
+    clock.now += 500  # starting up is not a stretch
     for now in (500, 600, 700, 800, 810):
         clock.now = START + now
         assert watched.reason() is None
@@ -208,7 +208,7 @@ def test_a_start_that_waits_in_c_is_stopped_at_once(record: str, said: str) -> N
 
 
 def test_a_rank_that_begins_later_is_told_in_vain_no_more() -> None:
-    """After ``begun`` the loop stops the run: this process goes on."""
+    """After ``begun`` the loop stops the run: this process continues."""
     script = WAITING.partition("    os.write")[0] + (
         "    watched.begun()\n    os.kill(os.getpid(), 15)\n    print(watched._reason)"
     )

@@ -297,7 +297,7 @@ def test_a_program_must_be_there(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\n")
     assert missing_program("sh -c true") is None
     assert missing_program("no-such-program x") == "there is no program no-such-program on PATH"
-    assert missing_program(f"{script} x") == f"{script} is no program that can be run (chmod +x?)"
+    assert missing_program(f"{script} x") == f"{script} is not a program that can be run (chmod +x?)"
     script.chmod(0o755)
     assert missing_program(f"{script} x") is None
 

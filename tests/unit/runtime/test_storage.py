@@ -304,7 +304,7 @@ def test_deletion_removes_a_link_and_keeps_its_target(
 def test_a_checkpoint_that_is_still_read_is_deleted_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On NFS its folder stays while a process of this machine reads a file of it; the run goes on."""
+    """On NFS its folder stays while a process of this machine reads a file of it; the run continues."""
 
     def refused(folder: Path) -> None:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))

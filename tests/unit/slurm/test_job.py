@@ -127,7 +127,7 @@ PATH = Path(__file__).parents[3] / "slurm/launch.py"
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """slurm/launch.py, which runs where NeMo-Run is and is no part of the package."""
+    """slurm/launch.py, which runs where NeMo-Run is and is not a part of the package."""
     for name in ("nemo_run", "nemo_run.core", "nemo_run.core.execution", "nemo_run.core.execution.slurm"):
         part: Any = ModuleType(name)
         part.SlurmBatchRequest = part.SlurmExecutor = part.SlurmJobDetails = object

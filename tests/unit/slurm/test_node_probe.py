@@ -273,7 +273,7 @@ def test_an_unreachable_node_is_bad_and_not_the_nodes_that_report_it(probe: Modu
     ]
     assert probe.judge(found, NODES, probe.Needs()) == {"n2": ["network: 2 of 2 other nodes cannot reach it"]}
     found[2].unreachable.clear()
-    assert probe.judge(found, NODES, probe.Needs()) == {}  # one of two is no majority
+    assert probe.judge(found, NODES, probe.Needs()) == {}  # one of two is not a majority
 
 
 def test_the_node_whose_clock_differs_from_the_others_is_bad(probe: ModuleType) -> None:

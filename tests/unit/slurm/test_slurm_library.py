@@ -116,7 +116,7 @@ def test_a_few_preemptions_may_come_before_a_checkpoint(shell: Shell, tmp_path: 
 
 
 def test_a_time_limit_without_a_newer_checkpoint(shell: Shell) -> None:
-    """Ranks that ended well had nothing newer to save: sampling goes on from the journal. Others would fail
+    """Ranks that ended well had nothing newer to save: sampling continues from the journal. Others would fail
     in the same way again."""
 
     def again(code: int) -> str:
@@ -221,7 +221,7 @@ BUSY = """
 
 
 def test_a_job_asks_for_its_end_until_slurm_answers(shell: Shell) -> None:
-    """No answer is no end: `date -d ""` is the last midnight, at which every rank would have to stop."""
+    """No answer is not an end: `date -d ""` is the last midnight, at which every rank would have to stop."""
     assert shell(
         BUSY % ("squeue", "echo 2001-09-09T01:46:40 30:00") + "bapo_end_time bapo_ask", TZ="UTC"
     ).stdout == ("1000000000 30:00\n")

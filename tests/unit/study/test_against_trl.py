@@ -80,7 +80,7 @@ class PlayedClocks:
 def test_seconds_go_to_the_innermost_phase() -> None:
     clocks = PlayedClocks()
     meter = Meter(clocks)
-    meter.begin()  # the start is no part of a step
+    meter.begin()  # the start is not a part of a step
     clocks.use(trainer=0.5)
     with meter.phase(UPDATE):
         clocks.use(trainer=2.0)

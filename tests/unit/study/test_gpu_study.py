@@ -146,7 +146,7 @@ def test_a_stopped_study_goes_on_with_the_arm_that_is_not_done(
         return 0
 
     assert gpu_study(options, run) == 85
-    assert "paper ended with exit code 85; the same command goes on with it" in capsys.readouterr().out
+    assert "paper ended with exit code 85; the same command continues with it" in capsys.readouterr().out
     assert "1 of 2 arms" in (options.folder / "gpu_study.md").read_text()
     assert gpu_study(options, run) == 0
     assert asked == ["grpo", "paper", "paper"]

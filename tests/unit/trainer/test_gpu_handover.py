@@ -62,7 +62,7 @@ class Scene(EngineServers):
         self.looks_until_free = 0
         """So often the driver is asked in vain."""
         self.handing: list[str] = []
-        """The engines that go on in the current update by handles."""
+        """The engines that continue in the current update by handles."""
         self.stopped_at: str | None = None
         """The call with which the sampler's process ends for good."""
         self.events: list[dict[str, Any]] = []

@@ -114,7 +114,7 @@ def test_boards_follow_files_that_are_back_at_the_checkpoint(
 
 
 def test_evaluations_follow_a_run_that_goes_back(tmp_path: Path) -> None:
-    """Of the weights that it goes on from, an evaluation stays and is not written twice; later ones go."""
+    """Of the weights that it continues from, an evaluation stays and is not written twice; later ones go."""
     log = MetricsLog(RunPaths(tmp_path), FILES_ONLY, 0, no_report)
     for step in (0, 2, 4):
         assert log.write_evaluation(step, {"eval/mean": step / 10})

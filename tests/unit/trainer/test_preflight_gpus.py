@@ -71,7 +71,7 @@ def test_servers_that_share_gpus_must_leave_memory(check_gpus: CheckGpus) -> Non
 
 
 def test_colocated_servers_take_turns(check_gpus: CheckGpus) -> None:
-    """Their share of the memory is no matter here, the number of GPUs is."""
+    """Their share of the memory is not a matter here, the number of GPUs is."""
     eight = ParallelConfig(tensor=4, data=2, sequence=True, offload=True)
     check_gpus(run(eight, servers=8, colocated=True, memory_fraction=0.9), 8)
     check_gpus(run(eight, servers=2, tensor=4, colocated=True), 8)

@@ -234,7 +234,7 @@ def test_a_start_says_whether_the_journal_goes_on(
 
 @pytest.mark.usefixtures("one_process_group")
 def test_an_evaluation_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for first_step in (1, 5):  # the second goes on from the checkpoint of step 4
+    for first_step in (1, 5):  # the second continues from the checkpoint of step 4
         recorder = Recorder(run_config(tmp_path, RewardConfig()), first_step, True)
         recorder.evaluation(4, {"eval/sums/avg@2": 0.5, "eval/mean": 0.5})
         recorder.close()

@@ -1,4 +1,4 @@
-"""What a resumed run goes on with: differences that are accepted by name, and its number of threads."""
+"""What a resumed run continues with: differences that are accepted by name, and its number of threads."""
 
 from __future__ import annotations
 

@@ -95,7 +95,8 @@ def test_wandb_continues_the_run_after_its_servers_last_step(
 def test_wandb_is_told_how_the_run_has_ended(
     run: TrackedRun, monkeypatch: pytest.MonkeyPatch, end: Any, calls: list[Any]
 ) -> None:
-    """Exit code 0 is its state "finished", any other one "failed" or, of a run that goes on, "preempted"."""
+    """Exit code 0 is its state "finished", any other one "failed" or, of a run that continues,
+    "preempted"."""
     made = FakeWandbRun()
     fake_wandb(monkeypatch, made)
     WandbTracker(run).close(end)

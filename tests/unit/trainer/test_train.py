@@ -250,7 +250,8 @@ def test_a_run_that_lost_its_engines_saves_a_checkpoint(
 def test_a_handover_that_fails_saves_what_can_be_saved(
     to: str, policy_has_gpus: bool, saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines that cannot go on: always, since a save brings the policy back. A lost policy has no state."""
+    """Engines that cannot continue: always, since a save brings the policy back. A lost policy has no
+    state."""
     alone(monkeypatch)
     run, _ = run_with()
     run.checkpoints.newest = (10, 0)
@@ -265,13 +266,13 @@ def test_a_handover_that_fails_saves_what_can_be_saved(
                 raise RunStopped("the memory is lost")
 
         def to_engines(self) -> None:
-            raise RunStopped("no server can go on")
+            raise RunStopped("no server can continue")
 
     asked: list[str] = []
     run.handover = Handover()  # type: ignore[assignment]
     give = give_gpus_to_engines if to == "to_engines" else give_gpus_to_policy
     with pytest.raises(
-        RunStopped, match="no server can go on" if to == "to_engines" else "the memory is lost"
+        RunStopped, match="no server can continue" if to == "to_engines" else "the memory is lost"
     ):
         give(run, 12)
     expected = [(12, 0)] if to == "to_engines" else saved

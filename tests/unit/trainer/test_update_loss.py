@@ -105,7 +105,7 @@ def test_forwards_are_held_for_a_search_over_the_update_alone(
 
 @pytest.mark.parametrize("scope", ["update", "lagged", "micro_batch"])
 def test_fixed_bounds_need_no_pass(scope: Any) -> None:
-    """Nor sums of each micro-batch: the loss is no search."""
+    """Nor sums of each micro-batch: the loss is not a search."""
     loss, found, passes = chosen(dataclasses.replace(grpo(), scope=scope))
     assert passes == []
     assert not isinstance(loss, SearchedLoss)

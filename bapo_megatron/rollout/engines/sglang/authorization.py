@@ -161,7 +161,7 @@ class Authorization:
             return {"Authorization": f"Bearer {self._key.value}"} if self._key else {}
         if status != 200:
             raise EngineError(
-                f"{self._url}: is no SGLang server, or not ready: /model_info has status {status}"
+                f"{self._url}: is not SGLang server, or not ready: /model_info has status {status}"
             )
         if self._is_own or self._has_asked:
             raise EngineError(

@@ -224,7 +224,7 @@ def server_environment(
     """The environment of a server's process: this one's without the trainer's variables, with its own.
 
     ``key_file``: of the API key; None: no authentication. ``python``: SGLang's interpreter; None: that of
-    ``sglang_python``, if there is one. ``host``: the address that it listens on, if that is no loopback
+    ``sglang_python``, if there is one. ``host``: the address that it listens on, if that is not a loopback
     address.
     """
     # A server ends unless its first requests reach itself (``_execute_server_warmup`` in http_server.py).

@@ -43,7 +43,7 @@ and would truncate or shift the distribution without a word, and without a trace
 
 
 class BadReply(Exception):
-    """An answer that is no valid generation: ``SglangServer`` raises it as a ServerError."""
+    """An answer that is not a valid generation: ``SglangServer`` raises it as a ServerError."""
 
 
 def generate_payload(request: GenerateRequest, rid: str) -> bytes:
@@ -168,7 +168,7 @@ def decoded_routes(text: memoryview, tokens: int, shape: RouteShape) -> np.ndarr
     size = tokens * shape.layers * shape.per_token
     if wide.size != size:
         raise ValueError(
-            f"{wide.size} experts are no routes of {tokens} tokens through {shape.layers} layers with "
+            f"{wide.size} experts are not routes of {tokens} tokens through {shape.layers} layers with "
             f"{shape.per_token} experts each, which are {size}"
         )
     routes = _packed(wide, shape).reshape(tokens, shape.layers, shape.per_token)

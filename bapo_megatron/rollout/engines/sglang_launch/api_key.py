@@ -72,7 +72,7 @@ def read_key_file(path: Path) -> ApiKey:
     with os.fdopen(descriptor, "rb") as file:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
-            raise ValueError(f"the API key file {path} is no regular file")
+            raise ValueError(f"the API key file {path} is not a regular file")
         if about.st_mode & 0o077:
             raise ValueError(
                 f"the API key file {path} has mode {about.st_mode & 0o777:04o}, so others may read it: "

@@ -53,9 +53,9 @@ def commands_of(line: str) -> list[list[str]]:
     """The words of each command of the project, of make or of Slurm on a line, without variables before it.
 
     Of what stands in brackets flags and names in capitals are kept: `[--watch]`, but not `[flags]`.
-    A list of JSON objects is a word.
+    A list of JSON is a word.
     """
-    line = re.sub(r"\[([^\[\]{]*)\]", lambda found: found[1] if _OPTION.match(found[1]) else "", line)
+    line = re.sub(r"\[([^\[\]{\"]*)\]", lambda found: found[1] if _OPTION.match(found[1]) else "", line)
     try:
         words = shlex.split(line.removeprefix("$ "), comments=True)
     except ValueError:  # a quotation that is not closed: no command that stands on one line

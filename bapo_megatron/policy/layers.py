@@ -8,7 +8,7 @@ kinds change.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -186,14 +186,26 @@ class MlpBuilder(Builder):
     recomputed = "mlp"
 
 
+def _router_product(te: bool) -> Callable[..., Any] | None:
+    """Transformer Engine's product for the router's logits; None: torch's, as of the other torch layers.
+
+    megatron takes the former wherever the package is installed, also on a CPU, where its kernel ends the
+    process.
+    """
+    if not te:
+        return None
+    from megatron.core.extensions.transformer_engine import te_general_gemm
+
+    return te_general_gemm  # type: ignore[no-any-return]
+
+
 class ExpertsBuilder(Builder):
     """Builder of a mixture of experts, whose routers replay routes."""
 
     recomputed = "moe"  # megatron ignores "mlp" in layers with experts
 
     def config(self) -> dict[str, object]:
-        if not hasattr(moe_utils, "te_general_gemm"):
-            moe_utils.te_general_gemm = None  # the router asks for it, also where the package is missing
+        moe_utils.te_general_gemm = _router_product(self.te)
         return {
             "num_moe_experts": self.kind.count,
             "moe_ffn_hidden_size": self.kind.ffn,

@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.planning.job import shape_folder
 from checkpoints_tools import reshard, verify
 from checkpoints_tools.inspection import inspect_checkpoint
 from tests.e2e.conftest import whole  # noqa: F401  # the run that was never stopped
+from tests.support.cluster_recipes import cluster_recipe
 from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
 from tests.support.other_megatron import OTHER, launcher, other_folder, run_tests
@@ -21,19 +25,28 @@ from tests.support.short_runs import exported, finish, start, wait_for_steps
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 SUITES = {
-    "versions": ["tests/unit/policy/test_megatron_versions.py", "tests/unit/policy/test_layers.py"],
-    "layouts": ["tests/distributed/test_layouts.py"],
-    "experts": ["tests/distributed/test_expert_layouts.py", "tests/distributed/test_route_replay.py"],
-    "faults": ["tests/distributed/test_planted_faults.py"],
-    "hybrids": ["tests/distributed/test_hybrid_layouts.py", "tests/unit/policy/test_delta_net.py"],
+    "layouts": [
+        "tests/unit/policy/test_megatron_versions.py",
+        "tests/unit/policy/test_layers.py",
+        "tests/unit/policy/test_delta_net.py",
+        "tests/distributed/test_layouts.py::test_layout_agrees_with_one_process",
+        "tests/distributed/test_layouts.py::test_chunks_of_unlike_size_agree",
+        "tests/distributed/test_expert_layouts.py",
+        "tests/distributed/test_route_replay.py",
+        "tests/distributed/test_hybrid_layouts.py",
+    ],
     "checkpoints": [
         "tests/distributed/test_checkpoints.py",
         "tests/distributed/test_expert_checkpoints.py",
         "tests/distributed/test_checkpoint_formats.py",
     ],
-    "rehearsals": ["tests/distributed/test_rehearsal.py", "tests/distributed/test_expert_rehearsal.py"],
+    "rehearsals": [
+        "tests/distributed/test_rehearsal.py::test_peaks_and_collectives_are_those_of_real_ranks",
+        "tests/distributed/test_expert_rehearsal.py",
+    ],
+    "faults": ["tests/distributed/test_planted_faults.py"],
 }
-"""Files whose quick tests run under the other megatron-core."""
+"""Tests that run under the other megatron-core: the quick ones, and all faults, which are slow."""
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -77,23 +90,22 @@ def test_a_run_killed_under_one_goes_on_under_the_other(
         assert (tensor - same[name]).abs().max() <= 1e-6, name
 
 
-def peaks(folder: Path | None, file: Path) -> dict[str, float]:
+RECIPE = cluster_recipe("bp_math_32b_64k")
+LAYERS = 8
+"""Of the model's 64, which are all alike."""
+
+
+def peaks(folder: Path | None, model: Path, file: Path) -> dict[str, float]:
     """Peak memory of rank 0 of the 32B recipe by phase, on torch's layers, which both have."""
-    words = [
-        "rehearse",
-        "recipes/bp_math_32b_64k.py",
-        "--rank",
-        "0",
-        "--layers",
-        "torch",
-        "--json",
-        str(file),
-    ]
+    words = ["rehearse", str(RECIPE), f"--model.hf-path={model}", "--layers=torch", f"--json={file}"]
     subprocess.run([*launcher(folder), "-m", "bapo_megatron.cli", *words], cwd=ROOT, check=True)
     return json.loads(file.read_text())["peak_gb"]  # type: ignore[no-any-return]
 
 
 def test_a_rank_of_32b_takes_the_same_memory_under_both(tmp_path: Path) -> None:
-    ours, theirs = (peaks(folder, tmp_path / "found.json") for folder in (None, other_folder()))
+    shape = shape_folder(RECIPE, load_recipe(RECIPE, RunConfig).model.hf_path) / "config.json"
+    shorter = json.loads(shape.read_text()) | {"num_hidden_layers": LAYERS}
+    (tmp_path / "config.json").write_text(json.dumps(shorter))
+    ours, theirs = (peaks(folder, tmp_path, tmp_path / "found.json") for folder in (None, other_folder()))
     assert {"update 2", "save", "load"} <= ours.keys()
     assert theirs == pytest.approx(ours, rel=0.01)

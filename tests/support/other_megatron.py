@@ -37,7 +37,7 @@ def launcher(folder: Path | None) -> tuple[str, ...]:
 
 def run_tests(folder: Path, *arguments: str) -> str:
     """Run pytest with the megatron-core in ``folder``; its output. No test may fail, or be skipped."""
-    words = [*launcher(folder), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    words = [*launcher(folder), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-n", "0"]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     child = subprocess.run(
         [*words, *arguments], cwd=ROOT, env=own, capture_output=True, text=True, check=False

@@ -14,7 +14,7 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf import parameter_map
 from bapo_megatron.policy import attention, positions
 from tests.distributed.test_layouts import LAYOUTS, Answer, answer, check_agreement, layout
-from tests.support.models import save_tiny_model
+from tests.support.models import EXPERTS, save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess
 from tests.te.conftest import at_versions
 
@@ -77,12 +77,12 @@ def test_what_is_left_out_is_there_with_one_replica() -> None:
         assert replace(where, parallel=replace(where.parallel, data=None)) in kept, text
 
 
+@pytest.mark.parametrize(("te", "kind"), at_versions([("qwen2",), (EXPERTS,)], (EXPERTS,)), indirect=["te"])
 def test_without_a_gpu_no_transformer_engine_kernel_is_called(
-    te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]
+    kind: str, te: TransformerEngineProcess, samples: list[Sample], tmp_path: Path
 ) -> None:
     """On a login node, where it is installed and its kernels would end the process."""
-    where = layout("one")
-    te.run(answer, where.parallel, qwen2, samples, where, 1, choices=Choices(layers=False, fused_adam=False))
+    answers(te, "one", save_tiny_model(kind, tmp_path), samples, layers=False, fused_adam=False)
     assert not te.calls
 
 

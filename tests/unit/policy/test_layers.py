@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from bapo_megatron.layers import Block
 from bapo_megatron.policy import layers
-from bapo_megatron.policy.layers import Builder, layer_spec, swiglu
+from bapo_megatron.policy.layers import Builder, ExpertsBuilder, layer_spec, swiglu
+from bapo_megatron.policy.megatron_versions import activation, submodules_of
 
 
 def megatrons(stacked: Tensor) -> Tensor:
@@ -66,4 +69,16 @@ def test_an_mlp_of_another_builder_has_swiglu_too(monkeypatch: pytest.MonkeyPatc
     config = SimpleNamespace(qk_layernorm=False, use_te_activation_func=True)
     monkeypatch.setattr(layers, "builders", lambda *_: [Builder(None, False)])
     spec = layer_spec(Block(None, None), config, False, 8)  # type: ignore[arg-type]
-    assert spec.submodules.mlp.submodules.activation_func is swiglu
+    assert submodules_of(spec.submodules.mlp).activation_func is activation(swiglu)
+
+
+@pytest.mark.parametrize("te", [False, True])
+def test_the_routers_product_is_that_of_the_layers(te: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Transformer Engine is installed, megatron would take its kernel, which a CPU does not have."""
+    theirs = object()
+    extension = SimpleNamespace(te_general_gemm=theirs)
+    monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", extension)
+    monkeypatch.setattr(moe_utils, "te_general_gemm", theirs, raising=False)
+    kind = SimpleNamespace(count=4, ffn=8, per_token=2, normalized=True)
+    ExpertsBuilder(kind, te).config()
+    assert moe_utils.te_general_gemm is (theirs if te else None)

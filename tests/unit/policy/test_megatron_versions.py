@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import common
 
 from bapo_megatron.policy import megatron_versions
 from bapo_megatron.policy.megatron_versions import (
@@ -78,8 +79,10 @@ def test_the_common_state_is_read_by_ours_within_the_context(
     assert getattr(serialization, name) is theirs
 
 
-@pytest.mark.skipif(release() >= (0, 17), reason="the strategies went with 0.17")
-def test_before_0_17_a_strategy_reads_the_common_state() -> None:
+def test_before_0_17_a_strategy_reads_the_common_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_versions, "release", lambda: (0, 16))
+    base = getattr(common, "TorchCommonLoadStrategy", object)  # it went with 0.17
+    monkeypatch.setattr(common, "TorchCommonLoadStrategy", base, raising=False)
     with common_state(lambda: {"iteration": 5}) as arguments:
         assert arguments["common_strategy"].load_common("folder") == {"iteration": 5}
 

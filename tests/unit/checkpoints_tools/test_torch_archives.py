@@ -135,10 +135,10 @@ WHOLE = save({"weight": torch.arange(100, dtype=torch.float32).view(10, 10)})
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "no archive of torch.save"),
-        (WHOLE[:-30], "no archive of torch.save"),
-        (WHOLE[:200], "no archive of torch.save"),
-        (b"not a zip file" * 10, "no archive of torch.save"),
+        (b"", "not an archive of torch.save"),
+        (WHOLE[:-30], "not an archive of torch.save"),
+        (WHOLE[:200], "not an archive of torch.save"),
+        (b"not a zip file" * 10, "not an archive of torch.save"),
         (rezip(WHOLE, lambda *member: member, zipfile.ZIP_DEFLATED), "is compressed"),
         (rezip(WHOLE, only("data.pkl", None)), "it has 0 data.pkl"),
         (rezip(WHOLE, only("data/0", None)), "no member data/0"),

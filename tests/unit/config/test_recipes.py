@@ -69,6 +69,7 @@ BOUNDS: dict[str, BoundsConfig] = {
     f"{BASE}_on_policy": grpo(),
     f"{BASE}_clip_higher": clip_higher(),
     f"{BASE}_asymmetric": fixed(0.8, 1.5),
+    f"{BASE}_own_method": BoundsConfig(),
     "octothinker_llama_3b": replace(paper(), low_start=0.8, high_end=2.0, target=0.45),
 }
 

@@ -526,7 +526,7 @@ def test_an_output_is_kept(tmp_path: Path) -> None:
         prepared(tmp_path, [skywork(GOATS, "19")], overwrite=True)
     (tmp_path / "out/notes.md").unlink()
     (tmp_path / "out" / CARD_FILE).unlink()
-    with pytest.raises(ConfigError, match="no prepared dataset"):
+    with pytest.raises(ConfigError, match="not a prepared dataset"):
         prepared(tmp_path, [skywork(GOATS, "19")], overwrite=True)
 
 
@@ -548,7 +548,7 @@ def test_broken_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     bad.write_text(json.dumps(skywork(GOATS, "1")) + "\n{oops\n")
     refused(str(bad), r"bad\.jsonl, row 1 .*not JSON")
     bad.write_text("[1]\n")
-    refused(str(bad), "row 0 .*no object")
+    refused(str(bad), "row 0 .*not an object")
     parquet = tmp_path / "bad.parquet"
     parquet.write_bytes(b"PAR1 not")
     refused(str(parquet), "cannot be read as parquet")

@@ -304,7 +304,7 @@ def test_links_within_a_folder_are_files(model: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "policy/../../secret"])
 def test_a_manifest_names_files_below_it(name: str, model: Path) -> None:
-    with pytest.raises(CheckpointError, match="no file below"):
+    with pytest.raises(CheckpointError, match="not a file below"):
         file_below(model, name)
 
 

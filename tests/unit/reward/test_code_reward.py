@@ -214,8 +214,8 @@ def test_a_check_with_more_than_asserts_stays_whole() -> None:
     ("ground_truth", "problem"),
     [
         ("34", "it must be an object"),
-        ("{", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("{}", '"inputs" and "outputs" must be lists'),
         ('{"inputs": [], "outputs": []}', "not empty"),
         ('{"inputs": ["1"], "outputs": []}', '1 "inputs" but 0 "outputs"'),

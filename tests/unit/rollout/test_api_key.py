@@ -132,7 +132,7 @@ def test_an_invalid_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> N
 
 def test_a_folder_or_a_pipe_is_no_key(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "api_key", 0o600)
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         known_key(SglangConfig(), tmp_path)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         known_key(SglangConfig(api_key_file=tmp_path / "none"), tmp_path)

@@ -300,7 +300,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], match: 
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"urls": ("h:1",)}, r"distillation\.urls=.*no address"),
+        ({"urls": ("h:1",)}, r"distillation\.urls=.*not an address"),
         ({"urls": ("http://me:secret@h:1",)}, r"user or a password"),
         ({"api_key_env": "sk-123"}, "must be the name of an environment variable"),
         ({"api_key_env": "NO_SUCH_KEY_HERE"}, "is not set"),

@@ -334,6 +334,7 @@ def test_reported_log_probs_need_no_pass_and_are_known_where_the_present_weights
     assert step(version=8)[1].calls == ["token_sums", "update", "token_sums", "update"]
 
 
+@pytest.mark.usefixtures("one_process_group")
 @pytest.mark.parametrize(("cap", "weight"), [(1.5, 1.5), (3.0, 2.0)])
 def test_importance_weighs_the_loss_and_the_contributions(cap: float, weight: float) -> None:
     """pi_old / pi_rollout = 2. One token at A = -1/2, three at 1/2; at ratio 1 the loss is -w (3 - 1) / 2."""

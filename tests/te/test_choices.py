@@ -179,9 +179,14 @@ def products_of_weights(folder: Path, samples: list[Sample]) -> tuple[int, Produ
 def test_weight_gradients_are_added_up_in_float32(
     family: str, te: TransformerEngineProcess, samples: list[Sample], tmp_path: Path
 ) -> None:
-    """By the products themselves, from the first pack on: no pack's is rounded to bfloat16 before."""
+    """By the products themselves, from the first pack on: no pack's is rounded to bfloat16 before.
+
+    A router's gradient is a tensor of its own; from megatron-core 0.19 on Transformer Engine computes it.
+    """
     folder = save_tiny_model(family, tmp_path)
     [(packs, found)] = te.run(products_of_weights, ONE, folder, samples)
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     assert packs > 1
-    assert found == [(torch.float32, True)] * 4 * layers * packs
+    routers = [one for one in found if one == (None, False)]
+    assert len(routers) in (0, layers * packs if family == EXPERTS else 0)
+    assert [one for one in found if one not in routers] == [(torch.float32, True)] * 4 * layers * packs

@@ -336,7 +336,7 @@ def test_both_masks_and_the_clipping_do_something(corrected: Answer) -> None:
     assert all(0 < row["corrections/weight"] <= 1.5 for row in corrected.metrics)  # type: ignore[operator]
     assert all(0 < row["masks/icepop_tokens"] < 1 for row in corrected.metrics)  # type: ignore[operator]
     assert {row["masks/cut_responses_responses"] for row in corrected.metrics} == {0.0, 1 / 6}
-    assert all(row["terms/entropy_bonus"] < -0.1 for row in corrected.metrics)  # type: ignore[operator]
+    assert all(row["terms/entropy_bonus"] < -0.01 for row in corrected.metrics)  # type: ignore[operator]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from bapo_megatron.commands.plan import sound_job
 from bapo_megatron.commands.recipe_flags import check_names, recipe_command
 from bapo_megatron.config import RunConfig
 from bapo_megatron.planning.job import PlanOptions, shape_folder
+from bapo_megatron.runtime.files import write_atomically
 from bapo_rehearsal.job import RehearseOptions, one_of_each_stage, rehearse_job
 from bapo_rehearsal.results import collective_mismatches, rehearsal_dict, rehearsal_text
 
@@ -49,5 +50,5 @@ def rehearse_command(arguments: Sequence[str]) -> int:
     print(rehearsal_text(shown, job, notes), end="")
     summary = rehearsal_dict(results, job, notes)
     if options.json is not None:
-        options.json.write_text(json.dumps(summary, indent=1))
+        write_atomically(options.json, json.dumps(summary, indent=1))
     return 0 if summary["fits"] else 1

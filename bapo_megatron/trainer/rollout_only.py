@@ -177,7 +177,7 @@ _Response = tuple[float, int]
 
 
 def _responses(group: GroupHeader, values: Iterator[float], algorithm: AlgorithmConfig) -> list[_Response]:
-    """Of a group, whose advantages come next from ``values``."""
+    """The responses of a group, whose advantages come next from ``values``."""
     tokens_G = [one.trained_tokens for one in group.responses]
     by_token = algorithm.loss_mean != "sequence"
     return [(next(values) * (tokens if by_token else min(tokens, 1)), tokens) for tokens in tokens_G]

@@ -129,16 +129,16 @@ async def run_agent(
 
 
 def keep_log(folder: Path, episode: str, text: str) -> None:
-    """Keep the log of an episode's program in ``folder``, beside the newest ``MOST_LOGS``."""
+    """Keep the log of an episode's program in ``folder``, and of all logs the newest ``MOST_LOGS``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{episode.replace(os.sep, '_')}.log").write_text(text)
     logs = []
-    for one in os.scandir(folder):
+    for one in folder.glob("*.log"):
         with suppress(FileNotFoundError):  # another worker has removed it
-            logs.append((one.stat().st_mtime_ns, one.path))
+            logs.append((one.lstat().st_mtime_ns, one))
     for _, path in sorted(logs)[:-MOST_LOGS]:
         with suppress(FileNotFoundError):
-            os.unlink(path)
+            path.unlink()
 
 
 def _tail(file: IO[bytes]) -> str:

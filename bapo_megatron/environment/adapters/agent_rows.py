@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.data.rows import RowError, messages_of, read_rows
 from bapo_megatron.environment import PROMPT_TOOLS, SampledTurn, Task
 from bapo_megatron.environment.adapters.agent_program import PROBLEM, given_task, given_variables, run_agent
 from bapo_megatron.environment.adapters.conversation import read_messages
@@ -25,14 +26,15 @@ from bapo_megatron.environment.protocols import server
 from bapo_megatron.environment.protocols.chat import ChatRequest, Refused
 from bapo_megatron.environment.protocols.server import EpisodeQuestions
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import check_output_file, write_atomically
 
 AT_A_TIME = 8
 """Programs that run at a time."""
 
 
 async def rows(command: Sequence[str], problems: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of problems, in the fields of ``data.path``. ConfigError if the program asks nothing."""
+    """The rows of problems, in the fields of ``data.path``. ConfigError if the program asks nothing, RowError
+    for a problem without messages."""
     places = asyncio.Semaphore(AT_A_TIME)
 
     async def row(problem: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +53,8 @@ async def _row(command: Sequence[str], problem: dict[str, Any]) -> dict[str, Any
 
     key, more = secrets.token_hex(16), dict(problem.get("extra_info") or {})
     truth = str(problem.get("reward_model", {}).get("ground_truth", ""))
-    task = Task(problem["prompt"], truth, problem.get("data_source", ""), more)
+    messages = messages_of(problem)
+    task = Task(messages, truth, problem.get("data_source", ""), more)
     try:
         base_url = await server.opened(key, EpisodeQuestions(note))
         end = await run_agent(command, given_task(task), given_variables(base_url, key), keeps_errors=True)
@@ -59,7 +62,7 @@ async def _row(command: Sequence[str], problem: dict[str, Any]) -> dict[str, Any
         server.closed(key)
     if not asked:
         raise ConfigError(f"{command} ended with {end.code}, and has asked nothing: {end.errors[-500:]}")
-    first, more = asked[0], {**more, PROBLEM: problem["prompt"]}
+    first, more = asked[0], {**more, PROBLEM: messages}
     tools = {PROMPT_TOOLS: first.tools} if first.tools else {}
     return {**problem, "prompt": read_messages(first.messages), "extra_info": {**more, **tools}}
 
@@ -71,10 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("output", type=Path, help="the file of rows to write")
     parser.add_argument("command", nargs="+", help="the program and its arguments, behind --")
     settings = parser.parse_args(arguments)
-    problems = map(json.loads, settings.problems.read_text().splitlines())
     try:
-        found = asyncio.run(rows(settings.command, problems))
-    except (ConfigError, OSError) as error:
+        check_output_file("output", settings.output)
+        if settings.output.exists():
+            raise ConfigError(f"output {settings.output} exists: name another file, or delete it")
+        found = asyncio.run(rows(settings.command, read_rows(settings.problems)))
+    except (ConfigError, RowError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     write_atomically(settings.output, "".join(json.dumps(row) + "\n" for row in found))

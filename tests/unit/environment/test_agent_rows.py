@@ -40,4 +40,24 @@ def test_rows_whose_prompts_are_what_a_program_asks_first(arguments: list[str], 
     task = replace(TASK, messages=row["prompt"], extra_info=row["extra_info"])
     assert play(EndpointEnvironment, task, {"command": command}, ["6"]) == [Reply(None, reward=1.0)]
     with pytest.raises(SystemExit, match="2"):
-        agent_rows.main([str(problems), str(output), "--", sys.executable, "-c", "pass"])
+        agent_rows.main([str(problems), str(tmp_path / "none"), "--", sys.executable, "-c", "pass"])
+
+
+def test_no_file_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The problems themselves, say, or a dataset that a run reads; before any program starts."""
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(json.dumps({"prompt": TASK.messages}) + "\n")
+    before, never = problems.read_text(), tmp_path / "started"
+    command = ["--", sys.executable, "-c", f"open({str(never)!r}, 'w')"]
+    with pytest.raises(SystemExit, match="2"):
+        agent_rows.main([str(problems), str(problems), *command])
+    assert "problems.jsonl exists: name another file" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        agent_rows.main([str(problems), str(tmp_path / "no/rows.jsonl"), *command])
+    assert "does not exist; make it" in capsys.readouterr().err
+    problems.with_name("odd.jsonl").write_text("{}\n")
+    with pytest.raises(SystemExit, match="2"):
+        agent_rows.main([str(tmp_path / "odd.jsonl"), str(tmp_path / "rows.jsonl"), *command])
+    assert "prompt is missing" in capsys.readouterr().err
+    assert problems.read_text() == before
+    assert not never.exists()

@@ -91,12 +91,12 @@ def _return_placeholders(state: Any, *_: Any, strict: Any = None, **__: Any) -> 
     With ``strict`` also the missing and the unexpected keys: none.
     """
     factories, _rest = extract_matching_values(
-        state, lambda one: isinstance(one, ShardedTensorFactory), return_lists_as_dicts=True
+        state, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
     )
     apply_factories(state)
     dict_list_map_inplace(_target_tensor, state)
-    found = apply_factory_merges(state, factories)
-    return found if strict is None else (found, set(), set())
+    merged = apply_factory_merges(state, factories)
+    return merged if strict is None else (merged, set(), set())
 
 
 def _target_tensor(value: Any) -> Any:
@@ -124,14 +124,14 @@ def peer_shard_lists() -> Iterator[None]:
         weights = [shard for shard in obj if not shard.key.startswith("optimizer.state.")]
         for place, rank in enumerate(dist.get_process_group_ranks(group)):
             copy, suffix = _copy_of_experts(rank)
-            found = [
-                replace(one, replica_id=(*one.replica_id[:-1], copy if _is_expert(one) else place))
-                for one in weights
+            chosen = [
+                replace(item, replica_id=(*item.replica_id[:-1], copy if _is_expert(item) else place))
+                for item in weights
             ]
-            found += [one for one in owned[place] if not _is_expert(one)]
-            found += [one for one in owned[copy] if _is_expert(one)]
+            chosen += [item for item in owned[place] if not _is_expert(item)]
+            chosen += [item for item in owned[copy] if _is_expert(item)]
             object_list[place] = [
-                replace(one, key=one.key + suffix) if _is_expert(one) else one for one in found
+                replace(item, key=item.key + suffix) if _is_expert(item) else item for item in chosen
             ]
         object_list[group.rank()] = obj
 
@@ -170,15 +170,15 @@ def _copy_of_experts(rank: int) -> tuple[int, str]:
 def _states_by_owner(optimizer: Any, model_state: dict[str, Any]) -> dict[int, list[ShardedTensor]]:
     """Optimizer shards by owner, a rank of DP x CP; without values."""
     shards = shards_of_parameters(model_state)
-    found: dict[int, dict[str, Any]] = defaultdict(dict)
+    by_owner: dict[int, dict[str, Any]] = defaultdict(dict)
     for placement in placements(optimizer):
         nothing = torch.empty(()).expand(placement.parameter.shape)
         for name in STATES:
             shard = shard_of_state(shards[placement.parameter], name, nothing, 0)
-            found[placement.owner][f"{placement.number} {name}"] = shard
-    for state in found.values():
+            by_owner[placement.owner][f"{placement.number} {name}"] = shard
+    for state in by_owner.values():
         apply_factories(state)
     return {
-        owner: [one.without_data() for one in nested_values(state) if isinstance(one, ShardedTensor)]
-        for owner, state in found.items()
+        owner: [value.without_data() for value in nested_values(state) if isinstance(value, ShardedTensor)]
+        for owner, state in by_owner.items()
     }

@@ -59,12 +59,12 @@ class RehearseOptions(GpuOptions):
     def check(self) -> None:
         """Raise ConfigError for flags that exclude each other, and for a file that cannot be written."""
         super().check()
-        given = {
+        is_set = {
             "--rank": self.rank is not None,
             "--stage": self.stage is not None,
             "--all-ranks": self.all_ranks,
         }
-        names = [name for name, is_given in given.items() if is_given]
+        names = [name for name, is_given in is_set.items() if is_given]
         if len(names) > 1:
             raise ConfigError(f"{' and '.join(names)} exclude each other: give one")
         if self.json is not None:
@@ -129,7 +129,7 @@ def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankR
 def one_of_each_stage(results: Sequence[RankResult]) -> list[RankResult]:
     """One rank of each stage: a failed one, else the one with the highest peak."""
     by_stage: dict[int, RankResult] = {}
-    for result in sorted(results, key=lambda one: (not one.error, -one.highest)):
+    for result in sorted(results, key=lambda item: (not item.error, -item.highest)):
         by_stage.setdefault(result.place["stage"], result)
     return [by_stage[stage] for stage in sorted(by_stage)]
 

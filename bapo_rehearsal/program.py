@@ -95,9 +95,9 @@ class RankProgram:
 
     def save(self, save: Callable[[MegatronPolicy], object]) -> object:
         with self._phase("save"):
-            held = save(self.policy)
+            files = save(self.policy)
         gc.collect()
-        return held
+        return files
 
     def sample(self) -> None:
         """Colocated sampling: weight hand-over, offload of the policy, and its reload; else nothing."""
@@ -124,9 +124,9 @@ class RankProgram:
         with self._phase(HAND_OVER):
             buckets = Buckets(bucket, device, partial(shareable, device=device))
             before = None
-            for one in buckets.cut(self.policy.hf_weights()):
-                before = one  # a server may still read it while the next one is made
-            del before, one
+            for current in buckets.cut(self.policy.hf_weights()):
+                before = current  # a server may still read it while the next one is made
+            del before, current
             buckets.release()
 
     def load(self, load: Callable[[MegatronPolicy], None]) -> None:
@@ -153,16 +153,16 @@ def full_packs(config: RunConfig, layout: PackLayout, shape: ModelShape, packs: 
         for number in range(packs * layout.data_size)
         for length in lengths
     ]
-    found = pack_samples(
+    made = pack_samples(
         samples,
         config.batch.pack_tokens,
         config.algorithm.loss_mean,
         layout,
         config.rollout.max_response_tokens,
     )
-    if len(found) != packs:
-        raise ValueError(f"{packs} packs of {lengths} tokens became {len(found)}")
-    return found
+    if len(made) != packs:
+        raise ValueError(f"{packs} packs of {lengths} tokens became {len(made)}")
+    return made
 
 
 def sequence_lengths(config: RunConfig, multiple: int) -> list[int]:

@@ -145,11 +145,13 @@ class RankRehearsal:
             label_model_state(self.meter.ledger, self.program.policy)
         del packs
         self.program.weight_sync()
-        held = self.program.save(rehearse_save)  # kept over the sampling: a run's writer may still be at work
+        files = self.program.save(
+            rehearse_save
+        )  # kept over the sampling: a run's writer may still be at work
         self.program.sample()
         for block in self.program.policy._offload.host.blocks:
             _mark(self.meter.ledger, block, OFFLOADED)
-        del held
+        del files
         gc.collect()
         self.program.load(rehearse_load)
 
@@ -165,7 +167,7 @@ class RankRehearsal:
         bounds = packs[0].cu_seqlens
         size, rank = self.config.parallel.context, self.request.place["context"]
         chunks = document_chunks(bounds, size, rank)
-        self.meter.chunks = [(one.queries, one.last_key - one.first_key) for one in chunks]
+        self.meter.chunks = [(chunk.queries, chunk.last_key - chunk.first_key) for chunk in chunks]
         hidden = read_model_shape(self.config.model.hf_path).hidden
         self.meter.collectives.message_shape = message_shape(self.config, bounds[-1], hidden)
         return packs
@@ -313,16 +315,16 @@ class ModuleNames:
         for chunk in chunks:
             while hasattr(chunk, "module"):
                 chunk = chunk.module
-            for name, one in chunk.named_modules():
-                self._names[id(one)] = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+            for name, module in chunk.named_modules():
+                self._names[id(module)] = re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
     def watch(self) -> None:
         """Register forward hooks for all modules of this process."""
         torch_module.register_module_forward_pre_hook(self._enter)
         torch_module.register_module_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, one: torch.nn.Module, _inputs: Any) -> None:
-        self._running.append(self._names.get(id(one)) or type(one).__name__)
+    def _enter(self, module: torch.nn.Module, _inputs: Any) -> None:
+        self._running.append(self._names.get(id(module)) or type(module).__name__)
 
     def _leave(self, _one: torch.nn.Module, _inputs: Any, _output: Any) -> None:
         if self._running:

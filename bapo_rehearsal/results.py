@@ -61,12 +61,12 @@ def _groups(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
                 yield line
 
 
-def _first_difference(one: int, left: Sequence[Call], other: int, right: Sequence[Call]) -> str | None:
+def _first_difference(rank: int, left: Sequence[Call], other_rank: int, right: Sequence[Call]) -> str | None:
     for number, (a, b) in enumerate(zip_longest(left, right), start=1):
         if a is None or b is None or _signature(a) != _signature(b):
             kind = (a or b).group  # type: ignore[union-attr]
             return (
-                f"deadlock: in group {kind} ranks {one} and {other} differ at call {number}: "
+                f"deadlock: in group {kind} ranks {rank} and {other_rank} differ at call {number}: "
                 f"{_text(a)}, and {_text(b)}"
             )
     return None
@@ -191,10 +191,10 @@ def _rank_memory(result: RankResult, job: Job) -> Iterator[str]:
 def _largest(result: RankResult) -> Iterator[str]:
     yield f"the largest tensors at the peak, in {result.peak_phase}"
     rows = []
-    for one in result.largest:
-        count = f"{one.count} x " if one.count > 1 else ""
-        shape = f"{count}{list(one.shape)} {one.dtype}"
-        rows.append([f"{one.size / GB:.2f} GB", shape, one.kind, one.module or "-", one.line])
+    for tensor in result.largest:
+        count = f"{tensor.count} x " if tensor.count > 1 else ""
+        shape = f"{count}{list(tensor.shape)} {tensor.dtype}"
+        rows.append([f"{tensor.size / GB:.2f} GB", shape, tensor.kind, tensor.module or "-", tensor.line])
     yield from text_table(rows, right=(0,), indent=2)
 
 
@@ -216,14 +216,14 @@ def _collectives(result: RankResult) -> Iterator[str]:
 
 
 def _waits(result: RankResult) -> Iterator[str]:
-    found = Counter[tuple[str, str]]()
+    waits = Counter[tuple[str, str]]()
     for wait, count in result.update_waits().items():
-        found[wait.line, wait.what] += count
-    yield f"the host waits for the GPU {found.total():,} times in an update with its search"
-    shown = found.most_common(_MOST_LINES)
+        waits[wait.line, wait.what] += count
+    yield f"the host waits for the GPU {waits.total():,} times in an update with its search"
+    shown = waits.most_common(_MOST_LINES)
     yield from text_table([[f"{count:,}", what, line] for (line, what), count in shown], right=(0,), indent=2)
-    if len(found) > _MOST_LINES:
-        yield f"  and {len(found) - _MOST_LINES} more lines (--json has them)"
+    if len(waits) > _MOST_LINES:
+        yield f"  and {len(waits) - _MOST_LINES} more lines (--json has them)"
 
 
 def _verdict(results: Sequence[RankResult], job: Job, notes: Sequence[str]) -> list[str]:
@@ -265,7 +265,7 @@ def _rank_dict(result: RankResult, job: Job) -> dict[str, Any]:
         "kinds_gb": _kinds(result.gpu),
         "host_gb": {phase: peak.size / GB for phase, peak in result.host.items()},
         "host_kinds_gb": _kinds(result.host),
-        "largest": [vars(one) for one in result.largest],
+        "largest": [vars(tensor) for tensor in result.largest],
         "tflop": {phase: flops / 1e12 for phase, flops in result.flops.items()},
         "model_tflop": model_flops(result, job) / 1e12,
         "host_waits_per_update": sum(result.update_waits().values()),

@@ -120,8 +120,8 @@ class Inspect:
         """Inspect the checkpoint, and print the result."""
         from checkpoints_tools.inspection import as_text, inspect_checkpoint
 
-        found = inspect_checkpoint(self.path, self.step, self.hf_reference)
-        print(dumps(found.as_json(), indent=2) if self.json else printable(as_text(found)))
+        inspection = inspect_checkpoint(self.path, self.step, self.hf_reference)
+        print(dumps(inspection.as_json(), indent=2) if self.json else printable(as_text(inspection)))
         return 0
 
 
@@ -156,11 +156,11 @@ class Verify:
             return self._run_on_files(settings)
         from checkpoints_tools.verification import verify
 
-        found = verify(
+        verification = verify(
             self.first, self.second, self.hf_reference, self.step, self.digests, self.weights_only, settings
         )
-        print(dumps(found.as_json(), indent=2) if self.json else printable(str(found)))
-        return 0 if found.equal else 1
+        print(dumps(verification.as_json(), indent=2) if self.json else printable(str(verification)))
+        return 0 if verification.equal else 1
 
     def _run_on_files(self, settings: Settings) -> int:
         if self.digests or self.weights_only or self.hf_reference:
@@ -169,9 +169,9 @@ class Verify:
             )
         from checkpoints_tools.verification import verify_files
 
-        found = verify_files(self.first, self.step, settings)
-        print(dumps(found.as_json(), indent=2) if self.json else printable(str(found)))
-        return 1 if found.damaged else 0
+        verification = verify_files(self.first, self.step, settings)
+        print(dumps(verification.as_json(), indent=2) if self.json else printable(str(verification)))
+        return 1 if verification.damaged else 0
 
 
 @dataclass(frozen=True)

@@ -199,15 +199,15 @@ def _carry_untrained(
     plan: OutputPlan, reference: Path, shape: ModelShape, folder: Path
 ) -> dict[str, BlockTensor]:
     """Plan a file of the tensors that are not trained, in ``folder/hf``; the tensors."""
-    found = untrained_tensors(reference, shape)
-    if found:
-        files = dict.fromkeys(found, UNTRAINED)
-        planned = {name: (tensor.weight_type, tensor.shape) for name, tensor in found.items()}
+    untrained = untrained_tensors(reference, shape)
+    if untrained:
+        files = dict.fromkeys(untrained, UNTRAINED)
+        planned = {name: (tensor.weight_type, tensor.shape) for name, tensor in untrained.items()}
         own = plan_safetensors(planned, folder / "hf", 0, files)
         plan.tensors |= own.tensors
         plan.sizes |= own.sizes
         plan.around |= own.around
-    return found
+    return untrained
 
 
 def _check_grid(grid: int) -> None:
@@ -221,12 +221,12 @@ def _model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
     Tied models are often stored with a copy of the embedding as the output layer: an equal copy is left out,
     an unequal one is refused.
     """
-    found = read_safetensors_folder(folder)
-    if problems := tensor_problems({name: tensor.shape for name, tensor in found.items()}, shape):
+    tensors = read_safetensors_folder(folder)
+    if problems := tensor_problems({name: tensor.shape for name, tensor in tensors.items()}, shape):
         raise CheckpointError(problems_of(folder, problems))
     if shape.tied:
-        found = without_tied_copy(found, folder, embedding_name(shape))
-    return {name: found[name] for name in hf_tensors(shape)}
+        tensors = without_tied_copy(tensors, folder, embedding_name(shape))
+    return {name: tensors[name] for name in hf_tensors(shape)}
 
 
 def _new_common(shape: ModelShape, iteration: int = 0) -> bytes:

@@ -173,27 +173,27 @@ def _read_torch_dist(folder: Path) -> _Content:
 def _read_mp_rank(folder: Path) -> _Content:
     files = RankFiles(folder)
     shards: list[list[GlobalTensor]] = [[] for _ in range(files.tensor)]
-    for tensor, held in enumerate(shards):
+    for tensor, tensors_of_rank in enumerate(shards):
         for virtual in range(files.virtual):
             for pipeline in range(files.pipeline):
                 chunk = files.chunk(tensor, pipeline, virtual)
                 stage = f"stage {pipeline + virtual * files.pipeline}: "
-                held += [
+                tensors_of_rank += [
                     GlobalTensor(stage + key, t.dtype, t.shape, ()) for key, t in chunk.parameters.items()
                 ]
     first, *others = shards
     ranks = {"tensor": files.tensor, "pipeline": files.pipeline, "virtual": files.virtual}
     kind = "mp_rank" if files.has_optimizer else None
-    rest = tuple(tensor for held in others for tensor in held)
+    rest = tuple(tensor for tensors_of_rank in others for tensor in tensors_of_rank)
     layout = "shards of tensor rank 0"
     return _Content(layout, files.common, tuple(first), kind, rest, ranks=ranks)
 
 
 def _read_hf(folder: Path) -> _Content:
-    found = read_safetensors_folder(folder)
-    scales = (tensor.scales for tensor in found.values() if tensor.scales is not None)
-    held = {**found, **{one.name: one for one in scales}}
-    weights = tuple(GlobalTensor(name, t.dtype, t.shape, ()) for name, t in held.items())
+    tensors = read_safetensors_folder(folder)
+    scales = (tensor.scales for tensor in tensors.values() if tensor.scales is not None)
+    stored = {**tensors, **{scale.name: scale for scale in scales}}
+    weights = tuple(GlobalTensor(name, t.dtype, t.shape, ()) for name, t in stored.items())
     return _Content(None, {}, weights, None)
 
 
@@ -224,12 +224,12 @@ def _iteration(location: Location, common: Mapping[str, Any]) -> int | None:
 def _written_at(common: Mapping[str, Any]) -> dict[str, Any]:
     """Parallel layout that wrote the checkpoint, from our metadata or else from Megatron-LM's arguments."""
     arguments, ours = common.get("args"), common.get("written_at")
-    found: dict[str, Any] = {}
+    layout: dict[str, Any] = {}
     if isinstance(ours, dict):
-        found = {name: ours.get(name) for name in _PARALLEL}
+        layout = {name: ours.get(name) for name in _PARALLEL}
     elif isinstance(arguments, PickledObject):
-        found = {name: arguments.field(field) for name, (field, _) in _PARALLEL.items()}
-    known: dict[str, Any] = {name: value for name, value in found.items() if type(value) is int}
+        layout = {name: arguments.field(field) for name, (field, _) in _PARALLEL.items()}
+    known: dict[str, Any] = {name: value for name, value in layout.items() if type(value) is int}
     layers = ours.get("pipeline_layers") if isinstance(ours, dict) else None
     if isinstance(layers, list) and all(type(count) is int for count in layers):
         known["pipeline_layers"] = layers
@@ -250,29 +250,29 @@ def _groups(tensors: Iterable[GlobalTensor], objects: Iterable[str]) -> list[Key
 _Node: TypeAlias = "dict[str, _Node | None]"
 
 
-def as_text(found: Inspection) -> str:
+def as_text(inspection: Inspection) -> str:
     """The inspection as text: the facts, one a line, then the keys as a tree."""
-    return "\n".join([*text_table(list(_facts(found))), "keys", *_tree(found.keys)])
+    return "\n".join([*text_table(list(_facts(inspection))), "keys", *_tree(inspection.keys)])
 
 
-def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
-    yield "checkpoint", found.folder
-    yield "format", found.format + (f", {found.layout}" if found.layout else "")
-    if found.common_state is not None:
-        yield "common state", found.common_state
-    if found.iteration is not None:
-        yield "iteration", str(found.iteration)
-    if found.written_at:
-        yield "written at", _layout_text(found.written_at)
-    yield "model", _model_text(found)
-    yield "parameters", f"{found.parameters:,}"
-    yield "weights", ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in found.dtypes.items())
-    if (rows := found.vocabulary_rows) is not None:
-        padding = rows - found.model["vocab"] if found.model else 0
+def _facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    yield "checkpoint", inspection.folder
+    yield "format", inspection.format + (f", {inspection.layout}" if inspection.layout else "")
+    if inspection.common_state is not None:
+        yield "common state", inspection.common_state
+    if inspection.iteration is not None:
+        yield "iteration", str(inspection.iteration)
+    if inspection.written_at:
+        yield "written at", _layout_text(inspection.written_at)
+    yield "model", _model_text(inspection)
+    yield "parameters", f"{inspection.parameters:,}"
+    yield "weights", ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in inspection.dtypes.items())
+    if (rows := inspection.vocabulary_rows) is not None:
+        padding = rows - inspection.model["vocab"] if inspection.model else 0
         yield "vocabulary", f"{rows:,} rows" + (f", {padding:,} of padding" if padding else "")
-    size = f", {format_bytes(found.optimizer_bytes)}" if found.optimizer_bytes else ""
-    yield "optimizer", f"{found.optimizer or 'none'}{size}"
-    yield "on disk", format_bytes(found.total_bytes)
+    size = f", {format_bytes(inspection.optimizer_bytes)}" if inspection.optimizer_bytes else ""
+    yield "optimizer", f"{inspection.optimizer or 'none'}{size}"
+    yield "on disk", format_bytes(inspection.total_bytes)
 
 
 def _layout_text(written_at: Mapping[str, Any]) -> str:
@@ -288,10 +288,10 @@ def _layout_text(written_at: Mapping[str, Any]) -> str:
     return " ".join(shown)
 
 
-def _model_text(found: Inspection) -> str:
-    if found.model is None:
+def _model_text(inspection: Inspection) -> str:
+    if inspection.model is None:
         return "unknown: the checkpoint carries no config.json; --hf-reference names one"
-    model = found.model
+    model = inspection.model
     tied = "tied" if model["tied"] else "untied"
     return (
         f"{model['name']}: {model['layers']} layers, hidden {model['hidden']}, {model['heads']} heads of "

@@ -84,18 +84,18 @@ def to_hf(
     if opened.location.format is Format.HF:
         raise ConfigError(f"{source} is a Hugging Face folder already")
     output = check_output(output, settings.overwrite, [source, model])
-    found = opened.tensors if origin == "model" else _masters(opened)
+    readable = opened.tensors if origin == "model" else _masters(opened)
     untrained = untrained_tensors(model, shape)
-    tensors = {**{name: found[name] for name in hf_tensors(shape)}, **untrained}
+    tensors = {**{name: readable[name] for name in hf_tensors(shape)}, **untrained}
     in_fp8 = _in_fp8(shape) if quantize == "fp8-block" else set()
-    rounds = dtype == "bf16" or bool(in_fp8)
+    to_bf16 = dtype == "bf16" or bool(in_fp8)
     kept = kept_in_float32(shape) | untrained.keys()
-    types = {n: "BF16" if rounds and n not in kept else t.weight_type for n, t in tensors.items()}
+    types = {n: "BF16" if to_bf16 and n not in kept else t.weight_type for n, t in tensors.items()}
     kinds = {types[name] for name in types.keys() - kept}
     types |= dict.fromkeys(in_fp8, FP8)
     wanted = {name: (types[name], tensor.shape) for name, tensor in tensors.items()}
-    held = _as_written(wanted, model, shape)
-    weight_map = None if shard_bytes is not None else _weight_map(model, held, in_fp8)
+    stored = _as_written(wanted, model, shape)
+    weight_map = None if shard_bytes is not None else _weight_map(model, stored, in_fp8)
     if shape.tied and OUTPUT in (weight_map or ()):
         embedding = embedding_name(shape)
         tensors[OUTPUT], wanted[OUTPUT] = replace(tensors[embedding], name=OUTPUT), wanted[embedding]
@@ -170,10 +170,10 @@ def _weight_map(model: Path, tensors: Iterable[str], in_fp8: Iterable[str]) -> d
     None if the folder has no weights, or fused experts that are written one by one.
     """
     if (model / INDEX).is_file():
-        held = read_weight_map(model) or {}
-        if not set(tensors) <= set(held):
+        stored = read_weight_map(model) or {}
+        if not set(tensors) <= set(stored):
             return None
-        scales = {scale_name(name): held.get(scale_name(name), held[name]) for name in in_fp8}
-        return {name: file for name, file in held.items() if not weight_of_scale(name)} | scales
+        scales = {scale_name(name): stored.get(scale_name(name), stored[name]) for name in in_fp8}
+        return {name: file for name, file in stored.items() if not weight_of_scale(name)} | scales
     names = [*tensors, *map(scale_name, in_fp8)]
     return dict.fromkeys(names, SINGLE) if (model / SINGLE).is_file() else None

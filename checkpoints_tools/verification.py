@@ -65,7 +65,7 @@ class Verification:
             "tensors": self.tensors,
             "bytes": self.nbytes,
             "optimizer": self.optimizer,
-            "differences": [asdict(found) for found in self.differences],
+            "differences": [asdict(difference) for difference in self.differences],
             "digests": {name: list(pair) for name, pair in self.digests.items()},
         }
 
@@ -77,7 +77,7 @@ class Verification:
         if self.equal:
             lines.append(f"equal: {self.tensors} tensors, {self.nbytes:,} bytes, every bit")
         else:
-            lines += [f"{found.tensor} {found.message}" for found in self.differences[:_SHOWN]]
+            lines += [f"{difference.tensor} {difference.message}" for difference in self.differences[:_SHOWN]]
             if len(self.differences) > _SHOWN:
                 lines.append(f"... and {len(self.differences) - _SHOWN} more")
             lines.append(f"different: {len(self.differences)} of {self.tensors} tensors")
@@ -144,7 +144,7 @@ def _comparable(own: OpenedCheckpoint, other: OpenedCheckpoint) -> dict[str, Blo
     """The tensors of a checkpoint; without those that are not trained where the other is Megatron's."""
     if other.content is None or not own.shape.untrained:
         return own.tensors
-    return {name: one for name, one in own.tensors.items() if not name.startswith(own.shape.untrained)}
+    return {name: tensor for name, tensor in own.tensors.items() if not name.startswith(own.shape.untrained)}
 
 
 def _optimizer_not_compared(here: OpenedCheckpoint, there: OpenedCheckpoint) -> str:
@@ -196,8 +196,8 @@ def verify_files(path: Path, step: str = LATEST, settings: Settings = DEFAULTS) 
         raise CheckpointError(f"{folder.parent / MANIFEST} gives the size of {without[0]} alone, no SHA-256")
     total = sum(entry["bytes"] for entry in entries.values())
     with byte_progress(total, settings.progress) as done, ThreadPoolExecutor(settings.thread_count()) as pool:
-        found = pool.map(lambda name: _sha256(file_below(folder.parent, name), done), entries)
-        pairs = list(zip(entries.items(), found, strict=True))
+        digests = pool.map(lambda name: _sha256(file_below(folder.parent, name), done), entries)
+        pairs = list(zip(entries.items(), digests, strict=True))
     damaged = [name for (name, entry), digest in pairs if digest != entry["sha256"]]
     return FileCheck(folder.parent, len(entries), total, tuple(sorted(damaged)))
 

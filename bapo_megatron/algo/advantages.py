@@ -78,14 +78,14 @@ class Rewards:
         """Rewards of a step, from its header. An episode with branches counts once, with all its tokens."""
         each = [(n, group.source, rows) for n, group in enumerate(groups) for rows in group.episodes]
         first = [rows[0] for _, _, rows in each]
-        names = sorted({name for one in first for name in one.named_rewards})
+        names = sorted({name for sample in first for name in sample.named_rewards})
         return cls(
-            np.array([one.reward for one in first], np.float64),
+            np.array([sample.reward for sample in first], np.float64),
             np.array([number for number, _, _ in each], np.int64),
-            np.array([sum(one.trained_tokens for one in rows) for _, _, rows in each], np.int64),
-            np.array([any(one.is_cut for one in rows) for _, _, rows in each], np.bool_),
+            np.array([sum(sample.trained_tokens for sample in rows) for _, _, rows in each], np.int64),
+            np.array([any(sample.is_cut for sample in rows) for _, _, rows in each], np.bool_),
             np.array([source for _, source, _ in each], np.str_),
-            {name: np.array([one.named_rewards.get(name, 0.0) for one in first]) for name in names},
+            {name: np.array([sample.named_rewards.get(name, 0.0) for sample in first]) for name in names},
         )
 
     def groups(self) -> Iterator[Rewards]:
@@ -187,7 +187,7 @@ def gdpo(rewards: Rewards, weights: dict[str, float] | None = None) -> np.ndarra
             f"step has {has}: let the reward function return a dict of them (docs/rewards.md)"
         )
     each = (replace(rewards, reward_N=rewards.named[name]) for name in weights)
-    total_N = sum(weight * grpo(one) for weight, one in zip(weights.values(), each, strict=True))
+    total_N = sum(weight * grpo(of_reward) for weight, of_reward in zip(weights.values(), each, strict=True))
     return _normalized(np.asarray(total_N))
 
 
@@ -287,8 +287,10 @@ def check_advantage(algorithm: Any) -> None:
     advantage = build_advantage(algorithm)
     if ":" in algorithm.advantage:
         # The names that the rewards will have are those of its settings, such as weights, if any are known.
-        of_settings = (one for one in algorithm.advantage_settings.values() if isinstance(one, dict))
-        names = [name for one in of_settings for name in one] or ["reward"]
+        of_settings = (
+            setting for setting in algorithm.advantage_settings.values() if isinstance(setting, dict)
+        )
+        names = [name for setting in of_settings for name in setting] or ["reward"]
         advantage(replace(trial, named=_AnyName.fromkeys(names, np.array([0.0, 1.0, 1.0, 1.0]))))
 
 

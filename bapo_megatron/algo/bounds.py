@@ -220,10 +220,10 @@ def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> B
     lows, highs = low_values(config), high_values(config)
     if not any(positive) and not any(negative):
         return Bounds(lows[0], highs[0], dual_clip=config.dual_clip)
-    for rounds, (low, high) in enumerate(search_path(config)):
+    for moves, (low, high) in enumerate(search_path(config)):
         contribution = positive_share(positive[high], negative[low], config.share)
         reached = contribution >= config.target
-        bounds = Bounds(lows[low], highs[high], contribution, rounds, reached, config.dual_clip)
+        bounds = Bounds(lows[low], highs[high], contribution, moves, reached, config.dual_clip)
         if reached:
             break
     return bounds

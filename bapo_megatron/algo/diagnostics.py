@@ -269,10 +269,10 @@ def by_source(names: Sequence[str]) -> Measurement:
     def metrics(sums: Tensor, update: UpdateSums) -> Metrics:
         table = sums.reshape(rows, len(_SOURCE_VALUES))
         total = dict(zip(_SOURCE_VALUES, table.sum(0).tolist(), strict=True))
-        found: Metrics = {}
+        by_name: Metrics = {}
         for name, row in zip(names, table[1:].tolist(), strict=True):
-            found |= _source_metrics(f"source/{name}", dict(zip(_SOURCE_VALUES, row, strict=True)), total)
-        return found
+            by_name |= _source_metrics(f"source/{name}", dict(zip(_SOURCE_VALUES, row, strict=True)), total)
+        return by_name
 
     return Measurement("by_source", rows * len(_SOURCE_VALUES), sums, metrics)
 

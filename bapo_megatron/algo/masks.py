@@ -157,17 +157,17 @@ def build_masks(algorithm: Any) -> list[tuple[str, Mask]]:
 def taken_out(label: str, mask: Mask, response: Response) -> np.ndarray:
     """What ``mask`` takes out of a response, bool [N]. ConfigError if it fails or answers anything else."""
     try:
-        found = np.asarray(mask(response))
+        mask_T = np.asarray(mask(response))
     except ConfigError:
         raise
     except Exception as error:  # a user's function raises what it likes
         raise ConfigError(f"algorithm.masks: {label} failed with {error!r}; mend it") from error
-    if found.dtype != np.bool_ or found.shape not in ((), (response.tokens,)):
+    if mask_T.dtype != np.bool_ or mask_T.shape not in ((), (response.tokens,)):
         raise ConfigError(
             f"algorithm.masks: {label} must return True or False, or one of them for each of the "
-            f"{response.tokens} trained tokens, not {found.dtype} of shape {list(found.shape)}"
+            f"{response.tokens} trained tokens, not {mask_T.dtype} of shape {list(mask_T.shape)}"
         )
-    return np.broadcast_to(found, (response.tokens,))
+    return np.broadcast_to(mask_T, (response.tokens,))
 
 
 def check_masks(algorithm: Any) -> None:

@@ -83,7 +83,10 @@ class Objective:
         terms = terms or {}
         self._terms = [*kl_terms(reference, distillation), *terms.values()]
         first = MEASUREMENTS.index(CLIPPING) + 1
-        always = [ENGINE_GAP_OF_OWN_KEYS if keeps_keys and one is ENGINE_GAP else one for one in MEASUREMENTS]
+        always = [
+            ENGINE_GAP_OF_OWN_KEYS if keeps_keys and measurement is ENGINE_GAP else measurement
+            for measurement in MEASUREMENTS
+        ]
         self._measurements: list[Measurement] = [
             *always[:first],
             *loss.measurements,  # the metrics of a loss stand beside its clip fractions
@@ -95,11 +98,11 @@ class Objective:
         ]
         self._parts: dict[str, slice] = {}
         self._width = 2
-        for one in self._measurements:
-            if one.name in (SEARCH, *self._parts):
-                raise ValueError(f"two measurements have the name {one.name!r}: rename one")
-            self._parts[one.name] = slice(self._width, self._width + one.size)
-            self._width += one.size
+        for measurement in self._measurements:
+            if measurement.name in (SEARCH, *self._parts):
+                raise ValueError(f"two measurements have the name {measurement.name!r}: rename one")
+            self._parts[measurement.name] = slice(self._width, self._width + measurement.size)
+            self._width += measurement.size
         self._parts[SEARCH] = slice(self._width, None)
 
     def token_fn(self, found: object, version: int) -> TokenFn:
@@ -118,7 +121,7 @@ class Objective:
             with torch.no_grad():
                 view = PackView(stats, batch, terms, found, version)
                 parts = [view.live_T.sum().double()[None]]
-                parts += [_checked_sums(one, view) for one in self._measurements]
+                parts += [_checked_sums(measurement, view) for measurement in self._measurements]
                 if search:
                     parts.append(search.measure(stats, batch))
             return torch.cat([loss[None], *parts])
@@ -133,8 +136,8 @@ class Objective:
         parts = {name: sums[place] for name, place in self._parts.items()}
         update = UpdateSums(max(float(sums[1]), 1.0), found, parts)
         metrics: Metrics = {"policy/loss": float(sums[0]) / update.tokens, "policy/tokens": float(sums[1])}
-        for one in self._measurements:
-            metrics |= one.metrics(parts[one.name], update)
+        for measurement in self._measurements:
+            metrics |= measurement.metrics(parts[measurement.name], update)
         return metrics
 
     def metric_names(self) -> list[str]:

@@ -140,9 +140,9 @@ def _checked(config: object) -> Iterator[tuple[str, Any, Any]]:
     """``fields_of``, and those of the dataclasses in lists, such as ``data.sources[0].weight``."""
     for path, value, annotation in fields_of(config):
         yield path, value, annotation
-        for number, one in enumerate(value if isinstance(value, tuple) else ()):
-            if dataclasses.is_dataclass(one):
-                yield from fields_of(one, f"{path}[{number}].")
+        for number, item in enumerate(value if isinstance(value, tuple) else ()):
+            if dataclasses.is_dataclass(item):
+                yield from fields_of(item, f"{path}[{number}].")
 
 
 # --- arguments of a loss, a reward or an environment -------------------------------------------------
@@ -182,14 +182,14 @@ def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
     parameters = list(inspect.signature(build).parameters.values())[skip:]
     cls: type = getattr(build, "func", build)  # type: ignore[arg-type]
     hints, factories = _hints(cls), getattr(cls, "__dataclass_fields__", {})
-    found = []
-    for one in parameters:
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
-            default = one.default
+    settings = []
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            default = parameter.default
             if repr(default) == "<factory>":  # a dataclass's, in place of what its factory makes
-                default = factories[one.name].default_factory()
-            found.append(Setting(one.name, hints.get(one.name, _type_of(default)), default))
-    return found
+                default = factories[parameter.name].default_factory()
+            settings.append(Setting(parameter.name, hints.get(parameter.name, _type_of(default)), default))
+    return settings
 
 
 def check_settings(field: str, owner: str, taken: list[Setting], settings: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ def check_settings(field: str, owner: str, taken: list[Setting], settings: Mappi
 
 
 def _problems(field: str, owner: str, taken: list[Setting], settings: Mapping[str, Any]) -> Iterator[str]:
-    known = {one.name: one for one in taken}
+    known = {setting.name: setting for setting in taken}
     for name, value in settings.items():
         if name not in known:
             takes = "; ".join(map(str, taken)) or "none"
@@ -212,9 +212,9 @@ def _problems(field: str, owner: str, taken: list[Setting], settings: Mapping[st
             yield f"{field}.{name}={value!r}: {owner} has no such setting, {fix}; its settings: {takes}"
         elif problem := known[name].problem(value):
             yield f"{field}.{name}={value!r} {problem}; {owner} takes {known[name]}"
-    for one in taken:
-        if one.needed and one.name not in settings:
-            yield f"{field}.{one.name} is missing: {owner} takes {one}"
+    for setting in taken:
+        if setting.needed and setting.name not in settings:
+            yield f"{field}.{setting.name} is missing: {owner} takes {setting}"
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -232,10 +232,10 @@ def _type_of(default: Any) -> Any:
 
 def _type_words(annotation: Any) -> str:
     return " or ".join(
-        _in_words(one)
-        if one is type(None) or get_origin(one) is Literal
-        else getattr(one, "__name__", str(one))
-        for one in members(annotation)
+        _in_words(member)
+        if member is type(None) or get_origin(member) is Literal
+        else getattr(member, "__name__", str(member))
+        for member in members(annotation)
     )
 
 

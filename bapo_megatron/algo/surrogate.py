@@ -56,7 +56,7 @@ class TokenBounds(NamedTuple):
     @classmethod
     def of(cls, groups: Sequence[Bounds], group_T: Tensor) -> TokenBounds:
         """Bounds of each token, from those of each search group and the group of each token."""
-        values = [(one.low, one.high, math.log(one.low), math.log(one.high)) for one in groups]
+        values = [(bounds.low, bounds.high, math.log(bounds.low), math.log(bounds.high)) for bounds in groups]
         table = constant_on(group_T.device, tuple(itertools.chain.from_iterable(values))).reshape(-1, 4)
         low_T, high_T, log_low_T, log_high_T = table[group_T].unbind(-1)
         return cls(low_T, high_T, log_low_T, log_high_T, groups[0].dual_clip)

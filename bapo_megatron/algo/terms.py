@@ -56,12 +56,12 @@ def build_terms(algorithm: Any) -> dict[str, Term]:
 
 def kl_terms(reference: ReferenceKlConfig | None, distillation: DistillationConfig | None) -> list[Term]:
     """The terms of the KL to a reference policy and to a teacher, where they are in the loss."""
-    found: list[Term] = []
+    terms: list[Term] = []
     if reference is not None and reference.in_loss:
-        found.append(lambda stats, batch: kl_loss(stats, batch, batch.reference_log_prob_T, reference))
+        terms.append(lambda stats, batch: kl_loss(stats, batch, batch.reference_log_prob_T, reference))
     if distillation is not None and distillation.enabled:
-        found.append(lambda stats, batch: kl_loss(stats, batch, batch.teacher_log_prob_T, distillation))
-    return found
+        terms.append(lambda stats, batch: kl_loss(stats, batch, batch.teacher_log_prob_T, distillation))
+    return terms
 
 
 def _summed(label: str, cost: Callable[[TokenStats, MicroBatch], Tensor]) -> Term:
@@ -97,12 +97,12 @@ def check_terms(algorithm: Any) -> None:
     stats = TokenStats(*(torch.tensor([-1.0, -2.0], requires_grad=True) for _ in range(2)))
     for label, term in build_terms(algorithm).items():
         try:
-            found = term(stats, batch)
+            value = term(stats, batch)
         except ConfigError:
             raise
         except Exception as error:  # a user's function raises what it likes
             raise ConfigError(f"algorithm.terms: {label} failed with {error!r}; mend it") from error
-        if not found.requires_grad:
+        if not value.requires_grad:
             raise ConfigError(
                 f"algorithm.terms: {label} has no gradient: compute it from stats.log_prob_T or "
                 "stats.entropy_T, without detach"

@@ -251,7 +251,7 @@ class AfterExport:
         self._add(step)
 
     def _add(self, step: int) -> None:
-        self._waiting = [*(one for one in self._waiting if one != step), step]
+        self._waiting = [*(waiting for waiting in self._waiting if waiting != step), step]
         if self._running is None:
             self.poll()
 

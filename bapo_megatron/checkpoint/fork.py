@@ -114,8 +114,8 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
 
 def _sizes(shape: ModelShape) -> dict[str, object]:
     """What determines the names and shapes of a model's tensors, by its name in messages."""
-    found = {name: getattr(shape, name) for name in ("layers", "hidden", "ffn", "vocab", "tied")}
-    return found | {name: size for kind in shape.kinds for name, size in kind.sizes().items()}
+    sizes = {name: getattr(shape, name) for name in ("layers", "hidden", "ffn", "vocab", "tied")}
+    return sizes | {name: size for kind in shape.kinds for name, size in kind.sizes().items()}
 
 
 def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
@@ -123,8 +123,8 @@ def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
 
     A checkpoint within a step is not a candidate: the batch of its step belongs to the other run.
     """
-    found = dict(newest_first(source.paths.checkpoints))
-    whole = {step: path for (step, updates), path in found.items() if not updates}
+    entries = dict(newest_first(source.paths.checkpoints))
+    whole = {step: path for (step, updates), path in entries.items() if not updates}
     left = {step: path for step, path in sorted(whole.items()) if step not in refused}
     chosen = left if source.step is None else {s: path for s, path in left.items() if s == source.step}
     if chosen:
@@ -133,7 +133,7 @@ def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
     if left:
         told.append(f"there are checkpoints of the steps {', '.join(map(str, left))}")
     else:
-        within = [f"one within step {step + 1}" for (step, updates) in sorted(found) if updates]
+        within = [f"one within step {step + 1}" for (step, updates) in sorted(entries) if updates]
         told.append(f"there is {within[-1]}, and a fork begins between two" if within else "there is none")
     what = "no checkpoint" if source.step is None else f"no whole checkpoint of step {source.step}"
     raise ConfigError(
@@ -263,6 +263,6 @@ def _publish(paths: RunPaths, source: ForkSource, hidden: Path, step: int) -> No
         write_fork(paths, fork)
         hidden.rename(final)
         sync_folder(final.parent)
-    later = [one for one, _ in step_entries(source.paths.checkpoints) if one > (step, 0)]
+    later = [moment for moment, _ in step_entries(source.paths.checkpoints) if moment > (step, 0)]
     left = f" (its newest lies within step {max(later)[0] + 1})" if later and source.step is None else ""
     print(f"{paths.root}: forked from {fork.origin}{left}", flush=True)

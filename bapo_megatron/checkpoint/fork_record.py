@@ -148,7 +148,7 @@ def _order_of(name: str, value: Any) -> Any:
     if name == "data.path":
         return Path(str(value)).resolve()
     if name == "data.sources" and value:
-        return [(Path(one["path"]).resolve(), one["weight"]) for one in value]
+        return [(Path(source["path"]).resolve(), source["weight"]) for source in value]
     return value
 
 
@@ -158,12 +158,12 @@ def may_differ(config: RunConfig, fork: Fork) -> set[str]:
     The sampler's position is the fork's own. The learning rate follows the fork's schedule, and the canary's
     log-probs its temperature and model folder. Weights and optimizer must be equal.
     """
-    found = {"sampler"}
+    names = {"sampler"}
     if _changed_names(config, fork, RATE_FIELDS):
-        found.add("learning_rate")
+        names.add("learning_rate")
     if _changed_names(config, fork, ("rollout.temperature", "model.hf_path")):
-        found.add("canary")
-    return found
+        names.add("canary")
+    return names
 
 
 # --- texts ---

@@ -106,8 +106,8 @@ def newest_first(folder: Path) -> list[tuple[Moment, Path]]:
 def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
     """Verify and read the checkpoint in ``path``; CheckpointError on every rank alike. Collective."""
     files, problem = broadcast_from_main(manifest_of(path) if is_main() else None)
-    if found := problem or next(filter(None, all_gather(_first_damage(path, files))), None):
-        raise CheckpointError(found)
+    if damage := problem or next(filter(None, all_gather(_first_damage(path, files))), None):
+        raise CheckpointError(damage)
     trainer, problem = broadcast_from_main(_trainer_state(path) if is_main() else None)
     if problem:
         raise CheckpointError(problem)
@@ -147,10 +147,10 @@ def _first_damage(path: Path, files: Digests) -> str | None:
 
 def _damage(path: Path, name: str, recorded: dict[str, Any]) -> str | None:
     try:
-        found = digest(file_below(path, name))
+        actual = digest(file_below(path, name))
     except (FileNotFoundError, NotADirectoryError):
         return f"{name} is missing"
     except (CheckpointError, OSError) as error:
         check_readable(error, name, path)
         return str(error)
-    return f"{name} differs from the manifest" if found != recorded else None
+    return f"{name} differs from the manifest" if actual != recorded else None

@@ -86,27 +86,27 @@ def state_fingerprint(
     }
 
 
-def fingerprint_differences(config: RunConfig, stored: Fingerprint, found: Fingerprint) -> dict[str, str]:
+def fingerprint_differences(config: RunConfig, stored: Fingerprint, current: Fingerprint) -> dict[str, str]:
     """Differences between the checkpoint's fingerprint and the one measured now: a line for each, by name.
 
     The learning rate may differ if a field that determines it was allowed to change. A checkpoint of an
     earlier version of the program has no digests of bits; of its canary it has sums.
     """
     lines = {}
-    if found["version"] != stored["version"]:
-        lines["version"] = _line(stored["version"], found["version"])
+    if current["version"] != stored["version"]:
+        lines["version"] = _line(stored["version"], current["version"])
     if not has_digests(stored):
-        lines.update(_sums_difference(config, stored["canary"], found["canary"]["log_probs"]))
+        lines.update(_sums_difference(config, stored["canary"], current["canary"]["log_probs"]))
     else:
-        lines.update(_bit_differences(stored, found))
-        lines.update(_canary_difference(config, stored["canary"], found["canary"]))
+        lines.update(_bit_differences(stored, current))
+        lines.update(_canary_difference(config, stored["canary"], current["canary"]))
     may_change = any(is_among(name, RATE_FIELDS) for name in config.allow_change)
-    if found["learning_rate"] != stored["learning_rate"] and not may_change:
-        lines["learning_rate"] = _line(stored["learning_rate"], found["learning_rate"])
+    if current["learning_rate"] != stored["learning_rate"] and not may_change:
+        lines["learning_rate"] = _line(stored["learning_rate"], current["learning_rate"])
     behind = [
-        f"{name} at least {_line(value, found['sampler'][name])}"
+        f"{name} at least {_line(value, current['sampler'][name])}"
         for name, value in stored["sampler"].items()
-        if found["sampler"][name] < value  # the journal may be ahead of the checkpoint
+        if current["sampler"][name] < value  # the journal may be ahead of the checkpoint
     ]
     if behind:
         lines["sampler"] = "; ".join(behind)
@@ -123,11 +123,11 @@ def _has_routes(stored: Fingerprint) -> bool:
     return isinstance(stored["canary"], dict) and "routes" in stored["canary"]
 
 
-def _line(stored: object, found: object) -> str:
-    return f"{stored} in the checkpoint, {found} now"
+def _line(stored: object, current: object) -> str:
+    return f"{stored} in the checkpoint, {current} now"
 
 
-def _bit_differences(stored: Fingerprint, found: Fingerprint) -> dict[str, str]:
+def _bit_differences(stored: Fingerprint, current: Fingerprint) -> dict[str, str]:
     """Differences of the bit digests, of the weights and of the optimizer.
 
     Of a replicated tensor the checkpoint holds the first replica; now every replica must equal it. If the
@@ -135,18 +135,18 @@ def _bit_differences(stored: Fingerprint, found: Fingerprint) -> dict[str, str]:
     """
     groups: dict[str, list[str]] = {"weights": [], "optimizer": []}
     for name, (first, *_) in stored["state"].items():
-        now = found["state"].get(name, [])
-        if now != [first] and not (name == "weights" and stored["dtype"] != found["dtype"]):
+        now = current["state"].get(name, [])
+        if now != [first] and not (name == "weights" and stored["dtype"] != current["dtype"]):
             group = "weights" if name == "weights" else "optimizer"
             groups[group].append(f"{name} {_line(first, ' and '.join(now) or 'absent')}")
     return {group: "; ".join(lines) for group, lines in groups.items() if lines}
 
 
 def _canary_difference(
-    config: RunConfig, stored: dict[str, list[float]], found: dict[str, list[float]]
+    config: RunConfig, stored: dict[str, list[float]], current: dict[str, list[float]]
 ) -> dict[str, str]:
     """Difference of the canary, if its log-probs differ by more than the tolerance."""
-    then, now = np.array(stored["log_probs"], float), np.array(found["log_probs"], float)
+    then, now = np.array(stored["log_probs"], float), np.array(current["log_probs"], float)
     if then.shape != now.shape:
         return {"canary": _line(f"{len(then)} tokens", len(now))}
     gap, limit = float(np.abs(now - then).mean()), _NOISE[config.model.dtype]
@@ -164,7 +164,9 @@ def _sums_difference(config: RunConfig, stored: list[float], log_probs: list[flo
     """
     sequences = _canary(config)
     value_T = np.array(log_probs, float)
-    advantage_T = np.repeat([one.advantage for one in sequences], [len(one.log_ratio_R) for one in sequences])
+    advantage_T = np.repeat(
+        [sequence.advantage for sequence in sequences], [len(sequence.log_ratio_R) for sequence in sequences]
+    )
     noise = _NOISE[config.model.dtype]
     sums = [value_T.sum(), (value_T**2).sum(), (value_T * advantage_T).sum()]
     limits = [

@@ -218,8 +218,8 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     present = with_present_fields(stored["config"])
     for told in removed_settings(present):
         raise ConfigError(f"the run {config.directory} was started with a setting that is gone. {told}")
-    found = differences(plain_values(config), present)
-    different = [change for change in found if not _may_change(change, config)]
+    changes = differences(plain_values(config), present)
+    different = [change for change in changes if not _may_change(change, config)]
     if different:
         raise ConfigError(
             f"the run {config.directory} was started with other settings:\n"
@@ -232,8 +232,8 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
 
 def _check_last_step(config: RunConfig) -> None:
     """ConfigError for a later checkpoint: its weights would be exported as those of ``steps``."""
-    found = step_entries(config.paths.checkpoints)
-    newest = max((moment for moment, path in found if (path / MANIFEST).is_file()), default=(0, 0))
+    entries = step_entries(config.paths.checkpoints)
+    newest = max((moment for moment, path in entries if (path / MANIFEST).is_file()), default=(0, 0))
     if newest > (config.steps, 0):
         done, updates = newest
         within = f" and {updates} updates of the next" if updates else ""
@@ -268,8 +268,8 @@ def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
     then = with_present_fields(stored["config"])
     formers = {_DEFAULT_PRESET: _with_former_preset, _DEFAULT_ON_FAILURE: _with_former_failures}
     for mark, with_former in formers.items():
-        if mark not in stored and (found := with_former(config, then)):
-            config, line = found
+        if mark not in stored and (former := with_former(config, then)):
+            config, line = former
             lines.append(line)
     if _DEFAULT_FUSED not in stored and not then[_FUSED] and _FUSED not in config.allow_change:
         # Without a line: on a GPU it changes nothing, and on a CPU last bits and a fraction of the time.
@@ -352,9 +352,12 @@ def is_among(name: str, fields: Iterable[str]) -> bool:
 def _without_limits(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sources without those fields of their environments that may change."""
     return [
-        {**one, "environment": own and {n: v for n, v in own.items() if _ENVIRONMENT + n not in _MAY_CHANGE}}
-        for one in sources
-        for own in [one["environment"]]
+        {
+            **source,
+            "environment": own and {n: v for n, v in own.items() if _ENVIRONMENT + n not in _MAY_CHANGE},
+        }
+        for source in sources
+        for own in [source["environment"]]
     ]
 
 
@@ -419,18 +422,18 @@ def with_present_fields(stored: dict[str, Any]) -> dict[str, Any]:
 
     A field that is gone stays where its value was not its default.
     """
-    found = {**_ADDED, **without_removed(stored)}
-    found["data.sources"] = [_present_source(one) for one in found["data.sources"]]
-    return found
+    fields = {**_ADDED, **without_removed(stored)}
+    fields["data.sources"] = [_present_source(source) for source in fields["data.sources"]]
+    return fields
 
 
 def _present_source(stored: dict[str, Any]) -> dict[str, Any]:
     """An entry of ``data.sources`` with every field of today, its environment's too."""
-    found = {**_ADDED_TO_SOURCES, **stored}
-    if found["environment"] is not None:
+    fields = {**_ADDED_TO_SOURCES, **stored}
+    if fields["environment"] is not None:
         added = {n.removeprefix(_ENVIRONMENT): v for n, v in _ADDED.items() if n.startswith(_ENVIRONMENT)}
-        found["environment"] = {**added, **found["environment"]}
-    return found
+        fields["environment"] = {**added, **fields["environment"]}
+    return fields
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:

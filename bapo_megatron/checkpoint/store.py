@@ -140,20 +140,20 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint at their end, in order, up to the newest checkpoint."""
-        found = [moment for moment, _ in step_entries(self._paths.checkpoints)]
-        return sorted(step for step, updates in found if not updates and step <= self.newest[0])
+        moments = [moment for moment, _ in step_entries(self._paths.checkpoints)]
+        return sorted(step for step, updates in moments if not updates and step <= self.newest[0])
 
     def delete_old(self) -> None:
         """Retention policy: delete the checkpoints that ``config`` does not keep. On rank 0 alone.
 
         Checkpoints later than the newest are deleted, too: the resume has passed over them as damaged.
         """
-        found = sorted(step_entries(self._paths.checkpoints))
-        kept = [moment for moment, _ in found if moment <= self.newest]
+        entries = sorted(step_entries(self._paths.checkpoints))
+        kept = [moment for moment, _ in entries if moment <= self.newest]
         whole_steps = [step for step, updates in kept if not updates]
         recent = kept[-self._config.keep_last :]
         stay = {step for step in whole_steps if self._is_in_use(step)} | self._milestones(whole_steps)
-        for moment, path in found:
+        for moment, path in entries:
             step, updates = moment
             if moment not in recent and (updates or moment > self.newest or step not in stay):
                 _remove(path, self._old)
@@ -162,8 +162,8 @@ class CheckpointStore:
         """Steps that ``keep_every`` and ``keep_best`` keep; of equal scores the latest."""
         every, best = self._config.keep_every, self._config.keep_best
         scored = sorted((self._scores[step], step) for step in steps if step in self._scores)
-        found = {step for _, step in scored[-best:]} if best else set()
-        return found | {step for step in steps if every is not None and step % every == 0}
+        milestones = {step for _, step in scored[-best:]} if best else set()
+        return milestones | {step for step in steps if every is not None and step % every == 0}
 
     def _make_empty(self, temporary: Path) -> None:
         clear_leftovers(self._paths, self._old)
@@ -205,8 +205,8 @@ class _PendingCheckpoint:
         parts = all_gather(self._digests.result())
         self._thread.shutdown()
         self.seconds = max(seconds for _, seconds in parts)
-        found = {name: value for digests, _ in parts for name, value in sorted(digests.items())}
-        _on_main(lambda: self._publish({**self._about, "files": found}))
+        digest_of = {name: value for digests, _ in parts for name, value in sorted(digests.items())}
+        _on_main(lambda: self._publish({**self._about, "files": digest_of}))
         return True
 
     def _finish_parts(self) -> None:
@@ -222,11 +222,11 @@ class _PendingCheckpoint:
 
     def _sync_and_digest(self, files: list[Path]) -> tuple[Digests, float]:
         """The digests of ``files``, each synced to disk, and the seconds since the checkpoint was begun."""
-        found = {}
+        digests = {}
         for path in files:
             sync_file(path)
-            found[str(path.relative_to(self._temporary))] = digest(path)
-        return found, perf_counter() - self._began
+            digests[str(path.relative_to(self._temporary))] = digest(path)
+        return digests, perf_counter() - self._began
 
     def _publish(self, manifest: dict[str, Any]) -> None:
         """Write the manifest, then rename the folder to its final name, durably."""

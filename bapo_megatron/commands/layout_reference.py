@@ -156,7 +156,9 @@ def _reference_from(about: dict[str, Any], columns: dict[str, np.ndarray]) -> La
     return LayoutReference(
         identity=dict(about["identity"]),
         made=dict(about["made"]),
-        samples=[Sample(**dict(zip(parts, one, strict=True))) for one in zip(*parts.values(), strict=True)],
+        samples=[
+            Sample(**dict(zip(parts, values, strict=True))) for values in zip(*parts.values(), strict=True)
+        ],
         tokens=TokenOutputs(
             _split(columns["log_probs"], lengths - 1), _split(columns["entropies"], lengths - 1)
         ),
@@ -365,13 +367,15 @@ def _tie_reason(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
     difference of P and of N (each once) carries them across it.
     """
     sums = [totals.sums for totals in (theirs, ours)]
-    if not all(np.isfinite(one).all() for one in sums):
+    if not all(np.isfinite(total).all() for total in sums):
         return ""
-    found = [search_bounds(one.tolist(), config) for one in sums]
-    if [(one.low, one.high) for one in found] != [(one.low, one.high) for one in (theirs, ours)]:
+    searched = [search_bounds(total.tolist(), config) for total in sums]
+    if [(total.low, total.high) for total in searched] != [
+        (total.low, total.high) for total in (theirs, ours)
+    ]:
         return ""  # a search that does not follow from its own sums
-    earlier = min(found, key=lambda bounds: bounds.rounds)
-    contributions = [_contribution(one, earlier, config) for one in sums]
+    earlier = min(searched, key=lambda bounds: bounds.rounds)
+    contributions = [_contribution(total, earlier, config) for total in sums]
     reach = 2 * tolerances.total_relative * config.target
     if any(not abs(value - config.target) <= reach for value in contributions):
         return ""

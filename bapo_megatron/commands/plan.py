@@ -49,6 +49,6 @@ def plan_command(arguments: Sequence[str]) -> int:
 def sound_job(run: RunConfig, recipe: Path, options: PlanOptions) -> Job:
     """The job of a recipe. ConfigError with everything that keeps it from being planned or rehearsed."""
     job = Job(run, find_shape(recipe, run.model.hf_path), options)
-    if found := problems(job):
-        raise ConfigError("\n".join(found))
+    if wrong := problems(job):
+        raise ConfigError("\n".join(wrong))
     return job

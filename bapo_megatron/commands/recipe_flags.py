@@ -61,12 +61,12 @@ def parse_flags(command: str, recipe: Path, default: C, arguments: Sequence[str]
 
 def _with_named_data(default: C, arguments: Sequence[str]) -> C:
     """Defaults without ``data.path`` if a flag names ``data.sources``, and the other way round."""
-    given = {word.partition("=")[0].removeprefix("--") for word in arguments}
+    flags = {word.partition("=")[0].removeprefix("--") for word in arguments}
     whole: Any = default
     run = getattr(whole, "run", whole)  # a command with flags of its own wraps the recipe
-    if "data.sources" in given:
+    if "data.sources" in flags:
         run = replace(run, data=replace(run.data, path=None))
-    if "data.path" in given:
+    if "data.path" in flags:
         run = replace(run, data=replace(run.data, sources=()))
     changed: C = replace(whole, run=run) if hasattr(whole, "run") else run
     return changed
@@ -136,7 +136,7 @@ def _check_own_code(config: RunConfig) -> None:
     from bapo_megatron.environment.pool import read_traits
     from bapo_megatron.reward.functions import check_functions
 
-    check_functions(config, (one for one in config.reward_functions if ":" in one))
+    check_functions(config, (function for function in config.reward_functions if ":" in function))
     checked: list[EnvironmentConfig] = []
     for environment in config.environments.values():
         if environment.function and environment.python is None and environment not in checked:

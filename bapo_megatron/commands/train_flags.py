@@ -55,8 +55,8 @@ class TrainRequest(NamedTuple):
 
 def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
     """The request of a recipe and flags. ConfigError for contradicting flags or a run without rollouts."""
-    _, found = recipe_command(command, TrainCommand, arguments)
-    run, options = found.run, found.options
+    _, parsed = recipe_command(command, TrainCommand, arguments)
+    run, options = parsed.run, parsed.options
     if options.rollout_only and options.train_only is not None:
         raise ConfigError("--rollout-only and --train-only exclude each other: give one")
     if options.rollout_only:

@@ -81,10 +81,10 @@ def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample])
         for index, start, length in pack.rows:
             log_prob, entropy = (values[start : start + length].cpu().numpy().copy() for values in stats)
             mine[index] = (log_prob, entropy)
-    found: _BySample = {}
+    by_sample: _BySample = {}
     for ranks in gather(mine):  # all ranks of one replica have the same values
-        found = {**ranks, **found}
-    ordered = broadcast_from_main([found[index] for index in range(len(samples))] if is_main() else None)
+        by_sample = {**ranks, **by_sample}
+    ordered = broadcast_from_main([by_sample[index] for index in range(len(samples))] if is_main() else None)
     return TokenOutputs([log_prob for log_prob, _ in ordered], [entropy for _, entropy in ordered])
 
 
@@ -282,7 +282,7 @@ def _identity(config: VerifyConfig) -> dict[str, Any]:
     if config.algorithm.loss_mean == "constant":  # which divides by it
         named["rollout"]["max_response_tokens"] = config.rollout.max_response_tokens
     if config.algorithm.terms:
-        named["algorithm"]["terms"] = [dataclasses.asdict(one) for one in config.algorithm.terms]
+        named["algorithm"]["terms"] = [dataclasses.asdict(term) for term in config.algorithm.terms]
     return {f"{part}.{name}": value for part, fields in named.items() for name, value in fields.items()}
 
 
@@ -316,8 +316,8 @@ def _verdict(rows: Sequence[QuantityRow], reference: LayoutReference) -> str:
 
 
 def _tolerances(config: VerifyConfig) -> Tolerances:
-    given = {name: value for name, value in vars(config.tolerance).items() if value is not None}
-    return dataclasses.replace(TOLERANCES[config.model.dtype], **given)
+    own = {name: value for name, value in vars(config.tolerance).items() if value is not None}
+    return dataclasses.replace(TOLERANCES[config.model.dtype], **own)
 
 
 def _layout(measured: LayoutReference) -> str:

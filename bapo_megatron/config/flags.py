@@ -46,7 +46,7 @@ def in_tyros_form(kind: type, arguments: Sequence[str]) -> list[str]:
     """
     flags = {flag.name: flag for flag in _flags_of(kind)}
     sections = {name.partition(".")[0] for name in flags if "." in name}
-    found: list[str] = []
+    rewritten: list[str] = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
@@ -54,17 +54,17 @@ def in_tyros_form(kind: type, arguments: Sequence[str]) -> list[str]:
         name = name.removeprefix("--").replace("-", "_")
         is_flag = word.startswith("--")
         known = name in flags or (name.partition(".")[0] in sections and bool(_DOTTED.fullmatch(name)))
-        if equals and not word.startswith("-") and known and not _wants_value(found, flags):
+        if equals and not word.startswith("-") and known and not _wants_value(rewritten, flags):
             word, is_flag = f"--{word}", True
         flag = flags.get(name) if is_flag else None
         if flag is not None and flag.is_switch:
             if not equals and rest and rest[0].lower() in _TRUTH:
                 value = rest.pop(0)
             if value.lower() in _TRUTH:
-                found += flag.switched(_TRUTH[value.lower()])
+                rewritten += flag.switched(_TRUTH[value.lower()])
                 continue
-        found.append(word)
-    return found
+        rewritten.append(word)
+    return rewritten
 
 
 def _wants_value(before: Sequence[str], flags: Mapping[str, _Flag]) -> bool:
@@ -121,12 +121,12 @@ def json_flag(
 
     def from_words(words: list[str]) -> Any:
         try:
-            found = json.loads(words[0])
+            decoded = json.loads(words[0])
         except ValueError:  # the decoder's message names neither the value nor the form
-            found = None
-        if not fits(found):
+            decoded = None
+        if not fits(decoded):
             raise ValueError(f"{words[0]} is not a JSON {form}")
-        return read(found)
+        return read(decoded)
 
     return PrimitiveConstructorSpec(
         nargs=1,

@@ -32,18 +32,18 @@ class PartConfig:
         return self.name.rpartition(":")[2]
 
 
-def _part(found: Any) -> PartConfig:
-    return PartConfig(found) if isinstance(found, str) else PartConfig(**found)
+def _part(value: Any) -> PartConfig:
+    return PartConfig(value) if isinstance(value, str) else PartConfig(**value)
 
 
-def _is_parts(found: object) -> bool:
-    return isinstance(found, list) and all(map(_is_part, found))
+def _is_parts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_part, value))
 
 
-def _is_part(found: object) -> bool:
-    if isinstance(found, str):
+def _is_part(value: object) -> bool:
+    if isinstance(value, str):
         return True
-    return isinstance(found, dict) and "name" in found and not found.keys() - {"name", "settings"}
+    return isinstance(value, dict) and "name" in value and not value.keys() - {"name", "settings"}
 
 
 Parts = Annotated[

@@ -208,10 +208,10 @@ class RunConfig:
 
         The empty name is that of `data.path`, and of the suites of evaluations (``source_of_suite``).
         """
-        found = {"": self.environment} if self.evaluation.every or not self.data.sources else {}
+        environments = {"": self.environment} if self.evaluation.every or not self.data.sources else {}
         for source in self.data.sources:
-            found[source.name] = self.environment if source.environment is None else source.environment
-        return found
+            environments[source.name] = self.environment if source.environment is None else source.environment
+        return environments
 
     def source_of_suite(self, suite: str) -> str:
         """The source whose environment answers the evaluation suite of this name: the source of the same

@@ -105,12 +105,12 @@ def _environment(fields: Any) -> EnvironmentConfig | None:
     return EnvironmentConfig(**{**fields, "python": None if python is None else Path(str(python))})
 
 
-def _is_sources(found: object) -> bool:
-    return isinstance(found, list) and all(isinstance(one, dict) and "path" in one for one in found)
+def _is_sources(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(source, dict) and "path" in source for source in value)
 
 
 def _to_json(sources: tuple[SourceConfig, ...]) -> str:
-    return json.dumps([dataclasses.asdict(one) for one in sources], default=str)
+    return json.dumps([dataclasses.asdict(source) for source in sources], default=str)
 
 
 Sources = Annotated[
@@ -135,7 +135,7 @@ def source_problems(path: Path | None, sources: tuple[SourceConfig, ...]) -> Ite
         yield f"data.path={path} and data.sources are both set: make the file one of the sources, or drop one"
     for name, count in Counter(source.name for source in sources).items():
         if count > 1:
-            whole = next((one.path for one in sources if one.name == name != one.path.name), None)
+            whole = next((other.path for other in sources if other.name == name != other.path.name), None)
             hint = (
                 f"; {whole / PREPARED} has the whole name of its folder" if whole and whole.is_dir() else ""
             )

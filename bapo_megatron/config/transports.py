@@ -68,7 +68,7 @@ else:
 
 def placement_problems(sync: str, colocated: bool) -> Iterator[str]:
     """The validation error of a transport that does not go with where the engines are, if it does not."""
-    fitting = [name for name, one in TRANSPORTS.items() if one.colocated in (None, colocated)]
+    fitting = [name for name, transport in TRANSPORTS.items() if transport.colocated in (None, colocated)]
     if sync not in TRANSPORTS or sync in fitting:  # an unknown name is a mistake of the field's type
         return
     why = TRANSPORTS[sync].why

@@ -65,7 +65,7 @@ def canary_sequences(spec: CanarySpec, bounds: BoundsConfig) -> list[CanarySeque
 
 def unscored(sequences: Sequence[CanarySequence]) -> list[Sample]:
     """Samples with zeros as rollout log-probs, for the reference layout's first forward pass."""
-    return [_sample(one, np.zeros(len(one.log_ratio_R), np.float32)) for one in sequences]
+    return [_sample(sequence, np.zeros(len(sequence.log_ratio_R), np.float32)) for sequence in sequences]
 
 
 def with_token_indices(sequences: Sequence[CanarySequence]) -> list[Sample]:
@@ -73,10 +73,10 @@ def with_token_indices(sequences: Sequence[CanarySequence]) -> list[Sample]:
 
     The index identifies a token in any pack and on any rank.
     """
-    ends = np.cumsum([len(one.log_ratio_R) for one in sequences])
+    ends = np.cumsum([len(sequence.log_ratio_R) for sequence in sequences])
     return [
-        _sample(one, np.arange(end - len(one.log_ratio_R), end, dtype=np.float32))
-        for one, end in zip(sequences, ends, strict=True)
+        _sample(sequence, np.arange(end - len(sequence.log_ratio_R), end, dtype=np.float32))
+        for sequence, end in zip(sequences, ends, strict=True)
     ]
 
 
@@ -87,7 +87,7 @@ def with_random_routes(samples: Sequence[Sample], seed: int, model: ModelShape) 
     """
     if model.experts is None:
         return list(samples)
-    shape, found = RouteShape(model.layers, model.experts.per_token, model.experts.count), []
+    shape, routed = RouteShape(model.layers, model.experts.per_token, model.experts.count), []
     for number, sample in enumerate(samples):
         generator = np.random.default_rng([seed, number])
         places = (sample.positions, shape.layers, 1)
@@ -95,8 +95,8 @@ def with_random_routes(samples: Sequence[Sample], seed: int, model: ModelShape) 
         # Steps that go once round the experts at most: no expert twice.
         step = generator.integers(1, shape.experts // shape.per_token + 1, places)
         routes = (first + step * np.arange(shape.per_token)) % shape.experts
-        found.append(dataclasses.replace(sample, routes_R=routes.astype(shape.dtype)))
-    return found
+        routed.append(dataclasses.replace(sample, routes_R=routes.astype(shape.dtype)))
+    return routed
 
 
 def scored(
@@ -187,7 +187,7 @@ def _sums(
     log_ratio, advantage, rollout_log_prob, weight = (
         torch.from_numpy(column)
         for column in (
-            np.concatenate([one.log_ratio_R for one in sequences]),
+            np.concatenate([sequence.log_ratio_R for sequence in sequences]),
             np.repeat([sample.advantage for sample in samples], counts),
             np.concatenate([sample.log_probs_R for sample in samples]).astype(np.float64),
             np.repeat(weights, counts),

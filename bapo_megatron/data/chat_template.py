@@ -51,7 +51,9 @@ class ChatTemplate:
     """Chat template of one tokenizer. Made by ``chat_template_of``; stateless, so threads may share it."""
 
     def __init__(self, tokenizer: Any) -> None:
-        added = {str(one): one.special for one in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+        added = {
+            str(token): token.special for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
+        }
         self._tokenizer = tokenizer
         self.control = _spelling(text for text, special in added.items() if is_control(text, special))
         """The first character of each control token that a text spells."""
@@ -78,8 +80,8 @@ class ChatTemplate:
 
     def cut(self, message: Message, mark: str, given: bool) -> Message:
         """A message with ``mark`` where ``text`` puts it."""
-        found: Message = _changed(message, self._cut(mark, given or message.get("role") == "tool"))
-        return found
+        cut: Message = _changed(message, self._cut(mark, given or message.get("role") == "tool"))
+        return cut
 
     def rendered(
         self,
@@ -103,7 +105,9 @@ class ChatTemplate:
     def encode(self, text: str, mark: str) -> list[int]:
         """Token ids of a text whose marks separate pieces."""
         pieces = text.split(mark)
-        return [one for piece in pieces for one in self._tokenizer.encode(piece, add_special_tokens=False)]
+        return [
+            token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)
+        ]
 
     def ids_of_text(self, text: str) -> list[int]:
         """Token ids of what an assistant says, without its frame."""
@@ -155,5 +159,5 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_changed(key, change): _changed(one, change) for key, one in value.items()}
-    return [_changed(one, change) for one in value] if isinstance(value, (list, tuple)) else value
+        return {_changed(key, change): _changed(part, change) for key, part in value.items()}
+    return [_changed(part, change) for part in value] if isinstance(value, (list, tuple)) else value

@@ -79,11 +79,11 @@ def balance(groups: list[list[Pack]], documents: Documents, slack: float, work: 
             work -= _CALL + _size(groups[heaviest]) * _size(groups[other])
             if work < 0:
                 return
-            found = _best(groups[heaviest], groups[other], totals[heaviest] - totals[other], documents)
-            if found is not None:
-                _apply(groups[heaviest], groups[other], found)
-                totals[heaviest] -= found.shift
-                totals[other] += found.shift
+            exchange = _best(groups[heaviest], groups[other], totals[heaviest] - totals[other], documents)
+            if exchange is not None:
+                _apply(groups[heaviest], groups[other], exchange)
+                totals[heaviest] -= exchange.shift
+                totals[other] += exchange.shift
                 break
         else:
             return
@@ -96,8 +96,8 @@ def _size(group: list[Pack]) -> int:
 def _best(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> _Exchange | None:
     """Exchange with the smallest remaining difference, if that is below ``gap``, else None."""
     candidates = _of_packs(heavy, light, gap, documents), _of_documents(heavy, light, gap, documents)
-    found = min(candidates, key=lambda exchange: exchange.difference)
-    return found if found.difference < gap else None
+    best = min(candidates, key=lambda exchange: exchange.difference)
+    return best if best.difference < gap else None
 
 
 def _of_packs(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> _Exchange:

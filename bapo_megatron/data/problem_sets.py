@@ -52,19 +52,19 @@ def load_problems(
 
     def load(source: SourceConfig, flag: str, described: Tools) -> PromptSet:
         function, limit = source.reward or reward_function, data.max_prompt_tokens
-        found = _load(source.file, function, flag, tokenizer, limit, described, begun)
-        return replace(found, prompts=within_difficulty(found.prompts, data))
+        loaded = _load(source.file, function, flag, tokenizer, limit, described, begun)
+        return replace(loaded, prompts=within_difficulty(loaded.prompts, data))
 
     digest = _tools_digest(tools)
     if not data.sources:
-        found = load(data.files[0], "--reward.function", tools.get("", ()))
-        return replace(found, tools_sha256=digest)
+        loaded = load(data.files[0], "--reward.function", tools.get("", ()))
+        return replace(loaded, tools_sha256=digest)
     sets = [_named(source, partial(load, described=tools.get(source.name, ()))) for source in data.sources]
     return PromptSet(
-        tuple(prompt for one in sets for prompt in one.prompts),
-        sum(one.too_long for one in sets),
-        sum(one.found for one in sets),
-        tuple(mixed(source, one) for source, one in zip(data.sources, sets, strict=True)),
+        tuple(prompt for prompts in sets for prompt in prompts.prompts),
+        sum(prompts.too_long for prompts in sets),
+        sum(prompts.found for prompts in sets),
+        tuple(mixed(source, prompts) for source, prompts in zip(data.sources, sets, strict=True)),
         digest,
     )
 
@@ -72,15 +72,15 @@ def load_problems(
 def control_tokens_text(prompts: Sequence[Prompt], tokenizer: Any) -> str | None:
     """The text of a warning of prompts that spell a control token, as rendered ones do; None if none does."""
     spelled = [(one, spelled_control_token(one.messages, tokenizer)) for one in prompts]
-    found = [(prompt, token) for prompt, token in spelled if token]
-    if not found:
+    spelling = [(prompt, token) for prompt, token in spelled if token]
+    if not spelling:
         return None
-    prompt, token = found[0]
+    prompt, token = spelling[0]
     of_source = f" of source {prompt.source}" if prompt.source else ""
     return (
-        f"{len(found)} of {len(prompts)} prompts spell a control token, which the model gets as text (first: "
-        f"row {prompt.prompt_id}{of_source}, {token!r}). If they were rendered by a chat template, give "
-        "their messages (docs/data.md#which-fields-are-understood)"
+        f"{len(spelling)} of {len(prompts)} prompts spell a control token, which the model gets as text "
+        f"(first: row {prompt.prompt_id}{of_source}, {token!r}). If they were rendered by a chat template, "
+        "give their messages (docs/data.md#which-fields-are-understood)"
     )
 
 
@@ -100,23 +100,25 @@ def _tools_digest(tools: Mapping[str, Tools]) -> str:
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest() if named else ""
 
 
-def mixed(source: SourceConfig, found: PromptSet) -> MixedSource:
+def mixed(source: SourceConfig, prompts: PromptSet) -> MixedSource:
     """Source of a mixture, from its configuration and its loaded prompts."""
-    return MixedSource(source.name, len(found.prompts), source.weight, sha256_of(source.file))
+    return MixedSource(source.name, len(prompts.prompts), source.weight, sha256_of(source.file))
 
 
 def _named(source: SourceConfig, load: Callable[[SourceConfig, str], PromptSet]) -> PromptSet:
     """Prompts of one source of several, with its name, in messages, too."""
     flag = "--reward.function" if source.reward is None else f"data.sources[{source.name}].reward"
     try:
-        found = load(source, flag)
+        loaded = load(source, flag)
     except ConfigError as error:  # its message names `data.path`
         field = f"data.sources[{source.name}].path"
         told = str(error).replace(f"data.path={source.file}", f"{field}={source.file}")
         named = source.name in told
         raise ConfigError(told if named else f"data.sources[{source.name}]: {told}") from error
-    prompts = tuple(replace(one, source=source.name, reward=source.reward or "") for one in found.prompts)
-    return replace(found, prompts=prompts)
+    prompts = tuple(
+        replace(prompt, source=source.name, reward=source.reward or "") for prompt in loaded.prompts
+    )
+    return replace(loaded, prompts=prompts)
 
 
 def _load(
@@ -159,17 +161,19 @@ def load_suite(
     path = suite_path(text, folder)
     name = path.parent.name if path.name == DATA_FILE else path.stem
     try:
-        found = _load(path, reward_function, reward_flag, tokenizer, max_prompt_tokens, tools_of(name), begun)
+        loaded = _load(
+            path, reward_function, reward_flag, tokenizer, max_prompt_tokens, tools_of(name), begun
+        )
     except ConfigError as error:  # its message names the fields of a run
         told = str(error).replace(f"data.path={path}", f"suite {text}, {path}")
         told = told.replace("data.max_prompt_tokens", "max_prompt_tokens")
         raise ConfigError(told.replace("reward.function=", f"{reward_flag.removeprefix('--')}=")) from error
-    if found.too_long:
+    if loaded.too_long:
         raise ConfigError(
-            f"suite {text}: {found.too_long} of its prompts have more than max_prompt_tokens="
+            f"suite {text}: {loaded.too_long} of its prompts have more than max_prompt_tokens="
             f"{max_prompt_tokens} tokens; raise that, because all problems must be asked"
         )
-    return Suite(name, path, sha256_of(path), found.prompts)
+    return Suite(name, path, sha256_of(path), loaded.prompts)
 
 
 def programs_of(suite: Suite, reward_function: str) -> frozenset[int]:
@@ -177,7 +181,7 @@ def programs_of(suite: Suite, reward_function: str) -> frozenset[int]:
     them."""
     if not runs_code(reward_function):
         return frozenset()
-    return frozenset(number for number, one in enumerate(suite.prompts) if is_tests(one.ground_truth))
+    return frozenset(number for number, prompt in enumerate(suite.prompts) if is_tests(prompt.ground_truth))
 
 
 def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> None:

@@ -165,13 +165,13 @@ def prompt_token_ids(messages: list[dict[str, Any]], tokenizer: Any, tools: Tool
 def check_template(tokenizer: Any, field: str) -> None:
     """Check of a chat template: ConfigError, with ``field``, if it ignores the messages."""
     try:
-        one, other = (
+        first, other = (
             prompt_token_ids([{"role": "user", "content": text}], tokenizer)
             for text in ("1+1=", "What is love?")
         )
     except RowError:  # it wants other roles: the rows will show
         return
-    if np.array_equal(one, other):
+    if np.array_equal(first, other):
         raise ConfigError(
             f"{field}: its chat_template ignores the messages, so there would be equal prompts throughout: "
             "mend chat_template.jinja in that folder"
@@ -211,14 +211,14 @@ def mixture_settings(sources: Sequence[MixedSource]) -> dict[str, Any]:
     """Settings that fix a mixture's order, by name: a journal refuses others. One None without a mixture."""
     if not sources:
         return {"data.sources": None}
-    found: dict[str, Any] = {"data.sources": [one.name for one in sources]}
-    for one in sources:
-        found |= {
-            f"data.sources[{one.name}].weight": float(one.weight),
-            f"data.sources[{one.name}].sha256": one.sha256,
-            f"data.sources[{one.name}].prompts": one.prompts,
+    settings: dict[str, Any] = {"data.sources": [source.name for source in sources]}
+    for source in sources:
+        settings |= {
+            f"data.sources[{source.name}].weight": float(source.weight),
+            f"data.sources[{source.name}].sha256": source.sha256,
+            f"data.sources[{source.name}].prompts": source.prompts,
         }
-    return found
+    return settings
 
 
 class ProportionalInterleaving:
@@ -240,10 +240,10 @@ class ProportionalInterleaving:
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(str(weight)) for weight in weights]
-        scale = math.lcm(*(one.denominator for one in exact))
-        whole = [int(one * scale) for one in exact]
+        scale = math.lcm(*(share.denominator for share in exact))
+        whole = [int(share * scale) for share in exact]
         common = math.gcd(*whole)
-        self._weights = [one // common for one in whole]
+        self._weights = [share // common for share in whole]
         self._total = sum(self._weights)
         self._taken, self._counts = 0, [0] * len(self._weights)
 
@@ -251,7 +251,7 @@ class ProportionalInterleaving:
         """Source after the first ``taken`` places, and how often it was chosen before."""
         if taken < self._taken or taken - self._taken >= self._total:
             periods = taken // self._total  # after each of them all shares are exact
-            self._taken, self._counts = periods * self._total, [periods * one for one in self._weights]
+            self._taken, self._counts = periods * self._total, [periods * weight for weight in self._weights]
         while self._taken < taken:
             self._counts[self._choice()] += 1
             self._taken += 1
@@ -281,11 +281,11 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[MixedSource], seed: int, shuffle: bool) -> None:
-        self._chairman = ProportionalInterleaving([one.weight for one in sources])
+        self._chairman = ProportionalInterleaving([source.weight for source in sources])
         self._orders = [
-            PromptOrder(one.prompts, seed, shuffle, stream=number) for number, one in enumerate(sources)
+            PromptOrder(source.prompts, seed, shuffle, stream=number) for number, source in enumerate(sources)
         ]
-        self._starts = [sum(one.prompts for one in sources[:number]) for number in range(len(sources))]
+        self._starts = [sum(source.prompts for source in sources[:number]) for number in range(len(sources))]
 
     def take(self, taken: int, count: int) -> list[tuple[int, int]]:
         """The ``count`` pairs of (epoch of the source, index of the prompt) after the first ``taken``."""

@@ -52,10 +52,10 @@ def route_problem(routes: np.ndarray, shape: RouteShape) -> str | None:
                 wrong |= columns[number] == columns[other]
         if wrong.any():
             token, layer = divmod(start + int(wrong.argmax()), shape.layers)
-            found = rows[start + int(wrong.argmax())].tolist()
+            experts = rows[start + int(wrong.argmax())].tolist()
             return (
-                f"token {token} went to the experts {found} of layer {layer}; a route has {shape.per_token} "
-                f"different ones of 0 to {shape.experts - 1}"
+                f"token {token} went to the experts {experts} of layer {layer}; a route has "
+                f"{shape.per_token} different ones of 0 to {shape.experts - 1}"
             )
     return None
 

@@ -109,13 +109,13 @@ def _json(path: Path) -> Iterator[Any]:
 
 def _values(lines: Iterable[tuple[str, int]]) -> Iterator[Any]:
     """JSON values, one behind the other: on a line of its own, several on one, or over many (``jq .``)."""
-    held: list[str] = []
+    waiting: list[str] = []
     for line, depth in lines:
-        held.append(line)
+        waiting.append(line)
         if not depth:
-            yield from _values_of("".join(held))
-            held.clear()
-    yield from _values_of("".join(held))
+            yield from _values_of("".join(waiting))
+            waiting.clear()
+    yield from _values_of("".join(waiting))
 
 
 def _values_of(text: str) -> Iterator[Any]:
@@ -193,10 +193,10 @@ def _unchanged(value: Any) -> Any:
 
 def digest_of_rows(rows: Iterable[Row]) -> str:
     """SHA-256 of rows as JSON, a line each."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for row in rows:
-        found.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-    return found.hexdigest()
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
 
 
 _RAW = {"problem", "question"}
@@ -211,8 +211,8 @@ def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
     """Value of ``row[name]``. RowError if it is not of type ``kind``."""
     value = row.get(name)
     if not isinstance(value, kind):
-        found = "missing" if value is None else f"of type {type(value).__name__}"
-        raise RowError(f"{name} is {found}; it must be {kind_name}")
+        problem = "missing" if value is None else f"of type {type(value).__name__}"
+        raise RowError(f"{name} is {problem}; it must be {kind_name}")
     return _whole(name, value) if isinstance(value, str) else value
 
 
@@ -240,10 +240,10 @@ def messages_of(row: Row) -> list[Message]:
     return [_message_of(message) for message in messages]
 
 
-def _message_of(found: Any) -> Message:
-    if not isinstance(found, dict):
-        raise RowError(f"prompt holds {found!r}; a message must be {{role, content}}")
-    message = _without_none(found)
+def _message_of(message_value: Any) -> Message:
+    if not isinstance(message_value, dict):
+        raise RowError(f"prompt holds {message_value!r}; a message must be {{role, content}}")
+    message = _without_none(message_value)
     if message.get("tool_calls") and not message.get("content"):
         message["content"] = ""
     for key in ("role", "content"):
@@ -258,7 +258,7 @@ def media_problem(row: Row, messages: Sequence[Mapping[str, Any]]) -> str | None
     """The error of a row whose prompt is about what it shows: only its text reaches the model. Else None."""
     for name in _MEDIA:
         place = f"<{name.removesuffix('s')}>"
-        if row.get(name) not in (None, []) and any(place in one["content"] for one in messages):
+        if row.get(name) not in (None, []) and any(place in message["content"] for message in messages):
             return f"its prompt is about its {name}, and models here read text alone: leave it out"
     return None
 
@@ -342,14 +342,14 @@ def extra_info_of(row: Row, others: Mapping[str, Any] = MappingProxyType({})) ->
     return _plain("extra_info", {**others, **(info or {})})
 
 
-def _plain(name: str, found: dict[str, Any]) -> dict[str, Any]:
+def _plain(name: str, value: dict[str, Any]) -> dict[str, Any]:
     """The object as JSON, without keys that have no value: None, or NaN, which pandas has in its place."""
 
     def constant(text: str) -> None:
         if text != "NaN":
             raise RowError(f"{name} has {text}, which JSON has not: write a number, or leave it out")
 
-    text = _whole(name, json.dumps(found, default=str, ensure_ascii=False))
+    text = _whole(name, json.dumps(value, default=str, ensure_ascii=False))
     plain: dict[str, Any] = _without_none(json.loads(text, parse_constant=constant))
     return plain
 
@@ -362,14 +362,14 @@ def within_difficulty(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Prom
     """
     if data.difficulty is None:
         return tuple(prompts)
-    found = [(prompt, difficulty_of(prompt.extra_info, data.difficulty)) for prompt in prompts]
+    rated = [(prompt, difficulty_of(prompt.extra_info, data.difficulty)) for prompt in prompts]
     kept = [
         prompt
-        for prompt, value in found
+        for prompt, value in rated
         if value is not None and data.min_difficulty <= value <= data.max_difficulty
     ]
     if not kept:
-        values = [value for _, value in found if value is not None]
+        values = [value for _, value in rated if value is not None]
         there = f"they span {min(values)} to {max(values)}" if values else "no row has that number"
         raise ConfigError(
             f"data.difficulty={data.difficulty}: no prompt lies between data.min_difficulty="
@@ -397,7 +397,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         # Not all texts as a Fraction, which takes minutes for "1e99999999"; a ratio has no exponent.
-        found = float(Fraction(value.strip()) if isinstance(value, str) and "/" in value else value)
+        number = float(Fraction(value.strip()) if isinstance(value, str) and "/" in value else value)
     except (ValueError, ZeroDivisionError, OverflowError):  # "n/a"
         return None
-    return None if isinstance(value, str) and not math.isfinite(found) else found
+    return None if isinstance(value, str) and not math.isfinite(number) else number

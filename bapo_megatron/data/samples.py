@@ -262,13 +262,13 @@ def samples_of(
     index of its own. ``route_replay``: what is made of the rollouts' routes; `off`: they are left where they
     are.
     """
-    found = []
+    samples = []
     groups = batch.header.groups
     values = iter(branch_advantages(groups, advantage(Rewards.of_step(groups)), branch_reward))
     for number, group in enumerate(batch.header.groups):
         source = sources.index(group.source) if group.source in sources else -1
         reads = (partial(batch.read, number, index) for index in range(len(group.responses)))
-        found.append(
+        samples.append(
             [
                 StoredSample(
                     response,
@@ -281,4 +281,4 @@ def samples_of(
                 for response, read in zip(group.responses, reads, strict=True)
             ]
         )
-    return found
+    return samples

@@ -54,7 +54,7 @@ class SampledTurn(str):
     def of(text: str, prompt_tokens: int = 0, tokens: Iterable[Sequence[Any]] = ()) -> SampledTurn:
         """From what ``as_json`` has made."""
         made = SampledTurn(text)
-        made.prompt_tokens, made.tokens = prompt_tokens, [SampledToken(*one) for one in tokens]
+        made.prompt_tokens, made.tokens = prompt_tokens, [SampledToken(*token) for token in tokens]
         return made
 
     @staticmethod
@@ -108,7 +108,7 @@ class Reply:
         said = self.observation
         if said is None or isinstance(said, str):
             return said
-        if isinstance(said, (list, tuple)) and all(isinstance(one, str) for one in said):
+        if isinstance(said, (list, tuple)) and all(isinstance(text, str) for text in said):
             return "\n".join(said)
         raise TypeError(f"Reply.observation is {type(said).__name__}: give a text, a list of texts or None")
 

@@ -62,9 +62,9 @@ class ConversationTokens:
         """
         cut = absent_mark(messages, *(turn.text for turn in turns.values()))
         shown = {
-            place: self._marked(turns[one["turn"]], f"{cut}n{place}e")
-            for place, one in enumerate(messages)
-            if "turn" in one
+            place: self._marked(turns[message["turn"]], f"{cut}n{place}e")
+            for place, message in enumerate(messages)
+            if "turn" in message
         }
         render = partial(self._text, messages, turns, shown, from_prompt, cut, tools)
         text = render()
@@ -110,14 +110,14 @@ class ConversationTokens:
         tools: Sequence[Any] | None,
     ) -> str:
         said: list[Mapping[str, Any]] = []
-        for place, one in enumerate(messages):
+        for place, message in enumerate(messages):
             if place in shown:
                 said.append({"role": "assistant", "content": shown[place]})
-            elif "turn" in one:
-                text = turns[one["turn"]].text
+            elif "turn" in message:
+                text = turns[message["turn"]].text
                 said.append({"role": "assistant", "content": self._chat.plain(text, cut)})
             else:
-                said.append(self._chat.cut(one, cut, given=place >= from_prompt))
+                said.append(self._chat.cut(message, cut, given=place >= from_prompt))
         return self._chat.rendered(said, cut, self._tools if tools is None else tools)
 
     def _encode(self, text: str, cut: str, drop: bool) -> np.ndarray:

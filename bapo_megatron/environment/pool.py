@@ -101,8 +101,8 @@ class Traits:
     @staticmethod
     def of(note: str) -> Traits:
         """From the first note of the worker program."""
-        found: dict[str, Any] = json.loads(note)
-        return Traits(**{**found, "stops": tuple(found["stops"]), "tools": tuple(found["tools"])})
+        traits: dict[str, Any] = json.loads(note)
+        return Traits(**{**traits, "stops": tuple(traits["stops"]), "tools": tuple(traits["tools"])})
 
 
 class EnvironmentPool:
@@ -279,17 +279,17 @@ def _check_settings(config: EnvironmentConfig, kind: str | None) -> None:
 
 def stop_ids(traits: Traits, tokenizer: Any) -> tuple[int, ...]:
     """The ids of the texts that end a turn. ConfigError for one that is not a single token."""
-    found = []
+    stops = []
     for text in traits.stops:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
-            pieces = [tokenizer.decode([one]) for one in ids]
+            pieces = [tokenizer.decode([token]) for token in ids]
             raise ConfigError(
                 f"environment.function: stops has {text!r}, which is {len(ids)} tokens of this model "
                 f"({pieces}): a turn can end at a single token; give one, or let step() look for the text"
             )
-        found.append(int(ids[0]))
-    return tuple(found)
+        stops.append(int(ids[0]))
+    return tuple(stops)
 
 
 def interpreter_problem(python: Path | None) -> str | None:

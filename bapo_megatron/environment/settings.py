@@ -22,10 +22,10 @@ READERS = frozenset({"__init__", "play", "run"})
 def settings_type(kind: type[Environment]) -> type | None:
     """The dataclass of a class's settings: its own, or that of its base; None if there is none, or if the
     class has one of ``READERS`` of its own, and may take other settings than its base."""
-    for one in kind.__mro__:
-        if "settings_type" in vars(one):
-            return one.settings_type  # type: ignore[attr-defined, no-any-return]
-        if not READERS.isdisjoint(vars(one)):
+    for base in kind.__mro__:
+        if "settings_type" in vars(base):
+            return base.settings_type  # type: ignore[attr-defined, no-any-return]
+        if not READERS.isdisjoint(vars(base)):
             break
     return None
 

@@ -102,7 +102,7 @@ class ObservationTemplate:
             said = [f"{_OBSERVATION}{number}", f"{_SECOND}{number}"][:answers]
             ours += self.given_ids(said, self._close).tolist()
             messages += [{"role": "assistant", "content": turn}]
-            messages += [{"role": self.role, "content": one} for one in said]
+            messages += [{"role": self.role, "content": text} for text in said]
         try:
             whole = self._encode(self.prompt_text(messages))
         except Exception as error:  # a template raises whatever its author chose
@@ -149,14 +149,14 @@ class ObservationTemplate:
         messages = [
             {"role": "user", "content": _QUESTION},
             {"role": "assistant", "content": turn},
-            *({"role": self.role, "content": one} for one in observations),
+            *({"role": self.role, "content": observation} for observation in observations),
         ]
         try:
             text = self._chat.text(messages, mark, self._tools or (), given=True)
         except Exception as error:  # a template raises whatever its author chose
             raise ConfigError(_refusal(self.role, f"refuses it: {error}")) from error
-        _, found, tail = text.rpartition(turn)
-        if not found:
+        _, match, tail = text.rpartition(turn)
+        if not match:
             raise ConfigError(_refusal(self.role, "does not show the model's turn before it"))
         return tail
 
@@ -164,7 +164,7 @@ class ObservationTemplate:
         """The id that ends the model's turn: the stop token that the tail begins with."""
         first = self._encode(tail)[0]
         if first not in self._stops:
-            stops = sorted(str(self._tokenizer.convert_ids_to_tokens(one)) for one in self._stops)
+            stops = sorted(str(self._tokenizer.convert_ids_to_tokens(token)) for token in self._stops)
             raise ConfigError(
                 _refusal(
                     self.role, f"ends the model's turn with {tail[:24]!r}, none of its stop tokens {stops}"

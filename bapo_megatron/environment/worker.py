@@ -113,7 +113,7 @@ class Episodes:
 
     async def resume(self, question: dict[str, Any]) -> dict[str, Any]:
         """The answer of a new object to the last turn, after it was brought there."""
-        task, turns = Task(**question["task"]), [_turn(*one) for one in question["turns"]]
+        task, turns = Task(**question["task"]), [_turn(*turn) for turn in question["turns"]]
         *before, last = turns
         await self.close(task.episode)
         if before and self._kind.resume == "never":
@@ -166,10 +166,10 @@ class Episodes:
         if self._kind.resume == "restore":
             await self._called(environment.restore, before, note)
             return None
-        for place, (said, given) in enumerate(zip(before[::2], before[1::2], strict=True), 1):
-            again = await self._reply(environment.again, said.text, given.text)
-            if (answered := again.text) != given.text:
-                was, now = _short(given.text), _short(answered)
+        for place, (said, reply) in enumerate(zip(before[::2], before[1::2], strict=True), 1):
+            again = await self._reply(environment.again, said.text, reply.text)
+            if (answered := again.text) != reply.text:
+                was, now = _short(reply.text), _short(answered)
                 return f"its environment answered turn {place} with {was}, and after a replay with {now}"
         return None
 
@@ -181,8 +181,8 @@ class Episodes:
 
     async def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What ``function`` returns: called here if the class is async, else in a thread."""
-        found = function(*arguments) if self._is_async else await self._in_thread(function, *arguments)
-        return await found if inspect.isawaitable(found) else found
+        result = function(*arguments) if self._is_async else await self._in_thread(function, *arguments)
+        return await result if inspect.isawaitable(result) else result
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """A plain function's result. A cancel waits for its end, and a pool kills who does not heed one:
@@ -281,18 +281,18 @@ def _checked(reply: Reply) -> dict[str, Any]:
 
 def _plain(context: Context) -> dict[str, Any]:
     """A conversation as JSON. TypeError or ValueError unless its messages are plain, and have roles."""
-    for one in context.messages:
-        if not isinstance(one, dict) or not isinstance(one.get("role"), str):
-            raise TypeError(f"Reply.context has the message {repr(one)[:200]}: give each a role")
-    found: dict[str, Any] = json.loads(json.dumps(asdict(context)))
-    return found
+    for message in context.messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise TypeError(f"Reply.context has the message {repr(message)[:200]}: give each a role")
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(context)))
+    return plain
 
 
 def _is_deep(value: Any, levels: int) -> bool:
     if not isinstance(value, (dict, list, tuple)):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deep(one, levels - 1) for one in inner)
+    return levels == 0 or any(_is_deep(item, levels - 1) for item in inner)
 
 
 def _number(name: str, value: Any) -> float:
@@ -324,8 +324,8 @@ def load_environment(path: str, settings: Mapping[str, Any]) -> type[Environment
         raise ConfigError(
             f"{FIELD}={path} is not a subclass of bapo_megatron.environment.Environment: derive it from that"
         )
-    if found := list(problems(kind, settings)):
-        raise ConfigError("\n".join(f"{FIELD}={path}: {problem}" for problem in found))
+    if wrong := list(problems(kind, settings)):
+        raise ConfigError("\n".join(f"{FIELD}={path}: {problem}" for problem in wrong))
     return kind
 
 
@@ -335,7 +335,7 @@ def problems(kind: type[Environment], settings: Mapping[str, Any]) -> Iterator[s
         yield "it has no step(self, turn) of its own: define one that returns a Reply"
     if kind.role not in ("tool", "user"):
         yield f"role={kind.role!r} is unknown: set it to 'tool' or 'user'"
-    if not (isinstance(kind.stops, tuple) and all(isinstance(one, str) and one for one in kind.stops)):
+    if not (isinstance(kind.stops, tuple) and all(isinstance(stop, str) and stop for stop in kind.stops)):
         yield f"stops={kind.stops!r} must be a tuple of texts, such as ('</call>',)"
     if problem := _tools_problem(kind.tools):
         yield f"tools={kind.tools!r} {problem}"
@@ -356,11 +356,11 @@ def problems(kind: type[Environment], settings: Mapping[str, Any]) -> Iterator[s
 
 
 def _tools_problem(tools: object) -> str | None:
-    if not isinstance(tools, (tuple, list)) or not all(isinstance(one, dict) for one in tools):
+    if not isinstance(tools, (tuple, list)) or not all(isinstance(tool, dict) for tool in tools):
         return "must be a tuple of schemas, dicts as OpenAI's chat completions have"
-    for one in tools:
-        if not isinstance(one.get("function"), dict) or not one["function"].get("name"):
-            return f'has {one!r} without a name: write {{"type": "function", "function": {{"name": ...}}}}'
+    for tool in tools:
+        if not isinstance(tool.get("function"), dict) or not tool["function"].get("name"):
+            return f'has {tool!r} without a name: write {{"type": "function", "function": {{"name": ...}}}}'
     try:
         json.dumps(tools)
     except (TypeError, ValueError) as error:

@@ -96,10 +96,10 @@ def suites_of_both(a: Path, b: Path) -> dict[str, tuple[Path, Path]]:
 def _suites(path: Path) -> dict[str, Path]:
     if (path / SUMMARY).is_file():
         return {read_summary(path)["suite"]["name"]: path}
-    found = {folder.name: folder for folder in sorted(path.glob("*/")) if (folder / SUMMARY).is_file()}
-    if not found:
+    suites = {folder.name: folder for folder in sorted(path.glob("*/")) if (folder / SUMMARY).is_file()}
+    if not suites:
         raise ConfigError(f"{path} holds no finished evaluation ({SUMMARY}); give an output of `bapo eval`")
-    return found
+    return suites
 
 
 def compare_suite(name: str, a: Path, b: Path) -> Compared:
@@ -108,7 +108,7 @@ def compare_suite(name: str, a: Path, b: Path) -> Compared:
     if summary_a["suite"]["sha256"] != summary_b["suite"]["sha256"]:
         raise ConfigError(f"suite {name}: {a} and {b} asked different problems (their files' SHA-256 differ)")
     if (reward_a := summary_a.get("reward")) != (reward_b := summary_b.get("reward")):
-        names = [one["function"] if one else "math or code" for one in (reward_a, reward_b)]
+        names = [reward["function"] if reward else "math or code" for reward in (reward_a, reward_b)]
         raise ConfigError(f"suite {name}: {a} and {b} were scored by other rewards ({', '.join(names)})")
     samples_a, samples_b = int(summary_a["samples"]), int(summary_b["samples"])
     (correct_a, unjudged_a), (correct_b, unjudged_b) = _correct(a, samples_a), _correct(b, samples_b)
@@ -138,9 +138,9 @@ def compare_suite(name: str, a: Path, b: Path) -> Compared:
 
 
 def _correct(folder: Path, samples: int) -> tuple[Counter[int], set[int]]:
-    found = read_responses(folder / RESPONSES, samples)
-    right = Counter(one.problem for one in found if one.correct)
-    return right, {one.problem for one in found if one.failure is not None}
+    responses = read_responses(folder / RESPONSES, samples)
+    right = Counter(response.problem for response in responses if response.correct)
+    return right, {response.problem for response in responses if response.failure is not None}
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -164,8 +164,8 @@ def examples_text(a: Path, b: Path, count: int) -> str:
         answers = [first_responses(folder / RESPONSES, len(questions)) for folder in folders]
         for problem, question in enumerate(questions):
             lines.append(f"{suite}, problem {problem}: {_one_line(question)}\n")
-            for name, found in zip("AB", answers, strict=True):
-                text, correct = found[problem]
+            for name, responses in zip("AB", answers, strict=True):
+                text, correct = responses[problem]
                 lines.append(f"  {name}, {'right' if correct else 'wrong'}: {_one_line(text)}\n")
     return "".join(lines)
 
@@ -248,24 +248,24 @@ def _certainty(metrics: Metrics) -> list[str]:
     return lines
 
 
-def comparison_text(found: Sequence[Compared], a: str, b: str) -> str:
+def comparison_text(comparisons: Sequence[Compared], a: str, b: str) -> str:
     """The comparison of two evaluations as text, one block for each suite."""
     lines = [f"A: {a}", f"B: {b}"]
-    for one in found:
-        low, high = one.interval
+    for row in comparisons:
+        low, high = row.interval
         verdict = (
             "B differs from A"
-            if one.p_value < 0.05
+            if row.p_value < 0.05
             else "no difference is shown; that does not show equality"
         )
         lines += [
-            f"{one.suite}: {one.problems} problems, {one.samples[0]} and {one.samples[1]} responses each",
-            f"  A {_points(one.a)}, B {_points(one.b)}, difference {100 * one.difference:+.1f} points "
-            f"({100 * low:+.1f} to {100 * high:+.1f}); B is better on {one.better}, worse on {one.worse}",
-            f"  p = {one.p_value:.3g} (sign flips over problems, exact): {verdict}",
-            f"  detectable: {_detectable(one.detectable)}",
-            *(f"  not sampled alike: {text}" for text in one.other_settings),
-            *([f"  left out: {one.left_out} problems with a response not judged"] if one.left_out else []),
+            f"{row.suite}: {row.problems} problems, {row.samples[0]} and {row.samples[1]} responses each",
+            f"  A {_points(row.a)}, B {_points(row.b)}, difference {100 * row.difference:+.1f} points "
+            f"({100 * low:+.1f} to {100 * high:+.1f}); B is better on {row.better}, worse on {row.worse}",
+            f"  p = {row.p_value:.3g} (sign flips over problems, exact): {verdict}",
+            f"  detectable: {_detectable(row.detectable)}",
+            *(f"  not sampled alike: {text}" for text in row.other_settings),
+            *([f"  left out: {row.left_out} problems with a response not judged"] if row.left_out else []),
         ]
     return "\n".join(lines) + "\n"
 
@@ -301,9 +301,9 @@ def eval_command(arguments: Sequence[str]) -> None:
 def _compare(arguments: Sequence[str]) -> None:
     options = parse_options(CompareOptions, "bapo eval compare", arguments)
     options.check()
-    found = compare(options.a, options.b)
+    comparisons = compare(options.a, options.b)
     if options.json:
-        print(json.dumps([asdict(one) for one in found], indent=2))
+        print(json.dumps([asdict(suite) for suite in comparisons], indent=2))
         return
     shown = examples_text(options.a, options.b, options.examples) if options.examples else ""
-    print(comparison_text(found, str(options.a), str(options.b)) + shown, end="")
+    print(comparison_text(comparisons, str(options.a), str(options.b)) + shown, end="")

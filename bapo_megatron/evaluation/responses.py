@@ -54,9 +54,9 @@ def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
     with only_writer(folder):
         if (folder / SETTINGS).exists():
             _check_settings(folder / SETTINGS, settings)
-        elif found := [name for name in (RESPONSES, SUMMARY) if os.path.lexists(folder / name)]:
+        elif leftovers := [name for name in (RESPONSES, SUMMARY) if os.path.lexists(folder / name)]:
             raise ConfigError(
-                f"{folder} holds {found[0]} without {SETTINGS}: no evaluation wrote it, or it lost its "
+                f"{folder} holds {leftovers[0]} without {SETTINGS}: no evaluation wrote it, or it lost its "
                 "settings; name another --output, or move the file away"
             )
         write_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
@@ -86,28 +86,32 @@ def _check_settings(path: Path, settings: Row) -> None:
 
 def flat_settings(settings: Row) -> Row:
     """Evaluation settings with one level of nesting flattened to dotted names."""
-    found: Row = {}
+    flat: Row = {}
     for name, value in settings.items():
-        found |= (
+        flat |= (
             {f"{name}.{key}": item for key, item in value.items()}
             if isinstance(value, dict)
             else {name: value}
         )
-    return found
+    return flat
 
 
 def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
     """First ``samples`` responses of each problem, without their texts. A torn line does not count."""
-    found = {(one.problem, one.sample): one for one, _ in all_responses(path) if one.sample < samples}
-    return [found[place] for place in sorted(found)]
+    responses = {
+        (response.problem, response.sample): response
+        for response, _ in all_responses(path)
+        if response.sample < samples
+    }
+    return [responses[place] for place in sorted(responses)]
 
 
 def first_responses(path: Path, problems: int) -> dict[int, tuple[str, bool]]:
     """First response to each of the first ``problems`` problems: its text, and whether it is right."""
     return {
-        one.problem: (text, one.correct)
-        for one, text in all_responses(path)
-        if one.sample == 0 and one.problem < problems
+        response.problem: (text, response.correct)
+        for response, text in all_responses(path)
+        if response.sample == 0 and response.problem < problems
     }
 
 
@@ -116,13 +120,13 @@ def all_responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
     for number, line in enumerate(whole_lines(path) if path.exists() else (), 1):
         try:
             row = json.loads(line)
-            one = ScoredResponse(**{name: row[name] for name in ScoredResponse.__dataclass_fields__})
+            response = ScoredResponse(**{name: row[name] for name in ScoredResponse.__dataclass_fields__})
             text = str(row["text"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}, line {number} is not a response: {error!r}; mend it or delete it"
             ) from None
-        yield one, text
+        yield response, text
 
 
 def write_summary(folder: Path, settings: Row, metrics: Row) -> None:

@@ -319,7 +319,9 @@ def _check_suites(suites: Sequence[Suite], options: EvalOptions, longest: int, r
 def _finish(task: SuiteTask, options: EvalOptions) -> Metrics:
     programs = programs_of(task.suite, options.reward or REWARD_FUNCTION)
     stored = read_responses(task.log.path, options.samples)
-    responses = [replace(one, answer=None) if one.problem in programs else one for one in stored]
+    responses = [
+        replace(response, answer=None) if response.problem in programs else response for response in stored
+    ]
     boxed = options.reward is None and not programs
     metrics = score(responses, options.wanted_pass_at, seed=options.seed, boxed=boxed)
     write_summary(task.folder, task.settings, metrics)

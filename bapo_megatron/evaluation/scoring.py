@@ -84,14 +84,18 @@ def score(
     """
     by_problem = _by_problem(responses)
     samples = len(by_problem[0])
-    judged = [found for group in by_problem if (found := [one for one in group if one.failure is None])]
+    judged = [
+        judgements
+        for group in by_problem
+        if (judgements := [response for response in group if response.failure is None])
+    ]
     samples_P = [len(group) for group in judged]
-    correct_P = [sum(one.correct for one in group) for group in judged]
+    correct_P = [sum(response.correct for response in group) for group in judged]
     votes = [majority_vote([o.answer for o in g], [o.correct for o in g]) for g in judged]
     counts = list(zip(samples_P, correct_P, strict=True))
     columns: dict[str, list[float]] = {f"avg@{samples}": [right / count for count, right in counts]}
     columns |= {f"pass@{k}": [pass_at_k(n, right, k) for n, right in counts if n >= k] for k in pass_at}
-    has_answers = any(one.answer is not None for group in judged for one in group)
+    has_answers = any(response.answer is not None for group in judged for response in group)
     if has_answers:
         columns[f"maj@{samples}"] = [vote.value for vote in votes]
     metrics: Metrics = {"problems": len(by_problem), "samples": samples}
@@ -109,17 +113,17 @@ def score(
 
 def _means(columns: dict[str, list[float]], resamples: int, seed: int) -> Metrics:
     """The mean of each column over its problems, and its interval; None for a column without problems."""
-    found: Metrics = {}
+    means: Metrics = {}
     for problems in dict.fromkeys(len(values) for values in columns.values()):
         names = [name for name, values in columns.items() if len(values) == problems]
         if not problems:
-            found |= dict.fromkeys(names)
+            means |= dict.fromkeys(names)
             continue
         values_PM = np.array([columns[name] for name in names]).T
         intervals = bootstrap_intervals(values_PM, resamples, seed)
         for name, value, interval in zip(names, values_PM.mean(axis=0), intervals, strict=True):
-            found |= {name: float(value), f"{name}_low": interval.low, f"{name}_high": interval.high}
-    return found
+            means |= {name: float(value), f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return means
 
 
 def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
@@ -134,9 +138,9 @@ def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
     for suite in dict.fromkeys(row["suite"] for row in rows):
         own = [row for row in rows if row["suite"] == suite]
         scored, in_boxes = [_scored(row) for row in own], boxed and own[0].get("boxed", True)
-        found = score(scored, boxed=in_boxes)
-        metrics |= {f"eval/{suite}/{name}": value for name, value in found.items()}
-        if (average := found[f"avg@{found['samples']}"]) is not None:
+        values = score(scored, boxed=in_boxes)
+        metrics |= {f"eval/{suite}/{name}": value for name, value in values.items()}
+        if (average := values[f"avg@{values['samples']}"]) is not None:
             means.append(average)
     return {**metrics, "eval/mean": sum(means) / len(means) if means else None}
 
@@ -151,26 +155,26 @@ def _scored(row: dict[str, Any]) -> ScoredResponse:
 
 
 def _by_problem(responses: Sequence[ScoredResponse]) -> list[list[ScoredResponse]]:
-    found: defaultdict[int, dict[int, ScoredResponse]] = defaultdict(dict)
-    for one in responses:
-        found[one.problem][one.sample] = one
-    counts = {len(group) for group in found.values()}
-    if len(counts) != 1 or sum(len(group) for group in found.values()) != len(responses):
+    by_sample: defaultdict[int, dict[int, ScoredResponse]] = defaultdict(dict)
+    for response in responses:
+        by_sample[response.problem][response.sample] = response
+    counts = {len(group) for group in by_sample.values()}
+    if len(counts) != 1 or sum(len(group) for group in by_sample.values()) != len(responses):
         raise ValueError(f"problems must have equally many samples, each once; they have {sorted(counts)}")
-    return [list(found[problem].values()) for problem in sorted(found)]
+    return [list(by_sample[problem].values()) for problem in sorted(by_sample)]
 
 
 def _about_responses(responses: Sequence[ScoredResponse]) -> Metrics:
-    tokens = np.array([one.tokens for one in responses])
-    correct = np.array([one.correct for one in responses])
-    is_judged = np.array([one.failure is None for one in responses])
+    tokens = np.array([response.tokens for response in responses])
+    correct = np.array([response.correct for response in responses])
+    is_judged = np.array([response.failure is None for response in responses])
 
     def mean(which: np.ndarray) -> float | None:
         return float(tokens[which].mean()) if which.any() else None
 
     return {
-        "truncated": float(np.mean([one.finish_reason == "length" for one in responses])),
-        "unanswered": float(np.mean([one.answer is None for one in responses])),
+        "truncated": float(np.mean([response.finish_reason == "length" for response in responses])),
+        "unanswered": float(np.mean([response.answer is None for response in responses])),
         "unjudged": float(np.mean(~is_judged)),
         "response_tokens/mean": float(tokens.mean()),
         "response_tokens/median": float(np.median(tokens)),

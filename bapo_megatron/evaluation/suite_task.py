@@ -59,9 +59,9 @@ def open_task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Row,
     log = opened.enter_context(open_folder(folder, settings))
     by_text = options.environment.function is None
     there = {
-        (one.problem, one.sample)
-        for one in read_responses(log.path, options.samples)
-        if by_text or one.failure is None
+        (response.problem, response.sample)
+        for response in read_responses(log.path, options.samples)
+        if by_text or response.failure is None
     }
     unjudged = unjudged_responses(log.path, options.samples)
     every = [(problem, sample) for sample in range(options.samples) for problem in range(len(suite.prompts))]

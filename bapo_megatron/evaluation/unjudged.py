@@ -28,13 +28,13 @@ StoredResponse = tuple[ScoredResponse, str]
 
 def unjudged_responses(path: Path, samples: int) -> list[StoredResponse]:
     """Responses among the first ``samples`` of each problem whose last row has a failure, in order."""
-    found: dict[tuple[int, int], StoredResponse] = {}
-    for one, text in all_responses(path):
-        if one.failure is None:
-            found.pop((one.problem, one.sample), None)
-        elif one.sample < samples:
-            found[one.problem, one.sample] = one, text
-    return [found[place] for place in sorted(found)]
+    unjudged: dict[tuple[int, int], StoredResponse] = {}
+    for response, text in all_responses(path):
+        if response.failure is None:
+            unjudged.pop((response.problem, response.sample), None)
+        elif response.sample < samples:
+            unjudged[response.problem, response.sample] = response, text
+    return [unjudged[place] for place in sorted(unjudged)]
 
 
 def score_again(
@@ -73,14 +73,14 @@ async def scored_now(
 ) -> int:
     """Number of the responses that ``scorer`` scores; each is stored as soon as it is."""
 
-    async def judge(one: ScoredResponse, text: str) -> bool:
-        prompt = prompts[one.problem]
-        result = await text_score(scorer, prompt, text, one.tokens, RewardConfig.failed)
+    async def judge(response: ScoredResponse, text: str) -> bool:
+        prompt = prompts[response.problem]
+        result = await text_score(scorer, prompt, text, response.tokens, RewardConfig.failed)
         if result.failure is not None:
             return False
         correct = result.score is not None and result.score >= right_from
-        row = {**asdict(replace(one, correct=correct, failure=None)), "text": text}
+        row = {**asdict(replace(response, correct=correct, failure=None)), "text": text}
         await asyncio.to_thread(log.append_all, [row])
         return True
 
-    return sum(await asyncio.gather(*(judge(*one) for one in unjudged)))
+    return sum(await asyncio.gather(*(judge(*response) for response in unjudged)))

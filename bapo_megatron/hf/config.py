@@ -151,7 +151,7 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
     """Shape from a parsed config.json; ``source`` names it in errors."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        known = ", ".join(f"{name} ({one.title})" for name, one in FAMILIES.items())
+        known = ", ".join(f"{name} ({known_family.title})" for name, known_family in FAMILIES.items())
         raise ConfigError(f"{source}: model_type={family!r:.80} is not supported; supported are {known}")
     try:
         config = FAMILIES[family].text_config(config)
@@ -196,7 +196,7 @@ def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
     [name] = set(dtypes)
     return re.sub(
         rb'("(?:torch_)?dtype"\s*:\s*)(?:"[\w.]+"|null)',
-        lambda found: found[1] + b'"' + name.encode() + b'"',
+        lambda match: match[1] + b'"' + name.encode() + b'"',
         config,
     )
 
@@ -206,13 +206,13 @@ def for_servers(config: bytes) -> bytes:
 
     Also as it is for a hybrid that SGLang does not serve: ``SglangBackend.check_weights`` refuses it.
     """
-    found = json.loads(config)
-    family = FAMILIES.get(found.get("model_type"))
-    own = found.get(family.text, {}) if family and family.text else found
+    fields = json.loads(config)
+    family = FAMILIES.get(fields.get("model_type"))
+    own = fields.get(family.text, {}) if family and family.text else fields
     with suppress(ValueError):
         if missing := fields_for_servers(own):
             own.update(missing)
-            return json.dumps(found, indent=2, sort_keys=True).encode() + b"\n"  # as transformers writes it
+            return json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"  # as transformers writes it
     return config
 
 
@@ -226,7 +226,11 @@ def carried_files(folder: Path) -> dict[str, Path]:
     check_files_inside(folder)
     check_generation_config(folder)
     places = [*folder.iterdir(), *(folder / CHAT_TEMPLATES).glob("*")]
-    files = [one for one in sorted(places) if one.is_file() and not one.name.endswith((MARK, *_WEIGHT_FILES))]
+    files = [
+        place
+        for place in sorted(places)
+        if place.is_file() and not place.name.endswith((MARK, *_WEIGHT_FILES))
+    ]
     return {path.relative_to(folder).as_posix(): path for path in files}
 
 
@@ -234,17 +238,19 @@ def check_generation_config(folder: Path) -> None:
     """Check of generation_config.json, if there is one: ConfigError with the file and the field."""
     path = folder / _GENERATION_CONFIG
     try:
-        found = json.loads(read_file_inside(folder, _GENERATION_CONFIG))
+        fields = json.loads(read_file_inside(folder, _GENERATION_CONFIG))
     except FileNotFoundError:
         return
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {str(error)[:200]}: mend it, or delete it") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ConfigError(f"{path} cannot be read: it is not an object: mend it, or delete it")
     for name, (words, kinds) in _GENERATION.items():
-        value = found.get(name)
+        value = fields.get(name)
         numbers = value if isinstance(value, list) else []
-        if value is not None and (type(value) not in kinds or any(type(one) is not int for one in numbers)):
+        if value is not None and (
+            type(value) not in kinds or any(type(number) is not int for number in numbers)
+        ):
             raise ConfigError(f"{path} has {name}={value!r:.200}: it must be {words}; mend the file")
 
 
@@ -284,8 +290,8 @@ def _rope(config: dict[str, Any], source: str) -> tuple[float, float | None]:
         forms.append({**(old or new), "rope_theta": base})
     defaults = {"rope_theta": 10000.0}
     forms = [defaults | {name: value for name, value in form.items() if value is not None} for form in forms]
-    found = [(real(form, "rope_theta"), _rope_scaling(form, config, source)) for form in forms]
-    if len(set(found)) > 1:
+    forms_read = [(real(form, "rope_theta"), _rope_scaling(form, config, source)) for form in forms]
+    if len(set(forms_read)) > 1:
         told = ", ".join(
             f"{field}={config[field]!r:.200}"
             for field in ("rope_theta", "rope_scaling", "rope_parameters")
@@ -295,7 +301,7 @@ def _rope(config: dict[str, Any], source: str) -> tuple[float, float | None]:
             f"{source}: {told} contradict each other, and transformers and engines differ in which they "
             "follow: keep either rope_parameters, or rope_theta and rope_scaling"
         )
-    return found[0]
+    return forms_read[0]
 
 
 def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], source: str) -> float | None:
@@ -314,12 +320,12 @@ def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], source: str) -> 
     # transformers takes the number of positions that stands beside the settings before theirs, and without
     # either that of the model.
     positions = "original_max_position_embeddings"
-    given = {positions: config.get("max_position_embeddings"), **rope}
-    given |= {positions: config[positions]} if config.get(positions) else {}
+    fields = {positions: config.get("max_position_embeddings"), **rope}
+    fields |= {positions: config[positions]} if config.get(positions) else {}
     for field, value in _LLAMA3_ROPE.items():
-        if (found := given.get(field)) != value:
+        if (actual := fields.get(field)) != value:
             raise ConfigError(
-                f"{source}: RoPE scaling llama3 with {field}={found!r:.80} is not supported; megatron-core "
+                f"{source}: RoPE scaling llama3 with {field}={actual!r:.80} is not supported; megatron-core "
                 f"has {value}"
             )
     return real(rope, "factor")

@@ -116,7 +116,7 @@ def _hybrid_stack(
     if not flag({"attn_output_gate": True, **config}, "attn_output_gate"):
         raise ValueError("attn_output_gate=false is not supported in this family")
     mlp = mlp_of(config)
-    return [Block(delta if one == _LINEAR else attention, mlp) for one in types]
+    return [Block(delta if kind == _LINEAR else attention, mlp) for kind in types]
 
 
 def _types_by_interval(every: int, count: int) -> list[str]:
@@ -147,12 +147,12 @@ def fields_for_servers(config: dict[str, Any]) -> dict[str, Any]:
 def _rotated_part(config: dict[str, Any]) -> float:
     """Part of a head that RoPE rotates: a quarter where the field is missing. ValueError if two differ."""
     places = (table(config, "rope_parameters"), table(config, "rope_scaling"), config)
-    found = {real(place, _PARTIAL) for place in places if place.get(_PARTIAL) is not None} or {
+    parts = {real(place, _PARTIAL) for place in places if place.get(_PARTIAL) is not None} or {
         _ROTATED_BY_DEFAULT
     }
-    if len(found) > 1 or not 0 < min(found) <= 1:
-        raise ValueError(f"{_PARTIAL}={sorted(found)} cannot be")
-    return min(found)
+    if len(parts) > 1 or not 0 < min(parts) <= 1:
+        raise ValueError(f"{_PARTIAL}={sorted(parts)} cannot be")
+    return min(parts)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Family:
         if self.text is None:
             return config
         own = dict(table(config, self.text))
-        if len({flag(one, _TIED) for one in (own, config) if one.get(_TIED) is not None}) > 1:
+        if len({flag(place, _TIED) for place in (own, config) if place.get(_TIED) is not None}) > 1:
             raise ValueError(f"{_TIED} is not the same in {self.text}: make the two equal")
         if own.get(_QUANTIZATION):
             raise ValueError(f"{_QUANTIZATION} is read beside {self.text}, not in it: move it there")
@@ -194,10 +194,10 @@ class Family:
 
 def layer_types(config: dict[str, Any]) -> list[str]:
     """Attention of each layer; none where the field is missing. ValueError if it is not a list of texts."""
-    found = config.get("layer_types")
-    if found is not None and not (isinstance(found, list) and all(isinstance(one, str) for one in found)):
-        raise ValueError(f"layer_types={found!r:.80} is not a list of texts")
-    return found or []
+    types = config.get("layer_types")
+    if types is not None and not (isinstance(types, list) and all(isinstance(kind, str) for kind in types)):
+        raise ValueError(f"layer_types={types!r:.80} is not a list of texts")
+    return types or []
 
 
 _OF_HYBRIDS = ("layer_types", _PARTIAL)

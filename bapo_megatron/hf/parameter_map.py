@@ -124,12 +124,12 @@ def expert_tensors(name: str, shape: Sequence[int]) -> dict[str, tuple[int, slic
 
 def fused_experts(tensors: Iterable[str]) -> dict[str, list[str]]:
     """The fused tensors of transformers that tensors of experts make up: those of each, in order."""
-    found: dict[str, list[str]] = {}
+    fused: dict[str, list[str]] = {}
     for name in tensors:
         if match := _OF_EXPERT.fullmatch(name):
             kind = "down" if match[2] == "down" else "gate_up"
-            found.setdefault(f"{match[1]}{kind}_proj", []).append(name)
-    return found
+            fused.setdefault(f"{match[1]}{kind}_proj", []).append(name)
+    return fused
 
 
 def fused_rows(name: str, shape: Sequence[int]) -> int | None:

@@ -156,8 +156,8 @@ class HfReader:
         described = is_quantized(self.folder)
         weights = {weight_of_scale(name) or "" for name in self._scale_files}
         weights |= {name for name in self._file_of if name not in self._within}
-        found = (self._fp8_problem(name, described) for name in sorted(weights))
-        return [problem for problem in found if problem is not None]
+        problems = (self._fp8_problem(name, described) for name in sorted(weights))
+        return [problem for problem in problems if problem is not None]
 
     def _fp8_problem(self, name: str, described: bool) -> str | None:
         weight, scales = None, None
@@ -165,8 +165,8 @@ class HfReader:
             stored = self._stored(name)
             weight = stored.get_dtype(), tuple(stored.get_shape())
         if (file := self._scale_files.get(scale_name(name))) is not None:
-            held = self._file(file).get_slice(scale_name(name))
-            scales = held.get_dtype(), tuple(held.get_shape())
+            scale = self._file(file).get_slice(scale_name(name))
+            scales = scale.get_dtype(), tuple(scale.get_shape())
         rows = fused_rows(name, weight[1]) if weight is not None else None
         return scales_problem(name, weight, scales, rows, described)
 

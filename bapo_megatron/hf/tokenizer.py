@@ -27,9 +27,13 @@ def load_tokenizer(folder: Path) -> Any:
         raise ConfigError(f"model.hf_path={folder}: the tokenizer has no eos token, so no response would end")
     if not tokenizer.chat_template:
         raise ConfigError(f"model.hf_path={folder}: the tokenizer has no chat template")
-    found = tokenizer.chat_template  # one, or several by name
-    several = {name: _CLOCK.sub(_date, one) for name, one in found.items()} if isinstance(found, dict) else {}
-    tokenizer.chat_template = several or _CLOCK.sub(_date, found)
+    template = tokenizer.chat_template  # one, or several by name
+    several = (
+        {name: _CLOCK.sub(_date, text) for name, text in template.items()}
+        if isinstance(template, dict)
+        else {}
+    )
+    tokenizer.chat_template = several or _CLOCK.sub(_date, template)
     return tokenizer
 
 
@@ -45,8 +49,8 @@ def _date(call: re.Match[str]) -> str:
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
     """The tokens of the tokenizer in ``folder``, with their ids; it needs no chat template."""
-    found: dict[str, int] = _read(folder).get_vocab()
-    return found
+    vocabulary: dict[str, int] = _read(folder).get_vocab()
+    return vocabulary
 
 
 Piece = tuple[str, bool]
@@ -128,7 +132,7 @@ def _rules(tokenizer: Any) -> list[Any]:
     """Rules of a tokenizer of the tokenizers library by which a text becomes tokens, as plain data."""
     steps = tokenizer.normalizer, tokenizer.pre_tokenizer
     states = [
-        None if one is None else json.loads(one.__getstate__(), object_hook=_by_tokens) for one in steps
+        None if step is None else json.loads(step.__getstate__(), object_hook=_by_tokens) for step in steps
     ]
     return [*states, *(getattr(tokenizer.model, option, None) for option in _BPE)]
 

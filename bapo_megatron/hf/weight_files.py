@@ -83,12 +83,12 @@ def left_out_text(folder: Path) -> str | None:
     return f"model folder {folder}: {', '.join(names[:5])} {what[0]} not part of the model: {why} {what[1]}"
 
 
-def check_shard(path: Path, held: Iterable[str], weight_map: Mapping[str, str]) -> None:
+def check_shard(path: Path, names: Iterable[str], weight_map: Mapping[str, str]) -> None:
     """Check that the index places all tensors ``held`` by the file there. CheckpointError for another.
 
     Libraries load every tensor of a file that the index names, whatever it says of the tensor.
     """
-    for name in held:
+    for name in names:
         if (placed := weight_map.get(name)) != path.name:
             where = "does not list" if placed is None else f"places in {placed}"
             raise CheckpointError(

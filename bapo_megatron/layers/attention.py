@@ -95,8 +95,8 @@ class Attention(Kind):
     def sent(self, at: Place) -> dict[str, float]:
         """Of CP keys and values go round the ring once forward, and with their gradients backward."""
         kv = 2 * self.kv_heads * self.head_dim / at.parallel.tensor * at.element
-        rounds = 3 + (at.recompute == "full") + at.passes
-        return {"TP": at.pair(False), "CP": kv * (at.parallel.context - 1) * rounds}
+        exchanges = 3 + (at.recompute == "full") + at.passes
+        return {"TP": at.pair(False), "CP": kv * (at.parallel.context - 1) * exchanges}
 
     def decoding(self) -> Decoding:
         return Decoding(2 * 2 * self.kv_heads * self.head_dim, self.kv_heads)

@@ -132,9 +132,9 @@ class DeltaNet(Kind):
         """Of CP an all-to-all of queries, keys, values, beta and alpha from tokens to heads, and one of the
         outputs back, with as much for the gradients."""
         context = at.parallel.context
-        moved = (2 * self.keys + 2 * self.values + 2 * self.value_heads) / at.parallel.tensor * at.element
-        rounds = 2 + (at.recompute == "full") + at.passes
-        return {"TP": at.pair(False), "CP": moved * (context - 1) / context * rounds}
+        exchanged = (2 * self.keys + 2 * self.values + 2 * self.value_heads) / at.parallel.tensor * at.element
+        exchanges = 2 + (at.recompute == "full") + at.passes
+        return {"TP": at.pair(False), "CP": exchanged * (context - 1) / context * exchanges}
 
     def decoding(self) -> Decoding:
         """The state in float32, and the last inputs of the convolution."""

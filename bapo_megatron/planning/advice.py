@@ -30,17 +30,17 @@ _FRACTION_STEP = 0.05
 def problems(job: Job) -> list[str]:
     """Problems of the layout other than memory; each makes it invalid."""
     ranged = not any((*wrong_types(job.parallel), *out_of_range(job.parallel)))
-    found = list(layout_problems(job.parallel, job.shape)) if ranged else []
+    messages = list(layout_problems(job.parallel, job.shape)) if ranged else []
     if job.options.dropped_groups and not job.run.rollout.drop_uniform_groups:
-        found.append(
+        messages.append(
             f"dropped_groups={job.options.dropped_groups:g}, but rollout.drop_uniform_groups=False drops "
             "none: leave --dropped-groups out"
         )
     try:
         job.run.check()
     except ConfigError as error:
-        found += str(error).splitlines()
-    return found
+        messages += str(error).splitlines()
+    return messages
 
 
 def _broken_rules(job: Job) -> list[str]:
@@ -96,7 +96,11 @@ def shorter_packs(plan: JobPlan) -> list[JobPlan]:
     same = make_plan(_with(job, job.parallel, True))
     contexts = [n for n in range(1, job.parallel.context) if job.parallel.context % n == 0]
     smaller = (_with(job, replace(job.parallel, context=context), True) for context in contexts)
-    fitting = (other for one in smaller if not _broken_rules(one) and (other := make_plan(one)).verdict.fits)
+    fitting = (
+        other
+        for candidate in smaller
+        if not _broken_rules(candidate) and (other := make_plan(candidate)).verdict.fits
+    )
     fewest = next(fitting, None)
     if fewest is not None:
         return [same, fewest]
@@ -150,7 +154,7 @@ def _with_fitting_engines(job: Job) -> Job:
     """The job with the policy offloaded while it samples, and the largest ``memory_fraction`` that fits."""
     budget = job.options.memory_fraction * job.gpu.memory
     stages = range(job.parallel.pipeline)
-    for other in (_offloaded(one) for one in (job, *_with_smaller_engines(job))):
+    for other in (_offloaded(candidate) for candidate in (job, *_with_smaller_engines(job))):
         parts = [stage_memory(other, stage) for stage in stages]
         if all(max(part.sampling, part.handover) <= budget for part in parts):
             return other

@@ -114,11 +114,11 @@ def engine_plan(job: Job) -> EnginePlan:
     count = gpus // size
     # SGLang cuts the cache by KV heads; with more ranks than heads several ranks hold the same ones.
     split = min(size, max(kind.decoding().heads for kind in job.shape.kinds))
-    held = cache * split / per_token
+    tokens = cache * split / per_token
     lengths = job.lengths
     present = job.mean_prompt + lengths.running_mean
     share = busiest_engine_responses(job.sampled_responses, count, options.engine_imbalance)
-    slots = min(held / present, job.max_in_flight, states.requests if states else math.inf)
+    slots = min(tokens / present, job.max_in_flight, states.requests if states else math.inf)
     running = min(slots, job.sampled_responses / max(1, count))
     bandwidth = options.engine_bandwidth * gpu.memory_bandwidth
     token_seconds = per_token / split / bandwidth
@@ -144,7 +144,7 @@ def engine_plan(job: Job) -> EnginePlan:
         cache=cache,
         cache_per_token=per_token,
         states=states,
-        longest_sequences=int(held // job.run.longest_sequence),
+        longest_sequences=int(tokens // job.run.longest_sequence),
         running=running,
         tokens_per_second=rate,
         step_seconds=job.sampled_responses * job.mean_response / rate if rate else float("inf"),
@@ -160,8 +160,8 @@ def _busiest(
     lengths: ResponseLengths, share: int, responses: int, slots: int, prompt: float
 ) -> tuple[float, float]:
     """Decode steps of the busiest engine, and KV entries that it reads. Cached for the layout search."""
-    found = lengths.busiest_engine_lengths(share, responses)
-    return decode_steps(found, slots), read_tokens(found, prompt)
+    longest = lengths.busiest_engine_lengths(share, responses)
+    return decode_steps(longest, slots), read_tokens(longest, prompt)
 
 
 @dataclass(frozen=True)
@@ -248,29 +248,29 @@ def open_responses(job: Job, engines: EnginePlan) -> OpenResponses | None:
     )
 
 
-def open_response_lines(found: OpenResponses | None) -> Iterator[str]:
+def open_response_lines(of: OpenResponses | None) -> Iterator[str]:
     """Section of a plan's page; none for a run without an environment."""
-    if found is None:
+    if of is None:
         return
-    when = " while the policy trains" if found.is_ahead else ""
+    when = " while the policy trains" if of.is_ahead else ""
     yield (
-        f"Environment: turns of {found.turn_seconds:,.3g} s on {found.places:,.0f} places of engines; "
-        f"{found.admitted:,} responses may be open{when}"
+        f"Environment: turns of {of.turn_seconds:,.3g} s on {of.places:,.0f} places of engines; "
+        f"{of.admitted:,} responses may be open{when}"
     )
-    longest = f"{found.longest_step_seconds:,.3g} s"
-    if found.needed is None or found.filled is None:
+    longest = f"{of.longest_step_seconds:,.3g} s"
+    if of.needed is None or of.filled is None:
         yield (
             f"  the places stay filled if a step takes {longest} or less in the mean; give yours by "
             "--environment-seconds"
         )
         return
-    needs = f"steps of {found.step_seconds:,.3g} s need {found.needed:,.0f}"
-    if found.filled == 1:
+    needs = f"steps of {of.step_seconds:,.3g} s need {of.needed:,.0f}"
+    if of.filled == 1:
         yield f"  {needs}: the places are filled, up to steps of {longest}"
         return
-    yield f"  WARNING: {needs}: {found.filled:.0%} of the places are filled, so engines sample less than that"
-    shorter = f", as would steps of {longest}" if found.longest_step_seconds else ""
-    yield f"  estimate. rollout.max_staleness={found.needed_staleness} would fill them{shorter}"
+    yield f"  WARNING: {needs}: {of.filled:.0%} of the places are filled, so engines sample less than that"
+    shorter = f", as would steps of {longest}" if of.longest_step_seconds else ""
+    yield f"  estimate. rollout.max_staleness={of.needed_staleness} would fill them{shorter}"
 
 
 def _share(run: RunConfig) -> float:

@@ -184,8 +184,8 @@ def block_bytes(block: Block, at: Place) -> tuple[float, float]:
 
 def _forwards_in_flight(job: Job, stage: int) -> int:
     """Forward passes in flight: those of the pipeline schedule, or all under ``batch.hold_forwards``."""
-    held = job.run.batch.hold_forwards
-    return job.micro_batches if held else in_flight(job.parallel, stage, job.micro_batches)
+    holds = job.run.batch.hold_forwards
+    return job.micro_batches if holds else in_flight(job.parallel, stage, job.micro_batches)
 
 
 def sync_bytes(job: Job) -> float:

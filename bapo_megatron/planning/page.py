@@ -89,8 +89,8 @@ def plan_dict(plan: JobPlan) -> dict[str, Any]:
         ],
         "host": plan.host,
         "shorter_packs": [
-            {"flags": changed_flags(plan, one), "gpus": one.job.gpus, "peak": one.peak}
-            for one in shorter_packs(plan)
+            {"flags": changed_flags(plan, shorter), "gpus": shorter.job.gpus, "peak": shorter.peak}
+            for shorter in shorter_packs(plan)
         ],
         "speed": vars(plan.speed),
         "traffic": [vars(part) for part in (*plan.traffic, plan.sync)],
@@ -98,7 +98,7 @@ def plan_dict(plan: JobPlan) -> dict[str, Any]:
             **vars(plan.engines),
             "states": states.values() if (states := plan.engines.states) else None,
         },
-        "environment": found.values() if (found := open_responses(plan.job, plan.engines)) else None,
+        "environment": responses.values() if (responses := open_responses(plan.job, plan.engines)) else None,
         "teacher": teacher.values() if (teacher := teacher_plan(plan)) else None,
         "turns": vars(plan.handover) if plan.handover else None,
         "servers_problem": plan.job.servers_problem,
@@ -221,8 +221,14 @@ def _cores(job: Job) -> str:
     """Line of the CPU cores that a node needs. The scheduler of a paused server busy-waits on one."""
     sglang, scorers = job.run.rollout.sglang, job.run.reward.workers
     servers = sglang.servers * sglang.tensor
-    environments = [one for one in job.run.environments.values() if one.function is not None]
-    workers = sum(one.workers for n, one in enumerate(environments) if one not in environments[:n])
+    environments = [
+        environment for environment in job.run.environments.values() if environment.function is not None
+    ]
+    workers = sum(
+        environment.workers
+        for n, environment in enumerate(environments)
+        if environment not in environments[:n]
+    )
     also = f", {workers} workers of environments" if workers else ""
     return (
         f"Cores of a node: {job.gpus_on_node + servers + scorers + workers} or more, for {job.gpus_on_node} "
@@ -257,14 +263,14 @@ def _recomputation(plan: JobPlan) -> Iterator[str]:
 
 def _shorter_packs(plan: JobPlan) -> Iterator[str]:
     """Section that proposes packs of the longest sequence, where they free memory or GPUs."""
-    job, found = plan.job, shorter_packs(plan)
-    if not found:
+    job, plans = plan.job, shorter_packs(plan)
+    if not plans:
         return
     yield (
         f"Packs have room for {job.run.batch.pack_tokens:,} tokens, and the longest sequence has "
         f"{job.run.longest_sequence:,}; training takes {plan.peak / GB:.1f} GB of a GPU, and with"
     )
-    for other in found:
+    for other in plans:
         yield (
             f"  {' '.join(changed_flags(plan, other))}: {other.peak / GB:.1f} GB on {other.job.gpus} GPUs, "
             f"{other.speed.tokens_per_second:,.0f} tokens/s/GPU"

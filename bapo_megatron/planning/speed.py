@@ -219,10 +219,10 @@ def handover_estimate(job: Job) -> Handover | None:
     """The GPU hand-overs of a step; None without colocated servers."""
     if not job.colocated:
         return None
-    moved, read = offloaded_bytes(job), 2.0 * total_parameters(job.shape)
+    offloaded, read = offloaded_bytes(job), 2.0 * total_parameters(job.shape)
     seconds = read * _copies_in_memory(job) if job.weights_by_ipc else read / DISK_RATE
     expected = max(seconds, read / IPC_RATE) if job.weights_by_ipc else seconds
-    return Handover(moved, 2 * moved / _host_rate(job), read, job.weights_by_ipc, seconds, expected)
+    return Handover(offloaded, 2 * offloaded / _host_rate(job), read, job.weights_by_ipc, seconds, expected)
 
 
 def reference_seconds(job: Job) -> float:

@@ -63,17 +63,17 @@ def teacher_plan(plan: JobPlan) -> TeacherPlan | None:
 
 def teacher_lines(plan: JobPlan) -> Iterator[str]:
     """Section of a plan's page; none for a run without a teacher."""
-    if (found := teacher_plan(plan)) is None:
+    if (teacher := teacher_plan(plan)) is None:
         return
     yield (
-        f"Teacher: reads {found.tokens:,.0f} tokens a step, a prefill of each of {found.responses} responses "
-        "with its prompt, on GPUs that are not of this job"
+        f"Teacher: reads {teacher.tokens:,.0f} tokens a step, a prefill of each of {teacher.responses} "
+        "responses with its prompt, on GPUs that are not of this job"
     )
-    if rate := found.tokens_per_second:
-        if found.serial_tokens:
+    if rate := teacher.tokens_per_second:
+        if teacher.serial_tokens:
             yield (
                 f"  beside sampling at {rate:,.0f} tokens/s or more; then serial, on top of the step: the "
-                f"last group, at most {found.serial_tokens:,} tokens,"
+                f"last group, at most {teacher.serial_tokens:,} tokens,"
             )
             yield "  or more, for groups end with their longest response, many of them late"
         else:
@@ -83,6 +83,6 @@ def teacher_lines(plan: JobPlan) -> Iterator[str]:
                 "the step's time has none of it"
             )
     yield (
-        f"  its log-probs: {found.gpu_bytes / GB:.3f} GB of a GPU (in comm, of every run), "
-        f"{found.file_bytes / GB:.3f} GB of a step's file"
+        f"  its log-probs: {teacher.gpu_bytes / GB:.3f} GB of a GPU (in comm, of every run), "
+        f"{teacher.file_bytes / GB:.3f} GB of a step's file"
     )

@@ -114,13 +114,13 @@ def _layers(job: Job) -> dict[str, float]:
     """Bytes by kind of parallelism that layers send, those of the busiest stage; with TP the output layer's
     input and gradient."""
     at, size = job.place(passes=forward_passes(job)), job.parallel.tensor
-    found = {"TP": 0.0, "CP": 0.0, "EP": 0.0, "ETP": 0.0}
+    totals = {"TP": 0.0, "CP": 0.0, "EP": 0.0, "ETP": 0.0}
     for kinds in stage_kinds(job.parallel, job.shape):
         sent = [(count, kind.sent(at)) for kind, count in kinds.items()]
-        own = {name: sum(count * by.get(name, 0.0) for count, by in sent) for name in found}
-        found = {name: max(found[name], own[name]) for name in found}
-    found["TP"] += 2 * at.hidden * at.element * (size - 1) / size
-    return {name: _per_update(job) * sent for name, sent in found.items()}
+        own = {name: sum(count * by.get(name, 0.0) for count, by in sent) for name in totals}
+        totals = {name: max(totals[name], own[name]) for name in totals}
+    totals["TP"] += 2 * at.hidden * at.element * (size - 1) / size
+    return {name: _per_update(job) * sent for name, sent in totals.items()}
 
 
 def _pipeline(job: Job) -> float:

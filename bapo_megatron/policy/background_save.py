@@ -213,13 +213,13 @@ def _write_and_tell(write: Callable[..., Any], *arguments: Any) -> None:
     inner = filesystem_async.FileSystemWriterAsync.write_preloaded_data
 
     def write_one(*own: Any, **rest: Any) -> Any:
-        number, found = inner(*own, **rest)
-        if isinstance(found, Exception):
-            failures.append(found)
-        return number, found
+        number, result = inner(*own, **rest)
+        if isinstance(result, Exception):
+            failures.append(result)
+        return number, result
 
     filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(write_one)
-    told = SimpleNamespace(put=lambda found: results.put(failures[0] if failures else found))
+    told = SimpleNamespace(put=lambda result: results.put(failures[0] if failures else result))
     try:
         write(*others, told)
     except Exception as error:
@@ -249,6 +249,6 @@ def _die_with_parent() -> None:
 def _die_with_child(_number: int, _frame: FrameType | None) -> None:
     """End when a fork was killed, by the kernel when memory is short, say: megatron would wait for ever."""
     for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        found = os.waitid(os.P_PID, int(child), os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is not None and found.si_code != os.CLD_EXITED:
+        status = os.waitid(os.P_PID, int(child), os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is not None and status.si_code != os.CLD_EXITED:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -87,9 +87,9 @@ def _merged_over_ranks(sums: dict[str, tuple[int, ...]], steps: list[int]) -> di
 def merged(ranks: Sequence[RankSums]) -> dict[str, list[str]]:
     """The digests of the whole state, from the sums of all ranks in any order; one pass over the ranks."""
     copies = {name: _Copies.of(name, ranks) for name in (WEIGHTS, *STATES)}
-    found = {WEIGHTS: copies[WEIGHTS].of_weights(), **{name: copies[name].of_state() for name in STATES}}
-    steps = sorted({step for one in ranks for step in one.steps})
-    digests = {name: [f"{value % 2**64:016x}" for value in values] for name, values in found.items()}
+    values_of = {WEIGHTS: copies[WEIGHTS].of_weights(), **{name: copies[name].of_state() for name in STATES}}
+    steps = sorted({step for rank in ranks for step in rank.steps})
+    digests = {name: [f"{value % 2**64:016x}" for value in values] for name, values in values_of.items()}
     return {
         **{name: list(dict.fromkeys(values)) for name, values in digests.items()},
         STEP: [*map(str, steps)],
@@ -110,11 +110,11 @@ class _Copies:
     @staticmethod
     def of(name: str, ranks: Sequence[RankSums]) -> _Copies:
         cut, whole, experts = Counter[int](), Counter[tuple[int, int]](), Counter[int]()
-        for one in sorted(ranks, key=lambda one: (one.replica, one.tensor, one.expert_replica)):
-            sums = one.sums[name]
-            cut[one.replica] += sums[_CUT]
-            whole[one.replica, one.tensor] += sums[_WHOLE]
-            experts[one.expert_replica] += sums[_EXPERT]
+        for rank in sorted(ranks, key=lambda rank: (rank.replica, rank.tensor, rank.expert_replica)):
+            sums = rank.sums[name]
+            cut[rank.replica] += sums[_CUT]
+            whole[rank.replica, rank.tensor] += sums[_WHOLE]
+            experts[rank.expert_replica] += sums[_EXPERT]
         return _Copies(dict(cut), dict(whole), dict(sorted(experts.items())))
 
     def of_weights(self) -> list[int]:
@@ -162,13 +162,13 @@ def _kept_states(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[int
 
 def _steps(optimizer: Any) -> list[int]:
     """The distinct step counts on this rank: AdamW has one per parameter, FusedAdam one per group."""
-    found = set()
+    steps = set()
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 state = part.optimizer.state.get(parameter, {})
-                found.add(int(state.get("step", group.get("step") or 0)))
-    return sorted(found)
+                steps.add(int(state.get("step", group.get("step") or 0)))
+    return sorted(steps)
 
 
 def factors(key: Key, mapping: Mapping, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -177,14 +177,14 @@ def factors(key: Key, mapping: Mapping, device: torch.device) -> tuple[Tensor, T
     seed = hashlib.sha256(f"{name} {layer}".encode()).digest()
     shape = (mapping.shape[0], prod(mapping.shape[1:]))  # a vector is a matrix of one column
     group = cut_group(mapping)
-    found = []
+    pair = []
     for dim, length in enumerate(shape):
         index = torch.arange(length, device=device)
         if mapping.tp_dim == dim:
             index = shard(mapping, index.unsqueeze(1 - dim), group.rank(), group.size()).flatten()
         start = int.from_bytes(seed[8 * dim : 8 * dim + 8], "little", signed=True)
-        found.append(_mix(index * _GOLDEN + start) | 1)
-    return found[0], found[1]
+        pair.append(_mix(index * _GOLDEN + start) | 1)
+    return pair[0], pair[1]
 
 
 def _mix(value: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ def _opened(path: Path) -> StoredCheckpoint:
         stored, problem = open_stored(path), None
     except CheckpointError as error:
         stored, problem = None, str(error)
-    if found := next(filter(None, all_gather(problem)), None):
-        raise CheckpointError(found)
+    if damage := next(filter(None, all_gather(problem)), None):
+        raise CheckpointError(damage)
     assert stored is not None
     return stored
 

@@ -127,14 +127,14 @@ def has_te_attention(config: Any, longest: int) -> bool:
     is set and it has no deterministic kernel: torch has none either.
     """
     deterministic = (environment_variable(_NONDETERMINISTIC) or "1") == "0"
-    found = _has_te_kernel(config, longest, deterministic)
-    if deterministic and not found:
+    has_kernel = _has_te_kernel(config, longest, deterministic)
+    if deterministic and not has_kernel:
         raise ConfigError(
             f"{_NONDETERMINISTIC}=0 in the environment: there is no deterministic attention here for packs "
             f"of {longest} tokens in Transformer Engine, nor in torch: unset it; a resumed run then "
             "continues to rounding, not bit for bit"
         )
-    return found
+    return has_kernel
 
 
 def _has_te_kernel(config: Any, longest: int, deterministic: bool) -> bool:
@@ -246,10 +246,10 @@ def _skip_lone_collectives() -> None:
 
 
 def _unless_alone(
-    collective: Callable[..., Any], output: Tensor, given: Tensor, *, group: Any, **named: Any
+    collective: Callable[..., Any], output: Tensor, tensor: Tensor, *, group: Any, **named: Any
 ) -> Any:
     """A collective in place; in a group of one rank nothing, where gloo copies the whole buffer."""
-    return None if group.size() == 1 else collective(output, given, group=group, **named)
+    return None if group.size() == 1 else collective(output, tensor, group=group, **named)
 
 
 def _adapt_expert_dispatch() -> None:
@@ -304,9 +304,9 @@ def _reduce_scatter(
 
 
 def _padded(part: Tensor, length: int) -> Tensor:
-    found = part.new_zeros(length, *part.shape[1:])
-    found[: len(part)] = part
-    return found
+    padded = part.new_zeros(length, *part.shape[1:])
+    padded[: len(part)] = part
+    return padded
 
 
 def use_torch_optimizer() -> None:
@@ -338,15 +338,15 @@ def _l2_norm(
     The signature is that of apex's ``multi_tensor_l2norm``. Megatron's own stand-in adds float32 numbers
     sequentially: at 28 M of them its norm, by which gradients are clipped, is 0.16 % too small.
     """
-    norms = [norm for tensors in lists for one in tensors for norm in _block_norms(one.flatten())]
+    norms = [norm for tensors in lists for tensor in tensors for norm in _block_norms(tensor.flatten())]
     return torch.linalg.vector_norm(torch.cat(norms)).float()[None], None
 
 
 def _scale(_chunk_size: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
     """Scaling of clipped gradients, as apex's ``multi_tensor_scale``: tensors of the first list into those of
     the second. Megatron's own stand-in makes a product and copies it."""
-    for given, scaled in zip(*lists, strict=True):
-        torch.mul(given, factor, out=scaled)
+    for tensor, scaled in zip(*lists, strict=True):
+        torch.mul(tensor, factor, out=scaled)
 
 
 def _block_norms(flat: Tensor) -> Iterator[Tensor]:
@@ -406,11 +406,11 @@ def _move(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = func(*args, **kwargs)
-    if len(args) > 1 or kwargs or found.startswith("torch.cuda."):
-        return found
+    name = func(*args, **kwargs)
+    if len(args) > 1 or kwargs or name.startswith("torch.cuda."):
+        return name
     # The distributed optimizer compares these names with torch.cuda.* to tell dtypes apart.
-    return found.replace("torch.", "torch.cuda.", 1)
+    return name.replace("torch.", "torch.cuda.", 1)
 
 
 _ON_CPU: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -178,17 +178,17 @@ class RouterChoice:
 
     def _replayed(self, score_TE: Tensor, score_TK: Tensor, own_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and numbers of the given experts, or of the router's own; how they differ is counted."""
-        given, self.routes = self.routes, None
-        if given is None:
+        stored, self.routes = self.routes, None
+        if stored is None:
             return score_TK, own_TK
-        given_TK = given.expert_TLK[:, self.layer - given.first_layer].to(own_TK.dtype)
-        expert_TK = torch.where(given.known_T[:, None], given_TK, own_TK)
-        if given.counts is not None and torch.is_grad_enabled():
+        given_TK = stored.expert_TLK[:, self.layer - stored.first_layer].to(own_TK.dtype)
+        expert_TK = torch.where(stored.known_T[:, None], given_TK, own_TK)
+        if stored.counts is not None and torch.is_grad_enabled():
             differs_T = (expert_TK.sort(1).values != own_TK.sort(1).values).any(1)
-            same_T = given.known_T & given.same_weights_T
-            pairs = (given.known_T, differs_T, same_T, differs_T & same_T)
-            given.counts.add_(torch.stack([pair_T.sum(dtype=torch.float64) for pair_T in pairs]))
-        if not given.replays:
+            same_T = stored.known_T & stored.same_weights_T
+            pairs = (stored.known_T, differs_T, same_T, differs_T & same_T)
+            stored.counts.add_(torch.stack([pair_T.sum(dtype=torch.float64) for pair_T in pairs]))
+        if not stored.replays:
             return score_TK, own_TK
         return score_TE.gather(1, expert_TK), expert_TK
 
@@ -256,8 +256,8 @@ def replaying(spec: ModuleSpec) -> ModuleSpec:
 def unknown_T(route_TLK: Tensor) -> Tensor:
     """Whether each token's route is unknown: its row is the mark of ``RouteShape`` throughout."""
     mark = UNKNOWN_BYTE if route_TLK.dtype == torch.uint8 else -1
-    found: Tensor = (route_TLK[:, 0] == mark).all(1)
-    return found
+    is_unknown_T: Tensor = (route_TLK[:, 0] == mark).all(1)
+    return is_unknown_T
 
 
 def pack_totals(batches: Sequence[MicroBatch]) -> Tensor:

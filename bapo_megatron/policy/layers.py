@@ -68,11 +68,11 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         stacked, active = ctx.saved_tensors
         gate, up = stacked.chunk(2, -1)
-        found = torch.empty_like(stacked)
-        grad_gate, grad_up = found.chunk(2, -1)
+        grad_stacked = torch.empty_like(stacked)
+        grad_gate, grad_up = grad_stacked.chunk(2, -1)
         torch.mul(grad, active, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return found
+        return grad_stacked
 
 
 def norm_class(te: bool) -> type:
@@ -226,8 +226,8 @@ class ExpertsBuilder(Builder):
         layer.pre_mlp_layernorm = norm_class(self.te)
         if config.use_te_activation_func:
             mixture = submodules_of(layer.mlp)
-            for one in (mixture.experts, mixture.shared_experts):
-                submodules_of(one).activation_func = activation(swiglu)
+            for experts in (mixture.experts, mixture.shared_experts):
+                submodules_of(experts).activation_func = activation(swiglu)
         # Transformer Engine has no fused norm before experts: in its checkpoints the norm has its own name.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         replaying(spec)

@@ -82,11 +82,11 @@ def _like_sizes(layers: int, chunks: int) -> tuple[int, ...]:
 
 def stage_kinds(parallel: ParallelConfig, shape: ModelShape) -> list[Counter[Kind]]:
     """How many layers of each pipeline stage have each kind, all its chunks together."""
-    found = [Counter[Kind]() for _ in range(parallel.pipeline)]
+    counts = [Counter[Kind]() for _ in range(parallel.pipeline)]
     for number, chunk in enumerate(chunk_blocks(parallel, shape)):
         for block, count in chunk.items():
-            found[number % parallel.pipeline].update(dict.fromkeys(block.kinds, count))
-    return found
+            counts[number % parallel.pipeline].update(dict.fromkeys(block.kinds, count))
+    return counts
 
 
 @lru_cache(maxsize=64)

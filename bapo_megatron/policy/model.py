@@ -109,11 +109,11 @@ def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str
 
 def _of_kinds(kinds: Sequence[Builder]) -> dict[str, object]:
     """What the kinds of layers add. ValueError if two of them contradict each other."""
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     for name, value in (field for builder in kinds for field in builder.config().items()):
-        if found.setdefault(name, value) != value:
-            raise ValueError(f"kinds of layers contradict each other: {name}={found[name]} and {value}")
-    return found
+        if fields.setdefault(name, value) != value:
+            raise ValueError(f"kinds of layers contradict each other: {name}={fields[name]} and {value}")
+    return fields
 
 
 def _recompute(batch: BatchConfig, kinds: Sequence[Builder]) -> dict[str, object]:

@@ -113,7 +113,7 @@ class FrozenReference:
 
     def __init__(self, model: Sequence[Any]) -> None:
         """``model``: the chunks of this rank, whose weights are on the device. Allocates nothing yet."""
-        self._storages = storages_of(one for chunk in model for one in chunk.module.parameters())
+        self._storages = storages_of(parameter for chunk in model for parameter in chunk.module.parameters())
         self.host = HostBlocks()
 
     @contextmanager
@@ -190,7 +190,7 @@ def state_tensors(model: Sequence[Any], optimizer: Any, device: torch.device) ->
             for master in group["params"]:
                 state = part.optimizer.state.get(master, {}).values()
                 yield master
-                yield from (one for one in state if isinstance(one, Tensor) and one.device == device)
+                yield from (value for value in state if isinstance(value, Tensor) and value.device == device)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

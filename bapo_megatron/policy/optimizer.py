@@ -217,9 +217,9 @@ class HostAdamW(torch.optim.AdamW):
     ) -> None:
         """``groups``: of the optimizer that this one replaces; ``shards``: by their old parameters."""
         self.shards = [shards[parameter] for group in groups for parameter in group["params"]]
-        moved = [{**g, **_FUSED, "params": [shards[p].master for p in g["params"]]} for g in groups]
+        on_host = [{**g, **_FUSED, "params": [shards[p].master for p in g["params"]]} for g in groups]
         betas = (config.beta1, config.beta2)
-        super().__init__(moved, config.lr, betas, config.eps, config.weight_decay, **_FUSED)
+        super().__init__(on_host, config.lr, betas, config.eps, config.weight_decay, **_FUSED)
         self._copies = _Copies(self.shards)
 
     @torch.no_grad()
@@ -292,8 +292,8 @@ class _Copies:
         key = (way, bucket % 2, dtype)
         needed = sum(shard.master.numel() for shard in shards)
         if key not in self._buffers:
-            own = [one for one in self.buckets if way == "fetch" or one[0].weights.dtype == dtype]
-            most = max(sum(shard.master.numel() for shard in one) for one in own)
+            own = [group for group in self.buckets if way == "fetch" or group[0].weights.dtype == dtype]
+            most = max(sum(shard.master.numel() for shard in group) for group in own)
             pinned = self._device.type == "cuda"
             self._buffers[key] = torch.empty(most, dtype=dtype, device="cpu", pin_memory=pinned)
         parts = self._buffers[key][:needed].split([shard.master.numel() for shard in shards])
@@ -321,15 +321,15 @@ class _Copies:
 def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
     """Bucketing: shards in order, in buckets of at most ``most`` elements (or one shard) and of one dtype."""
     buckets: list[list[_Shard]] = []
-    held = 0
+    filled = 0
     for shard in shards:
         size = shard.master.numel()
         alike = bool(buckets) and buckets[-1][0].weights.dtype == shard.weights.dtype
-        if not alike or held + size > most:
+        if not alike or filled + size > most:
             buckets.append([])
-            held = 0
+            filled = 0
         buckets[-1].append(shard)
-        held += size
+        filled += size
     return buckets
 
 

@@ -88,12 +88,12 @@ def _sharded_state(
     shards = shards_of_parameters(model_state)
     tensors = _load_buffers(optimizer) if is_loading else _owned_states(optimizer)
     rank = optimizer.data_parallel_group.rank()
-    found: dict[int, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, Any]] = {}
     for placement, name, tensor in tensors:
         copy = 0 if placement.owner == rank else 1 + rank
         shard = shard_of_state(shards[placement.parameter], name, tensor, copy)
-        found.setdefault(placement.number, {})[name] = shard
-    return found or LocalNonpersistentObject(None)
+        by_number.setdefault(placement.number, {})[name] = shard
+    return by_number or LocalNonpersistentObject(None)
 
 
 def shard_of_state(parameter: Any, name: str, tensor: Tensor, copy: int) -> Any:

@@ -76,24 +76,24 @@ class Passes:
         ``trained_only``: zeros for all other tokens, whose logits are not computed.
         """
         size, rank = _context()
-        found = [torch.zeros(2, batch.token_T.numel(), device=self._device) for batch in batches]
-        here = iter(zip(found, batches, strict=True))
+        results = [torch.zeros(2, batch.token_T.numel(), device=self._device) for batch in batches]
+        here = iter(zip(results, batches, strict=True))
 
         def keep(hidden_TH: Tensor, part: _Part) -> Tensor:
             values, batch = next(here)
-            held = positions(batch.cu_seqlens, size, rank).to(values.device, non_blocking=True)
+            own = positions(batch.cu_seqlens, size, rank).to(values.device, non_blocking=True)
             tokens, rows_N = (part.trained, part.rows_N) if trained_only else (part.tokens, None)
             stats = torch.stack(self._head.stats(hidden_TH, self._last.output_weight, tokens.label_T, rows_N))
             if trained_only:  # a part without trained tokens has one masked row
                 stats = torch.where(tokens.mask_T > 0, stats, 0.0)
-            values[:, held if rows_N is None else held[rows_N]] = stats
+            values[:, own if rows_N is None else own[rows_N]] = stats
             return torch.zeros(1, device=self._device)
 
         with torch.no_grad():
             self._schedule(batches, keep, forward_only=True)
-        for values in found:
+        for values in results:
             _complete_stats(values)
-        return [TokenStats(*values.cpu()) for values in found]
+        return [TokenStats(*values.cpu()) for values in results]
 
     def backward(
         self,
@@ -150,15 +150,15 @@ class Passes:
         recomputation those are the layers' inputs.
         """
         parts = [self._part(batch, tally is not None) for batch in batches]
-        held = deque((self._hidden(part, self._model[0], tally)[:, 0], part) for part in parts)
+        pending = deque((self._hidden(part, self._model[0], tally)[:, 0], part) for part in parts)
         measure = self._measured(loss.measure)
-        measured = [measure(hidden_TH, part) for hidden_TH, part in held]
+        measured = [measure(hidden_TH, part) for hidden_TH, part in pending]
         sums = self._sum_over_ranks(measured, measured[0].numel())
         evaluate = self._differentiated(loss.loss_of(sums))
         outputs = []
-        while held:
+        while pending:
             # Taken out of the queue, so that a pack's activations are freed after its backward pass.
-            vector = evaluate(*held.popleft())
+            vector = evaluate(*pending.popleft())
             outputs.append(vector.detach())
             self._config.grad_scale_func(vector[0]).backward()
         tokens = sum(

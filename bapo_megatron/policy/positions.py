@@ -81,8 +81,8 @@ def positions(bounds: tuple[int, ...], size: int, rank: int) -> Tensor:
 @lru_cache(maxsize=16)
 def gathered_rows(bounds: tuple[int, ...], size: int) -> Tensor:
     """Rows [T]: for each position of the pack its row in the concatenation of all ranks' tokens."""
-    held = torch.cat([positions(bounds, size, rank) for rank in range(size)])
-    return torch.empty_like(held).scatter_(0, held, torch.arange(held.numel()))
+    order = torch.cat([positions(bounds, size, rank) for rank in range(size)])
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
 
 
 def slice_batch(batch: MicroBatch, size: int, rank: int) -> MicroBatch:

@@ -142,15 +142,15 @@ class StoredReader(StorageReader):
     def _read_tensor(self, item: ReadItem, planner: LoadPlanner, files: ChunkFiles) -> None:
         key = item.storage_index.fqn
         chunk = self._chunks[key, tuple(item.storage_index.offset or ())]
-        found = _elements(files.locate(self._stored.metadata.tensors[key], chunk))
+        tensor = _elements(files.locate(self._stored.metadata.tensors[key], chunk))
         for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            found = found.narrow(dimension, start, length)
+            tensor = tensor.narrow(dimension, start, length)
         target = planner.resolve_tensor(item).detach()
-        if target.size() != found.size():
+        if target.size() != tensor.size():
             raise CheckpointError(
-                f"{chunk.place.file}: {key} has shape {list(found.shape)}, {list(target.shape)} is asked for"
+                f"{chunk.place.file}: {key} has shape {list(tensor.shape)}, {list(target.shape)} is asked for"
             )
-        target.copy_(found)
+        target.copy_(tensor)
         planner.commit_tensor(item, target)
 
     def _object(self, key: str) -> io.BytesIO:
@@ -175,12 +175,12 @@ def _torch_entry(tensor: GlobalTensor) -> TensorStorageMetadata:
 
 def _elements(stored: StoredTensor) -> Tensor:
     """The elements of a stored tensor, read from its file."""
-    found = torch.empty(prod(stored.shape), dtype=_DTYPES[stored.dtype])
+    elements = torch.empty(prod(stored.shape), dtype=_DTYPES[stored.dtype])
     with stored.file.open("rb") as file:
         file.seek(stored.position)
-        if file.readinto(found.view(torch.uint8).numpy().data) != found.nbytes:
+        if file.readinto(elements.view(torch.uint8).numpy().data) != elements.nbytes:
             raise CheckpointError(f"{stored.file} ends within a tensor: it is truncated")
-    return found.reshape(stored.shape)
+    return elements.reshape(stored.shape)
 
 
 def _restored(value: Any, file: Path) -> Any:
@@ -203,14 +203,14 @@ def check_size(value: Any, file: Path) -> None:
     """
     waiting, parts, tensor_bytes = [value], 0, 0
     while waiting:
-        one = waiting.pop()
+        item = waiting.pop()
         parts += 1
-        if isinstance(one, StoredTensor):
-            tensor_bytes += prod(one.shape) * _DTYPES[one.dtype].itemsize
-        elif isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list | tuple):
-            waiting += one
+        if isinstance(item, StoredTensor):
+            tensor_bytes += prod(item.shape) * _DTYPES[item.dtype].itemsize
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list | tuple):
+            waiting += item
         if parts > _MOST_PARTS or tensor_bytes > _MOST_TENSOR_BYTES:
             raise CheckpointError(f"{file} unfolds to more than it holds: it is damaged, or made to do harm")
 
@@ -224,8 +224,8 @@ def _copied(value: Any) -> Any:
 
 def _check_empty(value: Any, file: Path, key: str) -> None:
     """Check that a layer's extra state is empty: Transformer Engine would unpickle it."""
-    for one in value if isinstance(value, list) else [value]:
-        if one is not None and not (isinstance(one, StoredTensor) and not prod(one.shape)):
+    for item in value if isinstance(value, list) else [value]:
+        if item is not None and not (isinstance(item, StoredTensor) and not prod(item.shape)):
             raise CheckpointError(
                 f"{file}: {key} is not empty. Transformer Engine would run the pickle in it; a policy that "
                 "is trained here has none"

@@ -157,7 +157,7 @@ def spelled(answer: str) -> str:
         .replace("{:}", ":")
     )
     answer = _DEGREE.sub(lambda _: r"^\circ ", answer)
-    answer = _ORDINAL.sub(lambda found: rf"\text{{{found[1] or found[2]}}}", _PERCENT.sub(r"\\%", answer))
+    answer = _ORDINAL.sub(lambda match: rf"\text{{{match[1] or match[2]}}}", _PERCENT.sub(r"\\%", answer))
     answer = _THOUSANDS.sub(lambda number: "".join(c for c in number[0] if c in _DIGITS), answer)
     answer = _MIXED.sub(_mixed, answer)
     if number := _SCIENTIFIC.fullmatch(answer):
@@ -194,19 +194,19 @@ def _raised(digits: re.Match[str]) -> str:
 def named_operations(answer: str) -> frozenset[str]:
     """Kinds of operations in an answer; of ``a = b`` those of ``b``."""
     text = _said(answer)
-    found = {KINDS[name] for name in _names(text) if name in KINDS}
+    operations = {KINDS[name] for name in _names(text) if name in KINDS}
     for pattern, kind in ((_FACTORIAL, "combinatorics"), (_DERIVED, "derivative")):
         if pattern.search(text):
-            found.add(kind)
+            operations.add(kind)
     if has_numbers_side_by_side(text):
-        found.add("spaces")
-    return frozenset(found)
+        operations.add("spaces")
+    return frozenset(operations)
 
 
 def _names(text: str) -> list[str]:
     return [
         *(command or sign for command, sign in _COMMAND.findall(text)),
-        *(found[2] for found in _IN_COMMAND.finditer(text) if not is_unit(found, found[2])),
+        *(match[2] for match in _IN_COMMAND.finditer(text) if not is_unit(match, match[2])),
         *_WORDS.findall(text),
     ]
 
@@ -247,12 +247,12 @@ def has_numbers_side_by_side(answer: str) -> bool:
     return bool(_SIDE_BY_SIDE.search(_ONE_DIGIT.sub("{}", answer)))
 
 
-def same_text(one: str, other: str) -> bool:
+def same_text(text: str, other: str) -> bool:
     r"""Whether two answers are the same text without fonts and spaces, or one word but for its first letter:
     ``8\text{:}30`` and ``8:30``, ``\text{Yes}`` and ``yes``."""
-    if has_numbers_side_by_side(one) != has_numbers_side_by_side(other):
+    if has_numbers_side_by_side(text) != has_numbers_side_by_side(other):
         return False  # 3 4 is not 34
-    left, right = unstyled(one), unstyled(other)
+    left, right = unstyled(text), unstyled(other)
     if left == right:
         return bool(left)
     return left.lower() == right.lower() and all(map(_ANY_WORD.fullmatch, (left, right)))

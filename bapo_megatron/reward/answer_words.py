@@ -130,29 +130,29 @@ def reading(answer: str) -> Reading:
         text = text[currency.end() :]
     text = _FONT.sub(_bare, text)
     is_text = bool(_LETTERS.fullmatch(text)) and any(_is_word(run, 3) for run in _RUN.findall(text))
-    found: list[tuple[bool, str]] = []  # whether it is a word
+    pieces: list[tuple[bool, str]] = []  # whether it is a word
     depth = 0
     for token in _TOKEN.finditer(text):
         depth += (token[0] == "{") - (token[0] == "}")
-        before = "" if not found or found[-1][0] else found[-1][1]
+        before = "" if not pieces or pieces[-1][0] else pieces[-1][1]
         word = None
         if is_text and token[0][0].isalpha():
             word = token[0]
         elif depth == 0 and not before.rstrip().endswith(("_", "^")):
-            word = _word(token, before, bool(found) and (found[-1][0] or before.strip() in ("/", r"\cdot")))
+            word = _word(token, before, bool(pieces) and (pieces[-1][0] or before.strip() in ("/", r"\cdot")))
         is_word, piece = word is not None, token[0] if word is None else word
-        if found and not is_word and not found[-1][0]:
-            found[-1] = (False, before + piece)
+        if pieces and not is_word and not pieces[-1][0]:
+            pieces[-1] = (False, before + piece)
         else:
-            found.append((is_word, piece))
-    return _grouped(found, "dollar" if currency else "")
+            pieces.append((is_word, piece))
+    return _grouped(pieces, "dollar" if currency else "")
 
 
 def counterparts(truth: Reading, answer: Reading) -> list[tuple[str, str]] | None:
     """Mathematics to compare, pair by pair; None where words differ. A unit may be left out."""
     if truth.words == answer.words:
         return list(zip(truth.parts, answer.parts, strict=True))
-    values = [one.measured if one.words else one.parts[0] for one in (truth, answer)]
+    values = [side.measured if side.words else side.parts[0] for side in (truth, answer)]
     if (truth.words and answer.words) or None in values:
         return None
     return [(str(values[0]), str(values[1]))]
@@ -204,17 +204,17 @@ def _is_word(run: str, least: int) -> bool:
     if run.isupper():
         return len(run) > 2
     lower = run.lower()
-    ascends = all(one < other for one, other in pairwise(lower))
+    ascends = all(letter < other for letter, other in pairwise(lower))
     return (
         len(run) >= least and any(c in "aeiouy" for c in lower) and not ascends and not _FUNCTION.match(lower)
     )
 
 
-def _grouped(found: list[tuple[bool, str]], currency: str) -> Reading:
+def _grouped(pieces: list[tuple[bool, str]], currency: str) -> Reading:
     """Words in a row as one. ``and`` and ``or`` between mathematics belong to it."""
     parts, words = [""], [""]
-    for at, (is_word, piece) in enumerate(found):
-        beside = [found[n][1] if 0 <= n < len(found) and not found[n][0] else "" for n in (at - 1, at + 1)]
+    for at, (is_word, piece) in enumerate(pieces):
+        beside = [pieces[n][1] if 0 <= n < len(pieces) and not pieces[n][0] else "" for n in (at - 1, at + 1)]
         if is_word and _CONNECTOR.fullmatch(piece) and not any(map(_BLANK.fullmatch, beside)):
             is_word, piece = False, f" {piece.strip()} "
         if is_word:
@@ -262,7 +262,7 @@ def canonical(words: str) -> str:
     """Words in one spelling: small letters, singular, units as ``m^2/s``."""
     text = re.sub(r"\\[ ,;:!]|~", " ", _CAPITALS.sub(_capital, words).lower()).replace(",", " , ")
     text = re.sub(r"[.'\"`]", "", text).replace("/", " / ").replace(" per ", " / ")
-    found: list[str] = []
+    units: list[str] = []
     power = ""
     for word in text.split():
         name, _, exponent = word.partition("^")
@@ -271,14 +271,14 @@ def canonical(words: str) -> str:
             if not name.endswith("ed"):
                 power = _POWERS[name]
                 continue
-            if found:
-                found[-1] += _POWERS[name]
+            if units:
+                units[-1] += _POWERS[name]
                 continue
-        found.append(_SPELLINGS.get(name, name) + (f"^{exponent}" if exponent else power))
+        units.append(_SPELLINGS.get(name, name) + (f"^{exponent}" if exponent else power))
         power = ""
-    if len(found) > 1 and found[-1] in ("celsius", "fahrenheit") and found[-2] == "degree":
-        del found[-2]
-    return " ".join(found).replace(" / ", "/").replace(" ,", ",").strip(", ")
+    if len(units) > 1 and units[-1] in ("celsius", "fahrenheit") and units[-2] == "degree":
+        del units[-2]
+    return " ".join(units).replace(" / ", "/").replace(" ,", ",").strip(", ")
 
 
 def _capital(letter: re.Match[str]) -> str:
@@ -293,8 +293,8 @@ def _singular(word: str) -> str:
 
 def without_unit_letter(answer: str) -> str:
     """The answer without a unit of one letter, ``5 m``, which could be a variable."""
-    found = _UNIT_LETTER.fullmatch(answer)
-    return found[1] if found else answer
+    match = _UNIT_LETTER.fullmatch(answer)
+    return match[1] if match else answer
 
 
 def is_fragment(part: str) -> bool:
@@ -330,10 +330,10 @@ def is_literal(answer: str) -> bool:
 
 def are_times(truth: str, answer: str) -> bool:
     """Whether the truth is a time of day, ``8:30``, or both may be one; ``2:25`` may be a ratio, too."""
-    one, other = (_TIME.fullmatch(unstyled(text)) for text in (truth, answer))
-    if one is None:
+    time, other = (_TIME.fullmatch(unstyled(text)) for text in (truth, answer))
+    if time is None:
         return False
-    return bool(other) or "0" in (one[1][0], one[2][0]) or gcd(int(one[1]), int(one[2])) > 1
+    return bool(other) or "0" in (time[1][0], time[2][0]) or gcd(int(time[1]), int(time[2])) > 1
 
 
 def is_range(answer: str) -> bool:
@@ -343,9 +343,9 @@ def is_range(answer: str) -> bool:
 
 def marks(answer: str) -> Counter[str]:
     """Signs of an answer that math-verify drops: primes, dots, line ends; inner braces of sets."""
-    found = Counter(_MARKS.findall(answer))
+    counts = Counter(_MARKS.findall(answer))
     if r"\begin" in answer:  # a matrix has as many as its rows and columns
-        del found["\\\\"], found["&"]
-    if found[r"\{"] < 2 or r"\cup" in answer:
-        del found[r"\{"]
-    return found
+        del counts["\\\\"], counts["&"]
+    if counts[r"\{"] < 2 or r"\cup" in answer:
+        del counts[r"\{"]
+    return counts

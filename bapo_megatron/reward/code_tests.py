@@ -172,18 +172,20 @@ def _are_asserts(value: list[Any]) -> bool:
 
 
 def _are_cases(value: list[Any]) -> bool:
-    return bool(value) and all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in value)
+    return bool(value) and all(
+        isinstance(case, dict) and {"input", "output"} <= case.keys() for case in value
+    )
 
 
 def _listed(cases: list[dict[str, Any]]) -> Tests:
     """Tests that have an object each, all of scripts or all of one function."""
-    about = [one.get("metadata") for one in cases]
-    inner = [one.get("func_name") if isinstance(one, dict) else None for one in about]
-    names = {str(one.get("fn_name") or name or "") for one, name in zip(cases, inner, strict=True)}
-    kinds = {str(one.get("testtype") or one.get("type")) for one in cases}
+    about = [case.get("metadata") for case in cases]
+    inner = [case.get("func_name") if isinstance(case, dict) else None for case in about]
+    names = {str(case.get("fn_name") or name or "") for case, name in zip(cases, inner, strict=True)}
+    kinds = {str(case.get("testtype") or case.get("type")) for case in cases}
     if len(names) > 1 or (names == {""} and kinds & {"functional", "function_call"}):
         raise ValueError(f"its tests are of the functions {sorted(names)}; they must be of one")
-    inputs, outputs = ([one[side] for one in cases] for side in ("input", "output"))
+    inputs, outputs = ([case[side] for case in cases] for side in ("input", "output"))
     return _pairs({"inputs": inputs, "outputs": outputs, "fn_name": names.pop()})
 
 
@@ -195,14 +197,14 @@ def _pairs(tests: dict[str, Any]) -> Tests:
         )
     inputs, outputs = (tests.get(f"{side}s", tests.get(side)) for side in ("input", "output"))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
-        found = f"; its keys are {', '.join(map(repr, tests))[:200]}" if tests else ""
-        raise ValueError(f'"inputs" and "outputs" must be lists, not empty{found} (docs/rewards.md#programs)')
+        keys = f"; its keys are {', '.join(map(repr, tests))[:200]}" if tests else ""
+        raise ValueError(f'"inputs" and "outputs" must be lists, not empty{keys} (docs/rewards.md#programs)')
     if len(inputs) != len(outputs):
         raise ValueError(f'it has {len(inputs)} "inputs" but {len(outputs)} "outputs"')
     function = tests.get("fn_name")
     if not function:
         pairs = zip(inputs, outputs, strict=True)
-        return Tests(tuple(Printed(_text(given, "stdin"), _text(said, "stdout")) for given, said in pairs))
+        return Tests(tuple(Printed(_text(stdin, "stdin"), _text(said, "stdout")) for stdin, said in pairs))
     if not isinstance(function, str) or not function.isidentifier():
         raise ValueError(f'"fn_name" is {function!r}; it must be the name of a function')
     return Tests(tuple(map(_called, [function] * len(inputs), inputs, outputs)))
@@ -222,16 +224,16 @@ def _text(value: Any, stream: str) -> str:
     return "\n".join(map(str, lines))
 
 
-def _called(function: str, given: Any, expected: Any) -> Called:
-    if isinstance(given, str):
+def _called(function: str, arguments: Any, expected: Any) -> Called:
+    if isinstance(arguments, str):
         try:
-            given = [json.loads(line) for line in given.splitlines() if line.strip()]
+            arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the input {given[:80]!r} is not one JSON value a line: {error}") from None
+            raise ValueError(f"the input {arguments[:80]!r} is not one JSON value a line: {error}") from None
         expected = _json_or_text(expected)
-    if not isinstance(given, list):
-        raise ValueError(f"the input {given!r} of {function} must be a list of arguments")
-    return Called(function, given, expected)
+    if not isinstance(arguments, list):
+        raise ValueError(f"the input {arguments!r} of {function} must be a list of arguments")
+    return Called(function, arguments, expected)
 
 
 def _json_or_text(value: Any) -> Any:
@@ -281,22 +283,22 @@ def _cases(statements: list[ast.stmt], helpers: list[ast.stmt], entry: str, prel
     known, around = names_of(USUAL) | names_of(prelude), Helpers(helpers)
     parts_of = partial(split, known=known | around.names, helpers=around.text())
     parts = [parts_of(node.test) if around.stand_alone(known) else None for node in asserts]
-    read = [_asserted(node.test, one, around) for node, one in zip(asserts, parts, strict=True)]
-    used = _read(entry).union(*(one.used for one in read))
-    beside = around.beside(used, frozenset[str]().union(*(one.judged for one in read)))
+    read = [_asserted(node.test, asserted, around) for node, asserted in zip(asserts, parts, strict=True)]
+    used = _read(entry).union(*(asserted.used for asserted in read))
+    beside = around.beside(used, frozenset[str]().union(*(asserted.judged for asserted in read)))
     setup = "\n".join(filter(None, (around.text(beside), entry)))
-    all_read = used.union(*(one.judged for one in read))
+    all_read = used.union(*(asserted.judged for asserted in read))
     unknown = bool(around.idle_functions(all_read)) or (around.hide_names and around.may_leak_answers(beside))
-    for one in read:
-        told = unknown or around.may_leak_answers(around.needed(one.judged) & beside)
-        yield replace(one.case, setup=setup, forgeable=one.case.forgeable or told)
+    for asserted in read:
+        told = unknown or around.may_leak_answers(around.needed(asserted.judged) & beside)
+        yield replace(asserted.case, setup=setup, forgeable=asserted.case.forgeable or told)
 
 
 def _functional(text: Any) -> Tests:
     """``check(candidate)`` and its call."""
     module = _parsed(text if isinstance(text, str) else "")
     values = [node.value for node in module.body if isinstance(node, ast.Expr)]
-    calls = [one for one in values if isinstance(one, ast.Call) and ast.unparse(one.func) == "check"]
+    calls = [value for value in values if isinstance(value, ast.Call) and ast.unparse(value.func) == "check"]
     if len(calls) != 1 or len(calls[0].args) != 1:
         raise ValueError('"functional" must be text that defines check(candidate) and calls it once')
     module.body = [node for node in module.body if getattr(node, "value", None) is not calls[0]]

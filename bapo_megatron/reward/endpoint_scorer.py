@@ -60,7 +60,7 @@ class Question:
 
     def plain(self, cut: Callable[[str], str]) -> Question:
         messages, turns = (
-            tuple({"role": one["role"], "content": cut(_text(one))} for one in several)
+            tuple({"role": message["role"], "content": cut(_text(message))} for message in several)
             for several in (self.messages, self.turns)
         )
         return replace(
@@ -79,8 +79,8 @@ def question_of(prompt: Prompt, response: str, thinking: bool) -> Question:
         opened = THINKING if prompt.opens_thinking else ""  # by the chat template
         response = after_thinking(opened + response).strip()
         turns = [
-            _said(after_thinking(one["content"]).strip()) if one["role"] == "assistant" else one
-            for one in turns
+            _said(after_thinking(message["content"]).strip()) if message["role"] == "assistant" else message
+            for message in turns
         ]
     return Question(tuple(prompt.messages), response, prompt.ground_truth, tuple(turns))
 
@@ -93,7 +93,7 @@ def _said(text: str) -> Message:
 
 
 def _with_roles(messages: Sequence[Message]) -> str:
-    return "\n\n".join(f"{one['role']}: {_text(one)}" for one in messages)
+    return "\n\n".join(f"{message['role']}: {_text(message)}" for message in messages)
 
 
 def _text(message: Message) -> str:
@@ -166,7 +166,7 @@ class RewardModel:
         try:
             text = chat_template_of(self._tokenizer).text(messages, INVISIBLE, opens=opens)
         except Exception as error:  # a template raises whatever its author chose
-            roles = ", ".join(one["role"] for one in messages)
+            roles = ", ".join(message["role"] for message in messages)
             raise EndpointError(
                 "chat template",
                 f"{FIELD}.tokenizer={self._settings.tokenizer}: its chat template refuses messages of the "
@@ -201,16 +201,16 @@ def _found(answer: Any, protocol: str, key: str) -> Any:
         ) from None
 
 
-def _number(found: Any) -> float:
-    while isinstance(found, list) and len(found) == 1:
-        found = found[0]
-    if isinstance(found, list):
-        many = f"a list of {len(found)}" + (": an embedding, or a model of several classes" if found else "")
+def _number(value: Any) -> float:
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, list):
+        many = f"a list of {len(value)}" + (": an embedding, or a model of several classes" if value else "")
         raise EndpointError("no number", f"one number is expected of the reward model; it gave {many}")
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
-        raise EndpointError("no number", f"the reward model gave {str(found)[:200]!r}, which is not a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise EndpointError("no number", f"the reward model gave {str(value)[:200]!r}, which is not a number")
     try:
-        return float(found)
+        return float(value)
     except OverflowError:
         raise EndpointError("no number", "the reward model gave a number beyond all floats") from None
 
@@ -246,17 +246,17 @@ class LlmJudge:
         return self._wrong + share * (self._correct - self._wrong)
 
     def _number(self, reply: str) -> float:
-        found = self._verdict.findall(after_thinking(reply))
-        if not found:
+        verdicts = self._verdict.findall(after_thinking(reply))
+        if not verdicts:
             end = reply[-200:]
             raise EndpointError(
                 "no verdict", f"{self._settings.verdict!r} is not in the judge's reply, which ends {end!r}"
             )
         try:
-            return float(found[-1])
+            return float(verdicts[-1])
         except ValueError:
             raise EndpointError(
-                "no verdict", f"the judge's verdict {found[-1][:50]!r} is not a number"
+                "no verdict", f"the judge's verdict {verdicts[-1][:50]!r} is not a number"
             ) from None
 
 

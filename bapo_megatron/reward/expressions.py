@@ -126,27 +126,27 @@ def split(expression: ast.expr, known: Iterable[str], helpers: str = "") -> Spli
 
 def bound_names(tree: ast.AST) -> frozenset[str]:
     """The names that a statement or an expression binds, wherever in it."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.arg):
-            found.add(node.arg)
+            names.add(node.arg)
         elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            found |= _starred(node.module or "")
+            names |= _starred(node.module or "")
         elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).split(".")[0])
-    return frozenset(found)
+            names.add((node.asname or node.name).split(".")[0])
+    return frozenset(names)
 
 
 def _starred(module: str) -> set[str]:
     """The names of ``from module import *``, for the modules that tests import so."""
     if module not in _STARRED:
         return set()
-    found = importlib.import_module(module)
-    return set(getattr(found, "__all__", [name for name in dir(found) if not name.startswith("_")]))
+    imported = importlib.import_module(module)
+    return set(getattr(imported, "__all__", [name for name in dir(imported) if not name.startswith("_")]))
 
 
 @lru_cache(maxsize=64)
@@ -216,16 +216,16 @@ class Helpers:
 
     def needed(self, names: Iterable[str]) -> frozenset[int]:
         """Statements that bind the names, with all that these need in turn."""
-        found: set[int] = set()
+        numbers: set[int] = set()
         wanted = set(names)
         while more := {
             number
             for number, binds in enumerate(self._binds)
-            if number not in found and not binds.isdisjoint(wanted)
+            if number not in numbers and not binds.isdisjoint(wanted)
         }:
-            found |= more
+            numbers |= more
             wanted.update(*(self._reads[number] | self._binds[number] for number in more))
-        return frozenset(found)
+        return frozenset(numbers)
 
     def beside(self, used: Iterable[str], judged: Iterable[str]) -> frozenset[int]:
         """Statements that the tested program's process gets.
@@ -272,7 +272,9 @@ class Helpers:
         statement = self._statements[number]
         if isinstance(statement, _Function):
             defaults = [*statement.args.defaults, *filter(None, statement.args.kw_defaults)]
-            return not statement.decorator_list and all(isinstance(one, ast.Constant) for one in defaults)
+            return not statement.decorator_list and all(
+                isinstance(default, ast.Constant) for default in defaults
+            )
         if not isinstance(statement, ast.Assign):
             return False
         targets = statement.targets

@@ -53,7 +53,7 @@ def check_function(reward: RewardConfig, field: str = "reward.function") -> None
 
 def check_functions(config: RunConfig, functions: Iterable[str]) -> None:
     """``check_function`` of some of a run's reward functions, with their fields in messages."""
-    of_sources = {one.reward: f"data.sources[{one.name}].reward" for one in config.data.sources}
+    of_sources = {source.reward: f"data.sources[{source.name}].reward" for source in config.data.sources}
     for function in functions:
         field = "reward.function" if function == config.reward.function else of_sources[function]
         check_function(settings_for(config.reward, function), field)
@@ -154,9 +154,9 @@ def _advice(name: str, signature: inspect.Signature) -> str:
     return "Change its parameters (docs/rewards.md#a-reward-of-your-own)"
 
 
-def _unusable(found: Any) -> str | None:
+def _unusable(target: Any) -> str | None:
     """Kind of an object whose calls give no number: a class, an async or a generator function; else None."""
-    called = found
+    called = target
     while isinstance(called, partial):
         called = called.func
     if inspect.isclass(called):
@@ -176,24 +176,24 @@ def load_function(
     ConfigError if it cannot be imported, or cannot be called as ``function(prompt, response)``.
     """
     settings = settings or {}
-    found: Score = load_dotted_path(field, path, "function")
+    function: Score = load_dotted_path(field, path, "function")
     expected = "a reward is called once for each response, as score(prompt: Prompt, response: str) -> float"
-    if kind := _unusable(found):
+    if kind := _unusable(function):
         raise ConfigError(
             f"{field}={path} is {kind}; {expected}, in a process of its own: make it a "
             f"plain function (docs/rewards.md#a-reward-of-your-own)"
         )
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions in C have none
-        return partial(found, **settings) if settings else found
+        return partial(function, **settings) if settings else function
     try:
         signature.bind("prompt", "response", **settings)
     except TypeError as error:
         name = path.partition(":")[2]
-        given = "a prompt, a response and reward.settings" if settings else "a prompt and a response"
+        arguments = "a prompt, a response and reward.settings" if settings else "a prompt and a response"
         raise ConfigError(
-            f"{field}={path} is {name}{signature}, which cannot be called with {given} ({error}); "
+            f"{field}={path} is {name}{signature}, which cannot be called with {arguments} ({error}); "
             f"{expected}. {_advice(name, signature)}"
         ) from error
-    return partial(found, **settings) if settings else found
+    return partial(function, **settings) if settings else function

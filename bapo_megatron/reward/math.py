@@ -131,18 +131,18 @@ def answers_equal(
     """
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARACTERS:
         return False
-    expected, given = _bare(ground_truth), spelled(answer)
-    if INTEGER.fullmatch(expected) and INTEGER.fullmatch(given):
-        return int(expected) == int(given)
-    if not allow_operations and not named_operations(given) <= named_operations(expected):
+    expected, spelling = _bare(ground_truth), spelled(answer)
+    if INTEGER.fullmatch(expected) and INTEGER.fullmatch(spelling):
+        return int(expected) == int(spelling)
+    if not allow_operations and not named_operations(spelling) <= named_operations(expected):
         return False
-    if {brackets(expected), brackets(given)} == {"{", "("}:  # a set is neither a point nor an interval
+    if {brackets(expected), brackets(spelling)} == {"{", "("}:  # a set is neither a point nor an interval
         return False
     for named in (base_of, moduli):  # which math-verify does not read
-        one, other = named(expected), named(given)
-        if one and other and one != other:
+        name, other = named(expected), named(spelling)
+        if name and other and name != other:
             return False
-    return (equal or partial(_math_verify().ask, "equal"))(expected, given, allow_operations)
+    return (equal or partial(_math_verify().ask, "equal"))(expected, spelling, allow_operations)
 
 
 def _bare(ground_truth: str) -> str:

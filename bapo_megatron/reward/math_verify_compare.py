@@ -95,10 +95,10 @@ def _same_answer(ground_truth: str, answer: str, allow_operations: bool) -> bool
         return False
     if not any(map(str.isalpha, truth)):
         said = without_unit_letter(said)
-    one, two = reading(truth), reading(said)
-    if one.is_text:
-        return two.is_text and one.items == two.items
-    pairs = [(truth, said)] if two.is_text and not one.words else counterparts(one, two)
+    first, second = reading(truth), reading(said)
+    if first.is_text:
+        return second.is_text and first.items == second.items
+    pairs = [(truth, said)] if second.is_text and not first.words else counterparts(first, second)
     if pairs is None or not all(_same_part(*pair, allow_operations) for pair in pairs):
         return False
     with cpu_limit(CPU_LIMIT_S):
@@ -116,30 +116,33 @@ def _same_part(ground_truth: str, answer: str, allow_operations: bool) -> bool:
         or are_times(ground_truth, answer)
     ):
         return False
-    expected, given = _parse(ground_truth), _parse(answer)
+    expected, actual = _parse(ground_truth), _parse(answer)
     with cpu_limit(CPU_LIMIT_S):
-        expected, given = _as_interval(expected, given), _as_interval(given, expected)
-        if not verify(expected, given, timeout_seconds=None):
+        expected, actual = _as_interval(expected, actual), _as_interval(actual, expected)
+        if not verify(expected, actual, timeout_seconds=None):
             return False
     with cpu_limit(CPU_LIMIT_S):
-        return _is_an_answer(expected, given, ground_truth, answer, allow_operations)
+        return _is_an_answer(expected, actual, ground_truth, answer, allow_operations)
 
 
-def _as_interval(one: list[Any], other: list[Any]) -> list[Any]:
+def _as_interval(parsed: list[Any], other: list[Any]) -> list[Any]:
     """Inequalities as the interval or the union that they describe, where the other answer is one: ``x < 2``,
     ``x < 1`` or ``x > 2``."""
-    if not (one and other and isinstance(other[0], (sympy.Interval, sympy.Union))):
-        return one
-    found = list(one[0].args) if isinstance(one[0], sympy.FiniteSet) else one[:1]
-    if not all(map(_is_inequality, found)) or len(set().union(*(part.free_symbols for part in found))) != 1:
-        return one
-    return [sympy.Union(*(part.as_set() for part in found))]
+    if not (parsed and other and isinstance(other[0], (sympy.Interval, sympy.Union))):
+        return parsed
+    relations = list(parsed[0].args) if isinstance(parsed[0], sympy.FiniteSet) else parsed[:1]
+    if (
+        not all(map(_is_inequality, relations))
+        or len(set().union(*(part.free_symbols for part in relations))) != 1
+    ):
+        return parsed
+    return [sympy.Union(*(part.as_set() for part in relations))]
 
 
 def _is_an_answer(
-    expected: list[Any], given: list[Any], ground_truth: str, answer: str, allow_operations: bool
+    expected: list[Any], actual: list[Any], ground_truth: str, answer: str, allow_operations: bool
 ) -> bool:
-    truth, said = expected[0], given[0]
+    truth, said = expected[0], actual[0]
     if isinstance(truth, str) or isinstance(said, str):
         return True  # equal as text
     if differ(truth, said):
@@ -161,7 +164,7 @@ def _contradicts_itself(answer: str) -> bool:
     """Whether an equation has two different numbers: ``6 = 5``."""
     for sides in number_sides(answer):
         numbers = [_parse_unlimited(side)[0] for side in sides] if len(sides) > 1 else []
-        if any(disagree(one, other) for one, other in pairwise(numbers)):
+        if any(disagree(number, other) for number, other in pairwise(numbers)):
             return True
     return False
 
@@ -179,10 +182,10 @@ def parses(ground_truth: str) -> bool:
     """Whether all of a ground truth can be compared: its mathematics, of which math-verify can parse each
     part, and its words."""
     try:
-        one = reading(split_name(ground_truth)[1])
-        parts = [part for part in one.parts if part and not (is_literal(part) or is_fragment(part))]
-        readable = all(any(not isinstance(found, str) for found in _parse(part)) for part in parts)
-        return one.is_text or (readable and any((*one.parts, *one.words)))
+        truth = reading(split_name(ground_truth)[1])
+        parts = [part for part in truth.parts if part and not (is_literal(part) or is_fragment(part))]
+        readable = all(any(not isinstance(value, str) for value in _parse(part)) for part in parts)
+        return truth.is_text or (readable and any((*truth.parts, *truth.words)))
     except (Exception, OutOfTime):  # as above
         return False
 
@@ -204,17 +207,17 @@ def _parse_unlimited(answer: str) -> list[Any]:
 
 def operations(expression: Any) -> frozenset[str]:
     """Kinds of unevaluated operations in an expression; ``ARITHMETIC`` only between numbers."""
-    found: set[str] = set()
+    kinds: set[str] = set()
     for part in _parts(expression):
         for node in sympy.preorder_traversal(part):
             kind = _CLASSES.get(type(node).__name__)
             if type(node).__module__ in _TRIGONOMETRY:
                 kind = "trigonometry"
             if kind is not None:
-                found.add(kind)
+                kinds.add(kind)
         if _reducible(part):
-            found.add(ARITHMETIC)
-    return frozenset(found)
+            kinds.add(ARITHMETIC)
+    return frozenset(kinds)
 
 
 def is_symbolic(expression: Any) -> bool:
@@ -247,10 +250,10 @@ def differ(truth: Any, answer: Any) -> bool:
     symbols = sorted(set().union(*(part.free_symbols for part in (*left, *right))), key=str)
     if len(left) != len(right) or (symbols and _is_inequality(truth)):
         return False
-    places = {one: sympy.Rational(7 * n + 11, 5 * n + 9) for n, one in enumerate(symbols)}
-    if any(isinstance(one, sympy.FiniteSet) or _is_inequality(one) for one in (truth, answer)):
+    places = {symbol: sympy.Rational(7 * n + 11, 5 * n + 9) for n, symbol in enumerate(symbols)}
+    if any(isinstance(symbol, sympy.FiniteSet) or _is_inequality(symbol) for symbol in (truth, answer)):
         left, right = _ordered(left, places), _ordered(right, places)
-    return any(_far(one, other, places) for one, other in zip(left, right, strict=True))
+    return any(_far(symbol, other, places) for symbol, other in zip(left, right, strict=True))
 
 
 def are_rearranged(truth: Any, answer: Any) -> bool:
@@ -259,12 +262,12 @@ def are_rearranged(truth: Any, answer: Any) -> bool:
     return both and truth.lhs != answer.lhs
 
 
-def disagree(one: Any, other: Any) -> bool:
+def disagree(value: Any, other: Any) -> bool:
     """Whether two sides of an equation are numbers and not the same, however a decimal is rounded."""
-    if not all(isinstance(side, sympy.Expr) and side.is_number for side in (one, other)):
+    if not all(isinstance(side, sympy.Expr) and side.is_number for side in (value, other)):
         return False
-    rounding = ROUNDING if one.has(sympy.Float) or other.has(sympy.Float) else EXACT_TOLERANCE
-    left, right = sympy.N(one.doit(), _DIGITS), sympy.N(other.doit(), _DIGITS)
+    rounding = ROUNDING if value.has(sympy.Float) or other.has(sympy.Float) else EXACT_TOLERANCE
+    left, right = sympy.N(value.doit(), _DIGITS), sympy.N(other.doit(), _DIGITS)
     return bool(abs(left - right) > rounding * max(abs(left), abs(right)))
 
 
@@ -275,9 +278,11 @@ def _parts(expression: Any) -> Iterator[Any]:
     """Values in an answer: members, bounds, entries; of ``a = 3`` and ``a = b = 3`` the 3."""
     if isinstance(expression, And):
         relations = list(expression._unsorted_args)
-        chain = all(one.rhs == other.lhs for one, other in pairwise(relations) if isinstance(one, Relational))
-        for one in relations[-1:] if chain and not _is_inequality(expression) else relations:
-            yield from _parts(one)
+        chain = all(
+            part.rhs == other.lhs for part, other in pairwise(relations) if isinstance(part, Relational)
+        )
+        for part in relations[-1:] if chain and not _is_inequality(expression) else relations:
+            yield from _parts(part)
     elif isinstance(expression, sympy.Eq):
         sides = expression.args if expression.rhs.free_symbols else (expression.rhs,)
         for side in sides:
@@ -290,15 +295,15 @@ def _parts(expression: Any) -> Iterator[Any]:
     elif isinstance(expression, sympy.MatrixBase):
         yield from expression.flat()
     elif isinstance(expression, (sympy.Set, sympy.Tuple, Relational)):
-        for one in expression.args:
-            yield from _parts(one)
+        for part in expression.args:
+            yield from _parts(part)
     else:
         yield expression
 
 
 def _is_inequality(expression: Any) -> bool:
     if isinstance(expression, And):
-        return all(_is_inequality(one) for one in expression._unsorted_args)
+        return all(_is_inequality(part) for part in expression._unsorted_args)
     return isinstance(expression, Relational) and not isinstance(expression, sympy.Eq)
 
 
@@ -306,24 +311,24 @@ def _is_inequality(expression: Any) -> bool:
 
 
 def _is_solved(equation: Any) -> bool:
-    one, other = equation.args
-    return (one.is_Symbol and not other.free_symbols) or (other.is_Symbol and not one.free_symbols)
+    side, other = equation.args
+    return (side.is_Symbol and not other.free_symbols) or (other.is_Symbol and not side.free_symbols)
 
 
 def _proportional(truth: Any, answer: Any) -> bool:
     """Whether two equations have the same solutions: brought to one side without denominators, they are
     proportional at every test point."""
-    one, other = (sympy.together((e.lhs - e.rhs).doit()).as_numer_denom()[0] for e in (truth, answer))
-    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    first, other = (sympy.together((e.lhs - e.rhs).doit()).as_numer_denom()[0] for e in (truth, answer))
+    symbols = sorted(first.free_symbols | other.free_symbols, key=str)
     decimal = truth.has(sympy.Float) or answer.has(sympy.Float)
     tolerance = DECIMAL_TOLERANCE if decimal else EQUATION_TOLERANCE
-    found = []
+    values_at = []
     for shift in (11, 29, 53):
         place = {symbol: sympy.Rational(7 * n + shift, 5 * n + 9) for n, symbol in enumerate(symbols)}
-        found.append([sympy.N(side.subs(place).doit(), EQUATION_DIGITS) for side in (one, other)])
-    if not all(value.is_number and value.is_finite for values in found for value in values):
+        values_at.append([sympy.N(side.subs(place).doit(), EQUATION_DIGITS) for side in (first, other)])
+    if not all(value.is_number and value.is_finite for values in values_at for value in values):
         return True
-    crossed = [(a * d, b * c) for (a, b), (c, d) in pairwise(found)]
+    crossed = [(a * d, b * c) for (a, b), (c, d) in pairwise(values_at)]
     return all(abs(x - y) <= tolerance * max(abs(x), abs(y)) for x, y in crossed)
 
 
@@ -341,15 +346,15 @@ def _reducible(node: Any) -> bool:
             return True
         if isinstance(node, (sympy.Abs, sympy.UnevaluatedExpr)):
             return True
-    return any(_reducible(one) for one in node.args)
+    return any(_reducible(part) for part in node.args)
 
 
 def _is_sum(node: Any) -> bool:
     """Two rational terms, or two that have a root in common: 1 + 2, sqrt(8) + sqrt(2)."""
     terms = list(_flat(sympy.Add, node))
-    if sum(_is_rational(one) for one in terms) >= 2:
+    if sum(_is_rational(term) for term in terms) >= 2:
         return True
-    kinds = [one.doit().as_coeff_Mul()[1] for one in terms if not _is_rational(one)]
+    kinds = [term.doit().as_coeff_Mul()[1] for term in terms if not _is_rational(term)]
     return len(set(kinds)) < len(kinds)
 
 
@@ -358,11 +363,11 @@ def _is_product(node: Any) -> bool:
     above = below = 0
     for factor in _flat(sympy.Mul, node):
         turned = isinstance(factor, sympy.Pow) and factor.exp == -1
-        for one in _flat(sympy.Mul, factor.base) if turned else (factor,):
-            if isinstance(one, sympy.Float):
+        for part in _flat(sympy.Mul, factor.base) if turned else (factor,):
+            if isinstance(part, sympy.Float):
                 top, bottom = 1, 0
-            elif isinstance(one, sympy.Rational):
-                top, bottom = int(abs(one.p) != 1), int(one.q != 1)
+            elif isinstance(part, sympy.Rational):
+                top, bottom = int(abs(part.p) != 1), int(part.q != 1)
             else:
                 continue
             above, below = (above + bottom, below + top) if turned else (above + top, below + bottom)
@@ -383,8 +388,8 @@ def _is_power(node: Any) -> bool:
 
 def _flat(kind: Any, node: Any) -> Iterator[Any]:
     if isinstance(node, kind):
-        for one in node.args:
-            yield from _flat(kind, one)
+        for part in node.args:
+            yield from _flat(kind, part)
     else:
         yield node
 
@@ -395,7 +400,7 @@ def _is_rational(node: Any) -> bool:
         return False
     if node.args:
         known = isinstance(node, (sympy.Add, sympy.Mul, sympy.Pow, sympy.UnevaluatedExpr, sympy.Abs))
-        return known and all(_is_rational(one) for one in node.args)
+        return known and all(_is_rational(part) for part in node.args)
     return isinstance(node, (sympy.Rational, sympy.Float))
 
 
@@ -436,11 +441,11 @@ def _has_percent(expression: Any) -> bool:
 
 def _apart(truth: Any, answer: Any, places: dict[Any, Any]) -> bool:
     left, right = truth.subs(places).doit(), answer.subs(places).doit()
-    one, other = sympy.N(left, _DIGITS), sympy.N(right, _DIGITS)
-    if not (one.is_number and other.is_number and one.is_finite and other.is_finite):
+    value, other = sympy.N(left, _DIGITS), sympy.N(right, _DIGITS)
+    if not (value.is_number and other.is_number and value.is_finite and other.is_finite):
         return False
-    size = max(abs(one), abs(other))
-    if size < _NOTHING or min(abs(one), abs(other)) < _NOTHING:
+    size = max(abs(value), abs(other))
+    if size < _NOTHING or min(abs(value), abs(other)) < _NOTHING:
         return (left - right).equals(0) is False
     decimal = truth.has(sympy.Float) or answer.has(sympy.Float)
-    return bool(abs(one - other) > (DECIMAL_TOLERANCE if decimal else EXACT_TOLERANCE) * size)
+    return bool(abs(value - other) > (DECIMAL_TOLERANCE if decimal else EXACT_TOLERANCE) * size)

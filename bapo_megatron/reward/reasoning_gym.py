@@ -62,8 +62,8 @@ def tasks() -> Mapping[str, tuple[type, type]]:
     finally:
         if absent:
             del sys.modules[_COMPILED]
-    found = reasoning_gym.factory.DATASETS
-    return {name: found[name] for name in sorted(found) if name not in UNUSABLE}
+    datasets = reasoning_gym.factory.DATASETS
+    return {name: datasets[name] for name in sorted(datasets) if name not in UNUSABLE}
 
 
 def check_task(name: str, generates: bool = False) -> None:
@@ -86,8 +86,8 @@ def verifier(task: str, settings: str) -> Verifier:
     """Verifier of a task, for problems that were generated with ``settings``, a JSON object."""
     check_task(task)
     problems, options = tasks()[task]
-    found: Verifier = problems(config=options(**json.loads(settings))).score_answer  # type: ignore[attr-defined]
-    return found
+    judge: Verifier = problems(config=options(**json.loads(settings))).score_answer  # type: ignore[attr-defined]
+    return judge
 
 
 MAX_CHARACTERS = 20_000
@@ -320,27 +320,27 @@ def score(extra_info: Mapping[str, Any], response: str) -> float:
         return 0.0
     try:
         with cpu_limit(CPU_LIMIT_S):
-            found = float(judge(answer, entry))
+            result = float(judge(answer, entry))
     except (OutOfTime, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError):
         return 0.0
-    if found < _RIGHT and is_number(expected) and is_number(answer) and _contains(answer, expected, found):
+    if result < _RIGHT and is_number(expected) and is_number(answer) and _contains(answer, expected, result):
         return 0.0
-    if task == "coin_flip" and found > 0 and not _is_near(answer, str(expected)):
+    if task == "coin_flip" and result > 0 and not _is_near(answer, str(expected)):
         return 0.0
-    return 1.0 if found >= _RIGHT else max(0.0, found)
+    return 1.0 if result >= _RIGHT else max(0.0, result)
 
 
 def _is_near(answer: str, expected: str) -> bool:
     """Whether two probabilities are equal but for the verifier's tolerance: it also pays for equal first
     characters, so that a bare 0 would be right for every problem."""
-    given, wanted = (float(Fraction(text.replace(",", ""))) for text in (answer, expected))
-    return abs(given - wanted) <= _NEAR
+    actual, wanted = (float(Fraction(text.replace(",", ""))) for text in (answer, expected))
+    return abs(actual - wanted) <= _NEAR
 
 
-def _contains(answer: str, expected: str, found: float) -> bool:
+def _contains(answer: str, expected: str, result: float) -> bool:
     """Whether a score is that of a text which contains the expected one."""
-    given, wanted = answer.replace(",", ""), expected.replace(",", "")
-    return wanted in given and found == len(wanted) / len(given)
+    said, wanted = answer.replace(",", ""), expected.replace(",", "")
+    return wanted in said and result == len(wanted) / len(said)
 
 
 def _entry(extra_info: Mapping[str, Any]) -> dict[str, Any]:

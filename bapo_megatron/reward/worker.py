@@ -61,7 +61,7 @@ def _comparisons() -> dict[str, Callable[[list[Any]], bool]]:
     from bapo_megatron.reward.math_verify_compare import equal, is_operation, parses
 
     logging.disable(logging.CRITICAL)
-    return {one.__name__: _limited(one) for one in (equal, parses, is_operation)}
+    return {function.__name__: _limited(function) for function in (equal, parses, is_operation)}
 
 
 def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -72,7 +72,7 @@ def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]]
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         response = question["response"]
         value = scores[question["function"]](question["prompt"], response)
-        named = {str(name): _finite(one) for name, one in value.items()} if isinstance(value, dict) else {}
+        named = {str(name): _finite(part) for name, part in value.items()} if isinstance(value, dict) else {}
         number = _finite(value if not named else None if None in named.values() else sum(named.values()))
         if number is None:
             kind = type(value).__name__

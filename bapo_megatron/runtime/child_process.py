@@ -397,11 +397,11 @@ class UserCommand:
         ours = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
-        with tempfile.TemporaryFile() as given, log.open("ab" if append else "wb") as output:
-            given.write(stdin)
-            given.seek(0)
+        with tempfile.TemporaryFile() as input_file, log.open("ab" if append else "wb") as output:
+            input_file.write(stdin)
+            input_file.seek(0)
             self._child = ChildProcess(
-                words, {**ours, **about}, True, stdin=given, stdout=output, stderr=output
+                words, {**ours, **about}, True, stdin=input_file, stdout=output, stderr=output
             )
 
     def wait(self, limit_s: float) -> int | None:

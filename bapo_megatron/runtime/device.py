@@ -80,10 +80,10 @@ def gpu_problem() -> str | None:
 def has_apex() -> bool:
     """Whether NVIDIA's apex is installed. PyPI has another package of that name, without optimizers."""
     try:
-        found = find_spec("apex")
+        spec = find_spec("apex")
     except (ImportError, ValueError):
         return False
-    folders = (found and found.submodule_search_locations) or ()
+    folders = (spec and spec.submodule_search_locations) or ()
     return any(
         (Path(folder) / name).exists() for folder in folders for name in ("optimizers", "optimizers.py")
     )
@@ -166,8 +166,8 @@ def gpu_signs(asks_driver: bool = True) -> Iterator[str]:
     if visible is not None:
         yield f"{_VISIBLE}={visible}"
     for folder, pattern in (_DEVICE_FILES, _DRIVER_FILES):
-        if found := sorted(folder.glob(pattern)):
-            yield f"{found[0]} exists"
+        if paths := sorted(folder.glob(pattern)):
+            yield f"{paths[0]} exists"
     if asks_driver and (gpus := driver_gpus()):
         yield f"nvidia-smi lists {len(gpus)}, the first an {gpus[0]}"
 
@@ -186,11 +186,11 @@ def driver_gpus() -> tuple[str, ...]:
     if shutil.which(command[0]) is None:
         return ()
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    lines = [line.strip() for line in found.stdout.splitlines() if line.strip()]
-    return () if found.returncode else tuple(lines)
+    lines = [line.strip() for line in completed.stdout.splitlines() if line.strip()]
+    return () if completed.returncode else tuple(lines)
 
 
 def _torch_reason() -> str:

@@ -137,11 +137,11 @@ def expand_nodes(nodes: str) -> list[str]:
 
 def _numbers(ranges: str) -> list[str]:
     """``07-09,12`` as 07, 08, 09, 12."""
-    found: list[str] = []
-    for one in ranges.split(","):
-        first, _, last = one.partition("-")
-        found += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
-    return found
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
 def run_processes(
@@ -328,7 +328,7 @@ def _address_towards(host: str) -> str | None:
 
 def _interface_of(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.family == socket.AF_INET and one.address == address for one in addresses):
+        if any(own.family == socket.AF_INET and own.address == address for own in addresses):
             return str(name)
     return None
 
@@ -374,7 +374,7 @@ def on_all_ranks(call: Callable[[], T]) -> list[T]:
     for rank, (_, told) in enumerate(outcomes):
         if told is not None:
             raise told[0](f"rank {rank}: {told[1]}")
-    return [one for one, _ in outcomes]  # type: ignore[misc]
+    return [outcome for outcome, _ in outcomes]  # type: ignore[misc]
 
 
 def gather(value: T) -> list[T]:

@@ -44,12 +44,12 @@ def load_dotted_path(field: str, path: str, kind: str, written: str = "") -> Any
             f"{shown}: importing {module_name} failed with {error!r}; mend the module, or "
             f"start where it can be found (the present directory and PYTHONPATH are searched)"
         ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    target = getattr(module, name, None)
+    if not callable(target):
         has = _defined(module, kind, name)
         listed = f": {', '.join(has)}" if has else ""
         raise ConfigError(f"{shown}: {module_name} has no {kind} {name}; name one that it has{listed}")
-    return found
+    return target
 
 
 def _defined(module: Any, kind: str, like: str) -> list[str]:

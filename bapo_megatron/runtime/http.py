@@ -38,10 +38,10 @@ class Answer:
     def fields(self) -> dict[str, Any]:
         """The JSON object of a response with status 200; else an empty one."""
         try:
-            found = json.loads(self.content) if self.status == 200 else None
+            decoded = json.loads(self.content) if self.status == 200 else None
         except (ValueError, RecursionError):
-            found = None
-        return found if isinstance(found, dict) else {}
+            decoded = None
+        return decoded if isinstance(decoded, dict) else {}
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -81,10 +81,10 @@ def without_proxy(host: str | None = None) -> dict[str, str]:
     """
     if not any(environment_variable(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
         return {}
-    given = next((value for name in _NO_PROXY if (value := environment_variable(name))), "")
-    if given.strip() == "*":  # which has its meaning alone, not in a list
+    excluded = next((value for name in _NO_PROXY if (value := environment_variable(name))), "")
+    if excluded.strip() == "*":  # which has its meaning alone, not in a list
         return {}
-    hosts = dict.fromkeys([*filter(None, given.split(",")), *LOOPBACK, *filter(None, [host])])
+    hosts = dict.fromkeys([*filter(None, excluded.split(",")), *LOOPBACK, *filter(None, [host])])
     return dict.fromkeys(_NO_PROXY, ",".join(hosts))
 
 

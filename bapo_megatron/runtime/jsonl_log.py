@@ -191,17 +191,17 @@ def _with_whole_characters(value: Any) -> Any:
 
 def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Each line with its place in the file, without its newline, the last one first. None is torn."""
-    begin, held = file.seek(0, os.SEEK_END), b""
+    begin, tail = file.seek(0, os.SEEK_END), b""
     while begin:
         size = min(_BLOCK, begin)
         begin -= size
         file.seek(begin)
-        held = file.read(size) + held
-        while (before := held.rfind(b"\n", 0, -1)) >= 0:
-            yield begin + before + 1, held[before + 1 : -1]
-            held = held[: before + 1]
-    if held:
-        yield 0, held[:-1]
+        tail = file.read(size) + tail
+        while (before := tail.rfind(b"\n", 0, -1)) >= 0:
+            yield begin + before + 1, tail[before + 1 : -1]
+            tail = tail[: before + 1]
+    if tail:
+        yield 0, tail[:-1]
 
 
 def _cut_torn_tail(path: Path) -> None:
@@ -212,8 +212,8 @@ def _cut_torn_tail(path: Path) -> None:
         while whole:
             begin = max(0, whole - _BLOCK)
             file.seek(begin)
-            if (found := file.read(whole - begin).rfind(b"\n")) >= 0:
-                whole = begin + found + 1
+            if (newline := file.read(whole - begin).rfind(b"\n")) >= 0:
+                whole = begin + newline + 1
                 break
             whole = begin
         if whole < size:

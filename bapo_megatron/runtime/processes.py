@@ -114,10 +114,10 @@ def descendants(pid: int) -> list[int]:
             state, parent = file.read().rpartition(")")[2].split()[:2]  # a process's name may hold ")"
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(name))
-    found = [pid]
-    for process in found:  # which grows
-        found += children.get(process, [])
-    return found[1:]
+    pids = [pid]
+    for process in pids:  # which grows
+        pids += children.get(process, [])
+    return pids[1:]
 
 
 def _prctl(option: int, value: int) -> None:
@@ -143,9 +143,9 @@ def _is_closed(lifeline: int) -> bool:
 def _collect(wanted: int) -> int | None:
     """Reap all children that have ended; the exit code of ``wanted`` if it is one of them."""
     with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            if found[0] == wanted:
-                return os.waitstatus_to_exitcode(found[1])
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == wanted:
+                return os.waitstatus_to_exitcode(ended[1])
     return None
 
 

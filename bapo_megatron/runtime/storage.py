@@ -79,9 +79,9 @@ def check_not_failing(error: BaseException, what: str, path: Path) -> None:
 
     For a caller that continues after any other error.
     """
-    for one in _chain(error):
-        if is_of_failing_disk(one):
-            raise FailingDiskError(f"{what} could not be deleted at {path}: {one.strerror}") from error
+    for cause in _chain(error):
+        if is_of_failing_disk(cause):
+            raise FailingDiskError(f"{what} could not be deleted at {path}: {cause.strerror}") from error
 
 
 def print_kept(_kind: str, *, path: str, reason: str) -> None:
@@ -127,7 +127,7 @@ def comes_of_failing_disk(error: BaseException) -> bool:
 
     Not by one that is read-only: a user may have named it.
     """
-    return any(is_of_failing_disk(one) and one.errno != errno.EROFS for one in _chain(error))
+    return any(is_of_failing_disk(cause) and cause.errno != errno.EROFS for cause in _chain(error))
 
 
 def check_readable(error: BaseException, what: str, path: Path) -> None:
@@ -137,11 +137,11 @@ def check_readable(error: BaseException, what: str, path: Path) -> None:
     the right to read (also of an expired ticket on NFS) it is a ConfigError; a lost connection, too many open
     files and all else is a FailingDiskError.
     """
-    for one in _chain(error):
-        if not isinstance(one, OSError) or one.errno is None or one.errno in _OF_THE_FILE:
+    for cause in _chain(error):
+        if not isinstance(cause, OSError) or cause.errno is None or cause.errno in _OF_THE_FILE:
             continue
-        told = f"{what} could not be read at {path}: {one.strerror}"
-        if one.errno in _NO_RIGHT:
+        told = f"{what} could not be read at {path}: {cause.strerror}"
+        if cause.errno in _NO_RIGHT:
             raise ConfigError(
                 f"{told}. Whether it is whole is unknown: give this user the right to read it, or move it "
                 "away to continue without it"
@@ -152,8 +152,8 @@ def check_readable(error: BaseException, what: str, path: Path) -> None:
 
 def _problem(error: BaseException) -> str | None:
     """Message of the disk error that caused ``error``; None if there is none."""
-    for one in _chain(error):
-        text = str(one)
+    for cause in _chain(error):
+        text = str(cause)
         for problem in _FULL + _FAILING:
             if problem in text:
                 return problem
@@ -163,10 +163,10 @@ def _problem(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _is_failing(problem: str, path: Path) -> bool:
@@ -174,10 +174,10 @@ def _is_failing(problem: str, path: Path) -> bool:
     if problem != _CUT:
         return problem in _FAILING
     try:
-        found = _statistics(path)
+        statistics = _statistics(path)
     except OSError:
         return True
-    return found.f_bavail * found.f_frsize > _ROOM_BYTES and found.f_favail > 0
+    return statistics.f_bavail * statistics.f_frsize > _ROOM_BYTES and statistics.f_favail > 0
 
 
 def _statistics(path: Path) -> os.statvfs_result:
@@ -193,8 +193,8 @@ def _statistics(path: Path) -> os.statvfs_result:
 def _room(path: Path) -> str:
     """Free space (MB, files) of the file system of ``path``, in words."""
     try:
-        found = _statistics(path)
+        statistics = _statistics(path)
     except OSError as error:
         return f"its file system does not answer: {error.strerror}"
-    free_mb = found.f_bavail * found.f_frsize / 2**20
-    return f"{free_mb:,.0f} MB and {found.f_favail:,} files are free there now"
+    free_mb = statistics.f_bavail * statistics.f_frsize / 2**20
+    return f"{free_mb:,.0f} MB and {statistics.f_favail:,} files are free there now"

@@ -59,7 +59,9 @@ def text_table(
     for row in rows:
         table.add_row(*map(Text, row))
     columns = zip_longest(*([heads] if heads else []), *rows, fillvalue="")
-    width = _SPARE + sum(widths or ()) + sum(max(Text(cell).cell_len + 2 for cell in one) for one in columns)
+    width = (
+        _SPARE + sum(widths or ()) + sum(max(Text(cell).cell_len + 2 for cell in cells) for cells in columns)
+    )
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     with console.capture() as drawn:
         console.print(table)

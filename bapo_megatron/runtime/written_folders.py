@@ -89,9 +89,9 @@ def check_replaceable(output: Path, writer: str, foreign: Foreign) -> None:
     """Preflight of an output folder: ConfigError if it exists and has foreign content."""
     if not os.path.lexists(output) or _is_empty(output):
         return
-    if (found := foreign(output)) is not None:
+    if (why := foreign(output)) is not None:
         raise ConfigError(
-            f"output {output} {found}. {writer} replaces only what it wrote itself: name another folder, or "
+            f"output {output} {why}. {writer} replaces only what it wrote itself: name another folder, or "
             "look what it is, and move it away or remove it yourself"
         )
 
@@ -117,9 +117,9 @@ def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: For
         if os.path.lexists(output) and not _is_empty(output):
             # Renamed before the check: under its old name another program could change it afterwards.
             os.rename(output, aside)
-            if (found := foreign(aside)) is not None:
+            if (why := foreign(aside)) is not None:
                 raise ConfigError(
-                    f"output {output} {found}. It was not like that when {writer} began, and is kept as it is"
+                    f"output {output} {why}. It was not like that when {writer} began, and is kept as it is"
                 )
         os.rename(new, output)
     except BaseException:
@@ -176,8 +176,8 @@ def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
 
 
 def _check_own(folder: Path, writer: str, foreign: Foreign) -> None:
-    if os.path.lexists(folder) and not _is_empty(folder) and (found := foreign(folder)) is not None:
-        raise ConfigError(f"{folder} {found}; {writer} keeps it: move it away")
+    if os.path.lexists(folder) and not _is_empty(folder) and (why := foreign(folder)) is not None:
+        raise ConfigError(f"{folder} {why}; {writer} keeps it: move it away")
 
 
 def _delete(folder: Path) -> None:
@@ -200,10 +200,10 @@ def _delete(folder: Path) -> None:
 def _sweep(folder: Path) -> list[Path]:
     """Delete the leftovers of earlier deletions of ``folder``; those that stay."""
     beginning = folder.name + _DELETING
-    found = [path for path in folder.parent.iterdir() if path.name.startswith(beginning)]
-    for path in found:
+    leftovers = [path for path in folder.parent.iterdir() if path.name.startswith(beginning)]
+    for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)  # which follows no link
-    return [path for path in found if os.path.lexists(path)]
+    return [path for path in leftovers if os.path.lexists(path)]
 
 
 def _kind(path: Path) -> str | None:

@@ -273,8 +273,8 @@ def _checkpoint_store(
     newest = point.checkpoint.moment if point.checkpoint else (0, 0)
     if exports is None:
         return CheckpointStore(config.paths, config.checkpoint, newest)  # only rank 0 deletes
-    found = evaluation_means(config.directory)
-    scores = {step: mean for step, mean in found.items() if mean is not None}
+    means = evaluation_means(config.directory)
+    scores = {step: mean for step, mean in means.items() if mean is not None}
     store = CheckpointStore(config.paths, config.checkpoint, newest, scores, exports.is_using, old)
     exports.resume(store.steps())
     return store
@@ -334,14 +334,14 @@ def load_suites(
     known, limit = known_suites(config.directory), config.data.max_prompt_tokens
     reward = config.reward.function, "--reward.function"
     tools_of_suite = lambda suite: tools.get(config.source_of_suite(suite), ())  # noqa: E731
-    found = [
+    suites = [
         load_suite(name, tokenizer, limit, SUITES, *reward, tools_of_suite, name in known)
         for name in config.evaluation.suites
     ]
-    names = [suite.name for suite in found]
+    names = [suite.name for suite in suites]
     if len(set(names)) < len(names):
         raise ConfigError(f"evaluation.suites: two of them have one name ({', '.join(names)})")
-    return tuple(found)
+    return tuple(suites)
 
 
 def build_weight_sync(

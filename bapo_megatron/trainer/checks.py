@@ -132,12 +132,12 @@ def check_route_mismatch(
     ``updates``: the metrics of the step's updates.
     """
     limit = config.route_mismatch_limit
-    found = [share for update in updates if (share := update.get("routes/engine_mismatch")) is not None]
-    if recorder and limit is not None and found and max(found) > limit:
+    shares = [share for update in updates if (share := update.get("routes/engine_mismatch")) is not None]
+    if recorder and limit is not None and shares and max(shares) > limit:
         recorder.warning(
             "routes_differ",
             step,
-            f"step {step}: at the same weights engine and trainer send {max(found):.1%} of the tokens to "
+            f"step {step}: at the same weights engine and trainer send {max(shares):.1%} of the tokens to "
             f"different experts (routes/engine_mismatch), above algorithm.route_mismatch_limit={limit:g}. "
             "Rounding to bfloat16 does that to about a tenth: if rollout/engine_gap_mean is small, replay "
             "the routes, or raise the limit; else the engines have other weights, or the routes are of other "
@@ -171,8 +171,8 @@ def expert_metrics(sums_LC: Tensor | None) -> Metrics:
     if not tokens_L.sum():
         return dict.fromkeys(EXPERT_NAMES)
     imbalance_L = load_LE.amax(1) / load_LE.mean(1)
-    found = imbalance_L.mean(), imbalance_L.max(), entropy_L.sum() / tokens_L.sum()
-    return dict(zip(EXPERT_NAMES, map(float, found), strict=True))
+    means = imbalance_L.mean(), imbalance_L.max(), entropy_L.sum() / tokens_L.sum()
+    return dict(zip(EXPERT_NAMES, map(float, means), strict=True))
 
 
 def route_metrics(sums: Tensor | None) -> Metrics:
@@ -189,8 +189,8 @@ def check_stored_routes(rollout: RolloutConfig, step: int, header: StepHeader) -
     """ConfigError, on every rank, if a response of ``step`` was stored without routes that the run needs."""
     if rollout.route_replay == "off":
         return
-    responses = [one for group in header.groups for one in group.responses]
-    missing = sum(one.routes is None and one.tokens > 0 for one in responses)
+    responses = [response for group in header.groups for response in group.responses]
+    missing = sum(response.routes is None and response.tokens > 0 for response in responses)
     if missing:
         raise ConfigError(
             f"rollout.route_replay={rollout.route_replay}: {missing} of the {len(responses)} responses of "

@@ -103,9 +103,11 @@ def corrected(
     before = [sample for group in groups for sample in group]
     masks, weighs = masks_of(algorithm), algorithm.importance_cap is not None
     width = len(Remaining._fields) + 2 * len(masks)
-    numbers = measured_once(policy, before, lambda one: measure(one, masks, weighs), width)
-    found = [Remaining(*row[: len(Remaining._fields)]) for row in numbers]
-    samples = [one.of(sample, masks) for one, sample in zip(found, before, strict=True)]
+    numbers = measured_once(
+        policy, before, lambda sample_result: measure(sample_result, masks, weighs), width
+    )
+    results = [Remaining(*row[: len(Remaining._fields)]) for row in numbers]
+    samples = [sample_result.of(sample, masks) for sample_result, sample in zip(results, before, strict=True)]
     kept = [
         bool(now.predicted_tokens or not was.predicted_tokens)
         for now, was in zip(samples, before, strict=True)
@@ -120,9 +122,16 @@ def corrected(
             for sample, keep in zip(samples, kept, strict=True)
         ]
     left = iter(zip(samples, kept, strict=True))
-    remaining = [[one for one, keep in (next(left) for _ in group) if keep] for group in groups]
+    remaining = [
+        [sample_result for sample_result, keep in (next(left) for _ in group) if keep] for group in groups
+    ]
     tokens = sum(sample.predicted_tokens for sample in before)
-    values = _shares(kept, tokens, [one.predicted for one in found], [one.weight for one in found])
+    values = _shares(
+        kept,
+        tokens,
+        [sample_result.predicted for sample_result in results],
+        [sample_result.weight for sample_result in results],
+    )
     taken = [row[len(Remaining._fields) :] for row in numbers]
     return remaining, {**dict(zip(METRICS, values, strict=True)), **shares(algorithm, taken, tokens)}
 
@@ -153,15 +162,15 @@ def measured_once(
     had computed all of them. What ``measure`` raises, such as ConfigError of a user's mask, ends all ranks.
     """
     layout = policy.pack_layout
-    found = torch.zeros(len(samples), width, dtype=torch.float64)
+    values = torch.zeros(len(samples), width, dtype=torch.float64)
 
     def measure_own() -> None:
         for index in range(layout.data_rank, len(samples), layout.data_size):
-            found[index] = torch.tensor(measure(samples[index]), dtype=torch.float64)
+            values[index] = torch.tensor(measure(samples[index]), dtype=torch.float64)
 
     on_all_ranks(measure_own)
     # One replica has a sample's numbers, the others zeros: the sum is exact.
-    numbers: list[list[float]] = policy.sum_over_replicas(found).tolist()
+    numbers: list[list[float]] = policy.sum_over_replicas(values).tolist()
     return numbers
 
 
@@ -184,12 +193,12 @@ def _finite(values: Iterable[float]) -> list[float]:
 
     Without the check its response would be rejected, and broken weights would go unnoticed.
     """
-    found = list(values)
-    if not all(map(math.isfinite, found)):
+    numbers = list(values)
+    if not all(map(math.isfinite, numbers)):
         raise FloatingPointError(
             "the log-probs of a response are not finite: the model's weights have overflowed"
         )
-    return found
+    return numbers
 
 
 def _gap_sums(stats: TokenStats, batch: MicroBatch) -> Tensor:

@@ -211,7 +211,7 @@ class GpuHandover:
 
     def _memory_shortage(self) -> str:
         """Shortage of free memory of all GPUs after ``release_minutes``; empty if none. Collective."""
-        return "; ".join(one for one in all_gather(self._own_shortage()) if one)
+        return "; ".join(shortage for shortage in all_gather(self._own_shortage()) if shortage)
 
     def _end_engines(self) -> None:
         if self._servers is not None:

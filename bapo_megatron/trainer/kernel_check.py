@@ -53,9 +53,9 @@ def missing_package(kinds: tuple[Kind, ...], dtype: torch.dtype) -> str | None:
     version = _version("fla-core")
     if version is not None and Version(version) >= Version(FLA.partition("==")[2]):
         return None
-    found = "is not installed" if version is None else f"is of version {version}"
+    state = "is not installed" if version is None else f"is of version {version}"
     return (
-        f"Gated DeltaNet needs the kernels of flash-linear-attention on a GPU, and fla-core {found}: "
+        f"Gated DeltaNet needs the kernels of flash-linear-attention on a GPU, and fla-core {state}: "
         f"`pip install {FLA}` (`make cluster` does); with model.dtype=float32 torch computes it, slowly"
     )
 
@@ -80,8 +80,8 @@ def check_kernels(model: ModelConfig, parallel: ParallelConfig) -> None:
 def check_rule(rule: Rule, kind: DeltaNet, dtype: torch.dtype, device: torch.device) -> None:
     """ConfigError if the rule's outputs or gradients are wrong, or if it raises."""
     try:
-        found = rule_errors(rule, kind, dtype, device)
-        wrong = [f"{name} by {error:.2g}" for name, error in found.items() if not error <= LIMITS[name]]
+        errors = rule_errors(rule, kind, dtype, device)
+        wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= LIMITS[name]]
         problem = f"differs from torch's rule: {', '.join(wrong)} of the root mean square" if wrong else ""
     except Exception as error:
         problem = f"raises {type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
@@ -96,7 +96,9 @@ def check_rule(rule: Rule, kind: DeltaNet, dtype: torch.dtype, device: torch.dev
 def versions(device: torch.device) -> str:
     """The packages that make the kernels, and the device that runs them."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    packages = (f"{one} {_version(one) or 'not installed'}" for one in ("fla-core", "triton", "torch"))
+    packages = (
+        f"{package} {_version(package) or 'not installed'}" for package in ("fla-core", "triton", "torch")
+    )
     return ", ".join((*packages, name))
 
 
@@ -129,14 +131,14 @@ def _inputs(
     )
     decay = -F.softplus(a) * torch.logspace(-3, 0, heads)
     inputs = [x.to(dtype), decay, b.sigmoid(), (weight / 2).to(dtype)]
-    return [one.to(device) for one in inputs], grad.to(device, dtype)
+    return [tensor.to(device) for tensor in inputs], grad.to(device, dtype)
 
 
 def _results(
     rule: Rule, inputs: list[Tensor], grad: Tensor, kind: DeltaNet, bounds: tuple[int, ...]
 ) -> list[Tensor]:
     """Output and gradients, in the order of ``LIMITS``."""
-    x, decay, beta, weight = (one.clone().requires_grad_() for one in inputs)
+    x, decay, beta, weight = (tensor.clone().requires_grad_() for tensor in inputs)
     out = rule(x, decay, beta, weight, kind, bounds)
     wanted = torch.autograd.grad(out, (x, decay, beta, weight), grad)
     parts = wanted[0].split([kind.keys, kind.keys, kind.values], -1)

@@ -86,20 +86,20 @@ def shares(algorithm: AlgorithmConfig, taken: Sequence[Sequence[float]], tokens:
     """The metrics ``mask_names``, from what each mask took of each sample of an update of ``tokens``."""
     names, count = mask_names(algorithm), len(taken)
     sums = np.array(taken, np.float64).sum(0)[-len(names) :] if taken and names else np.zeros(len(names))
-    found: Metrics = {}
+    shares: Metrics = {}
     for place, name in enumerate(names):
         whole = tokens if name.endswith("_tokens") else count
-        found[name] = float(sums[place]) / whole if whole else None
-    return found
+        shares[name] = float(sums[place]) / whole if whole else None
+    return shares
 
 
 def _response(sample: TrainingSample, keep_N: np.ndarray, load: Callable[[], Sample]) -> Response:
     """A sample as the next mask sees it: the tokens that those before it have left."""
 
     def read() -> tuple[np.ndarray, np.ndarray]:
-        one = load()
-        old_R = one.log_probs_R if one.old_log_probs_R is None else one.old_log_probs_R
-        rollout_N, old_N = (column_R[one.predicted_R][keep_N] for column_R in (one.log_probs_R, old_R))
+        loaded = load()
+        old_R = loaded.log_probs_R if loaded.old_log_probs_R is None else loaded.old_log_probs_R
+        rollout_N, old_N = (column_R[loaded.predicted_R][keep_N] for column_R in (loaded.log_probs_R, old_R))
         return rollout_N.astype(np.float64), old_N.astype(np.float64)
 
     return Response(sample.advantage, int(keep_N.sum()), sample.is_cut, sample.source, read)

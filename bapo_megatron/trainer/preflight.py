@@ -248,7 +248,7 @@ def check_reference(config: RunConfig, tokenizer: Any) -> None:
         vocabulary = read_vocabulary(folder)
     except ConfigError as error:  # readers of folders name the field of the policy's
         raise ConfigError(str(error).replace("model.hf_path=", f"{REFERENCE_FIELD}=")) from None
-    names = [one.name for one in fields(ModelShape) if one.name != "max_positions"]
+    names = [field.name for field in fields(ModelShape) if field.name != "max_positions"]
     pairs = {name: (getattr(theirs, name), getattr(ours, name)) for name in names}
     if different := [f"{name} {a} instead of {b}" for name, (a, b) in pairs.items() if a != b]:
         raise ConfigError(
@@ -382,5 +382,5 @@ def _has_database() -> bool:
 
 def _is_installed(module: str) -> bool:
     """Whether ``module`` can be imported; a folder of that name in the present directory is none."""
-    found = find_spec(module)
-    return found is not None and found.has_location
+    spec = find_spec(module)
+    return spec is not None and spec.has_location

@@ -74,19 +74,19 @@ def load_reference(config: RunConfig, policy: Policy) -> ReferenceRecord:
             f"{FIELD}={folder}: the ranks have read different weights there (digests {', '.join(digests)}): "
             "give all machines the same folder"
         )
-    found = ReferenceRecord(str(folder), config.model.dtype, digests[0])
+    record = ReferenceRecord(str(folder), config.model.dtype, digests[0])
     stored, problem = broadcast_from_main(_read(config.paths) if is_main() else (None, ""))
     if problem:
         raise ConfigError(problem)
-    if stored is None or (stored.dtype, stored.weights) == (found.dtype, found.weights):
-        return found
+    if stored is None or (stored.dtype, stored.weights) == (record.dtype, record.weights):
+        return record
     if FIELD not in config.allow_change:
         raise ConfigError(
-            f"{FIELD}={folder} has other weights ({found.dtype}, digest {found.weights}) than the reference "
-            f"that the run {config.directory} began with, {stored.model} ({stored.dtype}, digest "
+            f"{FIELD}={folder} has other weights ({record.dtype}, digest {record.weights}) than the "
+            f"reference that the run {config.directory} began with, {stored.model} ({stored.dtype}, digest "
             f"{stored.weights}): give that one, or to continue with another --allow-change {FIELD}"
         )
-    return found
+    return record
 
 
 def store_reference(paths: RunPaths, record: ReferenceRecord) -> None:
@@ -133,24 +133,24 @@ def with_reference(
         return [list(group) for group in groups]
     # Without routes: the reference is a policy of its own, which chooses its experts.
     own = [sample.without_routes() for sample in samples]
-    found = response_log_probs(policy, own, pack_tokens, policy.reference_log_probs)
-    if not all(np.isfinite(column_R).all() for column_R in found):
+    columns = response_log_probs(policy, own, pack_tokens, policy.reference_log_probs)
+    if not all(np.isfinite(column_R).all() for column_R in columns):
         raise FloatingPointError("log-probs of the reference policy are not finite: its weights are broken")
-    changes = (partial(_with_column, column_R=column_R) for column_R in found)
-    referred = [[one.changed(next(changes)) for one in group] for group in groups]
+    changes = (partial(_with_column, column_R=column_R) for column_R in columns)
+    referred = [[item.changed(next(changes)) for item in group] for group in groups]
     if not config.in_reward:
         return referred
     samples = [sample for group in referred for sample in group]
-    penalties = measured_once(policy, samples, lambda one: (_penalty(one.loaded(), config),), 1)
+    penalties = measured_once(policy, samples, lambda item: (_penalty(item.loaded(), config),), 1)
     rewards = Rewards.of_step(header.groups)
     rewards = replace(rewards, reward_N=rewards.reward_N - _by_episode(penalties, header.groups))
     values = iter(branch_advantages(header.groups, advantage(rewards), branch_reward))
-    return [[one.with_advantage(next(values)) for one in group] for group in referred]
+    return [[item.with_advantage(next(values)) for item in group] for group in referred]
 
 
 def check_teacher_log_probs(step: int, header: StepHeader) -> None:
     """RunStopped, on every rank, unless all responses of ``step`` have the teacher's log-probs."""
-    if not all(one.has_teacher_log_probs for group in header.groups for one in group.responses):
+    if not all(response.has_teacher_log_probs for group in header.groups for response in group.responses):
         raise RunStopped(
             f"step {step}: rollouts without log-probs of the teacher, of a run without distillation: "
             f"train on them with --algorithm.distillation.coefficient 0, or fork the run at step {step - 1} "

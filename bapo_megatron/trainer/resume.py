@@ -151,8 +151,8 @@ def check_restored(
     """
     stored = saved.trainer["certificate"]
     present = broadcast_from_main(sampler.state() if sampler else None)
-    found = state_fingerprint(config, policy, present, stored)
-    differences = fingerprint_differences(config, stored, found)
+    current = state_fingerprint(config, policy, present, stored)
+    differences = fingerprint_differences(config, stored, current)
     if fork:
         differences = {
             name: line for name, line in differences.items() if name not in may_differ(config, fork)

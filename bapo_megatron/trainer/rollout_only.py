@@ -157,19 +157,19 @@ def sampled_shares(
     values_N = build_advantage(algorithm)(Rewards.of_step(groups))
     values = iter(branch_advantages(groups, values_N, algorithm.branch_reward))
     responses = [_responses(group, values, algorithm) for group in groups]
-    found: Metrics = {SHARE: _share([one for group in responses for one in group])}
+    shares: Metrics = {SHARE: _share([response for group in responses for response in group])}
     uses = algorithm.reuse_epochs, algorithm.updates_per_epoch
     searches = [
         search
         for _, update in updates_of_step(responses, *uses, seed, step)
-        for search in _searches([one for group in update for one in group], algorithm.bounds)
+        for search in _searches([response for group in update for response in group], algorithm.bounds)
         if _share(search) is not None
     ]
     if not searches or not _share_decides(algorithm):
-        return {**found, BELOW: None, RESPONSES: None}
+        return {**shares, BELOW: None, RESPONSES: None}
     below = [(_share(search) or 0.0) < algorithm.bounds.target for search in searches]
     count = len(searches)
-    return {**found, BELOW: sum(below) / count, RESPONSES: sum(map(len, searches)) / count}
+    return {**shares, BELOW: sum(below) / count, RESPONSES: sum(map(len, searches)) / count}
 
 
 _Response = tuple[float, int]
@@ -178,7 +178,7 @@ _Response = tuple[float, int]
 
 def _responses(group: GroupHeader, values: Iterator[float], algorithm: AlgorithmConfig) -> list[_Response]:
     """The responses of a group, whose advantages come next from ``values``."""
-    tokens_G = [one.trained_tokens for one in group.responses]
+    tokens_G = [response.trained_tokens for response in group.responses]
     by_token = algorithm.loss_mean != "sequence"
     return [(next(values) * (tokens if by_token else min(tokens, 1)), tokens) for tokens in tokens_G]
 
@@ -194,10 +194,10 @@ def _searches(update: Sequence[_Response], bounds: BoundsConfig) -> list[list[_R
     numbers = [0] * len(update)
     if bounds.grouped and bounds.bounds_tokens:
         numbers = [*group_of_sequences(tuple(tokens for _, tokens in update), bounds.bounds_tokens)]
-    found: list[list[_Response]] = [[] for _ in range(1 + max(numbers, default=-1))]
+    searches: list[list[_Response]] = [[] for _ in range(1 + max(numbers, default=-1))]
     for number, response in zip(numbers, update, strict=True):
-        found[number].append(response)
-    return found
+        searches[number].append(response)
+    return searches
 
 
 def _share_decides(algorithm: AlgorithmConfig) -> bool:

@@ -85,12 +85,12 @@ def load_solutions(config: SftConfig, tokenizer: Any) -> tuple[list[Sample], lis
     ConfigError if a problem has no solution.
     """
     files = config.data.files
-    found = [load_prompts(one.file, tokenizer, config.data.max_prompt_tokens) for one in files]
-    found = [replace(one, prompts=within_difficulty(one.prompts, config.data)) for one in found]
+    solutions = [load_prompts(item.file, tokenizer, config.data.max_prompt_tokens) for item in files]
+    solutions = [replace(item, prompts=within_difficulty(item.prompts, config.data)) for item in solutions]
     samples = _samples(
-        config, tokenizer, [(one.file, each.prompts) for one, each in zip(files, found, strict=True)]
+        config, tokenizer, [(item.file, each.prompts) for item, each in zip(files, solutions, strict=True)]
     )
-    return samples, [mixed(*pair) for pair in zip(config.data.sources, found, strict=False)]
+    return samples, [mixed(*pair) for pair in zip(config.data.sources, solutions, strict=False)]
 
 
 def _samples(
@@ -116,7 +116,7 @@ def _samples(
         )
 
     samples = [sample(path, prompt) for path, prompts in problems for prompt in prompts]
-    longest = max(one.positions for one in samples)
+    longest = max(item.positions for item in samples)
     needed = config.parallel.pack_tokens_for(longest)
     if needed > config.batch.pack_tokens:
         raise ConfigError(

@@ -319,9 +319,9 @@ class _WorkerSlot:
         if process is None or process.ended.done() or self._is_full:
             return False
         beside = self.in_flight.values()
-        if any(one.is_suspect() != call.is_suspect() for one in islice(beside, 1)):
+        if any(running.is_suspect() != call.is_suspect() for running in islice(beside, 1)):
             return False  # suspects are only beside suspects
-        crowd = min(one.crowd for one in (call, *beside)) if call.is_suspect() else math.inf
+        crowd = min(running.crowd for running in (call, *beside)) if call.is_suspect() else math.inf
         return len(beside) < min(crowd, self._pool.concurrency if process.is_async else 1)
 
     def take_own(self) -> None:

@@ -155,8 +155,8 @@ async def _answer_many(prepared: Prepared, calls: BinaryIO, answers: BinaryIO) -
 
     def finish(number: int, task: asyncio.Task[dict[str, Any]]) -> None:
         del running[number]
-        found = {"failure": "cancelled", "detail": ""} if task.cancelled() else task.result()
-        _send_answer(answers, number, found)
+        result = {"failure": "cancelled", "detail": ""} if task.cancelled() else task.result()
+        _send_answer(answers, number, result)
 
     while line := await reader.readline():
         call = json.loads(line)

@@ -108,8 +108,8 @@ def _show_cuda_to_python() -> None:
     plain = handlers[torch.ops.prim.device.default]
 
     def device(args: Any) -> torch.device:
-        found: torch.device = plain(args)
-        return META if found.type == "cuda" else found
+        real: torch.device = plain(args)
+        return META if real.type == "cuda" else real
 
     handlers[torch.ops.prim.device.default] = device
     cls: Any = FakeTensor

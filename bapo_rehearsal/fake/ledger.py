@@ -146,10 +146,10 @@ class Ledger:
 
 def sizes_by_kind(blocks: list[Block]) -> Counter[str]:
     """Bytes of blocks by kind: weights, gradients, optimizer, activations, communication, temporary."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for block in blocks:
-        found[kind_of(block)] += block.size
-    return found
+        sizes[kind_of(block)] += block.size
+    return sizes
 
 
 def kind_of(block: Block) -> str:

@@ -302,10 +302,10 @@ def _te_pairs(named: dict[str, Any]) -> int:
     """Unmasked pairs of a query and a key in a call of fused attention, by the bounds of its documents."""
     bounds = [known(named[name]) for name in ("cu_q", "cu_kv")]
     causal = "CAUSAL" in MaskType(named["mask"]).name
-    if any(one is None for one in bounds):
+    if any(bound is None for bound in bounds):
         raise ValueError("fused attention: the bounds of its documents do not follow from the host's data")
     with unset_fake_temporarily():
-        queries, keys = (one.diff().tolist() for one in bounds)  # type: ignore[union-attr]
+        queries, keys = (bound.diff().tolist() for bound in bounds)  # type: ignore[union-attr]
     return sum(_seen(q, k) if causal else q * k for q, k in zip(queries, keys, strict=True) if q)
 
 

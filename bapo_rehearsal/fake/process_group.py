@@ -192,7 +192,7 @@ class Collectives:
             op=_NAMES.get(name, name.strip("_")),
             group=self._names.get(group.group_name, "other"),
             ranks=ranks,
-            size=sum(one.nbytes for one in whole),
+            size=sum(tensor.nbytes for tensor in whole),
             dtype=str(tensors[0].dtype)[6:] if tensors else "",
             device=tensors[0].device.type if tensors else "",
             peer=ranks[args[2]] if name in (*_POINT_TO_POINT, "broadcast_") else None,
@@ -205,12 +205,12 @@ class Collectives:
     @staticmethod
     def _check(name: str, tensors: list[Tensor], args: Sequence[Any], ranks: int) -> None:
         """NCCL's own checks: mixed devices, non-contiguous tensors, sizes that do not fit the group."""
-        devices = {one.device.type for one in tensors}
+        devices = {tensor.device.type for tensor in tensors}
         if len(devices) > 1:
             raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(devices))}")
-        for one in tensors:
-            if not one.is_contiguous():
-                raise ValueError(f"{name}: a tensor of shape {list(one.shape)} is not contiguous")
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name}: a tensor of shape {list(tensor.shape)} is not contiguous")
         if name not in ("allgather_", "_allgather_base_", "_reduce_scatter_base_"):
             return
         whole, part = (args[1], args[0]) if name == "_reduce_scatter_base_" else (args[0], args[1])
@@ -231,8 +231,8 @@ class Collectives:
             return
         if name == "allreduce_" and args[2].op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
             return
-        for one in _tensors(args[0]):
-            forget(one)
+        for tensor in _tensors(args[0]):
+            forget(tensor)
 
 
 def _kernel(func: Any) -> str:

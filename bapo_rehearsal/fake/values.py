@@ -65,13 +65,15 @@ def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: An
     if not outs and not changed:
         return
     values = None if _is_random(func) else _values(args, kwargs)
-    if values is None or any(one.numel() > _LARGEST for one in (*outs, *changed)):
-        for one in changed:
-            forget(one)
+    if values is None or any(tensor.numel() > _LARGEST for tensor in (*outs, *changed)):
+        for tensor in changed:
+            forget(tensor)
         return
-    real = _computed(func, *tree_map_only(Tensor, lambda one: values[id(one)], (tuple(args), dict(kwargs))))
-    for one, value in zip(outs, tensors_in((real,)), strict=True):
-        know(one, value)
+    real = _computed(
+        func, *tree_map_only(Tensor, lambda tensor: values[id(tensor)], (tuple(args), dict(kwargs)))
+    )
+    for tensor, value in zip(outs, tensors_in((real,)), strict=True):
+        know(tensor, value)
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -91,11 +93,11 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 def _values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Tensor] | None:
     """Known values of a kernel's inputs, by id; None if one of them is unknown."""
     values: dict[int, Tensor] = {}
-    for one in tensors_in((*args, *kwargs.values())):
-        value = known(one)
+    for tensor in tensors_in((*args, *kwargs.values())):
+        value = known(tensor)
         if value is None:
             return None
-        values[id(one)] = value
+        values[id(tensor)] = value
     return values
 
 
@@ -111,7 +113,11 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
     """Positions and names of the arguments that a kernel writes into."""
     arguments = enumerate(func._schema.arguments)
-    return tuple((place, one.name) for place, one in arguments if one.alias_info and one.alias_info.is_write)
+    return tuple(
+        (place, argument.name)
+        for place, argument in arguments
+        if argument.alias_info and argument.alias_info.is_write
+    )
 
 
 @cache
@@ -154,7 +160,7 @@ class ShapesFromValues:
         """Fake result of a kernel with a data-dependent shape; None for any other kernel."""
         if func is aten.nonzero.default:
             return self._nonzero(args[0])
-        if func is aten.index.Tensor and any(_is_mask(one) for one in args[1]):
+        if func is aten.index.Tensor and any(_is_mask(index) for index in args[1]):
             return self._by_mask(args[0], args[1])
         if func is aten.masked_select.default:
             return self._by_mask(args[0], [args[1]])
@@ -172,7 +178,7 @@ class ShapesFromValues:
 
     def _by_mask(self, tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
         mask, *rest = indices
-        if mask is None or any(one is not None for one in rest):
+        if mask is None or any(index is not None for index in rest):
             raise NotImplementedError("a boolean mask beside other indices")
         if mask.device != tensor.device and mask.device.type != "cpu":
             raise RuntimeError(f"indices on {mask.device} of a tensor on {tensor.device}")

@@ -53,10 +53,10 @@ def get_fused_attn_backend(*arguments: Any) -> Any:
     """
     backends = sys.modules["transformer_engine_torch"].NVTE_Fused_Attn_Backend
     if torch.cuda.get_device_capability() >= (9, 0):
-        found, reason = backends.NVTE_F16_arbitrary_seqlen, ""
+        backend, reason = backends.NVTE_F16_arbitrary_seqlen, ""
     else:
-        found, reason = backends.NVTE_No_Backend, "thd takes sm90 or newer"
-    return found if len(arguments) > 1 else (found, reason)
+        backend, reason = backends.NVTE_No_Backend, "thd takes sm90 or newer"
+    return backend if len(arguments) > 1 else (backend, reason)
 
 
 @kernel

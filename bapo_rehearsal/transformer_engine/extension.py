@@ -92,7 +92,7 @@ def make_extension() -> types.ModuleType:
 
 
 def _enumeration(name: str, *members: str) -> type[enum.IntEnum]:
-    names = [one for part in members for one in part.split()]
+    names = [member for part in members for member in part.split()]
     return enum.IntEnum(name, names, start=0)  # type: ignore[return-value]
 
 

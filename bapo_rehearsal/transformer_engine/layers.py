@@ -210,7 +210,7 @@ def te_general_grouped_gemm(
 ) -> Sequence[Tensor]:
     """The products ``op(b_i) op(a_i)`` of each expert, into ``out``: one tensor with a part for each of
     ``splits`` rows if ``single_output``, else one tensor each. Returns ``bias``, which is empty."""
-    if any(len(one) for one in bias):
+    if any(len(tensor) for tensor in bias):
         raise NotImplementedError("a grouped product with a bias")
     if single_output and splits is None:
         raise ValueError("a grouped product into one tensor needs the rows of each part")
@@ -318,15 +318,15 @@ def sort_chunks_by_map(
 ) -> tuple[Tensor, Tensor | None]:
     """The rows of ``x`` and their ``probs`` at their places, or in a backward pass back from them."""
     out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
-    moved = None if probs is None else torch.empty(num_tokens, dtype=probs.dtype, device=x.device)
+    probs_out = None if probs is None else torch.empty(num_tokens, dtype=probs.dtype, device=x.device)
     if has_values(x):
-        for source, target in ((x, out), (probs, moved)):
+        for source, target in ((x, out), (probs, probs_out)):
             if source is not None and target is not None:
                 if is_forward:
                     target[places.long()] = source
                 else:
                     target.copy_(source[places.long()])
-    return out, moved
+    return out, probs_out
 
 
 PERMUTATION = {
@@ -351,7 +351,7 @@ def _copies(places: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _refuse(*unsupported: Tensor | None) -> None:
-    if any(one is not None for one in unsupported):
+    if any(value is not None for value in unsupported):
         raise NotImplementedError("a permutation of tokens with fp8 scales or padding")
 
 

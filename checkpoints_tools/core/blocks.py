@@ -118,10 +118,10 @@ def check_cover(tensor: BlockTensor) -> None:
             if other.column < block.column + block.columns and block.column < other.column + other.columns:
                 raise CheckpointError(f"tensor {tensor.name}: {other} and {block} overlap")
         here.insert(at, block)
-    held = sum(block.rows * block.columns for block in blocks)
-    if held != rows * columns:
+    covered = sum(block.rows * block.columns for block in blocks)
+    if covered != rows * columns:
         raise CheckpointError(
-            f"tensor {tensor.name}: the checkpoint holds {held} of its {rows * columns} elements; "
+            f"tensor {tensor.name}: the checkpoint holds {covered} of its {rows * columns} elements; "
             "a part of it was not saved, or a file is missing"
         )
 
@@ -140,12 +140,12 @@ def _hole_bytes(path: Path) -> int:
         if status.st_blocks * 512 >= status.st_size:
             return 0
         # Counted, not taken from the number of blocks: a file may also be small because it is compressed.
-        found = position = 0
+        holes = position = 0
         while position < status.st_size:
             data = data_after(file.fileno(), position)
-            found += data - position
+            holes += data - position
             position = data if data == status.st_size else _hole_after(file.fileno(), data)
-        return found
+        return holes
 
 
 def data_after(descriptor: int, position: int) -> int:

@@ -122,8 +122,8 @@ def _compare(
                 second_hash.update(second)
         elif difference is not None:
             break
-    found = (first_hash.hexdigest(), second_hash.hexdigest()) if digests else None
-    return TensorReport(here.name, difference, found)
+    hashes = (first_hash.hexdigest(), second_hash.hexdigest()) if digests else None
+    return TensorReport(here.name, difference, hashes)
 
 
 def _element(band: RowBand, dtype: str, first: memoryview, second: memoryview) -> str:

@@ -270,9 +270,9 @@ def from_fp8(band: RowBand, scales: BlockTensor | None, files: OpenFiles, data: 
     [block] = scales.blocks
     first, last = band.row // BLOCK, (band.row + band.rows - 1) // BLOCK + 1
     own = RowBand(scales.name, first, last - first, block.columns, (block,), (), scales.dtype, scales.dtype)
-    held = memoryview(bytearray(own.rows * own.read_row))
-    move_rows(os.preadv, files.reading(block.file), block, own, held, scales.dtype)
-    scales_GB = as_float32(held, scales.dtype).reshape(own.rows, own.columns)
+    scale_bytes = memoryview(bytearray(own.rows * own.read_row))
+    move_rows(os.preadv, files.reading(block.file), block, own, scale_bytes, scales.dtype)
+    scales_GB = as_float32(scale_bytes, scales.dtype).reshape(own.rows, own.columns)
     try:
         values = dequantized(data, band.columns, band.row, scales_GB)
     except CheckpointError as error:
@@ -301,8 +301,8 @@ def _quantize(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview
         move_rows(os.pwritev, files.writing(place.file), place, part, numbers.data.cast("B"), FP8)
         [block] = scales.blocks
         at = block.position + band.row // BLOCK * block.stride + column // BLOCK * ITEM_BYTES[scales.dtype]
-        held = [factors.data.cast("B")]
-        _transfer(os.pwritev, files.writing(block.file), held, at, block.file, scales.name)
+        scale_buffers = [factors.data.cast("B")]
+        _transfer(os.pwritev, files.writing(block.file), scale_buffers, at, block.file, scales.name)
     return buffer
 
 

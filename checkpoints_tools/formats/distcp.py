@@ -138,14 +138,14 @@ def read_common(folder: Path, metadata: Metadata) -> Common:
         place, layout = metadata.objects[COMMON_OBJECT], COMMON_OBJECT
     try:
         with place.file.open("rb") as stream:
-            found = read_archive(stream, place.file, "the common state", place.start, place.length)
+            state = read_archive(stream, place.file, "the common state", place.start, place.length)
     except OSError as error:
         raise CheckpointError(f"{place.file} cannot be read: {error}") from None
-    if layout == COMMON_OBJECT and isinstance(found, list) and len(found) == 1:
-        [found] = found
-    if not isinstance(found, dict):
+    if layout == COMMON_OBJECT and isinstance(state, list) and len(state) == 1:
+        [state] = state
+    if not isinstance(state, dict):
         raise CheckpointError(f"{place.file}: the common state is not a dictionary: it is damaged")
-    return Common(place, layout, found)
+    return Common(place, layout, state)
 
 
 class ChunkFiles:

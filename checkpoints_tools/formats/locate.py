@@ -98,8 +98,8 @@ def locate(path: Path, step: str = LATEST) -> Location:
     number = _number(step)
     if path.name == POLICY and moment_of(path.parent.name):
         return _of_run(path.parent)
-    if (found := _weights(path)) is not None:
-        return Location(path, found, _iteration(path))
+    if (weights := _weights(path)) is not None:
+        return Location(path, weights, _iteration(path))
     if os.path.lexists(path / TRACKER) or any(_ITERATION.fullmatch(name.name) for name in _folders(path)):
         return _megatron(path, number)
     if os.path.lexists(path / MANIFEST) or moment_of(path.name):
@@ -201,10 +201,10 @@ def _megatron(path: Path, number: int | None) -> Location:
     if not folder.is_dir():
         have = ", ".join(child.name for child in _folders(path)) or "nothing"
         raise CheckpointError(f"{path} has no {name}; it has {have}")
-    found = _weights(folder)
-    if found is None:
+    weights = _weights(folder)
+    if weights is None:
         raise CheckpointError(f"{folder} holds no weights: the checkpoint was not written to its end")
-    return Location(folder, found, _iteration(folder))
+    return Location(folder, weights, _iteration(folder))
 
 
 def _tracked(path: Path) -> str:
@@ -248,14 +248,14 @@ def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
     problems = []
     for step in sorted(steps, reverse=True):
         try:
-            found = _of_run(steps[step])
+            location = _of_run(steps[step])
         except CheckpointError as error:
             problems.append(str(error))
             continue
         for problem in problems:  # never silently: who asks for the newest means the end of the run
             with suppress(OSError):
                 print(f"passing over a newer checkpoint: {problem}", file=sys.stderr, flush=True)
-        return found
+        return location
     raise CheckpointError(f"no checkpoint in {checkpoints} is whole:\n" + "\n".join(problems))
 
 
@@ -274,8 +274,8 @@ def _of_run(folder: Path) -> Location:
         path = file_below(folder, name)
         size = path.stat().st_size if path.is_file() else None
         if size != entry.get("bytes"):
-            held = "is missing" if size is None else f"has {size} bytes instead of {entry.get('bytes')}"
-            raise CheckpointError(f"{path} {held}: the checkpoint is not whole")
+            state = "is missing" if size is None else f"has {size} bytes instead of {entry.get('bytes')}"
+            raise CheckpointError(f"{path} {state}: the checkpoint is not whole")
     policy = folder / POLICY
     if f"{POLICY}/{METADATA}" not in files:
         raise CheckpointError(f"{folder / MANIFEST} lists no policy/{METADATA}: it is damaged")

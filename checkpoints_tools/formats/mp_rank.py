@@ -121,22 +121,22 @@ class MpRank:
     @cached_property
     def tensors(self) -> dict[str, BlockTensor]:
         """The model's weights by Hugging Face name."""
-        found: dict[str, BlockTensor] = {}
+        tensors: dict[str, BlockTensor] = {}
         table = mapping_table(self.shape)
         for (name, layer), shards in self._parameters(table).items():
             mapping = table[name]
             key = name.format(layer=layer)
             blocks = list(self._blocks(key, name in VOCABULARY, mapping, shards))
             cut = cut_into_sources(mapping.segments, len(mapping.hf_names), blocks)
-            for hf_name, shape, held in zip(mapping.hf_names, mapping.hf_shapes, cut, strict=True):
-                tensor = BlockTensor(hf_name.format(layer=layer), shards[0].dtype, shape, tuple(held))
+            for hf_name, shape, own in zip(mapping.hf_names, mapping.hf_shapes, cut, strict=True):
+                tensor = BlockTensor(hf_name.format(layer=layer), shards[0].dtype, shape, tuple(own))
                 check_cover(tensor)
-                found[tensor.name] = tensor
+                tensors[tensor.name] = tensor
         for name, mapping in table.items():
             for layer in mapping.places:
-                if mapping.hf_names[0].format(layer=layer) not in found:
+                if mapping.hf_names[0].format(layer=layer) not in tensors:
                     raise CheckpointError(f"{self.folder}: {name.format(layer=layer)} is in no file")
-        return found
+        return tensors
 
     def _parameters(self, table: dict[str, Mapping]) -> dict[tuple[str, int | None], list[StoredTensor]]:
         """Each parameter's shards in order of the tensor-parallel ranks."""
@@ -207,7 +207,7 @@ def shard_blocks(
 
 def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
     """Folders by tensor- and pipeline-parallel rank; every pair must be there."""
-    found: dict[tuple[int, int], Path] = {}
+    folders: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = _FOLDER.fullmatch(path.name)
         if match is None:
@@ -215,18 +215,18 @@ def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
                 f"{path}: expected mp_rank_TP or mp_rank_TP_PPP; models with experts are not supported"
             )
         rank = int(match[1]), int(match[2] or 0)
-        if rank in found:
-            raise CheckpointError(f"{found[rank]} and {path} are both of rank {rank}")
-        found[rank] = path
-    if not found:
+        if rank in folders:
+            raise CheckpointError(f"{folders[rank]} and {path} are both of rank {rank}")
+        folders[rank] = path
+    if not folders:
         raise CheckpointError(f"{folder} has no mp_rank folder")
-    for tensor in range(1 + max(tp for tp, _ in found)):
-        for pipeline in range(1 + max(pp for _, pp in found)):
-            if (tensor, pipeline) not in found:
+    for tensor in range(1 + max(tp for tp, _ in folders)):
+        for pipeline in range(1 + max(pp for _, pp in folders)):
+            if (tensor, pipeline) not in folders:
                 raise CheckpointError(
                     f"{folder} has no folder of tensor rank {tensor} and pipeline rank {pipeline}: incomplete"
                 )
-    return found
+    return folders
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

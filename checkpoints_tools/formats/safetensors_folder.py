@@ -43,7 +43,7 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
     with file and tensor, for whatever is truncated, contradictory or of a type that these tools do not move.
     """
     check_files_inside(folder)
-    found: dict[str, BlockTensor] = {}
+    by_name: dict[str, BlockTensor] = {}
     weight_map = read_weight_map(folder)
     for path in weight_files(folder):
         if weight_map is not None and not path.is_file():
@@ -51,12 +51,12 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
         tensors = read_safetensors(path)
         if weight_map is not None:
             check_shard(path, (tensor.name for tensor in tensors), weight_map)
-        found |= {tensor.name: tensor for tensor in tensors}
+        by_name |= {tensor.name: tensor for tensor in tensors}
     for name, file in (weight_map or {}).items():
-        if name not in found:
+        if name not in by_name:
             raise CheckpointError(f"{folder / file} holds no tensor {name}, which {INDEX} places there")
-    found = _with_scales(found, folder)
-    return {one.name: one for tensor in found.values() for one in _experts_apart(tensor)}
+    by_name = _with_scales(by_name, folder)
+    return {part.name: part for tensor in by_name.values() for part in _experts_apart(tensor)}
 
 
 UNTRAINED = "untrained.safetensors"
@@ -231,7 +231,7 @@ def with_fused_experts(tensors: Planned) -> Planned:
         stacked = 1 if fused.endswith(".down_proj") else 2
         shapes[fused] = dtype, (len(names) // stacked, stacked * rows, columns)
         own |= dict.fromkeys(names, fused)
-    places = {own.get(name, name): found for name, found in tensors.items()}
+    places = {own.get(name, name): tensor for name, tensor in tensors.items()}
     return {**places, **shapes}
 
 
@@ -260,7 +260,7 @@ def plan_safetensors(
         header, placed = _file({name: tensors[name] for name in names}, path)
         output.around[path].append((0, header))
         output.sizes[path] = len(header) + sum(tensor.nbytes for tensor in placed)
-        output.tensors |= {one.name: one for tensor in placed for one in _experts_apart(tensor)}
+        output.tensors |= {part.name: part for tensor in placed for part in _experts_apart(tensor)}
     if set(weight_map.values()) != {SINGLE}:
         output.last[folder / INDEX] = _index(output, weight_map, index if given is not None else None)
     for name, tensor in list(output.tensors.items()):
@@ -273,9 +273,9 @@ def _index(output: OutputPlan, weight_map: Mapping[str, str], known: bytes | Non
     """The index of a folder; ``known`` if it is that of these tensors."""
     total = sum(tensor.nbytes for tensor in output.tensors.values())
     if known is not None:
-        given = json.loads(known).get("metadata")
+        stored = json.loads(known).get("metadata")
         same = json.loads(known).get("weight_map") == weight_map
-        if same and isinstance(given, dict) and given.get("total_size") == total:
+        if same and isinstance(stored, dict) and stored.get("total_size") == total:
             return known
     made = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(made, indent=2) + "\n").encode()

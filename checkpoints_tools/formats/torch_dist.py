@@ -127,7 +127,7 @@ class TorchDist:
                 )
 
     def _tensors(self, prefix: str) -> dict[str, BlockTensor]:
-        found: dict[str, BlockTensor] = {}
+        tensors: dict[str, BlockTensor] = {}
         with ChunkFiles() as files:
             chunks = _ChunksByPlace(files)
             for (name, layer), parts in self._parts(prefix):
@@ -136,19 +136,17 @@ class TorchDist:
                 cut: list[list[Block]] = [[] for _ in parameter.hf_names]
                 for part in parts:
                     blocks = list(chunks.blocks(self.metadata.tensors[part.key], part.place))
-                    for held, more in zip(
-                        cut, cut_into_sources(part.segments, len(cut), blocks), strict=True
-                    ):
-                        held.extend(more)
+                    for own, more in zip(cut, cut_into_sources(part.segments, len(cut), blocks), strict=True):
+                        own.extend(more)
                 dtype = self.metadata.tensors[parts[0].key].dtype
-                for hf_name, shape, held in zip(parameter.hf_names, parameter.hf_shapes, cut, strict=True):
-                    tensor = BlockTensor(hf_name.format(layer=layer), dtype, shape, tuple(held))
+                for hf_name, shape, own in zip(parameter.hf_names, parameter.hf_shapes, cut, strict=True):
+                    tensor = BlockTensor(hf_name.format(layer=layer), dtype, shape, tuple(own))
                     try:
                         check_cover(tensor)
                     except CheckpointError as error:
                         raise CheckpointError(f"{self.folder}: {error}") from None
-                    found[tensor.name] = tensor
-        return found
+                    tensors[tensor.name] = tensor
+        return tensors
 
     def _parts(self, prefix: str) -> Iterator[tuple[tuple[str, int | None], list[_Part]]]:
         """For every parameter (name and layer) the keys that hold it."""
@@ -175,20 +173,20 @@ class TorchDist:
 
     def _check_shapes(self, name: str, parameter: Parameter, parts: Sequence[_Part]) -> None:
         for part in parts:
-            held = self.metadata.tensors.get(part.key)
-            if held is None:
+            stored = self.metadata.tensors.get(part.key)
+            if stored is None:
                 raise CheckpointError(f"{self.folder}: tensor {part.key} is missing")
-            if held.dtype not in WEIGHT_TYPES:
+            if stored.dtype not in WEIGHT_TYPES:
                 types = ", ".join(WEIGHT_TYPES)
                 raise CheckpointError(
-                    f"{self.folder}: {part.key} has type {held.dtype}; only {types} can be read"
+                    f"{self.folder}: {part.key} has type {stored.dtype}; only {types} can be read"
                 )
             rows = sum(segment.rows for segment in part.segments)
             wanted = (*self._stacked(part, parameter), rows, *parameter.shape[1:])
-            padded = name in VOCABULARY and held.shape[:1] > wanted[:1] and held.shape[1:] == wanted[1:]
-            if held.shape != wanted and not padded:
+            padded = name in VOCABULARY and stored.shape[:1] > wanted[:1] and stored.shape[1:] == wanted[1:]
+            if stored.shape != wanted and not padded:
                 raise CheckpointError(
-                    f"{self.folder}: tensor {part.key} has shape {list(held.shape)}, config.json asks for "
+                    f"{self.folder}: tensor {part.key} has shape {list(stored.shape)}, config.json asks for "
                     f"{list(wanted)}"
                 )
 
@@ -213,8 +211,8 @@ def optimizer_format(metadata: Metadata, common: Mapping[str, Any]) -> str | Non
 def layers_layout(metadata: Metadata, prefix: str) -> str:
     """The layout of the layers: ``stacked``, ``per_layer`` or ``singleton``."""
     own = (_OF_A_LAYER.fullmatch(key.removeprefix(prefix)) for key in metadata.tensors)
-    found = {match[1] for match in own if match}
-    return "stacked" if not found else "per_layer" if found == {None} else "singleton"
+    layers = {match[1] for match in own if match}
+    return "stacked" if not layers else "per_layer" if layers == {None} else "singleton"
 
 
 def find_prefix(metadata: Metadata, folder: Path) -> str:
@@ -255,9 +253,9 @@ class _ChunksByPlace:
     def _chunks(self, tensor: GlobalTensor, leading: int) -> dict[tuple[int, ...], list[TensorChunk]]:
         key = id(tensor), leading
         if key not in self._found:
-            found = self._found[key] = {}
+            by_place = self._found[key] = {}
             for chunk in tensor.chunks:
                 spans = zip(chunk.offsets[:leading], chunk.sizes[:leading], strict=True)
                 for place in product(*(range(first, first + count) for first, count in spans)):
-                    found.setdefault(place, []).append(chunk)
+                    by_place.setdefault(place, []).append(chunk)
         return self._found[key]

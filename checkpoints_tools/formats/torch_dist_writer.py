@@ -251,8 +251,8 @@ def _metadata(stored: Mapping[str, _StoredKey]) -> bytes:
         for piece in entry.pieces:
             index = {"fqn": key, "index": None, "offset": _size(piece.offset)}
             place = {"relative_path": piece.file, "offset": piece.position, "length": piece.nbytes}
-            found = Instance(Name(_METADATA, "MetadataIndex"), index)
-            places[found] = Instance(Name(_FILESYSTEM, "_StorageInfo"), place)
+            instance = Instance(Name(_METADATA, "MetadataIndex"), index)
+            places[instance] = Instance(Name(_FILESYSTEM, "_StorageInfo"), place)
     state = {
         "state_dict_metadata": {key: _key_metadata(entry) for key, entry in stored.items()},
         "planner_data": None,

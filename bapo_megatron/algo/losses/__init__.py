@@ -171,16 +171,16 @@ def load_loss(name: str) -> Callable[..., Loss]:
     """Loss class of a registered name or dotted path. ConfigError if there is none, or it is not a
     ``Loss``."""
     path = loss_path(name)
-    found = load_dotted_path("algorithm.loss", path, "class")
-    cls = getattr(found, "func", found)  # of a functools.partial
+    target = load_dotted_path("algorithm.loss", path, "class")
+    cls = getattr(target, "func", target)  # of a functools.partial
     if not (isinstance(cls, type) and issubclass(cls, Loss)):
         raise ConfigError(
-            f"algorithm.loss={name}: {found!r} is not a subclass of bapo_megatron.algo.losses.Loss; make "
+            f"algorithm.loss={name}: {target!r} is not a subclass of bapo_megatron.algo.losses.Loss; make "
             "it one"
         )
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(f"algorithm.loss={name}: {cls.__name__} lacks {', '.join(missing)}: define it")
-    loss: Callable[..., Loss] = found
+    loss: Callable[..., Loss] = target
     return loss
 
 

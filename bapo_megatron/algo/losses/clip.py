@@ -65,12 +65,12 @@ def group_of_sequences(trained_tokens: tuple[int, ...], bounds_tokens: int) -> t
     intervals = max(1, round(total / bounds_tokens))
     ends = accumulate(trained_tokens)
     # In integers, so that no layout rounds differently: (end - tokens / 2) * intervals / total.
-    found = [
+    ranges = [
         min(intervals - 1, (2 * end - tokens) * intervals // max(1, 2 * total))
         for end, tokens in zip(ends, trained_tokens, strict=True)
     ]
-    numbers = {interval: number for number, interval in enumerate(dict.fromkeys(found))}
-    return tuple(numbers[interval] for interval in found)
+    numbers = {interval: number for number, interval in enumerate(dict.fromkeys(ranges))}
+    return tuple(numbers[interval] for interval in ranges)
 
 
 def group_count(batch: MicroBatch, bounds_tokens: int) -> int:
@@ -183,7 +183,7 @@ class ClipLoss(Loss):
         log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
         bounds: Bounds | TokenBounds
         if isinstance(found, tuple):
-            bounds = TokenBounds.of([one.bounds for one in found], self._group_T(batch))
+            bounds = TokenBounds.of([search.bounds for search in found], self._group_T(batch))
         else:
             bounds = found.bounds
         fields = (log_ratio_T.detach(), batch.advantage_T, batch.mask_T, bounds)
@@ -205,8 +205,8 @@ class ClipLoss(Loss):
         """
         searches = view.found if isinstance(view.found, tuple) else (view.found,)
         rows = [
-            (one.bounds.low, one.bounds.high, float(one.one_sign), float(one.bounds.rounds > 0))
-            for one in searches
+            (search.bounds.low, search.bounds.high, float(search.one_sign), float(search.bounds.rounds > 0))
+            for search in searches
         ]
         if not isinstance(view.found, tuple):
             return rows[0]
@@ -216,7 +216,7 @@ class ClipLoss(Loss):
     def _bounds_sums(self, view: PackView) -> Tensor:
         """Metrics of the bounds, each multiplied by the number of tokens in the loss: [5]."""
         if isinstance(view.found, tuple):
-            values = [tuple(one.metrics().values()) for one in view.found]
+            values = [tuple(search.metrics().values()) for search in view.found]
             rows = constant_on(view.live_T.device, tuple(chain.from_iterable(values))).reshape(
                 len(values), -1
             )
@@ -237,17 +237,17 @@ class ClipLoss(Loss):
         config = self._config
         measured = update.parts[SEARCH].reshape(-1, sum_count(config)).sum(0)
         exact = search(measured, config)
-        found: SearchResult | tuple[SearchResult, ...] | None = update.found
-        if isinstance(found, tuple) or (found is None and config.scope == "micro_batch"):
+        result: SearchResult | tuple[SearchResult, ...] | None = update.found
+        if isinstance(result, tuple) or (result is None and config.scope == "micro_batch"):
             means = (number / update.tokens for number in sums.tolist())
             used = dict(zip(exact.metrics(), means, strict=True))
         else:
-            found = found or exact  # searched while the update held its forward passes
-            used = at_bounds(found.bounds, measured, config).metrics()
-        moved = float(used["bapo/rounds"] > 0)
+            result = result or exact  # searched while the update held its forward passes
+            used = at_bounds(result.bounds, measured, config).metrics()
+        has_moved = float(used["bapo/rounds"] > 0)
         return {
             **used,
-            **({"bapo/bounds_moved": moved} if sum_count(config) > 2 else {}),
+            **({"bapo/bounds_moved": has_moved} if sum_count(config) > 2 else {}),
             "bapo/clip_low_distance": used["bapo/clip_low"] - exact.bounds.low,
             "bapo/clip_high_distance": used["bapo/clip_high"] - exact.bounds.high,
         }
@@ -258,9 +258,9 @@ class ClipLoss(Loss):
         negative_T = (view.live_T & (view.batch.advantage_T < 0)).double()
         positive_T = (view.live_T & (view.batch.advantage_T > 0)).double()
         live_T = view.live_T.double()
-        low, high, one_sign, moved = self._in_force(view)
+        low, high, one_sign, has_moved = self._in_force(view)
         bounds = (low * negative_T, negative_T, high * positive_T, positive_T)
-        return torch.stack([part.sum() for part in (*bounds, one_sign * live_T, moved * live_T)])
+        return torch.stack([part.sum() for part in (*bounds, one_sign * live_T, has_moved * live_T)])
 
     def _in_force_metrics(self, sums: Tensor, update: UpdateSums) -> Metrics:
         """Mean bounds over the tokens that they act on; shares of tokens by what their search saw and did."""

@@ -258,11 +258,11 @@ class M2po(Loss):
 
     def _metrics(self, _sums: Tensor, update: UpdateSums) -> Metrics:
         """The second moment of the candidates before and after masking, and the threshold in nats."""
-        found: Threshold = update.found or self._find(update.parts[SEARCH])
+        threshold: Threshold = update.found or self._find(update.parts[SEARCH])
         return {
-            "m2po/second_moment": found.moment,
-            "m2po/second_moment_kept": found.kept,
-            "m2po/threshold": found.threshold if math.isfinite(found.threshold) else None,
+            "m2po/second_moment": threshold.moment,
+            "m2po/second_moment_kept": threshold.kept,
+            "m2po/threshold": threshold.threshold if math.isfinite(threshold.threshold) else None,
         }
 
 

@@ -134,25 +134,25 @@ class ClusterFile:
 def load_cluster(path: Path) -> ClusterFile:
     """The cluster file at ``path``. ConfigError lists every problem in it."""
     try:
-        found = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"cluster file {path} does not exist; slurm/clusters/ has examples") from None
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cluster file {path} cannot be read: {error}") from None
     problems = [
-        f"{name}{problem}{_EXAMPLES.get(name, '') if name in found else ''}"
-        for name, problem in table_problems(ClusterFile, found)
+        f"{name}{problem}{_EXAMPLES.get(name, '') if name in table else ''}"
+        for name, problem in table_problems(ClusterFile, table)
     ]
     if not problems:
-        cluster = _build(found)
+        cluster = _build(table)
         problems = list(_invalid_values(cluster))
     if problems:
         raise ConfigError("\n".join(f"cluster file {path}: {problem}" for problem in problems))
     return cluster
 
 
-def _build(found: Mapping[str, Any]) -> ClusterFile:
-    values = dict(found)
+def _build(table: Mapping[str, Any]) -> ClusterFile:
+    values = dict(table)
     for name, kind in (("budgets", Budgets), ("health", Health)):
         if name in values:
             values[name] = kind(**values[name])

@@ -37,10 +37,10 @@ def _without_run_dir(flags: Sequence[str]) -> Iterator[str]:
     """The flags of `bapo train` without `--run-dir` and its value, in any spelling that tyro accepts."""
     words = iter(flags)
     for word in words:
-        name, given, _ = word.replace("_", "-").partition("=")
+        name, value, _ = word.replace("_", "-").partition("=")
         if name != "--run-dir":
             yield word
-        elif not given:
+        elif not value:
             next(words, None)
 
 
@@ -194,8 +194,8 @@ class ClusterJob:
         if replayed is not None:
             return needed | {"replayed run": self.root / replayed}
         return needed | {
-            f"data file of {one.name}" if data.sources else "data file": self.root / one.path
-            for one in data.files
+            f"data file of {source.name}" if data.sources else "data file": self.root / source.path
+            for source in data.files
         }
 
     def summary(self) -> list[str]:
@@ -251,13 +251,13 @@ class ClusterJob:
 
     def _shares(self) -> Iterator[str]:
         """Memory and cores that are left to Slurm's defaults, mostly a small share of a node."""
-        cluster, given = self.cluster, {name.replace("_", "-") for name in self.cluster.sbatch}
-        if cluster.mem is None and not given & {"mem-per-cpu", "mem-per-gpu"}:
+        cluster, flags = self.cluster, {name.replace("_", "-") for name in self.cluster.sbatch}
+        if cluster.mem is None and not flags & {"mem-per-cpu", "mem-per-gpu"}:
             yield (
                 "mem is not set: Slurm gives a share of a node's memory for each core, and a save needs most "
                 'of it; mem = "0" in the cluster file asks for all'
             )
-        whole = cluster.exclusive or given & {"cpus-per-gpu", "exclusive"}
+        whole = cluster.exclusive or flags & {"cpus-per-gpu", "exclusive"}
         if cluster.cpus_per_task is None and not whole:
             yield (
                 "neither cpus_per_task nor exclusive is set: Slurm gives a task one core, if the site has no "
@@ -268,8 +268,8 @@ class ClusterJob:
         """Time in which a server reads the model's weights, by its config.json where this machine lacks them;
         None if it has neither."""
         try:
-            if found := load_seconds(self.root / self.config.model.hf_path, 0.0):
-                return found
+            if seconds := load_seconds(self.root / self.config.model.hf_path, 0.0):
+                return seconds
             shape = find_shape(self.recipe, self.config.model.hf_path)
         except ConfigError:
             return None
@@ -334,7 +334,7 @@ class ClusterJob:
     def settings(self) -> dict[str, str]:
         """Variables of `slurm/lib/settings.sh`, and those of the cluster file."""
         cluster, budgets, health = self.cluster, self.cluster.budgets, self.cluster.health
-        found = {
+        settings = {
             "BAPO_ROOT": self.root,
             "BAPO_SLURM": self.templates,
             "BAPO_PYTHON": cluster.python,
@@ -362,22 +362,22 @@ class ClusterJob:
         if cluster.sglang_python is not None:
             inside = {"BAPO_SGLANG_PYTHON": cluster.sglang_python} | inside
         if cluster.container is not None:
-            found |= {"BAPO_CONTAINER": cluster.container, "BAPO_MOUNTS": ",".join(cluster.mounts)}
+            settings |= {"BAPO_CONTAINER": cluster.container, "BAPO_MOUNTS": ",".join(cluster.mounts)}
             # pyxis lets the image's own variables win over the job's: task.sh sets these again.
-            found["BAPO_TASK_SETTINGS"] = "\n".join(
+            settings["BAPO_TASK_SETTINGS"] = "\n".join(
                 f"export {name}={shlex.quote(value)}" for name, value in inside.items()
             )
-        return {name: str(value) for name, value in found.items()} | inside
+        return {name: str(value) for name, value in settings.items()} | inside
 
     def groups(self) -> list[dict[str, Any]]:
         """Groups of nodes: the trainer's, then those of the rollout servers."""
         cores, tasks = self.cluster.cpus_per_task, self.tasks_per_node
-        found = [{"role": "trainer", "nodes": self.trainer_nodes, "tasks": tasks, "cpus_per_task": cores}]
+        groups = [{"role": "trainer", "nodes": self.trainer_nodes, "tasks": tasks, "cpus_per_task": cores}]
         if self.rollout_nodes:
             # Its one task has all servers of the node: it gets the cores that a node's ranks would.
             cores = cores and cores * tasks
-            found += [{"role": "rollout", "nodes": self.rollout_nodes, "tasks": 1, "cpus_per_task": cores}]
-        return found
+            groups += [{"role": "rollout", "nodes": self.rollout_nodes, "tasks": 1, "cpus_per_task": cores}]
+        return groups
 
     def specification(self) -> dict[str, Any]:
         """The job's specification for `slurm/launch.py`, as plain values."""
@@ -408,8 +408,8 @@ def check_job(job: ClusterJob, force: bool, rehearse: bool = False, dry_run: boo
     """
     # Cheapest first: a rehearsal takes minutes, so everything else is checked before it.
     unmounted = job.missing_mounts()
-    if found := [*job.problems(), *(unmounted if not dry_run else [])]:
-        raise ConfigError("\n".join(found))
+    if problems := [*job.problems(), *(unmounted if not dry_run else [])]:
+        raise ConfigError("\n".join(problems))
     misfits = job.misfits()
     if misfits and not force:
         raise ConfigError(

@@ -100,29 +100,29 @@ def _read_state_file(run: Path) -> JobState | None:
             lines = file.read(_MOST_STATE_BYTES).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return None
-    found = dict(line.partition("=")[::2] for line in lines)
-    if not re.fullmatch(r"[0-9]{0,15}", job := found.get("job", "")):
+    values = dict(line.partition("=")[::2] for line in lines)
+    if not re.fullmatch(r"[0-9]{0,15}", job := values.get("job", "")):
         raise ConfigError(
             f"{path}: job={job[:200]!r} is not a job of Slurm: no job wrote that; delete the file"
         )
     return JobState(
         job=job,
-        restart=_number(found.get("restart")),
-        status=found.get("status", ""),
-        end=_number(found.get("end")),
-        nodes=found.get("nodes", ""),
-        excluded=found.get("excluded", ""),
-        requeues={name: _number(found.get(name)) for name in _COUNTERS},
+        restart=_number(values.get("restart")),
+        status=values.get("status", ""),
+        end=_number(values.get("end")),
+        nodes=values.get("nodes", ""),
+        excluded=values.get("excluded", ""),
+        requeues={name: _number(values.get(name)) for name in _COUNTERS},
     )
 
 
 def queue_state(job: str) -> tuple[str, str] | None:
     """Queue state and reason of a job; ("", "") if squeue does not list it, None if Slurm does not answer."""
     try:
-        found = call_slurm("squeue", "-h", "-j", job, "-o", "%T|%r")
+        output = call_slurm("squeue", "-h", "-j", job, "-o", "%T|%r")
     except SlurmError as error:
         return ("", "") if "Invalid job id" in str(error) else None
-    lines = found.splitlines()
+    lines = output.splitlines()
     if not lines:
         return ("", "")
     state, _, reason = lines[0].partition("|")
@@ -138,12 +138,14 @@ def call_slurm(*command: str) -> str:
     # Without the user's defaults: SQUEUE_STATES hides jobs, SCANCEL_INTERACTIVE asks back.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_DEFAULTS)}
     try:
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S)
+        completed = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_DEADLINE_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SlurmError(f"{command[0]}: {error}") from None
-    if found.returncode:
-        raise SlurmError(f"{command[0]}: {found.stderr.strip()}")
-    return found.stdout
+    if completed.returncode:
+        raise SlurmError(f"{command[0]}: {completed.stderr.strip()}")
+    return completed.stdout
 
 
 def lock_holder(run: Path) -> int | None:
@@ -212,7 +214,7 @@ def newest_logs(run: Path, every_rank: bool = False, ask: Ask | None = None) -> 
     if job and job.status == "submitted" and (outputs := _outputs(run, job)):
         return outputs
     starts = [folder for folder in starts if job and folder.parent.name == job.job] or starts
-    folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
+    folder = max(starts, key=lambda start: (_number(start.parent.name), int(start.name)))
     logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
     return [path for path in logs if every_rank or _is_shown(path.name)]
 

@@ -239,7 +239,7 @@ def _continued_by_hand(run: Path, job: JobState) -> bool:
     """
     paths = RunPaths(run)
     kinds = ((str(row.get("kind")), row) for row in rows_from_end(paths.events))
-    turns = (one for one in kinds if one[0] in (*BEGINNINGS, *ENDS) or one[0].startswith("job_"))
+    turns = (kind for kind in kinds if kind[0] in (*BEGINNINGS, *ENDS) or kind[0].startswith("job_"))
     last, row = next(turns, ("job_", {}))
     if job.status == "running" or last.startswith("job_"):
         return False
@@ -269,8 +269,8 @@ def _engines(run: Path, metrics: dict[str, Any], now: float, of_job: bool) -> tu
 def _is_ready(file: Path, now: float) -> bool:
     try:
         with file.open("rb") as opened:
-            found = parse_row(opened.read(_MOST_ENTRY_BYTES))
-        return now - file.stat().st_mtime < FRESH_S and found.get("state") == "ready"
+            entry = parse_row(opened.read(_MOST_ENTRY_BYTES))
+        return now - file.stat().st_mtime < FRESH_S and entry.get("state") == "ready"
     except (OSError, ValueError, ConfigError):  # it is being replaced; or a link, which the job ignores, too
         return False
 

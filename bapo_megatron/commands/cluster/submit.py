@@ -96,12 +96,12 @@ def submit_command(arguments: Sequence[str]) -> None:
     from bapo_megatron.checkpoint.fork import check_fork  # with torch, which the usage and the flags need not
 
     check_fork(config, fork)
-    print(found := submit(command, config), end="", flush=True)
+    print(job := submit(command, config), end="", flush=True)
     # The job id alone goes to stdout, so that a script can read it; the hints for a person go to stderr.
     if not command.dry_run:
         run = shlex.quote(str(Path.cwd() / config.directory))
         print(
-            f"job {found.strip()} is submitted; run directory {run}\n"
+            f"job {job.strip()} is submitted; run directory {run}\n"
             f"bapo status {run}    # state, step, last error\n"
             f"bapo logs {run}      # once it runs; --follow\n"
             f"bapo cancel {run}    # save, stop, do not come back",
@@ -142,11 +142,11 @@ def _queue_warnings(job: ClusterJob) -> Iterator[str]:
 
 def earlier_job(run: Path) -> str | None:
     """Words for the job of this run that is in the queue; None if there is none, or Slurm does not answer."""
-    found = read_job_state(run)
-    state = (queue_state(found.job) or ("", ""))[0] if found else ""
-    if found is None or state not in LIVE_STATES:
+    job = read_job_state(run)
+    state = (queue_state(job.job) or ("", ""))[0] if job else ""
+    if job is None or state not in LIVE_STATES:
         return None
-    return f"job {found.job} of {run} is {state}: `bapo cancel {shlex.quote(str(run))}` lets it save and stop"
+    return f"job {job.job} of {run} is {state}: `bapo cancel {shlex.quote(str(run))}` lets it save and stop"
 
 
 def launch(job: ClusterJob, dry_run: bool) -> str:
@@ -173,21 +173,21 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
             f"decides ([environment] has variables of its tasks, [sbatch] more flags)",
             file=sys.stderr,
         )
-    found = subprocess.run(
+    completed = subprocess.run(
         command, input=json.dumps(specification), capture_output=True, text=True, env=environment
     )
-    if found.returncode:
-        raise ConfigError(f"the job was not submitted:\n{(found.stderr or found.stdout).strip()}")
-    for line in found.stderr.splitlines():
+    if completed.returncode:
+        raise ConfigError(f"the job was not submitted:\n{(completed.stderr or completed.stdout).strip()}")
+    for line in completed.stderr.splitlines():
         if line.startswith("sbatch:"):  # the site's words; NeMo-Run warns of things that are not used
             print(printable(line), file=sys.stderr)
     if not dry_run:
         try:
-            write_atomically(RunPaths(job.run_dir).submitted_job, found.stdout)
+            write_atomically(RunPaths(job.run_dir).submitted_job, completed.stdout)
         except OSError as error:  # Slurm has the job: no error may say otherwise
             why = f"{error}: `bapo status` and `bapo cancel` know the job only once it has begun"
             print(f"warning: {why}", file=sys.stderr)
-    return found.stdout
+    return completed.stdout
 
 
 def nemo_run_python(here: Callable[[str], object] = find_spec) -> str:
@@ -258,8 +258,8 @@ def partition_warnings(cluster: ClusterFile, nodes: int) -> Iterator[str]:
     sizes: dict[str, int] = defaultdict(int)
     limits: dict[str, str] = {}
     for line in said.splitlines():
-        if found := _PARTITION.fullmatch(line):  # a site's sinfo may say more
-            name, limit, count = found.groups()
+        if match := _PARTITION.fullmatch(line):  # a site's sinfo may say more
+            name, limit, count = match.groups()
             sizes[name] += int(count)
             limits[name] = limit
     if not limits:

@@ -66,29 +66,37 @@ def try_environments(config: RunConfig, passed: Sequence[object]) -> Iterator[Do
     evaluation suites have is tried on the first row of the first of them.
     """
     rows = _first_rows(config, passed)
-    environments = {name: one for name, one in config.environments.items() if one.function is not None}
-    tried = [_tried(config, name, one, rows[name]) for name, one in environments.items() if name in rows]
-    yield from (asyncio.run(_try(one)) for one in tried)
+    environments = {
+        name: environment
+        for name, environment in config.environments.items()
+        if environment.function is not None
+    }
+    tried = [
+        _tried(config, name, environment, rows[name])
+        for name, environment in environments.items()
+        if name in rows
+    ]
+    yield from (asyncio.run(_try(environment)) for environment in tried)
 
 
 def _first_rows(config: RunConfig, passed: Sequence[object]) -> Mapping[str, Prompt]:
     from bapo_megatron.data.problem_sets import Suite
     from bapo_megatron.data.prompts import PromptSet
 
-    found: dict[str, Prompt] = {}
-    for prompts in (one.prompts for one in passed if isinstance(one, PromptSet)):
-        found |= {prompt.source: prompt for prompt in reversed(prompts)}
-    suites = [suite for one in passed if isinstance(one, tuple) for suite in one]
+    first: dict[str, Prompt] = {}
+    for prompts in (check.prompts for check in passed if isinstance(check, PromptSet)):
+        first |= {prompt.source: prompt for prompt in reversed(prompts)}
+    suites = [suite for check in passed if isinstance(check, tuple) for suite in check]
     for suite in suites:
         if isinstance(suite, Suite):
-            found.setdefault(config.source_of_suite(suite.name), suite.prompts[0])
-    return found
+            first.setdefault(config.source_of_suite(suite.name), suite.prompts[0])
+    return first
 
 
 def _tried(config: RunConfig, source: str, environment: EnvironmentConfig, prompt: Prompt) -> _Tried:
     from bapo_megatron.config.validation import environment_field
 
-    own = any(one.name == source and one.environment is not None for one in config.data.sources)
+    own = any(entry.name == source and entry.environment is not None for entry in config.data.sources)
     limits = {"step_limit_s": environment.step_limit_s, "episode_limit_s": environment.episode_limit_s}
     limit_field = min(limits, key=lambda name: limits[name])
     wait_s = min(MOST_WAIT_S, environment.step_limit_s)
@@ -148,8 +156,8 @@ def _answer(traits: Traits, result: StepResult) -> str:
         said = f"no turn, {reward}{judged}, done"
     else:
         shown = result.observation[:_SHOWN] + ("…" if len(result.observation) > _SHOWN else "")
-        given = f"a turn of role {traits.role}, {len(result.observation)} characters ({shown!r})"
-        said = f"{given}, {reward}, not done"
+        observation = f"a turn of role {traits.role}, {len(result.observation)} characters ({shown!r})"
+        said = f"{observation}, {reward}, not done"
     return f"to {TURN!r} it gave {said}, in {result.seconds:.1f} s"
 
 
@@ -175,8 +183,8 @@ def _failed(tried: _Tried, result: StepResult, errors: str) -> DoctorRow:
     mend = "mend the class where the traceback ends, or the row that it cannot take (docs/environments.md)"
     found = f"{what}: {result.detail}\n{result.traceback}".strip() + errors
     if _fails_on_any_turn(result):
-        given = f"; {section}.settings is {json.dumps(config.settings)[:_SETTINGS_SHOWN]}"
-        return environment_row("problem", found, mend + given)
+        settings = f"; {section}.settings is {json.dumps(config.settings)[:_SETTINGS_SHOWN]}"
+        return environment_row("problem", found, mend + settings)
     fix = f"{GOES_ON}; if it should not, {fixes.get(result.failure, mend)}"
     return environment_row("optional", found, fix)
 
@@ -200,8 +208,8 @@ def _fails_on_any_turn(result: StepResult) -> bool:
 
 def _stderr_bytes() -> int | None:
     """Bytes on stderr so far if that is a file, as under ``check_recipe``; else None."""
-    found = os.fstat(2)
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    status = os.fstat(2)
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _last_lines(begin: int | None) -> str:

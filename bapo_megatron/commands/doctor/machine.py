@@ -103,9 +103,9 @@ def disk_rows(directory: Path, needed_gb: float | None = None) -> Iterator[Docto
         yield DoctorRow(SECTION, name, "problem", one_line(error), needed, "name another disk with --run-dir")
         return
     short, found = free < least, f"{_size(free)} free"
-    if short and (held := _held(directory)):
+    if short and (own := _held(directory)):
         # A run that continues has written a part of what it needs.
-        short, found = free + held < least, f"{found}, and {_size(held)} of this run there"
+        short, found = free + own < least, f"{found}, and {_size(own)} of this run there"
     yield DoctorRow(SECTION, name, "problem" if short else "ok", found, needed, fix)
     if not writable:
         found, needed = f"{existing} may not be written to", "a folder to write to"
@@ -122,12 +122,12 @@ def _held(folder: Path) -> int:
     """Bytes of the files in a folder; 0 if it is absent, or a slow disk does not tell in time."""
 
     def size() -> int:
-        held = 0
+        total = 0
         for place, _, names in os.walk(folder):
             for name in names:
                 with suppress(OSError):  # a run deletes old ones
-                    held += os.lstat(os.path.join(place, name)).st_size
-        return held
+                    total += os.lstat(os.path.join(place, name)).st_size
+        return total
 
     try:
         return within(DISK_DEADLINE_S, size)

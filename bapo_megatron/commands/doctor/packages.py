@@ -147,18 +147,18 @@ def installed_version(name: str) -> str | None:
 
 def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -> dict[str, Import]:
     """Import each module in a child process. One that hangs or crashes does not affect the others."""
-    found: dict[str, Import] = {}
+    imports: dict[str, Import] = {}
     end = time.monotonic() + deadline_s
-    while left := [name for name in modules if name not in found]:
+    while left := [name for name in modules if name not in imports]:
         limit_s = max(end - time.monotonic(), _LEAST_S)
         child = run_module("bapo_megatron.commands.doctor.packages", left, limit_s)
         for line in child.output.splitlines():
             answer = json.loads(line)
-            found[answer["module"]] = Import(answer["error"] and one_line(answer["error"]), answer["facts"])
-        failed = next((name for name in left if name not in found), None)
+            imports[answer["module"]] = Import(answer["error"] and one_line(answer["error"]), answer["facts"])
+        failed = next((name for name in left if name not in imports), None)
         if failed is not None:
-            found[failed] = Import(one_line(child.reason() or "no answer"))
-    return {name: found[name] for name in modules}
+            imports[failed] = Import(one_line(child.reason() or "no answer"))
+    return {name: imports[name] for name in modules}
 
 
 def package_row(

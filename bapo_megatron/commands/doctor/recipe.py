@@ -259,16 +259,18 @@ def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterat
             passed.append(check())
             continue
         except ConfigError as error:
-            found = [one for one in _messages(str(error)) if one.partition("=")[0] not in wrong_fields]
+            problems = [
+                message for message in _messages(str(error)) if message.partition("=")[0] not in wrong_fields
+            ]
             if number == 0:
-                wrong_fields = {one.partition("=")[0] for one in found}
+                wrong_fields = {message.partition("=")[0] for message in problems}
         except Exception as error:  # a check that crashes is reported like one that fails
             if wrong_fields:
                 continue
             where = traceback.extract_tb(error.__traceback__)[-1]
-            found = [f"{type(error).__name__} in {where.name}: {one_line(error)}"]
-        yield from (problem for problem in found if problem not in told)
-        told.update(found)
+            problems = [f"{type(error).__name__} in {where.name}: {one_line(error)}"]
+        yield from (problem for problem in problems if problem not in told)
+        told.update(problems)
 
 
 def _messages(text: str) -> list[str]:
@@ -317,13 +319,13 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
     """``config.json`` of a model's folder, with a text model's fields among its own; None if it cannot be
     read."""
     try:
-        found = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         return None
-    text = found.get("text_config")
-    return {**(text if isinstance(text, dict) else {}), **found}
+    text = config.get("text_config")
+    return {**(text if isinstance(text, dict) else {}), **config}
 
 
 def _forgeable_rows(config: RunConfig) -> int:
@@ -331,7 +333,9 @@ def _forgeable_rows(config: RunConfig) -> int:
     from bapo_megatron.reward.code_tests import forgeable_tests
     from bapo_megatron.reward.functions import runs_code
 
-    files = [one.file for one in config.data.files if runs_code(one.reward or config.reward.function)]
+    files = [
+        source.file for source in config.data.files if runs_code(source.reward or config.reward.function)
+    ]
     try:
         rows = (row for file in files for row in read_rows(file))
         return sum(forgeable_tests(ground_truth_of(row)) > 0 for row in rows)

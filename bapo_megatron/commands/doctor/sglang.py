@@ -152,7 +152,7 @@ def _shown(path: Path) -> Path:
 
 def _versions(output: str) -> dict[str, str | None] | None:
     try:
-        found = json.loads(output)
+        versions = json.loads(output)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and "python" in found else None
+    return versions if isinstance(versions, dict) and "python" in versions else None

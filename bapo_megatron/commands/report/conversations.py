@@ -63,7 +63,7 @@ def conversations(run: RunRecord) -> list[Conversation]:
         missing = f"{paths.journal} has no step: the journal keeps the last rollout.keep_steps of a run's own"
         return [Conversation("No episode is stored", [], problem=missing)]
     shown = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
-    return [one for step in shown for one in _conversations(paths.journal, step, decoder)]
+    return [conversation for step in shown for conversation in _conversations(paths.journal, step, decoder)]
 
 
 def _decoder(run: RunRecord, paths: RunPaths) -> TextDecoder:
@@ -82,7 +82,9 @@ def _conversations(journal: Path, step: int, decoder: TextDecoder) -> list[Conve
         ids_P, branches = read_example(journal, step)
     except ConfigError as error:  # deleted while the run continues, or damaged
         return [Conversation(f"Step {step}", [], problem=str(error))]
-    whole = [np.concatenate([ids_P[: len(ids_P) * one.has_prompt], one.token_ids_R]) for one in branches]
+    whole = [
+        np.concatenate([ids_P[: len(ids_P) * branch.has_prompt], branch.token_ids_R]) for branch in branches
+    ]
     made: list[tuple[list[int], Conversation]] = []
     for place in range(len(branches)):
         shared = [_shared(whole[place], other) for other in whole[:place]]
@@ -91,7 +93,7 @@ def _conversations(journal: Path, step: int, decoder: TextDecoder) -> list[Conve
         way = [*(() if parent is None else made[parent][0]), place]
         said = _branch(step, ids_P, branches, place, longest, parent, decoder)
         made.append((way, replace(said, depth=len(way) - 1)))
-    return [one for _, one in sorted(made, key=itemgetter(0))]
+    return [branch for _, branch in sorted(made, key=itemgetter(0))]
 
 
 def _shared(ids: np.ndarray, other: np.ndarray) -> int:
@@ -111,9 +113,9 @@ def _branch(
     decoder: TextDecoder,
 ) -> Conversation:
     """A branch behind its first ``shared`` tokens, which branch ``parent`` has."""
-    found = branches[place]
-    ids_P = ids_P if found.has_prompt else ids_P[:0]
-    ids_R, mask_R = found.token_ids_R, found.loss_mask_R
+    branch = branches[place]
+    ids_P = ids_P if branch.has_prompt else ids_P[:0]
+    ids_R, mask_R = branch.token_ids_R, branch.loss_mask_R
     if mask_R is None:
         mask_R = np.ones(len(ids_R), np.bool_)
     own = max(0, shared - len(ids_P))
@@ -126,9 +128,9 @@ def _branch(
         name += f", branch {place + 1} of {len(branches)}"
         name += f", behind {shared:,} tokens of branch {parent + 1}" if parent is not None else ""
     said = (
-        f"{name}: reward {number(float(found.reward))}, {sampled} turn{'' if sampled == 1 else 's'}, "
+        f"{name}: reward {number(float(branch.reward))}, {sampled} turn{'' if sampled == 1 else 's'}, "
         f"{len(ids_R):,} tokens, {np.count_nonzero(~mask_R):,} of them given, "
-        f"{_end(found.finish_reason, mask_R)}"
+        f"{_end(branch.finish_reason, mask_R)}"
     )
     return Conversation(said, blocks, len(ids_P) + len(ids_R) - shared <= _SHORT)
 

@@ -59,7 +59,9 @@ class MetricTable:
             try:
                 values = np.array(list(row.values()), dtype=float)  # None becomes NaN
             except (TypeError, ValueError):
-                name, value = next(one for one in row.items() if not isinstance(one[1], int | float | None))
+                name, value = next(
+                    item for item in row.items() if not isinstance(item[1], int | float | None)
+                )
                 where = f"{source}, line {self._length + 1}"
                 raise ConfigError(
                     f"{where}: {name}={value!r:.80} is not a number; mend or delete the line"
@@ -100,10 +102,10 @@ class MetricTable:
         rows: list[Row] = [{} for _ in range(self._length)]
         for kind in self._kinds.values():
             values = np.frombuffer(kind.values).reshape(-1, len(kind.places)).tolist()
-            for number, found in zip(kind.numbers, values, strict=True):
+            for number, row in zip(kind.numbers, values, strict=True):
                 rows[number] = {
                     name: None if value != value else value
-                    for name, value in zip(kind.places, found, strict=True)
+                    for name, value in zip(kind.places, row, strict=True)
                 }
         return rows
 

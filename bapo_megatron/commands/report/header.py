@@ -38,14 +38,14 @@ class SearchOutcome:
 def search_outcome(run: RunRecord) -> SearchOutcome | None:
     """Outcome of a run's bounds searches; None for fixed bounds, another loss, or logs without them."""
     table = run.updates or run.steps
-    rounds, reached = table.column("bapo/rounds"), table.column("bapo/reached")
-    known = np.isfinite(rounds) & np.isfinite(reached)
+    moves, reached = table.column("bapo/rounds"), table.column("bapo/reached")
+    known = np.isfinite(moves) & np.isfinite(reached)
     if not _is_searched(run, run.bounds) or not known.any():
         return None
     share = float(np.mean(reached[known]))
     if (stale := mean(table.known("bapo/bounds_moved"))) is not None:
         return SearchOutcome(stale, share, "stale updates")
-    return SearchOutcome(float(np.mean(rounds[known] > 0)), share)
+    return SearchOutcome(float(np.mean(moves[known] > 0)), share)
 
 
 def _is_searched(run: RunRecord, bounds: BoundsConfig | None) -> bool:
@@ -108,14 +108,14 @@ def _target(run: RunRecord) -> str:
     if not _is_searched(run, bounds):
         return "none: fixed bounds aim at nothing" if _loss(run) == "clip" else "none"
     said = f"{bounds.target:g} of the gradient from positive tokens"
-    found = search_outcome(run)
-    if found is None:
+    outcome = search_outcome(run)
+    if outcome is None:
         return said
-    of = "" if found.of == "updates" else f" of the {found.of}"
-    moved = f"a bound moved in {percent(found.moved)}{of}"
+    of = "" if outcome.of == "updates" else f" of the {outcome.of}"
+    moved = f"a bound moved in {percent(outcome.moved)}{of}"
     reached = "by searches over" if bounds.scope == "micro_batch" else "in"
     counted = "tokens" if bounds.scope == "micro_batch" else "updates"
-    return f"{said}; reached {reached} {percent(found.reached)} of the {counted}, {moved}"
+    return f"{said}; reached {reached} {percent(outcome.reached)} of the {counted}, {moved}"
 
 
 def _staleness(run: RunRecord) -> str:
@@ -171,13 +171,13 @@ def _interval(row: Row) -> str:
         [value for name, value in row.items() if "/avg@" in name and name.endswith(end)]
         for end in ("_low", "_high")
     ]
-    if any(len(found) != 1 or found[0] is None for found in ends):
+    if any(len(values) != 1 or values[0] is None for values in ends):
         return ""
     return f" (95% interval {percent(ends[0][0])} to {percent(ends[1][0])})"
 
 
-def _count(count: int, one: str, many: str = "") -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
+def _count(count: int, noun: str, many: str = "") -> str:
+    return f"{count} {noun if count == 1 else many or noun + 's'}"
 
 
 # --- the configuration in short -------------------------------------------------------------------
@@ -273,9 +273,9 @@ def _of_reward(run: RunRecord) -> Iterator[str]:
 
 
 def _of_search(run: RunRecord) -> Iterator[str]:
-    bounds, found = run.bounds, search_outcome(run)
-    if bounds is not None and found is not None and found.moved < _SELDOM:
+    bounds, outcome = run.bounds, search_outcome(run)
+    if bounds is not None and outcome is not None and outcome.moved < _SELDOM:
         yield (
-            f"A bound moved in {percent(found.moved)} of the {found.of}: the run shows what clipping at "
+            f"A bound moved in {percent(outcome.moved)} of the {outcome.of}: the run shows what clipping at "
             f"{bounds.low_start:g} and {bounds.high_start:g} does, and hardly anything of the search."
         )

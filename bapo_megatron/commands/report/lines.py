@@ -104,8 +104,8 @@ def _weighted(
     place, weights, values = place[counted], tokens[counted], values[counted]
     box = np.ones(window)
     sums, counts = (
-        np.convolve(np.bincount(place, found, len(steps)), box)[window // 2 :][: len(steps)]
-        for found in (weights * values, weights)
+        np.convolve(np.bincount(place, summed, len(steps)), box)[window // 2 :][: len(steps)]
+        for summed in (weights * values, weights)
     )
     means = np.full(len(steps), np.nan)
     np.divide(sums, counts, out=means, where=counts > 0)
@@ -212,15 +212,15 @@ def _profile(axes: Any, run: RunRecord, colour: str, what: str) -> list[Any]:
 
 
 def _scatter(axes: Any, run: RunRecord, colour: str) -> list[Any]:
-    found = prediction(run)
-    if not len(found.predicted):
+    pairs = prediction(run)
+    if not len(pairs.predicted):
         return []
-    count, every = len(found.predicted), 1 + len(found.predicted) // _MOST
-    label = "" if found.correlation is None else f"correlation {found.correlation:.2f} of {count} points"
+    count, every = len(pairs.predicted), 1 + len(pairs.predicted) // _MOST
+    label = "" if pairs.correlation is None else f"correlation {pairs.correlation:.2f} of {count} points"
     if label and every > 1:
         label += f", of {every} one drawn"
     size = 9 if count > _MANY else 26
-    drawn = (values[::every] for values in (found.predicted, found.measured))
+    drawn = (values[::every] for values in (pairs.predicted, pairs.measured))
     points = axes.scatter(*drawn, s=size, color=colour, alpha=0.45, linewidths=0)
     points.set_label(label)
     return [points]

@@ -107,7 +107,9 @@ def _place(run: RunRecord, others: Sequence[RunRecord]) -> str:
     """The shortest end of the path of a run's folder that no other's path has."""
     parts, known = run.run_dir.resolve().parts, [other.run_dir.resolve().parts for other in others]
     count = next(
-        count for count in range(1, len(parts) + 1) if all(one[-count:] != parts[-count:] for one in known)
+        count
+        for count in range(1, len(parts) + 1)
+        if all(parts_of_other[-count:] != parts[-count:] for parts_of_other in known)
     )
     return str(Path(*parts[-count:]))
 

@@ -193,14 +193,14 @@ def _draw_compared(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> list[l
             nothing_measured(axes)
         return artists
     axes.set_xlabel("step")
-    found = [_draw_run(axes, panel, runs, place) for place in range(len(runs))]
+    drawings = [_draw_run(axes, panel, runs, place) for place in range(len(runs))]
     shaded = common_bands(panel, runs)
-    if _frame(axes, panel, runs, [line for _, lines in found for line in lines], shaded):
+    if _frame(axes, panel, runs, [line for _, lines in drawings for line in lines], shaded):
         for band in shaded:
             draw_band(axes, band)
-        for (artists, lines), (_, colour) in zip(found, drawn, strict=True):
+        for (artists, lines), (_, colour) in zip(drawings, drawn, strict=True):
             artists += [mark for line in lines for mark in mark_cut_offs(axes, line, colour)]
-    return [artists for artists, _ in found]
+    return [artists for artists, _ in drawings]
 
 
 def _draw_run(axes: Any, panel: Panel, runs: Sequence[RunRecord], place: int) -> tuple[list[Any], list[Line]]:
@@ -218,10 +218,10 @@ def _draw_run(axes: Any, panel: Panel, runs: Sequence[RunRecord], place: int) ->
 
 def common_bands(panel: Panel, runs: Sequence[RunRecord]) -> list[Band]:
     """The bands of a plot (ranges and target), if they are equal for all runs that have any."""
-    found = [of_run for of_run in (bands(panel, run) for run in runs) if of_run]
-    if not found or any(of_run != found[0] for of_run in found):
+    all_bands = [of_run for of_run in (bands(panel, run) for run in runs) if of_run]
+    if not all_bands or any(of_run != all_bands[0] for of_run in all_bands):
         return []
-    return [replace(band, colour=REFERENCE) for band in found[0]]
+    return [replace(band, colour=REFERENCE) for band in all_bands[0]]
 
 
 def _add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:

@@ -66,10 +66,10 @@ def ratio_profile(run: RunRecord, what: str) -> Series:
     table = run.updates or run.steps
     values = []
     for name in RATIO_BINS:
-        shares, found = (table.column(f"ratio/{name}/{part}") for part in ("tokens", what))
-        known = (np.nan_to_num(shares) != 0) & ~np.isnan(found)
+        shares, column = (table.column(f"ratio/{name}/{part}") for part in ("tokens", what))
+        known = (np.nan_to_num(shares) != 0) & ~np.isnan(column)
         tokens = (shares * _tokens(table))[known]
-        values.append(tokens @ found[known] / tokens.sum() if tokens.sum() else np.nan)
+        values.append(tokens @ column[known] / tokens.sum() if tokens.sum() else np.nan)
     return Series(RATIO_CENTRES, np.array(values))
 
 
@@ -124,8 +124,8 @@ def _predicted(table: MetricTable, bucket: str | None, reading: Reading) -> np.n
     if bucket:
         share = np.nan_to_num(table.column(f"staleness/{bucket}/tokens"))
         value = np.where(share != 0, share * table.column(f"staleness/{bucket}/{reading}"), 0.0)
-    found: np.ndarray = -rate * value if reading == "covariance" else rate * value
-    return found
+    change: np.ndarray = -rate * value if reading == "covariance" else rate * value
+    return change
 
 
 def _entropy(table: MetricTable, group: np.ndarray) -> np.ndarray:
@@ -148,11 +148,11 @@ def event_marks(run: RunRecord) -> list[Mark]:
     anchors = [(time, _finished_step(event)) for time, event in timed if time is not None]
     known = sorted((time, step) for time, step in anchors if step is not None)
     lost = [time for time, event in timed if event.get("kind") in LOSS_EVENTS and time is not None]
-    found = [Mark(step - 0.5, False) for step in run.resumed_at]
+    marks = [Mark(step - 0.5, False) for step in run.resumed_at]
     if known:
         times, steps = np.array(known).T
-        found += [Mark(float(place), True) for place in np.interp(lost, times, steps)]
-    return found
+        marks += [Mark(float(place), True) for place in np.interp(lost, times, steps)]
+    return marks
 
 
 def final_results(run: RunRecord) -> dict[str, float | None]:

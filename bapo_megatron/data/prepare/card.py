@@ -114,8 +114,8 @@ class Card:
                 if name not in _NOT_ABOUT_THE_DATA and (name not in _NEEDS or options[_NEEDS[name]])
             },
             "dropped": dict(self.dropped),
-            "invalid_rows": [{"source": one.source, "row": one.row, "why": one.why} for one in self.invalid],
-            "examples": {name: [vars(one) for one in shown] for name, shown in self.examples.items()},
+            "invalid_rows": [{"source": row.source, "row": row.row, "why": row.why} for row in self.invalid],
+            "examples": {name: [vars(row) for row in shown] for name, shown in self.examples.items()},
             "by_data_source": dict(self.by_data_source.most_common()),
             "by_ability": dict(self.by_ability.most_common()),
             "forgeable_rows": self.forgeable,

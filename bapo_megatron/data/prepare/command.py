@@ -101,8 +101,8 @@ def check_dataset_output(output: Path, overwrite: bool) -> None:
 
 def _foreign(folder: Path) -> str | None:
     """Foreign content of ``folder``, in words; None if it is a prepared dataset and nothing else."""
-    if (found := content_besides(folder, {DATA_FILE, CARD_FILE, CARD_TEXT})) is not None:
-        return found
+    if (content := content_besides(folder, {DATA_FILE, CARD_FILE, CARD_TEXT})) is not None:
+        return content
     return None if (folder / CARD_FILE).is_file() else "is not a prepared dataset"
 
 
@@ -111,11 +111,11 @@ def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> 
     own, column = options.own_reward, options.source_column if renamed else None
     names = {options.question_column: "problem", options.answer_column: "answer"} if renamed else {}
     dropped = options.drop_columns if renamed else ()
-    for number, found in enumerate(source.rows()):
+    for number, fields in enumerate(source.rows()):
         try:
-            row = with_columns(without_columns(with_source(found, column), dropped), names)
+            row = with_columns(without_columns(with_source(fields, column), dropped), names)
             problem = problem_of(row, source.name, number, options.instruct, own)
-            if why := media_problem({name.lower(): found[name] for name in found}, problem.messages):
+            if why := media_problem({name.lower(): fields[name] for name in fields}, problem.messages):
                 raise RowError(why)
             yield problem.with_system(options.system_prompt if renamed else None)
         except RowError as error:
@@ -140,21 +140,21 @@ def _tokenizer(options: PrepareOptions) -> Any:
 def _filters(
     options: PrepareOptions, duplicates: Duplicates, index: Contamination | None, card: Card, tokenizer: Any
 ) -> list[tuple[str, Filter]]:
-    found: list[tuple[str, Filter]] = [
+    filters: list[tuple[str, Filter]] = [
         (_CONFLICTING, duplicates.conflict),
         ("duplicate", duplicates.repeated),
     ]
     if options.difficulty is not None:
         bounds = options.min_difficulty, options.max_difficulty
-        found.append(("difficulty", difficulty_filter(options.difficulty, *bounds)))
+        filters.append(("difficulty", difficulty_filter(options.difficulty, *bounds)))
     if index is not None:
-        found.append(("contaminated", index.overlap))
-    found.append((INVALID, scorable(options.reward_function)))
+        filters.append(("contaminated", index.overlap))
+    filters.append((INVALID, scorable(options.reward_function)))
     if tokenizer is not None:
-        found.append(
+        filters.append(
             ("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths, card.too_long))
         )
-    return found
+    return filters
 
 
 def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[EvaluationProblem]:
@@ -197,9 +197,9 @@ def _write(
 
 def _check_result(card: Card, options: PrepareOptions) -> None:
     rows = sum(source["rows"] for source in card.sources)
-    reasons = {one.why: one for one in reversed(card.invalid)}
-    distinct = [one for one in card.invalid if reasons[one.why] is one]
-    first = "".join(f"\n{one.source}, row {one.row}: {one.why}" for one in distinct[:5])
+    reasons = {invalid.why: invalid for invalid in reversed(card.invalid)}
+    distinct = [invalid for invalid in card.invalid if reasons[invalid.why] is invalid]
+    first = "".join(f"\n{invalid.source}, row {invalid.row}: {invalid.why}" for invalid in distinct[:5])
     if len(card.invalid) > options.max_invalid * rows:
         raise ConfigError(
             f"{len(card.invalid)} of {rows} rows are invalid, more than --max-invalid {options.max_invalid}; "
@@ -220,11 +220,11 @@ def _check_result(card: Card, options: PrepareOptions) -> None:
 def _lengths(card: Card) -> str:
     if not card.too_long:
         return ""
-    found = sorted(card.too_long.elements())
+    lengths = sorted(card.too_long.elements())
     return (
-        f"; prompts of more than {card.options.max_prompt_tokens} tokens: the shortest has {found[0]}, the "
-        f"median {found[len(found) // 2]}, the longest {found[-1]}: raise --max-prompt-tokens (and the run's "
-        f"--data.max-prompt-tokens)"
+        f"; prompts of more than {card.options.max_prompt_tokens} tokens: the shortest has {lengths[0]}, the "
+        f"median {lengths[len(lengths) // 2]}, the longest {lengths[-1]}: raise --max-prompt-tokens (and the "
+        f"run's --data.max-prompt-tokens)"
     )
 
 

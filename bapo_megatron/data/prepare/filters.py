@@ -69,10 +69,10 @@ class Duplicates:
             self._torn.add(prompt)
         return first is None
 
-    def _agree(self, one: str, other: str) -> bool:
-        if answer_text(one) == answer_text(other):
+    def _agree(self, answer: str, other: str) -> bool:
+        if answer_text(answer) == answer_text(other):
             return True
-        return bool(one and other) and self._equal(one, other)
+        return bool(answer and other) and self._equal(answer, other)
 
     def conflict(self, problem: Problem) -> str | None:
         """Second pass: the reason to drop a prompt that another row answers differently, or None."""
@@ -93,9 +93,9 @@ def _shown(answer: str) -> str:
     return answer if len(answer) <= MAX_ANSWER_CHARACTERS else key(answer_text(answer)).hex()
 
 
-def same_answer(one: str, other: str) -> bool:
+def same_answer(answer: str, other: str) -> bool:
     """Whether the mathematics reward takes one of two ground truths as an answer to the other."""
-    pairs = ((one, other), (other, one))
+    pairs = ((answer, other), (other, answer))
     return any(answers_equal(truth, last_boxed(said) or said, None, True) for truth, said in pairs)
 
 
@@ -165,9 +165,9 @@ class Contamination:
         """End of the first pass: remove the n-grams of templates from the index."""
         least = max(TEMPLATE, TEMPLATE_SHARE * self._questions)
         having, whole = self._having, self._counts
-        self._having = {gram: found for gram, found in having.items() if self._trained[gram] < least}
-        self._templates = {gram: found for gram, found in having.items() if gram not in self._having}
-        for number in {number for found in self._templates.values() for number in found}:
+        self._having = {gram: problems for gram, problems in having.items() if self._trained[gram] < least}
+        self._templates = {gram: problems for gram, problems in having.items() if gram not in self._having}
+        for number in {number for problems in self._templates.values() for number in problems}:
             if whole[number] >= OWN:
                 self._texts[number] = _text(self._problems[number].question)
         self._counts = Counter(number for numbers in self._having.values() for number in numbers)
@@ -190,18 +190,18 @@ class Contamination:
             if self._texts[number] in text:
                 return Match(self._problems[number], 1.0)
         shares = [(count / self._counts[number], -number) for number, count in hits.items() if count >= OWN]
-        enough = [(found, number) for found, number in shares if found >= self._least[-number]]
+        enough = [(share, number) for share, number in shares if share >= self._least[-number]]
         best, number = max(enough, default=(0.0, 0))
         return Match(self._problems[-number], best) if enough else None
 
     def overlap(self, problem: Problem) -> str | None:
         """Second pass: the reason to drop a question of an evaluation set, or None."""
-        found = self.match(problem.dialogue)
-        if found is None and len(problem.messages) > 1:
-            found = self.match(problem.question)
-        if found is None:
+        match = self.match(problem.dialogue)
+        if match is None and len(problem.messages) > 1:
+            match = self.match(problem.question)
+        if match is None:
             return None
-        return f"has {found.share:.0%} of {found.problem.suite}, row {found.problem.row}"
+        return f"has {match.share:.0%} of {match.problem.suite}, row {match.problem.row}"
 
 
 def _text(question: str) -> str:

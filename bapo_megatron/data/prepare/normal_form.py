@@ -28,10 +28,10 @@ nor a letter behind: ``3 + 4 x`` is another sum than ``4 + 3 x``."""
 def tokens(question: str) -> list[str]:
     """Normal form of a question: its words, commands, numbers and symbols, in order."""
     text = _SPACING.sub(" ", unicodedata.normalize("NFKC", question).lower())
-    found = _TOKEN.findall(_SAME.sub(lambda _: "\\", text))
-    while found and found[-1] in ".?!,;:":
-        found.pop()
-    return found
+    words = _TOKEN.findall(_SAME.sub(lambda _: "\\", text))
+    while words and words[-1] in ".?!,;:":
+        words.pop()
+    return words
 
 
 def words(question: str) -> list[str]:

@@ -137,8 +137,8 @@ class PrepareOptions:
 
     def _generation_problems(self) -> Iterator[str]:
         generated = any(source.startswith(PREFIX) for source in self.sources)
-        given = (self.size, self.seed, self.task_settings) != (None, 0, "{}")
-        if given and not generated:
+        has_options = (self.size, self.seed, self.task_settings) != (None, 0, "{}")
+        if has_options and not generated:
             yield f"size, seed and task_settings are for a source {PREFIX}TASK,TASK; there is none"
         try:
             is_object = isinstance(json.loads(self.task_settings), dict)
@@ -160,10 +160,10 @@ def reward_problem(path: str) -> str | None:
         return f"reward={path} is not a module:function"
     here = sorted(file.stem for file in Path.cwd().glob("*.py"))
     try:
-        found = module in here or importlib.util.find_spec(module) is not None
+        exists = module in here or importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         if near := difflib.get_close_matches(module, here, 1):
             _warn(f"reward={path}: there is no module {module} here; did you mean {near[0]}:{function}?")
         return None

@@ -108,8 +108,8 @@ class Problem:
     def _said(self, before: Sequence[Message]) -> str:
         """Messages as text, the question behind them. Fields beside role and content count, too."""
         texts = [
-            f"{one['role']} {one['content']} {json.dumps(one, sort_keys=True) if len(one) > 2 else ''}"
-            for one in before
+            f"{said['role']} {said['content']} {json.dumps(said, sort_keys=True) if len(said) > 2 else ''}"
+            for said in before
         ]
         return "\n".join([*texts, self.question])
 

@@ -84,7 +84,7 @@ class GeneratedSource:
                 for task, share in zip(self.tasks, shares, strict=True)
             ]
             problem = child.ask({"check": wanted}, _LIMIT_S)
-            answers = [] if problem else [child.ask({"make": one}, _LIMIT_S) for one in wanted]
+            answers = [] if problem else [child.ask({"make": entry}, _LIMIT_S) for entry in wanted]
         except ChildError as error:
             raise ConfigError(f"{self.name}: the process that makes the problems failed: {error}") from error
         finally:
@@ -96,8 +96,8 @@ class GeneratedSource:
 
     def _settings_of(self, task: str) -> Mapping[str, Any]:
         by_task = bool(self.settings) and all(name in self.tasks for name in self.settings)
-        found: Mapping[str, Any] = self.settings.get(task, {}) if by_task else self.settings
-        return found
+        settings: Mapping[str, Any] = self.settings.get(task, {}) if by_task else self.settings
+        return settings
 
 
 def tasks_of(text: str, size: int | None, seed: int, settings: Mapping[str, Any]) -> GeneratedSource:
@@ -133,10 +133,10 @@ def main() -> None:
 
 
 def _problem(wanted: list[dict[str, Any]]) -> str | None:
-    for one in wanted:
+    for entry in wanted:
         try:
-            check_task(one["task"], generates=True)
-            _checked_settings(one["task"], one["settings"])
+            check_task(entry["task"], generates=True)
+            _checked_settings(entry["task"], entry["settings"])
         except ConfigError as error:
             return str(error)
     return None

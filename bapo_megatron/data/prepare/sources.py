@@ -94,12 +94,12 @@ class ChampSource:
 
     @cached_property
     def _path(self) -> Path:
-        found = importlib.util.find_spec(_CHAMP_PACKAGE)
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec(_CHAMP_PACKAGE)
+        if spec is None or spec.origin is None:
             raise ConfigError(
                 f"source {CHAMP}: run pip install --no-deps champ-dataset==1.0.0, which holds it"
             )
-        return Path(found.origin).parent / _CHAMP_FILE
+        return Path(spec.origin).parent / _CHAMP_FILE
 
 
 def _champ_number(answer: str | None) -> str | None:

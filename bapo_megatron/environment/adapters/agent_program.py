@@ -133,9 +133,9 @@ def keep_log(folder: Path, episode: str, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{episode.replace(os.sep, '_')}.log").write_text(text)
     logs = []
-    for one in folder.glob("*.log"):
+    for log in folder.glob("*.log"):
         with suppress(FileNotFoundError):  # another worker has removed it
-            logs.append((one.lstat().st_mtime_ns, one))
+            logs.append((log.lstat().st_mtime_ns, log))
     for _, path in sorted(logs)[:-MOST_LOGS]:
         with suppress(FileNotFoundError):
             path.unlink()

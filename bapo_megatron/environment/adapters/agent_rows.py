@@ -78,12 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_output_file("output", settings.output)
         if settings.output.exists():
             raise ConfigError(f"output {settings.output} exists: name another file, or delete it")
-        found = asyncio.run(rows(settings.command, read_rows(settings.problems)))
+        result = asyncio.run(rows(settings.command, read_rows(settings.problems)))
     except (ConfigError, RowError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    write_atomically(settings.output, "".join(json.dumps(row) + "\n" for row in found))
-    print(f"{settings.output}: {len(found)} rows")
+    write_atomically(settings.output, "".join(json.dumps(row) + "\n" for row in result))
+    print(f"{settings.output}: {len(result)} rows")
 
 
 if __name__ == "__main__":

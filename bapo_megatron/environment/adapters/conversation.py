@@ -61,7 +61,9 @@ class _Spoken:
 
     @cached_property
     def _calls(self) -> list[list[str]]:
-        return [[one.name, _as_text(one.arguments)] for one in tool_calls(self.text) if one.problem is None]
+        return [
+            [call.name, _as_text(call.arguments)] for call in tool_calls(self.text) if call.problem is None
+        ]
 
 
 @dataclass
@@ -109,23 +111,25 @@ class Conversation:
         if not self._has_begun and not has_own:
             raise Refused(409, f"its first request has other tools than the prompt: {_NO_TOOLS}")
         self._has_begun = True
-        found = self._found(question, tools)
+        context = self._found(question, tools)
 
         def reply(turns: int) -> Reply:
-            new = found.messages[found.repeated :]
-            if has_own and not turns and found.messages == self._prompt:
+            new = context.messages[context.repeated :]
+            if has_own and not turns and context.messages == self._prompt:
                 return Reply("")
-            goes_on = turns and found.after == turns and {one["role"] for one in new} == {self._role}
+            goes_on = (
+                turns and context.after == turns and {message["role"] for message in new} == {self._role}
+            )
             if has_own and goes_on:
-                return Reply(results([one["content"] for one in new]))
-            asked = {"after": found.after, "messages": new, **({} if has_own else {"tools": tools})}
+                return Reply(results([message["content"] for message in new]))
+            asked = {"after": context.after, "messages": new, **({} if has_own else {"tools": tools})}
             said = json.dumps(asked, ensure_ascii=False, sort_keys=True)
             shown = tools if tools or self._tools else None
-            return Reply(said, context=Context(found.messages, found.after, shown))
+            return Reply(said, context=Context(context.messages, context.after, shown))
 
         number, turn = await self._ask(reply)
         spoken = _Spoken(number, str(turn), _Place())
-        found.place.turns.append(spoken)
+        context.place.turns.append(spoken)
         self._spoken.append(spoken)
         return turn
 
@@ -146,7 +150,7 @@ class Conversation:
         """The turn that an assistant's message is: of those at this place, or, where the history is another
         one, of all."""
         known = place.turns or self._spoken
-        return next((one for one in reversed(known) if one.is_repeated_by(message)), None)
+        return next((turn for turn in reversed(known) if turn.is_repeated_by(message)), None)
 
 
 def _shown(question: list[dict[str, Any]]) -> str:
@@ -155,16 +159,16 @@ def _shown(question: list[dict[str, Any]]) -> str:
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages as a chat template takes them. Refused for one that is not text."""
-    found = []
+    result = []
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(400, f"message {place} is not an object with a role")
         role = "system" if message["role"] in _SYSTEM_ROLES else message["role"]
         read: dict[str, Any] = {"role": role, "content": text_of(f"message {place}", message.get("content"))}
         if role == "assistant" and message.get("tool_calls"):
-            read["tool_calls"] = [_call(place, one) for one in message["tool_calls"]]
-        found.append(read)
-    return found
+            read["tool_calls"] = [_call(place, call) for call in message["tool_calls"]]
+        result.append(read)
+    return result
 
 
 def _call(place: int, call: Any) -> dict[str, Any]:
@@ -181,8 +185,8 @@ def _call(place: int, call: Any) -> dict[str, Any]:
 
 
 def _calls_of(message: Mapping[str, Any]) -> list[list[str]]:
-    functions = [one["function"] for one in message.get("tool_calls", ())]
-    return [[one["name"], _as_text(one["arguments"])] for one in functions]
+    functions = [function["function"] for function in message.get("tool_calls", ())]
+    return [[function["name"], _as_text(function["arguments"])] for function in functions]
 
 
 def _as_text(arguments: Any) -> str:

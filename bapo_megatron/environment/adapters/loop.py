@@ -125,10 +125,10 @@ class LoopEnvironment(Environment):
                 raise self._end
             if self._end is not None:
                 return self._end
-            asked = [(one, one.reply(self._turns)) for one in self._waiting]
-            found = [pair for pair in asked if given in (None, pair[1].text)]
-            if found or (asked and limit is not None and limit <= asyncio.get_running_loop().time()):
-                self._asked, reply = (found or asked)[0]
+            asked = [(request, request.reply(self._turns)) for request in self._waiting]
+            matching = [pair for pair in asked if given in (None, pair[1].text)]
+            if matching or (asked and limit is not None and limit <= asyncio.get_running_loop().time()):
+                self._asked, reply = (matching or asked)[0]
                 self._waiting.remove(self._asked)
                 return reply
             if asked and limit is None:

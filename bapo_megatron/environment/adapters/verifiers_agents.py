@@ -37,10 +37,10 @@ class _Agent:
         _add(trace, prompt_of(task), sampled=False)
 
         async def turn(message: Any = None) -> Any:
-            given = [vf.UserMessage(content=message)] if isinstance(message, str) else message or []
-            self._check(task, trace, given)
-            _add(trace, given, sampled=False)
-            observation = "\n".join(one.content for one in given) if given else None
+            messages = [vf.UserMessage(content=message)] if isinstance(message, str) else message or []
+            self._check(task, trace, messages)
+            _add(trace, messages, sampled=False)
+            observation = "\n".join(said.content for said in messages) if messages else None
             answer = _answer(await self._all.ask(observation))
             _add(trace, [answer], sampled=True)
             return vf.Segment([answer])
@@ -50,9 +50,9 @@ class _Agent:
         await task.score(trace)
         self._all.traces.append(trace)
 
-    def _check(self, task: Any, trace: Any, given: Any) -> None:
+    def _check(self, task: Any, trace: Any, messages: Any) -> None:
         """ValueError where a prompt opens a conversation that the policy has not seen: an episode is one."""
-        opens = not given and not trace.num_turns
+        opens = not messages and not trace.num_turns
         if opens and (self._all.talks or prompt_of(task) != self._all.prompt):
             raise ValueError(
                 f"run() opens a conversation of {self._name!r} beside the episode's, with the prompt "
@@ -69,9 +69,9 @@ def prompt_of(task: Any) -> list[Any]:
 
 def _answer(turn: str) -> Any:
     """The policy's turn with its thoughts apart, as a server with a parser of them gives it to rewards."""
-    thought, found, said = turn.rpartition("</think>")
-    thoughts = {"reasoning_content": thought.strip().removeprefix("<think>").strip()} if found else {}
-    return vf.AssistantMessage(content=said.strip() if found else turn, **thoughts)
+    thought, mark, said = turn.rpartition("</think>")
+    thoughts = {"reasoning_content": thought.strip().removeprefix("<think>").strip()} if mark else {}
+    return vf.AssistantMessage(content=said.strip() if mark else turn, **thoughts)
 
 
 def _add(trace: Any, messages: Any, sampled: bool) -> None:

@@ -47,14 +47,14 @@ class VerifiersV1(LoopEnvironment):
 @cache
 def loaded(settings: str) -> Any:
     """The environment that the settings, as JSON, configure; one for all episodes of a worker."""
-    found = VerifiersSettings(**json.loads(settings))
-    return load_environment(resolve_env_config({**found.env, "taskset": found.taskset}))
+    options = VerifiersSettings(**json.loads(settings))
+    return load_environment(resolve_env_config({**options.env, "taskset": options.taskset}))
 
 
 def rows(settings: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
     """Rows of a dataset, in the fields of ``data.path``: the first ``count`` tasks, with system prompts."""
     for task in itertools.islice(iter(loaded(json.dumps(settings)).taskset), count):
-        prompt = [{"role": one.role, "content": one.content} for one in prompt_of(task)]
+        prompt = [{"role": message.role, "content": message.content} for message in prompt_of(task)]
         judged = {
             "reward_model": {"ground_truth": "-", "style": "rule"},
             "extra_info": {"idx": task.data.idx},

@@ -68,21 +68,21 @@ class Answered:
         has no bytes of its own here."""
         return [
             {
-                "token": one.text,
-                "logprob": one.log_prob,
-                "bytes": None if "\ufffd" in one.text else list(one.text.encode()),
+                "token": token.text,
+                "logprob": token.log_prob,
+                "bytes": None if "\ufffd" in token.text else list(token.text.encode()),
                 "top_logprobs": [],
             }
-            for one in self.turn.tokens
+            for token in self.turn.tokens
         ]
 
 
 def answered(name: str, turn: SampledTurn, request: ChatRequest) -> Answered:
     """The model's turn as an answer to ``request``: its text and its calls. A call that cannot be read stays
     in the text."""
-    found = tool_calls(turn, request.tools) if request.takes_calls else []
-    called = [one for one in found if one.problem is None]
-    calls = [ToolUse(f"{name}_{place}", one.name, one.arguments) for place, one in enumerate(called)]
+    parsed = tool_calls(turn, request.tools) if request.takes_calls else []
+    called = [call for call in parsed if call.problem is None]
+    calls = [ToolUse(f"{name}_{place}", call.name, call.arguments) for place, call in enumerate(called)]
     return Answered(name, turn, without_calls(turn) if calls else str(turn), calls)
 
 
@@ -134,10 +134,10 @@ def tell_unheeded(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]
 
 def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
     """A field that is a list, empty if it is left out. Refused."""
-    found = body.get(name) or []
-    if not isinstance(found, list):
+    items = body.get(name) or []
+    if not isinstance(items, list):
         raise Refused(400, f"{name} is not a list")
-    return found
+    return items
 
 
 def text_of(place: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
@@ -145,10 +145,12 @@ def text_of(place: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
     parts = content or []
     if isinstance(parts, str):
         return parts
-    if not isinstance(parts, list) or not all(isinstance(one, dict) for one in parts):
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise Refused(400, f"{place} has a content that is neither text nor a list of parts")
-    texts = [one.get("text") for one in parts]
-    if any(one.get("type") not in kinds for one in parts) or not all(isinstance(one, str) for one in texts):
+    texts = [part.get("text") for part in parts]
+    if any(part.get("type") not in kinds for part in parts) or not all(
+        isinstance(part, str) for part in texts
+    ):
         raise Refused(400, f"{place} has content that is not text")
     return "".join(map(str, texts))
 

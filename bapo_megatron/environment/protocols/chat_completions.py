@@ -100,8 +100,8 @@ def _log_probs(answer: Answered, body: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _usage(answer: Answered) -> dict[str, int]:
-    asked, given = answer.turn.prompt_tokens, answer.completion_tokens
-    return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
+    asked, sampled = answer.turn.prompt_tokens, answer.completion_tokens
+    return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
 
 
 def error(refused: Refused) -> dict[str, Any]:

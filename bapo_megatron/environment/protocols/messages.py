@@ -40,7 +40,7 @@ def _read(body: dict[str, Any]) -> ChatRequest:
     messages = [{"role": "system", "content": text_of("system", system)}] if system else []
     for place, message in enumerate(body["messages"]):
         messages += _messages(f"message {place}", message)
-    return ChatRequest(messages, [_tool(one) for one in list_of(body, "tools")], kind != "none")
+    return ChatRequest(messages, [_tool(tool) for tool in list_of(body, "tools")], kind != "none")
 
 
 def _tool(tool: Any) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _messages(place: str, message: Any) -> list[dict[str, Any]]:
         raise Refused(400, f"{place} is not an object with a role: user or assistant")
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list) or not all(isinstance(one, dict) for one in blocks):
+    if not isinstance(blocks, list) or not all(isinstance(part, dict) for part in blocks):
         raise Refused(400, f"{place} has a content that is neither text nor a list of blocks")
     if message["role"] == "assistant":
         return [_turn(place, blocks)]
@@ -81,7 +81,7 @@ def _turn(place: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
         for block in blocks
         if block.get("type") == "tool_use"
     ]
-    said = [one for one in blocks if one.get("type") not in ("tool_use", *_THOUGHTS)]
+    said = [part for part in blocks if part.get("type") not in ("tool_use", *_THOUGHTS)]
     turn = {"role": "assistant", "content": text_of(place, said)}
     return {**turn, "tool_calls": calls} if calls else turn
 

@@ -60,7 +60,7 @@ def _read(body: dict[str, Any]) -> ChatRequest:
             messages.append(message)
     if not messages:
         raise Refused(400, "the request has no input")
-    tools = [_tool(one) for one in list_of(body, "tools")]
+    tools = [_tool(tool) for tool in list_of(body, "tools")]
     return ChatRequest(messages, tools, body.get("tool_choice") != "none")
 
 
@@ -114,13 +114,13 @@ def _call_item(call: ToolUse, arguments: str, status: str) -> dict[str, Any]:
 def _whole(answer: Answered, body: dict[str, Any]) -> dict[str, Any]:
     said = [_text_item(answer, [_text_part(answer, body)], "completed")]
     calls = [_call_item(call, json.dumps(call.arguments), "completed") for call in answer.calls]
-    asked, given = answer.turn.prompt_tokens, answer.completion_tokens
+    asked, sampled = answer.turn.prompt_tokens, answer.completion_tokens
     usage = {
         "input_tokens": asked,
         "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": given,
+        "output_tokens": sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": asked + given,
+        "total_tokens": asked + sampled,
     }
     output = [*said, *calls] if answer.text or not calls else calls
     return {**_head(answer, body), "status": "completed", "output": output, "usage": usage}

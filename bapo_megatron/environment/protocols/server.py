@@ -123,7 +123,11 @@ class EpisodeQuestions:
         return known is None or (known.is_delivered and not known.clients and not is_marked)
 
     def _asked(self, request: ChatRequest, digest: str) -> _Question:
-        delivered = [name for name, one in self._questions.items() if one.is_delivered and not one.clients]
+        delivered = [
+            name
+            for name, question in self._questions.items()
+            if question.is_delivered and not question.clients
+        ]
         for old in delivered[:-KEPT_ANSWERS]:
             del self._questions[old]
         repeat = self._repeats[digest] = self._repeats.get(digest, -1) + 1
@@ -194,7 +198,7 @@ async def _deliver(
             await response.prepare(request)
         await response.write(protocol.ping if is_stream else b" ")
     try:
-        found = answer.result()
+        answered = answer.result()
     except Refused as refused:
         if not response.prepared:
             raise
@@ -202,8 +206,8 @@ async def _deliver(
             raise ConnectionError("refused after it was kept alive") from refused
         parts = [protocol.error_event(refused)]
     else:
-        whole = json.dumps(protocol.whole(found, body)).encode() if not is_stream else b""
-        parts = list(protocol.events(found, body)) if is_stream else [whole]
+        whole = json.dumps(protocol.whole(answered, body)).encode() if not is_stream else b""
+        parts = list(protocol.events(answered, body)) if is_stream else [whole]
     if not response.prepared:
         await response.prepare(request)
     for part in parts:

@@ -129,12 +129,12 @@ def _value(node: ast.expr) -> Fraction:
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         try:
-            found = float(base) ** float(exponent)
+            power = float(base) ** float(exponent)
         except OverflowError:
             raise ValueError("the number is too large") from None
-        if isinstance(found, complex):
+        if isinstance(power, complex):
             raise ValueError("a root of a negative number is not a real number")
-        return Fraction(found)
+        return Fraction(power)
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if size > 1 and size * abs(exponent) > MOST_BITS:
         raise ValueError("the number is too large")

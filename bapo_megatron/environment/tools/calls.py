@@ -49,7 +49,7 @@ def answer_part(turn: str) -> str:
     """The turn without its thinking part: a call that is only thought of is none, also where the thought that
     the turn began has no end. A tag within an argument of a call is text."""
     for whole in (turn, turn.partition("</think>")[2]):  # a call of a Llama model
-        if _TAG.search(whole) and any(one.problem is None for one in _object_alone(whole)):
+        if _TAG.search(whole) and any(call.problem is None for call in _object_alone(whole)):
             return whole
     before, thought, _ = _with_plain_arguments(turn).partition("</think>")
     text = turn[len(before + thought) :] if thought else turn
@@ -64,12 +64,12 @@ def _with_plain_arguments(text: str) -> str:
     return _CALL.sub(_without_tags_in_arguments, text) if _TAG.search(text) else text
 
 
-def _without_tags_in_arguments(found: re.Match[str]) -> str:
+def _without_tags_in_arguments(match: re.Match[str]) -> str:
     """A block without them. What only begins as a call, in a thought, keeps its tags."""
-    text = found[0]
-    if not _TAG.search(text) or any(one.problem for one in _calls(found, ())):
+    text = match[0]
+    if not _TAG.search(text) or any(call.problem for call in _calls(match, ())):
         return text
-    if _BEGINS.match(found[1]):
+    if _BEGINS.match(match[1]):
         return _PART.sub(lambda part: _blank(part[0]), text)
     return _blank(text)
 
@@ -82,8 +82,8 @@ def tool_calls(turn: str, tools: Tools | None = None) -> list[Call]:
     """The calls of a turn, in their order. ``tools``: what may be called; None: not known. Where nothing
     may be, an object alone is an answer."""
     text = answer_part(turn)
-    found = [call for one in _CALL.finditer(text) for call in _calls(one, tools or ())]
-    return found or (_object_alone(text) if tools is None or tools else [])
+    calls = [call for match in _CALL.finditer(text) for call in _calls(match, tools or ())]
+    return calls or (_object_alone(text) if tools is None or tools else [])
 
 
 def without_calls(turn: str) -> str:
@@ -93,13 +93,13 @@ def without_calls(turn: str) -> str:
     if not _CALL.search(text):
         return ""
     return _CALL.sub(
-        lambda found: found[0] if any(one.problem for one in _calls(found, ())) else "", text
+        lambda match: match[0] if any(call.problem for call in _calls(match, ())) else "", text
     ).strip()
 
 
-def _calls(found: re.Match[str], tools: Tools) -> list[Call]:
+def _calls(match: re.Match[str], tools: Tools) -> list[Call]:
     """The calls of a block: one, or each function of Qwen3-Coder's."""
-    text, is_closed = found[1], bool(found[2])
+    text, is_closed = match[1], bool(match[2])
     if _BEGINS.match(text):
         return _functions(text, is_closed, tools)
     try:
@@ -144,17 +144,17 @@ def _object_alone(text: str) -> list[Call]:
     if not is_tagged and not (body.startswith("{") and body.endswith("}")):
         return []
     try:
-        found = json.loads(body)
+        value = json.loads(body)
     except (ValueError, RecursionError) as error:
         return [Call(problem=f"the tool call is not JSON: {error}")] if is_tagged else []
-    call = _call_of(found, "parameters")
-    is_call = call.problem is None and "parameters" in found
+    call = _call_of(value, "parameters")
+    is_call = call.problem is None and "parameters" in value
     return [call] if is_call or is_tagged else []
 
 
 def _types(name: str, tools: Tools) -> dict[str, Any]:
-    for one in tools:
-        function = one.get("function") if isinstance(one, dict) else None
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
         if isinstance(function, dict) and function.get("name") == name:
             parameters = function.get("parameters")
             properties = parameters.get("properties") if isinstance(parameters, dict) else None

@@ -164,17 +164,17 @@ class PythonTool(Environment):
         if self._settings.format == "fenced":
             block = last_code_block(answer_part(turn))
             return [] if block is None else [block]
-        found: list[str | ValueError] = []
+        codes: list[str | ValueError] = []
         for call in tool_calls(turn):
             try:
-                found.append(argument(call, "python", "code"))
+                codes.append(argument(call, "python", "code"))
             except ValueError as error:
-                found.append(error)
-        return found
+                codes.append(error)
+        return codes
 
     def _run(self, code: str) -> tuple[str, bool, float]:
         """Run a call: its output, whether it failed, and the time that it took with those before it."""
-        before = [one for place, one in enumerate(self._codes) if place not in self._lost]
+        before = [earlier for place, earlier in enumerate(self._codes) if place not in self._lost]
         limit_s, mark = self._settings.limit_s, secrets.token_hex(16)
         with Sandbox(RUNNER, "", self._settings.memory_mb, limit_s, hash_seed=0) as sandbox:
             ended = sandbox.run(json.dumps({"before": before, "code": code, "mark": mark}), limit_s)

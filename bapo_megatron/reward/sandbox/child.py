@@ -77,14 +77,14 @@ def _answer(answer: object) -> None:
 
 def _run(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """Run one case in a fork. Its exit code, output, value or None, and CPU time, as `sandbox.Ended`."""
-    given, printed, told = files = [os.memfd_create(name) for name in ("stdin", "stdout", "value")]
-    with open(given, "wb", closefd=False) as file:
+    stdin, printed, told = files = [os.memfd_create(name) for name in ("stdin", "stdout", "value")]
+    with open(stdin, "wb", closefd=False) as file:
         file.write(case.get("stdin", "").encode(errors="replace"))
-    os.lseek(given, 0, os.SEEK_SET)
+    os.lseek(stdin, 0, os.SEEK_SET)
     token = os.urandom(16).hex()
     running = os.fork()
     if not running:
-        _be_alone(given, printed, told)
+        _be_alone(stdin, printed, told)
         _be_the_case(walls, job, case, token)  # and never return
     _, status, used = os.wait4(running, 0)
     value = _content(told)
@@ -108,10 +108,10 @@ def _content(descriptor: int) -> str:
 # --- the fork of a case --------------------------------------------------------------------------
 
 
-def _be_alone(given: int, printed: int, told: int) -> None:
+def _be_alone(stdin: int, printed: int, told: int) -> None:
     """Close the server's descriptors, and drop the modules of this package that tested code could import."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number, descriptor in enumerate((given, printed, nowhere, told)):
+    for number, descriptor in enumerate((stdin, printed, nowhere, told)):
         os.dup2(descriptor, number)
     os.closerange(VALUE + 1, 4096)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace")  # type: ignore[misc]  # noqa: SIM115

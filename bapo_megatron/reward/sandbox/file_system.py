@@ -147,8 +147,8 @@ def _mounts_beneath(root: str) -> list[tuple[str, int]]:
         lines = [line.split(b" ") for line in file.read().split(b"\n") if line]
     places = (re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), line[4]) for line in lines)
     flags = (sum(_OPTIONS.get(option, 0) for option in line[5].split(b",")) for line in lines)
-    found = zip(map(os.fsdecode, places), flags, strict=True)
-    return [(place, kept) for place, kept in found if _beneath(place, [root])]
+    mounts = zip(map(os.fsdecode, places), flags, strict=True)
+    return [(place, kept) for place, kept in mounts if _beneath(place, [root])]
 
 
 def _mount_proc(place: str) -> None:
@@ -192,8 +192,8 @@ _ANY_FILE = _READ_FILE | _WRITE_FILE | _TRUNCATE
 
 def landlock_version() -> int:
     """The kernel's version of Landlock; 0 or less if it has none, or if it is off."""
-    found: int = _LIBC.syscall(_CREATE, None, ctypes.c_size_t(0), _VERSION)
-    return found
+    version: int = _LIBC.syscall(_CREATE, None, ctypes.c_size_t(0), _VERSION)
+    return version
 
 
 def confine(own: str, readable: Iterable[str], devices: Iterable[str]) -> bool:

@@ -134,13 +134,13 @@ def confine_sandbox(walls: Walls, box: str, readable: list[str], number: int) ->
 
 def _spare_ids(number: int) -> tuple[int, int]:
     """Unused user and group ids; root's own where its user namespace maps no others."""
-    found = []
+    spare = []
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}") as file:
             first, _, count = map(int, file.read().split()[-3:])
         last = (1 << 31) - 1 if count == _ALL_USERS else first + count - 1
-        found.append(last - 1 - number % (1 << 22) % (count // 2) if count > 3 else 0)
-    return found[0], found[1]
+        spare.append(last - 1 - number % (1 << 22) % (count // 2) if count > 3 else 0)
+    return spare[0], spare[1]
 
 
 def _threads_are_counted() -> bool:

@@ -231,10 +231,10 @@ class _CaseClock:
         with suppress(OSError, ValueError):  # it has just ended, or /proc is not readable
             [server] = _children_of(self._first)
             processes = list(_descendants_of(server))
-            states = {_stat(thread)[0] for one in processes for thread in _threads_of(one)}
+            states = {_stat(thread)[0] for process in processes for thread in _threads_of(process)}
             self.slept_s += min(self._looked - looked, 2 * WATCH_S) if {"S"} <= states <= {"S", "Z"} else 0.0
             self.advice = "lower reward.workers, or run fewer other programs beside"
-            ticks = sum(int(ticks) for one in processes for ticks in _stat(f"/proc/{one}")[11:15])
+            ticks = sum(int(ticks) for process in processes for ticks in _stat(f"/proc/{process}")[11:15])
             self.used_s = max(self.used_s, ticks / os.sysconf("SC_CLK_TCK"))
         if self.used_s + self.slept_s > self._limit_s:
             raise _OutOfTime
@@ -245,17 +245,17 @@ def _threads_of(pid: int) -> list[str]:
 
 
 def _children_of(pid: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     for thread in _threads_of(pid):
         with open(f"{thread}/children") as file:
-            found += map(int, file.read().split())
-    return found
+            children += map(int, file.read().split())
+    return children
 
 
 def _descendants_of(pid: int) -> Iterator[int]:
-    for one in _children_of(pid):
-        yield one
-        yield from _descendants_of(one)
+    for process in _children_of(pid):
+        yield process
+        yield from _descendants_of(process)
 
 
 def _stat(folder: str) -> list[str]:

@@ -57,10 +57,10 @@ def _check_transport(engine: str, sync: str, engines: Sequence[Engine]) -> None:
     """Raise ConfigError if an engine does not take weights by ``sync``."""
     transport = TRANSPORTS[sync]
     call = "wake" if transport.colocated else "load"
-    for one in engines:
-        if transport.protocol and sync not in getattr(one, "transports", ()):
+    for own in engines:
+        if transport.protocol and sync not in getattr(own, "transports", ()):
             raise ConfigError(
-                f"rollout.engine={engine}, sync={sync}: {type(one).__name__}.transports does not name it: "
+                f"rollout.engine={engine}, sync={sync}: {type(own).__name__}.transports does not name it: "
                 f"use sync=disk, or take WeightParts in {call} (interfaces.{transport.protocol}), in place "
                 f"of begin_update, begin_wake and the methods that followed them, which nothing calls any "
                 f"more; leave_group and join_group have no timeout_s now"
@@ -156,9 +156,9 @@ class ColocatedPool(EnginePool):
 
     async def _check(self, slot: EngineSlot, version: int) -> None:
         """Abort an engine's orphaned requests. EngineError if its weights are not of ``version``."""
-        if (found := await slot.engine.weight_version()) != version:
+        if (actual := await slot.engine.weight_version()) != version:
             raise EngineError(
-                f"{slot.engine.name}: has weight version {found}, and {version} is in no folder"
+                f"{slot.engine.name}: has weight version {actual}, and {version} is in no folder"
             )
         # Abort before resume: orphaned requests, which were sent again to other engines, must not sample on.
         await slot.engine.abort()

@@ -74,7 +74,7 @@ class RouteRecorder:
         self.is_on = False
         """Whether passes are noted: only while a request asks for routes."""
         self._noted: list[Tensor] = []
-        routers = [one for one in model.modules() if type(one).__name__.endswith("TopKRouter")]
+        routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         for router in routers:
             router.register_forward_hook(self._note)
 

@@ -104,13 +104,13 @@ class LocalEngine:
             batch, self._waiting = self._waiting, []
             requests = [request for request, _ in batch]
             try:
-                found = await self._in_thread(partial(self._model.generate, requests))
+                generations = await self._in_thread(partial(self._model.generate, requests))
             except Exception as error:  # of any kind: the waiting callers must get it
                 for _, answer in batch:
                     if not answer.done():
                         answer.set_exception(error)
                 continue
-            for (_, answer), generation in zip(batch, found, strict=True):
+            for (_, answer), generation in zip(batch, generations, strict=True):
                 if not answer.done():
                     answer.set_result(generation)
 
@@ -125,11 +125,11 @@ def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
-        found.update(name.encode())
-        found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class LocalModel:

@@ -176,13 +176,13 @@ class EnginePool:
         if not len(versions_R := answer.versions_R):
             return
         oldest, newest = int(versions_R.min()), int(versions_R.max())
-        found = [oldest] if oldest == newest else np.unique(versions_R).tolist()
+        versions = [oldest] if oldest == newest else np.unique(versions_R).tolist()
         if oldest < version:
             reason = (
                 f"answers with tokens of weights {oldest} after a load of {version}: its server was "
                 "restarted, or another run uses it"
             )
-        elif unknown := [one for one in found if not is_known(one)]:
+        elif unknown := [number for number in versions if not is_known(number)]:
             reason = (
                 f"answers with tokens of weights {unknown[0]}, not of {expected}, after a load of {version}"
             )

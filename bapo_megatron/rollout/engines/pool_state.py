@@ -147,8 +147,8 @@ class CurrentWeights:
             # Orphaned requests of an engine in quarantine: they were sent again to other engines.
             await engine.abort()
         await engine.load(self.folder, self.version, partial(self.quorum.confirm, engine.name))
-        if (found := await engine.weight_version()) != self.version:
-            raise RuntimeError(f"reports weight version {found} after a load of {self.version}")
+        if (actual := await engine.weight_version()) != self.version:
+            raise RuntimeError(f"reports weight version {actual} after a load of {self.version}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ class CachedPrefix:
 def choose(free: Sequence[EngineSlot], capacity: int, cached: CachedPrefix | None) -> EngineSlot:
     """The engine of ``free`` for a request: that of its cached prefix, or the least loaded one if that has
     far more load (``AFFINITY_SURPLUS``). ``capacity``: most requests in flight at an engine."""
-    least = min(free, key=lambda one: one.load)
+    least = min(free, key=lambda slot: slot.load)
     if cached is None or cached.slot not in free or not cached.is_warm:
         return least
     return cached.slot if cached.slot.load <= least.load + AFFINITY_SURPLUS * capacity else least

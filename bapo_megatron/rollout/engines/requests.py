@@ -40,7 +40,7 @@ class Dataset:
 
     def texts(self, ids: Sequence[np.ndarray]) -> list[str]:
         """Responses as text, see ``response_text``."""
-        return [response_text(self.tokenizer, one) for one in ids]
+        return [response_text(self.tokenizer, response_ids) for response_ids in ids]
 
     def turn_text(self, ids: np.ndarray, stops: Sequence[int]) -> str:
         """A turn of the model as text: without the token of ``stops`` that ended it, with all other special
@@ -61,7 +61,7 @@ def response_text(tokenizer: Any, ids: np.ndarray) -> str:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {number: str(token) for number, token in added.items() if token.special}
     told = {number for number, text in special.items() if _is_told(text)}
-    kept = [one for one in ids.tolist() if not told or one in told or one not in special]
+    kept = [id_ for id_ in ids.tolist() if not told or id_ in told or id_ not in special]
     decoded: str = tokenizer.decode(kept, skip_special_tokens=not told)
     return decoded
 
@@ -169,13 +169,13 @@ def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
         except (ValueError, RecursionError, AttributeError) as error:
             why = f"{hf_path / name} cannot be read: {str(error)[:200]}"
             raise ConfigError(f"model.hf_path: {why}") from None
-        found = listed if isinstance(listed, list) else [listed]
-        if not all(one is None or type(one) is int for one in found):
+        stop_ids = listed if isinstance(listed, list) else [listed]
+        if not all(token is None or type(token) is int for token in stop_ids):
             raise ConfigError(
                 f"model.hf_path: {hf_path / name} has eos_token_id={listed!r:.200}: it must be a token id or "
                 "several; mend the file"
             )
-        stops.update(found)
+        stops.update(stop_ids)
     return tuple(sorted(stops - {None}))
 
 
@@ -193,7 +193,7 @@ def unstopped_end(tokenizer: Any, stops: Sequence[int]) -> str | None:
         return None
     first = tokenizer.encode(tail, add_special_tokens=False)[:1]
     added = {number: text for text, number in tokenizer.get_added_vocab().items()}
-    return next((added[one] for one in first if one in added and one not in stops), None)
+    return next((added[token] for token in first if token in added and token not in stops), None)
 
 
 ENVIRONMENT = "environment.function"
@@ -235,7 +235,7 @@ def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for prompt in prompts:
-        found.update(len(prompt.token_ids_P).to_bytes(8, "little") + prompt.token_ids_P.tobytes())
-    return found.hexdigest()
+        digest.update(len(prompt.token_ids_P).to_bytes(8, "little") + prompt.token_ids_P.tobytes())
+    return digest.hexdigest()

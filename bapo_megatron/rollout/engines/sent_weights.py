@@ -156,19 +156,19 @@ class SentCheck:
             self._tell(reason, engine)
             return False
         assert isinstance(digest, TensorDigests)
-        found = _DigestDiff.between(sent.ranks, digest.ranks)
-        if not self._has_matched and not found.matching:
+        diff = _DigestDiff.between(sent.ranks, digest.ranks)
+        if not self._has_matched and not diff.matching:
             self._tell("no tensor's digest matches those sent: the engine uses another hash", engine)
             return False
-        if problem := found.problem():
+        if problem := diff.problem():
             raise DigestMismatch(f"not the weights that were sent: {problem}")
         if not self._has_matched:
             self._has_matched = True
-            size = {"tensors": found.matching, "hashed_bytes": sent.hashed_bytes}
+            size = {"tensors": diff.matching, "hashed_bytes": sent.hashed_bytes}
             self._report("digests_compared", engine=engine, ranks=len(sent.ranks), **size)
-        if found.unknown:
-            self._tell(f"tensors that were not sent: {_some(found.unknown)}", engine)
-        return not found.unknown
+        if diff.unknown:
+            self._tell(f"tensors that were not sent: {_some(diff.unknown)}", engine)
+        return not diff.unknown
 
     def _tell(self, reason: str, engine: str) -> None:
         if reason not in self._told:
@@ -188,9 +188,9 @@ class _DigestDiff:
     """On the engine, but not sent."""
 
     @classmethod
-    def between(cls, sent: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> _DigestDiff:
+    def between(cls, sent: Sequence[Mapping[str, str]], reported: Sequence[Mapping[str, str]]) -> _DigestDiff:
         diff = cls()
-        for rank, (ours, theirs) in enumerate(zip(sent, found, strict=True)):
+        for rank, (ours, theirs) in enumerate(zip(sent, reported, strict=True)):
             for name in sorted(ours.keys() | theirs.keys()):
                 place = f"{name} on rank {rank}"
                 if name not in theirs:
@@ -277,5 +277,7 @@ class DigestQuorum:
         if self._digest is None and set(self._reported.values()) == {digest}:
             self._digest = digest
         if self._digest != digest:
-            reported = ", ".join(f"{name}: {one[:12]}" for name, one in self._reported.items())
+            reported = ", ".join(
+                f"{name}: {reported_digest[:12]}" for name, reported_digest in self._reported.items()
+            )
             raise DigestMismatch(f"the engines have different weights: {reported}")

@@ -193,8 +193,8 @@ class WeightUpdates:
 
 def driver_class(sync: str) -> type[WeightUpdates]:
     """The driver of the transport of weights ``sync``, by ``config/transports.py``."""
-    found: type[WeightUpdates] = load_dotted_path("sync", TRANSPORTS[sync].driver, "class")
-    return found
+    driver: type[WeightUpdates] = load_dotted_path("sync", TRANSPORTS[sync].driver, "class")
+    return driver
 
 
 class BroadcastUpdates(WeightUpdates):
@@ -217,7 +217,9 @@ class BroadcastUpdates(WeightUpdates):
     async def gather(self) -> tuple[int, bool]:
         """Select the receiving engines; returns their number of ranks, and whether they are in a group."""
         engines = [(slot, slot.engine) for slot in await self._pool.gather()]
-        self._gathered = [(slot, one) for slot, one in engines if isinstance(one, ReceivesBroadcast)]
+        self._gathered = [
+            (slot, receiver) for slot, receiver in engines if isinstance(receiver, ReceivesBroadcast)
+        ]
         # An engine that became ready again may be another process, which is in no group: all join anew.
         is_joined = self._members == (self._gathered, self._pool.ready_transitions)
         return sum(engine.broadcast_ranks for _, engine in self._gathered), is_joined
@@ -227,12 +229,12 @@ class BroadcastUpdates(WeightUpdates):
         # server that waits for a lost one in a join answers nothing for minutes.
         limit_s = self._pool.update_s
         await _all_or_none(
-            [_within(limit_s, one.name, one.leave_group, group.name) for _, one in self._gathered]
+            [_within(limit_s, engine.name, engine.leave_group, group.name) for _, engine in self._gathered]
         )
         calls, rank = [], 1
-        for _, one in self._gathered:
-            calls.append(_within(limit_s, one.name, one.join_group, group, rank))
-            rank += one.broadcast_ranks
+        for _, engine in self._gathered:
+            calls.append(_within(limit_s, engine.name, engine.join_group, group, rank))
+            rank += engine.broadcast_ranks
         await _all_or_none(calls)
 
     async def resume(self) -> list[str]:

@@ -59,29 +59,29 @@ class Tree(NamedTuple):
 
     def way(self, turn: int) -> tuple[int, list[int]]:
         """The beginning of the way to a turn, PROMPT or NOTHING, and the turns on it, up to that one."""
-        follows, found = dict(self.forks), []
+        follows, turns = dict(self.forks), []
         while turn >= 0:
-            found.append(turn)
+            turns.append(turn)
             turn = follows.get(turn, turn - 1)
-        return turn, found[::-1]
+        return turn, turns[::-1]
 
     def to(self, turn: int) -> Branch:
         """The way to the end of a turn, by its number, as tokens."""
         root, turns = self.way(turn)
         spans: list[tuple[int, int]] = []
-        for one in turns:
-            start = self.ends[one - 1] if one else 0
+        for number in turns:
+            start = self.ends[number - 1] if number else 0
             if spans and spans[-1][1] == start:
                 start = spans.pop()[0]
-            spans.append((start, self.ends[one]))
+            spans.append((start, self.ends[number]))
         return Branch(root == PROMPT, tuple(spans))
 
     def lengths(self, prompt_tokens: int) -> dict[int, int]:
         """Tokens of the way to the end of each turn, with those of the dataset's prompt where it begins."""
-        follows, found = dict(self.forks), {PROMPT: prompt_tokens, NOTHING: 0}
+        follows, lengths = dict(self.forks), {PROMPT: prompt_tokens, NOTHING: 0}
         for turn, (start, end) in enumerate(pairwise((0, *self.ends))):
-            found[turn] = found[follows.get(turn, turn - 1)] + end - start
-        return found
+            lengths[turn] = lengths[follows.get(turn, turn - 1)] + end - start
+        return lengths
 
     @property
     def last(self) -> Branch:
@@ -100,10 +100,10 @@ class Tree(NamedTuple):
     @property
     def trained(self) -> list[tuple[Branch, np.ndarray]]:
         """All branches, with the tokens that no earlier one has, as bool values."""
-        found = []
+        trained = []
         seen_N = np.zeros(self.ends[-1] if self.ends else 0, np.bool_)
         for branch in self.branches:
-            found.append((branch, ~branch.of(seen_N)))
+            trained.append((branch, ~branch.of(seen_N)))
             for start, end in branch.spans:
                 seen_N[start:end] = True
-        return found
+        return trained

@@ -97,8 +97,8 @@ class SamplerClient:
 
     def evaluated(self, step: int, wait_s: float) -> Path | Need | None:
         """The file of the responses to held-out problems at the weights of ``step``, like ``next_batch``."""
-        found: Path | Need | None = self._call("evaluated", step, wait_s)
-        return found
+        answer: Path | Need | None = self._call("evaluated", step, wait_s)
+        return answer
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Load the weights in ``folder``, made by the updates of ``step``, into the engines."""
@@ -162,10 +162,10 @@ class SamplerClient:
     def state(self) -> dict[str, Any]:
         """The sampler's part of a checkpoint, for a fork or a lost journal; empty if the sampler ended."""
         try:
-            found: dict[str, Any] = self._call("state")
+            state: dict[str, Any] = self._call("state")
         except RunStopped:
             return {}
-        return found
+        return state
 
     def checkpointed(self, oldest: int) -> None:
         """Delete journal files that a resume from step ``oldest``, the oldest checkpoint, does not need."""

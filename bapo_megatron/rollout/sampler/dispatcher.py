@@ -91,8 +91,8 @@ class AdmissionController:
     @property
     def _steps_ahead(self) -> int:
         """Steps by which sampling may still run ahead of the weights; negative if it may not sample."""
-        given = max(self._trainer_step, self._state.served)  # served is ahead while old steps are replayed
-        return self._config.max_staleness + self._state.weights_step - given
+        trained = max(self._trainer_step, self._state.served)  # served is ahead while old steps are replayed
+        return self._config.max_staleness + self._state.weights_step - trained
 
     @property
     def may_sample(self) -> bool:
@@ -310,8 +310,8 @@ class Dispatcher:
 
     def _need(self, group: OpenGroup, sample: int) -> Tokens | None:
         budget = self._admission.budget(group, sample)
-        found = needs(group.responses[sample], self._sampling(group), budget)
-        return found if isinstance(found, Tokens) else None
+        need = needs(group.responses[sample], self._sampling(group), budget)
+        return need if isinstance(need, Tokens) else None
 
     def _request(self, group: OpenGroup, sample: int, need: Tokens) -> GenerateRequest:
         prompt, name = self._dataset.prompts[group.index], f"{group.number}-{sample}"

@@ -73,14 +73,14 @@ def in_records(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
     An abort brings the tokens of all requests in flight at once, with routes tens of gigabytes.
     """
     part: list[Segment] = []
-    held = 0
-    for one in segments:
-        size = sum(array.nbytes for array in one.generation.arrays.values())
-        if part and held + size > MOST_BYTES:
+    filled = 0
+    for segment in segments:
+        size = sum(array.nbytes for array in segment.generation.arrays.values())
+        if part and filled + size > MOST_BYTES:
             yield part
-            part, held = [], 0
-        part.append(one)
-        held += size
+            part, filled = [], 0
+        part.append(segment)
+        filled += size
     if part:
         yield part
 
@@ -88,11 +88,11 @@ def in_records(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
 def segments_arrived(segments: Sequence[Segment]) -> Record:
     """Event: segments arrived from engines; they lie end to end in the record's arrays."""
     rows = []
-    for one in segments:
-        group, length = one.group, len(one.generation.token_ids_R)
-        place = (group.number, group.epoch, group.index, one.sample)
-        rows.append([*place, one.start, length, one.finish_reason])
-    arrays = ResponseTokens.joined([one.generation for one in segments]).arrays
+    for segment in segments:
+        group, length = segment.group, len(segment.generation.token_ids_R)
+        place = (group.number, group.epoch, group.index, segment.sample)
+        rows.append([*place, segment.start, length, segment.finish_reason])
+    arrays = ResponseTokens.joined([segment.generation for segment in segments]).arrays
     return Record("segments", {"parts": rows}, arrays)
 
 

@@ -55,7 +55,7 @@ class GroupScoring:
         return [
             finished
             for finished in state.finished.values()
-            if any(one.teacher_log_probs_R is None for one in finished.group.rollouts)
+            if any(rollout.teacher_log_probs_R is None for rollout in finished.group.rollouts)
         ]
 
     @property
@@ -80,7 +80,7 @@ class GroupScoring:
         scores_before = self._failed.scores
         results = await self._scorer.score(group)
         rewards = self._scorer.rewards(results)
-        named = [one.named for one in results]
+        named = [result.named for result in results]
         why = self._why_useless(rewards, named)
         taught = await self._teacher.of_group(group) if self._teacher and not why else None
         del self._tasks[group.number]
@@ -93,10 +93,10 @@ class GroupScoring:
             return
         if self._failed.scores > scores_before:
             self._score_again()
-        failures = [one.failure for one in results if one.failure]
+        failures = [result.failure for result in results if result.failure]
         scores = [
-            None if reward is None else reward if one.score is None else one.score
-            for reward, one in zip(rewards, results, strict=True)
+            None if reward is None else reward if result.score is None else result.score
+            for reward, result in zip(rewards, results, strict=True)
         ]
         self._post(group_scored(group.number, rewards, failures, taught, scores, named))
         if why:
@@ -116,14 +116,14 @@ class GroupScoring:
     def _why_useless(
         self, rewards: Sequence[float | None], named: Sequence[Mapping[str, float]]
     ) -> str | None:
-        found = [reward for reward in rewards if reward is not None]
-        if len(found) < min(2, len(rewards)):
+        scored = [reward for reward in rewards if reward is not None]
+        if len(scored) < min(2, len(rewards)):
             return "failed"
-        if not self._drops_uniform or not is_uniform(found):
+        if not self._drops_uniform or not is_uniform(scored):
             return None
         if self._reads_named:  # equal sums of different rewards: GDPO tells them apart
-            kept = [one for one, reward in zip(named, rewards, strict=True) if reward is not None]
-            if any(not is_uniform([one.get(name, 0.0) for one in kept]) for name in set().union(*kept)):
+            kept = [values for values, reward in zip(named, rewards, strict=True) if reward is not None]
+            if any(not is_uniform([values.get(name, 0.0) for values in kept]) for name in set().union(*kept)):
                 return None
         return "uniform"
 

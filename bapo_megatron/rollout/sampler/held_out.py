@@ -276,7 +276,7 @@ class RoundBarrier:
             return
         waiting, self._waiting = self._waiting, {}
         # Not as they came: the place in a batch decides about last bits, too.
-        for _, future in sorted(waiting.items(), key=lambda one: one[0]):
+        for _, future in sorted(waiting.items(), key=lambda item: item[0]):
             if not future.done():  # cancelled
                 future.set_result(None)
 
@@ -320,7 +320,7 @@ async def whole_response(
             request = next_request(response, need, sampling, prompt, name, seed)
             try:
                 answer = await pool.generate(
-                    slot, request, lambda found: found == version, f"the evaluation's weights {version}"
+                    slot, request, lambda actual: actual == version, f"the evaluation's weights {version}"
                 )
                 cached = pool.cached_at(slot)
             except EngineLost as lost:

@@ -140,8 +140,8 @@ class Episode:
     @property
     def reward(self) -> float | None:
         """Sum of the environment's rewards; None if it gave none, and ``reward.function`` judges."""
-        found = [reward for reward in self.rewards if reward is not None]
-        return sum(found) if found else None
+        rewards = [reward for reward in self.rewards if reward is not None]
+        return sum(rewards) if rewards else None
 
     @property
     def last_turn_start(self) -> int:
@@ -228,15 +228,15 @@ class Response:
         if not self.episode.forks:
             columns["teacher_log_probs_R"] = teacher_log_probs[0] if teacher_log_probs else None
             return [Rollout(**columns, finish_reason=self.finish_reason, **rewards)]
-        last, found = self.branch, []
+        last, rollouts = self.branch, []
         for number, (branch, first_R) in enumerate(self.tree.trained):
             own: dict[str, Any] = {name: None if x is None else branch.of(x) for name, x in columns.items()}
             own["loss_mask_R"] = first_R if own["loss_mask_R"] is None else own["loss_mask_R"] & first_R
             own["teacher_log_probs_R"] = teacher_log_probs[number] if teacher_log_probs else None
             reason = self.finish_reason if branch == last else "stop"
             place: dict[str, Any] = {"branch": number, "has_prompt": branch.has_prompt}
-            found.append(Rollout(**own, finish_reason=reason, **rewards, **place))
-        return found
+            rollouts.append(Rollout(**own, finish_reason=reason, **rewards, **place))
+        return rollouts
 
 
 @dataclass(frozen=True)
@@ -420,5 +420,5 @@ def _counts(versions_R: np.ndarray) -> dict[int, int]:
     first = versions_R[:1]
     if (versions_R == first).all():  # the common case, several times as fast
         return dict.fromkeys(first.tolist(), len(versions_R))
-    found, counts = np.unique(versions_R, return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+    versions, counts = np.unique(versions_R, return_counts=True)
+    return dict(zip(versions.tolist(), counts.tolist(), strict=True))

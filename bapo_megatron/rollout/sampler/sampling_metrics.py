@@ -35,7 +35,7 @@ def sampler_metrics(
     all groups that were scored since the last batch, before uniform ones are dropped: so the filter does not
     bias them. Counts from the start of the run: sampled = trained + dropped + kept (``sampler/tokens_*``).
     """
-    trained, scored = [one.summary for one in chosen], sampler_state.scored
+    trained, scored = [item.summary for item in chosen], sampler_state.scored
     tokens = sum(group.tokens for group in chosen)
     dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
     sampled = group_metrics(scored, reward, sources)
@@ -65,7 +65,7 @@ def _counts(trained: Sequence[GroupSummary], scored: Sequence[GroupSummary]) -> 
 
 
 def _of(groups: Sequence[GroupSummary], source: str) -> list[GroupSummary]:
-    return [one for one in groups if one.source == source]
+    return [group for group in groups if group.source == source]
 
 
 def group_metrics(
@@ -82,12 +82,12 @@ def group_metrics(
         shown = [group.trained for group in groups] if trained_only else groups
         return {**rollout_metrics(groups, reward, trained_only), **episode_metrics(shown)}
 
-    found = metrics(groups)
+    values = metrics(groups)
     for source in sources:
         own = metrics(_of(groups, source))
         named = {name: value for name, value in own.items() if not name.startswith("time/")}
-        found |= {f"source/{source}/{name}": value for name, value in named.items()}
-    return found
+        values |= {f"source/{source}/{name}": value for name, value in named.items()}
+    return values
 
 
 def rollout_metrics(
@@ -99,9 +99,9 @@ def rollout_metrics(
     score, the reward without penalties, is nearer to ``reward.correct`` than to
     ``reward.wrong``. A mean over nothing is None. Lengths are in tokens.
     """
-    groups = sorted(groups, key=lambda one: one.number)
+    groups = sorted(groups, key=lambda summary: summary.number)
     responses = sum(len(group.rewards) for group in groups)
-    scored = [one for group in groups if (one := group.trained).rewards]
+    scored = [summary for group in groups if (summary := group.trained).rewards]
     rewards = np.array([value for group in scored for value in group.rewards], float)
     scores = np.array([value for group in scored for value in group.scores or group.rewards], float)
     correct = np.abs(scores - reward.correct) < np.abs(scores - reward.wrong)
@@ -116,8 +116,8 @@ def rollout_metrics(
     return {
         "reward/mean": _array_mean(rewards),
         "reward/correct_fraction": _array_mean(correct),
-        "reward/solved_none": _array_mean(np.array([not one.any() for one in correct_by_group])),
-        "reward/solved_all": _array_mean(np.array([one.all() for one in correct_by_group])),
+        "reward/solved_none": _array_mean(np.array([not summary.any() for summary in correct_by_group])),
+        "reward/solved_all": _array_mean(np.array([summary.all() for summary in correct_by_group])),
         "reward/failures": float(failures),
         "reward/failed_fraction": failures / responses if responses else None,
         "reward/timeouts": float(sum(group.failures.count("time") for group in groups)),
@@ -151,39 +151,41 @@ def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
     - ``episode/NAME``: a metric of the environment's own, mean over the episodes that report it
     """
     scored = [group for group in scored if group.episodes]
-    episodes = [one for group in scored for one in group.episodes]
+    episodes = [episode for group in scored for episode in group.episodes]
     if not episodes:
         return {}
     sampled = sum(length for group in scored for length in group.lengths)
     reasons = [reason for group in scored for reason in group.reasons]
-    given = sum(one["given"] for one in episodes)
-    found: Metrics = {
-        "environment/turns_mean": _mean(one["turns"] for one in episodes),
-        "environment/turns_max": float(max(one["turns"] for one in episodes)),
-        "environment/steps_mean": _mean(len(one["rewards"]) for one in episodes),
-        "time/environment_s": _mean(one["seconds"] for one in episodes),
+    given = sum(episode["given"] for episode in episodes)
+    values_by_name: Metrics = {
+        "environment/turns_mean": _mean(episode["turns"] for episode in episodes),
+        "environment/turns_max": float(max(episode["turns"] for episode in episodes)),
+        "environment/steps_mean": _mean(len(episode["rewards"]) for episode in episodes),
+        "time/environment_s": _mean(episode["seconds"] for episode in episodes),
         "environment/given_share": given / max(1, given + sampled),
-        "environment/failures": float(sum(one["failure"] is not None for one in episodes)),
-        "environment/restarts": float(sum(one["restarts"] for one in episodes)),
+        "environment/failures": float(sum(episode["failure"] is not None for episode in episodes)),
+        "environment/restarts": float(sum(episode["restarts"] for episode in episodes)),
     }
-    if any("branches" in one for one in episodes):
-        branches = [one.get("branches", 1) for one in episodes]
-        found["environment/branches_mean"] = _mean(branches)
-        found["environment/branches_max"] = float(max(branches))
-        found["environment/branches_rewritten"] = float(sum(one.get("rewritten", 0) for one in episodes))
+    if any("branches" in episode for episode in episodes):
+        branches = [episode.get("branches", 1) for episode in episodes]
+        values_by_name["environment/branches_mean"] = _mean(branches)
+        values_by_name["environment/branches_max"] = float(max(branches))
+        values_by_name["environment/branches_rewritten"] = float(
+            sum(episode.get("rewritten", 0) for episode in episodes)
+        )
     for reason in get_args(FinishReason):
         if reason != "abort":  # of a request, never of a response
-            found[f"environment/finish_{reason}"] = reasons.count(reason) / len(reasons)
-    for turn in range(max(len(one["rewards"]) for one in episodes)):
-        rewards = [one["rewards"][turn] for one in episodes if turn < len(one["rewards"])]
+            values_by_name[f"environment/finish_{reason}"] = reasons.count(reason) / len(reasons)
+    for turn in range(max(len(episode["rewards"]) for episode in episodes)):
+        rewards = [episode["rewards"][turn] for episode in episodes if turn < len(episode["rewards"])]
         if values := [reward for reward in rewards if reward is not None]:
-            found[f"environment/reward_turn_{turn + 1}"] = _mean(values)
-    for name in sorted({name for one in episodes for name in one["metrics"]}):
-        values = [one["metrics"][name] for one in episodes if name in one["metrics"]]
-        found[REPORTED + name] = _mean(values)
-    return found
+            values_by_name[f"environment/reward_turn_{turn + 1}"] = _mean(values)
+    for name in sorted({name for episode in episodes for name in episode["metrics"]}):
+        values = [episode["metrics"][name] for episode in episodes if name in episode["metrics"]]
+        values_by_name[REPORTED + name] = _mean(values)
+    return values_by_name
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return float(sum(found) / len(found))
+    numbers = list(values)
+    return float(sum(numbers) / len(numbers))

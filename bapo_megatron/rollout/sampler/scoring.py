@@ -63,19 +63,19 @@ class GroupScorer:
     def rewards(self, results: Sequence[RewardResult]) -> list[float | None]:
         """The rewards of a group; None for a failed response that is left out of it."""
         leaves_out = self._reward.on_failure == "leave_out"
-        return [None if one.failure and leaves_out else one.reward for one in results]
+        return [None if result.failure and leaves_out else result.reward for result in results]
 
     async def score(self, group: OpenGroup) -> list[RewardResult]:
         """The results of a complete group, in the order of its responses."""
         prompt = self._dataset.prompts[group.index]
         judged = await asyncio.to_thread(self._judged, prompt, group)  # it takes a while for long responses
         return await asyncio.gather(
-            *(response_score(self._scorer, *one, self._reward.failed) for one in judged)
+            *(response_score(self._scorer, *arguments, self._reward.failed) for arguments in judged)
         )
 
     def _judged(self, prompt: Prompt, group: OpenGroup) -> list[tuple[Prompt, Response, str]]:
         texts = self._dataset.texts([response.last_turn_R for response in group.responses])
-        prompts = [judged_prompt(self._dataset.tokenizer, prompt, one) for one in group.responses]
+        prompts = [judged_prompt(self._dataset.tokenizer, prompt, text) for text in group.responses]
         return list(zip(prompts, group.responses, texts, strict=True))
 
 
@@ -119,10 +119,10 @@ async def text_score(scorer: Scorer, prompt: Prompt, text: str, tokens: int, fai
     return _finite(await scorer.score(prompt, text, tokens), failed)
 
 
-def _finite(found: RewardResult, failed: float) -> RewardResult:
-    if abs(found.reward) <= LARGEST_REWARD:
-        return found
-    return RewardResult(failed, "not finite", f"{found.reward:g}: a reward may be as large as 1e18")
+def _finite(result: RewardResult, failed: float) -> RewardResult:
+    if abs(result.reward) <= LARGEST_REWARD:
+        return result
+    return RewardResult(failed, "not finite", f"{result.reward:g}: a reward may be as large as 1e18")
 
 
 ScoredGroup = tuple[OpenGroup, list[RewardResult]]
@@ -161,7 +161,7 @@ class FailedScores:
 
     def begin(self, sampler_state: SamplerState) -> None:
         """Skip the check of the first step if the journal has a step, or a score that succeeded."""
-        succeeded = any(len(one.failures) < len(one.rewards) for one in sampler_state.scored)
+        succeeded = any(len(summary.failures) < len(summary.rewards) for summary in sampler_state.scored)
         self._has_scores = sampler_state.served > 0 or succeeded
 
     @property
@@ -177,7 +177,7 @@ class FailedScores:
         ``is_last_try``: they count, unless so many groups have failed in a row that what scores is out: a
         score before that says nothing. ConfigError if all scores of a first step's groups failed.
         """
-        if any(one.failure is None for one in results):
+        if any(result.failure is None for result in results):
             self.scores += 1
             self._has_scores = True
             self._failed.clear()
@@ -190,7 +190,9 @@ class FailedScores:
             return True
         self._waiting[group.number] = group, results
         if not self._has_scores and len(self._waiting) >= self._groups_per_step:
-            raise ConfigError(_all_failed([one for _, found in self._waiting.values() for one in found]))
+            raise ConfigError(
+                _all_failed([result for _, waiting in self._waiting.values() for result in waiting])
+            )
         if self._has_scores and is_new and len(self._failed) == self._outage_groups:
             self._report("reward_outage", detail=f"{self._told}; tried for {self._outage_minutes:g} minutes")
         return False
@@ -230,7 +232,7 @@ class FailedScores:
 
 def _all_failed(results: list[RewardResult]) -> str:
     first = results[0]
-    if all(one.failure == "environment" for one in results):
+    if all(result.failure == "environment" for result in results):
         return (
             f"the environment of all {len(results)} responses of the first step failed, the first with\n\n"
             f"{first.detail}\n\nNothing was trained. Mend environment.function or environment.settings, or "

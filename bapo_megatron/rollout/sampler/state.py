@@ -239,7 +239,7 @@ class SamplerState:
             "first_step_of": sorted(self._first_step_of.items()),
             "tokens": dict(self.tokens),
             "trained": sorted(self._trained.items()),
-            "judged": [one.stored for one in self.scored],  # the key of earlier versions
+            "judged": [summary.stored for summary in self.scored],  # the key of earlier versions
             "dropped": dict(self.dropped),
         }
         return Record("state", fields, {})
@@ -315,7 +315,7 @@ class SamplerState:
         if group is None or not group.is_complete:
             return
         rewards, failures = record.fields["rewards"], record.fields["failures"]
-        lengths_B = [[one.tokens for one in response.tree.branches] for response in group.responses]
+        lengths_B = [[item.tokens for item in response.tree.branches] for response in group.responses]
         taught = record.arrays.get(TEACHER_LOG_PROBS)
         columns = [None] * len(rewards) if taught is None else _split(taught, lengths_B)
         named = record.fields.get("named") or [{}] * len(rewards)
@@ -324,18 +324,20 @@ class SamplerState:
             for response, reward, column, each in zip(group.responses, rewards, columns, named, strict=True)
             if reward is not None
         ]
-        rollouts = tuple(one for response, *rest in scored for one in response.rollouts(*rest))
+        rollouts = tuple(item for response, *rest in scored for item in response.rollouts(*rest))
         tokens = sum(response.sampled_tokens for response, *_ in scored)
         if left_out := group.tokens - tokens:
             self.tokens["dropped_failed"] += left_out
         lengths = [response.sampled_tokens for response in group.responses]
         reasons = [str(response.finish_reason) for response in group.responses]
         source = self._prompts[group.index].source
-        found = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
+        summary_of_group = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
         if self._is_in_environment(source):
-            found = found._replace(episodes=[summary(response) for response in group.responses])
-        found = found._replace(scores=record.fields.get("scores", ()))
-        self.scored.append(found)
+            summary_of_group = summary_of_group._replace(
+                episodes=[summary(response) for response in group.responses]
+            )
+        summary_of_group = summary_of_group._replace(scores=record.fields.get("scores", ()))
+        self.scored.append(summary_of_group)
         del self.open[group.number]
         self.finished[group.number] = FinishedGroup(
             group.number,
@@ -344,7 +346,7 @@ class SamplerState:
             Group(self._prompts[group.index], rollouts),
             tokens,
             min((version for response, *_ in scored for version in response.tokens_by_version), default=0),
-            found,
+            summary_of_group,
         )
 
     def _on_dropped(self, record: Record) -> None:
@@ -385,8 +387,8 @@ class SamplerState:
         self._newest = max(self._newest, version)
         self._version = version
         if len(self._step_of) > 2 * KEPT_STEPS:
-            self._step_of = {one: at for one, at in self._step_of.items() if at > step - KEPT_STEPS}
-            self._first_step_of = {one: self._first_step_of[one] for one in self._step_of}
+            self._step_of = {known: at for known, at in self._step_of.items() if at > step - KEPT_STEPS}
+            self._first_step_of = {known: self._first_step_of[known] for known in self._step_of}
 
     def _is_in_environment(self, source: str) -> bool:
         named = self._identity.get(ENVIRONMENT)

@@ -136,27 +136,29 @@ def _example(
     """``values``: those of an array from a place on, by its name, place and count; None without the array."""
     prompts = [0, *accumulate(group["prompt"]["token_ids_P"] for group in groups)]
     listed = [
-        (number, *_with_branch(one)) for number, group in enumerate(groups) for one in group["rollouts"]
+        (number, *_with_branch(entry)) for number, group in enumerate(groups) for entry in group["rollouts"]
     ]
     starts = [0, *accumulate(length for _, length, *_ in listed)]
     array = RESPONSE_COLUMNS["loss_mask_R"].array
-    masks = (values(array, starts[place], one[1]) for place, one in enumerate(listed))
-    given = (place for place, mask_R in enumerate(masks) if mask_R is not None and not mask_R.all())
-    first = next((place for place, one in enumerate(listed[1:]) if one[4]), None)
-    chosen = next(given, 0) if first is None else first
+    masks = (values(array, starts[place], entry[1]) for place, entry in enumerate(listed))
+    with_observations = (
+        place for place, mask_R in enumerate(masks) if mask_R is not None and not mask_R.all()
+    )
+    first = next((place for place, entry in enumerate(listed[1:]) if entry[4]), None)
+    chosen = next(with_observations, 0) if first is None else first
     group = listed[chosen][0]
-    found: list[Rollout] = []
+    rollouts: list[Rollout] = []
     for place, (_, length, reason, reward, branch, has_prompt) in enumerate(listed[chosen:], chosen):
-        if found and not branch:
+        if rollouts and not branch:
             break
         columns: dict[str, Any] = {
             name: values(column.array, starts[place], length) for name, column in RESPONSE_COLUMNS.items()
         }
         about: dict[str, Any] = {"finish_reason": reason, "reward": reward, "branch": branch}
-        found.append(Rollout(**columns, **about, has_prompt=has_prompt))
+        rollouts.append(Rollout(**columns, **about, has_prompt=has_prompt))
     ids_P = values(PROMPTS, prompts[group], prompts[group + 1] - prompts[group])
     assert ids_P is not None, "all step files have it"
-    return ids_P, found
+    return ids_P, rollouts
 
 
 def _values(
@@ -205,7 +207,7 @@ class StepFiles:
         missing, served = [], sampler_state.served
         outstanding = {*sampler_state.open, *sampler_state.finished}
         unrecorded = sampler_state.unrecorded
-        for step in (one for one in steps_in(self._folder) if one > served or one in unrecorded):
+        for step in (stored for stored in steps_in(self._folder) if stored > served or stored in unrecorded):
             try:
                 numbers = step_groups(self._folder, step)
             except ConfigError as error:
@@ -297,10 +299,10 @@ def _write_routes(
         return {}, {}
     row = known[0].shape[1:]
     parts = [
-        np.full((len(one.token_ids_R), *row), unknown_expert(known[0].dtype), known[0].dtype)
-        if one.routes_R is None
-        else one.routes_R
-        for one in rollouts
+        np.full((len(item.token_ids_R), *row), unknown_expert(known[0].dtype), known[0].dtype)
+        if item.routes_R is None
+        else item.routes_R
+        for item in rollouts
     ]
     crcs = write_routes(routes_path(directory, step), parts)
     about = {"routes": {"dtype": known[0].dtype.str, "layers": row[0], "per_token": row[1]}}
@@ -324,14 +326,14 @@ def _group_header(group: Group) -> dict[str, Any]:
     for unneeded in ("opens_thinking", "reward", "messages", "turns"):  # the rewards are known
         del prompt[unneeded]
     named = [dict(r.named_rewards) for r in group.rollouts]
-    rollouts = [_listed(one) for one in group.rollouts]
+    rollouts = [_listed(rollout) for rollout in group.rollouts]
     return {"prompt": prompt, "rollouts": rollouts, **({"named_rewards": named} if any(named) else {})}
 
 
 def _listed(rollout: Rollout) -> tuple[Any, ...]:
     """The numbers of a rollout. Those of its branch come last, and only if there are several."""
-    found = (len(rollout.token_ids_R), rollout.finish_reason, float(rollout.reward))
-    return (*found, rollout.branch, rollout.has_prompt) if rollout.branch or not rollout.has_prompt else found
+    entry = (len(rollout.token_ids_R), rollout.finish_reason, float(rollout.reward))
+    return (*entry, rollout.branch, rollout.has_prompt) if rollout.branch or not rollout.has_prompt else entry
 
 
 def _with_branch(listed: Sequence[Any]) -> tuple[int, FinishReason, float, int, bool]:
@@ -341,13 +343,13 @@ def _with_branch(listed: Sequence[Any]) -> tuple[int, FinishReason, float, int, 
 
 def _batch(arrays: dict[str, np.ndarray], routes: Path) -> StepBatch:
     header = json.loads(arrays["header"].tobytes())
-    listed = [_with_branch(one) for group in header["groups"] for one in group["rollouts"]]
+    listed = [_with_branch(entry) for group in header["groups"] for entry in group["rollouts"]]
     tokens = ResponseTokens.split(arrays, (length for length, *_ in listed))
-    stored = _stored_routes(routes, header.get("routes"), [one[0] for one in listed], arrays)
-    named = [one for group in header["groups"] for one in _named_rewards(group)]
+    stored = _stored_routes(routes, header.get("routes"), [entry[0] for entry in listed], arrays)
+    named = [entry for group in header["groups"] for entry in _named_rewards(group)]
     rollouts = (
         Rollout(
-            **found.columns,
+            **example.columns,
             finish_reason=reason,
             reward=reward,
             stored_routes=where,
@@ -355,7 +357,7 @@ def _batch(arrays: dict[str, np.ndarray], routes: Path) -> StepBatch:
             branch=branch,
             has_prompt=own,
         )
-        for found, (_, reason, reward, branch, own), where, each in zip(
+        for example, (_, reason, reward, branch, own), where, each in zip(
             tokens, listed, stored, named, strict=True
         )
     )

@@ -61,9 +61,9 @@ def _group_header(group: Group) -> GroupHeader:
     responses = tuple(
         _response_header(rollout, ids_P if rollout.has_prompt else ids_P[:0]) for rollout in group.rollouts
     )
-    found = GroupHeader(group.prompt.source, len(ids_P), responses)
-    cut = (any(one.is_cut for one in rows) for rows in found.episodes for _ in rows)
-    return found._replace(responses=tuple(one._replace(is_cut=next(cut)) for one in responses))
+    header = GroupHeader(group.prompt.source, len(ids_P), responses)
+    cut = (any(response.is_cut for response in rows) for rows in header.episodes for _ in rows)
+    return header._replace(responses=tuple(response._replace(is_cut=next(cut)) for response in responses))
 
 
 def _response_header(rollout: Rollout, ids_P: np.ndarray) -> ResponseHeader:
@@ -91,10 +91,10 @@ def _response_header(rollout: Rollout, ids_P: np.ndarray) -> ResponseHeader:
 
 def checksum(ids_P: np.ndarray, tokens: ResponseTokens) -> int:
     """CRC-32 of a prompt's ids and all columns of a response, in their order, as files have them."""
-    found = zlib.crc32(ids_P.data)
+    total = zlib.crc32(ids_P.data)
     for array in tokens.arrays.values():
-        found = zlib.crc32(array.data, found)
-    return found
+        total = zlib.crc32(array.data, total)
+    return total
 
 
 def column_file(path: Path, file: BinaryIO, archive: ZipFile) -> ColumnFile:
@@ -136,7 +136,7 @@ class StepColumns:
         self._header, self._limit_s = header, limit_s
         self._prompts = [0, *accumulate(group.prompt_tokens for group in header.groups)]
         """Place of each group's prompt among the ids of all prompts."""
-        tokens = (one.tokens for group in header.groups for one in group.responses)
+        tokens = (response.tokens for group in header.groups for response in group.responses)
         self._responses = [0, *accumulate(tokens)]
         """Place of each response among the tokens of all responses."""
         self._first = [0, *accumulate(len(group.responses) for group in header.groups)]

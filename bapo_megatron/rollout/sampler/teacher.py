@@ -58,7 +58,9 @@ class Teacher:
     async def open(self, dataset: Dataset) -> None:
         """Wait for the servers, and compare vocabularies. RunStopped if one is not there, ConfigError if one
         has another vocabulary."""
-        texts = [dataset.tokenizer.decode(one.token_ids_P.tolist()) for one in dataset.prompts[:_PROBES]]
+        texts = [
+            dataset.tokenizer.decode(prompt.token_ids_P.tolist()) for prompt in dataset.prompts[:_PROBES]
+        ]
         for client in self._tokenizers:
             try:
                 await client.connect()
@@ -157,7 +159,7 @@ class GroupTeacher:
             for response in group.responses
             for branch in response.tree.branches
         ]
-        return await asyncio.gather(*(self._of_branch(*one) for one in asked))
+        return await asyncio.gather(*(self._of_branch(*arguments) for arguments in asked))
 
     async def _of_branch(self, prompt: np.ndarray, ids_R: np.ndarray) -> np.ndarray:
         if len(prompt):

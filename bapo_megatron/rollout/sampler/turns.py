@@ -96,8 +96,11 @@ def turn_takers(
     environments: Environments, dataset: Dataset, max_response_tokens: int
 ) -> dict[str, TurnTaker]:
     """A ``TurnTaker`` for each environment, by the sources' names; sources that share one share it."""
-    made = {id(one): TurnTaker(one, dataset, max_response_tokens) for one in environments.values()}
-    return {source: made[id(one)] for source, one in environments.items()}
+    made = {
+        id(environment): TurnTaker(environment, dataset, max_response_tokens)
+        for environment in environments.values()
+    }
+    return {source: made[id(environment)] for source, environment in environments.items()}
 
 
 class TurnTaker:
@@ -205,21 +208,21 @@ class TurnTaker:
         if not self._stepping.wants_tokens:
             return text
         ids = so_far.token_ids_R[start:end].tolist()
-        texts = self._dataset.tokenizer.batch_decode([[one] for one in ids])
+        texts = self._dataset.tokenizer.batch_decode([[token] for token in ids])
         tokens = zip(ids, texts, so_far.log_probs_R[start:end].tolist(), strict=True)
         branch = response.tree.to([*response.tree.ends].index(end))
         before = branch.tokens - len(ids) + (len(prompt.token_ids_P) if branch.has_prompt else 0)
         return SampledTurn.of(text, before, tokens)
 
     def _turns(self, prompt: Prompt, response: Response) -> list[Turn]:
-        start, found = 0, []
+        start, turns = 0, []
         for end, text in response.episode.turns:
             if text is None:
-                found.append(Turn("sampled", self._sampled(prompt, response, start, end)))
+                turns.append(Turn("sampled", self._sampled(prompt, response, start, end)))
             else:
-                found.append(Turn("given", text))
+                turns.append(Turn("given", text))
             start = end
-        return found
+        return turns
 
 
 class _Given(NamedTuple):
@@ -292,21 +295,22 @@ def check_environments(config: RunConfig, tokenizer: Any, begun: bool = False) -
 
     ConfigError as ``check_environment``, with the field.
     """
-    found: dict[str, Tools] = {}
+    tools: dict[str, Tools] = {}
     for source, environment in _distinct(config.environments).items():
         with _naming_field_of(source, config):
-            found[source] = check_environment(environment, config.model.hf_path, tokenizer, begun)
-    return _for_all_sources(found, config.environments)
+            tools[source] = check_environment(environment, config.model.hf_path, tokenizer, begun)
+    return _for_all_sources(tools, config.environments)
 
 
 def tools_of(config: RunConfig) -> dict[str, Tools]:
     """The tools of the environment of each source, from the classes in a worker. ConfigError if one is not
     there."""
     distinct = _distinct(config.environments)
-    found: dict[str, Tools] = {
-        name: read_traits(one).tools if one.function else () for name, one in distinct.items()
+    tools: dict[str, Tools] = {
+        name: read_traits(environment).tools if environment.function else ()
+        for name, environment in distinct.items()
     }
-    return _for_all_sources(found, config.environments)
+    return _for_all_sources(tools, config.environments)
 
 
 async def open_environment(
@@ -349,23 +353,23 @@ async def open_environments(
                 environment, config.model.hf_path, tokenizer, report, opened, logs_dir
             )
         started[source] = made and replace(made, tokenizing=tokenizing)
-    found = _for_all_sources(started, config.environments)
-    return {name: stepping for name, stepping in found.items() if stepping is not None}
+    stepping_of = _for_all_sources(started, config.environments)
+    return {name: stepping for name, stepping in stepping_of.items() if stepping is not None}
 
 
 def _distinct(environments: Mapping[str, EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
     """The first source of each environment, with it."""
-    found: dict[str, EnvironmentConfig] = {}
+    distinct: dict[str, EnvironmentConfig] = {}
     for source, environment in environments.items():
-        if environment not in found.values():
-            found[source] = environment
-    return found
+        if environment not in distinct.values():
+            distinct[source] = environment
+    return distinct
 
 
-def _for_all_sources(found: Mapping[str, T], environments: Mapping[str, EnvironmentConfig]) -> dict[str, T]:
+def _for_all_sources(values: Mapping[str, T], environments: Mapping[str, EnvironmentConfig]) -> dict[str, T]:
     """What was found for the sources of ``_distinct``, for all sources with an equal environment."""
     return {
-        name: next(value for first, value in found.items() if environments[first] == environment)
+        name: next(value for first, value in values.items() if environments[first] == environment)
         for name, environment in environments.items()
     }
 
@@ -378,7 +382,7 @@ _FIELD = re.compile(rf"(?<![\w.\]])environment\.(?=({_NAMES})\b)")
 @contextmanager
 def _naming_field_of(source: str, config: RunConfig) -> Iterator[None]:
     """A ConfigError of an environment names the source's own fields, if it has some."""
-    owners = {one.name for one in config.data.sources if one.environment is not None}
+    owners = {owner.name for owner in config.data.sources if owner.environment is not None}
     try:
         yield
     except ConfigError as error:

@@ -83,9 +83,9 @@ class WriteAheadLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = FileIO(path, "ab")
-        held = self._file.seek(0, os.SEEK_END)
-        self.size = _whole_end(path) if held else 0
-        if held > self.size:
+        end = self._file.seek(0, os.SEEK_END)
+        self.size = _whole_end(path) if end else 0
+        if end > self.size:
             self._file.truncate(self.size)
 
     def write(self, records: Iterable[Record]) -> None:
@@ -138,9 +138,9 @@ def read_records(path: Path) -> Iterator[Record | Damage]:
         commit: list[Record] = []
         """The records of a commit whose last record is not read yet."""
         while at < len(content):
-            found, end = _record_at(content, at)
-            if found is not None:
-                commit.append(found)
+            record, end = _record_at(content, at)
+            if record is not None:
+                commit.append(record)
                 if content[at : at + len(_LAST)] == _LAST:
                     yield from commit
                     commit.clear()
@@ -160,9 +160,9 @@ def read_records(path: Path) -> Iterator[Record | Damage]:
 def _whole_end(path: Path) -> int:
     """The end of the last complete commit; the rest is a torn tail."""
     end = 0
-    for found in read_records(path):
-        if isinstance(found, Record):
-            end = found.offset + len(encode(found))
+    for record in read_records(path):
+        if isinstance(record, Record):
+            end = record.offset + len(encode(record))
     return end
 
 
@@ -224,12 +224,14 @@ class SegmentJournal:
         damage: list[str] = []
         for path in self._paths():
             groups = self._groups[path] = set()
-            for found in read_records(path):
-                if isinstance(found, Damage):
-                    damage.append(f"{path}: {found.size} bytes at offset {found.offset} are {found.reason}")
+            for record in read_records(path):
+                if isinstance(record, Damage):
+                    damage.append(
+                        f"{path}: {record.size} bytes at offset {record.offset} are {record.reason}"
+                    )
                 else:
-                    groups.update(_group_numbers(found))
-                    apply(found)
+                    groups.update(_group_numbers(record))
+                    apply(record)
         return damage
 
     def rotate(self, snapshot: Record, *more: Record) -> None:

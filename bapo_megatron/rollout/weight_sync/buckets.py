@@ -29,13 +29,13 @@ class Bucket:
     """Whether the payload is the weight itself, not a copy: valid until the weights' iterator moves on."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        found, start = [], 0
+        tensors, start = [], 0
         for name, dtype, shape in zip(self.spec.names, self.spec.dtypes, self.spec.shapes, strict=True):
             kind: torch.dtype = getattr(torch, dtype)
             end = start + math.prod(shape) * kind.itemsize
-            found.append((name, self.payload_B[start:end].view(kind).view(shape)))
+            tensors.append((name, self.payload_B[start:end].view(kind).view(shape)))
             start = end
-        return found
+        return tensors
 
 
 Allocate = Callable[[int], Tensor]

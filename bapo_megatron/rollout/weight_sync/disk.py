@@ -69,8 +69,8 @@ class Sender(WeightSync, Protocol):
 
 def sender_class(sync: str) -> type[Sender]:
     """The class of the sender of the transport ``sync``, by ``config/transports.py``."""
-    found: type[Sender] = load_dotted_path("sync", TRANSPORTS[sync].sender, "class")
-    return found
+    sender: type[Sender] = load_dotted_path("sync", TRANSPORTS[sync].sender, "class")
+    return sender
 
 
 class DiskSync:
@@ -227,9 +227,9 @@ class WeightStaging:
         with writing(f"weights of version {version}", final):
             for name, (size, _) in files.items():
                 path = temporary / name
-                found = path.stat().st_size if path.is_file() else None
-                if found != size:
-                    seen = "is not seen" if found is None else f"has {found} of its {size} bytes"
+                actual = path.stat().st_size if path.is_file() else None
+                if actual != size:
+                    seen = "is not seen" if actual is None else f"has {actual} of its {size} bytes"
                     raise ConfigError(
                         f"{path} {seen} on rank 0's machine: the run directory must be on a disk that the "
                         f"machines of all ranks share"

@@ -125,8 +125,8 @@ class IpcSync:
             watched = DigestingIterator(weights, self._make_digester)
             lent = _handles_by_bucket(self._buckets.cut(self._disk.checked(iter(watched))), readers)
             # In lockstep on all ranks: a server loads a bucket with the handles of all its GPUs at once.
-            while going and (found := on_all_ranks(lambda: next(lent, None)))[0] is not None:
-                handles = {reader: one for some in found for reader, one in (some or {}).items()}
+            while going and (parts := on_all_ranks(lambda: next(lent, None)))[0] is not None:
+                handles = {reader: handle for some in parts for reader, handle in (some or {}).items()}
                 going = self._call_engines(partial(self._deliver, going, handles))
             if not going:
                 return []
@@ -151,8 +151,8 @@ class IpcSync:
     def _call_engines(self, call: Callable[[SamplerClient], T]) -> T:
         """``call`` on rank 0, its result broadcast to every rank; all raise if it fails."""
         engines = self._engines
-        found: list[Any] = on_all_ranks(lambda: call(engines) if engines is not None else None)
-        return found[0]  # type: ignore[no-any-return]
+        answers: list[Any] = on_all_ranks(lambda: call(engines) if engines is not None else None)
+        return answers[0]  # type: ignore[no-any-return]
 
     def _readers(self, names: Sequence[str]) -> list[_Reader]:
         """The readers of this rank's memory: the engine processes on its GPU; on a CPU, with its number.

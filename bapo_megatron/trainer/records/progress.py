@@ -57,7 +57,7 @@ def numbered_line(step: int, total_steps: int, parts: Sequence[str]) -> str:
 def notes(metrics: Metrics) -> list[str]:
     """Notes on a step: scores and environments that failed and groups that were dropped since the step
     before, and the reason why it made no update."""
-    found: list[str] = []
+    notes: list[str] = []
     scored, all_failed = (
         metrics.get("rollout/groups_sampled"),
         _sampled(metrics, "reward/failed_fraction") == 1.0,
@@ -65,13 +65,13 @@ def notes(metrics: Metrics) -> list[str]:
     failed, uniform = _failed(metrics), metrics.get("rollout/groups_dropped") or 0.0
     unscored = metrics.get("rollout/groups_failed") or 0.0
     if not all_failed:
-        found.extend(failed)
+        notes.extend(failed)
         if scored and 0 < uniform + unscored < scored:
-            found.append(_kept(metrics, scored, scored - uniform - unscored))
+            notes.append(_kept(metrics, scored, scored - uniform - unscored))
     if stale := metrics.get("rollout/groups_stale"):
-        found.append(f"{stale:.0f} groups too old")
+        notes.append(f"{stale:.0f} groups too old")
     if metrics.get("policy/updates") != 0.0:
-        return found
+        return notes
     if all_failed:
         why = "all " + ", ".join(failed)
     elif metrics.get("rollout/groups"):
@@ -82,7 +82,7 @@ def notes(metrics: Metrics) -> list[str]:
         why = f"{uniform:.0f} groups uniform, {unscored:.0f} with too few scores"
     else:
         why = "no group is left"
-    return [*found, f"no update: {why}"]
+    return [*notes, f"no update: {why}"]
 
 
 def _kept(metrics: Metrics, scored: float, kept: float) -> str:
@@ -112,11 +112,11 @@ def evaluation_line(step: int, metrics: Metrics) -> str:
     """The line of a held-out evaluation: each suite's avg@n with its interval, and the mean of several."""
     parts = []
     for metric, value in metrics.items():
-        if found := _AVERAGE.fullmatch(metric):
-            text = f"{found['suite']} {found['name']} {number_text(value, '.1%')}"
+        if match := _AVERAGE.fullmatch(metric):
+            text = f"{match['suite']} {match['name']} {number_text(value, '.1%')}"
             if (low := metrics.get(f"{metric}_low")) is not None:
                 text += f" ({low:.1%} to {number_text(metrics.get(f'{metric}_high'), '.1%')})"
-            if unjudged := metrics.get(f"eval/{found['suite']}/unjudged"):
+            if unjudged := metrics.get(f"eval/{match['suite']}/unjudged"):
                 text += f", {unjudged:.1%} not judged"
             parts.append(text)
     if len(parts) > 1:

@@ -206,7 +206,7 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             "algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not depend on the "
             "reference, so it holds the policy to nothing: take k2 or k3, or place=reward"
         )
-    pays_wrong = any(one in (*REWARD_FUNCTIONS, "llm_judge") for one in config.reward_functions)
+    pays_wrong = any(function in (*REWARD_FUNCTIONS, "llm_judge") for function in config.reward_functions)
     if pays_wrong and reward.on_failure == "value" and reward.failed > reward.wrong:
         yield (
             f"reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a response that hangs "
@@ -263,13 +263,15 @@ def _named_rewards(header: StepHeader) -> Metrics:
     """Means of the named rewards of a step's episodes; none where rewards have no names."""
     each = [rows[0].named_rewards for group in header.groups for rows in group.episodes]
     names = sorted({name for named in each for name in named})
-    return {f"reward/named/{name}": sum(one.get(name, 0.0) for one in each) / len(each) for name in names}
+    return {
+        f"reward/named/{name}": sum(rewards.get(name, 0.0) for rewards in each) / len(each) for name in names
+    }
 
 
 def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:
     """Mean of each metric over the updates that have it (maximum if its name ends so); None if none has."""
-    found = (name for update in updates for name in update if "/" in name)  # not `epoch`, `version`
-    names = dict.fromkeys([*expected, *found])
+    logged = (name for update in updates for name in update if "/" in name)  # not `epoch`, `version`
+    names = dict.fromkeys([*expected, *logged])
     means: Metrics = {}
     for name in names:
         values = [value for update in updates if (value := update.get(name)) is not None]

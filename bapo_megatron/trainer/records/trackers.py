@@ -222,9 +222,9 @@ class MlflowTracker:
             if experiment
             else self._client.create_experiment(run.project, artifact_location=artifacts)
         )
-        found = self._client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
-        if found:
-            stored = found[0]
+        runs = self._client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
+        if runs:
+            stored = runs[0]
             self._client.update_run(stored.info.run_id, status="RUNNING")
         else:
             stored = self._client.create_run(number, run_name=run.name, tags={_TAG: run.id})
@@ -233,7 +233,9 @@ class MlflowTracker:
         self._write_params({name: value for name, value in run.config.items() if name not in known})
 
     def last_step(self) -> int | None:
-        return max((one.step for one in self._client.get_metric_history(self._id, _STEP_MARK)), default=-1)
+        return max(
+            (point.step for point in self._client.get_metric_history(self._id, _STEP_MARK)), default=-1
+        )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         now = int(time.time() * 1000)

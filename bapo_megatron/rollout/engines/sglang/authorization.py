@@ -48,14 +48,14 @@ def status_with(url: str, key: str | None = None) -> int | None:
 def known_key(sglang: SglangConfig, directory: Path) -> ApiKey | None:
     """The key in the file that the recipe or the environment names, else the run's own; None without either.
     ConfigError, without the file's content, if the file holds no key or others may read it."""
-    given = _given_file(sglang)
-    path = given or RunPaths(directory).api_key
-    if given is None and not os.path.lexists(path):
+    key_file = _given_file(sglang)
+    path = key_file or RunPaths(directory).api_key
+    if key_file is None and not os.path.lexists(path):
         return None
     try:
         return read_key_file(path)
     except ValueError as error:
-        where = "" if given is None else f" (named by {_name_of_given(sglang)})"
+        where = "" if key_file is None else f" (named by {_name_of_given(sglang)})"
         raise ConfigError(f"{error}{where}") from None
 
 
@@ -201,13 +201,13 @@ def main(url: str, file: str) -> None:
     """Exit code 0 if the server at ``url`` refuses a call without a key, and takes the key in ``file``."""
     try:
         key = read_key_file(Path(file)).value
-        without, given = status_with(url), status_with(url, key)
+        without, with_key = status_with(url), status_with(url, key)
     except (OSError, ValueError) as error:
         sys.exit(f"{url}: {error or 'no answer'}")
     if without == 200:
         sys.exit(f"{url}: asks for no key")
-    if given != 200:
-        sys.exit(f"{url}: does not take the key in {file}: status {given}")
+    if with_key != 200:
+        sys.exit(f"{url}: does not take the key in {file}: status {with_key}")
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ class SglangEngine:
         return the new weights' routes for the old weights' tokens. They continue by segment.
         """
         self._inflight.close_gate()
-        if self._on_update == "retract" and any(one.routes for one in self._inflight.all):
+        if self._on_update == "retract" and any(inflight.routes for inflight in self._inflight.all):
             await self._abort(reopen=False)
         await self.server.pause(self._on_update)
 
@@ -254,9 +254,9 @@ class SglangEngine:
         return limit_s
 
     async def _confirm(self, version: int, confirm: Confirm, timeout: float) -> None:
-        found = await self.weight_version()
-        if found != version:
-            raise ServerError(f"{self.name}: reports weight version {found} after a load of {version}")
+        actual = await self.weight_version()
+        if actual != version:
+            raise ServerError(f"{self.name}: reports weight version {actual} after a load of {version}")
         await confirm(await self.server.checksum(timeout))
 
     async def _check_settings(self) -> None:
@@ -368,9 +368,9 @@ class SglangEngine:
             await self._inflight.open_gate()
 
 
-def _truncated_after(found: Generation, newest: int | None) -> Generation:
+def _truncated_after(generation: Generation, newest: int | None) -> Generation:
     """The generation, truncated before the first token of a weight version newer than ``newest``."""
-    return found if newest is None else found.first(int((found.versions_R <= newest).sum()))
+    return generation if newest is None else generation.first(int((generation.versions_R <= newest).sum()))
 
 
 class InflightRequest:

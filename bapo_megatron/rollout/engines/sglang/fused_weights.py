@@ -107,10 +107,10 @@ class FusedLayout:
         if name == OUTPUT and self._tied:
             return None
         layer = self._layer.match(name)
-        found = self._places.get(self._layer.sub(r"\1{layer}.", name))
-        if found is None:
+        place = self._places.get(self._layer.sub(r"\1{layer}.", name))
+        if place is None:
             raise ValueError(f"the layout of {name} on a server is unknown")
-        return replace(found, name=found.name.format(layer=layer and layer[2]))
+        return replace(place, name=place.name.format(layer=layer and layer[2]))
 
     def _cut(self, mapping: Mapping, number: int) -> Cut:
         """How servers cut one of the mapping's HF tensors; ranks share a head if there are fewer heads."""
@@ -217,8 +217,8 @@ class FusedDigests:
             self._hash(fused, *fused.early.pop(fused.next_part))
         if fused.next_part == place.parts:
             del self._pending[place.name]
-            for digests, one in zip(self._digests, fused.hashes, strict=True):
-                digests[place.name] = one.digest()
+            for digests, rank_hash in zip(self._digests, fused.hashes, strict=True):
+                digests[place.name] = rank_hash.digest()
 
     def result(self) -> SentDigests:
         """The digests after the last tensor. ValueError if a part of a fused tensor is missing."""
@@ -229,9 +229,9 @@ class FusedDigests:
         return SentDigests(tuple(self._digests), self._hashed_bytes)
 
     def _hash(self, fused: _Fused, cut: Cut, tensor: Tensor) -> None:
-        for rank, one in enumerate(fused.hashes):
+        for rank, rank_hash in enumerate(fused.hashes):
             for run in cut(tensor, rank):
-                one.add(run)
+                rank_hash.add(run)
                 self._hashed_bytes += run.nbytes
         fused.next_part += 1
 

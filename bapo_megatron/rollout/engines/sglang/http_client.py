@@ -236,7 +236,7 @@ class SglangServer:
         """Load one bucket by ``handles``, for each tensor-parallel rank a pickle by ``weight_sync/ipc.py``.
         The first rank answers; others may still read until they take part in the next call."""
         body = {
-            "serialized_named_tensors": [base64.b64encode(one).decode() for one in handles],
+            "serialized_named_tensors": [base64.b64encode(handle).decode() for handle in handles],
             "flush_cache": False,
         }
         await self._control("/update_weights_from_tensor", body, timeout)

@@ -234,5 +234,5 @@ def _runtime_folders(python: Path) -> tuple[str, ...]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     child = run_command([str(python), "-I", "-c", _ASK_WHEELS], _ASK_WHEELS_S, environment)
     packages = [] if child.ended else [Path(line) for line in child.output.splitlines()]
-    found = [path.parent for package in packages for path in package.glob("*/lib/libcudart.so.*")]
-    return tuple(dict.fromkeys(map(str, sorted(found))))
+    folders = [path.parent for package in packages for path in package.glob("*/lib/libcudart.so.*")]
+    return tuple(dict.fromkeys(map(str, sorted(folders))))

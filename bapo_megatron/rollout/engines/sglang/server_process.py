@@ -416,7 +416,9 @@ class ServerFolder:
 
 def shared_files(pid: int) -> set[Path]:
     """The shared-memory files of a server: those that the descendants of process ``pid`` have mapped."""
-    return {Path(path) for one in descendants(pid) for path in _mapped(one) if path.startswith(_SHARED)}
+    return {
+        Path(path) for process in descendants(pid) for path in _mapped(process) if path.startswith(_SHARED)
+    }
 
 
 def _mapped(pid: int) -> Iterator[str]:

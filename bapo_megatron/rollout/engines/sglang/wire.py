@@ -134,32 +134,34 @@ def _versions(about: Mapping[str, Any], tokens: int) -> np.ndarray:
     return versions_R
 
 
-def _problems(request: GenerateRequest, found: Generation, listed: Any) -> list[str]:
+def _problems(request: GenerateRequest, generation: Generation, listed: Any) -> list[str]:
     problems = []
-    tokens, limit = found.token_ids_R, request.params.max_new_tokens
+    tokens, limit = generation.token_ids_R, request.params.max_new_tokens
     if listed is not None and listed != tokens.tolist():
         problems.append(f"its {len(tokens)} log-probs belong to other tokens than those it lists")
     if len(tokens) > limit:
         problems.append(f"{len(tokens)} tokens where {limit} were asked for")
-    if not np.isfinite(found.log_probs_R).all() or (found.log_probs_R > 1e-4).any():
+    if not np.isfinite(generation.log_probs_R).all() or (generation.log_probs_R > 1e-4).any():
         problems.append("a log-prob that is above 0 or not finite")
-    if found.finish_reason == "length" and len(tokens) != limit:
+    if generation.finish_reason == "length" and len(tokens) != limit:
         problems.append(
             f"finished by length after {len(tokens)} of {limit} tokens: its --context-length and KV cache "
             f"must have room for {RESERVED_TOKENS} more than the sequence's {len(request.input_ids) + limit}"
         )
-    if found.finish_reason == "stop" and (not len(tokens) or tokens[-1] not in request.params.stop_token_ids):
+    if generation.finish_reason == "stop" and (
+        not len(tokens) or tokens[-1] not in request.params.stop_token_ids
+    ):
         problems.append("finished by a stop token that was not asked for")
     return problems
 
 
 def _without_routes(body: bytes) -> tuple[bytes, memoryview | None]:
     """An answer's JSON with an empty string for its routes, and their text; None if it has none."""
-    found = _ROUTES.search(body)
-    if found is None:
+    match = _ROUTES.search(body)
+    if match is None:
         return body, None
-    end = body.index(b'"', found.end())
-    return body[: found.end()] + body[end:], memoryview(body)[found.end() : end]
+    end = body.index(b'"', match.end())
+    return body[: match.end()] + body[end:], memoryview(body)[match.end() : end]
 
 
 def decoded_routes(text: memoryview, tokens: int, shape: RouteShape) -> np.ndarray:
@@ -182,16 +184,16 @@ def _unknown_routes(tokens: int, shape: RouteShape) -> np.ndarray:
     return np.full(size, unknown_expert(shape.dtype), np.dtype(shape.dtype))
 
 
-def without_old_routes(found: Generation) -> Generation:
+def without_old_routes(generation: Generation) -> Generation:
     """The generation without the routes of older weights' tokens: a retraction has replaced them.
 
     The server has computed the prefix again, under the newest weights.
     """
-    if found.routes_R is None or (found.versions_R == found.versions_R[-1:]).all():
-        return found
-    routes_R = found.routes_R.copy()
-    routes_R[found.versions_R != found.versions_R[-1]] = unknown_expert(routes_R.dtype)
-    return replace(found, routes_R=routes_R)
+    if generation.routes_R is None or (generation.versions_R == generation.versions_R[-1:]).all():
+        return generation
+    routes_R = generation.routes_R.copy()
+    routes_R[generation.versions_R != generation.versions_R[-1]] = unknown_expert(routes_R.dtype)
+    return replace(generation, routes_R=routes_R)
 
 
 def _packed(wide: np.ndarray, shape: RouteShape) -> np.ndarray:

@@ -96,8 +96,8 @@ def replace_triton() -> None:
 def _torchvision_operators() -> Any:
     """The two operators that importing torchvision needs. PyPI's CUDA build has them in a library that a CPU
     build of torch cannot load; where it can, they are torchvision's own."""
-    found = importlib.util.find_spec("torchvision")
-    for path in Path(found.origin).parent.glob("_C*.so") if found and found.origin else ():
+    spec = importlib.util.find_spec("torchvision")
+    for path in Path(spec.origin).parent.glob("_C*.so") if spec and spec.origin else ():
         with suppress(OSError):
             torch.ops.load_library(path)
             return path
@@ -109,10 +109,10 @@ def _torchvision_operators() -> Any:
 
 def _package() -> Path:
     """The folder of SGLang, which is not imported."""
-    found = importlib.util.find_spec("sglang")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
         raise ModuleNotFoundError("sglang is not installed in this environment")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def _platform_stubs() -> ModuleType:
@@ -133,8 +133,8 @@ def _triton(stubs: Any) -> None:
 
     def module(name: str, *classes: str, **attributes: Any) -> None:
         made = stubs._make_mock(name)
-        for one in classes:
-            setattr(made, one, type(one, (stubs._StubBase,), {}))
+        for cls in classes:
+            setattr(made, cls, type(cls, (stubs._StubBase,), {}))
         for key, value in attributes.items():
             setattr(made, key, value)
         parent, _, child = name.rpartition(".")

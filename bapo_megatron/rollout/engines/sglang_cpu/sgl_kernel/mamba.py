@@ -119,7 +119,7 @@ def _delta_rule(
     cu_seqlens: Tensor,
 ) -> Tensor:
     repeats = v.shape[1] // q.shape[1]
-    q, k = (_unit(one.float()).repeat_interleave(repeats, dim=1) for one in (q, k))
+    q, k = (_unit(tensor.float()).repeat_interleave(repeats, dim=1) for tensor in (q, k))
     q = q * q.shape[-1] ** -0.5
     decay, rate, value = g.float().exp()[..., None, None], beta.float()[..., None], v.float()
     out = torch.empty_like(value)

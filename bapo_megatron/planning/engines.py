@@ -248,29 +248,30 @@ def open_responses(job: Job, engines: EnginePlan) -> OpenResponses | None:
     )
 
 
-def open_response_lines(of: OpenResponses | None) -> Iterator[str]:
+def open_response_lines(responses: OpenResponses | None) -> Iterator[str]:
     """Section of a plan's page; none for a run without an environment."""
-    if of is None:
+    if responses is None:
         return
-    when = " while the policy trains" if of.is_ahead else ""
+    when = " while the policy trains" if responses.is_ahead else ""
     yield (
-        f"Environment: turns of {of.turn_seconds:,.3g} s on {of.places:,.0f} places of engines; "
-        f"{of.admitted:,} responses may be open{when}"
+        f"Environment: turns of {responses.turn_seconds:,.3g} s on {responses.places:,.0f} places of engines"
+        f"; {responses.admitted:,} responses may be open{when}"
     )
-    longest = f"{of.longest_step_seconds:,.3g} s"
-    if of.needed is None or of.filled is None:
+    longest = f"{responses.longest_step_seconds:,.3g} s"
+    if responses.needed is None or responses.filled is None:
         yield (
             f"  the places stay filled if a step takes {longest} or less in the mean; give yours by "
             "--environment-seconds"
         )
         return
-    needs = f"steps of {of.step_seconds:,.3g} s need {of.needed:,.0f}"
-    if of.filled == 1:
+    needs = f"steps of {responses.step_seconds:,.3g} s need {responses.needed:,.0f}"
+    if responses.filled == 1:
         yield f"  {needs}: the places are filled, up to steps of {longest}"
         return
-    yield f"  WARNING: {needs}: {of.filled:.0%} of the places are filled, so engines sample less than that"
-    shorter = f", as would steps of {longest}" if of.longest_step_seconds else ""
-    yield f"  estimate. rollout.max_staleness={of.needed_staleness} would fill them{shorter}"
+    filled = f"{responses.filled:.0%} of the places are filled"
+    yield f"  WARNING: {needs}: {filled}, so engines sample less than that"
+    shorter = f", as would steps of {longest}" if responses.longest_step_seconds else ""
+    yield f"  estimate. rollout.max_staleness={responses.needed_staleness} would fill them{shorter}"
 
 
 def _share(run: RunConfig) -> float:

@@ -157,7 +157,7 @@ def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
     sampled = sum(length for group in scored for length in group.lengths)
     reasons = [reason for group in scored for reason in group.reasons]
     given = sum(episode["given"] for episode in episodes)
-    values_by_name: Metrics = {
+    metrics: Metrics = {
         "environment/turns_mean": _mean(episode["turns"] for episode in episodes),
         "environment/turns_max": float(max(episode["turns"] for episode in episodes)),
         "environment/steps_mean": _mean(len(episode["rewards"]) for episode in episodes),
@@ -168,22 +168,22 @@ def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
     }
     if any("branches" in episode for episode in episodes):
         branches = [episode.get("branches", 1) for episode in episodes]
-        values_by_name["environment/branches_mean"] = _mean(branches)
-        values_by_name["environment/branches_max"] = float(max(branches))
-        values_by_name["environment/branches_rewritten"] = float(
+        metrics["environment/branches_mean"] = _mean(branches)
+        metrics["environment/branches_max"] = float(max(branches))
+        metrics["environment/branches_rewritten"] = float(
             sum(episode.get("rewritten", 0) for episode in episodes)
         )
     for reason in get_args(FinishReason):
         if reason != "abort":  # of a request, never of a response
-            values_by_name[f"environment/finish_{reason}"] = reasons.count(reason) / len(reasons)
+            metrics[f"environment/finish_{reason}"] = reasons.count(reason) / len(reasons)
     for turn in range(max(len(episode["rewards"]) for episode in episodes)):
         rewards = [episode["rewards"][turn] for episode in episodes if turn < len(episode["rewards"])]
         if values := [reward for reward in rewards if reward is not None]:
-            values_by_name[f"environment/reward_turn_{turn + 1}"] = _mean(values)
+            metrics[f"environment/reward_turn_{turn + 1}"] = _mean(values)
     for name in sorted({name for episode in episodes for name in episode["metrics"]}):
         values = [episode["metrics"][name] for episode in episodes if name in episode["metrics"]]
-        values_by_name[REPORTED + name] = _mean(values)
-    return values_by_name
+        metrics[REPORTED + name] = _mean(values)
+    return metrics
 
 
 def _mean(values: Iterable[float]) -> float:

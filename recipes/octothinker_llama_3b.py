@@ -12,7 +12,7 @@ Groups of equal rewards are dropped and others sampled (dynamic sampling), at mo
 a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
 
 Preset: `paper()` with the ranges above, because the paper's figures show a search in each micro-batch
-(docs/algorithm.md), and no study of ours prefers another.
+(docs/algorithm.md), and no study here prefers another.
 
     bapo plan recipes/octothinker_llama_3b.py
     sbatch --ntasks-per-node=4 slurm/colocated.sbatch recipes/octothinker_llama_3b.py

@@ -22,7 +22,7 @@ Chosen here, not in the paper: the model, the tool, and all that follows.
 Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
 a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
 
-Preset: `paper()`, as of the other 7B recipes: no study of ours prefers another.
+Preset: `paper()`, as of the other 7B recipes: no study here prefers another.
 
     bapo data prepare Skywork/Skywork-OR1-RL-Data --split math --output data/skywork_python \
         --tokenizer models/Qwen2.5-7B-Instruct --system-prompt "$(cat recipes/prompts/qwen_python.txt)"

@@ -18,7 +18,7 @@ Groups of equal rewards are dropped and others sampled (dynamic sampling), at mo
 a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
 
 Preset: `paper(32_768)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
-and no study of ours prefers another. A search sees 32,768 tokens, as many responses as the 16,384 of the
+and no study here prefers another. A search sees 32,768 tokens, as many responses as the 16,384 of the
 authors' script with 8k.
 
     bapo plan recipes/qwen3_30b_a3b.py

@@ -17,7 +17,7 @@ Groups of equal rewards are dropped and others sampled (dynamic sampling), at mo
 a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
 
 Preset: `paper()`, because the paper's figures show a search in each micro-batch (docs/algorithm.md), and no
-study of ours prefers another.
+study here prefers another.
 
     bapo plan recipes/qwen3_4b_8k.py
     sbatch slurm/colocated.sbatch recipes/qwen3_4b_8k.py

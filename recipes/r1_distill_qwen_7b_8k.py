@@ -20,7 +20,7 @@ Groups of equal rewards are dropped and others sampled (dynamic sampling), at mo
 a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
 
 Preset: `paper()`, because the paper's figures show a search in each micro-batch (docs/algorithm.md), and no
-study of ours prefers another.
+study here prefers another.
 
 Variants: the files of methods_7b_8k with `_grpo`, `_clip_higher`, `_asymmetric`, `_on_policy` and `_papo`
 behind this name; on four GPUs `_four_gpus`.

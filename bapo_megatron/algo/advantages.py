@@ -1,4 +1,4 @@
-"""Advantages of a step's responses: ``algorithm.advantage`` of ours, and what one of yours is made of.
+"""Advantages of a step's responses: the built-in ones, and the parts from which a user writes his own.
 
 An advantage is a function from ``Rewards``, the numbers of a step's responses, to one value for each; with
 ``each_group`` it sees one group at a time, the responses to a prompt. Arguments after the first are its
@@ -115,7 +115,7 @@ def each_group(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
     return of_all
 
 
-# --- advantages of ours ------------------------------------------------------------------------------
+# --- built-in advantages -----------------------------------------------------------------------------
 
 
 @each_group

@@ -278,7 +278,7 @@ def balanced() -> BoundsConfig:
 
 
 def floored() -> BoundsConfig:
-    """Preset of ours: ``balanced`` with c_low from 0.8: it clips every negative token that GRPO clips."""
+    """Preset of our own: ``balanced`` with c_low from 0.8: it clips every negative token that GRPO clips."""
     return replace(balanced(), low_start=0.8)
 
 

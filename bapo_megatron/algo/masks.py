@@ -2,7 +2,7 @@
 
 A mask is a function from a ``Response`` to what it takes out: True or False for the whole, or a bool for each
 of its trained tokens, [N]. Its arguments after the first are its settings; ``algorithm.masks`` lists those of
-a run, of ours and of yours. Each sees what those before it have left. One replica asks, and all ranks have
+a run, built-in and the user's. Each sees what those before it have left. One replica asks, and all ranks have
 its answer (``trainer/masks.py``): it must depend on its argument alone.
 
 What is taken out counts nowhere in the update: no search, no metric but ``masks/``, and not in the number
@@ -28,7 +28,7 @@ from bapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Response:
-    """A response as a mask sees it. What is of tokens is read from disk when it is first asked for."""
+    """A response as a mask sees it. Values of tokens are read from disk at first use."""
 
     advantage: float
     tokens: int
@@ -61,7 +61,7 @@ Mask = Callable[[Response], bool | np.ndarray]
 """A mask with its settings: what it takes out of a response."""
 
 
-# --- masks of ours -----------------------------------------------------------------------------------
+# --- built-in masks ----------------------------------------------------------------------------------
 
 
 def cut_responses(response: Response) -> bool:

@@ -1,7 +1,7 @@
 """Registry of a method's own parts beside its loss: advantages, masks and terms of the loss, by name.
 
-A part is a function of ours or of a user's file, ``package.module:name``. Its arguments after the first ones
-are its settings. Imports no torch: what is registered is known where a plan is made.
+A part is built in, or a function of a user's file, ``package.module:name``. Its arguments after the first
+ones are its settings. Imports no torch: what is registered is known where a plan is made.
 """
 
 from __future__ import annotations

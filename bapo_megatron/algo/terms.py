@@ -2,8 +2,8 @@
 
 A term is a function from the ``TokenStats`` and the ``MicroBatch`` of some tokens to a cost of each, [T],
 differentiable in log-probs and entropies. Its arguments after these are its settings; ``algorithm.terms``
-lists those of a run, of ours and of yours. The loss gets ``sum_t weight_t cost_t``, with the weights of the
-policy's loss, divided by the same number of tokens. The KL to a reference and to a teacher are terms, too
+lists those of a run, built-in or the user's. The loss gets ``sum_t weight_t cost_t``, with the weights of
+the policy's loss, divided by the same number of tokens. The KL to a reference and to a teacher are terms, too
 (``reference_kl.py``): they have settings of their own.
 
 A call may see a part of a sequence: the cost of a token may depend on that token alone. Legend: ``_T`` tokens

@@ -84,7 +84,7 @@ class StepExports:
 
         Called once, at a start of the run. Deletes half-written exports of a killed process.
         """
-        from bapo_megatron.checkpoint.store import delete_hidden  # with torch, which the process does without
+        from bapo_megatron.checkpoint.store import delete_hidden  # imports torch
 
         for leftover in step_leftovers(self._paths.step_exports, ".bapo-ckpt.tmp"):
             delete_hidden(leftover)

@@ -22,7 +22,7 @@ class PartConfig:
     """A mask or a term of the loss: its function and the settings of that."""
 
     name: str
-    """A registered name, or `package.module:function` of yours."""
+    """A registered name, or your own `package.module:function`."""
     settings: Settings = field(default_factory=dict)
     """Arguments of the function by name."""
 

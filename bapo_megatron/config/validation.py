@@ -55,7 +55,7 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     """Mistakes that the fields of a run show by themselves, where each has a value of its type."""
     yield from out_of_range(run)
     yield from parallel_problems(run.parallel)
-    if not any(out_of_range(run.parallel)):  # which packs are divided by
+    if not any(out_of_range(run.parallel)):  # which divides packs
         yield from _pack_problems(run)
     yield from _hold_problems(run)
     yield from _algorithm_problems(run)

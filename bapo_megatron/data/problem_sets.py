@@ -192,7 +192,7 @@ def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> No
     card = path.with_name(CARD_FILE)
     if path.name != DATA_FILE or not card.is_file() or reward_function not in BOXED_REWARDS:
         return
-    with suppress(ValueError, KeyError, TypeError):  # not a card of ours
+    with suppress(ValueError, KeyError, TypeError):  # not a card of `bapo data prepare`
         prepared_for = str(json.loads(card.read_text())["options"]["reward"])
         if prepared_for not in BOXED_REWARDS:
             field = reward_flag.removeprefix("--")

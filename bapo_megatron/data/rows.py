@@ -284,7 +284,7 @@ def ground_truth_of(row: Row, several: bool = False) -> str:
     return _whole("reward_model.ground_truth", answer)
 
 
-_OWN = "; a reward function of yours takes any JSON value (--reward module:function of `bapo data prepare`)"
+_OWN = "; your own reward function takes any JSON value (--reward module:function of `bapo data prepare`)"
 """Hint at a ground truth that no built-in reward reads."""
 
 

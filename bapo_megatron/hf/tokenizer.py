@@ -1,7 +1,7 @@
 """Tokenizer of a Hugging Face folder, loaded offline and without running code of the folder.
 
 ConfigError for a folder without a usable one. A tokenizer.json counts before the class that transformers
-would choose. transformers is imported at the first call, which takes seconds; ``TextDecoder`` does without.
+would choose. The first call imports transformers, which takes seconds; ``TextDecoder`` does not need it.
 """
 
 from __future__ import annotations

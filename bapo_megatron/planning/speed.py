@@ -47,7 +47,7 @@ class Speed:
     forward_seconds: float
     """Seconds of the forward-only passes, contained in ``update_seconds``."""
     known_seconds: float
-    """Seconds of the forward-only passes that the first update of a step does without."""
+    """Seconds of the forward-only passes that the first update of a step does not need."""
     link_seconds: float
     """Seconds of communication at the links' stated rates, none of it hidden; not part of update_seconds."""
     tokens_per_second: float

@@ -1,7 +1,7 @@
 """Teacher of a distillation in a plan: the tokens that its servers read, the rate that hides it, its column.
 
-The servers are not of the job, and nothing is known of them: a plan has no seconds of theirs in its step, and
-says instead how fast they must be. The sampler sends each group once it has its rewards and is kept
+The servers are not part of the job, and their speed is unknown: a plan counts no seconds for them, and says
+instead how fast they must be. The sampler sends each group once it has its rewards and is kept
 (``rollout/sampler/group_scoring.py``), while it samples others; a group's log-probs are there before it can
 be trained on.
 """

@@ -77,7 +77,7 @@ def check_task(name: str, generates: bool = False) -> None:
     if generates and name == _NEED_COMPILED and importlib.util.find_spec(_COMPILED) is None:
         raise ConfigError(
             f"the task {name} needs {_COMPILED}, which is compiled: with a C compiler and Python.h "
-            f"(python3-dev) run pip install {_COMPILED}==0.6.6; its other tasks do without"
+            f"(python3-dev) run pip install {_COMPILED}==0.6.6; its other tasks do not need it"
         )
 
 

@@ -249,7 +249,7 @@ def others_may_write(folder: Path) -> str | None:
         return None
     return (
         f"{folder} {who}: whoever writes there can stop this run, replace its checkpoints, and by links make "
-        f"it write to other files of yours. Unless you share it on purpose: chmod -R go-w {folder}"
+        f"it write to your other files. Unless you share it on purpose: chmod -R go-w {folder}"
     )
 
 

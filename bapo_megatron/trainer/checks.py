@@ -1,4 +1,4 @@
-"""Checks of a step's updates, and the metrics of a mixture of experts and its routes, which some are of.
+"""Checks after a step's updates, and the metrics of experts and their routes that some of them read.
 
 ``check_updates`` is collective; the loop calls it once the step's metrics are written, so that a check that
 stops the run leaves the numbers that explain it. A failed check is a warning and an event, on rank 0; the

@@ -1,4 +1,4 @@
-"""What a run continues from: its newest whole checkpoint, the steps left, the resume check, CPU threads.
+"""The resume point of a run: its newest whole checkpoint, the steps left, the resume check, CPU threads.
 
 At a start, on every rank. First ``pin_threads``, before any computation: threads split long sums between
 them, so a run resumed at its layout keeps their number, for sums equal bit for bit. A GPU does not depend on

@@ -4,7 +4,7 @@
     torch_dist           .metadata  __R_N.distcp  common.pt
     legacy               mp_rank_00/model_optim_rng.pt ...
     Megatron's layout    latest_checkpointed_iteration.txt  iter_0000100/ or release/ (either of the above)
-    a run of ours        checkpoints/step_000120/{manifest.json, policy/ (torch_dist)}
+    a run directory      checkpoints/step_000120/{manifest.json, policy/ (torch_dist)}
 
 CheckpointError if there is none, or the chosen one is not whole; of a run the newest whole one is taken.
 """

@@ -1,4 +1,4 @@
-"""Losses that ask something of the whole update first: a response's ratio, M2PO its mask, P3O its weight.
+"""Losses that need a statistic of the whole update first: a response's ratio, M2PO's mask, P3O's weight.
 
 A pass sees one pack, a context-parallel rank a part of a response. So what a response's ratio (of GSPO the
 geometric mean of its tokens', of VESPO their product), the mask or the weight depends on is summed over the

@@ -29,7 +29,7 @@ MOST_UPDATES = 2000
 _MOST_POINTS = 2000
 """The number of points of a line above which it is thinned: two for each of its pixels in the PNG."""
 _FEW_POINTS = 8
-"""The number of points below which a curve shows each; a line of one cannot be seen without."""
+"""The number of points below which a curve shows each; a line of one point is invisible without it."""
 
 
 @dataclass(frozen=True)

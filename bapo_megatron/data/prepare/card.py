@@ -25,7 +25,7 @@ EXAMPLES = 3
 """Number of examples of left-out rows for each reason."""
 
 _LONG_CHARACTERS = 4000
-"""Characters a row from which a column of ``extra_info`` is told of."""
+"""Characters a row from which a column of ``extra_info`` is mentioned."""
 _SHOWN_CHARACTERS = 300
 _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
 _NEEDS = {

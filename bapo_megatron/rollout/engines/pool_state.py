@@ -1,4 +1,4 @@
-"""What the engine pool keeps and goes by: timeouts and their clock, each engine's state, the current weights.
+"""State of the engine pool: timeouts and their clock, each engine's slot, the current weights.
 
 An engine that misses a timeout is put in quarantine, or reported as hanging; ``open_pool`` sets them. All is
 synchronous but the clock, and local to the event loop of ``EnginePool``, which changes the slots. An engine

@@ -157,7 +157,7 @@ class Authorization:
                 self._key = self._key or self._look()
             except ConfigError as error:
                 raise EngineError(str(error)) from error
-            # Without a key of ours its 401 is reported.
+            # Without a key of the run its 401 is reported.
             return {"Authorization": f"Bearer {self._key.value}"} if self._key else {}
         if status != 200:
             raise EngineError(

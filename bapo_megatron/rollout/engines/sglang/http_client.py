@@ -242,7 +242,7 @@ class SglangServer:
         await self._control("/update_weights_from_tensor", body, timeout)
 
     async def load_part(self, path: str, body: dict[str, Any], timeout: float) -> None:
-        """Load one part of new weights by a route of yours, in ``types.SelfSendingPart.send``."""
+        """Load one part of new weights by a user's route, in ``types.SelfSendingPart.send``."""
         await self._control(path, body, timeout)
 
     async def end_update(self) -> None:

@@ -123,8 +123,8 @@ def prepare_device() -> None:
     With BAPO_DEVICE=cpu every GPU is hidden. Else torch's CUDA allocator gets expandable segments: packs of
     changing length fragment fixed ones. And beside a GPU compiled kernels get folders on this machine: Triton
     itself takes the home folder, which nodes share, and over a network file system ranks that compile at the
-    same time fail ("Stale file handle", triton issue 11512). A user's own settings stay; the run's folder is that
-    of another machine, where sbatch has handed on the environment of the one that submitted this job.
+    same time fail ("Stale file handle", triton issue 11512). A user's own settings stay; the run's is that of
+    another machine, where sbatch has handed on the environment of the one that submitted this job.
     """
     if wants_cpu():
         os.environ[_VISIBLE] = ""

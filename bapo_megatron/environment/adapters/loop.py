@@ -1,4 +1,4 @@
-"""Adapter of a loop: a user's ``async def play(ask)`` as an environment; each ``ask`` is one turn of the model.
+"""Adapter of a loop: a user's ``async def play(ask)`` as an environment, each ``ask`` one turn of the model.
 
 Durable by replay: a new object runs ``play`` again, and answers its questions from the journal, each with the
 turn that answered it, in whatever order they come. Only the standard library is imported.

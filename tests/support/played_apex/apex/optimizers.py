@@ -23,7 +23,10 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
+        capturable: bool = False,
+        master_weights: bool = False,
     ) -> None:
+        assert not (capturable or master_weights)
         defaults = {"bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **defaults})
         self._mode = 1 if adam_w_mode else 0

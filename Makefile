@@ -318,7 +318,7 @@ gpu-check:
 # stopped. GPU_STUDY_FLAGS="--data openai/gsm8k" takes GSM8K from the hub.
 MODEL ?= models/Qwen2.5-0.5B-Instruct
 gpu-study:
-	$(GPU_PYTHON) -m benchmarks.gpu_study --model "$(MODEL)" $(GPU_STUDY_FLAGS)
+	$(GPU_PYTHON) -m studies.gpu_study --model "$(MODEL)" $(GPU_STUDY_FLAGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) $(ENVIRONMENTS_VENV) $(TRL) .venv-cluster .venv-cluster-sglang .wheels .cluster-check .te .megatron .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

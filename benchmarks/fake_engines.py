@@ -4,8 +4,7 @@ Every segment runs alone, at ``rate`` tokens a second give or take a fifth: requ
 else come back together for ever. Lengths are log-normal, cut at the run's longest; with a sigma of 0 each
 request is a turn, of as many tokens as the median.
 Whether a response stops in a segment follows from how long it is already: nothing is kept between requests.
-Answers are cut from one prepared buffer, so their bytes are those of a real answer and cost next to nothing;
-routes, where a request asks for them, are those of Qwen3-30B-A3B.
+Answers are cut from one prepared buffer, so their bytes are those of a real answer and cost next to nothing.
 
 ``python -m benchmarks.fake_engines ENGINES RATE MEDIAN SIGMA LONGEST`` prints its port and serves until its
 input closes; ``GET /idle`` tells how busy the engines were since the last call.
@@ -14,7 +13,6 @@ input closes; ``GET /idle`` tells how busy the engines were since the last call.
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import math
 import random
@@ -22,21 +20,14 @@ import re
 import resource
 import sys
 import time
-from functools import cached_property
 from statistics import NormalDist
 from typing import Any
 
-import numpy as np
 from aiohttp import web
 
 EOS = 2
 _TOKENS = 1 << 16
 _NORMAL = NormalDist()
-LAYERS, PER_TOKEN, EXPERTS = 48, 8, 128
-"""The experts of Qwen3-30B-A3B."""
-_ROUTED_TOKENS = 4096
-_ROUTE_CHARS = LAYERS * PER_TOKEN * 4 * 4 // 3
-"""Characters of a token's route: base64 of int32."""
 
 
 class Engines:
@@ -83,16 +74,7 @@ class Engines:
         finally:
             self._count(engine, -1)
         answer = self._answer(tokens, stops, version)
-        if b'"return_routed_experts":true' in body:
-            routes = self._routes[: tokens * _ROUTE_CHARS]
-            answer = answer.replace(b'"meta_info":{', b'"meta_info":{"routed_experts":"%b",' % routes, 1)
         return web.Response(body=answer, content_type="application/json")
-
-    @cached_property
-    def _routes(self) -> bytes:
-        """Routes of the most tokens of a segment, as SGLang writes them."""
-        order = np.random.default_rng(0).random((_ROUTED_TOKENS * LAYERS, EXPERTS), np.float32).argsort(-1)
-        return base64.b64encode(order[:, :PER_TOKEN].astype(np.int32).tobytes())
 
     def _count(self, engine: int, change: int) -> None:
         before = self._in_flight[engine]

@@ -42,12 +42,12 @@ from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
-from bapo_megatron.rollout.sampler.process import collect_garbage_rarely, keep_freed_memory
+from bapo_megatron.rollout.sampler.process import collect_garbage_rarely
 from bapo_megatron.rollout.sampler.turns import Stepping
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.types import Prompt
 from benchmarks.common import RESULTS, in_a_process, machine, write
-from benchmarks.fake_engines import EOS, EXPERTS, LAYERS, PER_TOKEN, Integral
+from benchmarks.fake_engines import EOS, Integral
 
 ROOT = Path(__file__).parents[1]
 
@@ -72,8 +72,6 @@ class Load:
     """A step of training."""
     warm_s: float
     measured_s: float
-    routes: bool = False
-    """Whether the engines return routes, those of Qwen3-30B-A3B."""
     group: int = 16
     """Responses of a group."""
     tool_s: float | None = None
@@ -286,8 +284,6 @@ def measure(load: Load) -> Found:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     collect_garbage_rarely()
-    if load.routes:
-        keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder, _engines(load) as url:
         return uvloop.run(_measure(load, url, Path(folder)))
 
@@ -345,9 +341,8 @@ async def _train(load: Load, sampler: GroupSampler, journal: Path, steps: list[i
         await asyncio.sleep(load.train_s)
         await sampler.load_weights(Path(f"v{step}"), step, step)
         await sampler.checkpointed(0)
-        for suffix in (".npz", ".routes.npy"):
-            for _, path in step_entries(journal, suffix):
-                path.unlink()
+        for _, path in step_entries(journal, ".npz"):
+            path.unlink()
 
 
 @contextlib.asynccontextmanager
@@ -356,7 +351,7 @@ async def _sampler(
 ) -> AsyncIterator[tuple[GroupSampler, aiohttp.ClientSession, CountedSteps | None]]:
     config = RunConfig(
         name="scale",
-        model=ModelConfig(_shape_of_30b(folder) if load.routes else Path("model")),
+        model=ModelConfig(Path("model")),
         data=DataConfig(Path("data")),
         rollout=RolloutConfig(
             prompts_per_step=load.prompts,
@@ -365,7 +360,6 @@ async def _sampler(
             segment_tokens=load.segment,
             max_staleness=load.staleness,
             on_stale="train",
-            route_replay="replay" if load.routes else "off",
         ),
         environment=_environment(load),
         run_dir=folder,
@@ -412,32 +406,6 @@ def _environment(load: Load) -> EnvironmentConfig:
         step_limit_s=600.0,
         episode_limit_s=3600.0,
     )
-
-
-def _shape_of_30b(folder: Path) -> Path:
-    """A model folder with the config.json of Qwen3-30B-A3B, as far as its shape goes."""
-    shape = {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": PER_TOKEN,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "vocab_size": 151_936,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-    }
-    path = folder / "model"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(shape))
-    return path
 
 
 if __name__ == "__main__":

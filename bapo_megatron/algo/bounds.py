@@ -37,11 +37,10 @@ class FloatArray(Protocol):
 
 @dataclass(frozen=True)
 class BoundsConfig:
-    """Settings of the clipping bounds: ranges, target, and the search (Eq. 8, Algorithm 1).
+    """Settings of the clipping bounds: ranges, target, and the search (Eq. 8, Algorithm 1). Equal start and
+    end make a bound fixed; with both fixed the loss is PPO's.
 
-    Every reading of Eq. 8 is a setting here. Paper symbols stand beside their names. Equal start and end make
-    a bound fixed. With both fixed there is no search, and the loss is PPO's with these two bounds (and
-    ``dual_clip``, if set). Section `algorithm.bounds` of a recipe; ``ClipLoss`` passes it to the search.
+    Section ``algorithm.bounds`` of a recipe; ``ClipLoss`` passes it to the search.
     """
 
     measure: Measure = "gradient"
@@ -56,8 +55,8 @@ class BoundsConfig:
     """Which bound moves first: Algorithm 1 raises c_high first, the published code c_low."""
     scope: Literal["update", "lagged", "micro_batch"] = "update"
     """Tokens of one search. ``update``: all of the update, on all ranks. ``lagged``: those of the previous
-    update, at the weights before it (an approximation that saves a forward pass). ``micro_batch``: a part of
-    the update, so that an update has many searches; ``bounds_tokens`` says which part."""
+    update, at the weights before it (saves a forward pass). ``micro_batch``: a part of the update, see
+    ``bounds_tokens``."""
     target: float = 0.4  # rho_0
     """Contribution of positive tokens at which the search stops."""
     low_start: float = 0.6  # a-
@@ -73,13 +72,11 @@ class BoundsConfig:
     high_step: float = 0.05  # delta_1
     """Step of c_high."""
     dual_clip: float | None = None
-    """Largest ratio at which a token with negative advantage still counts in the loss (none in the
-    paper, 3 in the published code). The search does not see it."""
+    """Largest ratio at which a token with negative advantage counts in the loss (none in the paper, 3 in the
+    published code)."""
     bounds_tokens: int | None = None
-    """With scope ``micro_batch``: about how many trained tokens one search sees. The sequences of the update,
-    in their order, are cut into groups of about so many, each with bounds of its own, which are the same in
-    every layout and with every pack length. None: the packs that all ranks process at the same time, whatever
-    they hold."""
+    """With scope ``micro_batch``: about how many trained tokens one search sees, in groups of the update's
+    sequences that are the same in every layout. None: the packs that all ranks process at the same time."""
 
     @property
     def grouped(self) -> bool:

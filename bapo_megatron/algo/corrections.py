@@ -36,17 +36,17 @@ class CorrectionsConfig:
 
     geometric_min: Annotated[float | None, Gt(0), Lt(1)] = None
     """Reject a response if the geometric mean of its tokens' pi_old / pi_rollout is below this. Needs
-    `old_log_probs=trainer`, as the next three. None for no such limit."""
+    `old_log_probs=trainer`, as the next three. None: no limit."""
     geometric_max: Annotated[float | None, Gt(1)] = None
     """Reject a response if that mean is above this."""
     worst_token_min: Annotated[float | None, Gt(0), Lt(1)] = None
-    """Reject a response if pi_old / pi_rollout of any of its tokens is below this; 1e-4 is a usual veto."""
+    """Reject a response with a token whose pi_old / pi_rollout is below this; 1e-4 is a usual veto."""
     worst_token_max: Annotated[float | None, Gt(1)] = None
-    """Reject a response if pi_old / pi_rollout of any of its tokens is above this."""
+    """Reject a response with a token whose pi_old / pi_rollout is above this."""
     off_policy_delta: Annotated[float | None, Gt(0)] = None
     """Off-policy sequence mask (DeepSeek-V3.2): reject a response with a negative advantage if the mean of
-    log(pi_rollout / pi) over its tokens is above this, in nats, with pi the policy in training. Costs one
-    forward pass in each update whose ratio is not known (`known_ratio`). None for no such mask."""
+    log(pi_rollout / pi) over its tokens is above this, in nats. Costs one forward pass in each update whose
+    ratio is not known. None: no mask."""
 
     @property
     def compares_old(self) -> bool:

@@ -18,22 +18,19 @@ class ReferenceKlConfig:
     """KL penalty to a frozen reference policy (RLHF, GRPO), with any loss; off at coefficient 0."""
 
     coefficient: Annotated[float, Ge(0)] = 0.0
-    """Coefficient beta of the penalty; 0: none, and no reference is loaded. GRPO's paper has 0.04, verl
-    0.001. Above 0 the reference takes one forward pass a step, and a copy of its weights in host memory."""
+    """Coefficient beta of the penalty; 0: none. GRPO's paper has 0.04, verl 0.001. Above 0: one forward pass
+    a step, and a copy of the reference in host memory."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimator of KL(pi || pi_ref) at a sampled token, with q = pi_ref / pi. `k1`: -log q. `k2`:
-    (log q)^2 / 2. `k3`: q - 1 - log q. In the loss k3 is GRPO's, k2 has the gradient of KL, and k1 none that
-    depends on the reference; in the reward k1 is PPO's."""
+    (log q)^2 / 2. `k3`: q - 1 - log q. Their gradients: docs/losses.md#kl-to-a-reference-policy."""
     place: Literal["loss", "reward"] = "loss"
-    """`loss`: beta times the estimate is added to each token's loss, with the token's weight. `reward`: beta
-    times the sum of the estimates over a response is subtracted from its reward before the advantages."""
+    """`loss`: beta times the estimate is added to each token's loss. `reward`: beta times its sum over a
+    response is subtracted from the reward."""
     unbiased: bool = field(default=False, kw_only=True)
-    """Multiply each estimate in the loss by pi / pi_old, gradient included. In every update, stale or not,
-    its gradient is then that of the estimate's mean over tokens of the policy, with k1 and k3 that of KL(pi
-    || pi_ref) (DeepSeek-V3.2, arXiv 2512.02556). slime: `use_unbiased_kl`, TRL: `use_bias_correction_kl`."""
+    """Multiply each estimate in the loss by pi / pi_old, gradient included (DeepSeek-V3.2, arXiv 2512.02556).
+    slime: `use_unbiased_kl`, TRL: `use_bias_correction_kl`."""
     model: Path | None = None
-    """Hugging Face folder of the reference: same shape and vocabulary as the policy. None: `model.hf_path`,
-    the model that the run starts from."""
+    """Hugging Face folder of the reference: shape and vocabulary of the policy. None: `model.hf_path`."""
 
     @property
     def enabled(self) -> bool:
@@ -56,14 +53,12 @@ class DistillationConfig:
     """On-policy distillation from a frozen teacher on SGLang servers, with any loss; off at coefficient 0."""
 
     coefficient: Annotated[float, Ge(0)] = 0.0
-    """Coefficient of the term KL(pi || pi_teacher) in the loss, at each token that the policy sampled; 0:
-    none, and no teacher is asked."""
+    """Coefficient of the term KL(pi || pi_teacher) in the loss; 0: none."""
     estimator: Literal["k1", "k2", "k3"] = "k2"
-    """Estimator of KL(pi || pi_teacher), as of `algorithm.reference_kl.estimator`. k2 has the gradient of the
-    KL in each state: that of a policy gradient with log(pi_teacher / pi) as each token's advantage."""
+    """Estimator of KL(pi || pi_teacher), as of `algorithm.reference_kl.estimator`."""
     urls: tuple[str, ...] = ()
-    """Addresses of the SGLang servers with the teacher, `http://HOST:PORT`, started by the user. Its
-    vocabulary must be the policy's: the servers must tokenize the dataset's prompts as the policy does."""
+    """Addresses of the teacher's SGLang servers, `http://HOST:PORT`, which must tokenize the dataset's
+    prompts as the policy does."""
     api_key_env: str = ""
     """Name of the environment variable with the servers' key. Empty: no key."""
     concurrency: Annotated[int, Ge(1)] = 32

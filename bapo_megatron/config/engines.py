@@ -29,30 +29,29 @@ class EngineConfig:
     max_in_flight: Annotated[int, Ge(1)] = 256
     """Requests at a server at a time."""
     request_minutes: Annotated[float, Gt(0)] = 60.0
-    """Longest wait for the answer to one request, queueing included. Then it is aborted, and continued from
-    the tokens that it has."""
+    """Longest wait for one answer, queueing included. Then the request is aborted, and continued from its
+    tokens."""
     update_minutes: Annotated[float, Gt(0)] = 10.0
     """Longest wait for a server to load new weights."""
     lost_minutes: Annotated[float, Gt(0)] = 30.0
     """Longest wait while no server answers; then the run saves a checkpoint and ends."""
     colocated: bool = False
-    """Time-sharing: the servers are on the GPUs that train. They release their memory while the policy
-    trains, and get its weights when they sample again. `parallel.offload` offloads the policy meanwhile."""
+    """The servers are on the GPUs that train, and release their memory while the policy trains
+    (`parallel.offload` offloads the policy meanwhile)."""
     release_minutes: Annotated[float, Gt(0)] = 2.0
-    """Longest wait until the driver says that the memory of colocated servers is free. Then they are killed,
-    and started again when it is their turn to sample."""
+    """Longest wait until the driver reports the memory of colocated servers free; then they are killed, and
+    started again when it is their turn."""
     kept_gb: Annotated[float, Gt(0)] = 6.0
-    """Most memory in GB (10^9 bytes) that colocated servers may keep on a GPU while the policy trains: CUDA's
-    context, buffers of kernels and of NCCL."""
+    """Most memory in GB (10^9 bytes) that colocated servers may keep on a GPU while the policy trains."""
     sync: TransportName = "disk"
     """Weight sync to the servers. `disk`: a folder in the run directory, which they must see. `broadcast`:
-    over NCCL between GPUs, gloo on a CPU. `ipc`, for colocated servers: they read them from the trainer's
-    memory (CUDA IPC; shared memory on a CPU). If `broadcast` or `ipc` fails: from disk."""
+    over NCCL between GPUs, gloo on a CPU. `ipc`, for colocated servers: from the trainer's memory. If
+    `broadcast` or `ipc` fails: from disk."""
     bucket_mb: Annotated[float, Gt(0)] = 512.0
-    """Megabytes (2^20 bytes) of each of the two buffers of a broadcast, or of `ipc`."""
+    """Megabytes (2^20 bytes) of each of the two buffers of `broadcast` or `ipc`."""
     address: str | None = None
-    """Address of rank 0's machine, as servers reach it, for a broadcast. None: its host name, or 127.0.0.1 if
-    the servers are on it."""
+    """Address of rank 0's machine for a broadcast. None: its host name, or 127.0.0.1 if the servers are on
+    it."""
 
     def problems(self, longest_request: int) -> Iterator[str]:
         """Validation errors, each beginning with the field's name.
@@ -141,8 +140,8 @@ class SglangConfig(EngineConfig):
     servers: Annotated[int, Ge(1)] = 1
     """Servers that the run starts on rank 0's machine, each on `tensor` GPUs."""
     python: Path | None = None
-    """Interpreter of SGLang's environment. None: BAPO_SGLANG_PYTHON, else what `make sglang` made here, or
-    `make cluster`; on a machine with GPUs the latter alone."""
+    """Interpreter of SGLang's environment. None: BAPO_SGLANG_PYTHON, else that of `make sglang`, or `make
+    cluster`; on a machine with GPUs the latter alone."""
     tensor: Annotated[int, Ge(1)] = 1
     """Tensor parallel size of a server."""
     first_gpu: Annotated[int, Ge(0)] = 0
@@ -150,24 +149,22 @@ class SglangConfig(EngineConfig):
     memory_fraction: Annotated[float, Gt(0), Lt(1)] = 0.85
     """Share of a GPU's memory for weights and KV cache."""
     context: int | None = None
-    """Longest sequence of prompt and response in tokens. None: the longest of the run. Servers are started
-    with a few tokens more, which SGLang reserves."""
+    """Longest sequence of prompt and response in tokens. None: the longest of the run."""
     flags: tuple[str, ...] = ()
     """More flags of sglang.launch_server."""
     on_update: Literal["retract", "in_place"] = "retract"
-    """Responses in flight when weights change. `retract`: their keys and values are computed again under
-    the new weights. `in_place`: they keep the old ones. Weights change faster then, but such servers have no
-    prefix cache, and no overlap of scheduling and computing, so they sample more slowly."""
+    """Responses in flight when weights change. `retract`: their keys and values are computed again.
+    `in_place`: they keep the old ones; such servers have no prefix cache and sample more slowly."""
     compare_digests: bool = True
-    """After each weight sync compare a server's weights with those that the trainer sent, tensor by tensor.
-    False: with those of the other servers alone."""
+    """After each weight sync compare a server's weights with those sent, tensor by tensor. False: with those
+    of the other servers."""
     api_key_file: Path | None = None
     """File with the API key of the servers: one line, mode 0600. None: BAPO_SGLANG_API_KEY_FILE, else the
-    run's own key in RUN/api_key, made at its first start. A key is never part of a command line."""
+    run's own key in RUN/api_key."""
     require_api_key: bool = False
-    """Refuse servers in `urls` that ask for no key. False: they are used, with a warning."""
+    """Refuse servers in `urls` that ask for no key. False: a warning."""
     start_minutes: Annotated[float, Gt(0)] = 15.0
-    """Longest wait for a server to start, without the time to read its weights (10 s for each GB)."""
+    """Longest wait for a server to start, plus 10 s for each GB of weights."""
 
     def problems(self, longest_request: int) -> Iterator[str]:
         """Validation errors, each beginning with the field's name."""

@@ -43,24 +43,23 @@ class CheckpointConfig:
     every: Annotated[int, Ge(1)] = 10
     """Steps between checkpoints; the last step always has one."""
     keep_last: Annotated[int, Ge(0)] = 2
-    """Newest checkpoints that are kept; older ones are deleted once a newer one is complete. 0 keeps all."""
+    """Newest checkpoints that are kept. 0 keeps all."""
     keep_every: Annotated[int | None, Ge(1)] = None
     """Steps between checkpoints that are never deleted, a multiple of `every`, nor the rollouts since the
-    first of them. None: there are none."""
+    first of them. None: none."""
     keep_best: Annotated[int, Ge(0)] = 0
-    """Checkpoints that are kept for the highest `eval/mean` of their weights (see `evaluation`), in which
-    responses that could not be judged count as wrong here."""
+    """Checkpoints that are kept for the highest `eval/mean` of their weights; here unjudged responses count
+    as wrong."""
     export_every: Annotated[int, Ge(0)] = 0
-    """Steps between Hugging Face folders, exports/step_NNNNNN in the run directory, which a process of low
-    priority makes of the checkpoint. A multiple of `every`; 0: only the export at the end of the run."""
+    """Steps between Hugging Face folders, exports/step_NNNNNN in the run directory. A multiple of `every`; 0:
+    only the export at the end of the run."""
     after_export: str | None = None
-    """A command that runs for each complete export, such as an upload: {folder}, {step} and {name} (the
-    run's) are replaced in it. It runs without a shell. Its failure is an event, and does not fail the run
-    (docs/operations.md#commands-of-yours)."""
+    """Command that runs for each complete export: {folder}, {step} and {name} (the run's) are replaced,
+    without a shell. Its failure does not fail the run (docs/operations.md#your-own-commands)."""
     after_export_minutes: Annotated[float, Gt(0)] = 60.0
-    """Longest time of one such command; then it is killed, and counts as failed."""
+    """Longest time of such a command; then it is killed."""
     background: bool = True
-    """Write in the background while training continues; meanwhile host memory holds a copy of the state."""
+    """Write while training continues, from a copy of the state in host memory."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,10 @@ class EvaluationConfig:
     """Evaluation during training on held-out problems. Training waits for the answers."""
 
     every: Annotated[int, Ge(0)] = 0
-    """Steps between evaluations; the weights that the run begins with are evaluated too, and those of the
-    last step (`last`). 0, and whenever `rollout.replay` leaves a run without engines: never."""
+    """Steps between evaluations; the first weights are evaluated too, and the last (`last`). 0, or a
+    `rollout.replay` without engines: never."""
     suites: tuple[str, ...] = ()
-    """Suites that `bapo data prepare` has written, by name, or files with the format of `data.path`."""
+    """Suites of `bapo data prepare`, by name, or files with the format of `data.path`."""
     samples: Annotated[int, Ge(1)] = 4
     """Responses to each problem."""
     temperature: Annotated[float | None, Ge(0)] = None
@@ -87,7 +86,7 @@ class ProfileConfig:
     """Profiles of single steps, in profile/ of the run directory."""
 
     steps: tuple[int, ...] = ()
-    """Steps whose updates and weight sync are traced by torch's profiler."""
+    """Steps that torch's profiler traces: updates and weight sync."""
     ranks: tuple[int, ...] = (0,)
     """Ranks that are traced."""
     memory: bool = False
@@ -102,25 +101,23 @@ class LoggingConfig:
     """Logging: trackers of metrics besides the files, targets of events, and a note for the report."""
 
     tensorboard: bool = True
-    """Former way to leave TensorBoard out: False takes it from `trackers`."""
+    """Former name: False takes TensorBoard from `trackers`."""
     wandb_project: str | None = None
-    """Former way to log to Weights & Biases: adds `wandb` to `trackers`, and is the project of W&B alone."""
+    """Former name: adds `wandb` to `trackers`, and is W&B's project."""
     on_event: tuple[str, ...] = ()
-    """Targets to which the run's events are sent (done, stalled, failed, requeued, engine lost, ...):
-    commands, which get them as JSON on standard input, http(s) URLs, such as a Slack webhook, or $NAME, an
-    environment variable with one of them (docs/operations.md#commands-of-yours)."""
+    """Targets of the run's events (done, stalled, failed, requeued, engine lost, ...): commands, which get
+    them as JSON on standard input, http(s) URLs, or $NAME, an environment variable with one
+    (docs/operations.md#your-own-commands)."""
     stalled_minutes: Annotated[float | None, Gt(0)] = None
     """Silence (no step, evaluation or rollout) that is an event `stalled`. None: three times the longest of
-    the last ten steps, at least ten minutes; an hour before the first step, and where an evaluation is
-    due."""
+    the last ten steps, at least ten minutes; an hour before the first step and where an evaluation is due."""
     note: str = ""
-    """Note on the run's purpose and limits for its readers. `bapo report` shows it first."""
+    """Note for readers, which `bapo report` shows first."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Boards that get the metrics of steps and evaluations: any of `tensorboard`, `wandb`, `trackio`,
-    `mlflow`. The last three need their packages (extra `trackers`), and cannot slow or end the run."""
+    """Boards of metrics: any of `tensorboard`, `wandb`, `trackio`, `mlflow`. The last three need their
+    packages (extra `trackers`)."""
     catch_up_minutes: Annotated[float, Gt(0)] = 1.0
-    """Longest wait at a run's end until W&B, trackio and MLflow have all rows. A preempted run waits ten
-    seconds."""
+    """Longest wait at a run's end until the boards have all rows; ten seconds for a preempted run."""
     project: str = "bapo-megatron"
     """Project of W&B and trackio, experiment of MLflow. The run has its `name` there."""
 
@@ -148,7 +145,7 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig
     steps: Annotated[int, Ge(1)] = 100
-    """Steps of the run; each samples one batch and makes reuse_epochs x updates_per_epoch updates."""
+    """Steps of the run; each has one batch and reuse_epochs x updates_per_epoch updates."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of shuffling, sampling and the split into updates."""
     run_dir: Path | None = None
@@ -157,16 +154,15 @@ class RunConfig:
     """Fields, such as optimizer.lr, whose values may differ from those that the existing run was started
     with."""
     accept_resume_mismatch: tuple[str, ...] = ()
-    """Accepted differences of the resume check, as CHECKPOINT:NAME, such as step_000120:canary. They hold for
-    that checkpoint alone, and events.jsonl records them."""
+    """Accepted differences of the resume check, as CHECKPOINT:NAME, such as step_000120:canary, for that
+    checkpoint alone."""
     threads: Annotated[int | None, Ge(1)] = None
-    """CPU threads of each rank, in a run without a GPU; the sampler, which computes while the ranks wait, has
-    those of all ranks of its machine. None: the environment's number at the start of the run
-    (OMP_NUM_THREADS, else its share of the cores), which config.json keeps for resumed runs. Another number
-    adds in another order."""
+    """CPU threads of each rank, in a run without a GPU. None: the environment's number at the start of the
+    run (OMP_NUM_THREADS, else its share of the cores), which resumed runs keep. Another number adds in
+    another order."""
     hang_minutes: float = 60.0
-    """Hang watchdog: a rank that makes no update for so long, and does not wait for rollouts, prints the
-    stacks of its threads and exits. 0: never."""
+    """Hang watchdog: a rank that makes no update for so long, and does not wait for rollouts, prints its
+    stacks and exits. 0: never."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

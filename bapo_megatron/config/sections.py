@@ -43,15 +43,15 @@ class ParallelConfig:
     pipeline: Annotated[int, Ge(1)] = 1
     """Pipeline parallel size (PP): splits the layers into stages."""
     virtual: Annotated[int, Ge(1)] = 1
-    """Model chunks on each pipeline stage (interleaved schedule); 1 for none."""
+    """Model chunks on each pipeline stage (interleaved schedule); 1: none."""
     pipeline_layers: tuple[int, ...] = ()
     """Layers of each model chunk in the model's order, PP x virtual numbers: the first is stage 0's, the next
-    stage 1's. (): equal numbers, or where PP x virtual does not divide the layers, one less on the last chunk
-    and on as many of the first ones as it takes."""
+    stage 1's. (): equal numbers, one less on the last chunk and on the first ones where they do not divide.
+    """
     context: Annotated[int, Ge(1)] = 1
     """Context parallel size (CP): splits each sequence."""
     data: Annotated[int | None, Ge(1)] = None
-    """Data parallel size (DP). None: 1, or under a launcher all the processes that are left."""
+    """Data parallel size (DP). None: 1, or under a launcher all processes that are left."""
     expert: Annotated[int, Ge(1)] = 1
     """Expert parallel size (EP): splits the experts of a layer over ranks of TP, CP and DP."""
     expert_tensor: Annotated[int, Ge(1)] = 1
@@ -59,12 +59,11 @@ class ParallelConfig:
     sequence: bool = False
     """Sequence parallelism: norms and residuals split over the TP ranks."""
     timeout_minutes: Annotated[float, Gt(0)] = 60
-    """Longest wait for another rank in a collective. While rank 0 waits for samples the ranks meet every few
-    seconds: that does not count."""
+    """Longest wait for another rank in a collective; waiting for samples does not count."""
 
     offload: bool = False
-    """While engines sample, offload the policy's weights and optimizer state to host memory, and free its
-    gradients: for colocated servers."""
+    """For colocated servers: while engines sample, the policy's weights and optimizer state are in host
+    memory, and it has no gradients."""
 
     @property
     def model_size(self) -> int:
@@ -96,18 +95,17 @@ class DataConfig:
     """Longest prompt, in tokens; longer ones are left out, and counted."""
     difficulty: str | None = None
     """Where in `extra_info` a problem's difficulty is, e.g. `model_difficulty.DeepSeek-R1-Distill-Qwen-7B`.
-    Prompts outside the bounds, and those without the number, are left out and counted."""
+    Prompts outside the bounds, or without the number, are left out and counted."""
     min_difficulty: float = -1e9
     """Smallest difficulty that is kept."""
     max_difficulty: float = 1e9
     """Largest difficulty that is kept."""
     shuffle: bool = True
-    """Shuffle the prompts in each epoch, from the run's seed; else they come in the order of the file."""
+    """Shuffle the prompts in each epoch, from the run's seed; else the order of the file."""
     sources: Sources = field(default=(), kw_only=True)
     """Several sources instead of `path`, each with `path`, `weight` (1), `reward` (`reward.function`) and
     `environment` (the run's section): docs/data.md#several-sources-in-one-run. As a flag a JSON list, which
-    replaces the recipe's: `[{"path": "data/math", "weight": 2, "reward": "math"}, {"path":
-    "data/mine.jsonl"}]`."""
+    replaces the recipe's: `[{"path": "data/math", "weight": 2}, {"path": "data/mine.jsonl"}]`."""
 
     @property
     def files(self) -> tuple[SourceConfig, ...]:
@@ -129,53 +127,48 @@ class RolloutConfig:
     group_size: Annotated[int, Ge(2)] = 16  # G
     """Responses to each prompt (GRPO's G)."""
     temperature: Annotated[float, Gt(0)] = 1.0
-    """Sampling temperature; the policy's log-probs are taken at it, too."""
+    """Sampling temperature, also of the policy's log-probs."""
     max_response_tokens: Annotated[int, Ge(1)] = 8192
     """Longest response, in tokens; longer ones are cut, with finish reason `length`."""
     engine: str = "local"
     """`local`: in the sampler's process. `sglang`: servers, see `sglang`. Or `package.module:Name` of a
-    subclass of `bapo_megatron.rollout.engines.backend.EngineBackend`, see `custom_engine`."""
+    subclass of `bapo_megatron.rollout.engines.backend.EngineBackend`."""
     max_batch: Annotated[int, Ge(1)] = 256
     """Requests that the local engine decodes at the same time."""
     drop_uniform_groups: bool = True
-    """Dynamic sampling (DAPO): drop groups whose rewards are all equal (they have no gradient), and sample
-    others."""
+    """Dynamic sampling (DAPO): drop groups of equal rewards, which have no gradient, and sample others."""
     max_oversampling: Annotated[float, Ge(1)] = 3.0
-    """Most groups sampled for a step, as a multiple of prompts_per_step, while dropped ones are replaced;
-    then it trains on the groups that it has."""
+    """Most groups sampled for a step, as a multiple of prompts_per_step; then it trains on what there is."""
     max_staleness: Annotated[int, Ge(0)] = 0
     """Largest staleness of a group, in training steps: from the weights that sampled its oldest token to
-    those at the start of its step. 0: synchronous, training waits while each step samples. 1 or more:
-    asynchronous, engines sample while the policy trains; `on_stale` decides about older groups."""
+    those at the start of its step. 0: synchronous, training waits while each step samples. 1 or more: engines
+    sample while the policy trains."""
     overlap: bool = True
     """With max_staleness of 1 or more: sample while the policy trains. Off: sampling pauses when a step has
-    its groups, and unfinished responses continue in the next one (for engines that share the trainer's
-    GPUs)."""
+    its groups, and unfinished responses continue in the next one."""
     segment_tokens: Annotated[int | None, Ge(1)] = None
-    """Most tokens of one request to an engine; a longer response takes several, each from the prefix so far.
-    No more than that is lost if an engine dies. None: one request for each response."""
+    """Most tokens of one request to an engine, so the most that a lost engine can cost a response. None: one
+    request for each response."""
     budget_tokens: Annotated[int | None, Ge(1)] = None
-    """Partial rollout: most tokens that a response may take from the weights of one step; an unfinished one
-    continues with the weights of the next. Needs max_staleness of 1 or more. None: no limit."""
+    """Partial rollout: most tokens of a response from the weights of one step; it continues with the next
+    weights. Needs max_staleness of 1 or more. None: no limit."""
     on_stale: Literal["resample", "drop", "train"] = "resample"
-    """Treatment of a group older than max_staleness: its prompt is sampled again, or it is dropped, or
-    trained on all the same."""
+    """A group older than max_staleness: sample its prompt again, drop it, or train on it."""
     keep_steps: Annotated[int | None, Ge(0)] = 1000
     """Newest steps whose rollouts and held-out responses are kept on disk, 12 bytes a token (16 with a
-    teacher); those since the oldest checkpoint always are. Only a run that keeps all of them can be
-    replayed from its beginning. None: all."""
+    teacher), at least those since the oldest checkpoint. None: all, which a replay from the beginning needs.
+    """
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The servers of `engine=sglang`."""
     custom_engine: AvoidSubcommands[EngineConfig | None] = field(default=None, kw_only=True)
-    """Settings of `engine=package.module:Name`: an `EngineConfig`, or a subclass that adds fields. A recipe
-    gives it; then its fields are flags. None: the defaults."""
+    """Settings of `engine=package.module:Name`: an `EngineConfig`, or a subclass that adds fields, which
+    become flags. None: the defaults."""
     replay: Path | None = None
-    """Train on the stored rollouts of this run instead of sampling (to compare layouts or losses)."""
+    """Train on the stored rollouts of this run instead of sampling."""
     route_replay: Literal["off", "measure", "replay"] = field(default="off", kw_only=True)
-    """Routes, for models with experts: which experts a token took when it was sampled. `replay`: engines
-    return them, and the trainer sends each token to the same ones. `measure`: it chooses by itself, and the
-    difference is measured. They take layers x experts of a token bytes for each token, on disk too. `off`:
-    nobody asks for them."""
+    """Routes, for models with experts: which experts a token took when it was sampled. `replay`: the trainer
+    sends each token to the same ones. `measure`: only their difference is measured. `off`: not asked for.
+    They take layers x experts of a token bytes for each token."""
 
     @property
     def engine_config(self) -> EngineConfig:
@@ -198,14 +191,12 @@ class RewardConfig:
 
     function: str = "math"
     """`math`: math-verify compares the last box with the ground truth. `code`: the last code block must pass
-    the problem's tests. `math_or_code`: by the form of each ground truth. `reasoning_gym`: the `score_answer`
-    of the problem's task (docs/rewards.md#reasoning-gym). `llm_judge`, `reward_model`: a server scores
-    (docs/rewards.md#a-judge-or-a-reward-model-behind-an-endpoint). Or `package.module:function` of a
-    `def score(prompt: Prompt, response: str) -> float`."""
+    the problem's tests. `math_or_code`: by the form of each ground truth. `reasoning_gym`: the score of the
+    problem's task. `llm_judge`, `reward_model`: a server scores. Or `package.module:function` of a `def
+    score(prompt: Prompt, response: str) -> float` (docs/rewards.md)."""
     settings: Settings = field(default_factory=dict, kw_only=True)
     """Settings of `llm_judge` or `reward_model`, e.g. `{"url": "http://judge:8000/v1", "model": "qwen"}`, or
-    keyword arguments of a function of yours. As a flag one JSON object, which replaces the recipe's. A source
-    whose reward is another function has none of them."""
+    keyword arguments of your function. As a flag one JSON object, which replaces the recipe's."""
     correct: float = 1.0
     """Reward of a right answer (built-in functions). A score between 0 and 1 is interpolated from `wrong`."""
     wrong: float = 0.0
@@ -213,37 +204,34 @@ class RewardConfig:
     failed: float = 0.0
     """Reward of a response that could not be scored, with `on_failure=value`; no penalties."""
     on_failure: Literal["leave_out", "value"] = field(default="leave_out", kw_only=True)
-    """What becomes of a response whose scoring raised, hung, died or gave no finite number, or whose
-    environment failed. `leave_out`: it is not trained on, and the advantages of its group are over the
-    others; a group with fewer than two others is dropped, and another prompt is sampled. `value`: it has the
+    """A response whose scoring raised, hung, died or gave no finite number, or whose environment failed.
+    `leave_out`: it is not trained on; a group with fewer than two others is dropped. `value`: it has the
     reward `failed`."""
     outage_minutes: Annotated[float, Gt(0)] = field(default=30.0, kw_only=True)
-    """Longest time in which no response can be scored, in minutes. Groups without any score wait meanwhile,
-    and are scored again; then the run saves and ends with exit code 3."""
+    """Longest time in which no response can be scored; then the run saves and ends with exit code 3."""
     workers: Annotated[int, Ge(1)] = 2
     """Processes that score responses, on rank 0's machine; none for `llm_judge` and `reward_model`."""
     time_limit_s: Annotated[float, Gt(0)] = 30.0
-    """Time limit for scoring one response; then its worker is replaced. For programs ten times as much."""
+    """Time limit for scoring one response; for programs ten times as much."""
     memory_limit_mb: Annotated[int, Ge(256)] = 4096
-    """Memory that scoring one response may take beyond that of an idle worker; also of each process of tested
-    code."""
+    """Memory that scoring one response may take beyond an idle worker's; also of each process of tested code.
+    """
     math_allow_operations: bool = field(default=False, kw_only=True)
-    """Mathematics: accept an unevaluated operation (`578+328`, `10!`) for its value. Off, it is an answer
-    only where the ground truth has one of its kind (docs/rewards.md#mathematics)."""
+    """Mathematics: accept an unevaluated operation (`578+328`, `10!`) for its value
+    (docs/rewards.md#mathematics)."""
     code_case_limit_s: Annotated[float, Gt(0)] = 6.0
     """Limit of one test of a program, in seconds of processor time and sleep; all tests of a response
     have 0.9 `time_limit_s`."""
     allow_weak_sandbox: bool = False
-    """Run programs that the model has written even where the kernel lacks a wall of the sandbox
-    (docs/rewards.md#the-sandbox); otherwise such a run is refused."""
+    """Run programs even where the kernel lacks a wall of the sandbox (docs/rewards.md#the-sandbox)."""
     sandbox_url: str | None = field(default=None, kw_only=True)
-    """Address of a SandboxFusion server that runs the programs in place of this machine's sandbox, e.g.
-    `http://sandbox:8080/run_code` (docs/rewards.md#a-sandboxfusion-server)."""
+    """SandboxFusion server that runs the programs, e.g. `http://sandbox:8080/run_code`
+    (docs/rewards.md#a-sandboxfusion-server)."""
     format_pattern: str | None = None
     """Regular expression that the whole response must match; `.` matches newlines. Where the chat template
-    has opened the thinking part, a match with `<think>` before the response counts, too."""
+    has opened the thinking part, a match with `<think>` in front counts."""
     format_penalty: Annotated[float, Ge(0)] = 0.0
-    """Penalty for a response that does not match format_pattern, subtracted from its reward."""
+    """Penalty for a response that does not match format_pattern."""
     overlong_tokens: Annotated[int, Ge(0)] = 0
     """Width of the soft overlong zone before `rollout.max_response_tokens`, in tokens (DAPO, Eq. 13)."""
     overlong_penalty: Annotated[float, Ge(0)] = 0.0
@@ -259,20 +247,19 @@ class AlgorithmConfig:
     loss reads fixed ones or none."""
     loss: str = field(default="clip", kw_only=True)
     """The loss of an update. `clip`: the clipped surrogate of PPO at `bounds`, searched or fixed (GRPO,
-    clip-higher). Others by name: docs/losses.md. Or `package.module:Name` of a subclass of
+    clip-higher). Others: docs/losses.md. Or `package.module:Name` of a subclass of
     `bapo_megatron.algo.losses.Loss`."""
     loss_settings: Settings = field(default_factory=dict, kw_only=True)
-    """Settings of the loss, by the names of its constructor's arguments, e.g. `{"ratio_high": 4.0}` of
-    `cispo`; docs/losses.md has them all. As a flag one JSON object, which replaces the recipe's."""
+    """Settings of the loss, e.g. `{"ratio_high": 4.0}` of `cispo` (docs/losses.md). As a flag one JSON
+    object, which replaces the recipe's."""
     advantage: str = "grpo"
     """The advantage of a response. `grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean.
     `rloo`, `grpo_leave_one_out`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`:
-    docs/losses.md#advantages-masks-terms. Or `package.module:function` of yours:
+    docs/losses.md#advantages-masks-terms. Or `package.module:function`:
     docs/extending.md#5-an-advantage-a-mask-a-term."""
     branch_reward: Literal["whole", "split"] = field(default="whole", kw_only=True)
-    """Advantage of a branch, where an agent program rewrites its history or holds several conversations.
-    `whole`: the episode's, as in MemAgent (arXiv 2507.02259) and prime-rl. `split`: the episode's, divided by
-    the number of its branches. The group's mean and deviation count each episode once."""
+    """Advantage of a branch of an episode, where an agent program rewrites its history or holds several
+    conversations. `whole`: the episode's. `split`: the episode's, divided by the number of its branches."""
     polarity: PapoConfig = field(default_factory=PapoConfig)
     """PAPO: advantages reweighted by each token's effect on the entropy; off by default."""
     loss_mean: Literal["token", "sequence", "constant"] = "token"
@@ -280,55 +267,51 @@ class AlgorithmConfig:
     over responses. `constant`: over responses, each one's sum divided by `rollout.max_response_tokens` (Dr.
     GRPO)."""
     advantage_settings: Settings = field(default_factory=dict, kw_only=True)
-    """Settings of the advantage, by the names of its function's arguments, e.g. `{"weights": {"correct": 1,
-    "format": 0.5}}` of `gdpo`. As a flag one JSON object, which replaces the recipe's."""
+    """Settings of the advantage, e.g. `{"weights": {"correct": 1, "format": 0.5}}` of `gdpo`. As a flag one
+    JSON object, which replaces the recipe's."""
     known_ratio: bool = True
-    """Take the ratio as 1, without the forward pass that measures it, when the bounds of an on-policy update
-    are searched: one whose every token the present weights sampled, or, with `old_log_probs=trainer`, the
-    first of each step. What engine and trainer differ by then shows as `bapo/clip_..._distance`. GSPO, VESPO,
-    M2PO and P3O, whose search is of their ratios, measure them in any case, but for the latter."""
+    """Take the ratio as 1, without the forward pass that measures it, in the search of an on-policy update:
+    one whose every token the present weights sampled, or, with `old_log_probs=trainer`, the first of each
+    step. GSPO, VESPO, M2PO and P3O do so only in the latter case."""
     old_log_probs: Literal["rollout", "trainer"] = "rollout"
-    """Log-probs of the old policy, the denominator of the ratio in all updates of a step. `rollout`: those
-    that the engine reported while sampling. `trainer`: recomputed by the trainer before the step's first
-    update, which costs one forward pass a step (PPO's pi_old)."""
+    """Log-probs of the old policy, the denominator of the ratio. `rollout`: those that the engine reported.
+    `trainer`: recomputed before the step's first update, by one forward pass a step (PPO's pi_old)."""
     importance_cap: Annotated[float | None, Gt(0)] = None
     """Truncated importance sampling, with `old_log_probs=trainer`: each token's weight is multiplied by
-    min(pi_old / pi_rollout, cap). 2 is usual; None for no such weight."""
+    min(pi_old / pi_rollout, cap). 2 is usual; None: none."""
     importance_level: Literal["token", "sequence"] = field(default="token", kw_only=True)
-    """Level of the importance weight that `importance_cap` truncates: `token`, or `sequence`, the product
-    over the response for all of its tokens."""
+    """Level of the importance weight: `token`, or `sequence`, the product over the response for all of its
+    tokens."""
     corrections: CorrectionsConfig = field(default_factory=CorrectionsConfig, kw_only=True)
     """Rejection of whole responses that another policy sampled, with any loss; off by default."""
     masks: Parts = field(default=(), kw_only=True)
-    """Masks, in their order: rules that take a response or tokens of it out of each update, with `name` and
+    """Rules that take a response or tokens of it out of each update, in their order, with `name` and
     `settings` (docs/losses.md#advantages-masks-terms). As a flag a JSON list, which replaces the recipe's:
-    `["cut_responses", {"name": "icepop", "settings": {"high": 2}}]`. A name may be `package.module:function`,
-    of yours."""
+    `["cut_responses", {"name": "icepop", "settings": {"high": 2}}]`. A name may be `package.module:function`.
+    """
     terms: Parts = field(default=(), kw_only=True)
-    """Terms that are added to the loss (docs/losses.md#advantages-masks-terms), in the form of `masks`:
-    `[{"name": "entropy_bonus", "settings": {"coefficient": 0.001}}]`. Or functions of yours."""
+    """Terms that are added to the loss, in the form of `masks`: `[{"name": "entropy_bonus", "settings":
+    {"coefficient": 0.001}}]`."""
     reference_kl: ReferenceKlConfig = field(default_factory=ReferenceKlConfig, kw_only=True)
     """KL penalty to a frozen reference policy, in the loss or in the reward; off by default."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig, kw_only=True)
     """On-policy distillation from a frozen teacher, a term of the loss; off by default."""
     gap_mean_limit: Annotated[float | None, Gt(0)] = 0.05
     """Mismatch check: largest mean difference between the log-probs of engine and trainer at the same
-    weights, in nats (`rollout/engine_gap_mean`). In bfloat16 the output layer makes 1e-6 of it, hidden states
-    one rounding apart 0.02, servers without --enable-fp32-lm-head 0.02 more. None for no check."""
+    weights, in nats (`rollout/engine_gap_mean`). None: no check."""
     gap_max_limit: Annotated[float | None, Gt(0)] = None
     """Mismatch check: largest difference at a single token, in nats (`rollout/engine_gap_max`). None: no
     check."""
     route_mismatch_limit: Annotated[float | None, Gt(0)] = field(default=0.3, kw_only=True)
     """Mismatch check of routes: largest share of tokens that engine and trainer route differently at the same
-    weights, in the mean over the layers (`routes/engine_mismatch`); above it there is a warning and an event.
-    In bfloat16 0.1 is usual; routes that belong to other tokens give nearly 1. Read with
-    `rollout.route_replay`. None: no check."""
+    weights, in the mean over the layers (`routes/engine_mismatch`), with `rollout.route_replay`. In bfloat16
+    0.1 is usual. None: no check."""
     on_gap: Literal["warn", "stop"] = "warn"
     """Action of a failed mismatch check: a warning and an event, or the end of the run."""
     reuse_epochs: Annotated[int, Ge(1)] = 1  # E + 1
     """Passes over each batch of rollouts: 1 uses each sample once, more reuse it off-policy."""
     updates_per_epoch: Annotated[int, Ge(1)] = 1
-    """Optimizer updates in each pass: the batch is split into so many mini-batches."""
+    """Optimizer updates in each pass: mini-batches of the batch."""
 
 
 @dataclass(frozen=True)
@@ -354,12 +337,11 @@ class OptimizerConfig:
     clip_grad: Annotated[float, Gt(0)] = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     device: Literal["model", "cpu"] = "model"
-    """Device of master weights, moments and the optimizer step: the model's, or the host (CPU offload of the
-    optimizer). Then a GPU holds 12 bytes a parameter less, divided by DP x CP."""
+    """Device of master weights, moments and the optimizer step: the model's, or the host. Then a GPU holds 12
+    bytes a parameter less, divided by DP x CP."""
     fused: bool = True
-    """On a CPU: AdamW steps in one pass over each parameter, torch's fused kernel. Its last bits are not
-    those of several passes, so a run that began without it continues so. A GPU has the kernel that megatron
-    takes, device=cpu always a fused one."""
+    """On a CPU: AdamW by torch's fused kernel, whose last bits differ, so a run that began without it
+    continues so. A GPU has the kernel that megatron takes, device=cpu always a fused one."""
 
 
 @dataclass(frozen=True)
@@ -367,18 +349,17 @@ class BatchConfig:
     """Micro-batches: packing of sequences, recomputation, chunks of the output layer."""
 
     pack_tokens: Annotated[int, Ge(1)] = 16384
-    """Length of a micro-batch, in tokens: sequences are packed into it end to end. It must hold the longest
-    prompt and response together."""
+    """Length of a micro-batch, in tokens. It must hold the longest prompt and response together."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation in the backward pass: `selective` of the MLPs, or the experts, on a CPU also
-    of the attention; `full` of whole layers."""
+    """Activation recomputation: `selective` of the MLPs or experts, on a CPU also of the attention; `full` of
+    whole layers."""
     hold_forwards: bool = False
-    """Run all forward passes of an update before its first backward pass, so that the exact search for the
-    bounds needs no forward pass of its own. Keeps the activations of all packs in memory, so use it with
-    recompute=full; needs parallel.pipeline=1."""
+    """Run all forward passes of an update before its first backward pass, so that the exact search needs no
+    forward pass of its own. Keeps the activations of all packs: use it with recompute=full; needs
+    parallel.pipeline=1."""
     logprob_chunk_tokens: Annotated[int | None, Ge(1)] = None
-    """Tokens whose logits are in memory at the same time: 4 bytes for each of them and each entry of a TP
-    rank's vocabulary, and up to 4 more while their softmax is taken. None: 4,096 on a GPU, 1,024 on a CPU."""
+    """Tokens whose logits are in memory at the same time: up to 8 bytes for each token and entry of a TP
+    rank's vocabulary. None: 4,096 on a GPU, 1,024 on a CPU."""
 
     def chunk_tokens(self, gpu: bool) -> int:
         """``logprob_chunk_tokens``, or its default on that kind of device.

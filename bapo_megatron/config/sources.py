@@ -30,7 +30,7 @@ class EnvironmentConfig:
     """`package.module:Name` or `file.py:Name` of a subclass of `bapo_megatron.environment.Environment`. None:
     a response is one turn."""
     settings: Settings = field(default_factory=dict)
-    """Settings of the environment, a JSON object: the second argument of its constructor."""
+    """Settings of the environment: the second argument of its constructor."""
     max_turns: Annotated[int, Ge(1)] = 8
     """Most turns of the model in a response; then it ends, with the finish reason `turns`."""
     step_limit_s: Annotated[float, Gt(0)] = 60.0
@@ -39,16 +39,16 @@ class EnvironmentConfig:
     """Time limit of all steps of a response together."""
     workers: Annotated[int, Ge(1)] = 2
     """Processes that hold environments, on rank 0's machine. Each takes thousands of async steps at a time,
-    32 plain ones, or one if `own_random` is set."""
+    32 plain ones, or one with `own_random`."""
     memory_limit_mb: Annotated[int, Ge(256)] = 16384
     """Memory that the environments of one process may take together."""
     python: Path | None = None
-    """Python interpreter (3.11 or newer) of these processes, for environments whose packages conflict with
-    those of the run. None: the run's."""
+    """Python interpreter (3.11 or newer) of these processes, for packages that conflict with the run's. None:
+    the run's."""
     history: Literal["exact", "sampled"] = "exact"
-    """`exact`: a run starts only if the tokens of a response over several turns are those of the whole chat,
-    rendered by the model's template. `sampled`: the tokens that were sampled stand as they are, also where
-    the template would have left some out (thoughts of earlier turns)."""
+    """`exact`: a run starts only if the tokens of several turns are those of the whole chat in the model's
+    template. `sampled`: sampled tokens stay as they are, also where the template would leave some out
+    (thoughts of earlier turns)."""
 
 
 @dataclass(frozen=True)

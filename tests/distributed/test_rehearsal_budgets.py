@@ -109,7 +109,7 @@ def with_teacher(plain: Rehearsal) -> Rehearsal:
 def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]:
     """All of this file in one go, as what they import takes as long as some of them."""
     recipes = {name: of_recipe(cluster_recipe(name)) for name in BUDGETS}
-    recipes["gpu_study"] = of_recipe(ROOT / "benchmarks/gpu_study/recipe.py")
+    recipes["gpu_study"] = of_recipe(ROOT / "studies/gpu_study/recipe.py")
     shapes = {
         f"{case}, {layers} layers": of_layers(*case, layers, tmp_path_factory.mktemp("shape"))
         for case in LAYERS

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from benchmarks.gpu_study import __main__ as program
+from studies.gpu_study import __main__ as program
 from tests.support.forked_commands import ROOT, forking
 from tests.support.real_model import MODEL, require_model
 
@@ -24,7 +24,7 @@ def test_the_small_study_of_the_page(
     """Some rewards differ within a group, the page has both arms, and the same command finds them done."""
     require_model()
     lines = (ROOT / "docs/gpu.md").read_text().splitlines()
-    [documented] = [line for line in lines if line.startswith("python -m benchmarks.gpu_study")]
+    [documented] = [line for line in lines if line.startswith("python -m studies.gpu_study")]
     assert str(MODEL.relative_to(ROOT)) in documented
     with TemporaryDirectory(dir=tmp_path) as folder:  # of gigabytes
         command = [sys.executable, *shlex.split(documented)[1:], f"--folder={folder}"]

@@ -26,8 +26,7 @@ COMMAND = "python -m tests.support.config_page"
 _HEAD = f"""\
 # Configuration
 
-Every field of a recipe, with its type, its default and its meaning. A recipe is a Python file whose
-`recipe()` returns a `RunConfig` ([customize.md](customize.md)). Every field is also a flag, and a flag
+Every field of a recipe ([customize.md](customize.md)), with its type, its default and its meaning. A flag
 overrides the recipe:
 
 ```sh
@@ -38,11 +37,7 @@ bapo train recipes/demo_cpu.py --help                      # every flag, with th
 
 A list takes its values one after another (`--evaluation.suites aime24 math500`). A `bool` is a switch:
 `--parallel.sequence`, `--parallel.no-sequence`, `parallel.sequence=false`. `None` is written as such:
-`--rollout.keep-steps None`. A value of a wrong type or outside its range ends the command before anything
-starts, with the name of the field.
-
-*required* means that a recipe must set the field. This page is generated: `{COMMAND}` writes
-it from `bapo_megatron/config/`, and a test compares the two.
+`--rollout.keep-steps None`. *required*: a recipe must set the field. `{COMMAND}` writes this page.
 """
 
 
@@ -69,7 +64,7 @@ def _sections(kind: type, prefix: str, title: str) -> Iterator[tuple[str, type, 
 
 def _section(title: str, kind: type, prefix: str) -> str:
     rows = list(_rows(kind, prefix))
-    described = inspect.cleandoc(kind.__doc__ or "")
+    described = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
     lines = [f"## {title}", "", _markdown(described), "", "| field | type | default | what it is |"]
     return "\n".join([*lines, "|---|---|---|---|", *rows, ""])
 

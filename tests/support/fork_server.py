@@ -39,7 +39,16 @@ _IMPORTED = (
     ),
 )
 """What commands import late, with all that these import."""
-_OURS = {"bapo_megatron", "bapo_rehearsal", "benchmarks", "checkpoints_tools", "recipes", "slurm", "tests"}
+_OURS = {
+    "bapo_megatron",
+    "bapo_rehearsal",
+    "benchmarks",
+    "checkpoints_tools",
+    "recipes",
+    "slurm",
+    "studies",
+    "tests",
+}
 
 
 class ForkServer:

@@ -21,6 +21,7 @@ _FOLDERS = (
     "slurm",
     "tests",
     "benchmarks",
+    "studies",
     "docs",
 )
 

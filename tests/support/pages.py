@@ -13,6 +13,7 @@ PAGES = (
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "benchmarks/results").glob("*.md")),
+    *sorted((ROOT / "studies/results").glob("*.md")),
 )
 
 _FENCE = re.compile(

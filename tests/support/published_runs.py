@@ -61,7 +61,7 @@ class Figure:
 
     @property
     def row(self) -> str:
-        """The figure as a row of the table in docs/planning.md."""
+        """The figure as a row of the table in benchmarks/results/published_runs.md."""
         shown = [
             f"{value:,.1f}" if value < 100 else f"{value:,.0f}" for value in (self.published, self.planned)
         ]

@@ -137,8 +137,8 @@ def defined(path: Path) -> frozenset[str]:
 
 
 def test_what_others_import_of_the_package_exists() -> None:
-    """Also in functions, and in what neither mypy nor a test reads: benchmarks, recipes, figures of docs."""
-    folders = ("benchmarks", "recipes", "slurm", "docs", "tests")
+    """Also in functions, and in what neither mypy nor a test reads: studies, recipes, figures of docs."""
+    folders = ("benchmarks", "recipes", "slurm", "studies", "docs", "tests")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         if path.parent == ROOT / "tests/fixtures":
             continue  # recipes of earlier versions, whose former paths are read
@@ -176,7 +176,8 @@ def test_heavy_packages_stay_where_they_belong() -> None:
 
 def test_no_tuple_is_unpacked_in_a_call() -> None:
     """`f(*(a, b), *(c, d))` only pleases the formatter, and hides which argument is which."""
-    for path in [*modules().values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+    others = [path for folder in ("tests", "benchmarks", "studies") for path in (ROOT / folder).rglob("*.py")]
+    for path in [*modules().values(), *others]:
         for call in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)):
             unpacked = [one.value for one in call.args if isinstance(one, ast.Starred)]
             assert not [one for one in unpacked if isinstance(one, ast.Tuple | ast.List)], (path, call.lineno)
@@ -280,7 +281,11 @@ def test_templates_are_ours_or_sandboxed() -> None:
 
 
 def test_one_file_knows_nemo_run() -> None:
-    files = [path for folder in ("slurm", "recipes", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    files = [
+        path
+        for folder in ("slurm", "recipes", "benchmarks", "studies")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     found = [path for path in files if "nemo_run" in {name.split(".")[0] for name in imports(path)}]
     assert found == [ROOT / "slurm/launch.py"]
 

@@ -9,7 +9,7 @@ session is rebuilt from the turns, by running the earlier calls again, silently,
 continues. What earlier calls draw is seeded (``random``, numpy's global generator, the order of sets); what
 they read from a clock differs, and what they draw from the system, as numpy's ``default_rng()`` does. A turn
 without a call is the answer, which ends the episode; ``reward.function`` judges it. A call costs a sandbox
-(benchmarks/results/code_sandbox.md: about 20 a second and core), and the time of the calls before it.
+(about 20 a second and core: benchmarks/results/settled.md), and the time of the calls before it.
 Workers of environments load it by that name.
 """
 

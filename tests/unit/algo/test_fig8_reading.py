@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import fig8_reading as fig8
+from studies import fig8_reading as fig8
 
 DOCUMENT = Path(fig8.__file__).with_name("results") / "fig8_reading.md"
 

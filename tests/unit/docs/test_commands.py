@@ -150,7 +150,7 @@ def check(words: list[str]) -> None:
             assert rest[1].startswith("sglang") or find_spec(rest[1]) is not None, rest[1]
         else:
             assert (ROOT / rest[0]).is_file() or (ROOT / "docs" / rest[0]).is_file(), rest[0]
-            assert not rest[0].startswith("benchmarks/"), "it imports its package: python -m"
+            assert not rest[0].startswith(("benchmarks/", "studies/")), "it imports its package: python -m"
 
 
 def check_make(words: Sequence[str]) -> None:

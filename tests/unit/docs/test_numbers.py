@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from bapo_megatron.cli import run
-from benchmarks.paired import paired_effect
+from studies.paired import paired_effect
 from tests.support.pages import PAGES, ROOT
 from tests.support.tiers import slow_but
 
@@ -163,7 +163,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_results_are_those_of_the_study(name: str) -> None:
     table = (ROOT / "docs/results.md").read_text().split("## The first study")[1]
-    study = (ROOT / "benchmarks/results/staleness_study.md").read_text().split("At 8 passes:")[1]
+    study = (ROOT / "studies/results/staleness_study.md").read_text().split("At 8 passes:")[1]
     row = re.search(rf"^\|[^|]*{re.escape(name)}[^|]*\| ([^|]+) \| (\d+) \|$", table, re.MULTILINE)
     measured = re.search(rf"^\| `{METHODS[name]}` \| ([^,]+), (\d+) seeds", study, re.MULTILINE)
     assert row
@@ -180,9 +180,9 @@ def test_every_figure_names_its_command() -> None:
             assert written or re.search(r"`(python|make|bapo) ", after), f"{page.name}: {found[0]}"
 
 
-FIRST = "benchmarks/results/staleness_study.jsonl"
-SECOND = "benchmarks/results/controller_study.jsonl"
-REAL = "benchmarks/results/real_model_study.jsonl"
+FIRST = "studies/results/staleness_study.jsonl"
+SECOND = "studies/results/controller_study.jsonl"
+REAL = "studies/results/real_model_study.jsonl"
 Figures = dict[tuple[str, int], dict[int, float]]
 """One figure of a study's own arms: by method and passes, then by seed."""
 
@@ -275,7 +275,7 @@ def test_results_say_what_the_search_did_and_did_not() -> None:
 def test_results_have_the_second_studys_verdicts() -> None:
     """Those of its page, all of them, and how far it is."""
     page = " ".join((ROOT / "docs/results.md").read_text().split())
-    study = (ROOT / "benchmarks/results/controller_study.md").read_text()
+    study = (ROOT / "studies/results/controller_study.md").read_text()
     answer = study.split("## The answer")[1].split("## The design")[0]
     judged = [line for line in answer.splitlines() if line.startswith("- `")]
     assert answer.strip().startswith("All gates hold.")
@@ -309,7 +309,7 @@ def test_results_say_no_more_than_the_intervals() -> None:
     """What a verdict does not rule out, and what Holm's correction alone keeps from one."""
     reward = _figures(SECOND)
     page = " ".join((ROOT / "docs/results.md").read_text().split())
-    study = (ROOT / "benchmarks/results/controller_study.md").read_text()
+    study = (ROOT / "studies/results/controller_study.md").read_text()
     start, sequence = (_gain(reward, ("paper", 8), (name, 8)) for name in ("fixed_0.6_1.2", "grpo_sequence"))
     row = re.search(
         r"^\| `paper` - `grpo_sequence` \| ([^,]*), 12 seeds \| (\S+) \| (\S+) \|", study, re.MULTILINE

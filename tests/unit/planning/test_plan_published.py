@@ -46,8 +46,8 @@ def test_within_the_factor_or_a_reason(figure: Figure) -> None:
 
 
 def test_the_table_of_the_page_is_this_one() -> None:
-    """Paste the lines of `python -m tests.support.published_runs` into docs/planning.md when they change."""
-    page = (ROOT / "docs/planning.md").read_text()
+    """When they change: `python -m tests.support.published_runs`."""
+    page = (ROOT / "benchmarks/results/published_runs.md").read_text()
     assert "\n".join(one.row for one in FIGURES) in page
 
 

@@ -229,7 +229,7 @@ def _spelled(path: Path) -> Iterator[str]:
                     yield child.value
 
 
-@pytest.mark.parametrize("folder", ["bapo_megatron", "checkpoints_tools", "benchmarks"])
+@pytest.mark.parametrize("folder", ["bapo_megatron", "checkpoints_tools", "benchmarks", "studies"])
 def test_no_other_module_spells_them(folder: str) -> None:
     found = {path.relative_to(ROOT): list(_spelled(path)) for path in (ROOT / folder).rglob("*.py")}
     spelled = {str(path): strings for path, strings in found.items() if strings}

@@ -15,10 +15,10 @@ from bapo_megatron.algo.bounds import fixed, grpo, paper
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from benchmarks.gpu_study.__main__ import gpu_study
-from benchmarks.gpu_study.arms import ARMS, Arm, GpuStudyOptions, make_arms, prepare_commands
-from benchmarks.gpu_study.figures import COLUMNS, figures_of
-from benchmarks.gpu_study.page import page, right_answers
+from studies.gpu_study.__main__ import gpu_study
+from studies.gpu_study.arms import ARMS, Arm, GpuStudyOptions, make_arms, prepare_commands
+from studies.gpu_study.figures import COLUMNS, figures_of
+from studies.gpu_study.page import page, right_answers
 
 
 @pytest.fixture

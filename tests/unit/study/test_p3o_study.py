@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.p3o_study.arms import LOW, METHODS, P3O, SEEDS, arms, published
-from benchmarks.p3o_study.page import page
+from studies.p3o_study.arms import LOW, METHODS, P3O, SEEDS, arms, published
+from studies.p3o_study.page import page
 
 GONE = (
     "--algorithm.bounds.negative-weight",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from benchmarks.paired import fisher, holm, p_value, paired_effect, t_probability, t_quantile
+from studies.paired import fisher, holm, p_value, paired_effect, t_probability, t_quantile
 
 
 # Tables of Student's t, 97.5 % and 95 %.

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.paired import Effect, fisher, holm, p_value, paired_effect
+from studies.paired import Effect, fisher, holm, p_value, paired_effect
 
 ROOT = Path(__file__).parents[3]
 PAGES = {
-    "benchmarks/results/staleness_study.md": "benchmarks/results/staleness_study.jsonl",
-    "benchmarks/results/controller_study.md": "benchmarks/results/controller_study.jsonl",
-    "benchmarks/results/real_model_study.md": "benchmarks/results/real_model_study.jsonl",
+    "studies/results/staleness_study.md": "studies/results/staleness_study.jsonl",
+    "studies/results/controller_study.md": "studies/results/controller_study.jsonl",
+    "studies/results/real_model_study.md": "studies/results/real_model_study.jsonl",
 }
 """Pages with their data."""
-P3O = "benchmarks/results/p3o_study"
+P3O = "studies/results/p3o_study"
 FIGURES = {
     "mean reward": "mean_reward",
     "held-out": "held_out",
@@ -137,7 +137,7 @@ def test_p_values_of_the_claims(page: str, data: str) -> None:
 def test_intervals_of_p3o_are_those_of_its_runs_and_of_the_second_studys() -> None:
     """At staleness 8 and the full rate BAPO and GRPO ran again; the last table has both, and is not read."""
     ran_again = {("paper", 8), ("grpo", 8), ("paper_sequence", 8), ("grpo_sequence", 8)}
-    old = runs(PAGES["benchmarks/results/controller_study.md"])
+    old = runs(PAGES["studies/results/controller_study.md"])
     by_arm = {one: found for one, found in old.items() if one not in ran_again} | runs(f"{P3O}.jsonl")
     seen = 0
     for one, other, cells in (row for rows in tables(f"{P3O}.md") for row in rows):

@@ -1,6 +1,6 @@
 """Analysis of the paper's Fig. 8: how its clipping bounds were searched, as a printed report.
 
-    python -m benchmarks.fig8_reading
+    python -m studies.fig8_reading
 
 ``data/bapo_fig8.csv`` has the figure's two curves as numbers: the vector paths of paper.pdf in the authors'
 repository (WooooDyy/BAPO at 58f8008), with steps rounded to whole ones; a few points have no step of
@@ -75,11 +75,11 @@ def searches_a_step(high: np.ndarray, rest: float, end: float) -> float:
 
 
 def report() -> Iterator[str]:
-    """The text of benchmarks/results/fig8_reading.md."""
+    """The text of studies/results/fig8_reading.md."""
     high, low = curves()
     early, late = by_step(high, low, last=LAST_ON_THE_LINE), by_step(high, low, LAST_ON_THE_LINE + 1)
     yield "# Fig. 8 of the paper, read as numbers\n"
-    yield "Command: `python -m benchmarks.fig8_reading`; what the columns are is said there.\n"
+    yield "Command: `python -m studies.fig8_reading`; what the columns are is said there.\n"
     yield "| pairs of the two curves | steps | slope | c_low at c_high 1.2, at 3.0 | correlation | sd ratio |"
     yield "|---|---:|---:|---:|---:|---:|"
     for name, pairs in {

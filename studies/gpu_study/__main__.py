@@ -1,7 +1,7 @@
 """Program of `make gpu-study`: the arms one after the other, each a `bapo train` run, then a page.
 
     make gpu-study MODEL=/models/Qwen2.5-0.5B-Instruct
-    python -m benchmarks.gpu_study --model FOLDER --small --arms grpo paper --steps 2    # on a CPU
+    python -m studies.gpu_study --model FOLDER --small --arms grpo paper --steps 2    # on a CPU
 
 Stopped at any moment, the same command continues where it was: with the first arm that is not done, at its
 newest checkpoint. The page, gpu_study.md in the study's folder, is written after every arm. Exit code: that
@@ -19,8 +19,8 @@ from types import FrameType
 from bapo_megatron.config.flags import parse_options
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
-from benchmarks.gpu_study.arms import GpuStudyOptions, make_arms, prepare_commands
-from benchmarks.gpu_study.page import page
+from studies.gpu_study.arms import GpuStudyOptions, make_arms, prepare_commands
+from studies.gpu_study.page import page
 
 Run = Callable[[Sequence[str]], int]
 """Runs a ``bapo`` command, and returns its exit code."""
@@ -72,7 +72,7 @@ def _bapo(command: Sequence[str]) -> int:
 def main() -> None:
     """Entry point: exit code 2 for wrong flags."""
     try:
-        options = parse_options(GpuStudyOptions, "python -m benchmarks.gpu_study", sys.argv[1:])
+        options = parse_options(GpuStudyOptions, "python -m studies.gpu_study", sys.argv[1:])
         sys.exit(gpu_study(options, _bapo))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

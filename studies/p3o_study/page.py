@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from benchmarks.gpu_study.page import table
-from benchmarks.p3o_study.arms import LOW, METHODS, P3O, SEEDS, STALENESS, Line, published
-from benchmarks.paired import Effect, holm, p_value, paired_effect
+from studies.gpu_study.page import table
+from studies.p3o_study.arms import LOW, METHODS, P3O, SEEDS, STALENESS, Line, published
+from studies.paired import Effect, holm, p_value, paired_effect
 
 PAIRS = (
     ("paper", "p3o"),
@@ -69,7 +69,7 @@ def page(lines: Sequence[Line], arms: int) -> str:
     gates = [_gate(every, *gate) for gate in GATES]
     parts = [
         "# BAPO, P3O and GRPO on stale data",
-        f"{len(lines)} of {arms} arms are done. By `python -m benchmarks.p3o_study`, from\n"
+        f"{len(lines)} of {arms} arms are done. By `python -m studies.p3o_study`, from\n"
         "[p3o_study.jsonl](p3o_study.jsonl) and, at 0.35 of the rate and on-policy, the second study's\n"
         "[controller_study.jsonl](controller_study.jsonl).",
         "## The answer",

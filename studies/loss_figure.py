@@ -1,6 +1,6 @@
 """Figure of each registered loss: its gradient factor over the importance ratio (docs/losses.md).
 
-    python -m benchmarks.loss_figure
+    python -m studies.loss_figure
 
 Writes docs/figures/losses.png: one panel for each loss at its defaults, from the losses' own code. A loss
 that looks at whole responses sees responses of one token each.

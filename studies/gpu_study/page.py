@@ -9,9 +9,9 @@ from pathlib import Path
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
-from benchmarks.gpu_study.arms import Arm, GpuStudyOptions
-from benchmarks.gpu_study.figures import COLUMNS, figures_of
-from benchmarks.paired import paired_effect
+from studies.gpu_study.arms import Arm, GpuStudyOptions
+from studies.gpu_study.figures import COLUMNS, figures_of
+from studies.paired import paired_effect
 
 BASE = "grpo"
 """The arm that the others are compared with."""

@@ -3,8 +3,8 @@
 Every arm sets its preset and its staleness. A step has 32 prompts of 8 responses of up to 512 tokens; groups
 of equal rewards are dropped, in every arm.
 
-    bapo plan benchmarks/gpu_study/recipe.py
-    bapo rehearse benchmarks/gpu_study/recipe.py
+    bapo plan studies/gpu_study/recipe.py
+    bapo rehearse studies/gpu_study/recipe.py
 """
 
 from pathlib import Path

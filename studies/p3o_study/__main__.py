@@ -1,10 +1,10 @@
-"""Program of the study of P3O: the arms, several at a time, then benchmarks/results/p3o_study.md.
+"""Program of the study of P3O: the arms, several at a time, then studies/results/p3o_study.md.
 
-    python -m benchmarks.p3o_study --parallel 2      # continues where it stopped
-    python -m benchmarks.p3o_study --write           # the page of what has run, and no arm
+    python -m studies.p3o_study --parallel 2      # continues where it stopped
+    python -m studies.p3o_study --write           # the page of what has run, and no arm
 
 Arms are forked from a process that has imported what they need. Results: a line of
-benchmarks/results/p3o_study.jsonl for each arm that is done. Exit code 1 if an arm has failed.
+studies/results/p3o_study.jsonl for each arm that is done. Exit code 1 if an arm has failed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from annotated_types import Ge
 
 from bapo_megatron.config.flags import parse_options
 from bapo_megatron.runtime.files import write_atomically
-from benchmarks.p3o_study.arms import ROOT, STEPS, Arm, Line, arms, prepare_task, run_arm
-from benchmarks.p3o_study.page import page
+from studies.p3o_study.arms import ROOT, STEPS, Arm, Line, arms, prepare_task, run_arm
+from studies.p3o_study.page import page
 
-RESULTS = ROOT / "benchmarks/results/p3o_study"
+RESULTS = ROOT / "studies/results/p3o_study"
 _POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """The flags of `python -m benchmarks.p3o_study`."""
+    """The flags of `python -m studies.p3o_study`."""
 
     folder: Path = Path("runs/p3o_study")
     """Folder of the task and the arms; a study that is there is continued."""
@@ -45,7 +45,7 @@ class StudyOptions:
 
 def main() -> int:
     """Run what is missing, and write the page after each arm."""
-    options = parse_options(StudyOptions, "python -m benchmarks.p3o_study", sys.argv[1:])
+    options = parse_options(StudyOptions, "python -m studies.p3o_study", sys.argv[1:])
     every = arms(options.folder.resolve())
     missing = (
         [] if options.write else [arm for arm in every if arm.name not in stored() and not arm.is_done()]

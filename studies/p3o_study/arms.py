@@ -17,11 +17,11 @@ import numpy as np
 from bapo_megatron.algo.bounds import BoundsConfig, grpo, paper
 from bapo_megatron.commands.report.data import read_run
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
-from benchmarks.gpu_study.figures import figures_of, mean, numbers, stale_updates
+from studies.gpu_study.figures import figures_of, mean, numbers, stale_updates
 
 ROOT = Path(__file__).parents[2]
 RECIPE = Path(__file__).with_name("recipe.py")
-SECOND_STUDY = ROOT / "benchmarks/results/controller_study.jsonl"
+SECOND_STUDY = ROOT / "studies/results/controller_study.jsonl"
 TASK_COMMIT = "f6aa2582"
 TASK = ("policy_study_long", "train_study.jsonl", "eval_study.jsonl")
 STEPS, STALENESS, RATE = 20, 8, 1.7e-4

@@ -1,6 +1,6 @@
 """Base recipe of the study of P3O: that of the second study, with its task from the commit that ran it.
 
-`python -m benchmarks.p3o_study` puts the task (policy, problems) into the folder that STUDY_TASK names.
+`python -m studies.p3o_study` puts the task (policy, problems) into the folder that STUDY_TASK names.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Figure of the positive share over c_low under the two measures (docs/algorithm.md).
 
-    python -m benchmarks.c_low_finding
+    python -m studies.c_low_finding
 
 One synthetic stale batch, in which the target is out of reach of c_high alone. Writes
 docs/figures/c_low_finding.png and prints where the two searches end.

@@ -19,7 +19,7 @@ unset CXX PYTORCH_NVCC
 
 python=$trainer/bin/python recipe=recipes/r1_distill_qwen_7b_8k.py
 "$python" -m pip install --disable-pip-version-check -c bapo_megatron/constraints.txt pytest pytest-xdist hypothesis
-echo "the trainer's packages, where up to four lines are expected (docs/slurm.md):"
+echo "the trainer's packages, where three or four lines are expected (docs/slurm.md):"
 "$python" -m pip check || true
 echo "the servers' packages:"
 "$sglang/bin/python" -m pip check

@@ -305,18 +305,6 @@ def test_the_traits_of_a_class() -> None:
     assert read_traits(config("Restored")).resume == "restore"
 
 
-async def test_a_class_may_be_in_a_file(tmp_path: Path) -> None:
-    (tmp_path / "beside_it.py").write_text("WORD = 'hello'\n")
-    (tmp_path / "my_tool.py").write_text(
-        "import beside_it\nfrom bapo_megatron.environment import Environment, Reply\n"
-        "class Tool(Environment):\n    def step(self, turn):\n        return Reply(beside_it.WORD)\n"
-    )
-    settings = replace(config(""), function=f"{tmp_path}/my_tool.py:Tool")
-
-    async with playing(settings) as player:
-        assert (await player.say("e", "a")).observation == "hello"
-
-
 @pytest.mark.parametrize(
     ("function", "text"),
     [

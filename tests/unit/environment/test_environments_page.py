@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
 from bapo_megatron.environment import Environment, Reply, Task
-from bapo_megatron.runtime.dotted_path import load_dotted_path
 from tests.support.pages import ROOT, blocks
 from tests.support.scripted_episodes import check_durable
 
@@ -28,20 +25,3 @@ def test_the_environment_of_the_page() -> None:
     ]
     lost = check_durable(space["Guess"], task, {"guesses": 2}, ["50", "25"])
     assert lost[-1] == Reply(None, reward=0.0, metrics={"found": 0.0})
-
-
-def test_the_shipped_environments_that_the_page_names() -> None:
-    """The adapters of packages that are not installed here are played in the slow tier."""
-    text = PAGE.read_text()
-    for path in re.findall(r"`(bapo_megatron\.environment\.tools\.\w+:\w+)`", text):
-        assert issubclass(load_dotted_path("environment.function", path, "class"), Environment)
-    adapters = {
-        file.stem: file.read_text() for file in (ROOT / "bapo_megatron/environment/adapters").glob("*.py")
-    }
-    named = re.findall(r"\| `(\w+):(\w+)`", text)
-    helpers = {"__init__", "agent_program", "agent_rows", "conversation", "verifiers_agents"}
-    assert {module for module, _ in named} == set(adapters) - helpers
-    for module, name in named:
-        assert f"class {name}(" in adapters[module]
-        assert module == "loop" or "    settings_type = " in adapters[module]  # checked before a run
-        assert module == "loop" or len(adapters[module].splitlines()) <= 100

@@ -64,26 +64,6 @@ async def test_requests_of_a_lost_engine_are_resent_at_once(tmp_path: Path) -> N
     assert len(bad.asked) >= 6
 
 
-async def test_a_silent_engine_goes_into_quarantine(tmp_path: Path) -> None:
-    """As with SIGSTOP: connections open, nothing is answered."""
-    bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
-    world = World(tmp_path, [bad, good])
-    async with world.sampling(most=6):
-        await world.batch(1)
-        bad.gate.clear()
-        bad.ready = False
-        await world.weights(1)
-        batch = await world.batch(2)
-        assert len(batch.groups) == 4
-        assert "engine_lost" in world.event_kinds()
-        await world.weights(2)
-        assert bad.version < 2
-        bad.ready = True
-        bad.gate.set()
-        await until(lambda: world.pool.up == 2)
-        assert bad.version == 2, "it came back with old weights"
-
-
 async def test_a_hanging_weight_load_does_not_block_other_engines(tmp_path: Path) -> None:
     bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
     world = World(tmp_path, [bad, good])
@@ -235,32 +215,6 @@ async def test_without_engines_the_run_waits_then_fails(tmp_path: Path) -> None:
         assert len((await world.batch(2)).groups) == 4
 
 
-async def test_an_engine_may_become_ready_later(tmp_path: Path) -> None:
-    engine = ScriptedEngine(mixed)
-    engine.ready = False
-    world = World(tmp_path, [engine])
-    async with world.sampling():
-        assert await world.sampler.next_batch(1, 0.1) is None
-        engine.ready = True
-        assert len((await world.batch(1)).groups) == 4
-        assert [path.name for path in engine.folders] == ["v0"]
-
-
-async def test_a_refused_request_drops_its_group(tmp_path: Path) -> None:
-    engine = ScriptedEngine(mixed)
-
-    def malformed(request: GenerateRequest) -> None:
-        if request.input_ids[0] == 2:
-            raise ValueError("request '2-0-0': too long")
-
-    engine.trouble = malformed
-    world = World(tmp_path, [engine])
-    async with world.sampling():
-        batch = await world.batch(1)
-    assert prompt_ids(batch) == [0, 1, 3, 4]
-    assert "too long" in next(e for e in world.events if e["kind"] == "request_refused")["detail"]
-
-
 async def test_requests_go_to_the_least_loaded_engine_within_its_limit(tmp_path: Path) -> None:
     engines = [ScriptedEngine(mixed, name) for name in "abc"]
     for engine in engines:
@@ -359,19 +313,6 @@ async def test_an_engine_outside_the_digest_quorum_samples_nothing(tmp_path: Pat
         assert "bad: of a broken" in lost[0]
         bad.digest = None
         await until(lambda: world.pool.up == 3)
-
-
-async def test_without_a_digest_quorum_all_engines_load_again(tmp_path: Path) -> None:
-    engines = [ScriptedEngine(mixed, name) for name in ("one", "other")]
-    world = World(tmp_path, engines)
-    async with world.sampling():
-        await world.batch(1)
-        engines[0].digest = "of a broken file"
-        await world.weights(1)
-        assert world.pool.up == 0
-        engines[0].digest = None
-        await until(lambda: world.pool.up == 2)
-        assert len((await world.batch(2)).groups) == 4
 
 
 async def test_event_loop_lag_loses_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.turns import check_environments, open_environments
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import Prompt, StepBatch
-from tests.support import accounts
 from tests.support.chat_templates import demo_tokenizer
 from tests.support.episodes import EpisodeWorld, HereSteps
 from tests.support.sampling import EOS, Letters, until
@@ -123,26 +121,6 @@ def test_metrics_are_of_each_source_and_of_all_that_have_an_environment(
     assert not [name for name in metrics if name.startswith(("source/plain/env", "source/plain/episode"))]
     assert metrics["source/plain/rollout/length_mean"] == 3.0
     assert not [name for name in metrics if "/time/" in name], "which would differ after a kill"
-
-
-def test_the_journal_of_a_mixture_may_be_cut_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kill leaves a beginning of the journal: from each of them the same step is made."""
-    whole = MixedWorld(tmp_path / "whole")
-    expected = texts(run(step_of(whole), monkeypatch))
-    (log,) = whole.journal.glob("segments-*.log")
-    content = log.read_bytes()
-    found = [one for one in read_records(log) if isinstance(one, Record)]
-    cuts = {record.offset for record in found[1:-1]}
-    cuts |= set(np.random.default_rng(0).integers(found[1].offset, found[-1].offset, 10).tolist())
-    for cut in sorted(cuts):
-        world = MixedWorld(tmp_path / str(cut))
-        world.journal.mkdir(parents=True)
-        (world.journal / log.name).write_bytes(content[:cut])
-        assert texts(run(step_of(world), monkeypatch)) == expected, cut
-        prompts = [*world.dataset.prompts] * 3
-        accounts.check_accounts(world.journal, world.journal, world.config.rollout, prompts)
 
 
 @pytest.mark.virtual_time

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.config import EnvironmentConfig, RewardConfig
+from bapo_megatron.config import RewardConfig
 from bapo_megatron.environment import Reply
 from bapo_megatron.environment.pool import Question, StepResult
 from bapo_megatron.environment.worker import Episodes
@@ -34,11 +34,8 @@ from bapo_megatron.rollout.sampler.response import (
     Sampling,
     Tokens,
     continued,
-    finish_reason_of,
     given,
     needs,
-    next_request,
-    restarted,
 )
 from bapo_megatron.rollout.sampler.sampling_metrics import episode_metrics, rollout_metrics
 from bapo_megatron.rollout.sampler.state import SamplerState
@@ -71,16 +68,6 @@ def answer(*ids: int, **fields: Any) -> Answer:
 # --- the state machine by hand -------------------------------------------------------------------
 
 
-def test_a_stop_ends_a_turn_in_an_environment_and_the_response_without_one() -> None:
-    assert finish_reason_of(0, segment(1, STOP), SAMPLING) == "turn"
-    assert (
-        finish_reason_of(0, segment(1, STOP), dataclasses.replace(SAMPLING, in_environment=False)) == "stop"
-    )
-    assert finish_reason_of(0, segment(1, 2), SAMPLING) is None
-    assert finish_reason_of(10, segment(1, 2), SAMPLING) == "length"
-    assert finish_reason_of(10, segment(1, STOP), SAMPLING) == "turn", "whatever is left of the response"
-
-
 def test_an_episode_by_hand() -> None:
     first = continued(Response(), segment(1, 2), None)
     assert (first.is_sampling, first.is_complete, needs(first, SAMPLING)) == (True, False, Tokens(4))
@@ -111,29 +98,12 @@ def test_an_episode_by_hand() -> None:
     assert rollout.log_probs_R.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.9, 0, 0, 0, -0.4, -0.9])
 
 
-def test_a_request_goes_on_from_what_was_given() -> None:
-    response = given(continued(Response(), segment(1, STOP), "turn"), answer(20, text="x"))
-    request = next_request(
-        response, Tokens(4), SAMPLING, Prompt(0, np.array([100], np.int32), "", ""), "3-1", 5
-    )
-    assert request.input_ids.tolist() == [100, 1, STOP, 20]
-    assert (request.request_id, request.prefix_tokens) == ("3-1-3", 3)
-
-
 def test_a_response_of_one_turn_has_no_mask() -> None:
     response = continued(Response(), segment(1, STOP), "turn")
     end = given(response, answer(finish_reason="stop"))
     assert end.rollouts(0.0)[0].loss_mask_R is None
     assert end.episode.reward is None, "reward.function judges"
     assert end.last_turn_R.tolist() == [1, STOP]
-
-
-def test_a_response_that_begins_again_has_nothing_but_its_count() -> None:
-    response = given(continued(Response(), segment(1, STOP), "turn"), answer(20, text="x", reward=1.0))
-    once = restarted(response)
-    assert once == Response(so_far=once.so_far, episode=Episode(restarts=1))
-    assert once.tokens == 0
-    assert restarted(once).episode.restarts == 2
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -493,27 +463,6 @@ async def test_without_rewards_of_its_own_the_last_turn_is_judged(tmp_path: Path
     assert {row[4] for group in plain(batch) for row in group} == {("stop", 1.0)}
 
 
-async def test_an_answer_does_not_open_a_dropped_group_again(tmp_path: Path) -> None:
-    """The drop and the answer are in one commit."""
-    world = EpisodeWorld(tmp_path, counting)
-    world.steps.gate.clear()
-    async with world.sampling(rounds=False):
-        await until(lambda: len(world.steps.asked) == 6)
-        loop, group = world.sampler._loop, world.sampler._state.open[1]
-        assert loop._stepper is not None
-        loop._stepper._answers.append(Given(group, 0, 6, 0, answer(91, 93, text="")))
-        assert loop._drop(group, "refused")
-        await until(lambda: 1 not in world.sampler._state.open)
-        assert "1-0-0" in world.steps.forgotten
-        assert not [key for key in loop._stepper._running if key[0] == 1]
-        world.steps.gate.set()
-        await world.batch(1)
-        assert 1 not in world.sampler._state.open
-    state = accounts.state_of(world.journal, world.dataset.prompts, 2)
-    assert 1 not in state.open
-    assert 1 not in state.finished
-
-
 def test_metrics_without_episodes_are_as_before() -> None:
     assert episode_metrics([]) == {}
     assert not [name for name in rollout_metrics([], RewardConfig()) if name.startswith("environment")]
@@ -571,23 +520,6 @@ def test_kills_at_any_moment_keep_accounts_and_episodes(
         assert sorted(given_to) == [1, 2, 3, 4, 5]
 
     run(check(), monkeypatch)
-
-
-@pytest.mark.parametrize("first", ["with an environment", "without one"])
-def test_a_journal_belongs_to_its_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
-) -> None:
-    """Whoever continues it without the environment is refused in words, as is who adds one."""
-    within = EpisodeWorld(tmp_path, counting)
-    alone = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "yes" if sample else "no")
-    alone.config = dataclasses.replace(alone.config, environment=EnvironmentConfig())
-    alone.environments = {}
-    worlds = [within, alone] if first.startswith("with ") else [alone, within]
-    run(step_of(worlds[0]), monkeypatch)
-    written = "rollout.group_size=2 episodes of an environment, now it is 2"
-    added = "environment.function=None, now it is tests.support.environments:Async"
-    with pytest.raises(ConfigError, match=written if worlds[0] is within else added):
-        run(step_of(worlds[1]), monkeypatch)
 
 
 async def test_an_observation_that_cannot_be_rendered_fails_its_response(tmp_path: Path) -> None:

@@ -73,23 +73,6 @@ async def test_every_problem_is_sampled_n_times_by_segments(tmp_path: Path) -> N
     assert len({one.params.seed for one in asked}) == 2 * 2 + 2 - 2  # problem 0 of both suites has the same
 
 
-async def test_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
-    """By hand: easy has avg@2 of 1/2 on both problems, hard 0, so the mean of the suites is 1/4."""
-    made = world(tmp_path)
-
-    async with made.sampling():
-        path = await evaluated(held_out(made), 2)
-    assert path is not None
-    metrics = evaluation_metrics(path)
-    assert metrics["eval/mean"] == 0.25
-    assert metrics["eval/easy/avg@2"] == 0.5
-    assert metrics["eval/hard/avg@2"] == 0.0
-    assert metrics["eval/easy/problems"] == 2
-    assert metrics["eval/hard/truncated"] == 0.0
-    assert metrics["eval/easy/response_tokens/mean"] == 2.5
-    assert metrics["eval/hard/response_tokens/mean"] == 6.0
-
-
 class Boxes:
     """Any token ids as a box."""
 

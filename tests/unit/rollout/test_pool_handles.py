@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.interfaces import ReceivesHandles
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.sent_weights import SentDigests, TensorDigests
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.process import Service
 from bapo_megatron.types import StepBatch
-from tests.support.sampling import PATIENCE, ScriptedEngine, World, mixed, until
+from tests.support.sampling import PATIENCE, World, until
 from tests.support.sleeping_engine import SleepingEngine, sampling_in_turns
 
 CALLS = ("begin", "receive", "confirm", "finish")
@@ -83,11 +82,6 @@ async def handed_over(world: HandleWorld, names: Collection[str], version: int) 
     await hand_over(world, names, version)
     woken: list[str] = await world.call("resume")
     return woken
-
-
-def test_receives_handles_is_a_runtime_checkable_protocol() -> None:
-    assert isinstance(SleepingEngine("one"), ReceivesHandles)
-    assert not isinstance(ScriptedEngine(mixed), ReceivesHandles)
 
 
 async def test_engines_wake_with_weights_by_handles(tmp_path: Path) -> None:

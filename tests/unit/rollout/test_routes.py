@@ -68,24 +68,6 @@ def test_a_byte_holds_an_expert_and_the_mark_of_an_unknown_route(
     assert known_rows(last).tolist() == [True]
 
 
-WRONG = {
-    "out of range": (
-        [[[0, 1], [2, 3]], [[4, 5], [8, 7]]],
-        r"token 1 went to the experts \[8, 7\] of layer 1",
-    ),
-    "twice": ([[[0, 1], [6, 6]], [[4, 5], [2, 7]]], r"token 0 went to the experts \[6, 6\] of layer 1"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_an_expert_out_of_range_or_twice_is_no_route(name: str) -> None:
-    rows, says = WRONG[name]
-    problem = route_problem(np.array(rows, np.uint8), SHAPE)
-    assert problem is not None
-    with pytest.raises(AssertionError, match=says):
-        raise AssertionError(problem)
-
-
 def test_every_row_of_a_long_answer_is_checked() -> None:
     """The check takes blocks of rows: the last row of the second block, and a pair that is not adjacent."""
     shape = RouteShape(4, 8, 128)
@@ -244,12 +226,6 @@ def test_no_character_is_taken_that_is_not_base64s() -> None:
 def test_routes_without_an_end_are_refused() -> None:
     with pytest.raises(BadReply, match="no generation"):
         generation_of(REQUEST, b'{"meta_info": {"routed_experts": "AAAA')
-
-
-def test_routes_that_are_no_base64_are_refused() -> None:
-    body = reply(THREE).replace(b'"routed_experts": "AA', b'"routed_experts": "A*')
-    with pytest.raises(BadReply, match="its routes are wrong"):
-        generation_of(REQUEST, body)
 
 
 # --- the embedded engine ---
@@ -455,14 +431,3 @@ async def test_an_engine_without_routes_stops_the_first_step(tmp_path: Path, fol
     async with made.sampling():
         with pytest.raises(ConfigError, match="scripted: answers without routes, which rollout"):
             await made.batch(1)
-
-
-async def test_keep_steps_removes_the_routes_with_the_step(tmp_path: Path, folder: Path) -> None:
-    made = world(tmp_path, folder, RoutedEngine(lambda *_: "yab"))
-    made.config = replace(made.config, rollout=replace(made.config.rollout, keep_steps=1))
-    async with made.sampling():
-        for step in (1, 2, 3):
-            await made.train(step)
-        await made.sampler.checkpointed(3)
-    names = {path.name for path in made.journal.glob("step_*")}
-    assert names == {"step_000003.npz", "step_000003.routes.npy"}

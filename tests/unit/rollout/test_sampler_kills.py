@@ -16,13 +16,13 @@ from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.process import Service
 from bapo_megatron.rollout.sampler.state import SamplerState
-from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups, steps_in
+from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from tests.support import accounts
 from tests.support.audit import Audit
 from tests.support.mortal import WAYS, MortalRun
 from tests.support.raw_journal import keep_logs
-from tests.support.sampling import ScriptedEngine, World, prompt_ids, until
+from tests.support.sampling import ScriptedEngine, World, until
 from tests.support.tiers import slow_but
 from tests.support.virtual_time import run_virtually
 
@@ -47,58 +47,6 @@ def check_accounts(world: World, logs: Path | None = None) -> Counter[str]:
     return accounts.check_accounts(logs or world.journal, world.journal, config, prompts).totals()
 
 
-@pytest.mark.parametrize("seed", slow_but(range(12), 0, 1, 2))
-def test_kills_at_any_moment_train_nothing_twice(tmp_path: Path, seed: int) -> None:
-    """Samplers are killed at random, some with their last record torn; the run continues from its files."""
-    random = np.random.default_rng(seed)
-    engines: list[ScriptedEngine] = []
-    given: dict[int, list[int]] = {}
-
-    async def live(world: World, first_step: int, steps: int, kill_after: float | None) -> int:
-        """Steps until the end or the kill; the step that was reached."""
-        step = first_step
-        async with world.sampling(first_step, rounds=False, most=int(random.integers(1, 9))):
-            killer = asyncio.get_running_loop().time() + (kill_after if kill_after is not None else 1e9)
-            while step <= steps:
-                left = killer - asyncio.get_running_loop().time()
-                path = await world.sampler.next_batch(step, max(0.001, min(5.0, left))) if left > 0 else None
-                if path is None:
-                    world.kill()
-                    return step
-                batch = read_step(path.parent, step)
-                numbers = step_groups(world.journal, step)
-                assert given.setdefault(step, numbers) == numbers, "a step got other groups than before"
-                assert len(batch.groups) == 3
-                await world.weights(step)
-                step += 1
-        return step
-
-    async def check() -> None:
-        engines[:] = [ScriptedEngine(answer, "one"), ScriptedEngine(answer, "two")]
-        world = World(tmp_path, engines, prompts=40, max_staleness=int(random.integers(0, 4)), **SETTINGS)
-        step = 1
-        for _ in range(8):
-            reached = await live(world, step, 9, float(random.uniform(0, 0.15)))
-            if random.random() < 0.5:
-                tear(sorted(world.journal.glob("segments-*.log"))[-1], random)
-            check_accounts(world)
-            step = max(1, reached - int(random.integers(0, 3)))  # the checkpoint may lie behind
-            for engine in engines:
-                engine.version = step - 1
-        await live(world, step, 9, None)
-        tokens = check_accounts(world)
-        assert sorted(given) == list(range(1, 10))
-        assert tokens["trained"] > 0
-
-    asyncio.run(asyncio.wait_for(check(), 120))
-
-
-def tear(path: Path, random: np.random.Generator) -> None:
-    """As if the machine had died in the middle of a write."""
-    with path.open("ab") as file:
-        file.write(b"BPR1segments" + random.bytes(int(random.integers(0, 40))))
-
-
 async def killed_at(tokens: int, folder: Path) -> tuple[World, ScriptedEngine]:
     """A world that is killed when each response has so many tokens."""
     engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
@@ -109,20 +57,6 @@ async def killed_at(tokens: int, folder: Path) -> tuple[World, ScriptedEngine]:
         await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * tokens)
         world.kill()
     return world, engine
-
-
-async def test_finished_segments_survive_and_responses_continue_from_them(tmp_path: Path) -> None:
-    world, engine = await killed_at(4, tmp_path)
-    assert state_of(world).tokens["sampled"] == 3 * 2 * 4
-    engine.gate.set()
-    engine.asked.clear()
-    async with world.sampling():
-        batch = await world.batch(1)
-    assert {request.prefix_tokens for request in engine.asked} == {4, 6}
-    assert prompt_ids(batch) == [0, 1, 2]
-    assert batch.groups[0].rollouts[0].log_probs_R.tolist() == pytest.approx(
-        [-(n + 1) / 100 for n in range(7)]
-    )
 
 
 async def test_damage_is_reported_with_its_offset_and_costs_only_its_record(tmp_path: Path) -> None:

@@ -15,13 +15,11 @@ from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutC
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import FailureReports, RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
-from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler import events, state
 from bapo_megatron.rollout.sampler.dispatcher import AdmissionController, Dispatcher
 from bapo_megatron.rollout.sampler.events import (
     Segment,
     batch_served,
-    group_dropped,
     group_scored,
     groups_opened,
     segments_arrived,
@@ -30,16 +28,13 @@ from bapo_megatron.rollout.sampler.events import (
 )
 from bapo_megatron.rollout.sampler.group_sampler import BatchBuilder
 from bapo_megatron.rollout.sampler.sampling_metrics import rollout_metrics
-from bapo_megatron.rollout.sampler.scoring import GroupScorer
 from bapo_megatron.rollout.sampler.state import GroupSummary, SamplerState
-from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, encode, read_records
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
 from tests.support.accounts import check_accounts
 from tests.support.sampling import (
     EOS,
     PATIENCE,
-    Letters,
     ScriptedEngine,
     StartsWithY,
     World,
@@ -97,24 +92,6 @@ def test_a_batch_takes_the_fresh_groups_that_were_opened_first(
     assert (found and [group.number for group in found]) == chosen
 
 
-def test_an_exhausted_step_takes_nothing(tmp_path: Path) -> None:
-    assert builder(state_of(), tmp_path).choose(3, is_last=True) == []
-
-
-def test_the_file_of_a_batch_and_its_event(tmp_path: Path) -> None:
-    state = state_of(0, 1, 2, 2)
-    state.apply(group_dropped(3, "stale"))
-    batches = builder(state, tmp_path, on_stale="train")
-    event = asyncio.run(batches.write(3, batches.choose(3, is_last=False) or []))
-    assert (event.kind, event.fields) == ("batch", {"step": 3, "groups": [0, 1]})
-    assert step_groups(tmp_path, 3) == [0, 1]
-    metrics = read_step(tmp_path, 3).metrics
-    assert metrics["rollout/groups_stale"] == 2  # the one that was dropped, and group 0
-    assert metrics["sampler/engines"] == 3
-    tokens = [metrics[f"sampler/tokens_{kind}"] for kind in ("sampled", "trained", "dropped", "kept")]
-    assert tokens == [16, 8, 4, 4]
-
-
 def test_failed_scores_and_timeouts_are_counted() -> None:
     failures = [["time", "raised"], [], ["time", "time"]]
     scored = [GroupSummary(n, [1.0, 0.0], [3, 4], ["stop"] * 2, kinds) for n, kinds in enumerate(failures)]
@@ -129,19 +106,6 @@ def test_a_mean_over_no_group_is_none() -> None:
     means = {"reward/mean", "reward/correct_fraction", "reward/solved_none", "reward/solved_all"}
     means |= {"reward/failed_fraction", "rollout/truncated_fraction", "rollout/length_mean"}
     assert {name: metrics[name] for name in means} == dict.fromkeys(means)
-
-
-def test_admission_by_hand() -> None:
-    """S = 1 and B = 3; the engines have the weights of step 2: (S + 1 + 2 - p) B less one that is there."""
-    admission = AdmissionController(RolloutConfig(prompts_per_step=3, max_staleness=1), state_of(2))
-    admission.trainer_has(2)
-    assert (admission.room, admission.may_sample) == (0, False)
-    admission.open()
-    assert (admission.room, admission.trainer_waits) == (2 * 3 - 1, True)
-    admission.trainer_has(3)
-    assert (admission.room, admission.trainer_waits) == (1 * 3 - 1, False)
-    admission.trainer_has(4)
-    assert (admission.room, admission.may_sample) == (0, False)
 
 
 def test_the_state_of_a_long_run_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,34 +130,6 @@ def test_the_state_of_a_long_run_does_not_grow(monkeypatch: pytest.MonkeyPatch) 
     assert found.tokens["trained"] == 200
     found.apply(steps_rewound(97))
     assert (found.tokens["trained"], found.tokens["dropped_lost"]) == (194, 6)
-
-
-def test_without_overlap_only_a_waiting_trainer_admits() -> None:
-    settings = RolloutConfig(prompts_per_step=3, max_staleness=1, overlap=False)
-    admission = AdmissionController(settings, state_of())
-    admission.open()
-    admission.trainer_has(3)
-    assert not admission.may_sample
-    admission.trainer_has(2)
-    assert admission.may_sample
-
-
-def test_a_group_is_scored_in_the_order_of_its_responses() -> None:
-    class Length:
-        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-            await asyncio.sleep(0.001 * (3 - tokens))
-            return RewardResult(float(tokens), detail=f"{prompt.prompt_id} {response}")
-
-    state = SamplerState(PROMPTS, 2)
-    state.apply(groups_opened([(0, 0, 5)], 1))
-    for sample, text in enumerate(("a", "bc")):
-        ids = np.array([*map(ord, text), EOS], np.int32)
-        answer = answer_of(ids, np.zeros(len(ids), np.int32))
-        state.apply(segments_arrived([Segment(state.open[0], sample, 0, answer, "stop")]))
-    results = asyncio.run(
-        GroupScorer(Dataset(PROMPTS, Letters(), (EOS,)), Length(), RewardConfig()).score(state.open[0])
-    )
-    assert [(one.reward, one.detail) for one in results] == [(2.0, "5 a"), (3.0, "5 bc")]
 
 
 def test_segments_that_come_at_once_are_cut_into_records(

@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.config import RolloutConfig
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
-from tests.support.receiving_engine import ReceivingEngine
 from tests.support.sampling import EOS, ScriptedEngine, World, mixed, prompt_ids
 
 
@@ -67,14 +64,6 @@ async def test_an_always_stale_prompt_is_dropped_after_retries(tmp_path: Path) -
             assert len((await world.train(step)).groups) == 4
         begun = {request.request_id.split("-")[0] for request in engine.asked if request.input_ids[0] == 0}
         assert len(begun) == 1 + 3
-
-
-def test_a_token_budget_too_small_for_a_long_response_is_refused() -> None:
-    rollout = RolloutConfig(budget_tokens=100, max_staleness=2, max_response_tokens=301)
-    with pytest.raises(ConfigError, match=r"rollout.max_staleness=3$"):
-        from bapo_megatron.config.validation import raise_problems, staleness_problems
-
-        raise_problems(list(staleness_problems(rollout)))
 
 
 @pytest.mark.parametrize(
@@ -154,41 +143,3 @@ async def test_a_lost_record_of_a_step_does_not_train_its_groups_twice(tmp_path:
         await world.train(5)
     numbers = [number for step in steps_in(world.journal) for number in step_groups(world.journal, step)]
     assert sorted(numbers) == list(range(20))
-
-
-async def test_an_engine_that_misses_a_broadcast_goes_into_quarantine(tmp_path: Path) -> None:
-    here, away = ReceivingEngine("here"), ReceivingEngine("away")
-    world = World(tmp_path, [here, away])
-    async with world.sampling() as sampler:
-        await world.batch(1)
-        away.ready = False
-        slots = await world.pool.gather()
-        assert [slot.engine for slot in slots] == [here]
-        sampler.expect_weights(1)
-        here.version = 1
-        world.pool.resumed(1, slots)
-        sampler.record_weights(1, 1)
-        away.ready = True
-        assert world.pool.up == 1
-        batch = await world.batch(2)
-        versions = {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
-        assert versions == {1}
-        assert len(batch.groups) == 4
-
-
-async def test_a_hanging_engine_delays_only_one_push(tmp_path: Path) -> None:
-    """It answers, so it is not silent; only the deadline of the first update shows it."""
-    hanging, well = ScriptedEngine(mixed, "hanging"), ScriptedEngine(mixed, "well")
-    world = World(tmp_path, [hanging, well])
-    async with world.sampling():
-        await world.batch(1)
-
-        async def hang(folder: Path, version: int) -> None:
-            await asyncio.sleep(1000)
-
-        hanging.load = hang  # type: ignore[method-assign]
-        await world.weights(1)
-        for step in (2, 3, 4):
-            assert len((await world.batch(step)).groups) == 4
-            await asyncio.sleep(0.1)  # the watcher tries to bring it back meanwhile
-            await asyncio.wait_for(world.weights(step), 0.9)  # an update may take 1 s

@@ -186,21 +186,6 @@ def test_a_held_server_that_ends_is_not_restarted_until_start(
     assert pid_of(supervisor) != first
 
 
-def test_a_held_server_that_is_killed_from_outside_is_not_restarted(supervisor: ServerSupervisor) -> None:
-    supervisor.hold()
-    os.killpg(pid_of(supervisor), signal.SIGKILL)
-    until(lambda: not supervisor.is_running)
-    time.sleep(1.0)
-    assert not supervisor.is_running
-
-
-def test_a_run_can_stop_while_its_servers_are_held(supervisor: ServerSupervisor) -> None:
-    supervisor.hold()
-    supervisor.end()
-    supervisor.stop()
-    assert not supervisor.is_running
-
-
 def test_colocated_servers_start_only_on_demand(config: RunConfig, events: list[dict[str, Any]]) -> None:
     sglang = dataclasses.replace(config.rollout.sglang, colocated=True)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=sglang))

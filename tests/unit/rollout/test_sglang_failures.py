@@ -165,15 +165,6 @@ def test_a_control_call_is_sent_once_over_a_new_connection(
     assert len(set(server.connections)) == len(server.connections)
 
 
-def test_a_closed_new_connection_is_a_server_failure(server: FakeServer, engine: BlockingEngine) -> None:
-    engine.generate([REQUEST])
-    server.connections.clear()
-    server.cuts = 2
-    with pytest.raises(ServerError, match="isconnected"):
-        engine.generate([REQUEST])
-    assert len(server.connections) == 2, "once over the connection that it had, once over a new one"
-
-
 def test_a_connection_without_traffic_is_kept_open(server: FakeServer) -> None:
     """An answer may take an hour, without a byte before it: gateways forget idle connections in minutes."""
 
@@ -208,14 +199,6 @@ def test_an_answer_with_token_ids_outside_the_vocabulary_is_a_server_failure(
     monkeypatch.setattr(engine.engine, "_limits", ModelLimits(4, 64))
     with pytest.raises(ServerError, match="answers with token ids outside the vocabulary"):
         engine.generate([REQUEST])
-
-
-def test_a_sound_server(server: FakeServer, engine: BlockingEngine, model: Path) -> None:
-    (answer,) = engine.generate([REQUEST])
-    assert answer.token_ids_R.tolist() == [3, 4]
-    engine.update_weights(weights(model), 5)
-    assert engine.weight_version == 5
-    assert engine.generate([REQUEST])[0].versions_R.tolist() == [5, 5]
 
 
 @pytest.mark.parametrize(

@@ -387,23 +387,6 @@ def test_a_server_that_has_not_read_the_handles_has_another_digest(
     assert "kv_cache" not in servers[1].tags
 
 
-def test_nothing_is_sampled_from_weights_that_are_not_confirmed(
-    servers: list[SleepingServer], model: Path, folder: Path
-) -> None:
-    async def refuse(digest: str) -> None:
-        raise DigestMismatch(digest)
-
-    async def check() -> None:
-        engine = engine_on(servers[0], model)
-        await engine.release_memory()
-        with pytest.raises(DigestMismatch, match="of 7"):
-            await engine.wake(folder, 7, refuse)
-
-    asyncio.run(check())
-    assert "continue_generation" not in servers[0].calls
-    assert "kv_cache" not in servers[0].tags
-
-
 @pytest.mark.parametrize(
     "dies_at",
     [
@@ -450,15 +433,6 @@ async def test_garbage_weights_after_a_wake_are_detected(
     assert await pool.wake(released) == []
     assert all("continue_generation" not in server.calls[-2:] for server in servers)
     await pool.close()
-
-
-async def test_waking_a_server_twice_crashes_it(
-    servers: list[SleepingServer], model: Path, folder: Path
-) -> None:
-    engine = engine_on(servers[0], model)
-    with pytest.raises(ServerError, match="/resume_memory_occupation: "):
-        await engine.wake(folder, 7, agreed)
-    assert servers[0].dead == "resumed ['cuda_graph', 'weights'], which was there"
 
 
 RELEASING = ("abort_request", "pause_generation", "release_memory_occupation")

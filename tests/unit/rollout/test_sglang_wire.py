@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.weight_stream import write_shards
-from bapo_megatron.rollout.engines.sglang.server_process import server_command, sglang_python
+from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.runtime import device
@@ -53,14 +53,6 @@ def test_the_body_of_a_request() -> None:
         "skip_special_tokens": False,
         **NEUTRAL,
     }
-
-
-def test_a_servers_preferred_sampling_parameters_change_nothing() -> None:
-    """As SGLang merges them (``_create_tokenized_object``, tokenizer_manager.py): the request's come last."""
-    preferred = {"top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05, "min_new_tokens": 5}
-    preferred |= {"presence_penalty": 1.5, "frequency_penalty": 0.5, "temperature": 0.1}
-    sent = json.loads(generate_payload(REQUEST, "x"))["sampling_params"]
-    assert {name: ({**preferred, **sent})[name] for name in preferred} == {**NEUTRAL, "temperature": 0.7}
 
 
 def test_ignore_eos_without_stop_tokens() -> None:
@@ -262,9 +254,3 @@ def test_the_environment_with_cuda_comes_first_on_a_machine_with_gpus(
     assert sglang_python() == tmp_path / ".venv-cluster-sglang/bin/python"
     monkeypatch.setenv("BAPO_DEVICE", "cpu")
     assert sglang_python() == tmp_path / ".venv-sglang/bin/python"
-
-
-def test_only_the_server_command_outlives_its_shell() -> None:
-    """Only servers that a run starts end with it; `bapo rollout-server &` must not end with a login."""
-    line = server_command(Path("python"), Path("model"), "127.0.0.1", 30000, cuda=True)
-    assert (line[0], Path(line[1]).parts[-2:]) == ("python", ("sglang_launch", "launch.py"))

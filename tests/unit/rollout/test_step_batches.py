@@ -178,13 +178,6 @@ def test_an_empty_step_round_trips(tmp_path: Path) -> None:
     assert_same(read_step(tmp_path, 0), StepBatch((), {"reward/mean": 1.0}))
 
 
-def test_equal_batches_give_equal_bytes(tmp_path: Path) -> None:
-    assert (
-        write_step(tmp_path / "a", 1, batch()).read_bytes()
-        == write_step(tmp_path / "b", 1, batch()).read_bytes()
-    )
-
-
 def test_a_step_file_has_the_numbers_of_its_groups(tmp_path: Path) -> None:
     write_step(tmp_path, 7, batch(), [4, 9])
     write_step(tmp_path, 12, batch())
@@ -193,13 +186,6 @@ def test_a_step_file_has_the_numbers_of_its_groups(tmp_path: Path) -> None:
     assert step_groups(tmp_path, 12) == []
     with pytest.raises(ConfigError, match="no such file"):
         step_groups(tmp_path, 8)
-
-
-def test_a_rewritten_step_replaces_its_file(tmp_path: Path) -> None:
-    write_step(tmp_path, 3, StepBatch((), {}))
-    write_step(tmp_path, 3, batch())
-    assert_same(read_step(tmp_path, 3), batch())
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000003.npz"]
 
 
 def test_replay_serves_the_stored_batches(tmp_path: Path) -> None:

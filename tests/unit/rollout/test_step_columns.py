@@ -18,7 +18,7 @@ from bapo_megatron.errors import ConfigError, StorageFailed
 from bapo_megatron.rollout.sampler import step_columns
 from bapo_megatron.rollout.sampler.step_batches import read_header, read_step, step_path, write_step
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
-from bapo_megatron.types import RESPONSE_COLUMNS, Group, Prompt, Rollout, StepBatch
+from bapo_megatron.types import RESPONSE_COLUMNS, Group, Prompt, StepBatch
 from tests.unit.rollout.test_step_batches import batch, rollout
 
 
@@ -253,17 +253,6 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert columns.read(0, 0)[1].log_probs_R.tobytes() == rollout(10, 0.1).log_probs_R.tobytes()
 
 
-def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
-    path = write_step(tmp_path, 1, batch())
-    with np.load(path) as arrays:
-        content = dict(arrays)
-    np.savez_compressed(path, **content)
-    with pytest.raises(
-        ConfigError, match=r"step_000001\.npz: its header\.npy is compressed; write it with numpy\.savez"
-    ):
-        read_header(tmp_path, 1)
-
-
 def test_a_damaged_file_gives_no_header(tmp_path: Path) -> None:
     path = write_step(tmp_path, 1, batch())
     whole = path.read_bytes()
@@ -272,11 +261,3 @@ def test_a_damaged_file_gives_no_header(tmp_path: Path) -> None:
         read_header(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"step_000002\.npz: no such file"):
         read_header(tmp_path, 2)
-
-
-def test_a_response_of_another_length_needs_no_file() -> None:
-    """Plain data: a header travels between processes."""
-    header = step_columns.header_of(batch(), step_columns.ColumnFile(Path("x"), 1, "t", {}))
-    assert pickle.loads(pickle.dumps(header)) == header
-    assert isinstance(header.groups[0].responses[0].reward, float)
-    assert Rollout.__name__ not in repr(header)

@@ -22,11 +22,7 @@ TASK = Task([{"role": "user", "content": "Guess my number."}], ground_truth="6")
 
 
 def asked(
-    bodies: list[Any],
-    turns: list[str],
-    seen: list[Any] | None = None,
-    task: Task = TASK,
-    **settings: Any,
+    bodies: list[Any], turns: list[str], seen: list[Any] | None = None, task: Task = TASK, **settings: Any
 ) -> list[tuple[int, Any]]:
     """The answers to requests by hand; ``GUESSED`` before a body sends it with another key."""
     found: list[tuple[int, Any]] = []
@@ -385,12 +381,7 @@ async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.Monkey
         ("responses", {"input": [{"type": "computer_call"}]}, 400, "item 0 of input is not a message"),
         ("responses", {"input": []}, 400, "the request has no input"),
         ("messages", {"messages": "x"}, 400, "the request has no list of messages"),
-        (
-            "messages",
-            {"messages": [{"role": "tool"}]},
-            400,
-            "message 0 is not an object with a role",
-        ),
+        ("messages", {"messages": [{"role": "tool"}]}, 400, "message 0 is not an object with a role"),
         (
             "messages",
             {"messages": [{"role": "user", "content": 5}]},
@@ -405,12 +396,7 @@ async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.Monkey
         ),
         ("messages", {"messages": [], "tools": [{}]}, 400, "it has a tool without a name"),
         ("chat/completions", {"messages": [], "tools": 5}, 400, "tools is not a list"),
-        (
-            "completions",
-            {"input": "higher"},
-            404,
-            "/v1/chat/completions, /v1/responses, /v1/mes",
-        ),
+        ("completions", {"input": "higher"}, 404, "/v1/chat/completions, /v1/responses, /v1/mes"),
     ],
 )
 async def test_requests_that_are_refused(path: str, body: dict[str, Any], status: int, reason: str) -> None:

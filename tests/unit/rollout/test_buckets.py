@@ -37,47 +37,51 @@ def unpacked(bucket: Bucket) -> dict[str, Tensor]:
     return found
 
 
-def test_a_bucket_is_filled_to_its_last_byte() -> None:
-    # 12 + 8 = 20 bytes; the next 4 would be 24.
-    assert cut([numbered("a", 3), numbered("b", 2), numbered("c", 1)], 20) == [
-        (("a", "b"), 20, False),
-        (("c",), 4, False),
-    ]
+HALF = torch.bfloat16
+LARGE = [numbered("a", 1), numbered("large", 6), numbered("b", 1), numbered("exact", 4)]
 
 
-def test_tensors_keep_their_order_over_buckets() -> None:
-    # 12; 12 + 12 > 20; 12 + 4 = 16. Receivers may rely on the order.
-    assert cut([numbered("a", 3), numbered("b", 3), numbered("c", 1)], 20) == [
-        (("a",), 12, False),
-        (("b", "c"), 16, False),
-    ]
-
-
-def test_a_tensor_larger_than_a_bucket_is_sent_alone_without_a_copy() -> None:
-    large = numbered("large", 6)
-    weights = [numbered("a", 1), large, numbered("b", 1), numbered("exact", 4)]
-    assert cut(weights, 16) == [
-        (("a",), 4, False),
-        (("large",), 24, True),
-        (("b",), 4, False),
-        (("exact",), 16, False),
-    ]
-    borrowed = list(Buckets(16, CPU).cut(weights))[1]
-    assert borrowed.payload_B.data_ptr() == large[1].data_ptr()
-
-
-def test_dtypes_share_a_bucket_if_aligned() -> None:
-    half = torch.bfloat16
-    # 2 x 2 = 4 bytes, aligned for float32: 4 + 8 = 12; 3 x 2 more = 18, which is not: a new bucket.
-    weights = [
-        numbered("a", 2, half),
-        numbered("b", 2),
-        numbered("c", 3, half),
-        numbered("d", 1),
-        numbered("e", 1, torch.uint8),
-        numbered("f", 1, half),
-    ]
-    assert cut(weights, 100) == [(("a", "b", "c"), 18, False), (("d", "e"), 5, False), (("f",), 2, False)]
+@pytest.mark.parametrize(
+    ("weights", "size", "buckets"),
+    [
+        # 12 + 8 = 20 bytes: filled to the last one; the next 4 would be 24.
+        (
+            [numbered("a", 3), numbered("b", 2), numbered("c", 1)],
+            20,
+            [(("a", "b"), 20, False), (("c",), 4, False)],
+        ),
+        # 12; 12 + 12 > 20; 12 + 4 = 16. Receivers may rely on the order.
+        (
+            [numbered("a", 3), numbered("b", 3), numbered("c", 1)],
+            20,
+            [(("a",), 12, False), (("b", "c"), 16, False)],
+        ),
+        # One that is larger than a bucket is sent alone, without a copy.
+        (
+            LARGE,
+            16,
+            [(("a",), 4, False), (("large",), 24, True), (("b",), 4, False), (("exact",), 16, False)],
+        ),
+        # 2 x 2 = 4 bytes, aligned for float32: 4 + 8 = 12; 3 x 2 more = 18, which is not: a new bucket.
+        (
+            [
+                *(numbered("a", 2, HALF), numbered("b", 2), numbered("c", 3, HALF), numbered("d", 1)),
+                *(numbered("e", 1, torch.uint8), numbered("f", 1, HALF)),
+            ],
+            100,
+            [(("a", "b", "c"), 18, False), (("d", "e"), 5, False), (("f",), 2, False)],
+        ),
+        ([], 8, []),
+    ],
+)
+def test_tensors_are_cut_into_buckets(
+    weights: list[tuple[str, Tensor]], size: int, buckets: list[tuple[tuple[str, ...], int, bool]]
+) -> None:
+    found = list(Buckets(size, CPU).cut(weights))
+    for bucket in found:
+        if bucket.is_borrowed:
+            assert bucket.payload_B.data_ptr() == dict(weights)[bucket.spec.names[0]].data_ptr()
+    assert cut(weights, size) == buckets
 
 
 def test_the_spec_of_a_bucket() -> None:
@@ -86,10 +90,6 @@ def test_the_spec_of_a_bucket() -> None:
     types = ("bfloat16", "float32", "float32")
     assert bucket.spec == BucketSpec(("a", "b", "c"), types, ((2, 3), (), (0,)), 2 * 6 + 4)
     assert bucket.payload_B.dtype == torch.uint8
-
-
-def test_no_weights_give_no_bucket() -> None:
-    assert cut([], 8) == []
 
 
 @pytest.mark.parametrize("size", [1, 8, 20, 64, 1000])

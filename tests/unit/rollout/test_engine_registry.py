@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.config import (
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    SglangConfig,
-)
+from bapo_megatron.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Confirm, Engine
 from bapo_megatron.rollout.engines.backend import EngineBackend, LocalBackend, engine_backend
@@ -87,42 +79,28 @@ class OldBackend(EngineBackend):
         return [OldEngine(mixed)]
 
 
+def run_of(engine: str, settings: EngineConfig) -> RunConfig:
+    rollout = RolloutConfig(engine=engine, custom_engine=settings)
+    return RunConfig("test", ModelConfig(Path("model")), DataConfig(Path("data")), rollout=rollout)
+
+
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("sync", "says"),
     [
-        (
-            EngineConfig(sync="broadcast"),
-            r"sync=broadcast: OldEngine.transports does not name it: use sync=disk, or take WeightParts in "
-            r"load \(interfaces.ReceivesBroadcast\), in place of begin_update",
-        ),
-        (
-            EngineConfig(sync="ipc", colocated=True),
-            r"sync=ipc: .*WeightParts in wake \(interfaces.ReceivesHan",
-        ),
+        ("broadcast", r"OldEngine.transports does not name it: .* load \(interfaces.ReceivesBroadcast\)"),
+        ("ipc", r"WeightParts in wake \(interfaces.ReceivesHan"),
     ],
 )
-def test_an_engine_that_takes_weights_in_parts_by_old_methods_is_told_the_new_one(
-    settings: EngineConfig, says: str
+async def test_an_engine_that_takes_weights_in_parts_by_old_methods_is_told_the_new_one(
+    sync: str, says: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
-        opened(settings)
-    opened(replace(settings, sync="disk"))  # it works on, also asleep
-
-
-def opened(settings: EngineConfig) -> None:
-    """Open and close the pool of a run with ``OldBackend``."""
-    run = RunConfig(
-        name="test",
-        model=ModelConfig(Path("model")),
-        data=DataConfig(Path("data")),
-        rollout=RolloutConfig(engine=f"{__name__}:OldBackend", custom_engine=settings),
-    )
-
-    async def go() -> None:
-        async with AsyncExitStack() as stack:
+    settings = EngineConfig(sync=sync, colocated=sync == "ipc")
+    run = run_of(f"{__name__}:OldBackend", settings)
+    by_disk = run_of(f"{__name__}:OldBackend", replace(settings, sync="disk"))  # it works on, also asleep
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match=rf"sync={sync}: .*{says}"):
             await open_pool(run, (), "cpu", lambda *_, **__: None, stack)
-
-    asyncio.run(go())
+        await open_pool(by_disk, (), "cpu", lambda *_, **__: None, stack)
 
 
 @pytest.mark.parametrize(
@@ -136,14 +114,8 @@ def opened(settings: EngineConfig) -> None:
     ],
 )
 def test_settings_of_a_custom_engine_are_checked(settings: dict[str, Any], says: str) -> None:
-    run = RunConfig(
-        name="test",
-        model=ModelConfig(Path("model")),
-        data=DataConfig(Path("data")),
-        rollout=RolloutConfig(engine=PLAIN, custom_engine=PlainConfig(**settings)),
-    )
     with pytest.raises(ConfigError, match=says):
-        run.check()
+        run_of(PLAIN, PlainConfig(**settings)).check()
 
 
 def test_the_address_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,10 +88,7 @@ def test_sources_with_and_without_an_environment_share_a_batch(
     world = MixedWorld(tmp_path)
     batch = run(step_of(world), monkeypatch)
     expected = {
-        "long": [
-            ("y0\x03[1:y0]y1\x03[2:y1]end\x03", "stop", 2.0),
-            ("y0\x03[1:y0]end\x03", "stop", 1.5),
-        ],
+        "long": [("y0\x03[1:y0]y1\x03[2:y1]end\x03", "stop", 2.0), ("y0\x03[1:y0]end\x03", "stop", 1.5)],
         "plain": [("y0\x03", "stop", 1.0)] * 2,
         "short": [("y0\x03", "turns", 0.5)] * 2,
     }

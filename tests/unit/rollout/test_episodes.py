@@ -19,17 +19,10 @@ from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler import turns
-from bapo_megatron.rollout.sampler.events import (
-    Given,
-    answers_given,
-    groups_opened,
-    response_restarted,
-    weights_loaded,
-)
+from bapo_megatron.rollout.sampler.events import Given, answers_given, groups_opened, weights_loaded
 from bapo_megatron.rollout.sampler.response import (
     STEP,
     Answer,
-    Episode,
     Response,
     Sampling,
     Tokens,
@@ -41,7 +34,7 @@ from bapo_megatron.rollout.sampler.sampling_metrics import episode_metrics, roll
 from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.rollout.sampler.stepper import Restart
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, encode, read_records
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.environments import Async
@@ -119,21 +112,6 @@ def state_of_one(identity: dict[str, Any] | None = None) -> SamplerState:
     return state
 
 
-def test_an_answer_survives_its_record(tmp_path: Path) -> None:
-    state = state_of_one()
-    said = answer(20, 21, text="é\n", reward=0.25, note=[1], metrics={"calls": 1.0}, seconds=0.5)
-    (tmp_path / "log").write_bytes(encode(answers_given([Given(state.open[0], 0, 3, 0, said)])))
-    (record,) = read_records(tmp_path / "log")
-    assert isinstance(record, Record)
-    expected = given(state.open[0].responses[0], said)
-    state.apply(record)
-    found = state.open[0].responses[0]
-    assert found.episode == expected.episode
-    assert found.so_far.token_ids_R.tolist() == [1, 2, STOP, 20, 21]
-    assert found.so_far.loss_mask_R is not None
-    assert found.so_far.loss_mask_R.tolist() == [True, True, True, False, False]
-
-
 @pytest.mark.parametrize(
     ("start", "attempt", "is_applied"), [(3, 0, True), (2, 0, False), (4, 0, False), (3, 1, False)]
 )
@@ -143,15 +121,6 @@ def test_an_answer_to_what_was_lost_to_damage_is_not_applied(
     state = state_of_one()
     state.apply(answers_given([Given(state.open[0], 0, start, attempt, answer(20, text="x"))]))
     assert (state.open[0].responses[0].tokens == 4) == is_applied
-
-
-def test_tokens_of_a_response_that_began_again_are_counted_as_dropped() -> None:
-    state = state_of_one()
-    state.tokens["sampled"] = 3
-    state.apply(response_restarted(state.open[0], 0, "why"))
-    assert state.open[0].responses[0].episode == Episode(restarts=1)
-    assert state.tokens["dropped_restarted"] == 3
-    state.apply(Record("restarted", {"number": 17, "sample": 0, "why": ""}, {}))  # of a dropped group
 
 
 def test_a_newer_journal_is_refused_in_words() -> None:
@@ -250,33 +219,16 @@ def test_the_journal_may_be_cut_anywhere(tmp_path: Path, monkeypatch: pytest.Mon
         accounts.state_of(world.journal, PROMPTS * 3, 2)
 
 
-async def test_no_journalled_turn_is_sampled_or_stepped_again(tmp_path: Path) -> None:
-    world = EpisodeWorld(tmp_path, counting)
-    world.steps.gate.clear()
-    async with world.sampling(rounds=False):
-        await until(lambda: len(world.steps.asked) == 6)
-        world.kill()
-    again = EpisodeWorld(tmp_path, counting)
-    await step_of(again)
-    assert not [one for one in again.engines[0].asked if one.prefix_tokens == 0]
-    assert sorted(again.steps.asked)[:2] == [("0-0-0", "end"), ("0-0-0", "turn0")]
-
-
 async def test_a_thought_that_the_template_opened_and_that_has_no_end_is_one(tmp_path: Path) -> None:
-    """Else a tool call within it would run. Also where an object is brought back."""
+    """Else a tool call within it would run. Also where an object is brought back. The last turn is judged."""
     asked: list[list[str]] = []
     judged: list[tuple[bool, str]] = []
 
     class Quiet(Async):
-        """It leaves the reward to the reward function."""
-
         async def step(self, turn: str) -> Reply:
-            """The same without a reward."""
             return dataclasses.replace(await super().step(turn), reward=None)
 
     class Lost(HereSteps):
-        """Each object is gone after its step."""
-
         async def step(self, question: Question) -> StepResult:
             """By a new object, from all turns."""
             self.episodes = Episodes(Quiet, {})
@@ -284,18 +236,13 @@ async def test_a_thought_that_the_template_opened_and_that_has_no_end_is_one(tmp
             return await super().step(question)
 
     class Opens(Brackets):
-        """A template that opens a thought behind the first answer, and none behind the second."""
-
         def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
-            """The ids of the observation, and of the tag."""
+            """It opens a thought behind the first answer, and none behind the second."""
             opened = "" if isinstance(observation, str) else "<think>\n"
             return np.append(super().given_ids(observation, last_token), [*map(ord, opened)]).astype(np.int32)
 
     class Judge(StartsWithY):
-        """It notes what it is asked."""
-
         async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-            """That of a y."""
             judged.append((prompt.opens_thinking, response))
             return await super().score(prompt, response, tokens)
 
@@ -306,8 +253,8 @@ async def test_a_thought_that_the_template_opened_and_that_has_no_end_is_one(tmp
     world.dataset = dataclasses.replace(world.dataset, prompts=opened)
     world.score = Judge()
     await step_of(world)
-    one, two, three = said[0], "<think>2+2", said[2]
     assert {*judged} == {(False, "3+3")}
+    one, two, three = said[0], "<think>2+2", said[2]
     assert max(asked, key=len) == [one, "a\nb", two, f"2:{two}", three]
 
 
@@ -412,11 +359,7 @@ async def test_a_replay_that_differs_restarts_its_response(
     ],
 )
 async def test_how_a_response_ends(
-    tmp_path: Path,
-    settings: dict[str, int],
-    turns: list[str],
-    reason: str,
-    text: str,
+    tmp_path: Path, settings: dict[str, int], turns: list[str], reason: str, text: str
 ) -> None:
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: turns[turn], **settings)
     batch = await step_of(world)
@@ -446,21 +389,6 @@ def test_a_first_step_whose_environments_all_fail_ends_the_run(
         ConfigError, match=r"(?s)environment of all 6 responses .*the door is shut.* environment.settings"
     ):
         run(step_of(world), monkeypatch)
-
-
-class Mute(Async):
-    """Gives no rewards."""
-
-    async def step(self, turn: str) -> Reply:  # type: ignore[override]
-        """Without a reward."""
-        return Reply(None if turn.startswith("y") else turn.upper())
-
-
-async def test_without_rewards_of_its_own_the_last_turn_is_judged(tmp_path: Path) -> None:
-    """The tests' reward function likes responses that begin with a y: the last turns do."""
-    world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "yes" if turn else "no", HereSteps(Mute))
-    batch = await step_of(world)
-    assert {row[4] for group in plain(batch) for row in group} == {("stop", 1.0)}
 
 
 def test_metrics_without_episodes_are_as_before() -> None:

@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from bapo_megatron.config import ModelConfig
 from bapo_megatron.data.routes import read_routes, route_problem, write_routes
 from bapo_megatron.errors import ConfigError, StorageFailed
-from bapo_megatron.rollout.engines.local_engine import LocalModel
 from bapo_megatron.rollout.engines.sglang.wire import (
     BadReply,
     decoded_routes,
@@ -42,7 +40,7 @@ from bapo_megatron.types import (
     StoredRoutes,
 )
 from tests.support.models import EXPERTS as FAMILY
-from tests.support.models import save_tiny_model, tiny_model
+from tests.support.models import save_tiny_model
 from tests.support.routed_engine import LAYERS, RoutedEngine, known_rows, routes_of
 from tests.support.sampling import ScriptedEngine, World, until
 from tests.unit.rollout.test_step_batches import batch, rollout
@@ -234,37 +232,6 @@ def test_routes_without_an_end_are_refused() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(FAMILY, tmp_path_factory.mktemp("model"))
-
-
-def test_the_local_engine_returns_the_routes_of_the_predicting_positions(folder: Path) -> None:
-    """Those of the whole sequences in transformers; by segment as at once; where they are asked for."""
-    shape, model = RouteShape(4, 2, 8), LocalModel(folder, 8)
-    prompts = ([5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [1])
-
-    def ask(index: int, ids: list[int], new: int, prefix: int = 0, routes: bool = True) -> GenerateRequest:
-        params = SamplingParams(1.0, new, (), seed=index)
-        return GenerateRequest(
-            f"{index}", np.array(ids, np.int32), params, prefix, routes=shape if routes else None
-        )
-
-    whole = model.generate([ask(n, ids, 5 + 3 * n, routes=n != 3) for n, ids in enumerate(prompts)])
-    assert whole[3].routes_R is None
-    plain = tiny_model(FAMILY)
-    for ids, answer in zip(prompts[:3], whole[:3], strict=True):
-        tokens = torch.tensor([*ids, *answer.token_ids_R.tolist()])
-        with torch.no_grad():
-            logits = plain(tokens[None, :-1], output_router_logits=True).router_logits
-        theirs = torch.stack([one.topk(2, -1).indices for one in logits], 1)[len(ids) - 1 :]
-        assert answer.routes_R is not None
-        assert (answer.routes_R.dtype, answer.routes_R.tolist()) == (np.uint8, theirs.tolist())
-    [first] = model.generate([ask(1, [9, 10], 3)])
-    [rest] = model.generate([ask(1, [9, 10, *first.token_ids_R.tolist()], 5, prefix=3)])
-    joined = ResponseTokens.joined([first, rest])
-    assert joined.routes_R is not None
-    assert whole[1].routes_R is not None
-    assert joined.token_ids_R.tolist() == whole[1].token_ids_R.tolist()
-    assert joined.routes_R.tolist() == whole[1].routes_R.tolist()
-    model.close()
 
 
 # --- step files ---

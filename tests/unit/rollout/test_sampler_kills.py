@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import Counter
+from collections.abc import Sequence
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,11 @@ from bapo_megatron.rollout.sampler.process import Service
 from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
+from bapo_megatron.types import GenerateRequest, Generation
 from tests.support import accounts
 from tests.support.audit import Audit
 from tests.support.mortal import WAYS, MortalRun
-from tests.support.raw_journal import keep_logs
-from tests.support.sampling import ScriptedEngine, World, until
+from tests.support.sampling import ScriptedEngine, World, mixed, until
 from tests.support.tiers import slow_but
 from tests.support.virtual_time import run_virtually
 
@@ -138,19 +140,6 @@ async def test_a_start_opens_no_step_file_whose_record_is_in_the_log(
     async with world.sampling(first_step=7):
         await world.train(7)
     assert opened == [5]
-
-
-async def test_old_logs_are_deleted_when_not_needed(tmp_path: Path) -> None:
-    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, max_staleness=1, **SETTINGS)
-    async with world.sampling(rounds=False):
-        for step in range(1, 13):
-            await world.train(step)
-            keep_logs(world.journal, tmp_path / "kept")
-            await world.sampler.checkpointed(step)
-            assert len(list(world.journal.glob("segments-*.log"))) <= 4
-    keep_logs(world.journal, tmp_path / "kept")
-    check_accounts(world, tmp_path / "kept")
-    assert len(steps_in(world.journal)) == 12
 
 
 async def test_old_held_out_results_go_with_the_rollouts_of_their_steps(tmp_path: Path) -> None:
@@ -310,3 +299,65 @@ def note_what_was_hard(found: Audit, run: MortalRun, seen: Counter[str]) -> None
     seen["two versions"] += sum(len(set(response.versions)) > 1 for response in responses)
     seen["older weights again"] += sum(one.versions != sorted(one.versions) for one in responses)
     seen["logs deleted"] += len([*run.kept.iterdir()]) > len([*run.world.journal.glob("*.log")])
+
+
+async def test_nothing_is_requested_for_a_group_that_is_being_dropped(tmp_path: Path) -> None:
+    """Weights come while the journal is written: nothing may be sent for a group that is to be dropped."""
+    chance = np.random.default_rng(0)
+    engine = ScriptedEngine(lambda p, s: ("y" if s == 0 else "n") + "a" * (13 if p % 4 == 0 else 2))
+    answer = engine.generate
+
+    async def slowly(request: GenerateRequest) -> Generation:
+        await asyncio.sleep(chance.random() * 0.03)
+        return await answer(request)
+
+    engine.generate = slowly  # type: ignore[method-assign]
+    settings = {"segment_tokens": 1, "max_response_tokens": 16, "on_stale": "drop"}
+    world = World(tmp_path, [engine], max_staleness=1, prompts=1000, **settings)
+    async with world.sampling(rounds=False, most=1000) as sampler:
+        commit = sampler._journal.commit
+
+        def slow_commit(records: Sequence[Record]) -> None:
+            time.sleep(0.004)
+            commit(records)
+
+        sampler._journal.commit = slow_commit  # type: ignore[method-assign]
+        for step in range(1, 21):
+            await world.batch(step)
+            await asyncio.sleep(0.02)
+            await world.weights(step)
+        assert world.sampler.state()["tokens"]["dropped_stale"] > 0
+        async with asyncio.timeout(30):  # nothing is left behind that nobody samples
+            while sampler._state.open:
+                await asyncio.sleep(0.05)
+
+
+async def test_an_always_stale_prompt_is_dropped_after_retries(tmp_path: Path) -> None:
+    engine = ScriptedEngine(mixed)
+    engine.holds = lambda request: request.input_ids[0] == 0 and request.prefix_tokens > 0
+    engine.gate.clear()
+    world = World(tmp_path, [engine], max_staleness=1, prompts=1000, segment_tokens=1)
+    async with world.sampling(rounds=False):
+        for step in range(1, 16):
+            assert len((await world.train(step)).groups) == 4
+        begun = {request.request_id.split("-")[0] for request in engine.asked if request.input_ids[0] == 0}
+        assert len(begun) == 1 + 3
+
+
+async def test_a_lost_record_of_a_step_does_not_train_its_groups_twice(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(mixed)], max_staleness=3, prompts=1000)
+    async with world.sampling(rounds=False):
+        for step in (1, 2, 3):
+            await world.train(step)
+        world.kill()
+    (path,) = world.journal.glob("segments-*.log")
+    found = [record for record in read_records(path) if isinstance(record, Record)]
+    second = next(r for r in found if r.kind == "batch" and r.fields["step"] == 2)
+    content = bytearray(path.read_bytes())
+    content[second.offset + 40] ^= 1
+    path.write_bytes(content)
+    async with world.sampling(first_step=4, rounds=False):
+        await world.train(4)
+        await world.train(5)
+    numbers = [number for step in steps_in(world.journal) for number in step_groups(world.journal, step)]
+    assert sorted(numbers) == list(range(20))

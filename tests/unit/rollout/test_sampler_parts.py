@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import struct
+from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,16 +34,7 @@ from bapo_megatron.rollout.sampler.state import GroupSummary, SamplerState
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, encode, read_records
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
 from tests.support.accounts import check_accounts
-from tests.support.sampling import (
-    EOS,
-    PATIENCE,
-    ScriptedEngine,
-    StartsWithY,
-    World,
-    mixed,
-    prompt_ids,
-    until,
-)
+from tests.support.sampling import EOS, PATIENCE, ScriptedEngine, StartsWithY, World, mixed, prompt_ids, until
 
 PROMPTS = [Prompt(n, np.array([n], np.int32), "", "test") for n in range(9)]
 
@@ -279,3 +272,67 @@ def test_each_distinct_failure_is_reported_once_then_counted() -> None:
     for number in range(1000):  # a reward with a new error each time must not fill the disk
         reports.note(RewardResult(0.0, "raised", "", "", f"line {number}"))
     assert len(events) < 60
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(OSError(24, "too many open files"), "failed"), (RuntimeError("a bug"), "raised")]
+)
+def test_a_scorer_that_raises_is_reported(tmp_path: Path, error: Exception, outcome: str) -> None:
+    class Broken:
+        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
+            if prompt.prompt_id == 1:
+                raise error
+            return RewardResult(float(response.startswith("y")))
+
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(mixed)], scorer=Broken())
+        async with world.sampling():
+            if outcome == "raised":
+                with pytest.raises(RuntimeError, match="a bug"):
+                    await world.batch(1)
+                return
+            assert prompt_ids(await world.batch(1)) == [0, 2, 3, 4]  # all rewards of prompt 1 are equal
+            [event] = [event for event in world.events if event["kind"] == "reward_failed"]
+            assert event == {"kind": "reward_failed", "failure": "died", "detail": str(error), "count": 1}
+
+    run(check())
+
+
+async def test_a_request_that_crashes_engines_is_dropped(tmp_path: Path) -> None:
+    engine = ScriptedEngine(mixed)
+
+    def poison(request: GenerateRequest) -> None:
+        if request.input_ids[0] == 1:
+            raise RuntimeError("the server has died")
+
+    engine.trouble = poison
+    world = World(tmp_path, [engine])
+    async with world.sampling() as sampler:
+        batch = await world.batch(1, wait_s=60)
+        assert not sampler._dispatcher._losses  # of the others that were in flight: a month has many
+    assert prompt_ids(batch) == [0, 2, 3, 4]
+    refused = next(event for event in world.events if event["kind"] == "request_refused")
+    assert "20 engines were lost with request" in refused["detail"]
+
+
+@pytest.mark.parametrize("text", ["y", "yaaaa"])
+async def test_an_abort_at_the_stop_token_completes_the_response(tmp_path: Path, text: str) -> None:
+    """The end of sequence, or the limit of six, with finish reason abort: the response is whole."""
+    engine = ScriptedEngine(lambda prompt, sample: text if sample == 0 else "naaaaaaaa")
+    answer = engine._answer
+
+    def aborted(request: GenerateRequest, _aborted: bool) -> Generation:
+        return dataclasses.replace(answer(request, aborted=False), finish_reason="abort")
+
+    engine._answer = aborted  # type: ignore[method-assign]
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        batch = await world.batch(1)
+    first, second, _ = batch.groups[0].rollouts
+    assert first.token_ids_R.tolist() == [*map(ord, text), EOS]
+    assert (first.finish_reason, second.finish_reason) == ("stop", "length")
+    assert len(second.token_ids_R) == 6

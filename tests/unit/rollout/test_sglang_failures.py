@@ -368,43 +368,36 @@ def test_a_server_that_is_gone(model: Path, tmp_path: Path) -> None:
         engine.generate([REQUEST])
 
 
-@pytest.mark.parametrize("field", ["disable_radix_cache", "disable_overlap_schedule"])
-def test_in_place_updates_need_servers_with_the_right_flags(
-    field: str, server: FakeServer, model: Path, tmp_path: Path
+SOUND = {"disable_radix_cache": True, "disable_overlap_schedule": True}
+SOUND |= {"hicache_storage_backend": None, "enable_lmcache": False, "enable_flexkv": False}
+
+
+@pytest.mark.parametrize(
+    ("on_update", "field", "value", "says"),
+    [
+        ("in_place", "disable_radix_cache", False, "start it with --disable-radix-cache .*on_update=in_pla"),
+        ("in_place", "disable_overlap_schedule", False, "start it with --disable-overlap-schedule"),
+        ("retract", "hicache_storage_backend", "file", "start it without --hicache-storage-backend: .* of e"),
+        ("retract", "enable_lmcache", True, "start it without --enable-lmcache"),
+        ("retract", "enable_flexkv", True, "start it without --enable-flexkv"),
+    ],
+)
+def test_a_server_that_would_sample_with_keys_of_old_weights_takes_no_new_ones(
+    on_update: PauseMode, field: str, value: Any, says: str, server: FakeServer, model: Path, tmp_path: Path
 ) -> None:
-    """Checked before a weight load, for servers that the run has not started."""
-    sound = {"disable_radix_cache": True, "disable_overlap_schedule": True}
-    server.answers["server_info"] = (200, {**sound, field: False})
-    engine = engine_on(server, model, tmp_path, "in_place")
+    """Checked before a weight load, for servers that the run has not started: a flush leaves what lies
+    outside of the server, or what the overlap has scheduled."""
+    server.answers["server_info"] = (200, {**SOUND, field: value})
+    engine = engine_on(server, model, tmp_path, on_update)
     try:
-        flag = "--" + field.replace("_", "-")
-        with pytest.raises(ServerError, match=f"{server.url}: start it with {flag} .*on_update=in_place"):
+        with pytest.raises(ServerError, match=f"{server.url}: {says}"):
             engine.update_weights(weights(model), 5)
         assert server.version == "0"
-        server.answers["server_info"] = (200, sound)
+        server.answers["server_info"] = (200, SOUND)
         engine.update_weights(weights(model), 5)
         assert server.version == "5"
     finally:
         engine.close()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("hicache_storage_backend", "file"), ("enable_lmcache", True), ("enable_flexkv", True)],
-)
-def test_a_server_whose_cache_outlives_new_weights_takes_none(
-    field: str, value: Any, server: FakeServer, engine: BlockingEngine, model: Path
-) -> None:
-    """A flush leaves what lies outside of the server: keys and values of old weights, found by token ids."""
-    settings = {"hicache_storage_backend": None, "enable_lmcache": False, "enable_flexkv": False}
-    server.answers["server_info"] = (200, {**settings, field: value})
-    flag = "--" + field.replace("_", "-")
-    with pytest.raises(ServerError, match=f"{server.url}: start it without {flag}: .* of earlier weights"):
-        engine.update_weights(weights(model), 5)
-    assert server.version == "0"
-    server.answers["server_info"] = (200, settings)
-    engine.update_weights(weights(model), 5)
-    assert server.version == "5"
 
 
 def test_a_draft_model_gets_new_weights_from_disk_alone(

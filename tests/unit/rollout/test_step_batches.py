@@ -142,8 +142,9 @@ def test_a_step_without_an_example_is_named(tmp_path: Path) -> None:
     write_step(tmp_path, 3, StepBatch((), {}))
     with pytest.raises(ConfigError, match=r"step_000003.npz has no responses: the step trained on nothing"):
         read_example(tmp_path, 3)
-    with pytest.raises(ConfigError, match=r"step_000004.npz: no such file"):
-        read_example(tmp_path, 4)
+    for read in (read_example, read_header):
+        with pytest.raises(ConfigError, match=r"step_000004.npz: no such file"):
+            read(tmp_path, 4)
     (tmp_path / "step_000003.npz").write_bytes(b"PK")
     with pytest.raises(ConfigError, match=r"the record of step 3 is damaged"):
         read_example(tmp_path, 3)
@@ -206,8 +207,9 @@ def test_damage_anywhere_is_detected(tmp_path: Path) -> None:
     path = step_path(tmp_path, 1)
     for length in range(0, len(whole), 97):
         path.write_bytes(whole[:length])
-        with pytest.raises(ConfigError, match=r"step_000001\.npz.*damaged"):
-            read_step(tmp_path, 1)
+        for read in (read_step, read_header):
+            with pytest.raises(ConfigError, match=r"step_000001\.npz.*damaged"):
+                read(tmp_path, 1)
     noticed = 0
     for at in range(0, len(whole), 13):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])

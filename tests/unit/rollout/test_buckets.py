@@ -109,23 +109,6 @@ def test_every_tensor_round_trips_at_any_bucket_size(size: int) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
 
 
-def test_double_buffering() -> None:
-    """The iterator's tensor is overwritten at each step, as a gathered one may be."""
-    shared = torch.empty(2)
-
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        for number in range(5):
-            yield str(number), shared.fill_(number)
-
-    one_back: Bucket | None = None
-    seen = []
-    for bucket in Buckets(8, CPU).cut(weights()):
-        if one_back:
-            seen.append(unpacked(one_back))
-        one_back = bucket
-    assert [tensor.tolist() for found in seen for tensor in found.values()] == [[n, n] for n in range(4)]
-
-
 def test_memory_is_bounded_by_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     empty = torch.empty

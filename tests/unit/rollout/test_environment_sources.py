@@ -135,17 +135,6 @@ async def test_a_kill_between_turns_asks_each_environment_again(tmp_path: Path) 
     assert not {name for name, _ in again.others.asked} & {name for name, _ in again.steps.asked}
 
 
-@pytest.mark.parametrize("source", ["long", "plain"])
-def test_a_journal_belongs_to_the_environments_of_its_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
-    """One whose environment is taken away or added is refused, also where `data.sources` may change."""
-    run(step_of(MixedWorld(tmp_path)), monkeypatch)
-    other = EnvironmentConfig() if source == "long" else OWN["long"]
-    with pytest.raises(ConfigError, match=r"environment.function=\{'long': .*, now it is \{'long': "):
-        run(step_of(MixedWorld(tmp_path, {**OWN, source: other})), monkeypatch)
-
-
 def test_the_identity_is_as_before_where_all_sources_have_one_environment() -> None:
     def of(*own: EnvironmentConfig | None, run_s: EnvironmentConfig = OWN["plain"]) -> dict[str, Any]:
         named = tuple(SourceConfig(Path(f"{n}.jsonl"), environment=one) for n, one in enumerate(own))

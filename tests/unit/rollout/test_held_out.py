@@ -225,7 +225,11 @@ async def test_engines_that_fail_an_evaluation_recover_or_end_it(
             return
         path = await evaluated(held_out(made), 2, waits=60)
     assert path is not None
-    assert evaluation_metrics(path)["eval/mean"] == 0.25
+    numbers = {"eval/mean": 0.25, "eval/easy/avg@2": 0.5, "eval/hard/avg@2": 0.0, "eval/easy/problems": 2}
+    numbers |= {"eval/easy/response_tokens/mean": 2.5, "eval/hard/response_tokens/mean": 6.0}
+    numbers |= {"eval/hard/truncated": 0.0}
+    metrics = evaluation_metrics(path)
+    assert {name: metrics[name] for name in numbers} == numbers  # by hand
     reasons = [event["reason"] for event in made.events if event["kind"] == "engine_lost"]
     assert len(reasons) == times
     assert all(says[wrong] in reason for reason in reasons)

@@ -19,7 +19,6 @@ from bapo_megatron.rollout.sampler.response import (
     continued,
     finish_reason_of,
     given,
-    given_up,
     needs,
     next_request,
 )
@@ -44,11 +43,6 @@ def response(*segments: ResponseTokens, complete: bool = False) -> Response:
     for segment in segments:
         made = continued(made, segment, None)
     return dataclasses.replace(made, finish_reason="stop" if complete else None)
-
-
-def answer(*ids: int, versions: tuple[int, ...]) -> Generation:
-    columns = tokens(*ids).columns | {"versions_R": np.array(versions, np.int32)}
-    return Generation(**columns, request_id="r", finish_reason="length")
 
 
 EIGHT = (tokens(1, 2, 3, 4), tokens(5, 6, 7, 8))
@@ -116,37 +110,12 @@ def test_the_finish_rule(
     assert finish_reason_of(before, tokens(*ids), within) == in_environment
 
 
-def test_segments_are_appended_with_all_columns() -> None:
-    first = continued(Response(), tokens(1, 2, version=4), None)
-    second = continued(first, tokens(3, STOP, version=5), "stop")
-    assert (first.tokens, first.is_complete) == (2, False), "the state before is unchanged"
-    assert (second.tokens, second.is_complete) == (4, True)
-    rollout = second.rollouts(0.25)[0]
-    assert rollout.token_ids_R.tolist() == [1, 2, 3, 9]
-    np.testing.assert_allclose(rollout.log_probs_R, [-0.1, -0.2, -0.3, -0.9], rtol=1e-6)
-    assert rollout.versions_R.tolist() == [4, 4, 5, 5]
-    assert (rollout.finish_reason, rollout.reward, rollout.loss_mask_R) == ("stop", 0.25, None)
-
-
-def test_tokens_are_counted_by_the_weights_that_sampled_them() -> None:
-    mixed = answer(1, 2, 3, versions=(2, 2, 3))
-    found = continued(continued(Response(), mixed, None), tokens(4, 5, version=3), None)
-    assert dict(found.tokens_by_version) == {2: 2, 3: 3}
-    assert dict(Response().tokens_by_version) == {}
-
-
 def test_a_mask_of_one_segment_is_filled_for_the_others() -> None:
     masked = dataclasses.replace(tokens(3, 4), loss_mask_R=np.array([False, True]))
     found = response(tokens(1, 2), masked, tokens(5), complete=True).rollouts(0.0)[0]
     assert found.loss_mask_R is not None
     assert found.loss_mask_R.tolist() == [True, True, False, True, True]
     assert found.loss_mask_R.dtype == np.bool_
-
-
-def test_the_twentieth_lost_engine_gives_a_response_up() -> None:
-    assert given_up(0, "a") is None
-    assert given_up(19, "a") is None
-    assert given_up(20, "a") == "20 engines were lost with request 'a'"
 
 
 @pytest.mark.parametrize("special", [False, True])

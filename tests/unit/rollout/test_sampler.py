@@ -247,21 +247,6 @@ async def test_partial_rollout_continues_under_newer_weights(tmp_path: Path) -> 
         assert all(step - 1 - version <= 2 for version in oldest)
 
 
-async def test_steps_without_groups_bring_no_new_weights_but_new_budgets(tmp_path: Path) -> None:
-    """A step that trains on nothing makes no version: budgets must not wait for one."""
-    engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
-    world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
-    world.version_of = lambda step: max(0, step - 1)
-    async with world.sampling(rounds=False):
-        assert (await world.train(1)).groups == ()
-        assert (await world.batch(2)).groups == ()
-        world.kill()
-    async with world.sampling(first_step=3, rounds=False):
-        batch = await world.batch(3)
-    assert prompt_ids(batch) == [0, 1, 2, 3]
-    assert batch.groups[0].rollouts[0].versions_R.tolist() == [0, 0, 0, 0, 1]
-
-
 async def test_budgets_count_the_steps_since_a_group_was_opened(tmp_path: Path) -> None:
     """Groups 0 to 3 wait through step 1, which trains on nothing; 12 to 15 begin in step 2 with one budget.
 

@@ -49,6 +49,22 @@ def check_accounts(world: World, logs: Path | None = None) -> Counter[str]:
     return accounts.check_accounts(logs or world.journal, world.journal, config, prompts).totals()
 
 
+def flip(path: Path, at: int) -> None:
+    """Damage a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def batch_record(world: World, step: int) -> tuple[Path, int]:
+    """The log with the record of a step's batch, and its offset."""
+    for path in sorted(world.journal.glob("segments-*.log")):
+        for one in read_records(path):
+            if isinstance(one, Record) and one.kind == "batch" and one.fields["step"] == step:
+                return path, one.offset
+    raise AssertionError(f"no record of step {step}")
+
+
 async def killed_at(tokens: int, folder: Path) -> tuple[World, ScriptedEngine]:
     """A world that is killed when each response has so many tokens."""
     engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
@@ -66,9 +82,7 @@ async def test_damage_is_reported_with_its_offset_and_costs_only_its_record(tmp_
     (path,) = world.journal.glob("segments-*.log")
     found = [r for r in read_records(path) if isinstance(r, Record) and r.kind == "segments"]
     second = next(r for r in found if any(part[4] == 2 for part in r.fields["parts"]))
-    content = bytearray(path.read_bytes())
-    content[second.offset + 200] ^= 1
-    path.write_bytes(content)
+    flip(path, second.offset + 200)
     engine.gate.set()
     engine.asked.clear()
     async with world.sampling():
@@ -88,25 +102,18 @@ async def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path:
             await world.train(step)
         world.kill()
     if record == "lost with a kill":
-        (log,) = world.journal.glob("segments-*.log")
-        found = [r for r in read_records(log) if isinstance(r, Record) and r.kind == "batch"]
-        os.truncate(log, next(r.offset for r in found if r.fields["step"] == 2))
+        os.truncate(*batch_record(world, 2))
     path = world.journal / "step_000002.npz"
-    content = bytearray(path.read_bytes())
-    content[content.index(b"token_ids.npy") + 150] ^= 1
-    path.write_bytes(content)
+    flip(path, path.read_bytes().index(b"token_ids.npy") + 150)
     async with world.sampling(first_step=2):
         for step in (2, 3):
             metrics = (await world.train(step)).metrics
     assert sorted(path.name for path in world.journal.glob("*.lost"))[0] == "step_000002.lost"
-    sampler_state = accounts.state_of(world.journal, world.dataset.prompts, world.config.rollout.group_size)
-    dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
-    assert (
-        sampler_state.tokens["sampled"]
-        == sampler_state.tokens["trained"] + dropped + sampler_state.outstanding_tokens
-    )
-    assert sampler_state.tokens["dropped_lost"] > 0
-    assert metrics["sampler/tokens_trained"] == sampler_state.tokens["trained"]
+    found = state_of(world)
+    dropped = sum(count for kind, count in found.tokens.items() if kind.startswith("dropped_"))
+    assert found.tokens["sampled"] == found.tokens["trained"] + dropped + found.outstanding_tokens
+    assert found.tokens["dropped_lost"] > 0
+    assert metrics["sampler/tokens_trained"] == found.tokens["trained"]
     assert metrics["sampler/tokens_dropped"] == dropped
 
 
@@ -131,12 +138,8 @@ async def test_a_start_opens_no_step_file_whose_record_is_in_the_log(
     async with world.sampling(first_step=7):
         pass
     assert opened == []
-    for path in sorted(world.journal.glob("segments-*.log")):
-        found = [r for r in read_records(path) if isinstance(r, Record) and r.kind == "batch"]
-        if at := next((r.offset for r in found if r.fields["step"] == 5), None):
-            content = bytearray(path.read_bytes())
-            content[at + 25] ^= 1
-            path.write_bytes(content)
+    path, at = batch_record(world, 5)
+    flip(path, at + 25)
     async with world.sampling(first_step=7):
         await world.train(7)
     assert opened == [5]
@@ -350,12 +353,8 @@ async def test_a_lost_record_of_a_step_does_not_train_its_groups_twice(tmp_path:
         for step in (1, 2, 3):
             await world.train(step)
         world.kill()
-    (path,) = world.journal.glob("segments-*.log")
-    found = [record for record in read_records(path) if isinstance(record, Record)]
-    second = next(r for r in found if r.kind == "batch" and r.fields["step"] == 2)
-    content = bytearray(path.read_bytes())
-    content[second.offset + 40] ^= 1
-    path.write_bytes(content)
+    path, at = batch_record(world, 2)
+    flip(path, at + 40)
     async with world.sampling(first_step=4, rounds=False):
         await world.train(4)
         await world.train(5)

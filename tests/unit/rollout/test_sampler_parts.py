@@ -112,13 +112,10 @@ def test_the_state_of_a_long_run_does_not_grow(monkeypatch: pytest.MonkeyPatch) 
         found.apply(segments_arrived([Segment(found.open[step], 0, 0, one, "stop")]))
         found.apply(group_scored(step, [1.0], []))
         found.apply(batch_served(step, [step]))
-        assert [found.lag(4 * at, step) for at in range(max(0, step - 5), step)] == [*range(min(step, 5))][
-            ::-1
-        ]
+        lags = [found.lag(4 * at, step) for at in range(max(0, step - 5), step)]
+        assert lags == [*reversed(range(min(step, 5)))]
     kept = found.snapshot().fields
-    assert {name: len(kept[name]) <= 10 for name in ("step_of", "first_step_of", "trained")} == dict.fromkeys(
-        ("step_of", "first_step_of", "trained"), True
-    )
+    assert all(len(kept[name]) <= 10 for name in ("step_of", "first_step_of", "trained"))
     assert (found.step_of(4 * 99), found.step_of(0)) == (99, None)
     assert found.tokens["trained"] == 200
     found.apply(steps_rewound(97))
@@ -149,13 +146,13 @@ def test_segments_that_come_at_once_are_cut_into_records(
     assert (cut, sum(found), max(found)) == (whole, sum(sizes), 2)
 
 
+def refuse(request: GenerateRequest) -> None:
+    if request.input_ids[0] == 1:
+        raise ValueError("too long for the model")
+
+
 async def test_a_dispatcher_is_busy_until_its_results_are_taken(tmp_path: Path) -> None:
     """Else a step would take what there is while the drop of a refused group is queued."""
-
-    def refuse(request: GenerateRequest) -> None:
-        if request.input_ids[0] == 1:
-            raise ValueError("too long for the model")
-
     engine = ScriptedEngine(mixed)
     engine.trouble = refuse
     world = World(tmp_path, [engine])
@@ -182,11 +179,6 @@ async def test_a_dispatcher_is_busy_until_its_results_are_taken(tmp_path: Path) 
 
 async def test_a_group_that_every_engine_refuses_is_dropped_once(tmp_path: Path) -> None:
     """All three of its requests are refused; the next prompt takes its place."""
-
-    def refuse(request: GenerateRequest) -> None:
-        if request.input_ids[0] == 1:
-            raise ValueError("too long for the model")
-
     engine = ScriptedEngine(mixed)
     engine.trouble = refuse
     world = World(tmp_path, [engine])

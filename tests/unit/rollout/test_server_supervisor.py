@@ -200,24 +200,26 @@ def test_a_hanging_server_that_the_run_has_not_started_is_reported(
     config: RunConfig, events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And its job's task is told, if it has one."""
-    registry = RunPaths(config.directory).engines
-    sglang = dataclasses.replace(config.rollout.sglang, urls=("http://node7:30000/",))
+    registry, url = RunPaths(config.directory).engines, "http://node7:30000"
+    hangs = {"kind": "engine_hangs", "engine": url, "reason": "not done in 600 s"}
+    ready = {"kind": "engine_ready", "engine": url}
+    sglang = dataclasses.replace(config.rollout.sglang, urls=(f"{url}/",))
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=sglang))
     with servers_of(config, False, events.append) as found:
-        assert found.urls == ["http://node7:30000"]
-        found.heed({"kind": "engine_hangs", "engine": "http://node7:30000", "reason": "not done in 600 s"})
-        found.heed({"kind": "engine_ready", "engine": "http://node7:30000"})
-    (event,) = events
-    assert event["kind"] == "server_hangs"
-    assert "end it, and start it again" in event["advice"]
-    assert "http://node7:30000 hangs (not done in 600 s)" in capsys.readouterr().out
+        assert found.urls == [url]
+        found.heed(hangs)
+        found.heed(ready)
+        (event,) = events
+        assert event["kind"] == "server_hangs"
+        assert "end it, and start it again" in event["advice"]
+        assert f"{url} hangs (not done in 600 s)" in capsys.readouterr().out
     registry.mkdir(parents=True)
     (registry / "node7-30000.json").touch()
     with servers_of(config, False, events.append) as found:
-        found.heed({"kind": "engine_hangs", "engine": "http://node7:30000", "reason": "not done in 600 s"})
+        found.heed(hangs)
         assert "starts it again" in events[-1]["advice"]
         assert (registry / "node7-30000.hang").is_file()
-        found.heed({"kind": "engine_ready", "engine": "http://node7:30000"})
+        found.heed(ready)
         assert [path.name for path in registry.iterdir()] == ["node7-30000.json"]
 
 

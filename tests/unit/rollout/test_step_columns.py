@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 import re
 import socket
 from pathlib import Path
@@ -92,38 +91,6 @@ def test_changes_are_made_in_order_wherever_a_sample_is_loaded(tmp_path: Path) -
         assert found.advantage == 7.0
         np.testing.assert_array_equal(found.importance_R, (found.log_probs_R + 1) * 2)
     assert first.loaded().old_log_probs_R is None
-
-
-def test_no_byte_of_another_response_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_step(tmp_path, 1, batch())
-    columns, read, sound = opened(tmp_path, 1), [], os.preadv
-
-    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
-        read.append(sum(len(one) for one in buffers))
-        return sound(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    columns.read(1, 0)
-    assert read == [4 * 1, 4 * 3, 4 * 3, 4 * 3]  # a prompt of one token, three columns of three
-    read.clear()
-    columns.read(0, 1)
-    assert sum(read) == 4 * 3  # the prompt of an empty response
-
-
-def test_a_header_costs_bytes_by_responses_and_not_by_tokens(tmp_path: Path) -> None:
-    def step(length: int) -> StepBatch:
-        group = tuple(rollout(length, 1 / 3, seed) for seed in range(16))
-        groups = tuple(Group(Prompt(n, np.arange(9, dtype=np.int32), "", ""), group) for n in range(16))
-        return StepBatch(groups, {"reward/mean": 0.5})
-
-    sizes = []
-    for number, length in ((1, 30), (2, 3000)):
-        path = write_step(tmp_path, number, step(length))
-        sizes.append((path.stat().st_size, len(pickle.dumps(read_header(tmp_path, number)))))
-    (small, header), (large, other) = sizes
-    assert large > 80 * small / 2
-    assert other < 1.2 * header
-    assert other < 256 * 80 + 2000
 
 
 def test_a_file_that_comes_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,7 +326,8 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 def test_rows_whose_prompts_are_what_a_program_asks_first(arguments: list[str], tmp_path: Path) -> None:
     """In a run it gets the problem, as it did then, and its first request is the row's prompt."""
     briefed = tmp_path / "briefed.py"
-    text = Path(AGENT).read_text().replace("[*task[", '[{"role": "developer", "content": "Be brief."}, *task[')
+    text = Path(AGENT).read_text()
+    text = text.replace("[*task[", '[{"role": "developer", "content": "Be brief."}, *task[')
     text = text.replace("[{}]", json.dumps(TOOLS))
     briefed.write_text(text)
     command = [sys.executable, str(briefed), *arguments]

@@ -18,10 +18,12 @@ def numbered(name: str, count: int, dtype: torch.dtype = torch.float32) -> tuple
     return name, torch.arange(count).to(dtype)
 
 
-def cut(weights: list[tuple[str, Tensor]], size: int) -> list[tuple[tuple[str, ...], int, bool]]:
-    """Names, bytes and whether it is borrowed, of each bucket."""
-    found = Buckets(size, CPU).cut(weights)
-    return [(bucket.spec.names, bucket.spec.nbytes, bucket.is_borrowed) for bucket in found]
+DTYPES = {"f": torch.float32, "h": torch.bfloat16, "b": torch.uint8}
+
+
+def made_of(text: str) -> list[tuple[str, Tensor]]:
+    """Tensors by words of name, count and dtype: ``a3f``."""
+    return [numbered(one[0], int(one[1:-1]), DTYPES[one[-1]]) for one in text.split()]
 
 
 def unpacked(bucket: Bucket) -> dict[str, Tensor]:
@@ -37,51 +39,25 @@ def unpacked(bucket: Bucket) -> dict[str, Tensor]:
     return found
 
 
-HALF = torch.bfloat16
-LARGE = [numbered("a", 1), numbered("large", 6), numbered("b", 1), numbered("exact", 4)]
-
-
 @pytest.mark.parametrize(
     ("weights", "size", "buckets"),
     [
-        # 12 + 8 = 20 bytes: filled to the last one; the next 4 would be 24.
-        (
-            [numbered("a", 3), numbered("b", 2), numbered("c", 1)],
-            20,
-            [(("a", "b"), 20, False), (("c",), 4, False)],
-        ),
-        # 12; 12 + 12 > 20; 12 + 4 = 16. Receivers may rely on the order.
-        (
-            [numbered("a", 3), numbered("b", 3), numbered("c", 1)],
-            20,
-            [(("a",), 12, False), (("b", "c"), 16, False)],
-        ),
-        # One that is larger than a bucket is sent alone, without a copy.
-        (
-            LARGE,
-            16,
-            [(("a",), 4, False), (("large",), 24, True), (("b",), 4, False), (("exact",), 16, False)],
-        ),
+        ("a3f b2f c1f", 20, [("ab", 20), ("c", 4)]),  # filled to the last byte; the next 4 would be 24
+        ("a3f b3f c1f", 20, [("a", 12), ("bc", 16)]),  # receivers may rely on the order
+        ("a1f L6f b1f e4f", 16, [("a", 4), ("L", 24), ("b", 4), ("e", 16)]),  # L alone, without a copy
         # 2 x 2 = 4 bytes, aligned for float32: 4 + 8 = 12; 3 x 2 more = 18, which is not: a new bucket.
-        (
-            [
-                *(numbered("a", 2, HALF), numbered("b", 2), numbered("c", 3, HALF), numbered("d", 1)),
-                *(numbered("e", 1, torch.uint8), numbered("f", 1, HALF)),
-            ],
-            100,
-            [(("a", "b", "c"), 18, False), (("d", "e"), 5, False), (("f",), 2, False)],
-        ),
-        ([], 8, []),
+        ("a2h b2f c3h d1f e1b f1h", 100, [("abc", 18), ("de", 5), ("f", 2)]),
+        ("", 8, []),
     ],
 )
-def test_tensors_are_cut_into_buckets(
-    weights: list[tuple[str, Tensor]], size: int, buckets: list[tuple[tuple[str, ...], int, bool]]
-) -> None:
-    found = list(Buckets(size, CPU).cut(weights))
-    for bucket in found:
+def test_tensors_are_cut_into_buckets(weights: str, size: int, buckets: list[tuple[str, int]]) -> None:
+    tensors, found = made_of(weights), []
+    for bucket in Buckets(size, CPU).cut(tensors):
+        found.append(("".join(bucket.spec.names), bucket.spec.nbytes))
+        assert bucket.is_borrowed == (bucket.spec.names == ("L",))
         if bucket.is_borrowed:
-            assert bucket.payload_B.data_ptr() == dict(weights)[bucket.spec.names[0]].data_ptr()
-    assert cut(weights, size) == buckets
+            assert bucket.payload_B.data_ptr() == dict(tensors)["L"].data_ptr()
+    assert found == buckets
 
 
 def test_the_spec_of_a_bucket() -> None:

@@ -268,6 +268,8 @@ async def test_a_weight_load_past_its_deadline_is_reported_as_a_hang(
         await asyncio.sleep(0.5)  # it is tried again, and not told again so soon
         assert hanging(world) == told
         assert world.pool.up == 1
+        assert len((await world.batch(2)).groups) == 4
+        await asyncio.wait_for(world.weights(2), 0.9)  # no longer waited for: an update may take 1 s
 
 
 async def test_a_silent_engine_is_reported_as_hanging(tmp_path: Path) -> None:

@@ -192,7 +192,6 @@ async def test_equal_environments_share_their_workers() -> None:
     plain = EnvironmentConfig("tests.support.environments:Plain", workers=1)
     twice = dataclasses.replace(plain, max_turns=2)
     config = config_of(one=None, two=plain, three=EnvironmentConfig(), four=twice)
-
     async with AsyncExitStack() as opened:
         found = await open_environments(config, demo_tokenizer(), print, opened)
         assert list(found) == ["one", "two", "four"]

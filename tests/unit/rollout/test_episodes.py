@@ -19,10 +19,17 @@ from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler import turns
-from bapo_megatron.rollout.sampler.events import Given, answers_given, groups_opened, weights_loaded
+from bapo_megatron.rollout.sampler.events import (
+    Given,
+    answers_given,
+    groups_opened,
+    response_restarted,
+    weights_loaded,
+)
 from bapo_megatron.rollout.sampler.response import (
     STEP,
     Answer,
+    Episode,
     Response,
     Sampling,
     Tokens,
@@ -34,7 +41,7 @@ from bapo_megatron.rollout.sampler.sampling_metrics import episode_metrics, roll
 from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.rollout.sampler.stepper import Restart
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, encode, read_records
 from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.environments import Async
@@ -230,7 +237,6 @@ async def test_a_thought_that_the_template_opened_and_that_has_no_end_is_one(tmp
 
     class Lost(HereSteps):
         async def step(self, question: Question) -> StepResult:
-            """By a new object, from all turns."""
             self.episodes = Episodes(Quiet, {})
             asked.append([turn.text for turn in question.turns()])
             return await super().step(question)
@@ -452,8 +458,6 @@ def test_kills_at_any_moment_keep_accounts_and_episodes(
 
 async def test_an_observation_that_cannot_be_rendered_fails_its_response(tmp_path: Path) -> None:
     class Picky(Brackets):
-        """A chat template that refuses a text."""
-
         def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
             """ValueError for the text that the first samples bring about."""
             if "odd" in observation:
@@ -477,7 +481,6 @@ def test_a_response_that_begins_again_and_again_fails(
         """No environment of a first sample can be brought back."""
 
         async def step(self, question: Question) -> StepResult:
-            """Diverged, or an answer."""
             found = await super().step(question)
             is_first = question.task.episode.split("-")[1] == "0"
             return StepResult(failure="diverged", detail="it is gone") if is_first else found
@@ -507,3 +510,48 @@ async def test_in_rounds_the_next_turns_go_out_together(tmp_path: Path) -> None:
     assert [len(times) for times in turns_of] == [6, 6, 3]
     assert [len(set(times)) for times in turns_of] == [1, 1, 1]
     assert turns_of[1][0] - turns_of[0][0] >= 7.0, "the slowest step"
+
+
+def test_an_answer_survives_its_record(tmp_path: Path) -> None:
+    state = state_of_one()
+    said = answer(20, 21, text="é\n", reward=0.25, note=[1], metrics={"calls": 1.0}, seconds=0.5)
+    (tmp_path / "log").write_bytes(encode(answers_given([Given(state.open[0], 0, 3, 0, said)])))
+    (record,) = read_records(tmp_path / "log")
+    assert isinstance(record, Record)
+    expected = given(state.open[0].responses[0], said)
+    state.apply(record)
+    found = state.open[0].responses[0]
+    assert found.episode == expected.episode
+    assert found.so_far.token_ids_R.tolist() == [1, 2, STOP, 20, 21]
+    assert found.so_far.loss_mask_R is not None
+    assert found.so_far.loss_mask_R.tolist() == [True, True, True, False, False]
+
+
+def test_tokens_of_a_response_that_began_again_are_counted_as_dropped() -> None:
+    state = state_of_one()
+    state.tokens["sampled"] = 3
+    state.apply(response_restarted(state.open[0], 0, "why"))
+    assert state.open[0].responses[0].episode == Episode(restarts=1)
+    assert state.tokens["dropped_restarted"] == 3
+    state.apply(Record("restarted", {"number": 17, "sample": 0, "why": ""}, {}))  # of a dropped group
+
+
+async def test_an_answer_does_not_open_a_dropped_group_again(tmp_path: Path) -> None:
+    """The drop and the answer are in one commit."""
+    world = EpisodeWorld(tmp_path, counting)
+    world.steps.gate.clear()
+    async with world.sampling(rounds=False):
+        await until(lambda: len(world.steps.asked) == 6)
+        loop, group = world.sampler._loop, world.sampler._state.open[1]
+        assert loop._stepper is not None
+        loop._stepper._answers.append(Given(group, 0, 6, 0, answer(91, 93, text="")))
+        assert loop._drop(group, "refused")
+        await until(lambda: 1 not in world.sampler._state.open)
+        assert "1-0-0" in world.steps.forgotten
+        assert not [key for key in loop._stepper._running if key[0] == 1]
+        world.steps.gate.set()
+        await world.batch(1)
+        assert 1 not in world.sampler._state.open
+    state = accounts.state_of(world.journal, world.dataset.prompts, 2)
+    assert 1 not in state.open
+    assert 1 not in state.finished

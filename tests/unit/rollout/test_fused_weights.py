@@ -209,7 +209,6 @@ def test_the_tensors_of_a_hybrid_on_the_second_of_two_ranks(body: str) -> None:
     found = digester.result().ranks[1]
 
     def own(layer: int, name: str, *rows: int, dim: int = 0) -> Tensor:
-        """The lower half of each part of the tensor."""
         parts = weights[f"{body}layers.{layer}.{name}.weight"].split(rows or 10**6, dim)
         return torch.cat([part.chunk(2, dim)[1] for part in parts], dim)
 

@@ -53,7 +53,6 @@ async def evaluated(asked: HeldOut, step: int, waits: int = 5) -> Path | None:
 
 async def test_every_problem_is_sampled_n_times_by_segments(tmp_path: Path) -> None:
     made = world(tmp_path, temperature=0.25, max_response_tokens=3)
-
     async with made.sampling():
         path = await evaluated(held_out(made), 2)
         assert path is not None
@@ -88,7 +87,6 @@ async def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Pa
     thinking = [dataclasses.replace(one, opens_thinking=True) for one in SUITES[1].prompts]
     suites = (SUITES[0], dataclasses.replace(SUITES[1], prompts=tuple(thinking)))
     boxes = dataclasses.replace(made.dataset, tokenizer=Boxes())
-
     async with made.sampling():
         path = await evaluated(HeldOut(made.config, suites, boxes, made.pool, made.score), 2)
     assert path is not None
@@ -109,7 +107,6 @@ async def test_programs_are_not_unanswered(tmp_path: Path, function: str, share:
     suites = (SUITES[0], dataclasses.replace(SUITES[1], prompts=tuple(programs)))
     reward = dataclasses.replace(made.config.reward, function=function)
     config = dataclasses.replace(made.config, reward=reward)
-
     async with made.sampling():
         path = await evaluated(HeldOut(config, suites, boxes, made.pool, made.score), 2)
     assert path is not None
@@ -122,7 +119,6 @@ async def test_programs_are_not_unanswered(tmp_path: Path, function: str, share:
 
 async def test_only_due_and_missing_evaluations_run(tmp_path: Path) -> None:
     made = world(tmp_path)
-
     async with made.sampling():
         asked = held_out(made)
         assert await evaluated(asked, 1) is None
@@ -153,7 +149,6 @@ async def test_training_requests_are_held_during_an_evaluation_in_rounds(tmp_pat
     engine.gate.clear()
 
     evaluations: list[HeldOut] = []
-
     async with made.sampling(is_held=lambda: any(one.is_busy for one in evaluations)) as sampler:
         await made.batch(1)
         asked = held_out(made)
@@ -180,7 +175,6 @@ async def test_newer_weights_cancel_an_evaluation(tmp_path: Path) -> None:
     engine = made.engines[0]
     engine.holds = lambda request: request.request_id.startswith("evaluation.")
     engine.gate.clear()
-
     async with made.sampling():
         asked = held_out(made)
         asked.expect(2, 0)
@@ -238,7 +232,6 @@ async def test_engines_that_fail_an_evaluation_recover_or_end_it(
 async def test_an_evaluation_uses_half_of_the_capacity(tmp_path: Path) -> None:
     made = world(tmp_path)
     [engine] = made.engines
-
     async with made.sampling(most=4):
         await made.batch(1)
         engine.gate.clear()

@@ -353,31 +353,3 @@ async def test_a_restarted_sampler_does_not_use_a_restarted_engine(tmp_path: Pat
     assert "one: has weight version 0, and 1 is in no folder" in world.refusals()
     both = named("one", "two")
     assert await taken_over(HandleWorld(tmp_path / "both", both), both) == []
-
-
-async def test_engines_that_all_lack_the_same_tensor_are_refused(tmp_path: Path) -> None:
-    """They agree with each other. The weights of the next hand-over are whole."""
-    both = named("one", "two")
-    world = HandleWorld(tmp_path, both)
-    async with sampling_in_turns(world, admitted=False) as pool:
-        await world.begin(pool)
-        whole, lacking = {"a": "1", "norm": "2"}, {"a": "1", "norm": "0"}
-        sent = SentDigests((whole,))
-        for step, found in ((1, whole), (2, lacking), (3, whole)):
-            for one in both:
-                one.digest = TensorDigests(str(found), [found])
-            asleep = await world.call("release")
-            await world.weights(step)
-            confirmed = await hand_over(world, asleep, step, sent)
-            if found is lacking:
-                assert confirmed == []
-                assert "other values in norm on rank 0" in world.refusals()
-                for one in both:  # they are ended, started again, and load the same version from a folder
-                    one.restart()
-                    one.digest = TensorDigests(str(whole), [whole])
-                await world.in_folder(step)
-            else:
-                assert sorted(confirmed) == ["one", "two"]
-                await world.call("resume")
-            await world.call("admit")
-            await until(lambda: pool.up == 2)

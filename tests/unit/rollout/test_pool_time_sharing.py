@@ -16,7 +16,7 @@ from bapo_megatron.rollout.engines.backend import EngineBackend, engine_backend
 from bapo_megatron.rollout.engines.pool import EnginesGone
 from bapo_megatron.rollout.engines.pool_state import CachedPrefix, EngineSlot, LoopLagClock, choose
 from bapo_megatron.types import GenerateRequest, Generation
-from tests.support.sampling import ScriptedEngine, World, until
+from tests.support.sampling import ScriptedEngine, World, prompt_ids, until
 from tests.support.sleeping_engine import SleepingEngine, sampling_in_turns
 
 
@@ -249,3 +249,15 @@ async def test_the_clock_stands_still_during_loop_lag() -> None:
     assert blocked - before <= 0.61
     assert after - before <= 0.9
     assert before < blocked < after
+
+
+async def test_held_engines_get_no_requests_and_no_weights(tmp_path: Path) -> None:
+    both = engines()
+    world = World(tmp_path, both)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        assert await world.sampler.next_batch(1, 0.3) is None
+        assert [one.folders for one in both] == [[], []]
+        pool.check(minutes=0.0)  # held is not lost
+        await pool.admit()
+        assert prompt_ids(await world.batch(1)) == [0, 1, 2, 3]
+        assert [one.folders for one in both] == [[Path("v0")], [Path("v0")]]

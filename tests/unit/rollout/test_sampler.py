@@ -448,7 +448,6 @@ async def test_a_journal_of_an_earlier_version_has_no_digest_of_its_prompts(tmp_
 
 async def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bapo_megatron.rollout.sampler.write_ahead_log._LOCK_WAIT_S", 0.2)
-
     async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():
         with pytest.raises(ConfigError, match="another process writes to the journal"):
             async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():

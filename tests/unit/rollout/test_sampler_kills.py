@@ -197,7 +197,6 @@ async def test_a_full_disk_is_reported_and_the_journal_stays_whole(tmp_path: Pat
         writev = os.writev
 
         def few_bytes(descriptor: int, parts: list[memoryview]) -> int:
-            """The disk is full: it takes a few bytes more."""
             if descriptor != full:
                 return writev(descriptor, parts)
             if len(content := b"".join(parts)) > 10:

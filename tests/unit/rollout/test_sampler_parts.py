@@ -328,3 +328,13 @@ async def test_an_abort_at_the_stop_token_completes_the_response(tmp_path: Path,
     assert first.token_ids_R.tolist() == [*map(ord, text), EOS]
     assert (first.finish_reason, second.finish_reason) == ("stop", "length")
     assert len(second.token_ids_R) == 6
+
+
+def test_without_overlap_only_a_waiting_trainer_admits() -> None:
+    settings = RolloutConfig(prompts_per_step=3, max_staleness=1, overlap=False)
+    admission = AdmissionController(settings, state_of())
+    admission.open()
+    admission.trainer_has(3)
+    assert not admission.may_sample
+    admission.trainer_has(2)
+    assert admission.may_sample

@@ -21,9 +21,8 @@ from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.turns import check_environments, open_environments
 from bapo_megatron.types import Prompt, StepBatch
 from tests.support.chat_templates import demo_tokenizer
-from tests.support.episodes import EpisodeWorld, HereSteps
+from tests.support.episodes import EpisodeWorld, HereSteps, check_cuts, run, step_of
 from tests.support.sampling import EOS, Letters, until
-from tests.support.virtual_time import run_virtually
 
 CLASS = "tests.support.environments:Async"
 SOURCES = ("long", "plain", "short")
@@ -73,15 +72,6 @@ def texts(batch: StepBatch) -> list[Any]:
     ]
 
 
-async def step_of(world: MixedWorld) -> StepBatch:
-    async with world.sampling(rounds=False):
-        return await world.batch(1)
-
-
-def run(coroutine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return run_virtually(asyncio.wait_for(coroutine, 1000), None, monkeypatch)
-
-
 def test_sources_with_and_without_an_environment_share_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,13 +90,8 @@ def test_sources_with_and_without_an_environment_share_a_batch(
     assert {turn for _, turn in world.others.asked} == {"y0"}
     stops = {int(one.input_ids[0]) // 3: one.params.stop_token_ids for one in world.engines[0].asked}
     assert stops == {0: (EOS,), 1: (EOS,), 2: (EOS, BANG)}
-
-
-def test_metrics_are_of_each_source_and_of_all_that_have_an_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By hand: 2.5 turns of `long` and 1 of `short`, as many of each; no episode of `plain`."""
-    metrics = run(step_of(MixedWorld(tmp_path)), monkeypatch).metrics
+    # By hand: 2.5 turns of `long` and 1 of `short`, as many of each; no episode of `plain`.
+    metrics = batch.metrics
     assert metrics["environment/turns_mean"] == 1.75
     assert metrics["source/long/environment/turns_mean"] == 2.5
     assert metrics["source/short/environment/turns_mean"] == 1.0
@@ -118,6 +103,12 @@ def test_metrics_are_of_each_source_and_of_all_that_have_an_environment(
     assert not [name for name in metrics if name.startswith(("source/plain/env", "source/plain/episode"))]
     assert metrics["source/plain/rollout/length_mean"] == 3.0
     assert not [name for name in metrics if "/time/" in name], "which would differ after a kill"
+
+
+def test_the_journal_of_a_mixture_may_be_cut_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_cuts(MixedWorld, tmp_path, texts, monkeypatch)
 
 
 @pytest.mark.virtual_time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,9 @@ from bapo_megatron.rollout.sampler.write_ahead_log import Record, encode, read_r
 from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.environments import Async
-from tests.support.episodes import Brackets, EpisodeWorld, HereSteps, counting
+from tests.support.episodes import Brackets, EpisodeWorld, HereSteps, check_cuts, counting, run, step_of
 from tests.support.sampling import StartsWithY, until
 from tests.support.tiers import slow_but
-from tests.support.virtual_time import run_virtually
 
 pytestmark = pytest.mark.virtual_time
 
@@ -158,10 +157,6 @@ def test_the_journal_of_a_run_without_an_environment_is_as_before() -> None:
 # --- whole episodes ------------------------------------------------------------------------------
 
 
-def run(coroutine: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    return run_virtually(asyncio.wait_for(coroutine, 1000), None, monkeypatch)
-
-
 def plain(batch: StepBatch) -> list[Any]:
     return [
         [
@@ -176,11 +171,6 @@ def plain(batch: StepBatch) -> list[Any]:
         ]
         for group in batch.groups
     ]
-
-
-async def step_of(world: EpisodeWorld, **sampling: Any) -> StepBatch:
-    async with world.sampling(rounds=False, **sampling):
-        return await world.batch(1)
 
 
 async def test_episodes_become_responses(tmp_path: Path) -> None:
@@ -209,21 +199,10 @@ async def test_episodes_become_responses(tmp_path: Path) -> None:
 
 
 def test_the_journal_may_be_cut_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill leaves a beginning of the journal: from each of them the same step is made."""
-    whole = EpisodeWorld(tmp_path / "whole", counting)
-    expected = plain(run(step_of(whole), monkeypatch))
-    (log,) = whole.journal.glob("segments-*.log")
-    content = log.read_bytes()
-    found = [one for one in read_records(log) if isinstance(one, Record)]
-    assert {"segments", "given", "judged"} <= {record.kind for record in found}
-    chance = np.random.default_rng(0)
-    inside = chance.integers(found[1].offset, found[-1].offset, 20)
-    for cut in sorted({*(record.offset for record in found[1:-1]), *inside.tolist()}):
-        world = EpisodeWorld(tmp_path / str(cut), counting)
-        world.journal.mkdir(parents=True)
-        (world.journal / log.name).write_bytes(content[:cut])
-        assert plain(run(step_of(world), monkeypatch)) == expected, cut
-        accounts.state_of(world.journal, PROMPTS * 3, 2)
+    check_cuts(lambda folder: EpisodeWorld(folder, counting), tmp_path, plain, monkeypatch)
+    [log] = (tmp_path / "whole/journal").glob("segments-*.log")
+    kinds = {one.kind for one in read_records(log) if isinstance(one, Record)}
+    assert {"segments", "given", "judged"} <= kinds
 
 
 async def test_a_thought_that_the_template_opened_and_that_has_no_end_is_one(tmp_path: Path) -> None:

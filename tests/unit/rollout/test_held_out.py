@@ -51,13 +51,24 @@ async def evaluated(asked: HeldOut, step: int, waits: int = 5) -> Path | None:
     return None
 
 
+async def written(made: World, suites: tuple[Suite, ...] = SUITES, waits: int = 5) -> Path:
+    """The results of an evaluation at step 2."""
+    async with made.sampling():
+        asked = HeldOut(made.config, suites, made.dataset, made.pool, made.score, made.environments)
+        path = await evaluated(asked, 2, waits)
+    assert path is not None
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 async def test_every_problem_is_sampled_n_times_by_segments(tmp_path: Path) -> None:
     made = world(tmp_path, temperature=0.25, max_response_tokens=3)
-    async with made.sampling():
-        path = await evaluated(held_out(made), 2)
-        assert path is not None
+    path = await written(made)
     assert path == tmp_path / "evaluation/step_000002.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = rows_of(path)
     assert [(row["suite"], row["problem"], row["sample"]) for row in rows] == [
         *(("easy", problem, sample) for problem in (0, 1) for sample in (0, 1)),
         *(("hard", 0, sample) for sample in (0, 1)),
@@ -86,13 +97,11 @@ async def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Pa
     made = world(tmp_path)
     thinking = [dataclasses.replace(one, opens_thinking=True) for one in SUITES[1].prompts]
     suites = (SUITES[0], dataclasses.replace(SUITES[1], prompts=tuple(thinking)))
-    boxes = dataclasses.replace(made.dataset, tokenizer=Boxes())
-    async with made.sampling():
-        path = await evaluated(HeldOut(made.config, suites, boxes, made.pool, made.score), 2)
-    assert path is not None
+    made.dataset = dataclasses.replace(made.dataset, tokenizer=Boxes())
+    path = await written(made, suites)
     metrics = evaluation_metrics(path)
     assert (metrics["eval/easy/unanswered"], metrics["eval/hard/unanswered"]) == (0.0, 1.0)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = rows_of(path)
     assert {row.pop("answer") for row in rows} == {"5", None}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert evaluation_metrics(path)["eval/hard/unanswered"] == 0.0
@@ -102,14 +111,12 @@ async def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Pa
 async def test_programs_are_not_unanswered(tmp_path: Path, function: str, share: float | None) -> None:
     """They are in code blocks: without a box all of them would count, and a box in one is not an answer."""
     made = world(tmp_path)
-    boxes = dataclasses.replace(made.dataset, tokenizer=Boxes())
+    made.dataset = dataclasses.replace(made.dataset, tokenizer=Boxes())
     programs = [dataclasses.replace(one, ground_truth="assert f(1) == 2") for one in SUITES[1].prompts]
     suites = (SUITES[0], dataclasses.replace(SUITES[1], prompts=tuple(programs)))
     reward = dataclasses.replace(made.config.reward, function=function)
-    config = dataclasses.replace(made.config, reward=reward)
-    async with made.sampling():
-        path = await evaluated(HeldOut(config, suites, boxes, made.pool, made.score), 2)
-    assert path is not None
+    made.config = dataclasses.replace(made.config, reward=reward)
+    path = await written(made, suites)
     metrics = evaluation_metrics(path)
     assert (metrics["eval/easy/unanswered"], metrics["eval/hard/unanswered"]) == (0.0, share)
     assert metrics["eval/easy/maj@2"] is not None
@@ -211,14 +218,12 @@ async def test_engines_that_fail_an_evaluation_recover_or_end_it(
 
     engine._answer = answer  # type: ignore[method-assign]
     says = {"raises": "gone", "lies": "answers with tokens of weights 4, not of the evaluation's weights 0"}
-    async with made.sampling():
-        if times == 20:
-            lost = "20 engines were lost with request 'evaluation.2.hard.0-1"
-            with pytest.raises(RunStopped, match=f"^{lost}.*{says[wrong]}"):
-                await evaluated(held_out(made), 2, waits=60)
-            return
-        path = await evaluated(held_out(made), 2, waits=60)
-    assert path is not None
+    if times == 20:
+        lost = "20 engines were lost with request 'evaluation.2.hard.0-1"
+        with pytest.raises(RunStopped, match=f"^{lost}.*{says[wrong]}"):
+            await written(made, waits=60)
+        return
+    path = await written(made, waits=60)
     numbers = {"eval/mean": 0.25, "eval/easy/avg@2": 0.5, "eval/hard/avg@2": 0.0, "eval/easy/problems": 2}
     numbers |= {"eval/easy/response_tokens/mean": 2.5, "eval/hard/response_tokens/mean": 6.0}
     numbers |= {"eval/hard/truncated": 0.0}
@@ -278,20 +283,13 @@ def test_in_rounds_the_turns_of_an_evaluation_are_always_the_same_batches(
     assert found("waves again", slow_last, most=8) == waves
 
 
-def test_an_evaluation_has_the_runs_environment(tmp_path: Path) -> None:
+def test_an_evaluation_has_the_runs_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its responses have turns, its environment's rewards are the scores, and nothing given is a length."""
     say = lambda prompt, sample, turn: "end" if turn == 1 + sample else ("raise" if prompt == 5 else "a")  # noqa: E731
     made = EpisodeWorld(tmp_path, say)
     made.config = dataclasses.replace(made.config, evaluation=EvaluationConfig(2, ("easy",), 2))
 
-    async def main() -> Path | None:
-        async with made.sampling(rounds=False):
-            asked = HeldOut(made.config, SUITES, made.dataset, made.pool, made.score, made.environments)
-            return await evaluated(asked, 2)
-
-    path = asyncio.run(main())
-    assert path is not None
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = rows_of(run_virtually(written(made), None, monkeypatch))
     found = [(row["response"], row["correct"], row["tokens"], row["finish_reason"]) for row in rows]
     assert found == [
         *[("a[1:a]end", True, 6, "stop"), ("a[1:a]a[2:a]end", True, 8, "stop")] * 2,

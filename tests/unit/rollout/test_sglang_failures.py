@@ -219,6 +219,17 @@ def test_a_bad_answer_names_the_server(
     assert len(engine.generate([REQUEST])) == 1
 
 
+async def replied(server: FakeServer, path: str, answer: web.Response) -> Any:
+    """What a client reads in this answer."""
+    sessions = HttpSessions()
+    client = SglangServer(server.url, sessions, control_timeout=20.0)
+    server.raw[path] = answer
+    try:
+        return await (client.weight_version() if path == "model_info" else client.generate(REQUEST, "r"))
+    finally:
+        await sessions.close()
+
+
 def raw(path: str, **answer: Any) -> tuple[str, dict[str, Any]]:
     return path, answer
 
@@ -240,33 +251,14 @@ def test_an_answer_that_would_fill_the_memory_is_refused(
     if "2,000" in says:
         monkeypatch.setattr(http_server, "_MOST_REPLY_BYTES", 2000)
     path, answer = place
-
-    async def call() -> None:
-        sessions = HttpSessions()
-        client = SglangServer(server.url, sessions, control_timeout=20.0)
-        server.raw[path] = web.Response(**answer)
-        try:
-            await (client.weight_version() if path == "model_info" else client.generate(REQUEST, "r"))
-        finally:
-            await sessions.close()
-
     with pytest.raises(ServerError, match=f"{server.url}/{path}: {says}"):
-        asyncio.run(call())
+        asyncio.run(replied(server, path, web.Response(**answer)))
 
 
 def test_an_answer_that_is_said_to_be_uncompressed_is_taken(server: FakeServer) -> None:
     """As some proxies say it."""
-
-    async def version() -> int:
-        sessions = HttpSessions()
-        answer = web.json_response({"weight_version": "3"}, headers={"Content-Encoding": "identity"})
-        server.raw["model_info"] = answer
-        try:
-            return await SglangServer(server.url, sessions, control_timeout=20.0).weight_version()
-        finally:
-            await sessions.close()
-
-    assert asyncio.run(version()) == 3
+    answer = web.json_response({"weight_version": "3"}, headers={"Content-Encoding": "identity"})
+    assert asyncio.run(replied(server, "model_info", answer)) == 3
 
 
 @pytest.mark.parametrize(

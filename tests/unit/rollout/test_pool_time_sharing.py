@@ -261,3 +261,20 @@ async def test_held_engines_get_no_requests_and_no_weights(tmp_path: Path) -> No
         await pool.admit()
         assert prompt_ids(await world.batch(1)) == [0, 1, 2, 3]
         assert [one.folders for one in both] == [[Path("v0")], [Path("v0")]]
+
+
+async def test_an_engine_that_wakes_with_wrong_weights_does_not_sample(tmp_path: Path) -> None:
+    """Three, of which one has garbage: memory that was resumed is not a backup."""
+    three = [*engines(), SleepingEngine("three")]
+    world = World(tmp_path, three)
+    async with sampling_in_turns(world) as pool:
+        await world.batch(1)
+        released = await pool.release()
+        three[1].digest = "garbage"
+        await world.weights(1)
+        assert sorted(await pool.wake(released)) == ["one", "three"]
+        asked = len(three[1].asked)
+        await pool.admit()
+        assert len((await world.batch(2)).groups) == 4
+        assert len(three[1].asked) == asked
+        assert any("different weights" in str(event.get("reason")) for event in world.events)

@@ -321,3 +321,10 @@ def test_a_server_that_waits_in_place_outlives_the_longest_load(
     (longest,) = limit("in_place")
     assert float(longest) > pool_state.load_seconds(tmp_path, 5 * 60.0) > 1000
     assert limit("in_place", name, "900") == ["900"]
+
+
+def test_a_run_can_stop_while_its_servers_are_held(supervisor: ServerSupervisor) -> None:
+    supervisor.hold()
+    supervisor.end()
+    supervisor.stop()
+    assert not supervisor.is_running

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from bapo_megatron.config import EnvironmentConfig
 from bapo_megatron.environment import Environment, SampledTurn
 from bapo_megatron.environment.pool import Question, StepResult
 from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.rollout.sampler.turns import Stepping
-from bapo_megatron.types import GenerateRequest, Generation
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
+from bapo_megatron.types import GenerateRequest, Generation, StepBatch
+from tests.support.accounts import state_of
 from tests.support.environments import Async
 from tests.support.sampling import EOS, ScriptedEngine, World
+from tests.support.virtual_time import T, run_virtually
 
 Say = Callable[[int, int, int], str]
 """From the numbers of prompt, sample and turn to what the model says."""
@@ -103,6 +107,35 @@ class EpisodeWorld(World):
         self.steps = steps or HereSteps()
         self.stepping = Stepping(self.steps, Brackets(), self._note, (EOS,), max_turns)
         self.environments = {"": self.stepping}
+
+
+def run(coroutine: Coroutine[Any, Any, T], patch: pytest.MonkeyPatch) -> T:
+    """The result in virtual time."""
+    return run_virtually(asyncio.wait_for(coroutine, 1000), None, patch)
+
+
+async def step_of(world: World, **sampling: Any) -> StepBatch:
+    """The first batch of a world."""
+    async with world.sampling(rounds=False, **sampling):
+        return await world.batch(1)
+
+
+def check_cuts(
+    of: Callable[[Path], World], folder: Path, plain: Callable[[StepBatch], Any], patch: pytest.MonkeyPatch
+) -> None:
+    """Check that a step is the same from each beginning of its journal, as a kill leaves one."""
+    whole = of(folder / "whole")
+    expected = plain(run(step_of(whole), patch))
+    (log,) = whole.journal.glob("segments-*.log")
+    content = log.read_bytes()
+    found = [one for one in read_records(log) if isinstance(one, Record)]
+    inside = np.random.default_rng(0).integers(found[1].offset, found[-1].offset, 20)
+    for cut in sorted({*(record.offset for record in found[1:-1]), *inside.tolist()}):
+        world = of(folder / str(cut))
+        world.journal.mkdir(parents=True)
+        (world.journal / log.name).write_bytes(content[:cut])
+        assert plain(run(step_of(world), patch)) == expected, cut
+        state_of(world.journal, [*world.dataset.prompts] * 3, 2)
 
 
 def counting(_prompt: int, sample: int, turn: int) -> str:

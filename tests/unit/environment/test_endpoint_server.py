@@ -21,42 +21,30 @@ pytestmark = pytest.mark.integration
 TASK = Task([{"role": "user", "content": "Guess my number."}], ground_truth="6")
 
 
-class Raw(EndpointEnvironment):
-    """An agent in this process, for requests by hand."""
-
-    role = "tool"
-
-    async def run(self, base_url: str, key: str) -> float | None:
-        """Send each of the settings' bodies; note the answers."""
-        found = self.settings["found"]
-        async with aiohttp.ClientSession() as session:
-            for body, use in self.settings["bodies"]:
-                headers = {"Authorization": f"Bearer {key if use else 'guessed'}"}
-                data = body if isinstance(body, str) else json.dumps(body)
-                async with session.post(f"{base_url}/chat/completions", data=data, headers=headers) as answer:
-                    found.append((answer.status, await answer.json()))
-        return None
-
-
 def asked(
-    bodies: list[tuple[Any, bool]],
-    turns: list[str],
-    seen: list[Any] | None = None,
-    task: Task = TASK,
-    **settings: Any,
+    bodies: list[Any], turns: list[str], seen: list[Any] | None = None, task: Task = TASK, **settings: Any
 ) -> list[tuple[int, Any]]:
+    """The answers to requests by hand; ``GUESSED`` before a body sends it with another key."""
     found: list[tuple[int, Any]] = []
 
-    class Own(Raw):
+    class Raw(EndpointEnvironment):
+        role = "tool"
+
         def __init__(self, task: Task, _: Any) -> None:
             super().__init__(task, settings)
 
         async def run(self, base_url: str, key: str) -> float | None:
             assert base_url.startswith("http://127.0.0.1:")
-            self.settings = {"bodies": bodies, "found": found}
-            return await super().run(base_url, key)
+            async with aiohttp.ClientSession() as session:
+                for body in bodies:
+                    headers = {"Authorization": f"Bearer {'guessed' if body is GUESSED else key}"}
+                    data = body if isinstance(body, str) else json.dumps(body)
+                    sent = session.post(f"{base_url}/chat/completions", data=data, headers=headers)
+                    async with sent as answer:
+                        found.append((answer.status, await answer.json()))
+            return None
 
-    replies = play(Own, task, settings, turns)
+    replies = play(Raw, task, settings, turns)
     if seen is not None:
         seen += replies
     return found
@@ -67,53 +55,43 @@ TURN = {"role": "assistant", "content": "3"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
+GUESSED = {"messages": [QUESTION]}
+SECOND = [QUESTION, TURN, {"role": "tool", "content": "2"}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "Guess my number."}]}]
+FIRST = "its first request is not the dataset's prompt, but "
+BY_HAND: list[tuple[Any, int, str]] = [
+    (GUESSED, 401, "no episode has this key"),
+    ("{", 400, "is not JSON"),
+    ({"messages": "x"}, 400, "no list of messages"),
+    ({"messages": [QUESTION], "n": 2}, 400, "n=2 is not offered here"),
+    ({"messages": [QUESTION], "top_logprobs": 2}, 400, "top_logprobs=2 is not offered here"),
+    ({"messages": ["hello"]}, 400, "message 0 is not an object with a role"),
+    ({"messages": [{"role": "user", "content": 5}]}, 400, "message 0 has a content that is neither text nor"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "message 0 has content that is"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "message 0 has content that"),
+    ({"messages": SECOND}, 409, FIRST + '3 messages, the first {"role": "user", "content": "Guess my'),
+    ({"messages": [{"role": "system", "content": "Be brief."}, QUESTION]}, 409, FIRST + "2 messages"),
+    ({"messages": PARTS}, 200, "I add."),
+    ({"messages": PARTS}, 200, "Again."),
+    ({"messages": SECOND[:2]}, 400, "it ends with no message for the model to answer"),
+    ({"messages": [*SECOND[:2], QUESTION]}, 200, "Other."),
+    ({"messages": SECOND}, 200, "Done."),
+    ({"messages": SECOND[2:]}, 200, "Bare."),
+]
+
+
 def test_requests_by_hand() -> None:
     """Calls in OpenAI's form, a tool's answer as the observation, and a reason for each refusal."""
-    second = [QUESTION, TURN, {"role": "tool", "content": "2"}]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Guess my number."}]}]
-    found = asked(
-        [
-            ({"messages": [QUESTION]}, False),
-            ("{", True),
-            ({"messages": "x"}, True),
-            ({"messages": [QUESTION], "n": 2}, True),
-            ({"messages": [QUESTION], "top_logprobs": 2}, True),
-            ({"messages": ["hello"]}, True),
-            ({"messages": [{"role": "user", "content": 5}]}, True),
-            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, True),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, True),
-            ({"messages": second}, True),
-            ({"messages": [{"role": "system", "content": "Be brief."}, QUESTION]}, True),
-            ({"messages": parts}, True),
-            ({"messages": parts}, True),
-            ({"messages": second[:2]}, True),
-            ({"messages": [*second[:2], QUESTION]}, True),
-            ({"messages": second}, True),
-            ({"messages": second[2:]}, True),
-        ],
-        ["I add. " + CALL, "Again.", "Other.", "Done.", "Bare."],
-    )
-    assert [status for status, _ in found] == [401, *[400] * 8, 409, 409, 200, 200, 400, 200, 200, 200]
-    reasons = [answer["error"]["message"] for status, answer in found if status != 200]
-    assert reasons == [
-        "no episode has this key",
-        "the request is not JSON",
-        "the request has no list of messages",
-        "n=2 is not offered here: leave it out",
-        "top_logprobs=2 is not offered here: leave it out",
-        "message 0 is not an object with a role",
-        "message 0 has a content that is neither text nor a list of parts",
-        "message 0 has content that is not text",
-        "message 0 has content that is not text",
-        "its first request is not the dataset's prompt, but 3 messages, the first "
-        '{"role": "user", "content": "Guess my number."}',
-        "its first request is not the dataset's prompt, but 2 messages, the first "
-        '{"role": "system", "content": "Be brief."}',
-        "it ends with no message for the model to answer",
-    ]
-    first, _, _, last, _ = (answer["choices"][0] for status, answer in found if status == 200)
+    turns = ["I add. " + CALL, "Again.", "Other.", "Done.", "Bare."]
+    found = asked([body for body, _, _ in BY_HAND], turns)
+    for (status, answer), (body, expected, said) in zip(found, BY_HAND, strict=True):
+        assert status == expected, body
+        if status != 200:
+            assert said in answer["error"]["message"]
+        else:
+            assert answer["choices"][0]["message"]["content"] == said
+    first, last = (found[place][1]["choices"][0] for place in (11, 15))
     assert first["finish_reason"] == "tool_calls"
-    assert first["message"]["content"] == "I add."
     assert first["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert last["message"] == {"role": "assistant", "content": "Done."}
 
@@ -125,18 +103,18 @@ def test_answers_and_calls_have_names_of_their_own() -> None:
     turn = {"role": "assistant", "content": None, "tool_calls": [add, add]}
     bodies = [{"messages": [QUESTION]}, {"messages": [QUESTION, turn, tool, tool]}]
     seen: list[Any] = []
-    found = [answer for _, answer in asked([(one, True) for one in bodies], [CALL + CALL, CALL], seen)]
+    found = [answer for _, answer in asked(bodies, [CALL + CALL, CALL], seen)]
     assert [reply.observation for reply in seen] == [["2", "2"], None], "each result is a message"
     calls = [call["id"] for one in found for call in one["choices"][0]["message"]["tool_calls"]]
     assert len({*calls, *(one["id"] for one in found)}) == 5
-    again = [answer for _, answer in asked([(one, True) for one in bodies], [CALL + CALL, CALL])]
+    again = [answer for _, answer in asked(bodies, [CALL + CALL, CALL])]
     assert [one["id"] for one in again] == [one["id"] for one in found], "the same after a replay"
     assert found[0]["usage"] == {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 
 
 def test_a_call_that_cannot_be_read_stays_in_the_text() -> None:
     broken = '<tool_call>{"name": </tool_call>'
-    [(_, answer)] = asked([({"messages": [QUESTION]}, True)], [f"I add. {CALL} {broken}"])
+    [(_, answer)] = asked([{"messages": [QUESTION]}], [f"I add. {CALL} {broken}"])
     message = answer["choices"][0]["message"]
     assert message["content"] == f"I add.  {broken}"
     assert len(message["tool_calls"]) == 1
@@ -147,7 +125,7 @@ def test_the_call_of_a_llama_model_is_one_where_the_request_has_tools() -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     for tools, calls in (([tool], 1), ([], 0)):
         body = {"messages": [QUESTION], "tools": tools}
-        [(_, answer)] = asked([(body, True)], [turn], tools_in_prompts=True)
+        [(_, answer)] = asked([body], [turn], tools_in_prompts=True)
         message = answer["choices"][0]["message"]
         assert len(message.get("tool_calls", [])) == calls
         assert message["content"] == ("" if calls else turn)
@@ -156,18 +134,17 @@ def test_the_call_of_a_llama_model_is_one_where_the_request_has_tools() -> None:
 def test_the_tools_of_requests_reach_the_template() -> None:
     """Those of the row, which the prompt shows, and other ones in a branch."""
     add, sub = ({"type": "function", "function": {"name": one, "parameters": {}}} for one in ("add", "sub"))
-    second = [QUESTION, TURN, {"role": "tool", "content": "2"}]
     bodies = [
         {"messages": [QUESTION], "tools": [sub]},
         {"messages": [QUESTION]},
         {"messages": [QUESTION], "tools": [add]},
-        {"messages": second, "tools": [add]},
-        {"messages": second, "tools": [sub]},
-        {"messages": [*second, TURN, QUESTION], "tools": [sub]},
+        {"messages": SECOND, "tools": [add]},
+        {"messages": SECOND, "tools": [sub]},
+        {"messages": [*SECOND, TURN, QUESTION], "tools": [sub]},
     ]
     seen: list[Reply] = []
     task = replace(TASK, extra_info={PROMPT_TOOLS: [add]})
-    found = asked([(one, True) for one in bodies], ["3"] * 4, seen, task)
+    found = asked(bodies, ["3"] * 4, seen, task)
     assert [status for status, _ in found] == [409, 409, 200, 200, 200, 200]
     assert "other tools than the prompt" in found[0][1]["error"]["message"]
     assert seen[0] == Reply("2")
@@ -198,11 +175,14 @@ def test_what_a_request_cannot_have_is_told_once(capfd: pytest.CaptureFixture[st
     chat._TOLD.clear()
     body = {"messages": [QUESTION], "stop": ["\n"], "max_tokens": None, "tool_choice": "auto", "top_p": 1}
     for _ in range(2):
-        asked([(body, True)], ["3"])
+        asked([body], ["3"])
     assert capfd.readouterr().err == (
         "environment: the agent's requests have stop=['\\n'], which does nothing here: the run's settings "
         "say how its model samples\n"
     )
+
+
+HIGHER, LOWER = ([QUESTION, TURN, {"role": "user", "content": one}] for one in ("higher", "lower"))
 
 
 class Patient(EndpointEnvironment):
@@ -235,14 +215,18 @@ class Patient(EndpointEnvironment):
 
     async def second(self) -> None:
         """Ask the second question."""
-        await self.post(QUESTION, TURN, {"role": "user", "content": "higher"})
+        await self.post(*HIGHER)
 
 
-async def two_turns(agent: Patient) -> list[Reply]:
-    """Its replies; the second turn of the model comes when ``go_on`` is set."""
+async def played(kind: type[Patient], goes_on: bool = True) -> list[Any]:
+    """What an agent of two turns has found; the second comes when its ``go_on`` is set."""
+    agent = kind(TASK, {})
+    if goes_on:
+        agent.go_on.set()
     replies = [await agent.step("3")]
     await agent.go_on.wait()
-    return [*replies, await agent.step("6")]
+    assert [*replies, await agent.step("6")] == [Reply("higher"), Reply(None)]
+    return agent.found
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-stainless-retry-count": "1"}, {"Idempotency-Key": "2"}])
@@ -268,9 +252,7 @@ async def test_a_question_whose_client_has_gone_may_be_asked_again(headers: dict
                 await twice
                 await super().second()
 
-    agent = Impatient(TASK, {})
-    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-    found = agent.found
+    found = await played(Impatient, goes_on=False)
     assert [status for status, _, _ in found] == [200] * (4 if headers else 2)
     answers = [json.loads(text) for _, text, _ in found]
     assert [one["choices"][0]["message"]["content"] for one in answers[1:]] == ["6"] * (len(found) - 1)
@@ -282,47 +264,22 @@ async def test_an_idempotency_key_is_that_of_one_request() -> None:
         async def second(self) -> None:
             self.session.headers["Idempotency-Key"] = "2"
             await super().second()
-            await self.post(QUESTION, TURN, {"role": "user", "content": "lower"})
+            await self.post(*LOWER)
 
-    agent = Mixed(TASK, {})
-    agent.go_on.set()
-    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-    assert [status for status, _, _ in agent.found] == [200, 200, 400]
-    assert "its idempotency key is that of another request" in agent.found[2][1]
+    found = await played(Mixed)
+    assert [status for status, _, _ in found] == [200, 200, 400]
+    assert "its idempotency key is that of another request" in found[2][1]
 
 
-async def test_another_api_is_named() -> None:
-    class Completions(Patient):
-        async def second(self) -> None:
-            async with self.session.post("completions", json={"input": "higher"}) as answer:
-                self.found.append((answer.status, await answer.json()))
-            await super().second()
-
-    agent = Completions(TASK, {})
-    agent.go_on.set()
-    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-    (_, (status, answer), _) = agent.found
-    assert status == 404
-    assert answer["error"]["message"] == (
-        "POST /v1/completions is not there; offered here are POST to /v1/chat/completions, "
-        "/v1/responses, /v1/messages"
-    )
-
-
-def test_a_refusal_that_was_mended_is_not_the_reason_of_a_later_end() -> None:
+async def test_a_refusal_that_was_mended_is_not_the_reason_of_a_later_end() -> None:
     class Mended(Patient):
         async def second(self) -> None:
             await self.post(TURN)
             await super().second()
             raise RuntimeError(f"broken. {self._questions.problem}".strip())
 
-    async def played() -> list[Reply]:
-        agent = Mended(TASK, {})
-        agent.go_on.set()
-        return await two_turns(agent)
-
     with pytest.raises(RuntimeError, match=r"^broken\.$"):
-        asyncio.run(asyncio.wait_for(played(), 60))
+        await asyncio.wait_for(played(Mended), 60)
 
 
 async def test_questions_at_a_time_are_branches() -> None:
@@ -332,7 +289,7 @@ async def test_questions_at_a_time_are_branches() -> None:
         async def second(self) -> None:
             asked = [asyncio.ensure_future(super(Twice, self).second()) for _ in range(2)]
             await self.until_asked(2, clients=1)
-            other = asyncio.ensure_future(self.post(QUESTION, TURN, {"role": "user", "content": "lower"}))
+            other = asyncio.ensure_future(self.post(*LOWER))
             await self.until_asked(3, clients=2)
             self.go_on.set()
             await asyncio.gather(*asked, other)
@@ -347,17 +304,16 @@ async def test_questions_at_a_time_are_branches() -> None:
     assert [status for status, _, _ in agent.found] == [200] * 4
 
 
-SECOND = [QUESTION, TURN, {"role": "user", "content": "higher"}]
 COMMENT, PING = b": the model answers\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 @pytest.mark.parametrize(
     ("path", "asked", "ping", "end"),
     [
-        ("chat/completions", {"messages": SECOND}, b" ", b'"total_tokens": 0}}'),
-        ("chat/completions", {"messages": SECOND, "stream": True}, COMMENT, b"data: [DONE]\n\n"),
-        ("responses", {"input": SECOND, "stream": True}, COMMENT, b'"total_tokens": 0}}}\n\n'),
-        ("messages", {"messages": SECOND, "stream": True}, PING, b'data: {"type": "message_stop"}\n\n'),
+        ("chat/completions", {"messages": HIGHER}, b" ", b'"total_tokens": 0}}'),
+        ("chat/completions", {"messages": HIGHER, "stream": True}, COMMENT, b"data: [DONE]\n\n"),
+        ("responses", {"input": HIGHER, "stream": True}, COMMENT, b'"total_tokens": 0}}}\n\n'),
+        ("messages", {"messages": HIGHER, "stream": True}, PING, b'data: {"type": "message_stop"}\n\n'),
     ],
 )
 async def test_pings_keep_a_connection_alive(
@@ -379,9 +335,7 @@ async def test_pings_keep_a_connection_alive(
             async with self.session.post(path, json=asked) as answer:
                 self.found.append((await answer.read()).lstrip())
 
-    agent = Slow(TASK, {})
-    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-    (_, pings, text) = agent.found
+    (_, pings, text) = await played(Slow, goes_on=False)
     assert pings == 2 * ping
     assert b'"6"' in text
     assert text.endswith(end)
@@ -403,7 +357,7 @@ async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.Monkey
         async def second(self) -> None:
             first = asyncio.ensure_future(super().second())
             await self.until_asked(2, clients=1)
-            body = {"messages": [QUESTION, TURN, {"role": "user", "content": "lower"}], "stream": is_stream}
+            body = {"messages": LOWER, "stream": is_stream}
             async with self.session.post("chat/completions", json=body) as answer:
                 await answer.content.readexactly(1)
                 self.go_on.set()
@@ -411,54 +365,49 @@ async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.Monkey
                     self.found.append(await answer.text())
             await first
             if not is_stream:
-                await self.post(*body["messages"])  # type: ignore[misc]
+                await self.post(*LOWER)
 
-    agent = Late(TASK, {})
-    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-    [refusal] = [one for one in agent.found if isinstance(one, str)] if is_stream else [agent.found[-1][1]]
+    found = await played(Late, goes_on=False)
+    [refusal] = [one for one in found if isinstance(one, str)] if is_stream else [found[-1][1]]
     assert "it comes too late" in refusal
     assert '"type": "invalid_request_error"' in refusal
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "reason"),
+    ("path", "body", "status", "reason"),
     [
-        (
-            "responses",
-            {"input": "x", "previous_response_id": "resp_1"},
-            "previous_response_id='resp_1' is",
-        ),
-        ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, "only functions are"),
-        (
-            "responses",
-            {"input": [{"type": "computer_call"}]},
-            "item 0 of input is not a message, function_call",
-        ),
-        ("responses", {"input": []}, "the request has no input"),
-        ("messages", {"messages": "x"}, "the request has no list of messages"),
+        ("responses", {"input": "x", "previous_response_id": "resp_1"}, 400, "previous_response_id='resp_1'"),
+        ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, 400, "only functions are"),
+        ("responses", {"input": [{"type": "computer_call"}]}, 400, "item 0 of input is not a message"),
+        ("responses", {"input": []}, 400, "the request has no input"),
+        ("messages", {"messages": "x"}, 400, "the request has no list of messages"),
+        ("messages", {"messages": [{"role": "tool"}]}, 400, "message 0 is not an object with a role"),
         (
             "messages",
-            {"messages": [{"role": "tool"}]},
-            "message 0 is not an object with a role: user or assis",
+            {"messages": [{"role": "user", "content": 5}]},
+            400,
+            "neither text nor a list of blocks",
         ),
-        ("messages", {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list of blocks"),
-        ("messages", {"messages": [], "tools": [{"type": "bash_20250124"}]}, "only those of the program are"),
-        ("messages", {"messages": [], "tools": [{}]}, "it has a tool without a name"),
-        ("chat/completions", {"messages": [], "tools": 5}, "tools is not a list"),
+        (
+            "messages",
+            {"messages": [], "tools": [{"type": "bash_20250124"}]},
+            400,
+            "only those of the program",
+        ),
+        ("messages", {"messages": [], "tools": [{}]}, 400, "it has a tool without a name"),
+        ("chat/completions", {"messages": [], "tools": 5}, 400, "tools is not a list"),
+        ("completions", {"input": "higher"}, 404, "/v1/chat/completions, /v1/responses, /v1/mes"),
     ],
 )
-async def test_requests_that_other_protocols_refuse(path: str, body: dict[str, Any], reason: str) -> None:
+async def test_requests_that_are_refused(path: str, body: dict[str, Any], status: int, reason: str) -> None:
     class Refusing(Patient):
         async def second(self) -> None:
             async with self.session.post(path, json=body) as answer:
                 self.found.append((answer.status, await answer.json()))
             await super().second()
 
-    agent = Refusing(TASK, {})
-    agent.go_on.set()
-    assert await two_turns(agent) == [Reply("higher"), Reply(None)]
-    status, answer = agent.found[1]
-    assert status == 400
+    found, answer = (await played(Refusing))[1]
+    assert found == status
     assert reason in answer["error"]["message"]
     assert answer.get("type") == ("error" if path == "messages" else None)
 

@@ -98,7 +98,6 @@ def lines(log: Path) -> list[str]:
 @pytest.mark.parametrize("name", ["Plain", "Async"])
 async def test_an_episode_stays_in_its_worker_to_its_end(tmp_path: Path, name: str) -> None:
     log = tmp_path / "log"
-
     async with playing(config(name, workers=2, settings={"log": str(log)})) as player:
         assert await player.say("e", "a") == replace(
             StepResult("1:a", 0.5, {"steps": 1.0}, {"turns": 1}), seconds=player.seconds["e"]
@@ -119,7 +118,6 @@ async def test_a_thousand_async_steps_wait_in_one_worker() -> None:
 
 async def test_plain_steps_run_beside_each_other(tmp_path: Path) -> None:
     file = tmp_path / "file"
-
     async with playing(config("Plain")) as player:
         waiting = [asyncio.create_task(player.say(str(n), f"wait for {file}")) for n in range(31)]
         assert (await player.say("free", "a")).observation == "1:a"
@@ -202,7 +200,6 @@ async def test_who_ends_workers_ends_up_alone() -> None:
 @pytest.mark.parametrize("name", ["Plain", "Async", "Restored"])
 async def test_a_lost_object_is_brought_back(tmp_path: Path, name: str) -> None:
     log = tmp_path / "log"
-
     async with playing(config(name, settings={"log": str(log)})) as player:
         await player.say("e", "a")
         await player.say("e", "b")
@@ -261,7 +258,6 @@ async def test_the_clock_of_an_episode_is_hard() -> None:
 
 async def test_a_forgotten_or_cancelled_episode_is_closed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-
     async with playing(config("Async", settings={"log": str(log)})) as player:
         await player.say("e", "a")
         player.pool.forget("e")
@@ -277,7 +273,6 @@ async def test_a_forgotten_or_cancelled_episode_is_closed(tmp_path: Path) -> Non
 async def test_who_answers_after_the_limit_has_failed_and_is_closed(tmp_path: Path) -> None:
     """A step that heeds no cancel: its answer does not count, and its object is held by nobody."""
     log = tmp_path / "log"
-
     async with playing(config("Async", step_limit_s=1.0, settings={"log": str(log)})) as player:
         await player.say("e", "a")
         assert (await player.say("e", "late")).failure == "time"
@@ -303,18 +298,6 @@ async def test_a_step_that_cancels_itself_has_failed() -> None:
 def test_the_traits_of_a_class() -> None:
     assert read_traits(config("Async")) == Traits("tool", ("</call>",), "replay", False, True)
     assert read_traits(config("Restored")).resume == "restore"
-
-
-async def test_a_class_may_be_in_a_file(tmp_path: Path) -> None:
-    (tmp_path / "beside_it.py").write_text("WORD = 'hello'\n")
-    (tmp_path / "my_tool.py").write_text(
-        "import beside_it\nfrom bapo_megatron.environment import Environment, Reply\n"
-        "class Tool(Environment):\n    def step(self, turn):\n        return Reply(beside_it.WORD)\n"
-    )
-    settings = replace(config(""), function=f"{tmp_path}/my_tool.py:Tool")
-
-    async with playing(settings) as player:
-        assert (await player.say("e", "a")).observation == "hello"
 
 
 @pytest.mark.parametrize(
@@ -422,8 +405,9 @@ def test_a_wrong_name_is_answered_with_the_names_that_there_are(tmp_path: Path) 
 
 
 async def test_another_interpreter_sees_this_package_and_no_other_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").touch()
     (tmp_path / "elsewhere.py").write_text(
-        f"import sys\nassert {sysconfig.get_path('purelib')!r} not in sys.path\n"
+        f"import sys, beside_it\nassert {sysconfig.get_path('purelib')!r} not in sys.path\n"
         "from bapo_megatron.environment import Environment, Reply\n"
         "class Tool(Environment):\n    def step(self, turn):\n        return Reply(sys.executable)\n"
     )

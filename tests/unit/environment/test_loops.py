@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from contextlib import suppress
@@ -13,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from bapo_megatron.environment import Context, Reply, Task
-from bapo_megatron.environment.adapters import agent_program
+from bapo_megatron.environment import PROMPT_TOOLS, Context, Reply, Task
+from bapo_megatron.environment.adapters import agent_program, agent_rows
 from bapo_megatron.environment.adapters.agent_program import REWARD_FILE
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
@@ -35,8 +36,6 @@ class Guessing(LoopEnvironment):
         turn, asked = await ask(self.settings.get("opening")), 1
         while turn != "6":
             await asyncio.sleep(0)
-            if turn == "quit":
-                raise RuntimeError("no more")
             turn, asked = await ask("higher" if int(turn) < 6 else "lower"), asked + 1
         return 1 / asked
 
@@ -47,25 +46,47 @@ def test_a_loop_over_kills() -> None:
     assert check_durable(Guessing, TASK, {"opening": "Guess my number."}, ["6"]) == [Reply(None, reward=1.0)]
 
 
-def test_a_loop_that_asks_something_else_first_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="asks first 'Guess.', and the prompt's last message is 'Guess my num"
-    ):
-        play(Guessing, TASK, {"opening": "Guess."}, ["6"])
+class Odd(LoopEnvironment):
+    """A loop whose ``way`` to play is refused."""
 
+    way: Any
 
-def test_a_loop_that_asks_nothing_is_refused() -> None:
-    class Mute(LoopEnvironment):
-        async def play(self, ask: Ask) -> float | None:
+    async def play(self, ask: Ask) -> float | None:
+        """As the way says, behind the first turn."""
+        if self.way == "mute":
             return 1.0
+        await ask("Guess." if self.way == "other" else None)
+        if isinstance(self.way, BaseException):
+            raise self.way
+        if self.way == "both":  # the second would get the turn that answers the first
+            await asyncio.gather(ask("one"), ask("two"))
+        first = asyncio.ensure_future(ask("one"))
+        await asyncio.sleep(0)
+        first.cancel()
+        await ask("two")
+        return 1.0
 
-    with pytest.raises(ValueError, match="ended before it asked the model"):
-        play(Mute, TASK, {}, ["6"])
+
+LEAVES = r"play\(\) ended with "
+"""Its step would wait for its whole limit, or the worker would end with all that it holds."""
 
 
-def test_what_a_loop_raises_is_raised_by_its_step() -> None:
-    with pytest.raises(RuntimeError, match="no more"):
-        play(Guessing, TASK, {}, ["3", "quit"])
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("other", "asks first 'Guess.', and the prompt's last message is 'Guess my num"),
+        ("mute", "ended before it asked the model"),
+        ("both", "asks while its last question has no answer, or was given up"),
+        ("hasty", "asks while its last question has no answer, or was given up"),
+        (RuntimeError("no more"), "^no more"),
+        (SystemExit(3), LEAVES + "SystemExit"),
+        (asyncio.CancelledError(), LEAVES + "CancelledError"),
+    ],
+)
+def test_loops_that_are_refused(way: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Odd, "way", way, raising=False)
+    with pytest.raises((ValueError, RuntimeError), match=says):
+        play(Odd, TASK, {}, ["3", "4", "5"])
 
 
 def test_a_closed_loop_ends() -> None:
@@ -296,3 +317,49 @@ def test_a_program_ends_with_its_episode(tmp_path: Path) -> None:
         return found
 
     assert not psutil.wait_procs(asyncio.run(closed_early()), timeout=60)[1]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("arguments", [[], ["tools"]])
+def test_rows_whose_prompts_are_what_a_program_asks_first(arguments: list[str], tmp_path: Path) -> None:
+    """In a run it gets the problem, as it did then, and its first request is the row's prompt."""
+    briefed = tmp_path / "briefed.py"
+    text = Path(AGENT).read_text()
+    text = text.replace("[*task[", '[{"role": "developer", "content": "Be brief."}, *task[')
+    text = text.replace("[{}]", json.dumps(TOOLS))
+    briefed.write_text(text)
+    command = [sys.executable, str(briefed), *arguments]
+    problems, output = tmp_path / "problems.jsonl", tmp_path / "rows.jsonl"
+    problem = {"prompt": TASK.messages, "reward_model": {"ground_truth": "6"}, "extra_info": {"n": 1}}
+    problems.write_text(json.dumps(problem) + "\n")
+    agent_rows.main([str(problems), str(output), "--", *command])
+    row = json.loads(output.read_text())
+    assert row["prompt"] == [{"role": "system", "content": "Be brief."}, *TASK.messages]
+    assert row["extra_info"]["n"] == 1
+    assert row["extra_info"].get(PROMPT_TOOLS) == (TOOLS if arguments else None)
+    task = replace(TASK, messages=row["prompt"], extra_info=row["extra_info"])
+    assert play(EndpointEnvironment, task, {"command": command}, ["6"]) == [Reply(None, reward=1.0)]
+    with pytest.raises(SystemExit, match="2"):
+        agent_rows.main([str(problems), str(tmp_path / "none"), "--", sys.executable, "-c", "pass"])
+
+
+def test_no_file_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The problems themselves, say, or a dataset that a run reads; before any program starts."""
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(json.dumps({"prompt": TASK.messages}) + "\n")
+    before, never = problems.read_text(), tmp_path / "started"
+    command = ["--", sys.executable, "-c", f"open({str(never)!r}, 'w')"]
+    with pytest.raises(SystemExit, match="2"):
+        agent_rows.main([str(problems), str(problems), *command])
+    assert "problems.jsonl exists: name another file" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        agent_rows.main([str(problems), str(tmp_path / "no/rows.jsonl"), *command])
+    assert "does not exist; make it" in capsys.readouterr().err
+    problems.with_name("odd.jsonl").write_text("{}\n")
+    with pytest.raises(SystemExit, match="2"):
+        agent_rows.main([str(tmp_path / "odd.jsonl"), str(tmp_path / "rows.jsonl"), *command])
+    assert "prompt is missing" in capsys.readouterr().err
+    assert problems.read_text() == before
+    assert not never.exists()

@@ -94,12 +94,7 @@ def test_verifiers() -> None:
     assert played["thoughts"][1][0].split()[0] == "higher"
     assert played["thoughts"][2] == 1.5
     blocks = [block.split()[:2] for block in played["transcript"].split("\n\n")]
-    assert blocks == [
-        ["[user]", "Guess"],
-        ["[assistant]", "3"],
-        ["[user]", "higher"],
-        ["[assistant]", "6"],
-    ]
+    assert blocks == [["[user]", "Guess"], ["[assistant]", "3"], ["[user]", "higher"], ["[assistant]", "6"]]
     for name, prompt in (("twice", "Guess my number."), ("other", "Guess again.")):
         assert played[f"{name}-taskset"] == (
             f"run() opens a conversation of 'player' beside the episode's, with the prompt {prompt!r}: an "

@@ -6,6 +6,7 @@ are 0 to 93.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from bapo_megatron.data.chat_template import absent_mark
 from bapo_megatron.environment.template import ObservationTemplate, check_template
 from bapo_megatron.errors import ConfigError
-from tests.support.chat_templates import demo_tokenizer
+from tests.support.chat_templates import FOLDERS, demo_tokenizer, family_tokenizer
 
 CLOSE, CALL_END = 258, 28
 ASSISTANT = [257, 64, 82, 82, 72, 82, 83, 64, 77, 83, 198]
@@ -152,34 +153,29 @@ def test_a_template_that_always_writes_the_block_passes(opened: str) -> None:
         check_template(template, "models/ours")
 
 
-def test_a_template_that_drops_an_empty_thinking_part_is_refused() -> None:
-    """As Qwen3's. A run that began before it was looked at continues."""
-    drops = CHATML.replace("m.content", "m.content.replace('<think>\n\n</think>\n\n', '')")
-    template = ObservationTemplate(tokenizer(drops + OPENING), "tool", [CLOSE])
-    with pytest.raises(
-        ConfigError, match="two rounds with an empty thinking part, at token .* has '<think>.* writes 'First"
-    ):
+DROPS_EMPTY = CHATML.replace("m.content", "m.content.replace('<think>\n\n</think>\n\n', '')")
+SECOND = CHATML.replace(
+    "{{ m.content }}", "{% if m.role == 'tool' and loop.index > 3 %}, {% endif %}{{ m.content }}"
+)
+LIMIT = "{% if messages|length > 3 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("chat", "role", "says"),
+    [
+        (DROPS_EMPTY, "tool", "two rounds with an empty thinking part, at token .*<think>.* writes 'First"),
+        (SECOND, "tool", 'set role = "user" in .*, which it continues exactly; or mend'),  # as DeepSeek V3's
+        (LIMIT, "user", "the template refuses two rounds: too long"),  # as where roles must alternate
+    ],
+)
+def test_a_template_that_does_not_continue_is_refused(chat: str, role: str, says: str) -> None:
+    """A run that began before an empty thinking part was looked at, as Qwen3's, continues."""
+    template = ObservationTemplate(tokenizer(chat + OPENING), role, [CLOSE])
+    with pytest.raises(ConfigError, match=says):
         check_template(template, "models/ours")
-    check_template(template, "models/ours", begun=True)
-    check_template(template, "models/ours", "sampled")
-
-
-def test_the_message_names_the_role_that_the_template_continues() -> None:
-    """As DeepSeek V3's: the second observation of a tool is written otherwise."""
-    second = CHATML.replace(
-        "{{ m.content }}", "{% if m.role == 'tool' and loop.index > 3 %}, {% endif %}{{ m.content }}"
-    )
-    template = ObservationTemplate(tokenizer(second + OPENING), "tool", [CLOSE])
-    with pytest.raises(ConfigError, match='set role = "user" in .*, which it continues exactly; or mend'):
-        check_template(template, "models/ours")
-
-
-def test_a_template_that_refuses_what_follows() -> None:
-    """Roles that must alternate, found at the second round."""
-    limit = "{% if messages|length > 3 %}{{ raise_exception('too long') }}{% endif %}"
-    template = ObservationTemplate(tokenizer(limit + CHATML + OPENING), "user", [CLOSE])
-    with pytest.raises(ConfigError, match="the template refuses two rounds: too long"):
-        check_template(template, "models/ours")
+    if chat is DROPS_EMPTY:
+        check_template(template, "models/ours", begun=True)
+        check_template(template, "models/ours", "sampled")
 
 
 @pytest.mark.parametrize(
@@ -213,3 +209,103 @@ def test_tools_that_a_template_ignores_are_refused() -> None:
             check_template(silent, "models/ours", history)
     written = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML + OPENING
     check_template(ObservationTemplate(tokenizer(written), "tool", [CLOSE], TOOLS), "models/ours")
+
+
+REFUSED = {
+    ("Qwen3", "tool"): "with an empty thinking part, at token 15 the episode has '<think>.* writes 'First",
+    (
+        "Qwen3",
+        "user",
+    ): r"with thinking, at token 15 the episode has '<think>.* writes 'First.*does not continue, either",
+    (
+        "DeepSeek V3",
+        "tool",
+    ): "without thinking, at token .* the episode has '<\uff5ctool▁outputs▁begin\uff5c>",
+    ("R1", "tool"): r"the episode has '<think>.* writes '\\n\\nFirst.*which it does not continue, either",
+    ("R1", "user"): r"the episode has '<think>.* writes '\\n\\nFirst.*which it does not continue, either",
+}
+
+
+CASES = [(name, role) for name in FOLDERS for role in ("tool", "user")]
+
+
+EXACT = [case for case in CASES if case not in REFUSED or case == ("Qwen3", "tool")]
+
+
+"""Qwen3's is exact but for an empty thinking part, with which no test of these has a turn."""
+
+
+OBSERVATIONS = [
+    *(
+        "5",
+        "",
+        "\n\nline\n",
+        '{"a": "1"}',
+        "Ünïcödé 漢字 🙂",
+        "x" * 300,
+        "```python\nprint(1)\n```",
+        "tab\there",
+    ),
+    *("Was 7.", "a\r\nb", "'quoted' \"twice\"", "  indented"),
+]
+
+
+def made(name: str, role: str) -> tuple[Any, ObservationTemplate]:
+    tokenizer = family_tokenizer(name)
+    return tokenizer, ObservationTemplate(tokenizer, role, [tokenizer.eos_token_id])
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "role"), CASES)
+def test_exact_or_refused_or_as_sampled(name: str, role: str) -> None:
+    _, template = made(name, role)
+    if problem := REFUSED.get((name, role)):
+        with pytest.raises(ConfigError, match=problem):
+            check_template(template, f"models/{name}")
+    else:
+        check_template(template, f"models/{name}")
+    check_template(template, f"models/{name}", "sampled")
+    if (name, role) == ("Qwen3", "tool"):
+        check_template(template, f"models/{name}", begun=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "role"), EXACT)
+def test_an_episode_of_a_real_model_is_its_whole_rendering(name: str, role: str) -> None:
+    """Over all observations, one after the other, and over random ones; of a tool, several at once."""
+    tokenizer, template = made(name, role)
+    messages = [{"role": "user", "content": "What is 2+3?"}]
+    ids = encoded(tokenizer, template.prompt_text(messages))
+    draw = random.Random(0)
+    letters = "abc XYZ 0123 .,;:!?()[]{}\n\t\\/'\"äßλ漢🙂<>|"
+    for observation in [*OBSERVATIONS, *("".join(draw.choices(letters, k=30)) for _ in range(40))]:
+        several = [observation, "7", observation] if role == "tool" else [observation]
+        ids += [*encoded(tokenizer, "Let me add."), tokenizer.eos_token_id]
+        ids += template.given_ids(several, tokenizer.eos_token_id).tolist()
+        messages += [{"role": "assistant", "content": "Let me add."}]
+        messages += [{"role": role, "content": one} for one in several]
+    assert ids == encoded(tokenizer, template.prompt_text(messages))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "role"), CASES)
+def test_no_observation_holds_an_added_token(name: str, role: str) -> None:
+    """Whatever a tool prints, the tokens of turns, thinking and tool calls are the template's alone."""
+    tokenizer, template = made(name, role)
+    added = tokenizer.get_added_vocab()
+    marks = {number for text, number in added.items() if len(text.strip()) > 1}
+    frame = [one for one in template.given_ids("5", -1).tolist() if one in marks]
+    texts = [text for text in added if len(text.strip()) > 1]
+    for text in [
+        *texts,
+        "".join(texts),
+        "".join(text[:-1] + "".join(texts[:9]) + text[-1] for text in texts),
+    ]:
+        ids = template.given_ids(f"a{text}b", -1).tolist()
+        assert [one for one in ids if one in marks] == frame, text
+        said = f"a{text}b".replace('"', '\\"') if (name, role) == ("Llama 3.1", "tool") else f"a{text}b"
+        assert said in tokenizer.decode(ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import stat
@@ -17,17 +16,11 @@ from typing import Any
 import pytest
 
 import bapo_megatron.rollout.engines.sglang_launch as launch_folder
-from bapo_megatron.checkpoint.run_directory import changed_settings, read_config, store_config
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang import server_process as process
 from bapo_megatron.rollout.engines.sglang.authorization import known_key, servers_key_file
-from bapo_megatron.rollout.engines.sglang_launch.api_key import (
-    VARIABLE,
-    ApiKey,
-    make_key_file,
-    read_key_file,
-)
+from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, ApiKey, make_key_file, read_key_file
 
 KEY, OTHER = "k" * 43, "o" * 43
 FOLDER = Path(launch_folder.__file__).parent
@@ -102,12 +95,22 @@ def test_a_key_is_made_on_a_file_system_without_links(
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
-def test_a_failed_key_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+def full(_descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(ConfigError, match=r"cannot be made.*No space left.*rollout\.sglang\.api_key_file"):
+
+def without_modes(descriptor: int, _mode: int) -> None:
+    os.chmod(descriptor, 0o777)
+
+
+@pytest.mark.parametrize(
+    ("call", "fails", "says"), [("fsync", full, "No space left"), ("fchmod", without_modes, "keeps no modes")]
+)
+def test_a_file_system_that_holds_no_key_keeps_no_file(
+    call: str, fails: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(ConfigError, match=rf"{says}.*rollout\.sglang\.api_key_file"):
         servers_key_file(config_in(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -152,32 +155,26 @@ def test_the_given_key_has_precedence_over_the_runs_own(
     assert KEY not in repr(ApiKey(KEY, own))
 
 
-@pytest.mark.parametrize("flag", ["--api-key=secret", "--api-key", "--admin-api-key", "--api-k=secret"])
-def test_a_key_in_the_flags_is_refused(tmp_path: Path, flag: str) -> None:
-    config = config_in(tmp_path, flags=(flag, "x"))
-    with pytest.raises(ConfigError, match=r"rollout\.sglang\.flags: --.*api-k.* would show") as raised:
-        config.check()
-    assert "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize("flag", ["--grpc-port=1", "--grpc-mode", "--smg-grpc-mode", "--encoder-only"])
-def test_flags_that_do_not_go_with_an_api_key_are_refused(tmp_path: Path, flag: str) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.sglang\.flags: --.*does not go with an API key"):
-        config_in(tmp_path, flags=(flag,)).check()
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--api-key=secret", "--api-key", "--admin-api-key", "--api-k=secret"), "--.*api-k.* would show"),
+        (
+            ("--grpc-port=1", "--grpc-mode", "--smg-grpc-mode", "--encoder-only"),
+            "--.*does not go with an API key",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_with_a_key_are_refused(
+    tmp_path: Path, flags: tuple[str, ...], says: str
+) -> None:
+    for flag in flags:
+        with pytest.raises(ConfigError, match=rf"rollout\.sglang\.flags: {says}") as raised:
+            config_in(tmp_path, flags=(flag, "x")).check()
+        assert "secret" not in str(raised.value)
 
 
 # --- the server's command line and log
-
-
-def test_no_command_line_and_no_variable_holds_the_key(tmp_path: Path) -> None:
-    file = servers_key_file(config_in(tmp_path))
-    key = read_key_file(file).value
-    for cuda in (False, True):
-        command = process.server_command(Path("python"), tmp_path, "127.0.0.1", 1, cuda)
-        environment = process.server_environment(cuda, key_file=file)
-        assert environment[VARIABLE] == str(file)
-        assert not [text for text in (*command, *environment.values()) if key in text]
-        assert VARIABLE not in process.server_environment(cuda)
 
 
 def test_rollout_server_makes_the_key_before_the_server_starts(
@@ -185,6 +182,7 @@ def test_rollout_server_makes_the_key_before_the_server_starts(
 ) -> None:
     became: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execvpe", lambda _file, line, environment: became.append((line, environment)))
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.corp:3128")
     run = config_in(tmp_path / "run", python=Path(sys.executable))
     process.serve(process.ServeCommand(run, "10.0.0.7", 30001), cuda=False)
     [(line, environment)] = became
@@ -194,7 +192,10 @@ def test_rollout_server_makes_the_key_before_the_server_starts(
         "a Slurm job's task ends a server that takes longer to start"
     )
     assert line[line.index("--host") + 1] == "10.0.0.7"
-    assert key not in " ".join(line)
+    assert "10.0.0.7" in environment["no_proxy"].split(",")
+    assert line[line.index("--device") + 1] == "cpu"
+    assert not [text for text in (*line, *environment.values()) if key in text]
+    assert VARIABLE not in process.server_environment(cuda=False)
     assert key not in "".join(capfd.readouterr())
 
 
@@ -215,25 +216,3 @@ def test_no_log_record_shows_the_key(
     assert [record.getMessage() for record in caplog.records] == [
         *("server_args={'api_key': '***', 'port': 1}", "{'api_key': '***'}: 3", "all of 2")
     ]
-
-
-def test_a_file_system_without_modes_holds_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    change = os.fchmod
-    monkeypatch.setattr(os, "fchmod", lambda file, _: change(file, 0o777))
-    with pytest.raises(ConfigError, match=r"keeps no modes.*name it with rollout\.sglang\.api_key_file"):
-        servers_key_file(config_in(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_without_a_key_file_continues(tmp_path: Path) -> None:
-    """A configuration without the new fields is accepted; the key is made at the next start."""
-    config = config_in(tmp_path)
-    store_config(config)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    for field in ("api_key_file", "require_api_key"):
-        del stored["config"][f"rollout.sglang.{field}"]
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert changed_settings(config, read_config(config.directory)) == []
-    assert known_key(config.rollout.sglang, tmp_path) is None
-    assert servers_key_file(config) == tmp_path / "api_key"
-    assert known_key(config.rollout.sglang, tmp_path) is not None

@@ -7,8 +7,9 @@ import functools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,17 @@ from aiohttp import web
 
 from bapo_megatron.config import SglangConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang.authorization import (
-    Authorization,
-    check_keys_asked,
-    known_key,
-)
+from bapo_megatron.rollout.engines.sglang.authorization import Authorization, check_keys_asked, known_key
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang_launch.api_key import ApiKey
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, SamplingParams
+from tests.support.fake_sglang import FakeServer
 
 KEY, OTHER = "k" * 43, "o" * 43
 
 
-class Server:
-    """A fake SGLang server, which answers every call with success."""
+class Server(FakeServer):
+    """A fake SGLang server that asks for a key."""
 
     def __init__(self, key: str | None) -> None:
         self.key, self.asks = key, True
@@ -39,30 +37,13 @@ class Server:
         """Number of calls whose connection is closed without an answer."""
         self.seen: list[tuple[str, str | None]] = []
         """Paths and authorization headers of the received calls."""
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._runner, self.url = self.do(self._start())
-
-    def do(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=60)
-
-    def stop(self) -> None:
-        self.do(self._runner.cleanup())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        super().__init__()
 
     @property
     def keys_seen(self) -> set[str | None]:
         return {authorization for _, authorization in self.seen}
 
-    async def _start(self) -> tuple[web.AppRunner, str]:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
+    async def _handle(self, request: web.Request) -> web.Response:
         authorization = request.headers.get("Authorization")
         self.seen.append((request.path, authorization))
         if self.hangs_up:
@@ -74,12 +55,7 @@ class Server:
             return web.json_response({"error": "Unauthorized", "sent": authorization}, status=401)
         if request.path == "/moved":
             raise web.HTTPTemporaryRedirect("/model_info")
-        if request.path == "/generate":
-            meta = {"finish_reason": {"type": "length"}, "weight_version": "0"}
-            return web.json_response(
-                {"output_ids": [3], "meta_info": {**meta, "output_token_logprobs": [[-1.0, 3, None]]}}
-            )
-        return web.json_response({"success": True, "weight_version": "0", "per_engine_checksum": "d"})
+        return await super()._handle(request)
 
 
 @pytest.fixture
@@ -99,60 +75,58 @@ def known(value: str = KEY) -> ApiKey:
     return ApiKey(value, Path("RUN/api_key"))
 
 
-def ask(server: Server, key: ApiKey | None, required: bool = False, call: str = "weight_version") -> Any:
-    async def run() -> Any:
-        sessions = HttpSessions()
-        try:
-            client = SglangServer(
-                server.url, sessions, 20.0, Authorization(server.url, lambda: key, required)
-            )
-            return await getattr(client, call)()
-        finally:
-            await sessions.close()
-
-    return asyncio.run(run())
+@asynccontextmanager
+async def client_of(server: Server, key: Callable[[], ApiKey | None], **more: Any) -> AsyncIterator[Any]:
+    sessions = HttpSessions()
+    try:
+        yield SglangServer(server.url, sessions, 20.0, Authorization(server.url, key, **more))
+    finally:
+        await sessions.close()
 
 
-def test_every_call_carries_the_key(serve: Callable[..., Server], tmp_path: Path) -> None:
+async def ask(server: Server, key: ApiKey | None, **more: Any) -> int:
+    async with client_of(server, lambda: key, **more) as client:
+        found: int = await client.weight_version()
+        return found
+
+
+async def test_every_call_carries_the_key(serve: Callable[..., Server], tmp_path: Path) -> None:
     """A call without the key is refused."""
     server = serve(KEY)
-    request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 1, ()))
+    request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 2, ()))
     group = BroadcastGroup("127.0.0.1", 1, "g", 2, "gloo")
     bucket = BucketSpec(["a"], ["float32"], [[1]], 4)
 
-    async def run(key: ApiKey | None) -> list[BaseException | Any]:
-        sessions = HttpSessions()
-        client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, lambda: key))
-        calls = (
-            *(client.generate(request, "1"), client.generate(request, "2", again=True), client.abort_all()),
-            *(client.abort("1"), client.pause(), client.resume(), client.weight_version(), client.settings()),
-            *(client.update_from_disk(tmp_path, 1, True, 20.0), client.join_weight_group(group, 1, 20.0)),
-            *(client.leave_weight_group("g", 20.0), client.begin_update(), client.receive(bucket, "g", 20.0)),
-            *(client.end_update(), client.flush_cache(), client.set_version(1), client.checksum(20.0)),
-        )
-        try:
-            return [await asyncio.gather(call, return_exceptions=True) for call in calls]
-        finally:
-            await sessions.close()
+    async def outcomes(key: ApiKey | None) -> list[Any]:
+        async with client_of(server, lambda: key) as client:
+            calls = (
+                *(client.generate(request, "1"), client.generate(request, "2", again=True)),
+                *(client.abort("1"), client.abort_all(), client.pause(), client.resume(), client.settings()),
+                *(client.weight_version(), client.update_from_disk(tmp_path, 1, True, 20.0)),
+                *(client.join_weight_group(group, 1, 20.0), client.leave_weight_group("g", 20.0)),
+                *(client.begin_update(), client.receive(bucket, "g", 20.0), client.end_update()),
+                *(client.flush_cache(), client.set_version(1), client.checksum(20.0)),
+            )
+            return [(await asyncio.gather(call, return_exceptions=True))[0] for call in calls]
 
-    for [outcome] in asyncio.run(run(None)):
+    for outcome in await outcomes(None):
         assert isinstance(outcome, ServerError)
         assert "status 401" in str(outcome)
         assert "name its file with rollout.sglang.api_key_file or BAPO_SGLANG_API_KEY_FILE" in str(outcome)
-    for [outcome] in asyncio.run(run(known())):
+    for outcome in await outcomes(known()):
         assert not isinstance(outcome, BaseException), outcome
 
 
-def test_a_server_that_asks_for_no_key_is_not_sent_it(
+async def test_a_server_that_asks_for_no_key_is_not_sent_it(
     serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
 ) -> None:
     genuine, other, open_ = serve(KEY), serve(OTHER), serve(None)
-    assert ask(genuine, known()) == 0
+    assert await ask(genuine, known()) == 0
     assert f"Bearer {KEY}" in genuine.keys_seen
     with pytest.raises(ServerError, match=r"asks for another API key than that in RUN/api_key") as raised:
-        ask(other, known())
+        await ask(other, known())
     assert KEY not in str(raised.value)  # the server has sent it back
-    assert ask(open_, known()) == 0  # used, and warned of
+    assert await ask(open_, known()) == 0  # used, and warned of
     assert open_.keys_seen == {None}
     printed = capsys.readouterr().out
     assert printed.count("warning:") == 1
@@ -160,7 +134,7 @@ def test_a_server_that_asks_for_no_key_is_not_sent_it(
     assert KEY not in printed
 
 
-def test_require_api_key_refuses_a_server_without_authentication(
+async def test_require_api_key_refuses_a_server_without_authentication(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     opened, closed = serve(None), serve(KEY)
@@ -168,8 +142,8 @@ def test_require_api_key_refuses_a_server_without_authentication(
         with pytest.raises(
             ServerError, match="asks for no API key, and rollout.sglang.require_api_key is set"
         ):
-            ask(opened, key, required=True)
-    assert ask(closed, known(), required=True) == 0
+            await ask(opened, key, is_required=True)
+    assert await ask(closed, known(), is_required=True) == 0
     urls = (closed.url, opened.url, "http://127.0.0.1:9")
     check_keys_asked(SglangConfig(urls=urls))
     with pytest.raises(ConfigError, match=f"require_api_key is set, and {opened.url} asks for no key"):
@@ -183,81 +157,62 @@ async def test_a_server_is_asked_again_after_a_failed_connection(serve: Callable
     def questions() -> int:
         return sum(authorization is None for _, authorization in server.seen)
 
-    sessions = HttpSessions()
-    client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, known))
-    assert await client.is_alive()
-    assert await client.is_alive()
-    assert questions() == 1
-    server.hangs_up = 2  # aiohttp reads once more by itself
-    assert not await client.is_alive()
-    server.asks = False  # another program has its address now, and answers everybody
-    assert not await client.is_alive()
-    with pytest.raises(ServerError, match="asks for no API key, and the server that was there does"):
-        await client.weight_version()
-    server.asks = True
-    assert await client.is_alive()
-    await sessions.close()
+    async with client_of(server, known) as client:
+        assert await client.is_alive()
+        assert await client.is_alive()
+        assert questions() == 1
+        server.hangs_up = 2  # aiohttp reads once more by itself
+        assert not await client.is_alive()
+        server.asks = False  # another program has its address now, and answers everybody
+        assert not await client.is_alive()
+        with pytest.raises(ServerError, match="asks for no API key, and the server that was there does"):
+            await client.weight_version()
+        server.asks = True
+        assert await client.is_alive()
 
 
-def test_a_server_of_the_run_cannot_be_replaced_by_one_without_a_key(serve: Callable[..., Server]) -> None:
+async def test_a_server_of_the_run_cannot_be_replaced_by_one_without_a_key(
+    serve: Callable[..., Server],
+) -> None:
     """Another program may take the port before the server that the run starts listens there."""
     thief, genuine = serve(None), serve(KEY)
-
-    async def run(server: Server) -> int:
-        sessions = HttpSessions()
-        authorization = Authorization(server.url, known, is_own=True)
-        try:
-            return await SglangServer(server.url, sessions, 20.0, authorization).weight_version()
-        finally:
-            await sessions.close()
-
     with pytest.raises(ServerError, match="another program has taken its port"):
-        asyncio.run(run(thief))
-    assert asyncio.run(run(genuine)) == 0
+        await ask(thief, known(), is_own=True)
+    assert await ask(genuine, known(), is_own=True) == 0
     assert thief.keys_seen == {None}
 
 
 async def test_a_probe_does_not_wait_for_the_loops_threads(serve: Callable[..., Server]) -> None:
     """Nor do those threads wait for probes: the sampler's log is written by them."""
-    release, sessions, server = threading.Event(), HttpSessions(), serve(KEY)
+    release, server = threading.Event(), serve(KEY)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     busy = asyncio.ensure_future(asyncio.to_thread(release.wait))
-    client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, known))
     try:
-        assert await asyncio.wait_for(client.weight_version(), 120) == 0
+        assert await asyncio.wait_for(ask(server, known()), 120) == 0
     finally:
         release.set()
         await busy
-        await sessions.close()
 
 
 async def test_a_key_made_after_the_client_is_found(serve: Callable[..., Server], tmp_path: Path) -> None:
     """A trainer with `urls` may start before the first `bapo rollout-server`, which makes the run's key."""
-    server = serve(KEY)
     path = tmp_path / "api_key"
-
-    sessions = HttpSessions()
-    look = functools.partial(known_key, SglangConfig(), tmp_path)
-    client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, look))
-    with pytest.raises(ServerError, match="asks for an API key"):
-        await client.weight_version()
-    path.write_text("short")
-    path.chmod(0o600)
-    with pytest.raises(ServerError, match="must hold one line"):
-        await client.weight_version()
-    path.write_text(KEY)
-    assert await client.weight_version() == 0
-    await sessions.close()
+    async with client_of(serve(KEY), functools.partial(known_key, SglangConfig(), tmp_path)) as client:
+        with pytest.raises(ServerError, match="asks for an API key"):
+            await client.weight_version()
+        path.write_text("short")
+        path.chmod(0o600)
+        with pytest.raises(ServerError, match="must hold one line"):
+            await client.weight_version()
+        path.write_text(KEY)
+        assert await client.weight_version() == 0
 
 
 async def test_a_redirect_is_not_followed(serve: Callable[..., Server]) -> None:
     server = serve(KEY)
-
-    sessions = HttpSessions()
-    client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, known))
-    with pytest.raises(ServerError, match="status 307"):
-        await client._control("/moved")
-    await sessions.close()
+    async with client_of(server, known) as client:
+        with pytest.raises(ServerError, match="status 307"):
+            await client._control("/moved")
     assert server.seen[-1][0] == "/moved"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,10 @@ from bapo_megatron.rollout.sampler.response import (
 from bapo_megatron.rollout.sampler.scoring import response_score
 from bapo_megatron.rollout.sampler.step_batches import read_example, read_header, read_step, write_step
 from bapo_megatron.rollout.sampler.step_columns import StepColumns, header_of
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import GIVEN, ColumnFile, Group, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.branching import BranchWorld
-from tests.support.virtual_time import run_virtually
+from tests.support.episodes import check_cuts, run, step_of
 
 STOP = 9
 SAMPLING = Sampling(0.5, 12, 7, (STOP,), in_environment=True)
@@ -201,15 +199,6 @@ def test_random_trees_against_a_list_of_conversations(seed: int) -> None:
 # --- in the sampler ------------------------------------------------------------------------------
 
 
-def run(coroutine: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    return run_virtually(asyncio.wait_for(coroutine, 1000), None, monkeypatch)
-
-
-async def step_of(world: BranchWorld) -> StepBatch:
-    async with world.sampling(rounds=False):
-        return await world.batch(1)
-
-
 def plain(batch: StepBatch) -> list[Any]:
     return [
         [
@@ -248,17 +237,7 @@ def test_branches_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_journal_cut_anywhere_gives_the_same_branches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = BranchWorld(tmp_path / "whole")
-    expected = plain(run(step_of(whole), monkeypatch))
-    (log,) = whole.journal.glob("segments-*.log")
-    content = log.read_bytes()
-    records = [one for one in read_records(log) if isinstance(one, Record)]
-    for cut in [record.offset for record in records[1:-1]][:: max(1, len(records) // 12)]:
-        world = BranchWorld(tmp_path / str(cut))
-        world.journal.mkdir(parents=True)
-        (world.journal / log.name).write_bytes(content[:cut])
-        assert plain(run(step_of(world), monkeypatch)) == expected, cut
-        accounts.state_of(world.journal, world.dataset.prompts, 2)
+    check_cuts(BranchWorld, tmp_path, plain, monkeypatch)
 
 
 # --- as samples ----------------------------------------------------------------------------------

@@ -18,10 +18,12 @@ def numbered(name: str, count: int, dtype: torch.dtype = torch.float32) -> tuple
     return name, torch.arange(count).to(dtype)
 
 
-def cut(weights: list[tuple[str, Tensor]], size: int) -> list[tuple[tuple[str, ...], int, bool]]:
-    """Names, bytes and whether it is borrowed, of each bucket."""
-    found = Buckets(size, CPU).cut(weights)
-    return [(bucket.spec.names, bucket.spec.nbytes, bucket.is_borrowed) for bucket in found]
+DTYPES = {"f": torch.float32, "h": torch.bfloat16, "b": torch.uint8}
+
+
+def made_of(text: str) -> list[tuple[str, Tensor]]:
+    """Tensors by words of name, count and dtype: ``a3f``."""
+    return [numbered(one[0], int(one[1:-1]), DTYPES[one[-1]]) for one in text.split()]
 
 
 def unpacked(bucket: Bucket) -> dict[str, Tensor]:
@@ -37,47 +39,25 @@ def unpacked(bucket: Bucket) -> dict[str, Tensor]:
     return found
 
 
-def test_a_bucket_is_filled_to_its_last_byte() -> None:
-    # 12 + 8 = 20 bytes; the next 4 would be 24.
-    assert cut([numbered("a", 3), numbered("b", 2), numbered("c", 1)], 20) == [
-        (("a", "b"), 20, False),
-        (("c",), 4, False),
-    ]
-
-
-def test_tensors_keep_their_order_over_buckets() -> None:
-    # 12; 12 + 12 > 20; 12 + 4 = 16. Receivers may rely on the order.
-    assert cut([numbered("a", 3), numbered("b", 3), numbered("c", 1)], 20) == [
-        (("a",), 12, False),
-        (("b", "c"), 16, False),
-    ]
-
-
-def test_a_tensor_larger_than_a_bucket_is_sent_alone_without_a_copy() -> None:
-    large = numbered("large", 6)
-    weights = [numbered("a", 1), large, numbered("b", 1), numbered("exact", 4)]
-    assert cut(weights, 16) == [
-        (("a",), 4, False),
-        (("large",), 24, True),
-        (("b",), 4, False),
-        (("exact",), 16, False),
-    ]
-    borrowed = list(Buckets(16, CPU).cut(weights))[1]
-    assert borrowed.payload_B.data_ptr() == large[1].data_ptr()
-
-
-def test_dtypes_share_a_bucket_if_aligned() -> None:
-    half = torch.bfloat16
-    # 2 x 2 = 4 bytes, aligned for float32: 4 + 8 = 12; 3 x 2 more = 18, which is not: a new bucket.
-    weights = [
-        numbered("a", 2, half),
-        numbered("b", 2),
-        numbered("c", 3, half),
-        numbered("d", 1),
-        numbered("e", 1, torch.uint8),
-        numbered("f", 1, half),
-    ]
-    assert cut(weights, 100) == [(("a", "b", "c"), 18, False), (("d", "e"), 5, False), (("f",), 2, False)]
+@pytest.mark.parametrize(
+    ("weights", "size", "buckets"),
+    [
+        ("a3f b2f c1f", 20, [("ab", 20), ("c", 4)]),  # filled to the last byte; the next 4 would be 24
+        ("a3f b3f c1f", 20, [("a", 12), ("bc", 16)]),  # receivers may rely on the order
+        ("a1f L6f b1f e4f", 16, [("a", 4), ("L", 24), ("b", 4), ("e", 16)]),  # L alone, without a copy
+        # 2 x 2 = 4 bytes, aligned for float32: 4 + 8 = 12; 3 x 2 more = 18, which is not: a new bucket.
+        ("a2h b2f c3h d1f e1b f1h", 100, [("abc", 18), ("de", 5), ("f", 2)]),
+        ("", 8, []),
+    ],
+)
+def test_tensors_are_cut_into_buckets(weights: str, size: int, buckets: list[tuple[str, int]]) -> None:
+    tensors, found = made_of(weights), []
+    for bucket in Buckets(size, CPU).cut(tensors):
+        found.append(("".join(bucket.spec.names), bucket.spec.nbytes))
+        assert bucket.is_borrowed == (bucket.spec.names == ("L",))
+        if bucket.is_borrowed:
+            assert bucket.payload_B.data_ptr() == dict(tensors)["L"].data_ptr()
+    assert found == buckets
 
 
 def test_the_spec_of_a_bucket() -> None:
@@ -86,10 +66,6 @@ def test_the_spec_of_a_bucket() -> None:
     types = ("bfloat16", "float32", "float32")
     assert bucket.spec == BucketSpec(("a", "b", "c"), types, ((2, 3), (), (0,)), 2 * 6 + 4)
     assert bucket.payload_B.dtype == torch.uint8
-
-
-def test_no_weights_give_no_bucket() -> None:
-    assert cut([], 8) == []
 
 
 @pytest.mark.parametrize("size", [1, 8, 20, 64, 1000])
@@ -107,23 +83,6 @@ def test_every_tensor_round_trips_at_any_bucket_size(size: int) -> None:
     assert list(found) == list(weights)
     for name, tensor in weights.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
-
-
-def test_double_buffering() -> None:
-    """The iterator's tensor is overwritten at each step, as a gathered one may be."""
-    shared = torch.empty(2)
-
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        for number in range(5):
-            yield str(number), shared.fill_(number)
-
-    one_back: Bucket | None = None
-    seen = []
-    for bucket in Buckets(8, CPU).cut(weights()):
-        if one_back:
-            seen.append(unpacked(one_back))
-        one_back = bucket
-    assert [tensor.tolist() for found in seen for tensor in found.values()] == [[n, n] for n in range(4)]
 
 
 def test_memory_is_bounded_by_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import asyncio
-import re
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,24 +9,16 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.config import (
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    SglangConfig,
-)
+from bapo_megatron.config import DataConfig, EngineConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Confirm, Engine
-from bapo_megatron.rollout.engines.backend import BACKENDS, EngineBackend, LocalBackend, engine_backend
+from bapo_megatron.rollout.engines.backend import EngineBackend, LocalBackend, engine_backend
 from bapo_megatron.rollout.engines.colocated_pool import open_pool
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.broadcast import sender_address
 from tests.support.plain_engine import PlainBackend, PlainConfig
 from tests.support.sampling import ScriptedEngine, mixed
 
-PACKAGE = Path(__file__).parents[3] / "bapo_megatron"
 PLAIN = "tests.support.plain_engine:PlainBackend"
 
 
@@ -90,42 +79,28 @@ class OldBackend(EngineBackend):
         return [OldEngine(mixed)]
 
 
+def run_of(engine: str, settings: EngineConfig) -> RunConfig:
+    rollout = RolloutConfig(engine=engine, custom_engine=settings)
+    return RunConfig("test", ModelConfig(Path("model")), DataConfig(Path("data")), rollout=rollout)
+
+
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("sync", "says"),
     [
-        (
-            EngineConfig(sync="broadcast"),
-            r"sync=broadcast: OldEngine.transports does not name it: use sync=disk, or take WeightParts in "
-            r"load \(interfaces.ReceivesBroadcast\), in place of begin_update",
-        ),
-        (
-            EngineConfig(sync="ipc", colocated=True),
-            r"sync=ipc: .*WeightParts in wake \(interfaces.ReceivesHan",
-        ),
+        ("broadcast", r"OldEngine.transports does not name it: .* load \(interfaces.ReceivesBroadcast\)"),
+        ("ipc", r"WeightParts in wake \(interfaces.ReceivesHan"),
     ],
 )
-def test_an_engine_that_takes_weights_in_parts_by_old_methods_is_told_the_new_one(
-    settings: EngineConfig, says: str
+async def test_an_engine_that_takes_weights_in_parts_by_old_methods_is_told_the_new_one(
+    sync: str, says: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
-        opened(settings)
-    opened(replace(settings, sync="disk"))  # it works on, also asleep
-
-
-def opened(settings: EngineConfig) -> None:
-    """Open and close the pool of a run with ``OldBackend``."""
-    run = RunConfig(
-        name="test",
-        model=ModelConfig(Path("model")),
-        data=DataConfig(Path("data")),
-        rollout=RolloutConfig(engine=f"{__name__}:OldBackend", custom_engine=settings),
-    )
-
-    async def go() -> None:
-        async with AsyncExitStack() as stack:
+    settings = EngineConfig(sync=sync, colocated=sync == "ipc")
+    run = run_of(f"{__name__}:OldBackend", settings)
+    by_disk = run_of(f"{__name__}:OldBackend", replace(settings, sync="disk"))  # it works on, also asleep
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match=rf"sync={sync}: .*{says}"):
             await open_pool(run, (), "cpu", lambda *_, **__: None, stack)
-
-    asyncio.run(go())
+        await open_pool(by_disk, (), "cpu", lambda *_, **__: None, stack)
 
 
 @pytest.mark.parametrize(
@@ -139,40 +114,8 @@ def opened(settings: EngineConfig) -> None:
     ],
 )
 def test_settings_of_a_custom_engine_are_checked(settings: dict[str, Any], says: str) -> None:
-    run = RunConfig(
-        name="test",
-        model=ModelConfig(Path("model")),
-        data=DataConfig(Path("data")),
-        rollout=RolloutConfig(engine=PLAIN, custom_engine=PlainConfig(**settings)),
-    )
     with pytest.raises(ConfigError, match=says):
-        run.check()
-
-
-def test_all_sglang_settings_are_kept() -> None:
-    """Their order differs from the first version's; names and defaults do not."""
-    fields = {name: field.default for name, field in SglangConfig.__dataclass_fields__.items()}
-    added = {"api_key_file": None, "require_api_key": False, "compare_digests": True}
-    added |= {"colocated": False, "release_minutes": 2.0, "kept_gb": 6.0}
-    assert fields == added | {
-        "urls": (),
-        "servers": 1,
-        "python": None,
-        "tensor": 1,
-        "first_gpu": 0,
-        "memory_fraction": 0.85,
-        "context": None,
-        "flags": (),
-        "on_update": "retract",
-        "sync": "disk",
-        "bucket_mb": 512.0,
-        "address": None,
-        "start_minutes": 15.0,
-        "update_minutes": 10.0,
-        "request_minutes": 60.0,
-        "lost_minutes": 30.0,
-        "max_in_flight": 256,
-    }
+        run_of(PLAIN, PlainConfig(**settings)).check()
 
 
 def test_the_address_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,33 +125,3 @@ def test_the_address_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sender_address(EngineConfig(urls=(here, "http://127.0.0.1:5"))) == "127.0.0.1"
     assert sender_address(EngineConfig(urls=(here, away))) == "node3"
     assert sender_address(EngineConfig(urls=(here,), address="10.0.0.1")) == "10.0.0.1"
-
-
-def test_only_a_few_files_know_sglang() -> None:
-    """Only its own folder, its configuration, the table of backends, commands and plans about servers."""
-    may = ["rollout/engines/sglang", "config/engines.py", "rollout/engines/backend.py", "commands/"]
-    may += ["config/", "cli.py"]  # the field of its settings with their ranges; `bapo rollout-server`
-    may += ["checkpoint/run_directory.py", "evaluation/options.py"]  # names of flags
-    may += ["planning/"]  # the memory and the nodes of servers
-    may += ["reward/endpoint_", "rollout/sampler/"]  # what SGLang serves besides; a flag
-    for path in PACKAGE.rglob("*.py"):
-        name = str(path.relative_to(PACKAGE))
-        if not name.startswith(tuple(may)):
-            assert not re.search("sglang", ast.unparse(_without_docstrings(path)), re.IGNORECASE), name
-    assert set(BACKENDS) == {"local", "sglang"}
-
-
-def _without_docstrings(path: Path) -> ast.Module:
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if hasattr(node, "body") and isinstance(node.body, list):
-            node.body = [one for one in node.body if not _is_text(one)] or [ast.Pass()]
-    return tree
-
-
-def _is_text(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )

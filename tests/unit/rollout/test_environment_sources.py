@@ -19,13 +19,10 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.turns import check_environments, open_environments
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import Prompt, StepBatch
-from tests.support import accounts
 from tests.support.chat_templates import demo_tokenizer
-from tests.support.episodes import EpisodeWorld, HereSteps
+from tests.support.episodes import EpisodeWorld, HereSteps, check_cuts, run, step_of
 from tests.support.sampling import EOS, Letters, until
-from tests.support.virtual_time import run_virtually
 
 CLASS = "tests.support.environments:Async"
 SOURCES = ("long", "plain", "short")
@@ -75,25 +72,13 @@ def texts(batch: StepBatch) -> list[Any]:
     ]
 
 
-async def step_of(world: MixedWorld) -> StepBatch:
-    async with world.sampling(rounds=False):
-        return await world.batch(1)
-
-
-def run(coroutine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return run_virtually(asyncio.wait_for(coroutine, 1000), None, monkeypatch)
-
-
 def test_sources_with_and_without_an_environment_share_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = MixedWorld(tmp_path)
     batch = run(step_of(world), monkeypatch)
     expected = {
-        "long": [
-            ("y0\x03[1:y0]y1\x03[2:y1]end\x03", "stop", 2.0),
-            ("y0\x03[1:y0]end\x03", "stop", 1.5),
-        ],
+        "long": [("y0\x03[1:y0]y1\x03[2:y1]end\x03", "stop", 2.0), ("y0\x03[1:y0]end\x03", "stop", 1.5)],
         "plain": [("y0\x03", "stop", 1.0)] * 2,
         "short": [("y0\x03", "turns", 0.5)] * 2,
     }
@@ -105,13 +90,8 @@ def test_sources_with_and_without_an_environment_share_a_batch(
     assert {turn for _, turn in world.others.asked} == {"y0"}
     stops = {int(one.input_ids[0]) // 3: one.params.stop_token_ids for one in world.engines[0].asked}
     assert stops == {0: (EOS,), 1: (EOS,), 2: (EOS, BANG)}
-
-
-def test_metrics_are_of_each_source_and_of_all_that_have_an_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By hand: 2.5 turns of `long` and 1 of `short`, as many of each; no episode of `plain`."""
-    metrics = run(step_of(MixedWorld(tmp_path)), monkeypatch).metrics
+    # By hand: 2.5 turns of `long` and 1 of `short`, as many of each; no episode of `plain`.
+    metrics = batch.metrics
     assert metrics["environment/turns_mean"] == 1.75
     assert metrics["source/long/environment/turns_mean"] == 2.5
     assert metrics["source/short/environment/turns_mean"] == 1.0
@@ -128,21 +108,7 @@ def test_metrics_are_of_each_source_and_of_all_that_have_an_environment(
 def test_the_journal_of_a_mixture_may_be_cut_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill leaves a beginning of the journal: from each of them the same step is made."""
-    whole = MixedWorld(tmp_path / "whole")
-    expected = texts(run(step_of(whole), monkeypatch))
-    (log,) = whole.journal.glob("segments-*.log")
-    content = log.read_bytes()
-    found = [one for one in read_records(log) if isinstance(one, Record)]
-    cuts = {record.offset for record in found[1:-1]}
-    cuts |= set(np.random.default_rng(0).integers(found[1].offset, found[-1].offset, 10).tolist())
-    for cut in sorted(cuts):
-        world = MixedWorld(tmp_path / str(cut))
-        world.journal.mkdir(parents=True)
-        (world.journal / log.name).write_bytes(content[:cut])
-        assert texts(run(step_of(world), monkeypatch)) == expected, cut
-        prompts = [*world.dataset.prompts] * 3
-        accounts.check_accounts(world.journal, world.journal, world.config.rollout, prompts)
+    check_cuts(MixedWorld, tmp_path, texts, monkeypatch)
 
 
 @pytest.mark.virtual_time
@@ -158,17 +124,6 @@ async def test_a_kill_between_turns_asks_each_environment_again(tmp_path: Path) 
     assert [row[1] for source, rows in texts(batch) for row in rows if source == "short"] == ["turns"] * 4
     assert {name for name, _ in again.others.asked} == {name for name, _ in world.others.asked}
     assert not {name for name, _ in again.others.asked} & {name for name, _ in again.steps.asked}
-
-
-@pytest.mark.parametrize("source", ["long", "plain"])
-def test_a_journal_belongs_to_the_environments_of_its_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
-    """One whose environment is taken away or added is refused, also where `data.sources` may change."""
-    run(step_of(MixedWorld(tmp_path)), monkeypatch)
-    other = EnvironmentConfig() if source == "long" else OWN["long"]
-    with pytest.raises(ConfigError, match=r"environment.function=\{'long': .*, now it is \{'long': "):
-        run(step_of(MixedWorld(tmp_path, {**OWN, source: other})), monkeypatch)
 
 
 def test_the_identity_is_as_before_where_all_sources_have_one_environment() -> None:
@@ -228,7 +183,6 @@ async def test_equal_environments_share_their_workers() -> None:
     plain = EnvironmentConfig("tests.support.environments:Plain", workers=1)
     twice = dataclasses.replace(plain, max_turns=2)
     config = config_of(one=None, two=plain, three=EnvironmentConfig(), four=twice)
-
     async with AsyncExitStack() as opened:
         found = await open_environments(config, demo_tokenizer(), print, opened)
         assert list(found) == ["one", "two", "four"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bapo_megatron.config import EnvironmentConfig, RewardConfig
+from bapo_megatron.config import RewardConfig
 from bapo_megatron.environment import Reply
 from bapo_megatron.environment.pool import Question, StepResult
 from bapo_megatron.environment.worker import Episodes
@@ -34,11 +34,8 @@ from bapo_megatron.rollout.sampler.response import (
     Sampling,
     Tokens,
     continued,
-    finish_reason_of,
     given,
     needs,
-    next_request,
-    restarted,
 )
 from bapo_megatron.rollout.sampler.sampling_metrics import episode_metrics, rollout_metrics
 from bapo_megatron.rollout.sampler.state import SamplerState
@@ -48,10 +45,9 @@ from bapo_megatron.rollout.sampler.write_ahead_log import Record, encode, read_r
 from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.environments import Async
-from tests.support.episodes import Brackets, EpisodeWorld, HereSteps, counting
+from tests.support.episodes import Brackets, EpisodeWorld, HereSteps, check_cuts, counting, run, step_of
 from tests.support.sampling import StartsWithY, until
 from tests.support.tiers import slow_but
-from tests.support.virtual_time import run_virtually
 
 pytestmark = pytest.mark.virtual_time
 
@@ -69,16 +65,6 @@ def answer(*ids: int, **fields: Any) -> Answer:
 
 
 # --- the state machine by hand -------------------------------------------------------------------
-
-
-def test_a_stop_ends_a_turn_in_an_environment_and_the_response_without_one() -> None:
-    assert finish_reason_of(0, segment(1, STOP), SAMPLING) == "turn"
-    assert (
-        finish_reason_of(0, segment(1, STOP), dataclasses.replace(SAMPLING, in_environment=False)) == "stop"
-    )
-    assert finish_reason_of(0, segment(1, 2), SAMPLING) is None
-    assert finish_reason_of(10, segment(1, 2), SAMPLING) == "length"
-    assert finish_reason_of(10, segment(1, STOP), SAMPLING) == "turn", "whatever is left of the response"
 
 
 def test_an_episode_by_hand() -> None:
@@ -111,29 +97,12 @@ def test_an_episode_by_hand() -> None:
     assert rollout.log_probs_R.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.9, 0, 0, 0, -0.4, -0.9])
 
 
-def test_a_request_goes_on_from_what_was_given() -> None:
-    response = given(continued(Response(), segment(1, STOP), "turn"), answer(20, text="x"))
-    request = next_request(
-        response, Tokens(4), SAMPLING, Prompt(0, np.array([100], np.int32), "", ""), "3-1", 5
-    )
-    assert request.input_ids.tolist() == [100, 1, STOP, 20]
-    assert (request.request_id, request.prefix_tokens) == ("3-1-3", 3)
-
-
 def test_a_response_of_one_turn_has_no_mask() -> None:
     response = continued(Response(), segment(1, STOP), "turn")
     end = given(response, answer(finish_reason="stop"))
     assert end.rollouts(0.0)[0].loss_mask_R is None
     assert end.episode.reward is None, "reward.function judges"
     assert end.last_turn_R.tolist() == [1, STOP]
-
-
-def test_a_response_that_begins_again_has_nothing_but_its_count() -> None:
-    response = given(continued(Response(), segment(1, STOP), "turn"), answer(20, text="x", reward=1.0))
-    once = restarted(response)
-    assert once == Response(so_far=once.so_far, episode=Episode(restarts=1))
-    assert once.tokens == 0
-    assert restarted(once).episode.restarts == 2
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -149,21 +118,6 @@ def state_of_one(identity: dict[str, Any] | None = None) -> SamplerState:
     return state
 
 
-def test_an_answer_survives_its_record(tmp_path: Path) -> None:
-    state = state_of_one()
-    said = answer(20, 21, text="é\n", reward=0.25, note=[1], metrics={"calls": 1.0}, seconds=0.5)
-    (tmp_path / "log").write_bytes(encode(answers_given([Given(state.open[0], 0, 3, 0, said)])))
-    (record,) = read_records(tmp_path / "log")
-    assert isinstance(record, Record)
-    expected = given(state.open[0].responses[0], said)
-    state.apply(record)
-    found = state.open[0].responses[0]
-    assert found.episode == expected.episode
-    assert found.so_far.token_ids_R.tolist() == [1, 2, STOP, 20, 21]
-    assert found.so_far.loss_mask_R is not None
-    assert found.so_far.loss_mask_R.tolist() == [True, True, True, False, False]
-
-
 @pytest.mark.parametrize(
     ("start", "attempt", "is_applied"), [(3, 0, True), (2, 0, False), (4, 0, False), (3, 1, False)]
 )
@@ -173,15 +127,6 @@ def test_an_answer_to_what_was_lost_to_damage_is_not_applied(
     state = state_of_one()
     state.apply(answers_given([Given(state.open[0], 0, start, attempt, answer(20, text="x"))]))
     assert (state.open[0].responses[0].tokens == 4) == is_applied
-
-
-def test_tokens_of_a_response_that_began_again_are_counted_as_dropped() -> None:
-    state = state_of_one()
-    state.tokens["sampled"] = 3
-    state.apply(response_restarted(state.open[0], 0, "why"))
-    assert state.open[0].responses[0].episode == Episode(restarts=1)
-    assert state.tokens["dropped_restarted"] == 3
-    state.apply(Record("restarted", {"number": 17, "sample": 0, "why": ""}, {}))  # of a dropped group
 
 
 def test_a_newer_journal_is_refused_in_words() -> None:
@@ -212,10 +157,6 @@ def test_the_journal_of_a_run_without_an_environment_is_as_before() -> None:
 # --- whole episodes ------------------------------------------------------------------------------
 
 
-def run(coroutine: Coroutine[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    return run_virtually(asyncio.wait_for(coroutine, 1000), None, monkeypatch)
-
-
 def plain(batch: StepBatch) -> list[Any]:
     return [
         [
@@ -230,11 +171,6 @@ def plain(batch: StepBatch) -> list[Any]:
         ]
         for group in batch.groups
     ]
-
-
-async def step_of(world: EpisodeWorld, **sampling: Any) -> StepBatch:
-    async with world.sampling(rounds=False, **sampling):
-        return await world.batch(1)
 
 
 async def test_episodes_become_responses(tmp_path: Path) -> None:
@@ -263,69 +199,35 @@ async def test_episodes_become_responses(tmp_path: Path) -> None:
 
 
 def test_the_journal_may_be_cut_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill leaves a beginning of the journal: from each of them the same step is made."""
-    whole = EpisodeWorld(tmp_path / "whole", counting)
-    expected = plain(run(step_of(whole), monkeypatch))
-    (log,) = whole.journal.glob("segments-*.log")
-    content = log.read_bytes()
-    found = [one for one in read_records(log) if isinstance(one, Record)]
-    assert {"segments", "given", "judged"} <= {record.kind for record in found}
-    chance = np.random.default_rng(0)
-    inside = chance.integers(found[1].offset, found[-1].offset, 20)
-    for cut in sorted({*(record.offset for record in found[1:-1]), *inside.tolist()}):
-        world = EpisodeWorld(tmp_path / str(cut), counting)
-        world.journal.mkdir(parents=True)
-        (world.journal / log.name).write_bytes(content[:cut])
-        assert plain(run(step_of(world), monkeypatch)) == expected, cut
-        accounts.state_of(world.journal, PROMPTS * 3, 2)
-
-
-async def test_no_journalled_turn_is_sampled_or_stepped_again(tmp_path: Path) -> None:
-    world = EpisodeWorld(tmp_path, counting)
-    world.steps.gate.clear()
-    async with world.sampling(rounds=False):
-        await until(lambda: len(world.steps.asked) == 6)
-        world.kill()
-    again = EpisodeWorld(tmp_path, counting)
-    await step_of(again)
-    assert not [one for one in again.engines[0].asked if one.prefix_tokens == 0]
-    assert sorted(again.steps.asked)[:2] == [("0-0-0", "end"), ("0-0-0", "turn0")]
+    check_cuts(lambda folder: EpisodeWorld(folder, counting), tmp_path, plain, monkeypatch)
+    [log] = (tmp_path / "whole/journal").glob("segments-*.log")
+    kinds = {one.kind for one in read_records(log) if isinstance(one, Record)}
+    assert {"segments", "given", "judged"} <= kinds
 
 
 async def test_a_thought_that_the_template_opened_and_that_has_no_end_is_one(tmp_path: Path) -> None:
-    """Else a tool call within it would run. Also where an object is brought back."""
+    """Else a tool call within it would run. Also where an object is brought back. The last turn is judged."""
     asked: list[list[str]] = []
     judged: list[tuple[bool, str]] = []
 
     class Quiet(Async):
-        """It leaves the reward to the reward function."""
-
         async def step(self, turn: str) -> Reply:
-            """The same without a reward."""
             return dataclasses.replace(await super().step(turn), reward=None)
 
     class Lost(HereSteps):
-        """Each object is gone after its step."""
-
         async def step(self, question: Question) -> StepResult:
-            """By a new object, from all turns."""
             self.episodes = Episodes(Quiet, {})
             asked.append([turn.text for turn in question.turns()])
             return await super().step(question)
 
     class Opens(Brackets):
-        """A template that opens a thought behind the first answer, and none behind the second."""
-
         def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
-            """The ids of the observation, and of the tag."""
+            """It opens a thought behind the first answer, and none behind the second."""
             opened = "" if isinstance(observation, str) else "<think>\n"
             return np.append(super().given_ids(observation, last_token), [*map(ord, opened)]).astype(np.int32)
 
     class Judge(StartsWithY):
-        """It notes what it is asked."""
-
         async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-            """That of a y."""
             judged.append((prompt.opens_thinking, response))
             return await super().score(prompt, response, tokens)
 
@@ -336,8 +238,8 @@ async def test_a_thought_that_the_template_opened_and_that_has_no_end_is_one(tmp
     world.dataset = dataclasses.replace(world.dataset, prompts=opened)
     world.score = Judge()
     await step_of(world)
-    one, two, three = said[0], "<think>2+2", said[2]
     assert {*judged} == {(False, "3+3")}
+    one, two, three = said[0], "<think>2+2", said[2]
     assert max(asked, key=len) == [one, "a\nb", two, f"2:{two}", three]
 
 
@@ -442,11 +344,7 @@ async def test_a_replay_that_differs_restarts_its_response(
     ],
 )
 async def test_how_a_response_ends(
-    tmp_path: Path,
-    settings: dict[str, int],
-    turns: list[str],
-    reason: str,
-    text: str,
+    tmp_path: Path, settings: dict[str, int], turns: list[str], reason: str, text: str
 ) -> None:
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: turns[turn], **settings)
     batch = await step_of(world)
@@ -476,42 +374,6 @@ def test_a_first_step_whose_environments_all_fail_ends_the_run(
         ConfigError, match=r"(?s)environment of all 6 responses .*the door is shut.* environment.settings"
     ):
         run(step_of(world), monkeypatch)
-
-
-class Mute(Async):
-    """Gives no rewards."""
-
-    async def step(self, turn: str) -> Reply:  # type: ignore[override]
-        """Without a reward."""
-        return Reply(None if turn.startswith("y") else turn.upper())
-
-
-async def test_without_rewards_of_its_own_the_last_turn_is_judged(tmp_path: Path) -> None:
-    """The tests' reward function likes responses that begin with a y: the last turns do."""
-    world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "yes" if turn else "no", HereSteps(Mute))
-    batch = await step_of(world)
-    assert {row[4] for group in plain(batch) for row in group} == {("stop", 1.0)}
-
-
-async def test_an_answer_does_not_open_a_dropped_group_again(tmp_path: Path) -> None:
-    """The drop and the answer are in one commit."""
-    world = EpisodeWorld(tmp_path, counting)
-    world.steps.gate.clear()
-    async with world.sampling(rounds=False):
-        await until(lambda: len(world.steps.asked) == 6)
-        loop, group = world.sampler._loop, world.sampler._state.open[1]
-        assert loop._stepper is not None
-        loop._stepper._answers.append(Given(group, 0, 6, 0, answer(91, 93, text="")))
-        assert loop._drop(group, "refused")
-        await until(lambda: 1 not in world.sampler._state.open)
-        assert "1-0-0" in world.steps.forgotten
-        assert not [key for key in loop._stepper._running if key[0] == 1]
-        world.steps.gate.set()
-        await world.batch(1)
-        assert 1 not in world.sampler._state.open
-    state = accounts.state_of(world.journal, world.dataset.prompts, 2)
-    assert 1 not in state.open
-    assert 1 not in state.finished
 
 
 def test_metrics_without_episodes_are_as_before() -> None:
@@ -573,27 +435,8 @@ def test_kills_at_any_moment_keep_accounts_and_episodes(
     run(check(), monkeypatch)
 
 
-@pytest.mark.parametrize("first", ["with an environment", "without one"])
-def test_a_journal_belongs_to_its_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
-) -> None:
-    """Whoever continues it without the environment is refused in words, as is who adds one."""
-    within = EpisodeWorld(tmp_path, counting)
-    alone = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "yes" if sample else "no")
-    alone.config = dataclasses.replace(alone.config, environment=EnvironmentConfig())
-    alone.environments = {}
-    worlds = [within, alone] if first.startswith("with ") else [alone, within]
-    run(step_of(worlds[0]), monkeypatch)
-    written = "rollout.group_size=2 episodes of an environment, now it is 2"
-    added = "environment.function=None, now it is tests.support.environments:Async"
-    with pytest.raises(ConfigError, match=written if worlds[0] is within else added):
-        run(step_of(worlds[1]), monkeypatch)
-
-
 async def test_an_observation_that_cannot_be_rendered_fails_its_response(tmp_path: Path) -> None:
     class Picky(Brackets):
-        """A chat template that refuses a text."""
-
         def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
             """ValueError for the text that the first samples bring about."""
             if "odd" in observation:
@@ -617,7 +460,6 @@ def test_a_response_that_begins_again_and_again_fails(
         """No environment of a first sample can be brought back."""
 
         async def step(self, question: Question) -> StepResult:
-            """Diverged, or an answer."""
             found = await super().step(question)
             is_first = question.task.episode.split("-")[1] == "0"
             return StepResult(failure="diverged", detail="it is gone") if is_first else found
@@ -647,3 +489,48 @@ async def test_in_rounds_the_next_turns_go_out_together(tmp_path: Path) -> None:
     assert [len(times) for times in turns_of] == [6, 6, 3]
     assert [len(set(times)) for times in turns_of] == [1, 1, 1]
     assert turns_of[1][0] - turns_of[0][0] >= 7.0, "the slowest step"
+
+
+def test_an_answer_survives_its_record(tmp_path: Path) -> None:
+    state = state_of_one()
+    said = answer(20, 21, text="é\n", reward=0.25, note=[1], metrics={"calls": 1.0}, seconds=0.5)
+    (tmp_path / "log").write_bytes(encode(answers_given([Given(state.open[0], 0, 3, 0, said)])))
+    (record,) = read_records(tmp_path / "log")
+    assert isinstance(record, Record)
+    expected = given(state.open[0].responses[0], said)
+    state.apply(record)
+    found = state.open[0].responses[0]
+    assert found.episode == expected.episode
+    assert found.so_far.token_ids_R.tolist() == [1, 2, STOP, 20, 21]
+    assert found.so_far.loss_mask_R is not None
+    assert found.so_far.loss_mask_R.tolist() == [True, True, True, False, False]
+
+
+def test_tokens_of_a_response_that_began_again_are_counted_as_dropped() -> None:
+    state = state_of_one()
+    state.tokens["sampled"] = 3
+    state.apply(response_restarted(state.open[0], 0, "why"))
+    assert state.open[0].responses[0].episode == Episode(restarts=1)
+    assert state.tokens["dropped_restarted"] == 3
+    state.apply(Record("restarted", {"number": 17, "sample": 0, "why": ""}, {}))  # of a dropped group
+
+
+async def test_an_answer_does_not_open_a_dropped_group_again(tmp_path: Path) -> None:
+    """The drop and the answer are in one commit."""
+    world = EpisodeWorld(tmp_path, counting)
+    world.steps.gate.clear()
+    async with world.sampling(rounds=False):
+        await until(lambda: len(world.steps.asked) == 6)
+        loop, group = world.sampler._loop, world.sampler._state.open[1]
+        assert loop._stepper is not None
+        loop._stepper._answers.append(Given(group, 0, 6, 0, answer(91, 93, text="")))
+        assert loop._drop(group, "refused")
+        await until(lambda: 1 not in world.sampler._state.open)
+        assert "1-0-0" in world.steps.forgotten
+        assert not [key for key in loop._stepper._running if key[0] == 1]
+        world.steps.gate.set()
+        await world.batch(1)
+        assert 1 not in world.sampler._state.open
+    state = accounts.state_of(world.journal, world.dataset.prompts, 2)
+    assert 1 not in state.open
+    assert 1 not in state.finished

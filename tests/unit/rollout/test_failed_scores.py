@@ -16,7 +16,7 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler.response import Episode, Response
 from bapo_megatron.rollout.sampler.scoring import FailedScores, response_score
 from bapo_megatron.rollout.sampler.state import OpenGroup
-from bapo_megatron.types import Prompt
+from bapo_megatron.types import Prompt, StepBatch
 from tests.support.accounts import check_accounts
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
 
@@ -50,6 +50,11 @@ def world(folder: Path, fails: Fails, engine: ScriptedEngine | None = None, **re
     return found
 
 
+async def first_step(one: World) -> StepBatch:
+    async with one.sampling():
+        return await one.train(1)
+
+
 def answer(_prompt: int, sample: int) -> str:
     return ("y", "no", "nay")[sample]
 
@@ -80,8 +85,7 @@ def check(found: World) -> None:
 
 async def test_a_failed_response_is_left_out_of_its_group(tmp_path: Path) -> None:
     one = world(tmp_path, cut_nay)
-    async with one.sampling():
-        batch = await one.train(1)
+    batch = await first_step(one)
     assert prompt_ids(batch) == [0, 1, 2, 3]
     assert [[r.reward for r in group.rollouts] for group in batch.groups] == [
         [1, 0, 0],
@@ -100,8 +104,7 @@ async def test_a_failed_response_is_left_out_of_its_group(tmp_path: Path) -> Non
 
 async def test_a_failed_response_may_have_a_value(tmp_path: Path) -> None:
     one = world(tmp_path, cut_nay, on_failure="value")
-    async with one.sampling():
-        batch = await one.train(1)
+    batch = await first_step(one)
     assert [[r.reward for r in group.rollouts] for group in batch.groups][1] == [1, 0, -2]
     assert batch.metrics["reward/mean"] == pytest.approx((4 - 2 * 2) / 12)
     assert batch.metrics["sampler/tokens_dropped"] == 0
@@ -115,8 +118,7 @@ async def test_a_group_with_one_score_is_dropped_and_another_is_sampled(
     one = world(tmp_path, lambda prompt, response: prompt == 1 and response != "y")
     rollout = dataclasses.replace(one.config.rollout, drop_uniform_groups=drop_uniform)
     one.config = dataclasses.replace(one.config, rollout=rollout)
-    async with one.sampling():
-        batch = await one.train(1)
+    batch = await first_step(one)
     assert prompt_ids(batch) == [0, 2, 3, 4]
     assert (batch.metrics["rollout/groups_failed"], batch.metrics["sampled/reward/failures"]) == (1, 2)
     check(one)

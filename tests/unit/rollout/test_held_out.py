@@ -15,7 +15,6 @@ from bapo_megatron.config import EvaluationConfig
 from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.evaluation.scoring import evaluation_metrics
-from bapo_megatron.rollout.sampler import response
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.types import Generation, Prompt
 from tests.support.episodes import EpisodeWorld
@@ -43,20 +42,33 @@ def held_out(made: World) -> HeldOut:
     return HeldOut(made.config, SUITES, made.dataset, made.pool, made.score)
 
 
-async def evaluated(asked: HeldOut, step: int) -> Path | None:
+async def evaluated(asked: HeldOut, step: int, waits: int = 5) -> Path | None:
     asked.expect(step, 0)
     asked.begin()
-    return await asked.responses(step, 5.0)
+    for _ in range(waits):
+        if path := await asked.responses(step, 1.0):
+            return path
+    return None
+
+
+async def written(made: World, suites: tuple[Suite, ...] = SUITES, waits: int = 5) -> Path:
+    """The results of an evaluation at step 2."""
+    async with made.sampling():
+        asked = HeldOut(made.config, suites, made.dataset, made.pool, made.score, made.environments)
+        path = await evaluated(asked, 2, waits)
+    assert path is not None
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 async def test_every_problem_is_sampled_n_times_by_segments(tmp_path: Path) -> None:
     made = world(tmp_path, temperature=0.25, max_response_tokens=3)
-
-    async with made.sampling():
-        path = await evaluated(held_out(made), 2)
-        assert path is not None
+    path = await written(made)
     assert path == tmp_path / "evaluation/step_000002.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = rows_of(path)
     assert [(row["suite"], row["problem"], row["sample"]) for row in rows] == [
         *(("easy", problem, sample) for problem in (0, 1) for sample in (0, 1)),
         *(("hard", 0, sample) for sample in (0, 1)),
@@ -73,23 +85,6 @@ async def test_every_problem_is_sampled_n_times_by_segments(tmp_path: Path) -> N
     assert len({one.params.seed for one in asked}) == 2 * 2 + 2 - 2  # problem 0 of both suites has the same
 
 
-async def test_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
-    """By hand: easy has avg@2 of 1/2 on both problems, hard 0, so the mean of the suites is 1/4."""
-    made = world(tmp_path)
-
-    async with made.sampling():
-        path = await evaluated(held_out(made), 2)
-    assert path is not None
-    metrics = evaluation_metrics(path)
-    assert metrics["eval/mean"] == 0.25
-    assert metrics["eval/easy/avg@2"] == 0.5
-    assert metrics["eval/hard/avg@2"] == 0.0
-    assert metrics["eval/easy/problems"] == 2
-    assert metrics["eval/hard/truncated"] == 0.0
-    assert metrics["eval/easy/response_tokens/mean"] == 2.5
-    assert metrics["eval/hard/response_tokens/mean"] == 6.0
-
-
 class Boxes:
     """Any token ids as a box."""
 
@@ -102,14 +97,11 @@ async def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Pa
     made = world(tmp_path)
     thinking = [dataclasses.replace(one, opens_thinking=True) for one in SUITES[1].prompts]
     suites = (SUITES[0], dataclasses.replace(SUITES[1], prompts=tuple(thinking)))
-    boxes = dataclasses.replace(made.dataset, tokenizer=Boxes())
-
-    async with made.sampling():
-        path = await evaluated(HeldOut(made.config, suites, boxes, made.pool, made.score), 2)
-    assert path is not None
+    made.dataset = dataclasses.replace(made.dataset, tokenizer=Boxes())
+    path = await written(made, suites)
     metrics = evaluation_metrics(path)
     assert (metrics["eval/easy/unanswered"], metrics["eval/hard/unanswered"]) == (0.0, 1.0)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = rows_of(path)
     assert {row.pop("answer") for row in rows} == {"5", None}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert evaluation_metrics(path)["eval/hard/unanswered"] == 0.0
@@ -119,15 +111,12 @@ async def test_a_thinking_part_that_the_prompt_opened_has_no_answer(tmp_path: Pa
 async def test_programs_are_not_unanswered(tmp_path: Path, function: str, share: float | None) -> None:
     """They are in code blocks: without a box all of them would count, and a box in one is not an answer."""
     made = world(tmp_path)
-    boxes = dataclasses.replace(made.dataset, tokenizer=Boxes())
+    made.dataset = dataclasses.replace(made.dataset, tokenizer=Boxes())
     programs = [dataclasses.replace(one, ground_truth="assert f(1) == 2") for one in SUITES[1].prompts]
     suites = (SUITES[0], dataclasses.replace(SUITES[1], prompts=tuple(programs)))
     reward = dataclasses.replace(made.config.reward, function=function)
-    config = dataclasses.replace(made.config, reward=reward)
-
-    async with made.sampling():
-        path = await evaluated(HeldOut(config, suites, boxes, made.pool, made.score), 2)
-    assert path is not None
+    made.config = dataclasses.replace(made.config, reward=reward)
+    path = await written(made, suites)
     metrics = evaluation_metrics(path)
     assert (metrics["eval/easy/unanswered"], metrics["eval/hard/unanswered"]) == (0.0, share)
     assert metrics["eval/easy/maj@2"] is not None
@@ -137,7 +126,6 @@ async def test_programs_are_not_unanswered(tmp_path: Path, function: str, share:
 
 async def test_only_due_and_missing_evaluations_run(tmp_path: Path) -> None:
     made = world(tmp_path)
-
     async with made.sampling():
         asked = held_out(made)
         assert await evaluated(asked, 1) is None
@@ -168,7 +156,6 @@ async def test_training_requests_are_held_during_an_evaluation_in_rounds(tmp_pat
     engine.gate.clear()
 
     evaluations: list[HeldOut] = []
-
     async with made.sampling(is_held=lambda: any(one.is_busy for one in evaluations)) as sampler:
         await made.batch(1)
         asked = held_out(made)
@@ -195,7 +182,6 @@ async def test_newer_weights_cancel_an_evaluation(tmp_path: Path) -> None:
     engine = made.engines[0]
     engine.holds = lambda request: request.request_id.startswith("evaluation.")
     engine.gate.clear()
-
     async with made.sampling():
         asked = held_out(made)
         asked.expect(2, 0)
@@ -209,86 +195,48 @@ async def test_newer_weights_cancel_an_evaluation(tmp_path: Path) -> None:
         assert not (tmp_path / "evaluation").exists()
 
 
-@pytest.mark.parametrize("failures", [2, 3])
-def test_a_problem_that_crashes_engines_stops_the_evaluation(
-    tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Engines recover; after too many losses with one response the evaluation fails."""
-    monkeypatch.setattr(response, "MOST_LOSSES", 3)
-    made = world(tmp_path)
-    left = failures
-
-    def trouble(request: Any) -> None:
-        nonlocal left
-        if request.request_id.startswith("evaluation.2.hard.0-1") and left:
-            left -= 1
-            raise RuntimeError("gone")
-
-    made.engines[0].trouble = trouble
-
-    async def main() -> Path | None:
-        async with made.sampling():
-            asked = held_out(made)
-            asked.expect(2, 0)
-            asked.begin()
-            for _ in range(60):
-                if path := await asked.responses(2, 1.0):
-                    return path
-            return None
-
-    if failures < 3:
-        assert asyncio.run(main()) is not None
-    else:
-        with pytest.raises(RunStopped, match="3 engines were lost with request 'evaluation.2.hard.0-1"):
-            asyncio.run(main())
-
-
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("always", [False, True])
-async def test_tokens_of_other_weights_are_not_evaluated(
-    tmp_path: Path, always: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("wrong", "times"), [("raises", 2), ("raises", 20), ("lies", 1), ("lies", 20)])
+async def test_engines_that_fail_an_evaluation_recover_or_end_it(
+    tmp_path: Path, wrong: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines have version 0, and one answer, or every one, claims to be of 4."""
+    """Tokens of other weights are not evaluated: engines have version 0, and such an answer claims 4."""
     monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
-    made = world(tmp_path)
+    made, left = world(tmp_path), times
     [engine] = made.engines
-    right, lies = engine._answer, 0
+    right = engine._answer
 
     def answer(request: Any, aborted: bool) -> Generation:
-        nonlocal lies
+        nonlocal left
         found = right(request, aborted)
-        if not request.request_id.startswith("evaluation.") or (lies and not always):
+        if not request.request_id.startswith("evaluation.2.hard.0-1") or not left:
             return found
-        lies += 1
+        left -= 1
+        if wrong == "raises":
+            raise RuntimeError("gone")
         return dataclasses.replace(found, versions_R=np.full_like(found.versions_R, 4))
 
     engine._answer = answer  # type: ignore[method-assign]
-
-    async def main() -> Path | None:
-        async with made.sampling():
-            asked = held_out(made)
-            asked.expect(2, 0)
-            asked.begin()
-            for _ in range(60):
-                if path := await asked.responses(2, 1.0):
-                    return path
-            return None
-
-    if always:
-        with pytest.raises(RunStopped, match="^20 engines were lost.*tokens of weights 4, not of the eval"):
-            await main()
+    says = {"raises": "gone", "lies": "answers with tokens of weights 4, not of the evaluation's weights 0"}
+    if times == 20:
+        lost = "20 engines were lost with request 'evaluation.2.hard.0-1"
+        with pytest.raises(RunStopped, match=f"^{lost}.*{says[wrong]}"):
+            await written(made, waits=60)
         return
-    path = await main()
-    assert path is not None
-    assert evaluation_metrics(path)["eval/mean"] == 0.25
-    [reason] = [event["reason"] for event in made.events if event["kind"] == "engine_lost"]
-    assert reason == "answers with tokens of weights 4, not of the evaluation's weights 0, after a load of 0"
+    path = await written(made, waits=60)
+    numbers = {"eval/mean": 0.25, "eval/easy/avg@2": 0.5, "eval/hard/avg@2": 0.0, "eval/easy/problems": 2}
+    numbers |= {"eval/easy/response_tokens/mean": 2.5, "eval/hard/response_tokens/mean": 6.0}
+    numbers |= {"eval/hard/truncated": 0.0}
+    metrics = evaluation_metrics(path)
+    assert {name: metrics[name] for name in numbers} == numbers  # by hand
+    reasons = [event["reason"] for event in made.events if event["kind"] == "engine_lost"]
+    assert len(reasons) == times
+    assert all(says[wrong] in reason for reason in reasons)
 
 
 async def test_an_evaluation_uses_half_of_the_capacity(tmp_path: Path) -> None:
     made = world(tmp_path)
     [engine] = made.engines
-
     async with made.sampling(most=4):
         await made.batch(1)
         engine.gate.clear()
@@ -335,20 +283,13 @@ def test_in_rounds_the_turns_of_an_evaluation_are_always_the_same_batches(
     assert found("waves again", slow_last, most=8) == waves
 
 
-def test_an_evaluation_has_the_runs_environment(tmp_path: Path) -> None:
+def test_an_evaluation_has_the_runs_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its responses have turns, its environment's rewards are the scores, and nothing given is a length."""
     say = lambda prompt, sample, turn: "end" if turn == 1 + sample else ("raise" if prompt == 5 else "a")  # noqa: E731
     made = EpisodeWorld(tmp_path, say)
     made.config = dataclasses.replace(made.config, evaluation=EvaluationConfig(2, ("easy",), 2))
 
-    async def main() -> Path:
-        async with made.sampling(rounds=False):
-            asked = HeldOut(made.config, SUITES, made.dataset, made.pool, made.score, made.environments)
-            path = await evaluated(asked, 2)
-            assert path is not None
-            return path
-
-    rows = [json.loads(line) for line in asyncio.run(main()).read_text().splitlines()]
+    rows = rows_of(run_virtually(written(made), None, monkeypatch))
     found = [(row["response"], row["correct"], row["tokens"], row["finish_reason"]) for row in rows]
     assert found == [
         *[("a[1:a]end", True, 6, "stop"), ("a[1:a]a[2:a]end", True, 8, "stop")] * 2,

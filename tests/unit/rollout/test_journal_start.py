@@ -77,15 +77,6 @@ async def test_a_kill_before_the_resampling_loses_no_prompt(tmp_path: Path) -> N
     assert "fork_position" not in again.event_kinds()  # it continues with its own journal
 
 
-async def test_a_fork_may_change_sampling_settings(tmp_path: Path) -> None:
-    state = {**await parent_of(tmp_path / "a"), FORKED: None}
-    world = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1, temperature=0.5, group_size=2)
-    async with world.sampling(first_step=2, state=state, rounds=False):
-        batch = await world.train(2)
-    assert sorted(prompt_ids(batch)) == [4, 5, 6, 7]
-    assert {len(group.rollouts) for group in batch.groups} == {2}
-
-
 @pytest.mark.parametrize("why", ["another file", "another size"])
 async def test_a_fork_with_other_prompts_starts_the_dataset_anew(why: str, tmp_path: Path) -> None:
     state = await parent_of(tmp_path / "a")

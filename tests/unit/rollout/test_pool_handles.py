@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bapo_megatron.interfaces import ReceivesHandles
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.sent_weights import SentDigests, TensorDigests
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.process import Service
 from bapo_megatron.types import StepBatch
-from tests.support.sampling import PATIENCE, ScriptedEngine, World, mixed, until
+from tests.support.sampling import PATIENCE, World, until
 from tests.support.sleeping_engine import SleepingEngine, sampling_in_turns
 
 CALLS = ("begin", "receive", "confirm", "finish")
@@ -55,10 +55,6 @@ class HandleWorld(World):
         return "; ".join(event["reason"] for event in self.events if event["kind"] == "engine_refused")
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 90))
-
-
 def named(*names: str) -> list[SleepingEngine]:
     return [SleepingEngine(name) for name in names]
 
@@ -85,11 +81,6 @@ async def handed_over(world: HandleWorld, names: Collection[str], version: int) 
     return woken
 
 
-def test_receives_handles_is_a_runtime_checkable_protocol() -> None:
-    assert isinstance(SleepingEngine("one"), ReceivesHandles)
-    assert not isinstance(ScriptedEngine(mixed), ReceivesHandles)
-
-
 async def test_engines_wake_with_weights_by_handles(tmp_path: Path) -> None:
     """The third step's come by a folder; then handles again."""
     both = named("one", "two")
@@ -98,14 +89,14 @@ async def test_engines_wake_with_weights_by_handles(tmp_path: Path) -> None:
         await world.begin(pool)
         for step in range(1, 5):
             assert versions(await world.batch(step)) == {step - 1}
-            released = await world.call("release")
-            assert sorted(released) == ["one", "two"]
+            asleep = await world.call("release")
+            assert sorted(asleep) == ["one", "two"]
             if step == 3:
                 await world.in_folder(step)
-                woken = await world.call("wake", released)
+                woken = await world.call("wake", asleep)
             else:
                 await world.weights(step)
-                await hand_over(world, released, step)
+                await hand_over(world, asleep, step)
                 assert pool.up == 0, "an engine samples before it has all its memory"
                 assert await world.sampler.next_batch(step + 1, 0.05) is None
                 woken = await world.call("resume")
@@ -123,9 +114,32 @@ async def test_engines_wake_with_weights_by_handles(tmp_path: Path) -> None:
     assert "engine_refused" not in world.event_kinds()
 
 
+@asynccontextmanager
+async def released(
+    folder: Path, *names: str, sampled: bool = False
+) -> AsyncIterator[tuple[HandleWorld, ColocatedPool, list[SleepingEngine], list[str]]]:
+    """Engines that have sampled, if so asked, and have released their memory for the weights of step 1."""
+    engines = named(*names)
+    world = HandleWorld(folder, engines)
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        if sampled:
+            await world.batch(1)
+        asleep = await world.call("release")
+        await world.weights(1)
+        yield world, pool, engines, asleep
+
+
+async def restarted(world: HandleWorld, *engines: SleepingEngine) -> None:
+    """What the trainer does for engines without weights: they are restarted, and load from a folder."""
+    await world.in_folder(1)
+    for engine in engines:
+        engine.restart()
+    await world.call("admit")
+
+
 async def test_a_wake_ends_prefix_affinity(tmp_path: Path) -> None:
-    (engine,) = named("one")
-    world = HandleWorld(tmp_path, [engine])
+    world = HandleWorld(tmp_path, named("one"))
     async with sampling_in_turns(world, admitted=False) as pool:
         await world.begin(pool)
         pool._prefix_cache = True
@@ -141,15 +155,9 @@ async def test_a_wake_ends_prefix_affinity(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fails", CALLS)
 async def test_a_failed_engine_is_left_out(tmp_path: Path, fails: str) -> None:
     """The other engine continues; a restarted server loads the same weights by disk."""
-    both = named("one", "two")
-    world = HandleWorld(tmp_path, both)
-    async with sampling_in_turns(world, admitted=False) as pool:
-        await world.begin(pool)
-        await world.batch(1)
-        released = await world.call("release")
-        await world.weights(1)
+    async with released(tmp_path, "one", "two", sampled=True) as (world, pool, both, asleep):
         both[0].fails = fails
-        confirmed = await hand_over(world, released, 1)
+        confirmed = await hand_over(world, asleep, 1)
         assert sorted(confirmed) == (["one", "two"] if fails == "finish" else ["two"])
         await world.in_folder(1)
         assert await world.call("resume") == ["two"]
@@ -171,16 +179,10 @@ async def test_a_failed_engine_is_left_out(tmp_path: Path, fails: str) -> None:
 async def test_a_hanging_engine_is_left_out(tmp_path: Path, hangs: str, is_alive: bool) -> None:
     """The other two form a quorum without it. A dead process, which answers no health check either, fails
     before the load's deadline."""
-    three = named("one", "two", "three")
-    world = HandleWorld(tmp_path, three)
-    async with sampling_in_turns(world, admitted=False) as pool:
+    async with released(tmp_path, "one", "two", "three") as (world, pool, three, asleep):
         pool._timeouts = replace(PATIENCE, update_s=0.2 if is_alive else 3600.0)
-        await world.begin(pool)
-        released = await world.call("release")
-        await world.weights(1)
         three[2].hangs, three[2].ready = hangs, is_alive
-        woken = await handed_over(world, released, 1)
-        assert sorted(woken) == ["one", "two"]
+        assert sorted(await handed_over(world, asleep, 1)) == ["one", "two"]
         assert pool.up == 2
     found = [(event["engine"], event["reason"]) for event in world.events if event["kind"] == "engine_hangs"]
     if is_alive:
@@ -194,33 +196,18 @@ async def test_a_hanging_engine_is_left_out(tmp_path: Path, hangs: str, is_alive
 
 async def test_a_hand_over_that_the_trainer_gives_up_does_not_block_later_loads(tmp_path: Path) -> None:
     """A rank failed after the first bucket: all servers are ended, and load the weights by disk."""
-    both = named("one", "two")
-    world = HandleWorld(tmp_path, both)
-    async with sampling_in_turns(world, admitted=False) as pool:
-        await world.begin(pool)
-        released = await world.call("release")
-        await world.weights(1)
-        await world.call("begin", 1, released)
-        await world.call("receive", {name: [b"v"] for name in released})
-        await world.in_folder(1)
-        for engine in both:
-            engine.restart()
-        await world.call("admit")
+    async with released(tmp_path, "one", "two") as (world, pool, both, asleep):
+        await world.call("begin", 1, asleep)
+        await world.call("receive", {name: [b"v"] for name in asleep})
+        await restarted(world, *both)
         await until(lambda: pool.up == 2)
         assert [engine.version for engine in both] == [1, 1]
 
 
 async def test_one_of_three_with_other_weights_is_refused(tmp_path: Path) -> None:
-    three = named("one", "two", "three")
-    world = HandleWorld(tmp_path, three)
-    async with sampling_in_turns(world, admitted=False) as pool:
-        await world.begin(pool)
-        await world.batch(1)
-        released = await world.call("release")
-        await world.weights(1)
+    async with released(tmp_path, "one", "two", "three", sampled=True) as (world, pool, three, asleep):
         three[1].digest = "garbage"
-        confirmed = await hand_over(world, released, 1)
-        assert sorted(confirmed) == ["one", "three"]
+        assert sorted(await hand_over(world, asleep, 1)) == ["one", "three"]
         asked = len(three[1].asked)
         await world.call("resume")
         three[1].restart()  # the trainer ends what has not woken: its version alone would let it in
@@ -232,106 +219,55 @@ async def test_one_of_three_with_other_weights_is_refused(tmp_path: Path) -> Non
 
 async def test_an_engine_that_is_found_wrong_holds_no_other_back(tmp_path: Path) -> None:
     """The other's digest says nothing of tensors, so it is compared with those of engines that still load."""
-    wrong, other = named("wrong", "other")
-    world = HandleWorld(tmp_path, [wrong, other])
-    async with sampling_in_turns(world, admitted=False) as pool:
-        await world.begin(pool)
+    async with released(tmp_path, "wrong", "other") as (world, pool, (wrong, other), asleep):
         pool._timeouts = replace(PATIENCE, silent_s=3600.0, update_s=3600.0)
-        released = await world.call("release")
-        await world.weights(1)
         wrong.digest, other.digest = TensorDigests("wrong", [{"a": "1", "norm": "0"}]), "other"
-        assert await hand_over(world, released, 1, SentDigests(({"a": "1", "norm": "2"},))) == ["other"]
+        assert await hand_over(world, asleep, 1, SentDigests(({"a": "1", "norm": "2"},))) == ["other"]
         assert "other values in norm on rank 0" in world.refusals()
 
 
-async def test_two_engines_with_different_digests_both_fail(tmp_path: Path) -> None:
-    """Neither digest is known to be right: both engines load by disk then."""
-    both = named("one", "two")
-    world = HandleWorld(tmp_path, both)
-    async with sampling_in_turns(world, admitted=False) as pool:
-        await world.begin(pool)
-        await world.batch(1)
-        released = await world.call("release")
-        await world.weights(1)
+@pytest.mark.parametrize("returning", [2, 1])
+async def test_two_engines_with_different_digests_both_fail(tmp_path: Path, returning: int) -> None:
+    """Neither digest is known to be right, and that of a server which is gone blocks the other's load."""
+    async with released(tmp_path, "one", "two", sampled=True) as (world, pool, both, asleep):
         both[1].digest = "garbage"
-        assert await hand_over(world, released, 1) == []
-        await world.in_folder(1)
-        for engine in both:
-            engine.restart()
-        both[1].digest = None
-        await world.call("admit")
-        await until(lambda: pool.up == 2)
+        assert await hand_over(world, asleep, 1) == []
+        both[1].ready = returning == 2
+        if returning == 2:
+            both[1].digest = None
+        await restarted(world, *both[:returning])
+        await until(lambda: pool.up == returning)
         assert versions(await world.batch(2)) == {1}
 
 
-async def test_after_a_mismatch_one_engine_recovers_alone(tmp_path: Path) -> None:
-    """The digest of a failed engine must not block the other one for ever."""
-    both = named("one", "two")
-    world = HandleWorld(tmp_path, both)
-    async with sampling_in_turns(world, admitted=False) as pool:
-        await world.begin(pool)
-        released = await world.call("release")
-        await world.weights(1)
-        both[1].digest = "garbage"
-        assert await hand_over(world, released, 1) == []
-        await world.in_folder(1)
-        both[0].restart()
-        both[1].ready = False  # its server does not come again
-        await world.call("admit")
-        await until(lambda: pool.up == 1)
-        assert both[0].version == 1
-
-
-def engine_that_was_left_out(tmp_path: Path, digest: str | None) -> list[str]:
-    """The names of the engines that work when one has loaded the weights from the folder, with ``digest``."""
-    found: list[str] = []
-
-    async def check() -> None:
-        both = named("one", "two")
-        world = HandleWorld(tmp_path, both)
-        async with sampling_in_turns(world, admitted=False) as pool:
-            await world.begin(pool)
-            released = await world.call("release")
-            await world.weights(1)
-            both[0].fails = "receive"
-            await hand_over(world, released, 1)
-            await world.in_folder(1)
-            await world.call("resume")
-            both[0].restart()
-            both[0].digest, before, asked = digest, len(both[0].folders), len(both[0].asked)
-            await world.call("admit")
-            # It tries again as often as it is refused.
-            await until(lambda: pool.up == 2 or len(both[0].folders) > before + 2)
-            assert set(both[0].folders[before:]) == {Path("v1")}
-            assert both[1].folders == [Path("v0")], "it had the weights"
-            found.extend(slot.engine.name for slot in pool._slots if slot.is_up)
-            if digest is not None:
-                assert "different weights" in world.refusals()
-                assert len(both[0].asked) == asked
-
-    run(check())
-    return found
-
-
-def test_a_left_out_engine_loads_weights_by_disk(tmp_path: Path) -> None:
-    assert engine_that_was_left_out(tmp_path, None) == ["one", "two"]
-
-
-def test_a_folder_with_other_weights_than_the_handles_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("digest", [None, "garbage"])
+async def test_a_left_out_engine_loads_the_same_weights_from_a_folder(
+    tmp_path: Path, digest: str | None
+) -> None:
     """The digest of weights by handles counts for a load by disk of the same version."""
-    assert engine_that_was_left_out(tmp_path, "garbage") == ["two"]
+    async with released(tmp_path, "one", "two") as (world, pool, both, asleep):
+        both[0].fails = "receive"
+        await hand_over(world, asleep, 1)
+        await world.in_folder(1)
+        await world.call("resume")
+        both[0].restart()
+        both[0].digest, before, asked = digest, len(both[0].folders), len(both[0].asked)
+        await world.call("admit")
+        # It tries again as often as it is refused.
+        await until(lambda: pool.up == 2 or len(both[0].folders) > before + 2)
+        assert set(both[0].folders[before:]) == {Path("v1")}
+        assert both[1].folders == [Path("v0")], "it had the weights"
+        up = [slot.engine.name for slot in pool._slots if slot.is_up]
+        assert up == (["two"] if digest else ["one", "two"])
+        if digest:
+            assert "different weights" in world.refusals()
+            assert len(both[0].asked) == asked
 
 
 async def test_a_lost_engine_recovers_with_its_current_weights(tmp_path: Path) -> None:
     """One failed request is no reason to start a server again, nor to change the GPUs' turn."""
-    both = named("one", "two")
-    world = HandleWorld(tmp_path, both)
-    async with sampling_in_turns(world, admitted=False) as pool:
-        await world.begin(pool)
-        await world.batch(1)
-        released = await world.call("release")
-        await world.weights(1)
-        await handed_over(world, released, 1)
+    async with released(tmp_path, "one", "two", sampled=True) as (world, pool, both, asleep):
+        await handed_over(world, asleep, 1)
         await world.call("admit")
         for slot in pool._slots:
             pool.quarantine(slot, "a request failed")
@@ -350,10 +286,10 @@ async def test_the_trainer_is_asked_for_weights_when_no_engine_has_them(tmp_path
     async with sampling_in_turns(world, admitted=False) as pool:
         await world.begin(pool)
         await world.batch(1)
-        released = await world.call("release")
+        asleep = await world.call("release")
         assert not pool.needs_weights, "those of the folder"
         await world.weights(1)
-        await handed_over(world, released, 1)
+        await handed_over(world, asleep, 1)
         await world.call("admit")
         both[0].restart()
         pool.quarantine(pool._slots[0], "its server has ended")
@@ -378,9 +314,9 @@ async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) 
     async with sampling_in_turns(world, admitted=False) as pool:
         await world.begin(pool)
         await world.batch(1)
-        released = await world.call("release")
+        asleep = await world.call("release")
         await world.weights(1)
-        await handed_over(world, released, 1)
+        await handed_over(world, asleep, 1)
         await world.call("admit")
     for engine in after_death:
         engine.restart()
@@ -402,51 +338,18 @@ async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) 
 
 async def test_a_restarted_sampler_uses_engines_with_the_current_weights(tmp_path: Path) -> None:
     both = named("one", "two")
-    world = HandleWorld(tmp_path, both)
-    assert sorted(await taken_over(world, [])) == ["one", "two"]
+    assert sorted(await taken_over(HandleWorld(tmp_path, both), [])) == ["one", "two"]
     assert [engine.folders for engine in both] == [[Path("v0")]] * 2
     assert both[0].calls[:2] == ["abort", "resume"], "the dead one may have left requests, or a pause"
 
 
 async def test_a_restarted_sampler_does_not_use_a_restarted_engine(tmp_path: Path) -> None:
-    """A restarted server has version 0, and answers requests all the same."""
+    """A restarted server has version 0, and answers requests all the same. Of no other, weights are asked."""
     both = named("one", "two")
-    world = HandleWorld(tmp_path, both)
+    world = HandleWorld(tmp_path / "one", both)
     assert await taken_over(world, both[:1]) == ["two"]
-    assert both[0].asked == []
+    assert (both[0].asked, both[0].folders) == ([], [Path("v0")])
     assert "resume" not in both[0].calls
-    assert both[0].folders == [Path("v0")]
     assert "one: has weight version 0, and 1 is in no folder" in world.refusals()
-
-
-async def test_a_restarted_sampler_asks_for_weights_if_no_engine_has_them(tmp_path: Path) -> None:
     both = named("one", "two")
-    assert await taken_over(HandleWorld(tmp_path, both), both) == []
-
-
-async def test_engines_that_all_lack_the_same_tensor_are_refused(tmp_path: Path) -> None:
-    """They agree with each other. The weights of the next hand-over are whole."""
-    both = named("one", "two")
-    world = HandleWorld(tmp_path, both)
-    async with sampling_in_turns(world, admitted=False) as pool:
-        await world.begin(pool)
-        whole, lacking = {"a": "1", "norm": "2"}, {"a": "1", "norm": "0"}
-        sent = SentDigests((whole,))
-        for step, found in ((1, whole), (2, lacking), (3, whole)):
-            for one in both:
-                one.digest = TensorDigests(str(found), [found])
-            released = await world.call("release")
-            await world.weights(step)
-            confirmed = await hand_over(world, released, step, sent)
-            if found is lacking:
-                assert confirmed == []
-                assert "other values in norm on rank 0" in world.refusals()
-                for one in both:  # they are ended, started again, and load the same version from a folder
-                    one.restart()
-                    one.digest = TensorDigests(str(whole), [whole])
-                await world.in_folder(step)
-            else:
-                assert sorted(confirmed) == ["one", "two"]
-                await world.call("resume")
-            await world.call("admit")
-            await until(lambda: pool.up == 2)
+    assert await taken_over(HandleWorld(tmp_path / "both", both), both) == []

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bapo_megatron import types
-from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.rollout.engines.requests import Dataset
@@ -25,13 +19,12 @@ from bapo_megatron.rollout.sampler.response import (
     continued,
     finish_reason_of,
     given,
-    given_up,
     needs,
     next_request,
 )
 from bapo_megatron.rollout.sampler.scoring import judged_prompt
 from bapo_megatron.rollout.sampler.state import SamplerState
-from bapo_megatron.types import RESPONSE_COLUMNS, Generation, Prompt, ResponseTokens, Rollout
+from bapo_megatron.types import RESPONSE_COLUMNS, Generation, Prompt, ResponseTokens
 from tests.support.pages import ROOT
 
 STOP = 9
@@ -52,88 +45,69 @@ def response(*segments: ResponseTokens, complete: bool = False) -> Response:
     return dataclasses.replace(made, finish_reason="stop" if complete else None)
 
 
-def answer(*ids: int, versions: tuple[int, ...]) -> Generation:
-    columns = tokens(*ids).columns | {"versions_R": np.array(versions, np.int32)}
-    return Generation(**columns, request_id="r", finish_reason="length")
-
-
-def test_a_new_response_needs_a_segment() -> None:
-    assert not Response().is_complete
-    assert Response().tokens == 0
-    assert needs(Response(), SAMPLING) == Tokens(4)
-    assert needs(Response(), dataclasses.replace(SAMPLING, segment_tokens=None)) == Tokens(10)
-
-
-def test_the_last_segment_is_what_is_left_of_the_response() -> None:
-    assert needs(response(tokens(1, 2, 3, 4), tokens(5, 6, 7, 8)), SAMPLING) == Tokens(2)
-
-
-def test_a_budget_cuts_a_segment_and_can_make_it_wait() -> None:
-    assert needs(Response(), SAMPLING, budget=3) == Tokens(3)
-    assert needs(Response(), SAMPLING, budget=5) == Tokens(4)
-    assert needs(Response(), SAMPLING, budget=0) == Tokens(0), "it waits for new weights"
-    assert needs(Response(), SAMPLING, budget=-2) == Tokens(0)
-
-
-def test_a_complete_response_needs_nothing() -> None:
-    assert needs(response(tokens(1, STOP), complete=True), SAMPLING) is None
-    assert needs(response(tokens(1, STOP), complete=True), SAMPLING, budget=0) is None
-
-
-def test_the_first_request_is_the_prompt() -> None:
-    request = next_request(Response(), Tokens(4), SAMPLING, PROMPT, "12-0", 55)
-    assert request.request_id == "12-0-0"
-    assert request.input_ids.tolist() == [100, 101]
-    assert request.prefix_tokens == 0
-    params = request.params
-    assert (params.temperature, params.max_new_tokens, params.stop_token_ids) == (0.5, 4, (9, 11))
-    assert params.seed == 55
-
-
-def test_a_later_request_goes_on_from_all_tokens_so_far() -> None:
-    request = next_request(response(tokens(1, 2), tokens(3)), Tokens(2), SAMPLING, PROMPT, "12-0", 55)
-    assert request.request_id == "12-0-3"
-    assert request.input_ids.tolist() == [100, 101, 1, 2, 3]
-    assert request.input_ids.dtype == np.int32
-    assert (request.prefix_tokens, request.params.max_new_tokens, request.params.seed) == (3, 2, 55)
+EIGHT = (tokens(1, 2, 3, 4), tokens(5, 6, 7, 8))
 
 
 @pytest.mark.parametrize(
-    ("before", "ids", "reason"),
+    ("made", "budget", "needed"),
     [
-        (0, (1, 2), None),
-        (0, (1, STOP), "stop"),
-        (0, (1, 11), "stop"),
-        (0, (STOP, 1), None),
-        (8, (1, 2), "length"),
-        (8, (1, STOP), "stop"),
-        (7, (1, 2), None),
-        (8, (1, 2, 3), "length"),
-        (0, (), None),
-        (10, (), "length"),
+        (Response(), None, Tokens(4)),
+        (response(*EIGHT), None, Tokens(2)),
+        (Response(), 3, Tokens(3)),
+        (Response(), 5, Tokens(4)),
+        (Response(), 0, Tokens(0)),  # it waits for new weights
+        (Response(), -2, Tokens(0)),
+        (response(tokens(1, STOP), complete=True), None, None),
+        (response(tokens(1, STOP), complete=True), 0, None),
     ],
 )
-def test_the_finish_rule(before: int, ids: tuple[int, ...], reason: str | None) -> None:
+def test_what_a_response_needs(made: Response, budget: int | None, needed: Tokens | None) -> None:
+    assert needs(made, SAMPLING, budget=budget) == needed
+
+
+def test_without_segments_a_response_needs_all_its_tokens() -> None:
+    assert needs(Response(), dataclasses.replace(SAMPLING, segment_tokens=None)) == Tokens(10)
+
+
+@pytest.mark.parametrize(
+    ("made", "new", "name", "input_ids"),
+    [
+        (Response(), 4, "12-0-0", [100, 101]),
+        (response(tokens(1, 2), tokens(3)), 2, "12-0-3", [100, 101, 1, 2, 3]),
+    ],
+)
+def test_a_request_goes_on_from_all_tokens_so_far(
+    made: Response, new: int, name: str, input_ids: list[int]
+) -> None:
+    request = next_request(made, Tokens(new), SAMPLING, PROMPT, "12-0", 55)
+    assert (request.request_id, request.prefix_tokens) == (name, made.tokens)
+    assert (request.input_ids.tolist(), request.input_ids.dtype) == (input_ids, np.int32)
+    params = request.params
+    assert (params.temperature, params.max_new_tokens, params.stop_token_ids) == (0.5, new, (9, 11))
+    assert params.seed == 55
+
+
+@pytest.mark.parametrize(
+    ("before", "ids", "reason", "in_environment"),
+    [
+        (0, (1, 2), None, None),
+        (0, (1, STOP), "stop", "turn"),
+        (0, (1, 11), "stop", "turn"),
+        (0, (STOP, 1), None, None),
+        (8, (1, 2), "length", "length"),
+        (8, (1, STOP), "stop", "turn"),  # whatever is left of the response
+        (7, (1, 2), None, None),
+        (8, (1, 2, 3), "length", "length"),
+        (0, (), None, None),
+        (10, (), "length", "length"),
+    ],
+)
+def test_the_finish_rule(
+    before: int, ids: tuple[int, ...], reason: str | None, in_environment: str | None
+) -> None:
     assert finish_reason_of(before, tokens(*ids), SAMPLING) == reason
-
-
-def test_segments_are_appended_with_all_columns() -> None:
-    first = continued(Response(), tokens(1, 2, version=4), None)
-    second = continued(first, tokens(3, STOP, version=5), "stop")
-    assert (first.tokens, first.is_complete) == (2, False), "the state before is unchanged"
-    assert (second.tokens, second.is_complete) == (4, True)
-    rollout = second.rollouts(0.25)[0]
-    assert rollout.token_ids_R.tolist() == [1, 2, 3, 9]
-    np.testing.assert_allclose(rollout.log_probs_R, [-0.1, -0.2, -0.3, -0.9], rtol=1e-6)
-    assert rollout.versions_R.tolist() == [4, 4, 5, 5]
-    assert (rollout.finish_reason, rollout.reward, rollout.loss_mask_R) == ("stop", 0.25, None)
-
-
-def test_tokens_are_counted_by_the_weights_that_sampled_them() -> None:
-    mixed = answer(1, 2, 3, versions=(2, 2, 3))
-    found = continued(continued(Response(), mixed, None), tokens(4, 5, version=3), None)
-    assert dict(found.tokens_by_version) == {2: 2, 3: 3}
-    assert dict(Response().tokens_by_version) == {}
+    within = dataclasses.replace(SAMPLING, in_environment=True)
+    assert finish_reason_of(before, tokens(*ids), within) == in_environment
 
 
 def test_a_mask_of_one_segment_is_filled_for_the_others() -> None:
@@ -142,12 +116,6 @@ def test_a_mask_of_one_segment_is_filled_for_the_others() -> None:
     assert found.loss_mask_R is not None
     assert found.loss_mask_R.tolist() == [True, True, False, True, True]
     assert found.loss_mask_R.dtype == np.bool_
-
-
-def test_the_twentieth_lost_engine_gives_a_response_up() -> None:
-    assert given_up(0, "a") is None
-    assert given_up(19, "a") is None
-    assert given_up(20, "a") == "20 engines were lost with request 'a'"
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -206,14 +174,6 @@ def sampled(*ids: int, mask: list[bool] | None = None) -> Generation:
     return Generation(ids_R, zeros, ids_R, loss_mask_R=mask_R, request_id="r", finish_reason="length")
 
 
-def test_the_table_is_what_every_response_has() -> None:
-    names = ["token_ids_R", "log_probs_R", "versions_R", "loss_mask_R", "routes_R", "teacher_log_probs_R"]
-    assert list(RESPONSE_COLUMNS) == names
-    assert all(hasattr(made, name) for name in names for made in (sampled(1), sampled(1).first(0)))
-    assert set(names) <= set(Rollout.__dataclass_fields__)
-    assert set(names[1:]) <= set(Sample.__dataclass_fields__)
-
-
 def test_a_column_that_old_files_lack_must_be_optional() -> None:
     first = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
     assert {c.array: c.dtype for c in RESPONSE_COLUMNS.values() if c.fill is None} == first
@@ -264,57 +224,3 @@ def test_a_column_has_one_value_for_each_token() -> None:
     longer = sampled(5, 6, mask=[True, True, False])
     with pytest.raises(ValueError, match="loss_mask_R has 4 values for 3 tokens; give one for each"):
         ResponseTokens.joined([longer, sampled(7)])
-
-
-PROGRAM = '''
-import importlib.util, json, sys
-from pathlib import Path
-
-spec = importlib.util.find_spec("bapo_megatron.types")
-types = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = types
-place = "\\n\\n@dataclass(frozen=True)\\nclass ResponseTokens("
-before, after = Path(spec.origin).read_text().split(place)
-column = """    mark_R: Annotated[np.ndarray | None, ResponseColumn("marks", np.int16, fill=-1)] = field(
-        default=None, kw_only=True
-    )
-"""
-exec(compile(before + column + place + after, spec.origin, "exec"), types.__dict__)
-
-import numpy as np
-from bapo_megatron.algo.advantages import grpo
-from bapo_megatron.data.samples import samples_of
-from bapo_megatron.rollout.sampler import events
-from bapo_megatron.rollout.sampler.state import SamplerState
-from bapo_megatron.rollout.sampler.step_batches import read_header, read_step, write_step
-from bapo_megatron.rollout.sampler.step_columns import StepColumns
-
-state = SamplerState([types.Prompt(0, np.array([1], np.int32), "", "test")], 2)
-state.apply(events.groups_opened([(0, 0, 0)], 1))
-ids, zeros = np.array([5, 6], np.int32), np.zeros(2, np.float32)
-for sample, start, mark in ((0, 0, [3, 4]), (0, 2, [7, 8]), (1, 0, None)):
-    mark = None if mark is None else np.array(mark)
-    answer = types.Generation(ids, zeros, ids, mark_R=mark, request_id="r", finish_reason="length")
-    reason = "length" if start or sample else None
-    state.apply(events.segments_arrived([events.Segment(state.open[0], sample, start, answer, reason)]))
-state.apply(events.group_scored(0, [1.0, 0.0], []))
-folder = Path(sys.argv[1])
-write_step(folder, 1, types.StepBatch((state.finished[0].group,), {}))
-[group] = read_step(folder, 1).groups
-columns = StepColumns(read_header(folder, 1))
-columns.open()
-[samples] = samples_of(columns, grpo)
-print(json.dumps([one.mark_R.tolist() for one in (*group.rollouts, *(one.loaded() for one in samples))]))
-'''
-
-
-def test_a_new_column_is_one_field(tmp_path: Path) -> None:
-    """Added to the table's source alone, it comes from an answer through log and step file to a sample."""
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == 2 * [[3, 4, 7, 8], [-1, -1]]
-    with np.load(tmp_path / "step_000001.npz") as arrays:
-        assert arrays["marks"].dtype == np.int16
-    assert not hasattr(types.ResponseColumns, "mark_R")

@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from bapo_megatron.config import ModelConfig
 from bapo_megatron.data.routes import read_routes, route_problem, write_routes
 from bapo_megatron.errors import ConfigError, StorageFailed
-from bapo_megatron.rollout.engines.local_engine import LocalModel
 from bapo_megatron.rollout.engines.sglang.wire import (
     BadReply,
     decoded_routes,
@@ -42,7 +40,7 @@ from bapo_megatron.types import (
     StoredRoutes,
 )
 from tests.support.models import EXPERTS as FAMILY
-from tests.support.models import save_tiny_model, tiny_model
+from tests.support.models import save_tiny_model
 from tests.support.routed_engine import LAYERS, RoutedEngine, known_rows, routes_of
 from tests.support.sampling import ScriptedEngine, World, until
 from tests.unit.rollout.test_step_batches import batch, rollout
@@ -66,24 +64,6 @@ def test_a_byte_holds_an_expert_and_the_mark_of_an_unknown_route(
     last = np.full((1, 3, per_token), experts - 1, shape.dtype)
     last[..., : per_token - 1] = np.arange(per_token - 1)
     assert known_rows(last).tolist() == [True]
-
-
-WRONG = {
-    "out of range": (
-        [[[0, 1], [2, 3]], [[4, 5], [8, 7]]],
-        r"token 1 went to the experts \[8, 7\] of layer 1",
-    ),
-    "twice": ([[[0, 1], [6, 6]], [[4, 5], [2, 7]]], r"token 0 went to the experts \[6, 6\] of layer 1"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_an_expert_out_of_range_or_twice_is_no_route(name: str) -> None:
-    rows, says = WRONG[name]
-    problem = route_problem(np.array(rows, np.uint8), SHAPE)
-    assert problem is not None
-    with pytest.raises(AssertionError, match=says):
-        raise AssertionError(problem)
 
 
 def test_every_row_of_a_long_answer_is_checked() -> None:
@@ -246,49 +226,12 @@ def test_routes_without_an_end_are_refused() -> None:
         generation_of(REQUEST, b'{"meta_info": {"routed_experts": "AAAA')
 
 
-def test_routes_that_are_no_base64_are_refused() -> None:
-    body = reply(THREE).replace(b'"routed_experts": "AA', b'"routed_experts": "A*')
-    with pytest.raises(BadReply, match="its routes are wrong"):
-        generation_of(REQUEST, body)
-
-
 # --- the embedded engine ---
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(FAMILY, tmp_path_factory.mktemp("model"))
-
-
-def test_the_local_engine_returns_the_routes_of_the_predicting_positions(folder: Path) -> None:
-    """Those of the whole sequences in transformers; by segment as at once; where they are asked for."""
-    shape, model = RouteShape(4, 2, 8), LocalModel(folder, 8)
-    prompts = ([5, 6, 7, 8], [9, 10], [5, 6, 7, 8], [1])
-
-    def ask(index: int, ids: list[int], new: int, prefix: int = 0, routes: bool = True) -> GenerateRequest:
-        params = SamplingParams(1.0, new, (), seed=index)
-        return GenerateRequest(
-            f"{index}", np.array(ids, np.int32), params, prefix, routes=shape if routes else None
-        )
-
-    whole = model.generate([ask(n, ids, 5 + 3 * n, routes=n != 3) for n, ids in enumerate(prompts)])
-    assert whole[3].routes_R is None
-    plain = tiny_model(FAMILY)
-    for ids, answer in zip(prompts[:3], whole[:3], strict=True):
-        tokens = torch.tensor([*ids, *answer.token_ids_R.tolist()])
-        with torch.no_grad():
-            logits = plain(tokens[None, :-1], output_router_logits=True).router_logits
-        theirs = torch.stack([one.topk(2, -1).indices for one in logits], 1)[len(ids) - 1 :]
-        assert answer.routes_R is not None
-        assert (answer.routes_R.dtype, answer.routes_R.tolist()) == (np.uint8, theirs.tolist())
-    [first] = model.generate([ask(1, [9, 10], 3)])
-    [rest] = model.generate([ask(1, [9, 10, *first.token_ids_R.tolist()], 5, prefix=3)])
-    joined = ResponseTokens.joined([first, rest])
-    assert joined.routes_R is not None
-    assert whole[1].routes_R is not None
-    assert joined.token_ids_R.tolist() == whole[1].token_ids_R.tolist()
-    assert joined.routes_R.tolist() == whole[1].routes_R.tolist()
-    model.close()
 
 
 # --- step files ---
@@ -455,14 +398,3 @@ async def test_an_engine_without_routes_stops_the_first_step(tmp_path: Path, fol
     async with made.sampling():
         with pytest.raises(ConfigError, match="scripted: answers without routes, which rollout"):
             await made.batch(1)
-
-
-async def test_keep_steps_removes_the_routes_with_the_step(tmp_path: Path, folder: Path) -> None:
-    made = world(tmp_path, folder, RoutedEngine(lambda *_: "yab"))
-    made.config = replace(made.config, rollout=replace(made.config.rollout, keep_steps=1))
-    async with made.sampling():
-        for step in (1, 2, 3):
-            await made.train(step)
-        await made.sampler.checkpointed(3)
-    names = {path.name for path in made.journal.glob("step_*")}
-    assert names == {"step_000003.npz", "step_000003.routes.npy"}

@@ -20,10 +20,11 @@ from bapo_megatron.rollout.engines.requests import PROMPTS, identity, request_se
 from bapo_megatron.rollout.sampler import group_sampler
 from bapo_megatron.rollout.sampler.events import FORKED, OUTSTANDING
 from bapo_megatron.rollout.sampler.step_batches import read_header
-from bapo_megatron.types import Prompt
+from bapo_megatron.types import Prompt, StepBatch
 from tests.support.accounts import check_accounts
 from tests.support.sampling import (
     EOS,
+    Answer,
     Letters,
     ScriptedEngine,
     StartsWithY,
@@ -38,6 +39,13 @@ from tests.support.virtual_time import run_virtually
 pytestmark = pytest.mark.virtual_time
 
 T = TypeVar("T")
+
+
+async def first_batch(folder: Path, answer: Answer, **world: Any) -> tuple[StepBatch, ScriptedEngine]:
+    engine = ScriptedEngine(answer)
+    made = World(folder, [engine], **world)
+    async with made.sampling():
+        return await made.batch(1), engine
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -72,16 +80,15 @@ async def test_steps_take_the_data_in_order(tmp_path: Path) -> None:
     assert found == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
 
 
-async def test_uniform_groups_are_replaced(tmp_path: Path) -> None:
-    engine = ScriptedEngine(uniform_on(1, 2, 4))
-    world = World(tmp_path, [engine])
-    async with world.sampling():
-        batch = await world.batch(1)
-    assert prompt_ids(batch) == [0, 3, 5, 6]
-    assert len(engine.asked) == 7 * 3
-    assert batch.metrics["rollout/groups_sampled"] == 7
-    assert batch.metrics["rollout/groups_dropped"] == 3
-    assert batch.metrics["rollout/groups"] == 4
+@pytest.mark.parametrize(("drops", "kept", "dropped"), [(True, [0, 3, 5, 6], 3), (False, [0, 1, 2, 3], 0)])
+async def test_uniform_groups_are_replaced(
+    tmp_path: Path, drops: bool, kept: list[int], dropped: int
+) -> None:
+    batch, engine = await first_batch(tmp_path, uniform_on(1, 2, 4), drop_uniform_groups=drops)
+    assert prompt_ids(batch) == kept
+    assert len(engine.asked) == (4 + dropped) * 3
+    counts = [batch.metrics[f"rollout/groups{name}"] for name in ("", "_sampled", "_dropped")]
+    assert counts == [4, 4 + dropped, dropped]
 
 
 async def test_oversampling_is_bounded_and_fewer_groups_are_legal(tmp_path: Path) -> None:
@@ -96,14 +103,6 @@ async def test_oversampling_is_bounded_and_fewer_groups_are_legal(tmp_path: Path
         assert batch.metrics["reward/mean"] is None, "of the batch, which has no response"
         # Prompts 8 to 10 are uniform and replaced, in a new step's limit.
         assert prompt_ids(await world.batch(2)) == [11]
-
-
-async def test_uniform_groups_stay_if_they_are_not_to_be_dropped(tmp_path: Path) -> None:
-    world = World(tmp_path, [ScriptedEngine(uniform_on(1, 2))], drop_uniform_groups=False)
-    async with world.sampling():
-        batch = await world.batch(1)
-    assert prompt_ids(batch) == [0, 1, 2, 3]
-    assert batch.metrics["rollout/groups_dropped"] == 0
 
 
 class OneOfTwo:
@@ -136,9 +135,7 @@ async def test_metrics_are_of_the_batch_and_of_all_that_was_sampled(tmp_path: Pa
     def answer(prompt: int, sample: int) -> str:
         return {0: "yy", 1: "nothing at all"}.get(prompt) or mixed(prompt, sample)
 
-    world = World(tmp_path, [ScriptedEngine(answer)])
-    async with world.sampling():
-        metrics = (await world.batch(1)).metrics
+    metrics = (await first_batch(tmp_path, answer))[0].metrics
     # The batch: four groups with a right response of 2 tokens and two wrong ones of 3.
     assert metrics["reward/mean"] == metrics["reward/correct_fraction"] == pytest.approx(1 / 3)
     assert metrics["reward/solved_all"] == metrics["reward/solved_none"] == 0
@@ -162,6 +159,7 @@ async def test_metrics_are_of_the_batch_and_of_all_that_was_sampled(tmp_path: Pa
     assert metrics["sampler/tokens_trained"] == 4 * 8
     assert metrics["sampler/tokens_dropped"] == 9 + 18
     assert metrics["sampler/tokens_kept"] == 0
+    assert metrics["sampler/engines"] == 1
     assert json.loads(json.dumps(metrics)) == metrics
 
 
@@ -199,9 +197,7 @@ async def test_right_responses_are_those_without_penalties(tmp_path: Path) -> No
             score = float(response.startswith("y"))
             return RewardResult(score - 0.75, score=score)
 
-    world = World(tmp_path, [ScriptedEngine(mixed)], scorer=Penalised())
-    async with world.sampling():
-        metrics = (await world.batch(1)).metrics
+    metrics = (await first_batch(tmp_path, mixed, scorer=Penalised()))[0].metrics
     assert metrics["reward/mean"] == pytest.approx(1 / 3 - 0.75)
     assert metrics["reward/correct_fraction"] == pytest.approx(1 / 3)
     assert metrics["rollout/length_positive_mean"] == 2
@@ -221,22 +217,6 @@ def test_request_seeds_are_unique_and_reproducible(tmp_path: Path) -> None:
     assert first == second
     assert request_seed(0, 1, 2, 3) == 6463705122041852897
     assert all(0 <= request_seed(-5, 0, n, 0) < 2**63 for n in range(100))
-
-
-async def test_segments_equal_the_uncut_response(tmp_path: Path) -> None:
-    engine = ScriptedEngine(lambda prompt, sample: "yes" if sample else "never mind")
-    world = World(tmp_path, [engine], segment_tokens=2, max_response_tokens=9)
-    async with world.sampling():
-        batch = await world.batch(1)
-    long, short, _ = batch.groups[0].rollouts
-    assert long.token_ids_R.tolist() == [*map(ord, "never min")]
-    assert long.finish_reason == "length"
-    assert short.token_ids_R.tolist() == [*map(ord, "yes"), EOS]
-    assert short.finish_reason == "stop"
-    assert long.log_probs_R.tolist() == pytest.approx([-(n + 1) / 100 for n in range(9)])
-    sizes = [r.params.max_new_tokens for r in engine.asked if r.request_id.startswith("0-0-")]
-    assert sizes == [2, 2, 2, 2, 1]
-    assert len({r.params.seed for r in engine.asked if r.request_id.startswith("0-0-")}) == 1
 
 
 async def test_partial_rollout_continues_under_newer_weights(tmp_path: Path) -> None:
@@ -265,40 +245,6 @@ async def test_partial_rollout_continues_under_newer_weights(tmp_path: Path) -> 
         )
         oldest = [int(r.versions_R.min()) for group in batch.groups for r in group.rollouts]
         assert all(step - 1 - version <= 2 for version in oldest)
-
-
-async def test_a_step_whose_responses_all_wait_for_weights_is_empty(tmp_path: Path) -> None:
-    engine = ScriptedEngine(lambda prompt, sample: "y" if sample else "n")
-    world = World(tmp_path, [engine], budget_tokens=1, max_staleness=1, prompts=100, max_response_tokens=2)
-    async with world.sampling(rounds=False):
-        assert (await world.train(1)).groups == ()
-        assert prompt_ids(await world.train(2)) == [0, 1, 2, 3]
-
-
-async def test_steps_without_groups_bring_no_new_weights_but_new_budgets(tmp_path: Path) -> None:
-    """A step that trains on nothing makes no version: budgets must not wait for one."""
-    engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
-    world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
-    world.version_of = lambda step: max(0, step - 1)
-    async with world.sampling(rounds=False):
-        assert (await world.train(1)).groups == ()
-        assert (await world.batch(2)).groups == ()
-        world.kill()
-    async with world.sampling(first_step=3, rounds=False):
-        batch = await world.batch(3)
-    assert prompt_ids(batch) == [0, 1, 2, 3]
-    assert batch.groups[0].rollouts[0].versions_R.tolist() == [0, 0, 0, 0, 1]
-
-
-async def test_many_steps_without_new_weights_do_not_end_the_run(tmp_path: Path) -> None:
-    engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
-    world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
-    world.version_of = lambda _step: 0
-    async with world.sampling():
-        for step in (1, 2):
-            assert (await world.train(step)).groups == ()
-        first = await world.batch(3)
-    assert first.groups[0].rollouts[0].versions_R.tolist() == [0] * 5
 
 
 async def test_budgets_count_the_steps_since_a_group_was_opened(tmp_path: Path) -> None:
@@ -345,11 +291,13 @@ def test_rounds_give_the_same_groups_however_long_scoring_takes(tmp_path: Path) 
             return await super().score(prompt, response, tokens)
 
     async def check(seed: int) -> list[list[int]]:
-        world = World(
-            tmp_path / str(seed), [ScriptedEngine(mixed)], scorer=Slow(seed), max_staleness=2, prompts=100
-        )
+        scorer = Slow(seed)
+        world = World(tmp_path / str(seed), [ScriptedEngine(mixed)], 100, scorer, max_staleness=2)
         async with world.sampling():
-            return [prompt_ids(await world.train(step)) for step in range(1, 6)]
+            batches = [await world.train(step) for step in range(1, 6)]
+        for group in (group for batch in batches for group in batch.groups):
+            assert [one.reward for one in group.rollouts] == [1, 0, 0], "not in the order of the responses"
+        return [prompt_ids(batch) for batch in batches]
 
     found = [run(check(seed)) for seed in range(4)]
     assert found == [[list(range(4 * step, 4 * step + 4)) for step in range(5)]] * 4
@@ -404,20 +352,6 @@ async def test_a_resume_samples_no_group_that_it_then_drops(tmp_path: Path) -> N
     assert again.sampler._state.tokens["dropped_stale"] == 0
     assert [batch.metrics["rollout/groups_stale"] for batch in batches] == [0, 0, 0]
     check_accounts(tmp_path / "journal", again.journal, again.config.rollout, again.dataset.prompts)
-
-
-async def test_no_round_starts_during_training(tmp_path: Path) -> None:
-    """New weights would come at an undefined token of the round, although admission has room."""
-    engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))
-    world = World(tmp_path, [engine], max_staleness=1, prompts=100, max_oversampling=1)
-    async with world.sampling(rounds=True):
-        await world.batch(1)
-        before = len(engine.asked)
-        await asyncio.sleep(0.1)
-        assert len(engine.asked) == before
-        await world.weights(1)
-        await world.batch(2)
-        assert len(engine.asked) > before
 
 
 async def test_a_round_starts_when_the_trainer_asks(tmp_path: Path) -> None:
@@ -486,70 +420,38 @@ def test_stale_groups_are_dropped_resampled_or_trained(tmp_path: Path, policy: s
     run(check())
 
 
-async def test_next_batch_is_idempotent(tmp_path: Path) -> None:
-    world = World(tmp_path, [ScriptedEngine(mixed)])
-    async with world.sampling():
-        first = await world.train(1)
-        assert prompt_ids(await world.batch(1)) == prompt_ids(first)
-        second = await world.train(2)
-    async with world.sampling(first_step=2):  # continued from a checkpoint after step 1
-        assert prompt_ids(await world.train(2)) == prompt_ids(second)
-        assert prompt_ids(await world.train(3)) == [8, 9, 10, 11]
-
-
-async def test_a_lost_journal_costs_only_unfinished_groups(tmp_path: Path) -> None:
-    world = World(tmp_path / "a", [ScriptedEngine(mixed)])
-    async with world.sampling():
-        await world.train(1)
-        state = json.loads(json.dumps(world.sampler.state()))
-    other = World(tmp_path / "b", [ScriptedEngine(mixed)])
-    async with other.sampling(first_step=2, state=state):
-        assert prompt_ids(await other.batch(2)) == [4, 5, 6, 7]
-    assert "journal_missing" in other.event_kinds()
-
-
-async def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
-    world = World(tmp_path, [ScriptedEngine(mixed)])
-    async with world.sampling():
-        await world.train(1)
-    with pytest.raises(ConfigError, match=r"rollout.temperature=1.0, now it is 0.5"):
-        async with World(tmp_path, [ScriptedEngine(mixed)], temperature=0.5).sampling():
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"temperature": 0.5}, "rollout.temperature=1.0, now it is 0.5"),
+        ({"prompts": 5}, "prompts=12, now it is 5"),
+        ({}, "prompts_sha256=.* the model's tokenizer .* spells a control token, .* now it is text"),
+    ],
+)
+async def test_a_journal_of_other_settings_is_refused(
+    tmp_path: Path, other: dict[str, Any], says: str
+) -> None:
+    await first_batch(tmp_path, mixed)
+    world = World(tmp_path, [ScriptedEngine(mixed)], **other)
+    world.dataset.prompts[3].token_ids_P[:] = 3 if other else 7  # by another chat template
+    with pytest.raises(ConfigError, match=says):
+        async with world.sampling():
             pass
-    with pytest.raises(ConfigError, match="prompts=12, now it is 5"):
-        async with World(tmp_path, [ScriptedEngine(mixed)], prompts=5).sampling():
-            pass
-    other = World(tmp_path, [ScriptedEngine(mixed)])
-    other.dataset.prompts[3].token_ids_P[:] = 7  # by another chat template
-    why = r"the model's tokenizer .* spells a control token, .* earlier version .* now it is text\)"
-    with pytest.raises(ConfigError, match=rf"prompts_sha256=.* \(the data, or {why}"):
-        async with other.sampling():
-            pass
-    with pytest.MonkeyPatch.context() as patch:  # an earlier version's journal, which lacks the digest
+
+
+async def test_a_journal_of_an_earlier_version_has_no_digest_of_its_prompts(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group_sampler, "identity", lambda *about: {**identity(*about), PROMPTS: None})
-        async with World(tmp_path / "old", [ScriptedEngine(mixed)]).sampling():
-            pass
-    async with World(tmp_path / "old", [ScriptedEngine(mixed)]).sampling():
-        pass
+        await first_batch(tmp_path, mixed)
+    await first_batch(tmp_path, mixed)
 
 
 async def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bapo_megatron.rollout.sampler.write_ahead_log._LOCK_WAIT_S", 0.2)
-
     async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():
         with pytest.raises(ConfigError, match="another process writes to the journal"):
             async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():
                 pass
-
-
-async def test_a_damaged_step_is_sampled_anew(tmp_path: Path) -> None:
-    world = World(tmp_path, [ScriptedEngine(mixed)])
-    async with world.sampling():
-        await world.train(1)
-        await world.train(2)
-    (world.journal / "step_000002.npz").write_bytes(b"PK")
-    async with world.sampling(first_step=2):
-        assert prompt_ids(await world.train(2)) == [8, 9, 10, 11]
-    assert "step_lost" in world.event_kinds()
 
 
 def test_stop_tokens_come_from_all_files(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import Counter
+from collections.abc import Sequence
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,13 @@ from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.process import Service
 from bapo_megatron.rollout.sampler.state import SamplerState
-from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups, steps_in
+from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
+from bapo_megatron.types import GenerateRequest, Generation
 from tests.support import accounts
 from tests.support.audit import Audit
 from tests.support.mortal import WAYS, MortalRun
-from tests.support.raw_journal import keep_logs
-from tests.support.sampling import ScriptedEngine, World, prompt_ids, until
+from tests.support.sampling import ScriptedEngine, World, mixed, until
 from tests.support.tiers import slow_but
 from tests.support.virtual_time import run_virtually
 
@@ -47,56 +49,20 @@ def check_accounts(world: World, logs: Path | None = None) -> Counter[str]:
     return accounts.check_accounts(logs or world.journal, world.journal, config, prompts).totals()
 
 
-@pytest.mark.parametrize("seed", slow_but(range(12), 0, 1, 2))
-def test_kills_at_any_moment_train_nothing_twice(tmp_path: Path, seed: int) -> None:
-    """Samplers are killed at random, some with their last record torn; the run continues from its files."""
-    random = np.random.default_rng(seed)
-    engines: list[ScriptedEngine] = []
-    given: dict[int, list[int]] = {}
-
-    async def live(world: World, first_step: int, steps: int, kill_after: float | None) -> int:
-        """Steps until the end or the kill; the step that was reached."""
-        step = first_step
-        async with world.sampling(first_step, rounds=False, most=int(random.integers(1, 9))):
-            killer = asyncio.get_running_loop().time() + (kill_after if kill_after is not None else 1e9)
-            while step <= steps:
-                left = killer - asyncio.get_running_loop().time()
-                path = await world.sampler.next_batch(step, max(0.001, min(5.0, left))) if left > 0 else None
-                if path is None:
-                    world.kill()
-                    return step
-                batch = read_step(path.parent, step)
-                numbers = step_groups(world.journal, step)
-                assert given.setdefault(step, numbers) == numbers, "a step got other groups than before"
-                assert len(batch.groups) == 3
-                await world.weights(step)
-                step += 1
-        return step
-
-    async def check() -> None:
-        engines[:] = [ScriptedEngine(answer, "one"), ScriptedEngine(answer, "two")]
-        world = World(tmp_path, engines, prompts=40, max_staleness=int(random.integers(0, 4)), **SETTINGS)
-        step = 1
-        for _ in range(8):
-            reached = await live(world, step, 9, float(random.uniform(0, 0.15)))
-            if random.random() < 0.5:
-                tear(sorted(world.journal.glob("segments-*.log"))[-1], random)
-            check_accounts(world)
-            step = max(1, reached - int(random.integers(0, 3)))  # the checkpoint may lie behind
-            for engine in engines:
-                engine.version = step - 1
-        await live(world, step, 9, None)
-        tokens = check_accounts(world)
-        assert sorted(given) == list(range(1, 10))
-        assert tokens["trained"] > 0
-
-    asyncio.run(asyncio.wait_for(check(), 120))
+def flip(path: Path, at: int) -> None:
+    """Damage a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
 
 
-def tear(path: Path, random: np.random.Generator) -> None:
-    """As if the machine had died in the middle of a write."""
-    with path.open("ab") as file:
-        file.write(b"BPR1segments" + random.bytes(int(random.integers(0, 40))))
+def batch_record(world: World, step: int) -> tuple[Path, int]:
+    """The log with the record of a step's batch, and its offset."""
+    for path in sorted(world.journal.glob("segments-*.log")):
+        for one in read_records(path):
+            if isinstance(one, Record) and one.kind == "batch" and one.fields["step"] == step:
+                return path, one.offset
+    raise AssertionError(f"no record of step {step}")
 
 
 async def killed_at(tokens: int, folder: Path) -> tuple[World, ScriptedEngine]:
@@ -111,28 +77,12 @@ async def killed_at(tokens: int, folder: Path) -> tuple[World, ScriptedEngine]:
     return world, engine
 
 
-async def test_finished_segments_survive_and_responses_continue_from_them(tmp_path: Path) -> None:
-    world, engine = await killed_at(4, tmp_path)
-    assert state_of(world).tokens["sampled"] == 3 * 2 * 4
-    engine.gate.set()
-    engine.asked.clear()
-    async with world.sampling():
-        batch = await world.batch(1)
-    assert {request.prefix_tokens for request in engine.asked} == {4, 6}
-    assert prompt_ids(batch) == [0, 1, 2]
-    assert batch.groups[0].rollouts[0].log_probs_R.tolist() == pytest.approx(
-        [-(n + 1) / 100 for n in range(7)]
-    )
-
-
 async def test_damage_is_reported_with_its_offset_and_costs_only_its_record(tmp_path: Path) -> None:
     world, engine = await killed_at(6, tmp_path)
     (path,) = world.journal.glob("segments-*.log")
     found = [r for r in read_records(path) if isinstance(r, Record) and r.kind == "segments"]
     second = next(r for r in found if any(part[4] == 2 for part in r.fields["parts"]))
-    content = bytearray(path.read_bytes())
-    content[second.offset + 200] ^= 1
-    path.write_bytes(content)
+    flip(path, second.offset + 200)
     engine.gate.set()
     engine.asked.clear()
     async with world.sampling():
@@ -152,25 +102,18 @@ async def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path:
             await world.train(step)
         world.kill()
     if record == "lost with a kill":
-        (log,) = world.journal.glob("segments-*.log")
-        found = [r for r in read_records(log) if isinstance(r, Record) and r.kind == "batch"]
-        os.truncate(log, next(r.offset for r in found if r.fields["step"] == 2))
+        os.truncate(*batch_record(world, 2))
     path = world.journal / "step_000002.npz"
-    content = bytearray(path.read_bytes())
-    content[content.index(b"token_ids.npy") + 150] ^= 1
-    path.write_bytes(content)
+    flip(path, path.read_bytes().index(b"token_ids.npy") + 150)
     async with world.sampling(first_step=2):
         for step in (2, 3):
             metrics = (await world.train(step)).metrics
     assert sorted(path.name for path in world.journal.glob("*.lost"))[0] == "step_000002.lost"
-    sampler_state = accounts.state_of(world.journal, world.dataset.prompts, world.config.rollout.group_size)
-    dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
-    assert (
-        sampler_state.tokens["sampled"]
-        == sampler_state.tokens["trained"] + dropped + sampler_state.outstanding_tokens
-    )
-    assert sampler_state.tokens["dropped_lost"] > 0
-    assert metrics["sampler/tokens_trained"] == sampler_state.tokens["trained"]
+    found = state_of(world)
+    dropped = sum(count for kind, count in found.tokens.items() if kind.startswith("dropped_"))
+    assert found.tokens["sampled"] == found.tokens["trained"] + dropped + found.outstanding_tokens
+    assert found.tokens["dropped_lost"] > 0
+    assert metrics["sampler/tokens_trained"] == found.tokens["trained"]
     assert metrics["sampler/tokens_dropped"] == dropped
 
 
@@ -195,28 +138,11 @@ async def test_a_start_opens_no_step_file_whose_record_is_in_the_log(
     async with world.sampling(first_step=7):
         pass
     assert opened == []
-    for path in sorted(world.journal.glob("segments-*.log")):
-        found = [r for r in read_records(path) if isinstance(r, Record) and r.kind == "batch"]
-        if at := next((r.offset for r in found if r.fields["step"] == 5), None):
-            content = bytearray(path.read_bytes())
-            content[at + 25] ^= 1
-            path.write_bytes(content)
+    path, at = batch_record(world, 5)
+    flip(path, at + 25)
     async with world.sampling(first_step=7):
         await world.train(7)
     assert opened == [5]
-
-
-async def test_old_logs_are_deleted_when_not_needed(tmp_path: Path) -> None:
-    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, max_staleness=1, **SETTINGS)
-    async with world.sampling(rounds=False):
-        for step in range(1, 13):
-            await world.train(step)
-            keep_logs(world.journal, tmp_path / "kept")
-            await world.sampler.checkpointed(step)
-            assert len(list(world.journal.glob("segments-*.log"))) <= 4
-    keep_logs(world.journal, tmp_path / "kept")
-    check_accounts(world, tmp_path / "kept")
-    assert len(steps_in(world.journal)) == 12
 
 
 async def test_old_held_out_results_go_with_the_rollouts_of_their_steps(tmp_path: Path) -> None:
@@ -271,7 +197,6 @@ async def test_a_full_disk_is_reported_and_the_journal_stays_whole(tmp_path: Pat
         writev = os.writev
 
         def few_bytes(descriptor: int, parts: list[memoryview]) -> int:
-            """The disk is full: it takes a few bytes more."""
             if descriptor != full:
                 return writev(descriptor, parts)
             if len(content := b"".join(parts)) > 10:
@@ -376,3 +301,61 @@ def note_what_was_hard(found: Audit, run: MortalRun, seen: Counter[str]) -> None
     seen["two versions"] += sum(len(set(response.versions)) > 1 for response in responses)
     seen["older weights again"] += sum(one.versions != sorted(one.versions) for one in responses)
     seen["logs deleted"] += len([*run.kept.iterdir()]) > len([*run.world.journal.glob("*.log")])
+
+
+async def test_nothing_is_requested_for_a_group_that_is_being_dropped(tmp_path: Path) -> None:
+    """Weights come while the journal is written: nothing may be sent for a group that is to be dropped."""
+    chance = np.random.default_rng(0)
+    engine = ScriptedEngine(lambda p, s: ("y" if s == 0 else "n") + "a" * (13 if p % 4 == 0 else 2))
+    answer = engine.generate
+
+    async def slowly(request: GenerateRequest) -> Generation:
+        await asyncio.sleep(chance.random() * 0.03)
+        return await answer(request)
+
+    engine.generate = slowly  # type: ignore[method-assign]
+    settings = {"segment_tokens": 1, "max_response_tokens": 16, "on_stale": "drop"}
+    world = World(tmp_path, [engine], max_staleness=1, prompts=1000, **settings)
+    async with world.sampling(rounds=False, most=1000) as sampler:
+        commit = sampler._journal.commit
+
+        def slow_commit(records: Sequence[Record]) -> None:
+            time.sleep(0.004)
+            commit(records)
+
+        sampler._journal.commit = slow_commit  # type: ignore[method-assign]
+        for step in range(1, 21):
+            await world.batch(step)
+            await asyncio.sleep(0.02)
+            await world.weights(step)
+        assert world.sampler.state()["tokens"]["dropped_stale"] > 0
+        async with asyncio.timeout(30):  # nothing is left behind that nobody samples
+            while sampler._state.open:
+                await asyncio.sleep(0.05)
+
+
+async def test_an_always_stale_prompt_is_dropped_after_retries(tmp_path: Path) -> None:
+    engine = ScriptedEngine(mixed)
+    engine.holds = lambda request: request.input_ids[0] == 0 and request.prefix_tokens > 0
+    engine.gate.clear()
+    world = World(tmp_path, [engine], max_staleness=1, prompts=1000, segment_tokens=1)
+    async with world.sampling(rounds=False):
+        for step in range(1, 16):
+            assert len((await world.train(step)).groups) == 4
+        begun = {request.request_id.split("-")[0] for request in engine.asked if request.input_ids[0] == 0}
+        assert len(begun) == 1 + 3
+
+
+async def test_a_lost_record_of_a_step_does_not_train_its_groups_twice(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(mixed)], max_staleness=3, prompts=1000)
+    async with world.sampling(rounds=False):
+        for step in (1, 2, 3):
+            await world.train(step)
+        world.kill()
+    path, at = batch_record(world, 2)
+    flip(path, at + 40)
+    async with world.sampling(first_step=4, rounds=False):
+        await world.train(4)
+        await world.train(5)
+    numbers = [number for step in steps_in(world.journal) for number in step_groups(world.journal, step)]
+    assert sorted(numbers) == list(range(20))

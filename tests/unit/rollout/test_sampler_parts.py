@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import struct
+from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +17,11 @@ from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutC
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import FailureReports, RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
-from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler import events, state
 from bapo_megatron.rollout.sampler.dispatcher import AdmissionController, Dispatcher
 from bapo_megatron.rollout.sampler.events import (
     Segment,
     batch_served,
-    group_dropped,
     group_scored,
     groups_opened,
     segments_arrived,
@@ -30,23 +30,11 @@ from bapo_megatron.rollout.sampler.events import (
 )
 from bapo_megatron.rollout.sampler.group_sampler import BatchBuilder
 from bapo_megatron.rollout.sampler.sampling_metrics import rollout_metrics
-from bapo_megatron.rollout.sampler.scoring import GroupScorer
 from bapo_megatron.rollout.sampler.state import GroupSummary, SamplerState
-from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, encode, read_records
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
 from tests.support.accounts import check_accounts
-from tests.support.sampling import (
-    EOS,
-    PATIENCE,
-    Letters,
-    ScriptedEngine,
-    StartsWithY,
-    World,
-    mixed,
-    prompt_ids,
-    until,
-)
+from tests.support.sampling import EOS, PATIENCE, ScriptedEngine, StartsWithY, World, mixed, prompt_ids, until
 
 PROMPTS = [Prompt(n, np.array([n], np.int32), "", "test") for n in range(9)]
 
@@ -97,24 +85,6 @@ def test_a_batch_takes_the_fresh_groups_that_were_opened_first(
     assert (found and [group.number for group in found]) == chosen
 
 
-def test_an_exhausted_step_takes_nothing(tmp_path: Path) -> None:
-    assert builder(state_of(), tmp_path).choose(3, is_last=True) == []
-
-
-def test_the_file_of_a_batch_and_its_event(tmp_path: Path) -> None:
-    state = state_of(0, 1, 2, 2)
-    state.apply(group_dropped(3, "stale"))
-    batches = builder(state, tmp_path, on_stale="train")
-    event = asyncio.run(batches.write(3, batches.choose(3, is_last=False) or []))
-    assert (event.kind, event.fields) == ("batch", {"step": 3, "groups": [0, 1]})
-    assert step_groups(tmp_path, 3) == [0, 1]
-    metrics = read_step(tmp_path, 3).metrics
-    assert metrics["rollout/groups_stale"] == 2  # the one that was dropped, and group 0
-    assert metrics["sampler/engines"] == 3
-    tokens = [metrics[f"sampler/tokens_{kind}"] for kind in ("sampled", "trained", "dropped", "kept")]
-    assert tokens == [16, 8, 4, 4]
-
-
 def test_failed_scores_and_timeouts_are_counted() -> None:
     failures = [["time", "raised"], [], ["time", "time"]]
     scored = [GroupSummary(n, [1.0, 0.0], [3, 4], ["stop"] * 2, kinds) for n, kinds in enumerate(failures)]
@@ -131,19 +101,6 @@ def test_a_mean_over_no_group_is_none() -> None:
     assert {name: metrics[name] for name in means} == dict.fromkeys(means)
 
 
-def test_admission_by_hand() -> None:
-    """S = 1 and B = 3; the engines have the weights of step 2: (S + 1 + 2 - p) B less one that is there."""
-    admission = AdmissionController(RolloutConfig(prompts_per_step=3, max_staleness=1), state_of(2))
-    admission.trainer_has(2)
-    assert (admission.room, admission.may_sample) == (0, False)
-    admission.open()
-    assert (admission.room, admission.trainer_waits) == (2 * 3 - 1, True)
-    admission.trainer_has(3)
-    assert (admission.room, admission.trainer_waits) == (1 * 3 - 1, False)
-    admission.trainer_has(4)
-    assert (admission.room, admission.may_sample) == (0, False)
-
-
 def test_the_state_of_a_long_run_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every checkpoint has it, and a resume refuses one of 64 MiB: after 460,000 steps it was as long."""
     monkeypatch.setattr(state, "KEPT_STEPS", 5)
@@ -155,45 +112,14 @@ def test_the_state_of_a_long_run_does_not_grow(monkeypatch: pytest.MonkeyPatch) 
         found.apply(segments_arrived([Segment(found.open[step], 0, 0, one, "stop")]))
         found.apply(group_scored(step, [1.0], []))
         found.apply(batch_served(step, [step]))
-        assert [found.lag(4 * at, step) for at in range(max(0, step - 5), step)] == [*range(min(step, 5))][
-            ::-1
-        ]
+        lags = [found.lag(4 * at, step) for at in range(max(0, step - 5), step)]
+        assert lags == [*reversed(range(min(step, 5)))]
     kept = found.snapshot().fields
-    assert {name: len(kept[name]) <= 10 for name in ("step_of", "first_step_of", "trained")} == dict.fromkeys(
-        ("step_of", "first_step_of", "trained"), True
-    )
+    assert all(len(kept[name]) <= 10 for name in ("step_of", "first_step_of", "trained"))
     assert (found.step_of(4 * 99), found.step_of(0)) == (99, None)
     assert found.tokens["trained"] == 200
     found.apply(steps_rewound(97))
     assert (found.tokens["trained"], found.tokens["dropped_lost"]) == (194, 6)
-
-
-def test_without_overlap_only_a_waiting_trainer_admits() -> None:
-    settings = RolloutConfig(prompts_per_step=3, max_staleness=1, overlap=False)
-    admission = AdmissionController(settings, state_of())
-    admission.open()
-    admission.trainer_has(3)
-    assert not admission.may_sample
-    admission.trainer_has(2)
-    assert admission.may_sample
-
-
-def test_a_group_is_scored_in_the_order_of_its_responses() -> None:
-    class Length:
-        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-            await asyncio.sleep(0.001 * (3 - tokens))
-            return RewardResult(float(tokens), detail=f"{prompt.prompt_id} {response}")
-
-    state = SamplerState(PROMPTS, 2)
-    state.apply(groups_opened([(0, 0, 5)], 1))
-    for sample, text in enumerate(("a", "bc")):
-        ids = np.array([*map(ord, text), EOS], np.int32)
-        answer = answer_of(ids, np.zeros(len(ids), np.int32))
-        state.apply(segments_arrived([Segment(state.open[0], sample, 0, answer, "stop")]))
-    results = asyncio.run(
-        GroupScorer(Dataset(PROMPTS, Letters(), (EOS,)), Length(), RewardConfig()).score(state.open[0])
-    )
-    assert [(one.reward, one.detail) for one in results] == [(2.0, "5 a"), (3.0, "5 bc")]
 
 
 def test_segments_that_come_at_once_are_cut_into_records(
@@ -220,13 +146,13 @@ def test_segments_that_come_at_once_are_cut_into_records(
     assert (cut, sum(found), max(found)) == (whole, sum(sizes), 2)
 
 
+def refuse(request: GenerateRequest) -> None:
+    if request.input_ids[0] == 1:
+        raise ValueError("too long for the model")
+
+
 async def test_a_dispatcher_is_busy_until_its_results_are_taken(tmp_path: Path) -> None:
     """Else a step would take what there is while the drop of a refused group is queued."""
-
-    def refuse(request: GenerateRequest) -> None:
-        if request.input_ids[0] == 1:
-            raise ValueError("too long for the model")
-
     engine = ScriptedEngine(mixed)
     engine.trouble = refuse
     world = World(tmp_path, [engine])
@@ -253,11 +179,6 @@ async def test_a_dispatcher_is_busy_until_its_results_are_taken(tmp_path: Path) 
 
 async def test_a_group_that_every_engine_refuses_is_dropped_once(tmp_path: Path) -> None:
     """All three of its requests are refused; the next prompt takes its place."""
-
-    def refuse(request: GenerateRequest) -> None:
-        if request.input_ids[0] == 1:
-            raise ValueError("too long for the model")
-
     engine = ScriptedEngine(mixed)
     engine.trouble = refuse
     world = World(tmp_path, [engine])
@@ -343,3 +264,77 @@ def test_each_distinct_failure_is_reported_once_then_counted() -> None:
     for number in range(1000):  # a reward with a new error each time must not fill the disk
         reports.note(RewardResult(0.0, "raised", "", "", f"line {number}"))
     assert len(events) < 60
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(OSError(24, "too many open files"), "failed"), (RuntimeError("a bug"), "raised")]
+)
+def test_a_scorer_that_raises_is_reported(tmp_path: Path, error: Exception, outcome: str) -> None:
+    class Broken:
+        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
+            if prompt.prompt_id == 1:
+                raise error
+            return RewardResult(float(response.startswith("y")))
+
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(mixed)], scorer=Broken())
+        async with world.sampling():
+            if outcome == "raised":
+                with pytest.raises(RuntimeError, match="a bug"):
+                    await world.batch(1)
+                return
+            assert prompt_ids(await world.batch(1)) == [0, 2, 3, 4]  # all rewards of prompt 1 are equal
+            [event] = [event for event in world.events if event["kind"] == "reward_failed"]
+            assert event == {"kind": "reward_failed", "failure": "died", "detail": str(error), "count": 1}
+
+    run(check())
+
+
+async def test_a_request_that_crashes_engines_is_dropped(tmp_path: Path) -> None:
+    engine = ScriptedEngine(mixed)
+
+    def poison(request: GenerateRequest) -> None:
+        if request.input_ids[0] == 1:
+            raise RuntimeError("the server has died")
+
+    engine.trouble = poison
+    world = World(tmp_path, [engine])
+    async with world.sampling() as sampler:
+        batch = await world.batch(1, wait_s=60)
+        assert not sampler._dispatcher._losses  # of the others that were in flight: a month has many
+    assert prompt_ids(batch) == [0, 2, 3, 4]
+    refused = next(event for event in world.events if event["kind"] == "request_refused")
+    assert "20 engines were lost with request" in refused["detail"]
+
+
+@pytest.mark.parametrize("text", ["y", "yaaaa"])
+async def test_an_abort_at_the_stop_token_completes_the_response(tmp_path: Path, text: str) -> None:
+    """The end of sequence, or the limit of six, with finish reason abort: the response is whole."""
+    engine = ScriptedEngine(lambda prompt, sample: text if sample == 0 else "naaaaaaaa")
+    answer = engine._answer
+
+    def aborted(request: GenerateRequest, _aborted: bool) -> Generation:
+        return dataclasses.replace(answer(request, aborted=False), finish_reason="abort")
+
+    engine._answer = aborted  # type: ignore[method-assign]
+    world = World(tmp_path, [engine])
+    async with world.sampling():
+        batch = await world.batch(1)
+    first, second, _ = batch.groups[0].rollouts
+    assert first.token_ids_R.tolist() == [*map(ord, text), EOS]
+    assert (first.finish_reason, second.finish_reason) == ("stop", "length")
+    assert len(second.token_ids_R) == 6
+
+
+def test_without_overlap_only_a_waiting_trainer_admits() -> None:
+    settings = RolloutConfig(prompts_per_step=3, max_staleness=1, overlap=False)
+    admission = AdmissionController(settings, state_of())
+    admission.open()
+    admission.trainer_has(3)
+    assert not admission.may_sample
+    admission.trainer_has(2)
+    assert admission.may_sample

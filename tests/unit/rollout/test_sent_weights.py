@@ -9,7 +9,6 @@ import asyncio
 import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,20 +210,19 @@ def test_two_of_three_engines_form_a_quorum(order: tuple[int, int, int]) -> None
     assert "b: y" in str(wrong)
 
 
-def test_without_two_equal_digests_all_fail_and_may_retry() -> None:
-    first, second = outcomes([("a", "x"), ("b", "y")], [("a", "x"), ("b", "x")])
-    assert all(first)
-    assert second == [None, None]
-
-
-def test_a_single_engine_sets_the_digest_for_later_ones() -> None:
-    first, second, third = outcomes([("a", "x")], [("b", "x")], [("c", "y")])
-    assert first == second == [None]
-    assert all(third)
-
-
-def test_an_engines_earlier_digest_does_not_count_with_its_new_one() -> None:
-    assert all(outcomes([("a", "x"), ("b", "y")], [("a", "x")])[1])  # b's y still stands
+@pytest.mark.parametrize(
+    ("rounds", "passes"),
+    [
+        ([[("a", "x"), ("b", "y")], [("a", "x"), ("b", "x")]], [False, True]),  # all fail, and may retry
+        ([[("a", "x")], [("b", "x")], [("c", "y")]], [True, True, False]),  # one sets it for later ones
+        ([[("a", "x"), ("b", "y")], [("a", "x")]], [False, False]),  # b's y still stands
+    ],
+)
+def test_digests_of_several_rounds(rounds: list[Any], passes: list[bool]) -> None:
+    found = outcomes(*rounds)
+    assert [[one is None for one in each] for each in found] == [
+        [passed] * len(each) for passed, each in zip(passes, rounds, strict=True)
+    ]
 
 
 async def test_an_engine_without_a_match_waits_for_loading_engines() -> None:
@@ -250,19 +248,6 @@ async def test_the_wait_for_loading_engines_has_a_limit() -> None:
 # --- each way: all engines lack the same tensor --------------------------------------------------
 
 LACKING = {**SENT, "norm": OLD["norm"]}
-
-
-def test_a_quorum_does_not_overrule_the_sent_digests() -> None:
-    check = Events().check
-    sent = SentDigests((SENT,))
-    wrong = [("a", told(LACKING)), ("b", told(LACKING))]
-    assert outcomes(wrong) == [[None, None]], "engines agree"
-    is_sent = partial(check.is_sent, sent)
-    (found,) = outcomes([*wrong, ("c", told(SENT))], is_sent=is_sent)
-    assert [isinstance(one, DigestMismatch) for one in found] == [True, True, False]
-    assert "other values in norm on rank 0" in str(found[0])
-    ((alone,),) = outcomes(wrong[:1], is_sent=is_sent)
-    assert isinstance(alone, DigestMismatch)
 
 
 async def test_digests_are_verified_after_a_load_by_disk(tmp_path: Path) -> None:

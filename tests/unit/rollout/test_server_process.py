@@ -158,37 +158,25 @@ def settings(cuda: bool = True, **sglang: Any) -> dict[str, str]:
     return {name: os.environ[name] for name in NAMES if name in os.environ}
 
 
-@pytest.mark.usefixtures("environment")
-def test_a_training_process_takes_the_settings_that_a_server_gives_itself() -> None:
-    """``_set_envs_and_config`` in SGLang's engine.py: 0, unless the environment says otherwise."""
-    assert settings() == {MEMORY: "0", MULTICAST: "0"}
-
-
 @pytest.mark.parametrize(
-    ("flag", "set_by_it"),
+    ("own", "cuda", "sglang", "expected"),
     [
-        ("--enable-symm-mem", {MEMORY: "1", MULTICAST: "1"}),
-        ("--enable-nccl-nvls", {MEMORY: "0", MULTICAST: "1"}),
+        ({}, True, {}, {MEMORY: "0", MULTICAST: "0"}),
+        ({}, True, {"flags": ("--enable-symm-mem",)}, {MEMORY: "1", MULTICAST: "1"}),
+        ({}, True, {"flags": ("--enable-nccl-nvls",)}, {MEMORY: "0", MULTICAST: "1"}),
+        ({MEMORY: "1"}, True, {}, {MEMORY: "1", MULTICAST: "0"}),  # a user's; servers leave it alone, too
+        ({}, False, {}, {}),
+        ({}, True, {"sync": "disk"}, {}),
+        ({}, True, {"sync": "ipc", "colocated": True}, {}),
     ],
 )
 @pytest.mark.usefixtures("environment")
-def test_flags_that_change_a_servers_settings_change_the_trainers(
-    flag: str, set_by_it: dict[str, str]
+def test_a_training_process_takes_the_settings_that_a_server_gives_itself(
+    own: dict[str, str], cuda: bool, sglang: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    assert settings(flags=(flag,)) == set_by_it
-
-
-@pytest.mark.usefixtures("environment")
-def test_the_users_settings_stay() -> None:
-    """Servers leave them alone, too."""
-    os.environ[MEMORY] = "1"
-    assert settings() == {MEMORY: "1", MULTICAST: "0"}
-
-
-@pytest.mark.parametrize(("cuda", "sync"), [(False, "broadcast"), (True, "disk"), (True, "ipc")])
-@pytest.mark.usefixtures("environment")
-def test_without_a_common_group_nothing_is_set(cuda: bool, sync: str) -> None:
-    assert settings(cuda, sync=sync, colocated=sync == "ipc") == {}
+    """``_set_envs_and_config`` in SGLang's engine.py, where both are in one group."""
+    os.environ.update(own)
+    assert settings(cuda, **sglang) == expected
 
 
 @pytest.mark.usefixtures("environment")
@@ -431,35 +419,27 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
 
 
-def folder(tmp_path: Path, text: str) -> Path:
-    (tmp_path / "config.json").write_text(text)
-    return tmp_path
-
-
-@pytest.mark.usefixtures("package")
-def test_a_model_that_is_trained_here_is_imported_alone(tmp_path: Path) -> None:
-    stand_ins.import_one_model(folder(tmp_path, json.dumps({"architectures": ["Qwen3ForCausalLM"]})))
-    assert os.environ[VARIABLE] == "llava,qwen2,qwen3_moe,registry"
+def classes(*names: str) -> str:
+    return json.dumps({"architectures": names})
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['{"architectures": ["LlavaForCausalLM"]}', '{"architectures": null}', "[]", "no JSON", "{}"],
+    ("config", "own", "disabled"),
+    [
+        (classes("Qwen3ForCausalLM"), None, "llava,qwen2,qwen3_moe,registry"),
+        (classes("Qwen2ForCausalLM"), "llava", "llava"),  # as the user has said
+        *((text, None, None) for text in ('{"architectures": null}', "[]", "no JSON", "{}", None)),
+        (classes("LlavaForCausalLM"), None, None),
+    ],
 )
 @pytest.mark.usefixtures("package")
-def test_of_any_other_all_are_imported(text: str, tmp_path: Path) -> None:
-    stand_ins.import_one_model(folder(tmp_path, text))
-    assert VARIABLE not in os.environ
-
-
-@pytest.mark.usefixtures("package")
-def test_without_a_model_all_are_imported(tmp_path: Path) -> None:
-    stand_ins.import_one_model(tmp_path / "absent")
-    assert VARIABLE not in os.environ
-
-
-@pytest.mark.usefixtures("package")
-def test_what_the_user_disables_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "llava")
-    stand_ins.import_one_model(folder(tmp_path, json.dumps({"architectures": ["Qwen2ForCausalLM"]})))
-    assert os.environ[VARIABLE] == "llava"
+def test_a_model_that_is_trained_here_is_imported_alone(
+    config: str | None, own: str | None, disabled: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any other all are imported."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    if own is not None:
+        monkeypatch.setenv(VARIABLE, own)
+    stand_ins.import_one_model(tmp_path)
+    assert os.environ.get(VARIABLE) == disabled

@@ -186,21 +186,6 @@ def test_a_held_server_that_ends_is_not_restarted_until_start(
     assert pid_of(supervisor) != first
 
 
-def test_a_held_server_that_is_killed_from_outside_is_not_restarted(supervisor: ServerSupervisor) -> None:
-    supervisor.hold()
-    os.killpg(pid_of(supervisor), signal.SIGKILL)
-    until(lambda: not supervisor.is_running)
-    time.sleep(1.0)
-    assert not supervisor.is_running
-
-
-def test_a_run_can_stop_while_its_servers_are_held(supervisor: ServerSupervisor) -> None:
-    supervisor.hold()
-    supervisor.end()
-    supervisor.stop()
-    assert not supervisor.is_running
-
-
 def test_colocated_servers_start_only_on_demand(config: RunConfig, events: list[dict[str, Any]]) -> None:
     sglang = dataclasses.replace(config.rollout.sglang, colocated=True)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=sglang))
@@ -215,52 +200,36 @@ def test_a_hanging_server_that_the_run_has_not_started_is_reported(
     config: RunConfig, events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And its job's task is told, if it has one."""
-    registry = RunPaths(config.directory).engines
-    sglang = dataclasses.replace(config.rollout.sglang, urls=("http://node7:30000/",))
+    registry, url = RunPaths(config.directory).engines, "http://node7:30000"
+    hangs = {"kind": "engine_hangs", "engine": url, "reason": "not done in 600 s"}
+    ready = {"kind": "engine_ready", "engine": url}
+    sglang = dataclasses.replace(config.rollout.sglang, urls=(f"{url}/",))
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=sglang))
     with servers_of(config, False, events.append) as found:
-        assert found.urls == ["http://node7:30000"]
-        found.heed({"kind": "engine_hangs", "engine": "http://node7:30000", "reason": "not done in 600 s"})
-        found.heed({"kind": "engine_ready", "engine": "http://node7:30000"})
-    (event,) = events
-    assert event["kind"] == "server_hangs"
-    assert "end it, and start it again" in event["advice"]
-    assert "http://node7:30000 hangs (not done in 600 s)" in capsys.readouterr().out
+        assert found.urls == [url]
+        found.heed(hangs)
+        found.heed(ready)
+        (event,) = events
+        assert event["kind"] == "server_hangs"
+        assert "end it, and start it again" in event["advice"]
+        assert f"{url} hangs (not done in 600 s)" in capsys.readouterr().out
     registry.mkdir(parents=True)
     (registry / "node7-30000.json").touch()
     with servers_of(config, False, events.append) as found:
-        found.heed({"kind": "engine_hangs", "engine": "http://node7:30000", "reason": "not done in 600 s"})
+        found.heed(hangs)
         assert "starts it again" in events[-1]["advice"]
         assert (registry / "node7-30000.hang").is_file()
-        found.heed({"kind": "engine_ready", "engine": "http://node7:30000"})
+        found.heed(ready)
         assert [path.name for path in registry.iterdir()] == ["node7-30000.json"]
 
 
-def test_a_server_inherits_no_launcher_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_inherits_no_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's variables would make it join the trainer's store; its own settings stay."""
-    launcher = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "GROUP_RANK": "0",
-        "ROLE_RANK": "0",
-        "ROLE_NAME": "default",
-        "WORLD_SIZE": "8",
-        "LOCAL_WORLD_SIZE": "8",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": "8",
-        "MASTER_ADDR": "node1",
-        "MASTER_PORT": "29500",
-        "PET_NPROC_PER_NODE": "8",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "3",
-        "PYTHONPATH": "/trainer",
-        "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    }
+    names = "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE"
+    names += " ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT PET_NPROC_PER_NODE TORCHELASTIC_USE_AGENT_STORE"
+    names += " TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS PYTHONPATH"
+    launcher = dict.fromkeys([*names.split(), "SGLANG_RETURN_ORIGINAL_LOGPROB"], "1")
+    launcher["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     own = {"NCCL_IB_HCA": "mlx5", "CUDA_VISIBLE_DEVICES": "0,1", "SGLANG_PORT": "1"}
     for name, value in {**launcher, **own}.items():
         monkeypatch.setenv(name, value)
@@ -308,16 +277,6 @@ def test_a_server_without_any_proxy_stays_so(monkeypatch: pytest.MonkeyPatch, na
     assert proxy_bypass("node1")
 
 
-def test_the_command_names_its_own_host_to_the_server(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://proxy.corp:3128")
-    ran: list[dict[str, str]] = []
-    monkeypatch.setattr(os, "execvpe", lambda _file, _line, environment: ran.append(environment))
-    process.serve(process.ServeCommand(config, host="node7", port=1), cuda=True)
-    assert "node7" in ran[0]["no_proxy"].split(",")
-
-
 def test_colocated_servers_release_cuda_graph_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the variable SGLang accepts the tag, but keeps the memory."""
     graphs = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
@@ -342,11 +301,6 @@ def test_prefill_cuda_graphs_are_off_unless_the_recipe_sets_them(config: RunConf
     assert [flag for flag in flags(f"{name}=full") if flag.startswith(name)] == [f"{name}=full"]
 
 
-def test_the_device_flag_is_always_given(tmp_path: Path) -> None:
-    on_gpu = process.server_command(Path("python"), tmp_path, "127.0.0.1", 1, cuda=True)
-    assert on_gpu[on_gpu.index("--device") + 1] == "cuda"
-
-
 def test_a_server_that_waits_in_place_outlives_the_longest_load(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,3 +321,10 @@ def test_a_server_that_waits_in_place_outlives_the_longest_load(
     (longest,) = limit("in_place")
     assert float(longest) > pool_state.load_seconds(tmp_path, 5 * 60.0) > 1000
     assert limit("in_place", name, "900") == ["900"]
+
+
+def test_a_run_can_stop_while_its_servers_are_held(supervisor: ServerSupervisor) -> None:
+    supervisor.hold()
+    supervisor.end()
+    supervisor.stop()
+    assert not supervisor.is_running

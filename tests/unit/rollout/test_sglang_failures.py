@@ -165,15 +165,6 @@ def test_a_control_call_is_sent_once_over_a_new_connection(
     assert len(set(server.connections)) == len(server.connections)
 
 
-def test_a_closed_new_connection_is_a_server_failure(server: FakeServer, engine: BlockingEngine) -> None:
-    engine.generate([REQUEST])
-    server.connections.clear()
-    server.cuts = 2
-    with pytest.raises(ServerError, match="isconnected"):
-        engine.generate([REQUEST])
-    assert len(server.connections) == 2, "once over the connection that it had, once over a new one"
-
-
 def test_a_connection_without_traffic_is_kept_open(server: FakeServer) -> None:
     """An answer may take an hour, without a byte before it: gateways forget idle connections in minutes."""
 
@@ -210,14 +201,6 @@ def test_an_answer_with_token_ids_outside_the_vocabulary_is_a_server_failure(
         engine.generate([REQUEST])
 
 
-def test_a_sound_server(server: FakeServer, engine: BlockingEngine, model: Path) -> None:
-    (answer,) = engine.generate([REQUEST])
-    assert answer.token_ids_R.tolist() == [3, 4]
-    engine.update_weights(weights(model), 5)
-    assert engine.weight_version == 5
-    assert engine.generate([REQUEST])[0].versions_R.tolist() == [5, 5]
-
-
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
@@ -234,6 +217,17 @@ def test_a_bad_answer_names_the_server(
         engine.generate([REQUEST])
     server.answers.clear()
     assert len(engine.generate([REQUEST])) == 1
+
+
+async def replied(server: FakeServer, path: str, answer: web.Response) -> Any:
+    """What a client reads in this answer."""
+    sessions = HttpSessions()
+    client = SglangServer(server.url, sessions, control_timeout=20.0)
+    server.raw[path] = answer
+    try:
+        return await (client.weight_version() if path == "model_info" else client.generate(REQUEST, "r"))
+    finally:
+        await sessions.close()
 
 
 def raw(path: str, **answer: Any) -> tuple[str, dict[str, Any]]:
@@ -257,33 +251,14 @@ def test_an_answer_that_would_fill_the_memory_is_refused(
     if "2,000" in says:
         monkeypatch.setattr(http_server, "_MOST_REPLY_BYTES", 2000)
     path, answer = place
-
-    async def call() -> None:
-        sessions = HttpSessions()
-        client = SglangServer(server.url, sessions, control_timeout=20.0)
-        server.raw[path] = web.Response(**answer)
-        try:
-            await (client.weight_version() if path == "model_info" else client.generate(REQUEST, "r"))
-        finally:
-            await sessions.close()
-
     with pytest.raises(ServerError, match=f"{server.url}/{path}: {says}"):
-        asyncio.run(call())
+        asyncio.run(replied(server, path, web.Response(**answer)))
 
 
 def test_an_answer_that_is_said_to_be_uncompressed_is_taken(server: FakeServer) -> None:
     """As some proxies say it."""
-
-    async def version() -> int:
-        sessions = HttpSessions()
-        answer = web.json_response({"weight_version": "3"}, headers={"Content-Encoding": "identity"})
-        server.raw["model_info"] = answer
-        try:
-            return await SglangServer(server.url, sessions, control_timeout=20.0).weight_version()
-        finally:
-            await sessions.close()
-
-    assert asyncio.run(version()) == 3
+    answer = web.json_response({"weight_version": "3"}, headers={"Content-Encoding": "identity"})
+    assert asyncio.run(replied(server, "model_info", answer)) == 3
 
 
 @pytest.mark.parametrize(
@@ -385,43 +360,36 @@ def test_a_server_that_is_gone(model: Path, tmp_path: Path) -> None:
         engine.generate([REQUEST])
 
 
-@pytest.mark.parametrize("field", ["disable_radix_cache", "disable_overlap_schedule"])
-def test_in_place_updates_need_servers_with_the_right_flags(
-    field: str, server: FakeServer, model: Path, tmp_path: Path
+SOUND = {"disable_radix_cache": True, "disable_overlap_schedule": True}
+SOUND |= {"hicache_storage_backend": None, "enable_lmcache": False, "enable_flexkv": False}
+
+
+@pytest.mark.parametrize(
+    ("on_update", "field", "value", "says"),
+    [
+        ("in_place", "disable_radix_cache", False, "start it with --disable-radix-cache .*on_update=in_pla"),
+        ("in_place", "disable_overlap_schedule", False, "start it with --disable-overlap-schedule"),
+        ("retract", "hicache_storage_backend", "file", "start it without --hicache-storage-backend: .* of e"),
+        ("retract", "enable_lmcache", True, "start it without --enable-lmcache"),
+        ("retract", "enable_flexkv", True, "start it without --enable-flexkv"),
+    ],
+)
+def test_a_server_that_would_sample_with_keys_of_old_weights_takes_no_new_ones(
+    on_update: PauseMode, field: str, value: Any, says: str, server: FakeServer, model: Path, tmp_path: Path
 ) -> None:
-    """Checked before a weight load, for servers that the run has not started."""
-    sound = {"disable_radix_cache": True, "disable_overlap_schedule": True}
-    server.answers["server_info"] = (200, {**sound, field: False})
-    engine = engine_on(server, model, tmp_path, "in_place")
+    """Checked before a weight load, for servers that the run has not started: a flush leaves what lies
+    outside of the server, or what the overlap has scheduled."""
+    server.answers["server_info"] = (200, {**SOUND, field: value})
+    engine = engine_on(server, model, tmp_path, on_update)
     try:
-        flag = "--" + field.replace("_", "-")
-        with pytest.raises(ServerError, match=f"{server.url}: start it with {flag} .*on_update=in_place"):
+        with pytest.raises(ServerError, match=f"{server.url}: {says}"):
             engine.update_weights(weights(model), 5)
         assert server.version == "0"
-        server.answers["server_info"] = (200, sound)
+        server.answers["server_info"] = (200, SOUND)
         engine.update_weights(weights(model), 5)
         assert server.version == "5"
     finally:
         engine.close()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("hicache_storage_backend", "file"), ("enable_lmcache", True), ("enable_flexkv", True)],
-)
-def test_a_server_whose_cache_outlives_new_weights_takes_none(
-    field: str, value: Any, server: FakeServer, engine: BlockingEngine, model: Path
-) -> None:
-    """A flush leaves what lies outside of the server: keys and values of old weights, found by token ids."""
-    settings = {"hicache_storage_backend": None, "enable_lmcache": False, "enable_flexkv": False}
-    server.answers["server_info"] = (200, {**settings, field: value})
-    flag = "--" + field.replace("_", "-")
-    with pytest.raises(ServerError, match=f"{server.url}: start it without {flag}: .* of earlier weights"):
-        engine.update_weights(weights(model), 5)
-    assert server.version == "0"
-    server.answers["server_info"] = (200, settings)
-    engine.update_weights(weights(model), 5)
-    assert server.version == "5"
 
 
 def test_a_draft_model_gets_new_weights_from_disk_alone(

@@ -157,14 +157,9 @@ async def test_the_order_of_calls_in_a_release_and_wake(
     assert servers[0].dead is None
     assert servers[0].tags == ALL
     assert servers[0].calls == [
-        "abort_request",
-        "pause_generation",
-        "release_memory_occupation cuda_graph kv_cache weights",
-        "resume_memory_occupation cuda_graph weights",
-        "update_weights_from_disk",
-        "weights_checker",
-        "resume_memory_occupation kv_cache",
-        "continue_generation",
+        *("abort_request", "pause_generation", "release_memory_occupation cuda_graph kv_cache weights"),
+        *("resume_memory_occupation cuda_graph weights", "update_weights_from_disk", "weights_checker"),
+        *("resume_memory_occupation kv_cache", "continue_generation"),
     ]
 
 
@@ -184,30 +179,27 @@ HANDED = [
 ]
 
 
-def test_the_order_of_calls_in_a_wake_by_handles(servers: list[SleepingServer], model: Path) -> None:
+async def test_the_order_of_calls_in_a_wake_by_handles(servers: list[SleepingServer], model: Path) -> None:
     """Twice: an update that a failure has left open is ended first, and none is open the first time."""
     digests = []
 
     async def confirm(digest: str) -> None:
         digests.append(digest)
 
-    async def check() -> None:
-        engine = engine_on(servers[0], model)
-        for left_open in (False, True):
-            await engine.release_memory()
-            servers[0].calls.clear()
-            servers[0].updates = left_open
-            await wake_by_handles(engine, confirm=confirm)
-            assert servers[0].calls == HANDED
-            assert await engine.weight_version() == 7
-
-    asyncio.run(check())
+    engine = engine_on(servers[0], model)
+    for left_open in (False, True):
+        await engine.release_memory()
+        servers[0].calls.clear()
+        servers[0].updates = left_open
+        await wake_by_handles(engine, confirm=confirm)
+        assert servers[0].calls == HANDED
+        assert await engine.weight_version() == 7
     assert servers[0].dead is None
     assert servers[0].tags == ALL
     assert digests == ["of 7", "of 7"]
 
 
-def test_the_order_of_calls_in_a_broadcast(servers: list[SleepingServer], model: Path) -> None:
+async def test_the_order_of_calls_in_a_broadcast(servers: list[SleepingServer], model: Path) -> None:
     """The version is set, and sampling resumes, after the digest was compared."""
     group = BroadcastGroup("127.0.0.1", 1234, "weights", 2, "gloo")
 
@@ -218,15 +210,12 @@ def test_the_order_of_calls_in_a_broadcast(servers: list[SleepingServer], model:
     async def confirm(digest: str) -> None:
         servers[0].calls.append(f"confirm {digest}")
 
-    async def check() -> None:
-        engine = engine_on(servers[0], model)
-        await engine.leave_group(group.name)
-        await engine.join_group(group, 1)
-        for left_open in (False, True):
-            servers[0].updates = left_open
-            await engine.load(parts(), 7, confirm)
-
-    asyncio.run(check())
+    engine = engine_on(servers[0], model)
+    await engine.leave_group(group.name)
+    await engine.join_group(group, 1)
+    for left_open in (False, True):
+        servers[0].updates = left_open
+        await engine.load(parts(), 7, confirm)
     once = [
         *("abort_request", "pause_generation", "end_weight_update", "begin_weight_update"),
         *["update_weights_from_distributed"] * 2,
@@ -321,31 +310,22 @@ async def test_a_fourth_transport_is_a_file_and_an_entry(
     await pool.close()
 
 
-@pytest.mark.parametrize(
-    ("way", "says"),
-    [
-        ("refuses", "update_weights_from_tensor: status 400.*must run between"),
-        ("other version", "reports weight version 3 after a load of 7"),
-    ],
-)
-async def test_a_server_that_refuses_handles_is_named(
-    servers: list[SleepingServer], model: Path, way: str, says: str
-) -> None:
-    engine = engine_on(servers[0], model)
+async def test_a_server_that_refuses_handles_is_named(servers: list[SleepingServer], model: Path) -> None:
+    async def out_of_turn() -> AsyncIterator[WeightPart]:
+        server.updates = False
+        yield [b"7"]
+
+    server = servers[0]
+    engine = engine_on(server, model)
     await engine.release_memory()
-    if way == "refuses":
-
-        async def parts() -> AsyncIterator[WeightPart]:
-            servers[0].updates = False
-            yield [b"7"]
-
-        with pytest.raises(ServerError, match=f"{servers[0].url}/{says}"):
-            await engine.wake(parts(), 7, agreed)
-    else:
-        servers[0].answers["model_info"] = (200, {"weight_version": "3"})
-        with pytest.raises(ServerError, match=f"{servers[0].url}: {says}"):
-            await wake_by_handles(engine)
-    assert "continue_generation" not in servers[0].calls
+    says = f"{server.url}/update_weights_from_tensor: status 400.*must run between"
+    with pytest.raises(ServerError, match=says):
+        await engine.wake(out_of_turn(), 7, agreed)
+    server.tags.clear()
+    server.answers["model_info"] = (200, {"weight_version": "3"})
+    with pytest.raises(ServerError, match=f"{server.url}: reports weight version 3 after a load of 7"):
+        await wake_by_handles(engine)
+    assert "continue_generation" not in server.calls
 
 
 @pytest.mark.parametrize("path", sorted({call.split()[0] for call in HANDED}))
@@ -359,47 +339,20 @@ async def test_a_server_crash_in_a_wake_by_handles_raises(
         await wake_by_handles(engine)
 
 
-def test_a_server_that_has_not_read_the_handles_has_another_digest(
-    servers: list[SleepingServer], model: Path
+@pytest.mark.parametrize("by_handles", [True, False])
+async def test_nothing_is_sampled_from_weights_that_are_not_confirmed(
+    servers: list[SleepingServer], model: Path, folder: Path, by_handles: bool
 ) -> None:
-    """The resumed memory is undefined. Nothing is sampled from it."""
-    digests = []
+    """The resumed memory is undefined, here of a server that has not read what it got."""
 
-    async def confirm(digest: str) -> None:
-        digests.append(digest)
-        if len(digests) > 1 and len(set(digests)) > 1:
-            raise DigestMismatch(digest)
-
-    async def check() -> None:
-        servers[1].loads_nothing = True
-        for server in servers:
-            engine = engine_on(server, model)
-            await engine.release_memory()
-            if server.loads_nothing:
-                with pytest.raises(DigestMismatch, match="of unset"):
-                    await wake_by_handles(engine, confirm=confirm)
-            else:
-                await wake_by_handles(engine, confirm=confirm)
-
-    asyncio.run(check())
-    assert digests == ["of 7", "of unset"]
-    assert "continue_generation" not in servers[1].calls
-    assert "kv_cache" not in servers[1].tags
-
-
-def test_nothing_is_sampled_from_weights_that_are_not_confirmed(
-    servers: list[SleepingServer], model: Path, folder: Path
-) -> None:
     async def refuse(digest: str) -> None:
         raise DigestMismatch(digest)
 
-    async def check() -> None:
-        engine = engine_on(servers[0], model)
-        await engine.release_memory()
-        with pytest.raises(DigestMismatch, match="of 7"):
-            await engine.wake(folder, 7, refuse)
-
-    asyncio.run(check())
+    servers[0].loads_nothing = True
+    engine = engine_on(servers[0], model)
+    await engine.release_memory()
+    with pytest.raises(DigestMismatch, match="of unset"):
+        await (wake_by_handles(engine, refuse) if by_handles else engine.wake(folder, 7, refuse))
     assert "continue_generation" not in servers[0].calls
     assert "kv_cache" not in servers[0].tags
 
@@ -433,32 +386,6 @@ async def test_a_server_crash_in_a_hand_over_loses_that_server_alone(
     assert servers[0].weights == "7"
     await pool.close()
     assert [server.dead for server in servers] == [None, None]
-
-
-async def test_garbage_weights_after_a_wake_are_detected(
-    servers: list[SleepingServer], model: Path, folder: Path
-) -> None:
-    """A server says that it has loaded the weights, and computes with what its memory happened to hold."""
-    pool = ColocatedPool([engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS)
-    await pool.update(folder, 7)
-    await pool.admit()
-    await until(lambda: pool.up == 2)
-    released = await pool.release()
-    servers[1].loads_nothing = True
-    await pool.update(folder, 8)
-    # Two differ, and nobody knows which is right: neither samples.
-    assert await pool.wake(released) == []
-    assert all("continue_generation" not in server.calls[-2:] for server in servers)
-    await pool.close()
-
-
-async def test_waking_a_server_twice_crashes_it(
-    servers: list[SleepingServer], model: Path, folder: Path
-) -> None:
-    engine = engine_on(servers[0], model)
-    with pytest.raises(ServerError, match="/resume_memory_occupation: "):
-        await engine.wake(folder, 7, agreed)
-    assert servers[0].dead == "resumed ['cuda_graph', 'weights'], which was there"
 
 
 RELEASING = ("abort_request", "pause_generation", "release_memory_occupation")

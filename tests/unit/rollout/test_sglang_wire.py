@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.weight_stream import write_shards
-from bapo_megatron.rollout.engines.sglang.server_process import server_command, sglang_python
+from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.runtime import device
@@ -55,14 +55,6 @@ def test_the_body_of_a_request() -> None:
     }
 
 
-def test_a_servers_preferred_sampling_parameters_change_nothing() -> None:
-    """As SGLang merges them (``_create_tokenized_object``, tokenizer_manager.py): the request's come last."""
-    preferred = {"top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05, "min_new_tokens": 5}
-    preferred |= {"presence_penalty": 1.5, "frequency_penalty": 0.5, "temperature": 0.1}
-    sent = json.loads(generate_payload(REQUEST, "x"))["sampling_params"]
-    assert {name: ({**preferred, **sent})[name] for name in preferred} == {**NEUTRAL, "temperature": 0.7}
-
-
 def test_ignore_eos_without_stop_tokens() -> None:
     request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 3, ()))
     assert json.loads(generate_payload(request, "x"))["sampling_params"]["ignore_eos"] is True
@@ -100,6 +92,15 @@ def changed(path: tuple[Any, ...], value: Any) -> Any:
 
 
 META = "meta_info"
+
+
+def tokens(*ids: int, reason: str = "stop") -> Any:
+    reply = changed((META, "finish_reason", "type"), reason)
+    reply["output_ids"] = [*ids]
+    reply[META]["output_token_logprobs"] = [[-1.0, one, None] for one in ids]
+    return reply
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "text": ("busy", "no generation"),
     "a list": ([REPLY], "no generation"),
@@ -114,6 +115,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "a log-prob that is none": (changed((META, "output_token_logprobs", 0, 0), None), "no"),
     "a token of no fields": (changed((META, "output_token_logprobs", 0), []), "no generation"),
     "another stop": (changed((META, "output_token_logprobs", 2, 1), 8), "other tokens"),
+    "a stop that was not asked for": (tokens(5, 6, 8), "stop token that was not asked for"),
+    "too many tokens": (tokens(5, 6, 7, 9), "4 tokens where 3 were asked for"),
+    "a length before the limit": (tokens(5, 6, reason="length"), "length after 2 of 3 tokens: .*room for 8"),
 }
 
 
@@ -143,30 +147,6 @@ def test_a_reply_of_64k_tokens() -> None:
     assert found.token_ids_R.tolist() == token_ids
     assert found.log_probs_R.tolist() == [float(np.float32(value)) for value in log_probs]
     assert (found.token_ids_R.dtype, found.log_probs_R.dtype) == (np.int32, np.float32)
-
-
-def test_finish_by_length_before_the_limit_is_refused() -> None:
-    reply = changed((META, "finish_reason", "type"), "length")
-    reply["output_ids"] = reply["output_ids"][:2]
-    reply[META]["output_token_logprobs"] = reply[META]["output_token_logprobs"][:2]
-    with pytest.raises(
-        BadReply, match="finished by length after 2 of 3 tokens: .*room for 8 more than the sequence's 5"
-    ):
-        generation_of(REQUEST, wire(reply))
-
-
-def test_an_unrequested_stop_token_is_refused() -> None:
-    reply = changed(("output_ids",), [5, 6, 8])
-    reply[META]["output_token_logprobs"][2][1] = 8
-    with pytest.raises(BadReply, match="stop token that was not asked for"):
-        generation_of(REQUEST, wire(reply))
-
-
-def test_too_many_tokens_are_refused() -> None:
-    reply = changed(("output_ids",), [5, 6, 7, 9])
-    reply[META]["output_token_logprobs"].insert(2, [-1.0, 7, None])
-    with pytest.raises(BadReply, match="4 tokens where 3 were asked for"):
-        generation_of(REQUEST, wire(reply))
 
 
 def test_staged_weights_are_atomic(tmp_path: Path) -> None:
@@ -219,52 +199,40 @@ def test_a_shard_of_unknown_dtypes_is_refused(tmp_path: Path) -> None:
         write_shards([("a", torch.zeros(1, dtype=torch.int64))], tmp_path)
 
 
-def test_a_missing_environment_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("BAPO_SGLANG_PYTHON", raising=False)
-    monkeypatch.setattr(device, "gpu_signs", lambda: iter([]))
-    nowhere = r"no interpreter at .venv-sglang/bin/python or .venv-cluster-sglang/bin/python: `make sglang`"
-    with pytest.raises(ConfigError, match=nowhere):
-        sglang_python()
-    monkeypatch.setattr(device, "gpu_signs", lambda: iter(["/dev/nvidia0 exists"]))
-    with pytest.raises(ConfigError, match=r"no interpreter at .venv-cluster-sglang/.*: `make cluster`"):
-        sglang_python()
-    monkeypatch.setenv("BAPO_SGLANG_PYTHON", "")  # as a script leaves it: not set
-    with pytest.raises(ConfigError, match=r"no interpreter at .venv-cluster-sglang"):
-        sglang_python()
-    monkeypatch.setenv("BAPO_SGLANG_PYTHON", str(tmp_path / "absent"))
-    with pytest.raises(ConfigError, match="absent"):
-        sglang_python()
+CPU, GPU = ".venv-sglang/bin/python", ".venv-cluster-sglang/bin/python"
 
 
-def test_a_login_node_takes_the_environment_with_cuda_where_it_has_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("there", "has_gpu", "variables", "chosen"),
+    [
+        ([CPU, GPU], False, {}, CPU),
+        ([CPU, GPU], True, {}, GPU),
+        ([CPU, GPU], True, {"BAPO_DEVICE": "cpu"}, CPU),
+        ([GPU], False, {}, GPU),  # as on a login node
+        ([], False, {}, f"no interpreter at {CPU} or {GPU}: `make sglang`"),
+        ([], True, {}, f"no interpreter at {GPU}.*: `make cluster`"),
+        ([], True, {"BAPO_SGLANG_PYTHON": ""}, f"no interpreter at {GPU}"),  # as a script leaves it: not set
+        ([CPU], False, {"BAPO_SGLANG_PYTHON": "absent"}, "absent"),
+    ],
+)
+def test_which_interpreter_starts_servers(
+    there: list[str],
+    has_gpu: bool,
+    variables: dict[str, str],
+    chosen: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BAPO_SGLANG_PYTHON", raising=False)
-    monkeypatch.setattr(device, "gpu_signs", lambda: iter([]))
-    (tmp_path / ".venv-cluster-sglang/bin").mkdir(parents=True)
-    (tmp_path / ".venv-cluster-sglang/bin/python").touch()
-    assert sglang_python() == tmp_path / ".venv-cluster-sglang/bin/python"
-
-
-def test_the_environment_with_cuda_comes_first_on_a_machine_with_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("BAPO_SGLANG_PYTHON", raising=False)
-    for folder in (".venv-sglang", ".venv-cluster-sglang"):
-        (tmp_path / folder / "bin").mkdir(parents=True)
-        (tmp_path / folder / "bin/python").touch()
-    monkeypatch.setattr(device, "gpu_signs", lambda: iter([]))
-    assert sglang_python() == tmp_path / ".venv-sglang/bin/python"
-    monkeypatch.setattr(device, "gpu_signs", lambda: iter(["/dev/nvidia0 exists"]))
-    assert sglang_python() == tmp_path / ".venv-cluster-sglang/bin/python"
-    monkeypatch.setenv("BAPO_DEVICE", "cpu")
-    assert sglang_python() == tmp_path / ".venv-sglang/bin/python"
-
-
-def test_only_the_server_command_outlives_its_shell() -> None:
-    """Only servers that a run starts end with it; `bapo rollout-server &` must not end with a login."""
-    line = server_command(Path("python"), Path("model"), "127.0.0.1", 30000, cuda=True)
-    assert (line[0], Path(line[1]).parts[-2:]) == ("python", ("sglang_launch", "launch.py"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device, "gpu_signs", lambda: iter(["/dev/nvidia0 exists"] * has_gpu))
+    for name in there:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    if chosen in there:
+        assert sglang_python() == tmp_path / chosen
+    else:
+        with pytest.raises(ConfigError, match=chosen):
+            sglang_python()

@@ -142,8 +142,9 @@ def test_a_step_without_an_example_is_named(tmp_path: Path) -> None:
     write_step(tmp_path, 3, StepBatch((), {}))
     with pytest.raises(ConfigError, match=r"step_000003.npz has no responses: the step trained on nothing"):
         read_example(tmp_path, 3)
-    with pytest.raises(ConfigError, match=r"step_000004.npz: no such file"):
-        read_example(tmp_path, 4)
+    for read in (read_example, read_header):
+        with pytest.raises(ConfigError, match=r"step_000004.npz: no such file"):
+            read(tmp_path, 4)
     (tmp_path / "step_000003.npz").write_bytes(b"PK")
     with pytest.raises(ConfigError, match=r"the record of step 3 is damaged"):
         read_example(tmp_path, 3)
@@ -178,13 +179,6 @@ def test_an_empty_step_round_trips(tmp_path: Path) -> None:
     assert_same(read_step(tmp_path, 0), StepBatch((), {"reward/mean": 1.0}))
 
 
-def test_equal_batches_give_equal_bytes(tmp_path: Path) -> None:
-    assert (
-        write_step(tmp_path / "a", 1, batch()).read_bytes()
-        == write_step(tmp_path / "b", 1, batch()).read_bytes()
-    )
-
-
 def test_a_step_file_has_the_numbers_of_its_groups(tmp_path: Path) -> None:
     write_step(tmp_path, 7, batch(), [4, 9])
     write_step(tmp_path, 12, batch())
@@ -193,13 +187,6 @@ def test_a_step_file_has_the_numbers_of_its_groups(tmp_path: Path) -> None:
     assert step_groups(tmp_path, 12) == []
     with pytest.raises(ConfigError, match="no such file"):
         step_groups(tmp_path, 8)
-
-
-def test_a_rewritten_step_replaces_its_file(tmp_path: Path) -> None:
-    write_step(tmp_path, 3, StepBatch((), {}))
-    write_step(tmp_path, 3, batch())
-    assert_same(read_step(tmp_path, 3), batch())
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000003.npz"]
 
 
 def test_replay_serves_the_stored_batches(tmp_path: Path) -> None:
@@ -220,8 +207,9 @@ def test_damage_anywhere_is_detected(tmp_path: Path) -> None:
     path = step_path(tmp_path, 1)
     for length in range(0, len(whole), 97):
         path.write_bytes(whole[:length])
-        with pytest.raises(ConfigError, match=r"step_000001\.npz.*damaged"):
-            read_step(tmp_path, 1)
+        for read in (read_step, read_header):
+            with pytest.raises(ConfigError, match=r"step_000001\.npz.*damaged"):
+                read(tmp_path, 1)
     noticed = 0
     for at in range(0, len(whole), 13):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,16 +46,25 @@ def rows(*log_probs: float | None, ids: tuple[int, ...] = (6, 7, 8, 9)) -> dict[
     return {"text": "", "meta_info": {"input_token_logprobs": listed}}
 
 
+@asynccontextmanager
+async def teaching(*urls: str, longest: int = 100, **settings: Any) -> AsyncIterator[Teacher]:
+    teacher = Teacher(DistillationConfig(1.0, urls=urls, **{"give_up_s": 20.0, **settings}), longest)
+    try:
+        yield teacher
+    finally:
+        await teacher.close()
+
+
+def url_of(server: JudgeServer) -> str:
+    return server.url.removesuffix("/v1")
+
+
 def asked(*servers: JudgeServer, **settings: Any) -> np.ndarray:
     """The log-probs of RESPONSE after PROMPT, by a teacher on these servers."""
-    urls = tuple(server.url.removesuffix("/v1") for server in servers)
 
     async def main() -> np.ndarray:
-        teacher = Teacher(DistillationConfig(1.0, urls=urls, **{"give_up_s": 20.0, **settings}), 100)
-        try:
+        async with teaching(*map(url_of, servers), **settings) as teacher:
             return await asyncio.wait_for(teacher.log_probs(PROMPT, RESPONSE), 120)
-        finally:
-            await teacher.close()
 
     return asyncio.run(main())
 
@@ -134,16 +145,12 @@ def test_a_server_that_refuses_is_passed_over_and_all_that_refuse_stop_the_run()
 def test_a_dead_server_holds_no_response_up(how: str) -> None:
     """It is not waited for while another server answers, and is then tried last."""
     with judge_server(says({}, 503)) as busy, judge_server(says(rows(-1, -1, -1))) as good:
-        dead = busy.url.removesuffix("/v1") if how == "answers 503" else f"http://127.0.0.1:{free_port()}"
+        dead = url_of(busy) if how == "answers 503" else f"http://127.0.0.1:{free_port()}"
 
         async def main() -> None:
-            urls = (dead, good.url.removesuffix("/v1"))
-            teacher = Teacher(DistillationConfig(1.0, urls=urls, give_up_s=3600.0), 100)
-            try:
+            async with teaching(dead, url_of(good), give_up_s=3600.0) as teacher:
                 for _ in range(2):
                     await asyncio.wait_for(teacher.log_probs(PROMPT, RESPONSE), 120)
-            finally:
-                await teacher.close()
 
         asyncio.run(main())
         assert len(good.bodies) == 2
@@ -170,18 +177,14 @@ def test_a_long_answer_has_room() -> None:
     listed = [[None, 6, None], *([-12.345678901234567, 151_643, None] for _ in range(count))]
     response = np.full(count, 151_643, np.int32)
 
-    async def main(url: str, longest: int) -> np.ndarray:
-        teacher = Teacher(DistillationConfig(1.0, urls=(url,), give_up_s=20.0), longest)
-        try:
+    async def main(longest: int) -> np.ndarray:
+        async with teaching(url_of(server), longest=longest) as teacher:
             return await teacher.log_probs(PROMPT, response)
-        finally:
-            await teacher.close()
 
     with judge_server(says({"meta_info": {"input_token_logprobs": listed}})) as server:
-        url = server.url.removesuffix("/v1")
-        assert len(asyncio.run(main(url, count + 2))) == count
+        assert len(asyncio.run(main(count + 2))) == count
         with pytest.raises(RunStopped, match="more than"):
-            asyncio.run(main(url, 100))
+            asyncio.run(main(100))
 
 
 class Words:
@@ -197,11 +200,8 @@ class Words:
 
 def opened(server: JudgeServer) -> None:
     async def main() -> None:
-        teacher = Teacher(DistillationConfig(1.0, urls=(server.url.removesuffix("/v1"),), give_up_s=5.0), 100)
-        try:
+        async with teaching(url_of(server), give_up_s=5.0) as teacher:
             await teacher.open(Dataset([Prompt(0, PROMPT, "", "test")], Words(), (3,)))
-        finally:
-            await teacher.close()
 
     asyncio.run(main())
 
@@ -289,27 +289,22 @@ def config(temperature: float = 1.0, **settings: Any) -> RunConfig:
         ({"temperature": 0.7}, r"needs rollout\.temperature=1, not 0\.7"),
         ({"estimator": "k1"}, "does not depend on the teacher"),
         ({"concurrency": 0}, r"distillation\.concurrency=0"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        config(**settings).check()
-    config(**{**settings, "coefficient": 0.0, "concurrency": 1}).check()
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
         ({"urls": ("h:1",)}, r"distillation\.urls=.*not an address"),
         ({"urls": ("http://me:secret@h:1",)}, r"user or a password"),
         ({"api_key_env": "sk-123"}, "must be the name of an environment variable"),
         ({"api_key_env": "NO_SUCH_KEY_HERE"}, "is not set"),
     ],
 )
-def test_addresses_and_keys_are_checked_before_the_run(settings: dict[str, Any], match: str) -> None:
+def test_settings_that_cannot_work_are_refused_before_the_run(settings: dict[str, Any], match: str) -> None:
+    """Where a teacher is asked: not without a coefficient, nor in a replay."""
+
+    def check(run: RunConfig) -> None:
+        run.check()
+        check_teacher(run)
+
     with pytest.raises(ConfigError, match=match) as found:
-        check_teacher(config(**settings))
+        check(config(**settings))
     assert "secret" not in str(found.value)
-    check_teacher(config(**{**settings, "coefficient": 0.0}))
+    check(config(**{**settings, "coefficient": 0.0, "concurrency": 1}))
     replay = dataclasses.replace(config().rollout, replay=Path("/nowhere"))
     check_teacher(dataclasses.replace(config(**settings), rollout=replay))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.interfaces import Confirm, Engine, ReceivesBroadcast
+from bapo_megatron.interfaces import Confirm, Engine
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
-from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.weight_updates import BroadcastUpdates, WeightUpdates
 from bapo_megatron.types import BroadcastGroup, BucketSpec, WeightParts
 from tests.support.receiving_engine import ReceivingEngine
@@ -47,16 +46,13 @@ async def one_update(updates: BroadcastUpdates, version: int = 5) -> None:
     await updates.resume()
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 60))
-
-
-def test_which_engines_receive_broadcasts() -> None:
-    assert isinstance(ReceivingEngine("a"), ReceivesBroadcast)
-    assert not isinstance(ScriptedEngine(mixed), ReceivesBroadcast)
-    limits: Any = None
-    server: Any = type("Server", (), {"url": "http://a"})()
-    assert isinstance(SglangEngine(server, limits), ReceivesBroadcast)
+async def refused(match: str, *engines: Engine, timeouts: EngineTimeouts = PATIENCE) -> None:
+    """Check that an update of these engines, from their group on, raises an EngineError in time."""
+    async with asyncio.timeout(60), updating(*engines, timeouts=timeouts) as (_, updates, _):
+        await updates.gather()
+        with pytest.raises(EngineError, match=match):
+            await updates.join(GROUP)
+            await one_update(updates)
 
 
 async def test_an_update_of_no_engine_is_an_error() -> None:
@@ -84,21 +80,6 @@ async def test_all_engines_finish_a_call_before_the_next_begins() -> None:
     for number, step in enumerate(["begin", "receive w", "end", "version 5", "resume"]):
         assert calls[2 * number : 2 * number + 2] == [f"a {step}", f"b {step}"]
     assert len(calls) == 10
-
-
-def test_no_engine_samples_from_weights_with_a_wrong_digest() -> None:
-    calls: list[str] = []
-    wrong = ReceivingEngine("b", calls=calls)
-
-    async def go() -> None:
-        async with updating(ReceivingEngine("a", calls=calls), wrong) as (_, updates, _):
-            wrong.digest = "other"
-            await updates.gather()
-            await one_update(updates)
-
-    with pytest.raises(EngineError, match="b: the engines have different weights: a: same, b: other"):
-        run(go())
-    assert not [call for call in calls if "version" in call or "resume" in call]
 
 
 async def test_no_engine_resumes_before_its_digest_was_compared() -> None:
@@ -138,71 +119,75 @@ async def test_no_engine_joins_a_group_if_one_cannot_leave_the_last() -> None:
         assert kept.calls == ["kept leave weights"]
 
 
-def test_a_load_that_ends_without_confirmation_is_an_error() -> None:
-    class Hasty(ReceivingEngine):
-        async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
-            if isinstance(weights, Path):
-                await super().load(weights, version, confirm)
-            else:
-                async for _ in weights:
-                    return
+class Loading(ReceivingEngine):
+    """An engine whose load of weights in parts is ``takes``."""
 
-    async def go() -> None:
-        async with updating(Hasty("a")) as (_, updates, _):
-            await updates.gather()
-            await one_update(updates)
+    def __init__(self, takes: Callable[[Loading, WeightParts, Confirm], Coroutine[Any, Any, None]]) -> None:
+        super().__init__("a")
+        self.takes = takes
 
-    with pytest.raises(EngineError, match="a: its load ended before its digest was compared"):
-        run(go())
+    async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
+        if isinstance(weights, Path):
+            await super().load(weights, version, confirm)
+        else:
+            await self.takes(self, weights, confirm)
+            self.version = version
 
 
-@pytest.mark.parametrize("parts", [0, 1])
-def test_a_digest_before_the_end_of_the_parts_is_an_error(parts: int) -> None:
+async def hasty(_engine: Loading, parts: WeightParts, _confirm: Confirm) -> None:
+    await anext(aiter(parts))
+
+
+async def early(_engine: Loading, _parts: WeightParts, confirm: Confirm) -> None:
+    await confirm("same")
+
+
+async def too_early(_engine: Loading, parts: WeightParts, confirm: Confirm) -> None:
+    await anext(aiter(parts))
+    await confirm("same")
+
+
+async def twice(engine: Loading, parts: WeightParts, confirm: Confirm) -> None:
+    async for _ in parts:
+        pass
+    await asyncio.gather(confirm("same"), confirm(engine.digest or "same"))
+
+
+async def cancelled(_engine: Loading, _parts: WeightParts, _confirm: Confirm) -> None:
+    """By itself, as by a task of its own that its abort cancels: it is not a cancel of the driver."""
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("takes", "says"),
+    [
+        (hasty, "its load ended before its digest was compared"),
+        (cancelled, "its load ended before its digest was compared"),
+        (early, "reports a digest before the parts of its weights have ended"),
+        (too_early, "reports a digest before the parts of its weights have ended"),
+        (twice, "reports two different digests"),
+    ],
+)
+async def test_a_load_that_breaks_its_contract_is_an_error(takes: Any, says: str) -> None:
     """Else the engine would wait to be resumed, and the driver for the engine, for ever."""
-
-    class Early(ReceivingEngine):
-        async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
-            if isinstance(weights, Path):
-                await super().load(weights, version, confirm)
-                return
-            for _ in range(parts):
-                await anext(weights)
-            await confirm("same")
-
-    async def go() -> None:
-        async with updating(Early("a")) as (_, updates, _):
-            await updates.gather()
+    engine = Loading(takes)
+    engine.digest = "other" if takes is twice else None
+    async with asyncio.timeout(60), updating(engine) as (_, updates, _):
+        await updates.gather()
+        with pytest.raises(EngineError, match=f"a: {says}"):
             await one_update(updates)
 
-    with pytest.raises(EngineError, match="a: reports a digest before the parts of its weights have ended"):
-        run(go())
 
-
-def test_an_engine_may_report_its_digest_twice_but_no_two() -> None:
-    class Twice(ReceivingEngine):
-        second = "same"
-
-        async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
-            async def both(digest: str) -> None:
-                await asyncio.gather(confirm(digest), confirm(self.second))
-
-            await super().load(weights, version, confirm if isinstance(weights, Path) else both)
-
-    async def go(engine: Twice) -> None:
-        async with updating(engine) as (_, updates, _):
-            await updates.gather()
-            await one_update(updates)
-            assert engine.version == 5
-
-    run(go(Twice("a")))
-    other = Twice("a")
-    other.second = "other"
-    with pytest.raises(EngineError, match="a: reports two different digests"):
-        run(go(other))
+async def test_an_engine_may_report_its_digest_twice() -> None:
+    engine = Loading(twice)
+    async with updating(engine) as (_, updates, _):
+        await updates.gather()
+        await one_update(updates)
+        assert engine.version == 5
 
 
 @pytest.mark.parametrize("step", ["leave weights", "join weights at 1", "begin", "receive w", "end"])
-def test_a_step_that_hangs_ends_at_the_limit_of_updates(step: str) -> None:
+async def test_a_step_that_hangs_ends_at_the_limit_of_updates(step: str) -> None:
     """Nothing else would end it: heartbeats continue, and the engine's health is good."""
 
     class Hangs(ReceivingEngine):
@@ -211,63 +196,24 @@ def test_a_step_that_hangs_ends_at_the_limit_of_updates(step: str) -> None:
                 await asyncio.sleep(1000)
             await super()._note(call)
 
-    async def go() -> None:
-        async with updating(Hangs("a"), timeouts=replace(PATIENCE, update_s=0.5)) as (_, updates, _):
-            await updates.gather()
-            await updates.join(GROUP)
-            await one_update(updates)
-
-    with pytest.raises(EngineError, match="a: not done in 0.5 s"):
-        run(go())
+    await refused("a: not done in 0.5 s", Hangs("a"), timeouts=replace(PATIENCE, update_s=0.5))
 
 
-def test_an_engine_of_the_former_interface_is_an_engine_error() -> None:
+async def test_an_engine_of_the_former_interface_is_an_engine_error() -> None:
     """Its calls are made where errors of engines are expected: the sampler's process continues."""
 
     class Former(ReceivingEngine):
         async def leave_group(self, name: str, timeout_s: float) -> None:  # type: ignore[override]
             raise AssertionError(timeout_s)
 
-    async def go() -> None:
-        async with updating(Former("a")) as (_, updates, _):
-            await updates.gather()
-            await updates.join(GROUP)
-
-    with pytest.raises(EngineError, match="timeout_s"):
-        run(go())
-
-
-def test_an_engine_whose_load_was_cancelled_has_failed() -> None:
-    """By itself, as by a task of its own that its abort cancels: it is not a cancel of the driver."""
-
-    class Cancelled(ReceivingEngine):
-        async def _note(self, call: str) -> None:
-            if call == "begin":
-                raise asyncio.CancelledError
-            await super()._note(call)
-
-    async def go() -> None:
-        async with updating(Cancelled("a")) as (_, updates, _):
-            await updates.gather()
-            await one_update(updates)
-
-    with pytest.raises(EngineError, match="a: its load ended before its digest was compared"):
-        run(go())
+    await refused("timeout_s", Former("a"))
 
 
 @pytest.mark.parametrize("step", ["begin", "receive w", "end", "version 5", "resume"])
-def test_any_exception_of_an_engine_becomes_an_engine_error(step: str) -> None:
+async def test_any_exception_of_an_engine_becomes_an_engine_error(step: str) -> None:
     bad = ReceivingEngine("bad")
     bad.fails_at = step
-
-    async def go() -> None:
-        async with updating(ReceivingEngine("good"), bad) as (_, updates, _):
-            await updates.gather()
-            await updates.join(GROUP)
-            await one_update(updates)
-
-    with pytest.raises(EngineError, match=f"bad does not {step}"):
-        run(go())
+    await refused(f"bad does not {step}", ReceivingEngine("good"), bad)
 
 
 async def test_a_failed_broadcast_ends_the_loads_of_all_engines() -> None:
@@ -308,3 +254,14 @@ async def test_engines_that_cannot_receive_go_into_quarantine() -> None:
         await updates.fail("the sender died")
         assert pool.up == 0
         assert await updates.gather() == (1, False)
+
+
+async def test_no_engine_samples_from_weights_with_a_wrong_digest() -> None:
+    calls: list[str] = []
+    right, wrong = ReceivingEngine("a", calls=calls), ReceivingEngine("b", calls=calls)
+    async with updating(right, wrong) as (_, updates, _):
+        wrong.digest = "other"
+        await updates.gather()
+        with pytest.raises(EngineError, match="b: the engines have different weights: a: same, b: other"):
+            await one_update(updates)
+    assert not [call for call in calls if "version" in call or "resume" in call]

@@ -11,13 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.rollout.sampler.write_ahead_log import (
-    Damage,
-    Record,
-    WriteAheadLog,
-    encode,
-    read_records,
-)
+from bapo_megatron.rollout.sampler.write_ahead_log import Damage, Record, WriteAheadLog, encode, read_records
 
 
 def record(number: int) -> Record:

@@ -26,7 +26,8 @@ class FusedAdam(torch.optim.Optimizer):
         capturable: bool = False,
         master_weights: bool = False,
     ) -> None:
-        assert not (capturable or master_weights)
+        assert not capturable
+        assert not master_weights
         defaults = {"bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **defaults})
         self._mode = 1 if adam_w_mode else 0

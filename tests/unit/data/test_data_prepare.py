@@ -349,17 +349,6 @@ def test_a_problem_that_many_questions_hold_is_no_template_of_theirs() -> None:
     assert index.match(other) is None
 
 
-def test_problems_of_one_template_do_not_contaminate_each_other() -> None:
-    """Made-up sums, as reasoning-gym writes them: none is lost but those of the numbers that are held out
-    (signs are not words)."""
-    template = "State the final answer to the following arithmetic problem: {} {} {} ="
-    sums = [(a, sign, b) for a in range(2, 12) for sign in "+-" for b in range(12, 24)]
-    held_out = [(7, "+", 13), (9, "-", 21)]
-    index = Contamination([EvaluationProblem("s", 0, template.format(*one)) for one in held_out], 8, 0.3)
-    lost = [one for one in sums if index.match(template.format(*one))]
-    assert lost == [one for one in sums if (one[0], one[2]) in ((7, 13), (9, 21))]
-
-
 def test_each_filter_leaves_out_what_it_must(tmp_path: Path) -> None:
     suite = tmp_path / "suites/held_out"
     suite.mkdir(parents=True)

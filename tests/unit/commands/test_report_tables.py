@@ -23,6 +23,7 @@ from bapo_megatron.commands.report.series import (
     number,
     prediction,
     ratio_profile,
+    reward_turns,
     source_cells,
     staleness_table,
 )
@@ -103,7 +104,6 @@ def test_the_table_of_episodes_by_hand() -> None:
             "environment/finish_failed": turn / 10,
             "environment/reward_turn_10": -turn,
             "environment/reward_turn_2": None if turn == 2 else turn,
-            **{f"environment/reward_turn_{name}": 1.0 for name in ("x", "-1", "9" * 5000)},  # are no turns
             "episode/calls <b>": 3.0,
         }
         for turn in (1.0, 2.0, 4.0)
@@ -117,6 +117,7 @@ def test_the_table_of_episodes_by_hand() -> None:
         ("calls <b>", ["3.000", "3.000"]),
     ]
     assert episode_cells(run_of({"step": 1, "reward/mean": 0.5}), 1) == []  # without an environment
+    assert reward_turns(f"environment/reward_turn_{turn}" for turn in ("x", "-1", "9" * 5000, "2")) == [2]
 
 
 def test_a_metric_that_stops_before_the_run_says_where() -> None:

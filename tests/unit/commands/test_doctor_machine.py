@@ -77,22 +77,17 @@ def test_no_sglang_is_a_problem_where_the_run_starts_servers(tmp_path: Path, req
     assert [each.state for each in rows] == ["ok", row.state, row.state, "optional"]
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
+def test_an_interpreter_that_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "DEADLINE_S", 1.0)
+    for body, says in (
         ("echo broken >&2; exit 4", "exit code 4: broken"),
         ("echo hello", "no answer"),
         ("echo []", "no answer"),
         ("sleep 60", "no end within 1 s"),
-    ],
-)
-def test_an_interpreter_that_does_not_work(
-    body: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sglang, "DEADLINE_S", 1.0)
-    (row,) = sglang.sglang_rows(True, interpreter(tmp_path, body))
-    assert row.state == "problem"
-    assert says in row.found
+    ):
+        (row,) = sglang.sglang_rows(True, interpreter(tmp_path, body))
+        assert row.state == "problem"
+        assert says in row.found
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,8 @@ HOSTILE = (
     """</title></style><script>alert(1)</script><img src=http://x.example/ onerror='a()'>"'}{{7*7}}$\\x"""
 )
 
-BOUNDS = {
-    "algorithm.bounds.low_start": 0.6,
-    "algorithm.bounds.low_end": 0.9,
-    "algorithm.bounds.high_start": 1.2,
-    "algorithm.bounds.high_end": 3.0,
-    "algorithm.bounds.target": 0.4,
-}
+RANGES = {"low_start": 0.6, "low_end": 0.9, "high_start": 1.2, "high_end": 3.0, "target": 0.4}
+BOUNDS = {f"algorithm.bounds.{name}": value for name, value in RANGES.items()}
 
 
 METRICS = {curve.metric for panel in PANELS for curve in panel.curves} - {"eval/mean", "sampled/reward/mean"}

@@ -160,15 +160,8 @@ def record_of(updates: list[dict[str, Any]], events: list[dict[str, Any]] | None
 
 
 def update(step: int, epoch: int, entropy: float, effect: float, **rest: Any) -> dict[str, Any]:
-    return {
-        "step": step,
-        "epoch": epoch,
-        "policy/lr": 2.0,
-        "policy/entropy": entropy,
-        "entropy_rule/effect": effect,
-        "entropy_rule/covariance": -3 * effect,
-        **rest,
-    }
+    row = {"step": step, "epoch": epoch, "policy/lr": 2.0, "policy/entropy": entropy, **rest}
+    return {**row, "entropy_rule/effect": effect, "entropy_rule/covariance": -3 * effect}
 
 
 def test_a_profile_weighs_updates_by_the_tokens_of_the_bin() -> None:
@@ -190,46 +183,30 @@ ONE = {"staleness/1/tokens": 0.25, "staleness/1/covariance": -0.4}
 NONE = {"staleness/1/tokens": 0.0, "staleness/1/covariance": None}
 
 
+PASSES = [
+    *(update(1, 0, 2.0, 0.1, **{"policy/tokens": 1}), update(1, 0, 1.0, 0.3, **{"policy/tokens": 3})),
+    *(update(1, 1, 1.0, 9.0), update(2, 0, 5.0, -0.5), update(2, 1, 6.0, 9.0)),
+]
+ONCE = [update(1, 0, 1.0, 0.1), update(2, 0, 1.2, 0.4), update(3, 0, 2.0, -0.2), update(4, 0, 1.6, 0.0)]
+OF_ONE = [update(1, 0, 1.0, 0.1, **ONE), update(2, 0, 1.5, 0.1, **NONE), update(3, 0, 1.0, 0.1)]
+EFFECT = {"reading": "effect"}
+
+
 @pytest.mark.parametrize(
     ("rows", "asked", "predicted", "measured", "correlation"),
     [
         # Step 1: entropy (1 x 2.0 + 3 x 1.0) / 4 = 1.25, then 1.0. Predicted 2 (0.1 + 0.3) = 0.8. No pair
         # crosses steps, and two pairs correlate always.
-        (
-            [
-                update(1, 0, 2.0, 0.1, **{"policy/tokens": 1}),
-                update(1, 0, 1.0, 0.3, **{"policy/tokens": 3}),
-                *(update(1, 1, 1.0, 9.0), update(2, 0, 5.0, -0.5), update(2, 1, 6.0, 9.0)),
-            ],
-            {"reading": "effect"},
-            [0.8, -1.0],
-            [-0.25, 1.0],
-            None,
-        ),
+        (PASSES, EFFECT, [0.8, -1.0], [-0.25, 1.0], None),
+        (PASSES, {}, [2.4, -3.0], [-0.25, 1.0], None),
         # Without reuse each update is compared with the next.
-        (
-            [update(1, 0, 1.0, 0.1), update(2, 0, 1.2, 0.4), update(3, 0, 2.0, -0.2), update(4, 0, 1.6, 0.0)],
-            {"reading": "effect"},
-            [0.2, 0.8, -0.4],
-            [0.2, 0.8, -0.4],
-            pytest.approx(1.0),
-        ),
+        (ONCE, EFFECT, [0.2, 0.8, -0.4], [0.2, 0.8, -0.4], pytest.approx(1.0)),
         # Share 0.25 of covariance -0.4 at rate 2: 0.2; an update without such tokens adds nothing.
-        (
-            [update(1, 0, 1.0, 0.1, **ONE), update(2, 0, 1.5, 0.1, **NONE), update(3, 0, 1.0, 0.1)],
-            {"bucket": "1"},
-            [0.2, 0.0],
-            [0.5, -0.5],
-            None,
-        ),
+        (OF_ONE, {"bucket": "1"}, [0.2, 0.0], [0.5, -0.5], None),
     ],
 )
 def test_the_change_of_entropy_by_hand(
-    rows: list[dict[str, Any]],
-    asked: dict[str, str],
-    predicted: list[float],
-    measured: list[float],
-    correlation: Any,
+    rows: list[dict[str, Any]], asked: dict[str, str], predicted: Any, measured: Any, correlation: Any
 ) -> None:
     found = prediction(record_of(rows), **asked)
     assert found.predicted == pytest.approx(predicted)

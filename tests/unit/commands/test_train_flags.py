@@ -95,9 +95,8 @@ def test_a_job_is_submitted_with_its_directory(
 def test_training_alone_makes_no_more_steps_than_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for case, (steps, asked, found) in enumerate(
-        (([1, 2, 3], 40, 3), ([1, 2, 3], 2, 2), ([1, 2, 4], 40, 2), ([1], 1, 1))
-    ):
+    cases = (([1, 2, 3], 40, 3), ([1, 2, 3], 2, 2), ([1, 2, 4], 40, 2), ([1], 1, 1))
+    for case, (steps, asked, found) in enumerate(cases):
         source = stored(tmp_path / str(case), *steps)
         run, samples_only = flags("--train-only", str(source), f"--steps={asked}")
         assert (samples_only, run.steps, run.rollout.replay) == (False, found, source)

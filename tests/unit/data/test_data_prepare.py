@@ -107,10 +107,10 @@ def test_every_schema_gives_the_same_problem(row: dict[str, Any], answer: str) -
     assert problem_of(problem.row(), "again", 5).row() == problem.row()
 
 
-@pytest.mark.parametrize(
-    "names",
-    ["prompt problem question", "answer solution final_answer expected_answer label tests"],
-)
+QUESTIONS, ANSWERS = "prompt problem question", "answer solution final_answer expected_answer label tests"
+
+
+@pytest.mark.parametrize("names", [QUESTIONS, ANSWERS])
 def test_the_first_column_with_a_value_counts(names: str) -> None:
     """Rows of several datasets in one file have null in the columns of the others."""
     columns = names.split()

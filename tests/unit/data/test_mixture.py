@@ -25,11 +25,8 @@ from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.types import Prompt
 
-WEIGHTS = st.lists(
-    st.one_of(st.integers(1, 40), st.sampled_from([0.1, 0.25, 0.3333, 1.5, 1e-3, 7.7])),
-    min_size=1,
-    max_size=6,
-)
+NUMBERS = st.one_of(st.integers(1, 40), st.sampled_from([0.1, 0.25, 0.3333, 1.5, 1e-3, 7.7]))
+WEIGHTS = st.lists(NUMBERS, min_size=1, max_size=6)
 
 
 def assigned(weights: list[float], places: int, start: int = 0) -> list[int]:

@@ -24,13 +24,9 @@ from tests.support.batches import in_memory
 
 
 def sample(prompt: list[int], response: list[int], advantage: float = 1.0, version: int = 0) -> Sample:
-    count = len(response)
-    return Sample(
-        token_ids=np.array(prompt + response, dtype=np.int32),
-        log_probs_R=-np.arange(1, count + 1, dtype=np.float32),
-        versions_R=np.full(count, version, dtype=np.int32),
-        advantage=advantage,
-    )
+    token_ids = np.array(prompt + response, dtype=np.int32)
+    log_probs_R = -np.arange(1, len(response) + 1, dtype=np.float32)
+    return Sample(token_ids, log_probs_R, np.full(len(response), version, dtype=np.int32), advantage)
 
 
 def test_fields_stand_at_the_predicting_token() -> None:

@@ -116,7 +116,7 @@ def test_a_server_that_fits(server: Played, model: Path, key_file: Path) -> None
     ]
 
 
-FLAG_OF_ROUTES = {"enable_return_routed_experts": True}
+TRTLLM = {"enable_return_routed_experts": True, "moe_runner_backend": "flashinfer_trtllm"}
 GRAPHS = {"decode": {"backend": "full"}, "prefill": {"backend": "breakable"}}
 IN_PLACE = {"on_update": "in_place"}
 CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -129,11 +129,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"longest_sequence": 257}, "sequences of 256 tokens"),
     ({"hicache_storage_backend": "file"}, {}, "--hicache-storage-backend"),
     ({"enable_return_routed_experts": False}, {"needs_routes": True}, "no --enable-return-routed-experts"),
-    (
-        {**FLAG_OF_ROUTES, "moe_runner_backend": "flashinfer_trtllm"},
-        {"needs_routes": True},
-        "a kernel that chooses experts itself, flashinfer_trtllm",
-    ),
+    (TRTLLM, {"needs_routes": True}, "a kernel that chooses experts itself, flashinfer_trtllm"),
     ({"disable_overlap_schedule": True}, IN_PLACE, "no --disable-radix-cache"),
     ({"disable_radix_cache": True}, IN_PLACE, "no --disable-overlap-schedule"),
     ({"speculative_algorithm": "EAGLE"}, {"sync": "broadcast"}, "has --speculative-algorithm EAGLE"),
@@ -268,9 +264,9 @@ def test_mistakes_of_every_kind_are_told_at_once(demo: Callable[..., RunConfig],
         (OSError("the disk is gone"), {}, "OSError in raises: the disk is gone"),
         # A message with its fix is one problem.
         (
-            ConfigError("the run r was started with others:\nseed: 1 in the run, 2 now\ngive it back"),
+            ConfigError("other settings:\nseed: 1, 2 now\ngive it back"),
             {},
-            "the run r was started with others: seed: 1 in the run, 2 now; give it back",
+            "other settings: seed: 1, 2 now; give it back",
         ),
     ],
 )

@@ -58,6 +58,7 @@ def fact(name: str, run: RunRecord) -> str:
 
 
 SEARCHED = "BAPO: clipping bounds searched for each"
+OF_UPDATES = f"{SEARCHED} update"
 OF_PARTS = f"{SEARCHED} part of an update"
 AXES = "gradient, absolute, uniform, high_first"
 SHARE_OF_GRADIENT = "of the gradient from positive tokens"
@@ -68,15 +69,15 @@ AIMLESS = "none: fixed bounds aim at nothing"
 @pytest.mark.parametrize(
     ("bounds", "algorithm", "preset", "target"),
     [
-        (balanced(), f"{SEARCHED} update", f"balanced ({AXES}, update)", AT_0_4),
+        (balanced(), OF_UPDATES, f"balanced ({AXES}, update)", AT_0_4),
         (paper(), OF_PARTS, f"paper ({AXES}, micro_batch of about 16384 tokens)", AT_0_4),
         (
             BoundsConfig(target=0.5, low_start=0.8),
-            f"{SEARCHED} update",
+            OF_UPDATES,
             f"floored ({AXES}, update), but for its target",
             f"0.5 {SHARE_OF_GRADIENT}",
         ),
-        (BoundsConfig(low_end=0.8), f"{SEARCHED} update", f"of no preset ({AXES}, update)", AT_0_4),
+        (BoundsConfig(low_end=0.8), OF_UPDATES, f"of no preset ({AXES}, update)", AT_0_4),
         (grpo(), "GRPO: clipping bounds fixed at 0.8 and 1.2", "grpo", AIMLESS),
         (clip_higher(), "clip-higher (DAPO): clipping bounds fixed at 0.8 and 1.28", "clip_higher", AIMLESS),
         (fixed(0.9, 1.2), "PPO: clipping bounds fixed at 0.9 and 1.2", "none", AIMLESS),

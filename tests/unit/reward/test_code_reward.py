@@ -146,18 +146,12 @@ def test_the_last_closed_python_block_counts(block: str | None, responses: tuple
     assert {response: last_code_block(response) for response in responses} == dict.fromkeys(responses, block)
 
 
-@pytest.mark.parametrize(
-    ("response", "is_right"),
-    [
-        ("<think>so</think>\n{}", True),
-        ("<think>perhaps\n{}\nor", False),
-        ("<think>{}</think>\nIt adds them.", False),
-    ],
-)
-def test_a_program_counts_behind_the_thinking_part(response: str, is_right: bool) -> None:
+def test_a_program_counts_behind_the_thinking_part() -> None:
     """As a box does: a response that is cut off in its thoughts has given no program."""
     program = "```python\nprint(sum(map(int, input().split())))\n```"
-    assert program_is_right(ADD, response.format(program), 512, 5.0, 60.0) is is_right
+    responses = ("<think>so</think>\n{}", "<think>perhaps\n{}\nor", "<think>{}</think>\nIt adds them.")
+    judged = [program_is_right(ADD, response.format(program), 512, 5.0, 60.0) for response in responses]
+    assert judged == [True, False, False]
 
 
 def test_the_forms_of_ground_truth() -> None:

@@ -332,6 +332,9 @@ def templated(opens: bool, *contents: str) -> str:
 
 
 TALK = templated(False, "1+1=", "two")
+TURNS_OF_TALK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "two"}]
+CHATTED = {"model": "rm", "use_activation": False, "messages": TURNS_OF_TALK}
+BATCHED = {"query": [TALK], "prompts": [templated(True, "1+1=")], "labels": ["2"]}
 
 
 @pytest.mark.parametrize(
@@ -339,25 +342,9 @@ TALK = templated(False, "1+1=", "two")
     [
         ("sglang", {"scale": 2.0, **TEMPLATED}, {"embedding": [-2.5], "meta_info": {}}, -5.0, {"text": TALK}),
         ("sglang", TEMPLATED, [{"embedding": [-2.5]}], -2.5, {"text": TALK}),
-        (
-            "vllm",
-            {"model": "rm"},
-            {"data": [{"index": 0, "probs": [1.75], "num_classes": 1}]},
-            1.75,
-            {
-                "model": "rm",
-                "use_activation": False,
-                "messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "two"}],
-            },
-        ),
+        ("vllm", {"model": "rm"}, {"data": [{"index": 0, "probs": [1.75]}]}, 1.75, CHATTED),
         ("vllm", TEMPLATED, {"data": [{"index": 0, "probs": [1.75]}]}, 1.75, {"input": TALK}),
-        (
-            "openrlhf",
-            TEMPLATED,
-            {"rewards": [0.25]},
-            0.25,
-            {"query": [TALK], "prompts": [templated(True, "1+1=")], "labels": ["2"]},
-        ),
+        ("openrlhf", TEMPLATED, {"rewards": [0.25]}, 0.25, BATCHED),
         ("slime", {}, 1, 1.0, {"prompt": "1+1=", "response": "two", "label": "2"}),
         ("slime", {"reward_key": "score"}, {"score": 0.5}, 0.5, {}),
     ],
@@ -378,8 +365,7 @@ def test_sglang_reads_the_tokens_of_the_template(family: str) -> None:
     tokenizer = family_tokenizer(family)
     with judge_server(says({"embedding": [1.0]})) as server:
         modelled(server, "sglang", tokenizer=str(FOLDERS[family]))
-    asked = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "two"}]
-    ids = tokenizer.apply_chat_template(asked, return_dict=False)
+    ids = tokenizer.apply_chat_template(TURNS_OF_TALK, return_dict=False)
     assert tokenizer(server.bodies[0]["text"])["input_ids"] == ids
 
 

@@ -1,10 +1,12 @@
-"""``bapo doctor``: one step of each source's environment, which gives an answer or a reason."""
+"""``bapo doctor``: one step of each source's environment, one call of the recipe's reward."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,19 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.doctor import environments, recipe
+from bapo_megatron.commands.doctor import doctor, environments, recipe
 from bapo_megatron.commands.doctor.environments import try_environments
-from bapo_megatron.commands.doctor.recipe import check_recipe
+from bapo_megatron.commands.doctor.recipe import check_recipe, try_reward
 from bapo_megatron.commands.doctor.rows import DoctorRow
-from bapo_megatron.config import EnvironmentConfig, RunConfig
+from bapo_megatron.config import EnvironmentConfig, RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.sources import SourceConfig
 from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.data.prompts import PromptSet
-from bapo_megatron.runtime.child_process import CommandResult, run_command
+from bapo_megatron.runtime.child_process import run_command
 from bapo_megatron.types import Prompt
+from tests.support.judge_server import judge_server, judged, says
 
 RECIPE = Path(__file__).parents[3] / "recipes/demo_tools_cpu.py"
+DEMO = RECIPE.with_name("demo_cpu.py")
 LONG_S = 300.0
 pytestmark = pytest.mark.integration
 
@@ -35,6 +39,8 @@ GAME = """
 import asyncio, json, os, sys, time
 from bapo_megatron.environment import Environment, Reply
 
+REPLIES = {"text": "higher", "number": Reply(42), "nan": Reply("higher", reward=float("nan"))}
+REPLIES |= {"note": Reply("higher", note={1}), "end": Reply(None, reward=1.5)}
 
 class Game(Environment):
     role = "user"
@@ -63,20 +69,10 @@ class Game(Environment):
             raise ValueError("the door is shut")
         if self.does == "hang":
             time.sleep(1000)
-        if self.does == "text":
-            return "higher"
-        if self.does == "number":
-            return Reply(42)
-        if self.does == "nan":
-            return Reply("higher", reward=float("nan"))
-        if self.does == "note":
-            return Reply("higher", note={1})
         if self.does == "die":
             print("\\x1b[2Jno license for the game", file=sys.stderr)
             os._exit(9)
-        if self.does == "end":
-            return Reply(None, reward=1.5)
-        return Reply("Say a number.\\n", reward=0.25)
+        return REPLIES.get(self.does, Reply("Say a number.\\n", reward=0.25))
 
     def close(self):
         self.note("closed")
@@ -100,11 +96,12 @@ def game(tmp_path: Path) -> str:
     return f"{file}:Game"
 
 
-def tried(environment: EnvironmentConfig) -> DoctorRow:
+def tried(game: str, does: str, **fields: Any) -> DoctorRow:
     """The trial on row 3 of a dataset whose rows have no number."""
+    settings = {"does": does, **fields.pop("settings", {})}
+    environment = EnvironmentConfig(game, settings, **{"step_limit_s": LONG_S, **fields})
     config = replace(load_recipe(RECIPE, RunConfig), environment=environment)
-    rows = [prompt(3), prompt(4)]
-    [trial] = try_environments(config, [PromptSet(tuple(rows), 0, 2)])
+    [trial] = try_environments(config, [PromptSet((prompt(3), prompt(4)), 0, 2)])
     return trial
 
 
@@ -116,8 +113,7 @@ def prompt(row: int, source: str = "") -> Prompt:
 def test_an_object_takes_one_step_and_is_closed(game: str, tmp_path: Path) -> None:
     """In the named interpreter, with the settings; the row has what came of it."""
     log = tmp_path / "log"
-    settings = {"does": "answer", "log": str(log)}
-    row = tried(EnvironmentConfig(game, settings, step_limit_s=LONG_S, python=Path(sys.executable)))
+    row = tried(game, "answer", settings={"log": str(log)}, python=Path(sys.executable))
     said = r"row 3: to 'I do not know\.' it gave a turn of role user, 14 characters \('Say a number\.\\n'\), "
     said += r"reward 0\.25, not done, in \d+\.\d s; start \d+\.\d s; resume replay, tools: none"
     assert re.fullmatch(f"{re.escape(game)}, {said}", row.found)
@@ -126,23 +122,10 @@ def test_an_object_takes_one_step_and_is_closed(game: str, tmp_path: Path) -> No
     assert [what for what, _ in events] == ["made", "I do not know.", "closed"]
     task = events[0][1]
     assert task.pop("episode").startswith("doctor-")
-    messages = [{"role": "user", "content": "hello"}]
-    assert task == {
-        "messages": messages,
-        "ground_truth": "many",
-        "data_source": "test",
-        "extra_info": {"a": 1},
-    }
-
-
-def test_an_episode_may_end_at_once(game: str) -> None:
-    found = tried(EnvironmentConfig(game, {"does": "end"}, step_limit_s=LONG_S)).found
-    assert "it gave no turn, reward 1.5, done, in" in found
-
-
-def test_tools_and_a_missing_reward_are_told(game: str) -> None:
-    waiting = EnvironmentConfig(game.replace(":Game", ":Waiting"), {"does": "wait"}, step_limit_s=LONG_S)
-    found = tried(waiting).found
+    given = {"messages": prompt(3).messages, "ground_truth": "many", "data_source": "test"}
+    assert task == {**given, "extra_info": {"a": 1}}
+    assert "it gave no turn, reward 1.5, done, in" in tried(game, "end").found
+    found = tried(game.replace(":Game", ":Waiting"), "wait").found
     assert "a turn of role tool, 4 characters ('wait'), no reward, not done" in found
     assert found.endswith("resume never, tools: look")
 
@@ -158,7 +141,7 @@ def test_tools_and_a_missing_reward_are_told(game: str) -> None:
     ],
 )
 def test_what_no_turn_can_change_is_a_problem(game: str, does: str, says: str) -> None:
-    row = tried(EnvironmentConfig(game, {"does": does}, step_limit_s=LONG_S))
+    row = tried(game, does)
     assert row.state == "problem"
     begin = re.escape(f"environment.function={game} failed at row 3, to 'I do not know.': ")
     assert re.match(begin + says, row.found, re.DOTALL)
@@ -167,32 +150,28 @@ def test_what_no_turn_can_change_is_a_problem(game: str, does: str, says: str) -
 
 
 def test_a_step_that_raises_at_the_invented_turn_ends_no_run(game: str) -> None:
-    row = tried(EnvironmentConfig(game, {"does": "raise"}, step_limit_s=LONG_S))
+    row = tried(game, "raise")
     assert row.state == "optional"
     says = r"to 'I do not know\.': raised: ValueError\('the door is shut'\).*raise ValueError\("
     assert re.search(says, row.found, re.DOTALL)
-    goes_on = "a run continues, and this response fails (reward.on_failure); if it should not, mend the class"
-    assert row.fix.startswith(goes_on)
+    assert row.fix.startswith(f"{environments.GOES_ON}; if it should not, mend the class")
 
 
 @pytest.mark.parametrize("kind", ["Game", "Waiting"])
 def test_a_step_that_hangs(game: str, kind: str) -> None:
-    hangs = EnvironmentConfig(game.replace(":Game", f":{kind}"), {"does": "hang"}, step_limit_s=0.5)
-    trial = tried(hangs)
-    assert trial.state == "optional"
-    assert trial.found.endswith("failed at row 3, to 'I do not know.': time: no answer within 0.5 s")
-    goes_on = f"{environments.GOES_ON}; if it should not, "
-    assert trial.fix == f"{goes_on}let step() return within environment.step_limit_s=0.5 s, or raise that"
-    shorter = tried(replace(hangs, step_limit_s=LONG_S, episode_limit_s=0.5))
-    assert (
-        shorter.fix == f"{goes_on}let step() return within environment.episode_limit_s=0.5 s, or raise that"
-    )
+    kind_of_game = game.replace(":Game", f":{kind}")
+    for limit in ("step_limit_s", "episode_limit_s"):
+        trial = tried(kind_of_game, "hang", **{limit: 0.5})
+        assert trial.state == "optional"
+        assert trial.found.endswith("failed at row 3, to 'I do not know.': time: no answer within 0.5 s")
+        fix = f"let step() return within environment.{limit}=0.5 s, or raise that"
+        assert trial.fix == f"{environments.GOES_ON}; if it should not, {fix}"
 
 
 def test_a_step_may_take_longer_than_the_doctor_waits(game: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "MOST_WAIT_S", 0.5)
     waiting = game.replace(":Game", ":Waiting")
-    trial = tried(EnvironmentConfig(waiting, {"does": "hang"}, step_limit_s=5, episode_limit_s=600))
+    trial = tried(waiting, "hang", step_limit_s=5, episode_limit_s=600)
     assert trial.state == "optional"
     assert trial.found == f"{waiting}, row 3: no answer within 0.5 s; longer was not waited"
     assert trial.fix == "none if environment.step_limit_s=5 is meant; else lower it"
@@ -214,8 +193,7 @@ def stderr_file(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("stderr_file")
 def test_a_step_that_ends_its_process(game: str, tmp_path: Path) -> None:
     """It is asked once, for it may act outside, and its last words are kept."""
-    settings = {"does": "die", "log": str(tmp_path / "log")}
-    trial = tried(EnvironmentConfig(game, settings, step_limit_s=LONG_S))
+    trial = tried(game, "die", settings={"log": str(tmp_path / "log")})
     assert trial.state == "optional"
     assert "to 'I do not know.': died: " in trial.found
     assert trial.found.endswith("last lines of stderr:\n\x1b[2Jno license for the game")
@@ -255,37 +233,30 @@ recipe.main(["r"])
 """
 
 
+def checked(change: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[DoctorRow], object]:
+    """The rows of a check whose child has this line."""
+    command = [sys.executable, "-c", CHILD.replace("CHANGE", change)]
+    monkeypatch.setattr(recipe, "run_module", lambda *_: run_command(command, 600.0))
+    return check_recipe(RECIPE, [])
+
+
 @pytest.mark.parametrize(
     ("change", "last"),
     [
         ("", ("reward", "ok", "score 1")),
-        (
-            "recipe.try_environments = ends",
-            ("environment", "optional", f"{DIED} 7: no license"),
-        ),
-        (
-            "recipe._try_rewards = ends",
-            ("reward", "optional", f"{DIED} 7: no license"),
-        ),
+        ("recipe.try_environments = ends", ("environment", "optional", f"{DIED} 7: no license")),
+        ("recipe._try_rewards = ends", ("reward", "optional", f"{DIED} 7: no license")),
         (
             "recipe.try_environments = lambda *_: 1 / 0",
-            (
-                "environment",
-                "optional",
-                "its trial did not end: exit code 1: ZeroDivisionError: division by zero",
-            ),
+            ("environment", "optional", f"{DIED} 1: ZeroDivisionError: division by zero"),
         ),
         ("recipe.try_environments = refuses", ("reward", "ok", "score 1")),
     ],
 )
 def test_a_trial_that_breaks_the_check_costs_no_other_row(
-    change: str, last: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, last: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(_module: str, _arguments: list[str], deadline_s: float) -> CommandResult:
-        return run_command([sys.executable, "-c", CHILD.replace("CHANGE", change)], deadline_s)
-
-    monkeypatch.setattr(recipe, "run_module", run)
-    rows, facts = check_recipe(RECIPE, [])
+    rows, facts = checked(change, monkeypatch)
     assert facts is not None
     refused = [("recipe", "problem", "no such suite")] if "refuses" in change else []
     found = [(row.name.replace(str(RECIPE), "recipe"), row.state, row.found) for row in rows]
@@ -297,42 +268,26 @@ def test_a_trial_that_breaks_the_check_costs_no_other_row(
 def test_an_environment_that_was_tried_is_told_though_the_next_ends_the_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    command = [sys.executable, "-c", CHILD.replace("CHANGE", "recipe.try_environments = tells_one_and_ends")]
-    monkeypatch.setattr(recipe, "run_module", lambda *_: run_command(command, 600.0))
-    rows, _ = check_recipe(RECIPE, [])
+    rows, _ = checked("recipe.try_environments = tells_one_and_ends", monkeypatch)
     assert [(row.state, row.found) for row in rows if row.name == "environment"] == [
         ("problem", "the first does not answer"),
         ("optional", f"{DIED} 7: no license"),
     ]
-
-
-def test_a_problem_that_the_recipe_and_its_reward_have_is_told_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    # A problem that the recipe and its reward have is told once; a torn line is no answer.
     change = "recipe._try_rewards = lambda *_: [recipe.DoctorRow('recipe', 'reward', 'problem', 'a problem')]"
-    command = [sys.executable, "-c", CHILD.replace("CHANGE", change)]
-    monkeypatch.setattr(recipe, "run_module", lambda *_: run_command(command, 600.0))
-    rows, _ = check_recipe(RECIPE, [])
+    rows, _ = checked(change, monkeypatch)
     assert [(row.state, row.found) for row in rows] == [("problem", "a problem")]
-
-
-def test_a_torn_line_is_no_answer() -> None:
     assert recipe._last_answer('{"next": "reward"}\n{"next": "environm') == {"next": "reward"}
     assert recipe._last_answer('{"next": "rew') is None
 
 
-def test_an_interpreter_that_does_not_run(game: str) -> None:
-    trial = tried(EnvironmentConfig(game, {"does": "end"}, python=Path("/bin/false")))
+def test_what_cannot_reach_a_worker(game: str) -> None:
+    """An interpreter that does not run; a row with values of parquet that JSON has not."""
+    trial = tried(game, "end", python=Path("/bin/false"))
     assert trial.state == "problem"
-    begin = (
-        f"environment.function={game}, row 3: no step: environment.function={game}: its worker did not start"
-    )
+    begin = f"environment.function={game}, row 3: no step: environment.function={game}: its worker did not"
     assert trial.found.startswith(begin)
     assert "environment.python=/bin/false" in trial.found
-
-
-def test_a_row_that_cannot_reach_a_worker(game: str) -> None:
-    """Parquet has values that JSON has not."""
     row = replace(prompt(3), extra_info={"day": date(2026, 1, 1)})
     config = replace(load_recipe(RECIPE, RunConfig), environment=EnvironmentConfig(game, {"does": "end"}))
     [trial] = try_environments(config, [PromptSet((row,), 0, 1)])
@@ -368,10 +323,8 @@ def test_the_doctor_steps_the_environments_of_a_recipe(game: str, tmp_path: Path
     prompts = [[{"role": "user", "content": f"{n}+1="}] for n in range(2)]
     rows = [{"prompt": one, "reward_model": {"ground_truth": "7"}, "data_source": "g"} for one in prompts]
     data.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    source: dict[str, Any] = {
-        "path": str(data),
-        "environment": {"function": game, "settings": {"does": "text"}},
-    }
+    environment = {"function": game, "settings": {"does": "text"}}
+    source = {"path": str(data), "environment": environment}
     flags = [f"--run-dir={tmp_path / 'run'}", f"--data.sources={json.dumps([source])}", "--data.path=None"]
     told, _ = check_recipe(RECIPE, flags)
     suites, games = (row for row in told if row.name == "environment")
@@ -385,9 +338,82 @@ def test_the_doctor_steps_the_environments_of_a_recipe(game: str, tmp_path: Path
     assert "step returned str: return a Reply" in games.found
 
 
+@pytest.mark.parametrize(
+    ("function", "works", "says"),
+    [
+        ("math", True, r"score 1 for row 3 with its ground truth in a box as the response"),
+        ("tests.support.reward_functions:with_more", True, "score 1 for row 3"),
+        ("tests.support.reward_functions:score", False, r"no score for row 3 .*raised: KeyError\("),
+        ("tests.support.reward_functions:one", False, "cannot be called with a prompt and a response"),
+    ],
+)
+def test_a_reward_is_tried_on_a_row(function: str, works: bool, says: str) -> None:
+    config = load_recipe(DEMO, RunConfig)
+    config = dataclasses.replace(config, reward=RewardConfig(function=function))
+    row = try_reward(config, Prompt(3, np.zeros(1, np.int32), "34", "test"))
+    assert re.search(says, row.found)
+    assert (row.state, bool(row.fix)) == (("ok", False) if works else ("problem", True))
+    if "no score" in row.found:
+        assert "Traceback (most recent call last):" in row.found
+        assert "return ACTIONS[word](prompt, rest)" in row.found
+
+
+def test_a_recipe_that_ends_the_process_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a report that continues."""
+    for section in ("package_rows", "sglang_rows", "sandbox_rows"):
+        monkeypatch.setattr(doctor, section, lambda *_: iter(()))
+    path = tmp_path / "crash.py"
+    path.write_text("import os, signal\nprint('noise')\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    assert doctor.run_doctor([str(path), "--json"]) == 1
+    told = json.loads(capfd.readouterr().out)["rows"]
+    [row] = [row for row in told if row["section"] == "recipe"]
+    assert row["found"].startswith("ended by SIGKILL")
+    assert "machine" in {row["section"] for row in told}
+
+
+def test_the_doctor_calls_the_reward_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_rewards.py").write_text("def score(prompt, response):\n    return prompt.truth\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    base = shutil.copytree(DEMO.parent / "demo/policy", tmp_path / "base")
+    for name in ("config", "generation_config", "tokenizer_config"):  # as a base model has them
+        file = base / f"{name}.json"
+        written = file.read_text().replace("<|im_end|>", "<|endoftext|>")
+        file.write_text(written.replace('"eos_token_id": 258', '"eos_token_id": 256'))
+    flags = [f"--run-dir={tmp_path / 'run'}", f"--model.hf-path={base}"]
+    rows, _ = check_recipe(DEMO, [*flags, "--reward.function=broken_rewards:score"])
+    [stops, row] = [row for row in rows if row.name in ("stop tokens", "reward")]
+    assert (stops.state, row.state) == ("optional", "problem")
+    assert "ends turns with <|im_end|>, and no response stops there" in stops.found
+    assert "AttributeError: 'Prompt' object has no attribute 'truth'" in row.found
+
+
+def test_a_judge_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bapo_megatron.commands.doctor.recipe.ENDPOINT_DEADLINE_S", 0.3)
+    config = load_recipe(DEMO, RunConfig)
+    prompt = Prompt(3, np.zeros(1, np.int32), "34", "test", messages=[{"role": "user", "content": "17*2="}])
+
+    def tried(url: str) -> tuple[bool, str]:
+        reward = RewardConfig(function="llm_judge", settings={"url": url, "model": "m"})
+        row = try_reward(dataclasses.replace(config, reward=reward), prompt)
+        return row.state == "ok", row.found
+
+    with judge_server(judged("Score: 1"), says({"error": "no such model"}, 404)) as server:
+        assert tried(server.url) == (True, "score 1 for row 3 with its ground truth in a box as the response")
+        works, found = tried(server.url)
+        assert not works
+        assert "no score for row 3" in found
+        assert "endpoint: " in found
+        assert "HTTP 404" in found
+        port = server.port
+    works, found = tried(f"http://127.0.0.1:{port}/v1")
+    assert not works
+    assert "no server took a connection for 0.3 s" in found
+
+
 def test_a_missing_module_is_told_once(tmp_path: Path) -> None:
     told, _ = check_recipe(RECIPE, [f"--run-dir={tmp_path / 'run'}", "--environment.function=absent:Game"])
-    problems = [row.found for row in told if row.state == "problem"]
-    assert len(problems) == 1
-    assert "environment.function=absent:Game" in problems[0]
+    [problem] = [row.found for row in told if row.state == "problem"]
+    assert "environment.function=absent:Game" in problem
     assert not [row for row in told if row.name == "environment"]

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,6 @@ from bapo_megatron.commands.doctor.machine import (
 from bapo_megatron.commands.doctor.packages import SGLANG, SGLANG_CUDA, TRAINING, pins
 from bapo_megatron.reward.sandbox.sandbox import SandboxError
 
-# --- SGLang's environment ------------------------------------------------------------------------
-
 
 def interpreter(tmp_path: Path, body: str) -> Path:
     path = tmp_path / "python"
@@ -36,38 +35,36 @@ def interpreter(tmp_path: Path, body: str) -> Path:
     return path
 
 
+def answering(folder: Path, versions: dict[str, Any]) -> Path:
+    return interpreter(folder, f"echo '{json.dumps(versions)}'")
+
+
 def test_sglang_is_asked_for_its_versions(tmp_path: Path) -> None:
     told = {"python": "3.11.7", "sglang": "0.5.20", "torch": "2.13.0+cu130", "sglang-router": None}
-    rows = list(sglang.sglang_rows(True, interpreter(tmp_path, f"echo '{json.dumps(told)}'")))
-    assert [(row.name, row.state) for row in rows] == [
-        ("interpreter", "ok"),
-        ("sglang", "optional"),
-        ("torch", "ok"),
-        ("sglang-router", "optional"),
-    ]
+    rows = list(sglang.sglang_rows(True, answering(tmp_path, told)))
+    assert [row.name for row in rows] == ["interpreter", "sglang", "torch", "sglang-router"]
+    assert [row.state for row in rows] == ["ok", "optional", "ok", "optional"]
     assert rows[1].found == "0.5.20, which was not tested"
     assert rows[1].needed == f"tested: {pins(SGLANG)['sglang']}"
+    # One that is half installed by make cluster is known by its folder.
+    folder = tmp_path / ".venv-cluster-sglang/bin"
+    folder.mkdir(parents=True)
+    half = {"python": "3.11.7", "sglang": None, "torch": pins(SGLANG_CUDA)["torch"]}
+    rows = list(sglang.sglang_rows(True, answering(folder, half)))
+    assert [row.state for row in rows] == ["ok", "problem", "ok", "optional"]
+    assert rows[1].fix == "make cluster installs the tested versions"
 
 
 def test_an_environment_of_make_cluster_is_held_against_its_own_pins(tmp_path: Path) -> None:
     """With CUDA's kernels in it. On a login node `make sglang` would lay CPU builds over it."""
     told = {**pins(SGLANG_CUDA), "python": "3.11.7"}
-    rows = list(sglang.sglang_rows(True, interpreter(tmp_path, f"echo '{json.dumps(told)}'")))
+    rows = list(sglang.sglang_rows(True, answering(tmp_path, told)))
     assert [row.state for row in rows] == ["ok"] * 4
     assert rows[2].found == pins(SGLANG_CUDA)["torch"] != pins(TRAINING)["torch"]
     told["torch"] = pins(TRAINING)["torch"]
-    rows = list(sglang.sglang_rows(True, interpreter(tmp_path, f"echo '{json.dumps(told)}'")))
+    rows = list(sglang.sglang_rows(True, answering(tmp_path, told)))
     assert (rows[2].state, rows[2].needed) == ("optional", f"tested: {pins(SGLANG_CUDA)['torch']}")
     assert rows[2].fix == "make cluster installs the tested versions"
-
-
-def test_a_half_installed_environment_of_make_cluster_is_known_by_its_folder(tmp_path: Path) -> None:
-    told = {"python": "3.11.7", "sglang": None, "torch": pins(SGLANG_CUDA)["torch"]}
-    folder = tmp_path / ".venv-cluster-sglang/bin"
-    folder.mkdir(parents=True)
-    rows = list(sglang.sglang_rows(True, interpreter(folder, f"echo '{json.dumps(told)}'")))
-    assert [row.state for row in rows] == ["ok", "problem", "ok", "optional"]
-    assert rows[1].fix == "make cluster installs the tested versions"
 
 
 @pytest.mark.parametrize("required", [True, False])
@@ -76,29 +73,21 @@ def test_no_sglang_is_a_problem_where_the_run_starts_servers(tmp_path: Path, req
     assert row.state == ("problem" if required else "optional")
     assert f"no interpreter at {tmp_path / 'nowhere'}" in row.found
     empty = {"python": "3.11.7", "sglang": None, "torch": None, "sglang-router": None}
-    rows = list(sglang.sglang_rows(required, interpreter(tmp_path, f"echo '{json.dumps(empty)}'")))
+    rows = list(sglang.sglang_rows(required, answering(tmp_path, empty)))
     assert [each.state for each in rows] == ["ok", row.state, row.state, "optional"]
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
+def test_an_interpreter_that_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "DEADLINE_S", 1.0)
+    for body, says in (
         ("echo broken >&2; exit 4", "exit code 4: broken"),
         ("echo hello", "no answer"),
         ("echo []", "no answer"),
         ("sleep 60", "no end within 1 s"),
-    ],
-)
-def test_an_interpreter_that_does_not_work(
-    body: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sglang, "DEADLINE_S", 1.0)
-    (row,) = sglang.sglang_rows(True, interpreter(tmp_path, body))
-    assert row.state == "problem"
-    assert says in row.found
-
-
-# --- the machine ---------------------------------------------------------------------------------
+    ):
+        (row,) = sglang.sglang_rows(True, interpreter(tmp_path, body))
+        assert row.state == "problem"
+        assert says in row.found
 
 
 @pytest.mark.parametrize(
@@ -141,8 +130,8 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_disk_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 50_000_000_000))
     directory = tmp_path / "not/there/yet"
-    assert [row.state for row in disk_rows(directory)] == ["ok"]
-    assert [row.state for row in disk_rows(directory, 49.0)] == ["ok"]
+    for needed in (0.0, 49.0):
+        assert [row.state for row in disk_rows(directory, needed)] == ["ok"]
     (short,) = disk_rows(directory, 51.0)
     assert (short.state, short.found) == ("problem", "50.0 GB free")
     assert short.needed == "51.0 GB, for checkpoints, weights and rollouts"
@@ -156,16 +145,10 @@ def test_the_disk_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (enough,) = disk_rows(directory, 51.0)
     assert (enough.state, enough.found) == ("ok", "50.0 GB free, and 2.0 GB of this run there")
     assert [row.state for row in disk_rows(directory, 53.0)] == ["problem"]
-
-
-def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "DISK_DEADLINE_S", 0.1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: time.sleep(30))
     (row,) = disk_rows(tmp_path)
     assert (row.state, row.found) == ("problem", "no answer within 0.1 s")
-
-
-# --- the sandbox ---------------------------------------------------------------------------------
 
 
 def test_missing_isolation_fails_a_recipe_that_needs_it() -> None:

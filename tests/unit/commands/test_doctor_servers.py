@@ -27,13 +27,7 @@ from bapo_megatron.trainer.preflight import check_weights
 
 ROOT = Path(__file__).parents[3]
 KEY = "k" * 43
-SHAPE = {
-    "model_type": "qwen2",
-    "vocab_size": 264,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_experts_per_tok": 8,
-}
+SHAPE = {"model_type": "qwen2", "vocab_size": 264, "hidden_size": 64, "num_experts_per_tok": 8}
 
 
 class Played:
@@ -41,23 +35,12 @@ class Played:
 
     def __init__(self, model: Path) -> None:
         self.key: str | None = KEY
-        self.sent: set[str | None] = set()
-        """The authorizations that came."""
         about = {"model_path": str(model), "model_type": "qwen2", "weight_version": "0"}
-        server = {
-            "version": pins(SGLANG)["sglang"],
-            "context_length": 264,
-            "max_req_input_len": 258,
-            "dtype": "float32",
-            "disable_radix_cache": False,
-            "disable_overlap_schedule": False,
-        }
-        self.answers: dict[str, tuple[int, Any]] = {
-            "/ready": (200, ""),
-            "/model_info": (200, about),
-            "/server_info": (200, server),
-        }
-        self.about, self.server = about, server
+        server = {"version": pins(SGLANG)["sglang"], "context_length": 264, "max_req_input_len": 258}
+        server |= {"dtype": "float32", "disable_radix_cache": False, "disable_overlap_schedule": False}
+        self.answers: dict[str, tuple[int, Any]] = {"/ready": (200, "")}
+        self.answers |= {"/model_info": (200, about), "/server_info": (200, server)}
+        self.about = about
         self.delay_s = 0.0
         played = self
 
@@ -65,9 +48,8 @@ class Played:
             def do_GET(self) -> None:
                 time.sleep(played.delay_s)
                 status, body = played.answers.get(self.path, (404, {"detail": "Not Found"}))
-                given = self.headers.get("Authorization")
-                played.sent.add(given)
-                if played.key and self.path.endswith("_info") and given != f"Bearer {played.key}":
+                is_ours = self.headers.get("Authorization") == f"Bearer {played.key}"
+                if played.key and self.path.endswith("_info") and not is_ours:
                     status, body = 401, {"error": "Unauthorized"}
                 sent = (body if isinstance(body, str) else json.dumps(body)).encode()
                 self.send_response(status)
@@ -113,15 +95,8 @@ def server(model: Path) -> Iterator[Played]:
 
 
 def facts(*urls: str, **more: Any) -> RecipeFacts:
-    usual = RecipeFacts(
-        directory="runs/demo",
-        urls=list(urls),
-        on_update="retract",
-        longest_sequence=256,
-        dtype="float32",
-        model=SHAPE,
-    )
-    return dataclasses.replace(usual, **more)
+    usual = {"directory": "runs/demo", "on_update": "retract", "longest_sequence": 256, "dtype": "float32"}
+    return RecipeFacts(**{**usual, "urls": list(urls), "model": SHAPE, **more})
 
 
 def bad(rows: Iterator[DoctorRow]) -> list[DoctorRow]:
@@ -141,122 +116,63 @@ def test_a_server_that_fits(server: Played, model: Path, key_file: Path) -> None
     ]
 
 
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
-    # name: path, what it says instead, what the recipe says instead, state, found
-    "version": ("/model_info", {"weight_version": "default"}, {}, "problem", "weight version 'default'"),
-    "no version": ("/model_info", {"weight_version": None}, {}, "problem", "no weight version"),
-    "type": ("/model_info", {"model_type": "llama"}, {}, "problem", "model_type llama, the recipe's qwen2"),
-    "shape": (
-        "/model_info",
-        {},
-        {"model": SHAPE | {"vocab_size": 9}},
-        "problem",
-        "vocab_size 264, the recipe's 9",
-    ),
-    "experts": (
-        "/model_info",
-        {},
-        {"model": SHAPE | {"num_experts_per_tok": 4}},
-        "problem",
-        "num_experts_per_tok 8, the recipe's 4",
-    ),
-    "context": ("/server_info", {}, {"longest_sequence": 257}, "problem", "sequences of 256 tokens"),
-    "dtype": ("/server_info", {"dtype": "bfloat16"}, {}, "optional", "dtype bfloat16"),
-    "head": (
-        "/server_info",
-        {"dtype": "bfloat16", "enable_fp32_lm_head": False},
-        {"dtype": "bfloat16"},
-        "optional",
-        "no --enable-fp32-lm-head",
-    ),
-    "sglang": ("/server_info", {"version": "0.4.1"}, {}, "optional", "SGLang 0.4.1"),
-    "graphs": (
-        "/server_info",
-        {"cuda_graph_config": {"decode": {"backend": "full"}, "prefill": {"backend": "breakable"}}},
-        {},
-        "optional",
-        "breakable prefill graphs",
-    ),
-    "storage": (
-        "/server_info",
-        {"hicache_storage_backend": "file"},
-        {},
-        "problem",
-        "--hicache-storage-backend",
-    ),
-    "routes": (
-        "/server_info",
-        {"enable_return_routed_experts": False},
-        {"needs_routes": True},
-        "problem",
-        "no --enable-return-routed-experts",
-    ),
-    "kernel": (
-        "/server_info",
-        {"enable_return_routed_experts": True, "moe_runner_backend": "flashinfer_trtllm"},
-        {"needs_routes": True},
-        "problem",
-        "a kernel that chooses experts itself, flashinfer_trtllm",
-    ),
-    "cache": (
-        "/server_info",
-        {"disable_overlap_schedule": True},
-        {"on_update": "in_place"},
-        "problem",
-        "no --disable-radix-cache",
-    ),
-    "draft": (
-        "/server_info",
-        {"speculative_algorithm": "EAGLE"},
-        {"sync": "broadcast"},
-        "problem",
-        "has --speculative-algorithm EAGLE",
-    ),
-    "overlap": (
-        "/server_info",
-        {"disable_radix_cache": True},
-        {"on_update": "in_place"},
-        "problem",
-        "no --disable-overlap-schedule",
-    ),
-}
+TRTLLM = {"enable_return_routed_experts": True, "moe_runner_backend": "flashinfer_trtllm"}
+GRAPHS = {"decode": {"backend": "full"}, "prefill": {"backend": "breakable"}}
+IN_PLACE = {"on_update": "in_place"}
+CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    # what the server says instead, what the recipe says instead, found
+    ({"weight_version": "default"}, {}, "weight version 'default'"),
+    ({"weight_version": None}, {}, "no weight version"),
+    ({"model_type": "llama"}, {}, "model_type llama, the recipe's qwen2"),
+    ({}, {"model": SHAPE | {"vocab_size": 9}}, "vocab_size 264, the recipe's 9"),
+    ({}, {"model": SHAPE | {"num_experts_per_tok": 4}}, "num_experts_per_tok 8, the recipe's 4"),
+    ({}, {"longest_sequence": 257}, "sequences of 256 tokens"),
+    ({"hicache_storage_backend": "file"}, {}, "--hicache-storage-backend"),
+    ({"enable_return_routed_experts": False}, {"needs_routes": True}, "no --enable-return-routed-experts"),
+    (TRTLLM, {"needs_routes": True}, "a kernel that chooses experts itself, flashinfer_trtllm"),
+    ({"disable_overlap_schedule": True}, IN_PLACE, "no --disable-radix-cache"),
+    ({"disable_radix_cache": True}, IN_PLACE, "no --disable-overlap-schedule"),
+    ({"speculative_algorithm": "EAGLE"}, {"sync": "broadcast"}, "has --speculative-algorithm EAGLE"),
+]
+HALF = {"dtype": "bfloat16"}
+OPTIONAL: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"dtype": "bfloat16"}, {}, "dtype bfloat16"),
+    ({"dtype": "bfloat16", "enable_fp32_lm_head": False}, HALF, "no --enable-fp32-lm-head"),
+    ({"version": "0.4.1"}, {}, "SGLang 0.4.1"),
+    ({"cuda_graph_config": GRAPHS}, {}, "breakable prefill graphs"),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_server_that_does_not_fit(server: Played, case: str) -> None:
-    path, says, recipe, state, found = CASES[case]
+@pytest.mark.parametrize(("says", "recipe", "found"), [*CASES, *OPTIONAL])
+def test_a_server_that_does_not_fit(
+    server: Played, says: dict[str, Any], recipe: dict[str, Any], found: str
+) -> None:
+    path = "/model_info" if says.keys() & {"weight_version", "model_type"} else "/server_info"
     server.answers[path] = (200, {**server.answers[path][1], **says})
     (row,) = bad(server_rows(facts(server.url, **recipe)))
-    assert row.state == state
+    assert row.state == ("optional" if (says, recipe, found) in OPTIONAL else "problem")
     assert found in row.found
     assert row.needed
     assert row.fix
 
 
-def test_a_server_that_pauses(server: Played) -> None:
+def test_what_is_no_server(server: Played) -> None:
+    """One that pauses, a router, another program; malformed answers are no traceback."""
     server.answers["/ready"] = (503, "")
     (row,) = bad(server_rows(facts(server.url)))
     assert (row.state, row.found) == ("problem", "not ready: status 503")
     assert f"{server.url}/continue_generation" in row.fix
-
-
-def test_a_router_is_distinguished_from_a_server(server: Played) -> None:
+    server.answers |= {"/ready": (200, ""), "/model_info": (200, ["hello"]), "/server_info": (500, "<html>")}
+    rows = list(server_rows(facts(server.url)))
+    assert [row.state for row in rows] == ["ok", "ok", "problem", "ok"]  # no weight version
     server.answers = {"/workers": (200, {"workers": [{"url": "http://a:1"}, {"url": "http://b:2"}]})}
     (row,) = server_rows(facts(server.url))
     assert row.found == "a router, which takes no weights"
     assert row.fix.endswith("--rollout.sglang.urls http://a:1 http://b:2")
-
-
-def test_another_program(server: Played) -> None:
     server.answers = {}
     (row,) = server_rows(facts(server.url))
     assert (row.state, row.found) == ("problem", "answers, and has no /ready")
-
-
-def test_malformed_answers_are_no_traceback(server: Played) -> None:
-    server.answers |= {"/model_info": (200, ["hello"]), "/server_info": (500, "<html>")}
-    rows = list(server_rows(facts(server.url)))
-    assert [row.state for row in rows] == ["ok", "ok", "problem", "ok"]  # no weight version
+    assert list(server_rows(facts())) == list(server_rows(facts("localhost:3000"))) == []
 
 
 def test_servers_that_are_gone_or_hang(server: Played, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,15 +190,11 @@ def test_servers_that_are_gone_or_hang(server: Played, monkeypatch: pytest.Monke
 
 
 def test_proxies_are_bypassed(server: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run does not use them either."""
+    """The run does not use them either. And an answer whose bytes come in time, but never end."""
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     assert get(f"{server.url}/ready").status == 200
-
-
-def test_an_answer_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every byte comes within the time-out of a read, but the answer never ends."""
     monkeypatch.setattr(servers, "ask", lambda *_, **__: time.sleep(30))
     assert get("http://127.0.0.1:1", 0.1).reason == "no answer within 0.1 s"
 
@@ -295,18 +207,11 @@ def test_servers_of_several_versions(server: Played, model: Path) -> None:
     other.stop()
 
 
-def test_no_servers_no_rows() -> None:
-    assert list(server_rows(facts())) == []
-
-
 def test_the_longest_sequence() -> None:
     """SGLang 0.5.23 with a context of 4096 says 4090 for the prompt, and reserves less than 8 tokens."""
     assert longest_sequence({"context_length": None, "max_req_input_len": 4090}) == 4088
     assert longest_sequence({"context_length": 264, "max_req_input_len": 258}) == 256
     assert longest_sequence({}) is None
-
-
-# --- recipes -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -319,54 +224,65 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., RunCo
     return changed
 
 
-def test_every_problem_is_reported_once(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
-    config = demo()
-    data = dataclasses.replace(config.data, path=tmp_path / "none.jsonl")
-    logging = dataclasses.replace(config.logging, wandb_project="x")
-    parallel = dataclasses.replace(config.parallel, pipeline=5)
-    sglang = dataclasses.replace(config.rollout.sglang, python=tmp_path / "none")
-    rollout = dataclasses.replace(config.rollout, sglang=sglang)
-    found = list(problems_of(demo(data=data, logging=logging, parallel=parallel, rollout=rollout)))
-    assert len(found) == len(set(found)) == 4
-    assert "wandb is not installed" in found[0]
-    assert "model chunks of the model's 4 layers" in found[1]
-    assert "no interpreter at" in found[2]
-    assert found[3].startswith(f"data.path={tmp_path / 'none.jsonl'}: no such file; give")
-
-
 def test_mistakes_of_every_kind_are_told_at_once(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
-    """Wrong fields, in their own words alone, an absent model, and files of two sources and a suite."""
-    config, model = demo(), dataclasses.replace(demo().model, hf_path=tmp_path / "none")
+    """Wrong fields, in their own words alone, absent packages and models, files of sources and suites."""
+    config, none = demo(), tmp_path / "none"
     sources = tuple(SourceConfig(tmp_path / f"{name}.jsonl") for name in ("one", "two"))
-    evaluation = dataclasses.replace(config.evaluation, every=1, suites=("absent",))
-    reward = dataclasses.replace(config.reward, function="no_such_reward")
-    data = dataclasses.replace(config.data, path=None, sources=sources)
-    changes = {"model": model, "data": data, "evaluation": evaluation, "reward": reward}
-    found = list(problems_of(demo(steps=0, seed=-1, **changes)))
-    beginnings = (
-        *("steps=0 must be at least 1", "seed=-1 must be at least 0", "reward.function='no_such_reward' is"),
-        f"model.hf_path={tmp_path / 'none'}: no config.json there",
-        *(f"data.sources[{name}].path={tmp_path / name}.jsonl: no such file" for name in ("one", "two")),
-        "suite absent: there is neither",
-    )
-    assert [one[: len(text)] for one, text in zip(found, beginnings, strict=True)] == list(beginnings)
+    sglang = dataclasses.replace(config.rollout.sglang, python=none)
+    absent = {
+        "logging": dataclasses.replace(config.logging, wandb_project="x"),
+        "parallel": dataclasses.replace(config.parallel, pipeline=5),
+        "rollout": dataclasses.replace(config.rollout, sglang=sglang),
+        "data": dataclasses.replace(config.data, path=none),
+    }
+    wrong = {
+        "steps": 0,
+        "seed": -1,
+        "model": dataclasses.replace(config.model, hf_path=none),
+        "data": dataclasses.replace(config.data, path=None, sources=sources),
+        "evaluation": dataclasses.replace(config.evaluation, every=1, suites=("absent",)),
+        "reward": dataclasses.replace(config.reward, function="no_such_reward"),
+    }
+    parts = ["wandb is not installed", "of the model's 4 layers", "no interpreter at", f"data.path={none}"]
+    found = list(problems_of(demo(**absent)))
+    assert [part in one for one, part in zip(found, parts, strict=True)] == [True] * 4
+    parts = ["steps=0 must be at least 1", "seed=-1 must be", "reward.function='no_such_reward' is"]
+    parts.append(f"model.hf_path={none}: no config.json there")
+    parts += [f"data.sources[{one}].path={tmp_path / one}.jsonl: no such file" for one in ("one", "two")]
+    found = list(problems_of(demo(**wrong)))
+    assert [part in one for one, part in zip(found, [*parts, "suite absent"], strict=True)] == [True] * 7
+    *_, row = recipe_rows("r.py", found)
+    assert (row.state, row.fix) == ("problem", "bapo data prepare SOURCE --output data/suites/absent")
+    assert [row.state for row in recipe_rows("a.py", [])] == ["ok"]
 
 
-def test_the_fix_of_a_missing_suite_is_the_command_that_makes_it(demo: Callable[..., RunConfig]) -> None:
-    evaluation = dataclasses.replace(demo().evaluation, every=1, suites=("absent",))
-    [row] = recipe_rows("r.py", list(problems_of(demo(evaluation=evaluation))))
-    assert row.fix == "bapo data prepare SOURCE --output data/suites/absent"
-
-
-def test_a_check_that_crashes_on_a_wrong_field_is_not_another_problem(
-    demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "fields", "problem"),
+    [
+        # A check that crashes at a wrong field is not another problem.
+        (ZeroDivisionError(), {"steps": 0}, "steps=0 must be at least 1"),
+        (OSError("the disk is gone"), {}, "OSError in raises: the disk is gone"),
+        # A message with its fix is one problem.
+        (
+            ConfigError("other settings:\nseed: 1, 2 now\ngive it back"),
+            {},
+            "other settings: seed: 1, 2 now; give it back",
+        ),
+    ],
+)
+def test_a_check_that_raises_is_one_problem(
+    demo: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    fields: dict[str, Any],
+    problem: str,
 ) -> None:
-    def broken(_config: object) -> None:
-        raise ZeroDivisionError
+    def raises(_config: object) -> None:
+        raise error
 
-    monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", broken)
+    monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", raises)
     monkeypatch.setattr("bapo_megatron.trainer.preflight._check_engine", lambda _config: None)
-    assert list(problems_of(demo(steps=0))) == ["steps=0 must be at least 1"]
+    assert list(problems_of(demo(**fields))) == [problem]
 
 
 def test_weights_that_are_absent_hide_no_mistake_of_the_layout(
@@ -381,49 +297,18 @@ def test_weights_that_are_absent_hide_no_mistake_of_the_layout(
     assert "parallel.tensor=3 does not divide" in str(raised.value).splitlines()[1]
 
 
-def test_a_message_with_its_fix_is_one_problem(
-    demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def other(_config: object) -> None:
-        raise ConfigError(
-            "the run r was started with other settings:\nseed: 1 in the run, 2 now\ngive it back"
-        )
-
-    monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", other)
-    monkeypatch.setattr("bapo_megatron.trainer.preflight._check_engine", lambda _config: None)
-    one = "the run r was started with other settings: seed: 1 in the run, 2 now; give it back"
-    assert list(problems_of(demo())) == [one]
-
-
-def test_an_address_that_the_recipe_s_check_refuses_is_not_asked() -> None:
-    assert list(server_rows(facts("localhost:3000"))) == []
-
-
-def test_a_check_that_raises_is_reported(
-    demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_config: object) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", broken)
-    monkeypatch.setattr("bapo_megatron.trainer.preflight._check_engine", lambda _config: None)
-    assert list(problems_of(demo())) == ["OSError in broken: the disk is gone"]
-
-
 def test_facts(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
-    found = facts_of(demo())
-    assert found.starts_servers
-    assert found.urls == []
+    rollout = demo().rollout
+    sglang = dataclasses.replace(rollout.sglang, urls=("http://a:1",))
+    found, named, replayed = (
+        facts_of(demo(rollout=dataclasses.replace(rollout, **changes)))
+        for changes in ({}, {"sglang": sglang}, {"sglang": sglang, "replay": tmp_path})
+    )
+    assert [one.starts_servers for one in (found, named)] == [True, False]
+    assert [one.urls for one in (found, named, replayed)] == [[], ["http://a:1"], []]
     assert found.longest_sequence == demo().longest_sequence
     assert found.model is not None
     assert found.model["vocab_size"] == 264
-    config = demo()
-    sglang = dataclasses.replace(config.rollout.sglang, urls=("http://a:1",))
-    named = facts_of(demo(rollout=dataclasses.replace(config.rollout, sglang=sglang)))
-    assert not named.starts_servers
-    assert named.urls == ["http://a:1"]
-    replayed = dataclasses.replace(config.rollout, sglang=sglang, replay=tmp_path)
-    assert facts_of(demo(rollout=replayed)).urls == []
 
 
 def test_the_disk_that_a_run_needs(demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,40 +317,28 @@ def test_the_disk_that_a_run_needs(demo: Callable[..., RunConfig], monkeypatch: 
     And the rollouts of 10 steps: 16,384 responses of a quarter of 4,000 tokens, 12 bytes for each token.
     """
     monkeypatch.setattr("bapo_megatron.planning.sizes.total_parameters", lambda _shape: 10**9)
-    config = demo()
-    sampled = dataclasses.replace(
-        config.rollout, prompts_per_step=1024, group_size=16, max_response_tokens=4000
-    )
-    rollouts = 10 * 16_384 * 1000 * 12 / 1e9
-    large = demo(
-        rollout=sampled,
-        model=dataclasses.replace(config.model, dtype="bfloat16"),
-        checkpoint=dataclasses.replace(config.checkpoint, keep_last=2),
-        evaluation=dataclasses.replace(config.evaluation, every=0),
-    )
-    assert facts_of(large).disk_gb == 48.0 + rollouts
-    often = dataclasses.replace(large.checkpoint, every=1)
-    few = dataclasses.replace(large, rollout=dataclasses.replace(sampled, keep_steps=2), checkpoint=often)
-    assert facts_of(few).disk_gb == pytest.approx(48.0 + rollouts / 5)
-    replayed = dataclasses.replace(large, rollout=dataclasses.replace(sampled, replay=Path("other")))
-    assert facts_of(replayed).disk_gb == 48.0
-    kept = dataclasses.replace(large.checkpoint, keep_last=0, every=3)  # 10 steps: checkpoints 3, 6, 9, 10
-    assert facts_of(dataclasses.replace(large, checkpoint=kept)).disk_gb == 14.0 * 5 + 6 + rollouts
-    exporting = dataclasses.replace(large.checkpoint, every=2, export_every=4)  # after steps 4 and 8
-    needed = 14.0 * 3 + 6 + 2 * 2 + rollouts
-    assert facts_of(dataclasses.replace(large, checkpoint=exporting)).disk_gb == needed
+    config, rollouts = demo(), 10 * 16_384 * 1000 * 12 / 1e9
+    sizes = {"prompts_per_step": 1024, "group_size": 16, "max_response_tokens": 4000}
 
+    def needed(rollout: dict[str, Any], **checkpoint: Any) -> float:
+        large = demo(
+            rollout=dataclasses.replace(config.rollout, **sizes, **rollout),
+            model=dataclasses.replace(config.model, dtype="bfloat16"),
+            checkpoint=dataclasses.replace(config.checkpoint, **{"keep_last": 2, **checkpoint}),
+            evaluation=dataclasses.replace(config.evaluation, every=0),
+        )
+        return facts_of(large).disk_gb
 
-def test_rows_of_a_recipe() -> None:
-    assert [row.state for row in recipe_rows("a.py", [])] == ["ok"]
-    rows = list(recipe_rows("a.py", ["one", "two"]))
-    assert [(row.state, row.found) for row in rows] == [("problem", "one"), ("problem", "two")]
+    assert needed({}) == 48.0 + rollouts
+    assert needed({"keep_steps": 2}, every=1) == pytest.approx(48.0 + rollouts / 5)
+    assert needed({"replay": Path("other")}) == 48.0
+    assert needed({}, keep_last=0, every=3) == 14.0 * 5 + 6 + rollouts  # checkpoints 3, 6, 9, 10
+    assert needed({}, every=2, export_every=4) == 14.0 * 3 + 6 + 2 * 2 + rollouts  # after steps 4 and 8
 
 
 def test_a_server_without_a_key(server: Played) -> None:
-    """A problem where others reach it, or where the recipe requires a key. It is not sent ours."""
+    """A problem where others reach it, or where the recipe requires a key."""
     server.key = None
-    server.sent.clear()
     [row] = bad(server_rows(facts(server.url)))
     assert (row.state, row.found.partition(":")[0]) == ("optional", "asks for no API key")
     assert row.fix.startswith("start it with bapo rollout-server")

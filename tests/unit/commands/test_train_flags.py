@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from bapo_megatron import cli
 from bapo_megatron.checkpoint.fork_record import ForkSource
 from bapo_megatron.checkpoint.run_directory import check_same_run, store_config
 from bapo_megatron.commands.cluster.submit import SubmitCommand
-from bapo_megatron.commands.train_flags import rollout_only_config, train_flags, train_only_config
+from bapo_megatron.commands.train_flags import rollout_only_config, train_flags
 from bapo_megatron.config import EvaluationConfig, RolloutConfig, RunConfig, SglangConfig, load_recipe
 from bapo_megatron.config.engines import EngineConfig
 from bapo_megatron.errors import ConfigError
@@ -26,12 +27,6 @@ def flags(*words: str) -> tuple[RunConfig, bool]:
     return run, samples_only
 
 
-def test_a_fork_names_a_run_and_a_step() -> None:
-    run, samples_only, fork = train_flags("train", [str(RECIPE), "--fork", "runs/a:7", "--steps=9"])
-    assert (run.steps, samples_only, fork) == (9, False, ForkSource(Path("runs/a"), 7))
-    assert train_flags("train", [str(RECIPE), "--fork=runs/a"]).fork == ForkSource(Path("runs/a"), None)
-
-
 def stored(run_dir: Path, *steps: int) -> Path:
     """A run directory that has rollouts of these steps."""
     (run_dir / "journal").mkdir(parents=True)
@@ -40,33 +35,42 @@ def stored(run_dir: Path, *steps: int) -> Path:
     return run_dir
 
 
-def test_without_fork_flags_the_recipe_is_unchanged() -> None:
+def test_without_other_flags_the_recipe_is_unchanged() -> None:
     assert flags("--steps=7") == (flags("steps=7")[0], False)
     assert flags()[0] == load_recipe(RECIPE, RunConfig)
+    run, samples_only, fork = train_flags("train", [str(RECIPE), "--fork", "runs/a:7", "--steps=9"])
+    assert (run.steps, samples_only, fork) == (9, False, ForkSource(Path("runs/a"), 7))
+    assert train_flags("train", [str(RECIPE), "--fork=runs/a"]).fork == ForkSource(Path("runs/a"), None)
 
 
-@pytest.mark.parametrize("words", [("--rollout-only",), ("--rollout-only", "true"), ("--rollout_only",)])
-def test_sampling_alone_has_a_directory_of_its_own_and_no_evaluations(words: tuple[str, ...]) -> None:
-    run, samples_only = flags(*words, "steps=9", "--checkpoint.keep-best=1")
-    assert samples_only
-    assert run.directory == Path("runs/demo_cpu-rollout-only")
-    assert run.steps == 9
-    assert not any(run.evaluates(step) for step in range(10))
-    run.check()
-    assert flags(*words, "--run-dir=here")[0].directory == Path("here")
+def test_sampling_alone_has_a_directory_of_its_own_and_no_evaluations() -> None:
+    for words in (("--rollout-only",), ("--rollout-only", "true"), ("--rollout_only",)):
+        run, samples_only = flags(*words, "steps=9", "--checkpoint.keep-best=1")
+        assert (samples_only, run.steps) == (True, 9)
+        assert run.directory == Path("runs/demo_cpu-rollout-only")
+        assert not any(run.evaluates(step) for step in range(10))
+        run.check()
+        assert flags(*words, "--run-dir=here")[0].directory == Path("here")
 
 
-def test_engines_without_a_trainer_have_their_gpus_and_need_no_broadcast() -> None:
-    sglang = SglangConfig(servers=2, sync="broadcast")
-    run, _ = flags()
-    shared = RolloutConfig(engine="sglang", sglang=SglangConfig(colocated=True))
-    found = rollout_only_config(_with(run, shared)).rollout
-    assert not found.sglang.colocated
-    found = rollout_only_config(_with(run, RolloutConfig(engine="sglang", sglang=sglang))).rollout
-    assert (found.sglang.servers, found.sglang.sync) == (2, "disk")
-    own = RolloutConfig(engine="my.engine:Mine", custom_engine=EngineConfig(sync="broadcast"))
-    assert rollout_only_config(_with(run, own)).rollout.engine_config == EngineConfig()
-    assert RolloutConfig().without_trainer() == RolloutConfig()
+@pytest.mark.parametrize(
+    ("rollout", "alone"),
+    [
+        ({"engine": "sglang", "sglang": SglangConfig(colocated=True)}, SglangConfig()),
+        ({"engine": "sglang", "sglang": SglangConfig(servers=2, sync="broadcast")}, SglangConfig(servers=2)),
+        ({"engine": "my.engine:Mine", "custom_engine": EngineConfig(sync="broadcast")}, EngineConfig()),
+        ({}, RolloutConfig().engine_config),
+    ],
+)
+def test_engines_without_a_trainer_have_their_gpus_and_need_no_broadcast(
+    rollout: dict[str, Any], alone: object
+) -> None:
+    run = flags()[0]
+    best = replace(run.checkpoint, keep_best=1)  # which would need evaluations
+    run = replace(
+        run, evaluation=EvaluationConfig(every=10), checkpoint=best, rollout=RolloutConfig(**rollout)
+    )
+    assert rollout_only_config(run).rollout.engine_config == alone
 
 
 def test_a_job_is_submitted_with_its_directory(
@@ -88,26 +92,20 @@ def test_a_job_is_submitted_with_its_directory(
     assert f"bapo cancel {place} " in printed.err
 
 
-def _with(run: RunConfig, rollout: RolloutConfig) -> RunConfig:
-    best = replace(run.checkpoint, keep_best=1)  # which would need evaluations
-    return replace(run, rollout=rollout, evaluation=EvaluationConfig(every=10), checkpoint=best)
-
-
-@pytest.mark.parametrize(
-    ("steps", "asked", "found"), [([1, 2, 3], 40, 3), ([1, 2, 3], 2, 2), ([1, 2, 4], 40, 2), ([1], 1, 1)]
-)
 def test_training_alone_makes_no_more_steps_than_there_are(
-    steps: list[int], asked: int, found: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = stored(tmp_path / "other", *steps)
-    run, samples_only = flags("--train-only", str(source), f"--steps={asked}")
-    assert not samples_only
-    assert (run.steps, run.rollout.replay) == (found, source)
-    assert run.directory == Path("runs/demo_cpu-train-only")
-    said = capsys.readouterr().err
-    assert (f"{source} holds the rollouts of {found} steps: steps={found} instead of {asked}" in said) == (
-        found < asked
-    )
+    cases = (([1, 2, 3], 40, 3), ([1, 2, 3], 2, 2), ([1, 2, 4], 40, 2), ([1], 1, 1))
+    for case, (steps, asked, found) in enumerate(cases):
+        source = stored(tmp_path / str(case), *steps)
+        run, samples_only = flags("--train-only", str(source), f"--steps={asked}")
+        assert (samples_only, run.steps, run.rollout.replay) == (False, found, source)
+        assert run.directory == Path("runs/demo_cpu-train-only")
+        told = f"{source} holds the rollouts of {found} steps: steps={found} instead of {asked}"
+        assert (told in capsys.readouterr().err) == (found < asked)
+    monkeypatch.setenv("RANK", "1")  # only the first rank says it
+    flags("--train-only", str(tmp_path / "0"), "--steps=40")
+    assert capsys.readouterr().err == ""
 
 
 def test_without_a_name_it_trains_on_what_was_sampled_alone(
@@ -122,14 +120,6 @@ def test_without_a_name_it_trains_on_what_was_sampled_alone(
     assert flags("--train-only", f"--rollout.replay={other}")[0].rollout.replay == other
 
 
-def test_only_the_first_rank_says_how_many_steps_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert flags("--train-only", str(stored(tmp_path, 1)))[0].steps == 1
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -142,6 +132,7 @@ def test_only_the_first_rank_says_how_many_steps_there_are(
         (["--train-only", "a", "--rollout.replay=b"], "--train-only a and rollout.replay=b name two runs"),
         (["--train-only", "nowhere"], "nowhere holds no rollouts from step 1 on; sample some with"),
         (["--train-only"], "runs/demo_cpu-rollout-only holds no rollouts from step 1 on"),
+        (["--train-only", "late"], "late holds no rollouts from step 1 on"),
     ],
 )
 def test_contradictory_flags_are_refused(
@@ -152,14 +143,10 @@ def test_contradictory_flags_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    stored(tmp_path / "late", 7, 8)
     assert cli.run(["train", str(RECIPE), *words]) == 2
     assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_early_rollouts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no rollouts from step 1 on"):
-        train_only_config(flags()[0], [stored(tmp_path, 7, 8)])
+    assert [path.name for path in tmp_path.iterdir()] == ["late"]
 
 
 def test_a_training_run_and_one_that_samples_alone_do_not_mix(
@@ -180,11 +167,11 @@ def test_a_training_run_and_one_that_samples_alone_do_not_mix(
     assert f"--train-only {run.directory} trains on them" in said
 
 
-@pytest.mark.parametrize("trace", ["metrics.jsonl", "checkpoints", "journal"])
-def test_any_file_of_a_training_run_blocks_sampling_alone(trace: str, tmp_path: Path) -> None:
-    (tmp_path / trace).mkdir()
-    with pytest.raises(ConfigError, match="is the directory of a training run"):
-        check_same_run(flags(f"--run-dir={tmp_path}")[0], samples_only=True)
+def test_any_file_of_a_training_run_blocks_sampling_alone(tmp_path: Path) -> None:
+    for trace in ("metrics.jsonl", "checkpoints", "journal"):
+        (tmp_path / trace / trace).mkdir(parents=True)
+        with pytest.raises(ConfigError, match="is the directory of a training run"):
+            check_same_run(flags(f"--run-dir={tmp_path / trace}")[0], samples_only=True)
 
 
 def test_other_settings_are_another_run_but_more_steps_are_not(tmp_path: Path) -> None:

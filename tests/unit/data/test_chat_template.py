@@ -65,14 +65,10 @@ Makes = Callable[[str, str], Sequence[int]]
 def conversation(role: str) -> Makes:
     def ids(name: str, text: str) -> list[int]:
         said = {"user": "Hi.", "assistant": "Yes?", role: text}
-        messages = [
-            {"role": one, "content": said[one]} for one in ("system", "user", "assistant") if one in said
-        ]
-        if role == "tool":
-            messages.append({"role": "tool", "content": text})
-        return prompt_token_ids(
-            [*messages, {"role": "user", "content": "Continue."}], tokenizer_of(name)
-        ).tolist()
+        roles = [one for one in ("system", "user", "assistant", "tool") if one in said]
+        messages = [{"role": one, "content": said[one]} for one in roles]
+        asked = [*messages, {"role": "user", "content": "Continue."}]
+        return prompt_token_ids(asked, tokenizer_of(name)).tolist()
 
     return ids
 
@@ -96,9 +92,7 @@ def observed(role: str) -> Makes:
     def ids(name: str, text: str) -> list[int]:
         tokenizer = tokenizer_of(name)
         template = ObservationTemplate(tokenizer, role, [tokenizer.eos_token_id])
-        return template.given_ids(
-            results([text]), -1
-        ).tolist()  # as the agent endpoint's conversation says it
+        return template.given_ids(results([text]), -1).tolist()
 
     return ids
 
@@ -133,16 +127,13 @@ def test_what_is_said_has_no_control_token(name: str, role: str) -> None:
 def test_files_of_prompts_suites_and_solutions(name: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(name)
 
-    def made(text: str) -> tuple[list[int], list[int], list[int]]:
+    def made(text: str) -> list[list[int]]:
         file = row(tmp_path, text, text)
         [sample], _ = load_solutions(sft_of(file), tokenizer)
         prompts = load_prompts(file, tokenizer, 10**6).prompts
         suite = load_suite(str(file), tokenizer, 10**6)
-        return (
-            prompts[0].token_ids_P.tolist(),
-            suite.prompts[0].token_ids_P.tolist(),
-            sample.token_ids.tolist(),
-        )
+        found = (prompts[0].token_ids_P, suite.prompts[0].token_ids_P, sample.token_ids)
+        return [ids_P.tolist() for ids_P in found]
 
     alone = [frame(name, ids) for ids in made("word")]
     for text in planted(name):
@@ -184,22 +175,7 @@ def test_no_response_adds_a_turn_for_a_judge(
         assert frames(text) == alone
 
 
-LETTERS = [
-    "<|",
-    "|>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    " a",
-    "\n",
-    "é",
-    "漢",
-    "1+1",
-    "🙂",
-    "  ",
-    "[",
-    "<|im_",
-]
+LETTERS = ["<|", "|>", "<think>", "</think>", "<tool_call>", " a", "\n", "é漢🙂", "1+1", "  ", "[", "<|im_"]
 
 
 @pytest.mark.parametrize("name", slow_but(NAMES, "demo", "Qwen3"))
@@ -214,10 +190,8 @@ def test_other_conversations_have_the_ids_of_the_template(name: str) -> None:
             {"role": "user", "content": f"{text}?"},
         ]
         for tools in ((), TOOLS):
-            described = {"tools": tools} if tools else {}
-            wanted = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False, **described
-            )
+            more = {"return_dict": False, **({"tools": tools} if tools else {})}
+            wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **more)
             assert prompt_token_ids(messages, tokenizer, tools).tolist() == wanted
 
 
@@ -225,10 +199,8 @@ def test_other_conversations_have_the_ids_of_the_template(name: str) -> None:
 def test_a_run_tells_of_prompts_that_were_rendered_already(spelled: str, tmp_path: Path) -> None:
     """Also by the template of another model."""
     tokenizer = demo_tokenizer()
-    prompts = [
-        load_prompts(row(tmp_path, text, ""), tokenizer, 10**6).prompts[0]
-        for text in ("1 < 2? <think>", f"{spelled}user 1+1?")
-    ]
+    texts = ("1 < 2? <think>", f"{spelled}user 1+1?")
+    prompts = [load_prompts(row(tmp_path, text, ""), tokenizer, 10**6).prompts[0] for text in texts]
     assert control_tokens_text(prompts[:1], tokenizer) is None
     told = (
         f"1 of 2 prompts spell a control token, which the model gets as text (first: row 0, {spelled[:12]!r}"
@@ -278,12 +250,10 @@ def test_by_hand() -> None:
 
 def test_which_added_tokens_are_control_tokens() -> None:
     """Words that prompts use stay tokens, in what is not a tool's; one character is an ordinary one."""
-    assert is_control("<|im_end|>", special=False)
-    assert is_control("<\uff5cUser\uff5c>", special=False)
-    assert is_control("</s>", special=True)
-    for text in ("<think>", "</think>", "<tool_call>", "!"):
-        assert not is_control(text, special=True)
-    assert not is_control("<tool_response>", special=False)
+    control = {"<|im_end|>": False, "<\uff5cUser\uff5c>": False, "</s>": True}
+    words = {"<think>": True, "</think>": True, "<tool_call>": True, "!": True, "<tool_response>": False}
+    assert all(is_control(text, special=special) for text, special in control.items())
+    assert not any(is_control(text, special=special) for text, special in words.items())
 
 
 def test_a_word_stays_a_token_but_in_what_a_tool_says() -> None:
@@ -291,10 +261,6 @@ def test_a_word_stays_a_token_but_in_what_a_tool_says() -> None:
     think, response = (tokenizer.convert_tokens_to_ids(one) for one in ("<think>", "<tool_response>"))
     ask = {"role": "user", "content": "Reason within <think>."}
     assert prompt_token_ids([ask], tokenizer).tolist().count(think) == 1
-    said = [
-        ask,
-        {"role": "assistant", "content": "Hm."},
-        {"role": "tool", "content": "<think><tool_response>"},
-    ]
-    ids = prompt_token_ids(said, tokenizer).tolist()
+    tool = {"role": "tool", "content": "<think><tool_response>"}
+    ids = prompt_token_ids([ask, {"role": "assistant", "content": "Hm."}, tool], tokenizer).tolist()
     assert (ids.count(think), ids.count(response)) == (1, 1)

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algo.advantages import grpo
-from bapo_megatron.algo.bapo import contribution_sums, fixed
 from bapo_megatron.data.packing import pack_samples, trained_columns
 from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.planning.memory import PACK_COLUMNS
@@ -39,14 +38,10 @@ def sample(mask: list[bool] | None, count: int = 4) -> Sample:
 
 
 def test_every_tensor_of_a_micro_batch_is_a_column() -> None:
+    """It has a producer, and the plan counts its bytes."""
     [pack] = pack_samples([sample(None)], 16)
-    tensors = {name: value for name, value in vars(pack).items() if isinstance(value, torch.Tensor)}
-    assert tensors.keys() == COLUMNS.keys()
-    assert {name: value.dtype for name, value in tensors.items()} == {n: c.dtype for n, c in COLUMNS.items()}
-    assert all(name.endswith("_T") for name in COLUMNS)
-
-
-def test_every_column_has_a_producer_and_the_plan_counts_its_bytes() -> None:
+    tensors = {name: value.dtype for name, value in vars(pack).items() if isinstance(value, torch.Tensor)}
+    assert tensors == {name: column.dtype for name, column in COLUMNS.items()}
     assert trained_columns(sample(None), 0, 1.0).keys() | WRITTEN_FOR_ALL_TOKENS == COLUMNS.keys()
     assert sum(column.dtype.itemsize for column in COLUMNS.values()) == PACK_COLUMNS
 
@@ -83,14 +78,16 @@ def test_tokens_that_are_masked_are_like_a_prompt() -> None:
     assert pack.version_T.tolist() == [0, 3, 0, 0, 6]
     assert pack.oldest_version_T.tolist() == [0, 3, 0, 0, 3]
     assert pack.sequence_T.tolist() == [-1, 0, -1, -1, 0]
-
-
-def test_what_no_engine_sampled_may_have_no_log_prob() -> None:
+    [dummy] = pack_samples([sample(None)], 8, layout=PackLayout(1, 2, length_multiple=4))
+    assert (dummy.sequence_T.tolist(), dummy.mask_T.sum(), dummy.sequences) == ([-1] * 4, 0, 1)
+    # What no engine sampled may have no log-prob.
     tool = dataclasses.replace(
         sample([True, False], 2), log_probs_R=np.array([-1, np.nan], np.float32), old_log_probs_R=None
     )
     [pack] = pack_samples([tool], 16)
     assert pack.rollout_log_prob_T.tolist() == pack.old_log_prob_T.tolist() == [0, -1, 0]
+    with pytest.raises(ValueError, match="loss_mask_R has 3 values for a response of 4 tokens"):
+        sample([True, False, True])
 
 
 def test_means_count_the_trained_tokens_alone() -> None:
@@ -102,21 +99,6 @@ def test_means_count_the_trained_tokens_alone() -> None:
         assert pack.weight_T[pack.mask_T != 0].tolist() == weights
         stats = TokenStats(-torch.ones(len(pack.mask_T)), torch.zeros(len(pack.mask_T)))
         assert next_token_loss(stats, pack).tolist() == [loss, 3]
-
-
-def test_the_contributions_count_the_trained_tokens_alone() -> None:
-    """Ratio 1 where the policy repeats the engine: P is the sum of |A| w over the two trained tokens."""
-    masked = dataclasses.replace(sample([True, False, False, True]), importance_R=None, old_log_probs_R=None)
-    [pack] = pack_samples([masked], 16)
-    sums = contribution_sums(
-        torch.zeros(5), pack.advantage_T, pack.rollout_log_prob_T, pack.weight_T, fixed(0.8, 1.2)
-    )
-    assert sums.max() == 4.0
-
-
-def test_a_mask_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="loss_mask_R has 3 values for a response of 4 tokens"):
-        sample([True, False, True])
 
 
 def test_a_mask_of_ones_changes_no_bit() -> None:
@@ -139,21 +121,6 @@ def test_the_mask_of_a_rollout_becomes_that_of_its_sample() -> None:
     assert (first.response_tokens, first.trained_tokens) == (2, 1)
     [pack] = pack_samples([first], 8)
     assert pack.mask_T.tolist() == [1, 0]
-
-
-def test_sequences_are_numbered_over_the_packs_of_all_replicas() -> None:
-    """Sample 0 has 2 positions, sample 1 has 5; the longer goes to the first replica."""
-    samples = [sample(None, 1), sample(None, 4)]
-    packs = [pack_samples(samples, 8, layout=PackLayout(rank, 2, length_multiple=4))[0] for rank in (0, 1)]
-    assert packs[0].sequence_T.tolist() == [-1, 1, 1, 1, 1, -1, -1, -1]
-    assert packs[1].sequence_T.tolist() == [-1, 0, -1, -1]
-    assert [pack.sequences for pack in packs] == [2, 2]
-
-
-def test_a_dummy_belongs_to_no_sequence() -> None:
-    [dummy] = pack_samples([sample(None)], 8, layout=PackLayout(1, 2, length_multiple=4))
-    assert dummy.sequence_T.tolist() == [-1, -1, -1, -1]
-    assert (dummy.mask_T.sum(), dummy.sequences) == (0, 1)
 
 
 def per_sequence(values_T: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,8 @@ from bapo_megatron.data.rows import within_difficulty
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.types import Prompt
 
-WEIGHTS = st.lists(
-    st.one_of(st.integers(1, 40), st.sampled_from([0.1, 0.25, 0.3333, 1.5, 1e-3, 7.7])),
-    min_size=1,
-    max_size=6,
-)
+NUMBERS = st.one_of(st.integers(1, 40), st.sampled_from([0.1, 0.25, 0.3333, 1.5, 1e-3, 7.7]))
+WEIGHTS = st.lists(NUMBERS, min_size=1, max_size=6)
 
 
 def assigned(weights: list[float], places: int, start: int = 0) -> list[int]:
@@ -57,38 +53,18 @@ def literal(weights: list[float], places: int) -> list[int]:
     return found
 
 
-def test_two_to_one_by_hand() -> None:
+def test_sources_by_hand() -> None:
     """Shares 2/3 and 1/3; k = 2: a source must be owed 1/2 at least, and is late when it is owed more.
 
     Place 1: owed 2/3 and 1/3: only 0 may. Place 2: owed 1/3 (4/3 - 1) and 2/3: only 1. Place 3: owed 1
     (2 - 1) and 0 (1 - 1): only 0. Then all is even, and it begins anew.
+
+    Shares 1/2, 1/4, 1/4; k = 3: owed 1/4 at least; slack (3/4 - owed) / share. Place 1: owed 1/2, 1/4, 1/4:
+    slack 1/2, 2, 2: source 0. Place 2: owed 0, 1/2, 1/2: slack 1 and 1, the first: 1. Place 3: owed 1/2,
+    -1/4, 3/4: slack 1/2 and 0: 2. Place 4: owed 1, 0, 0: 0.
     """
     assert assigned([2, 1], 6) == [0, 1, 0, 0, 1, 0]
-
-
-def test_three_sources_by_hand() -> None:
-    """Shares 1/2, 1/4, 1/4; k = 3: owed 1/4 at least; slack (3/4 - owed) / share.
-
-    Place 1: owed 1/2, 1/4, 1/4: slack 1/2, 2, 2: source 0. Place 2: owed 0, 1/2, 1/2: slack 1 and 1, the
-    first: 1. Place 3: owed 1/2, -1/4, 3/4: slack 1/2 and 0: 2. Place 4: owed 1, 0, 0: 0.
-    """
     assert assigned([2, 1, 1], 8) == [0, 1, 2, 0] * 2
-
-
-def test_weights_are_the_decimal_numbers_that_they_print_as() -> None:
-    assert assigned([0.1, 0.2, 0.3], 60) == assigned([1, 2, 3], 60)
-
-
-@given(WEIGHTS)
-@settings(max_examples=60, derandomize=True, deadline=None)
-def test_every_share_is_exact_within_a_prompt_at_every_prefix(weights: list[float]) -> None:
-    exact = [Fraction(str(weight)) for weight in weights]
-    shares = [one / sum(exact) for one in exact]
-    most = 1 - Fraction(1, max(1, 2 * len(weights) - 2)) if len(weights) > 1 else Fraction(0)
-    counts = Counter[int]()
-    for place, choice in enumerate(assigned(weights, 120), 1):
-        counts[choice] += 1
-        assert all(abs(place * share - counts[i]) <= most for i, share in enumerate(shares))
 
 
 @given(WEIGHTS)
@@ -132,15 +108,11 @@ def test_each_source_has_shuffled_epochs_of_its_own() -> None:
             assert len(set(indices)) == len(indices)
             assert epoch == own[-1][0] or sorted(indices) == list(range(source.prompts))
     assert places != Mixture(SOURCES, 8, shuffle=True).take(0, 70)
+    twins = Mixture((MixedSource("a", 9, 1, ""), MixedSource("b", 9, 1, "")), 3, shuffle=True).take(0, 18)
+    first, second = ([index % 9 for _, index in twins if index // 9 == of] for of in (0, 1))
+    assert first != second, "equal sources are shuffled differently"
     unshuffled = [index for _, index in Mixture(SOURCES, 7, shuffle=False).take(0, 7)]
     assert [index for index in unshuffled if index < 5] == [0, 1, 2, 3]
-
-
-def test_equal_sources_are_shuffled_differently() -> None:
-    twins = (MixedSource("a", 9, 1, ""), MixedSource("b", 9, 1, ""))
-    places = Mixture(twins, 3, shuffle=True).take(0, 18)
-    first = [index for _, index in places if index < 9]
-    assert first != [index - 9 for _, index in places if index >= 9]
 
 
 def test_one_source_comes_in_the_order_of_the_only_file() -> None:
@@ -150,12 +122,9 @@ def test_one_source_comes_in_the_order_of_the_only_file() -> None:
 
 def test_a_journal_is_bound_to_names_weights_and_files() -> None:
     assert mixture_settings(()) == {"data.sources": None}
-    assert mixture_settings(SOURCES[:1]) == {
-        "data.sources": ["a"],
-        "data.sources[a].weight": 2.0,
-        "data.sources[a].sha256": "aa",
-        "data.sources[a].prompts": 5,
-    }
+    of_a = {"weight": 2.0, "sha256": "aa", "prompts": 5}
+    bound = {"data.sources": ["a"], **{f"data.sources[a].{name}": value for name, value in of_a.items()}}
+    assert mixture_settings(SOURCES[:1]) == bound
 
 
 PATH = "model_difficulty.DeepSeek-R1-Distill-Qwen-1.5B"
@@ -171,28 +140,21 @@ PROMPTS = [prompt(n, value) for n, value in enumerate(VALUES)]
 PROMPTS.append(Prompt(12, np.array([1]), "", "", {}))
 
 
-def kept(**settings: Any) -> list[int]:
-    return [p.prompt_id for p in within_difficulty(PROMPTS, DataConfig(Path("d"), **settings))]
-
-
-def test_both_bounds_are_included_and_prompts_without_a_number_are_left_out() -> None:
-    assert kept(difficulty=PATH, min_difficulty=1, max_difficulty=15) == [1, 2, 3, 8]
-    assert kept(difficulty=PATH) == [0, 1, 2, 3, 4, 8, 10]
-
-
-def test_without_a_difficulty_all_stay() -> None:
-    assert kept() == list(range(13))
-    assert kept(min_difficulty=3) == list(range(13))
-
-
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "left"),
     [
+        ({"difficulty": PATH, "min_difficulty": 1, "max_difficulty": 15}, [1, 2, 3, 8]),
+        ({"difficulty": PATH}, [0, 1, 2, 3, 4, 8, 10]),  # those with a number
+        ({"min_difficulty": 3}, list(range(13))),  # without a difficulty all stay
         ({"difficulty": PATH, "min_difficulty": 17}, "they span 0.0 to 16.0"),
         ({"difficulty": "model_difficulty.nobody"}, "no row has that number"),
         ({"difficulty": "index.deeper"}, "no row has that number"),
     ],
 )
-def test_no_prompt_left_by_the_difficulty_is_an_error(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        kept(**settings)
+def test_prompts_of_a_difficulty(settings: dict[str, Any], left: list[int] | str) -> None:
+    data = DataConfig(Path("d"), **settings)
+    if isinstance(left, str):
+        with pytest.raises(ConfigError, match=left):
+            within_difficulty(PROMPTS, data)
+    else:
+        assert [p.prompt_id for p in within_difficulty(PROMPTS, data)] == left

@@ -1,9 +1,10 @@
-"""Rollouts to packs: the shift, the masks, the weights, the plan, and the routes of their tokens."""
+"""Rollouts to packs: the shift, masks, weights and routes; the plan: balance, capacity, long tails."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from bapo_megatron.algo.advantages import dr_grpo, grpo
 from bapo_megatron.data import samples as samples_module
+from bapo_megatron.data.pack_plan import Documents, balance, plan_packs
 from bapo_megatron.data.packing import pack_samples, split_into_updates
 from bapo_megatron.data.routes import write_routes
 from bapo_megatron.data.samples import Sample, samples_of
@@ -22,13 +24,9 @@ from tests.support.batches import in_memory
 
 
 def sample(prompt: list[int], response: list[int], advantage: float = 1.0, version: int = 0) -> Sample:
-    count = len(response)
-    return Sample(
-        token_ids=np.array(prompt + response, dtype=np.int32),
-        log_probs_R=-np.arange(1, count + 1, dtype=np.float32),
-        versions_R=np.full(count, version, dtype=np.int32),
-        advantage=advantage,
-    )
+    token_ids = np.array(prompt + response, dtype=np.int32)
+    log_probs_R = -np.arange(1, len(response) + 1, dtype=np.float32)
+    return Sample(token_ids, log_probs_R, np.full(len(response), version, dtype=np.int32), advantage)
 
 
 def test_fields_stand_at_the_predicting_token() -> None:
@@ -61,32 +59,11 @@ def test_old_log_probs_and_importance_stand_at_the_predicting_token() -> None:
     assert pack.mask_T.tolist() == [0, 1, 1, 1]
 
 
-def test_documents_follow_each_other_and_positions_restart() -> None:
-    [pack] = pack_samples([sample([1], [2]), sample([3, 4], [5, 6, 7])], pack_tokens=16)
-    assert pack.token_T.tolist() == [3, 4, 5, 6, 1]
-    assert pack.position_T.tolist() == [0, 1, 2, 3, 0]
-    assert pack.cu_seqlens == (0, 4, 5)
-    assert pack.rows == ((1, 0, 4), (0, 4, 1))
-
-
-def test_length_is_rounded_up_and_padding_counts_nowhere() -> None:
-    [pack] = pack_samples([sample([1], [2, 3])], 16, layout=PackLayout(length_multiple=4))
-    assert pack.token_T.tolist() == [1, 2, 0, 0]
-    assert pack.mask_T.tolist() == [1, 1, 0, 0]
-    assert pack.cu_seqlens == (0, 2, 4)
-
-
 def test_long_padding_is_cut_into_documents() -> None:
     samples = [sample([1], [2] * 1299), sample([1], [2])]
     layouts = [PackLayout(rank, 2, fixed_length=True) for rank in range(2)]
     packs = [pack_samples(samples, 1400, layout=layout)[0] for layout in layouts]
     assert [pack.cu_seqlens for pack in packs] == [(0, 1299), (0, 1, 513, 1025, 1299)]
-
-
-def test_sequence_mean_weighs_every_response_alike() -> None:
-    """Responses of 1 and 3 tokens: mean 2, weights 2 and 2/3; both sum to 2, all to the 4 tokens."""
-    [pack] = pack_samples([sample([1], [2]), sample([3], [4, 5, 6])], 16, loss_mean="sequence")
-    assert pack.weight_T.tolist() == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2.0])
 
 
 def test_a_constant_divides_every_response_alike() -> None:
@@ -154,14 +131,6 @@ def test_padding_documents_obey_the_multiple() -> None:
     assert pack.cu_seqlens == (0, 6, 516, 1026, 1200)
     [pack] = pack_samples([sample([1], [2])], 1800, layout=PackLayout(0, 1, 1800, document_multiple=600))
     assert pack.cu_seqlens == (0, 600, 1200, 1800)
-
-
-def test_packs_are_padded_to_the_longest_only_where_asked() -> None:
-    samples = [sample([1], [2] * 9), sample([1], [2] * 3)]
-    for fixed, shapes in ((False, [10, 4]), (True, [10, 10])):
-        layouts = [PackLayout(rank, 2, 2, fixed_length=fixed) for rank in range(2)]
-        packs = [pack for layout in layouts for pack in pack_samples(samples, 10, layout=layout)]
-        assert [pack.token_T.numel() for pack in packs] == shapes
 
 
 def test_a_rank_without_samples_gets_dummies() -> None:
@@ -240,13 +209,8 @@ def check_shape(pack: MicroBatch, multiple: int, document: int) -> None:
 
 def group(rewards: list[float]) -> Group:
     prompt = Prompt(0, np.array([1, 2], dtype=np.int32), "3", "test")
-    rollouts = tuple(
-        Rollout(
-            np.array([3], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32), "stop", reward
-        )
-        for reward in rewards
-    )
-    return Group(prompt, rollouts)
+    columns = np.array([3], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32)
+    return Group(prompt, tuple(Rollout(*columns, "stop", reward) for reward in rewards))
 
 
 def test_advantages_are_normalized_within_a_group() -> None:
@@ -269,26 +233,13 @@ def test_updates_share_the_groups(count: int, updates: int, seed: int) -> None:
     assert [[id(g) for g in part] for part in again] == [[id(g) for g in part] for part in parts]
 
 
-def test_packing_builds_tensors_of_the_stated_types() -> None:
-    [pack] = pack_samples([sample([1], [2])], 8)
-    assert pack.version_T.dtype == torch.int32
-    assert pack.mask_T.dtype == pack.rollout_log_prob_T.dtype == torch.float32
-
-
 X = 255
 ROUTES_PROMPT = Prompt(0, np.arange(3, dtype=np.int32), "", "")
 
 
-def with_routes(
-    prompt: int, response: int, routes: list[list[list[int]]] | None, dtype: str = "u1"
-) -> Sample:
-    return Sample(
-        np.arange(prompt + response, dtype=np.int32),
-        np.zeros(response, np.float32),
-        np.zeros(response, np.int32),
-        1.0,
-        routes_R=None if routes is None else np.array(routes, dtype),
-    )
+def with_routes(prompt: int, response: int, routes: Any, dtype: str = "u1") -> Sample:
+    made = sample(list(range(prompt)), list(range(prompt, prompt + response)))
+    return dataclasses.replace(made, routes_R=None if routes is None else np.array(routes, dtype))
 
 
 FIRST = [[[1, 2], [3, 4]], [[5, 6], [7, 0]], [[2, 1], [4, 3]]]
@@ -317,13 +268,9 @@ def test_numbers_of_many_experts_are_int16() -> None:
     assert unknown_T(pack.route_TLK).tolist() == [False, True]
 
 
-def test_packs_without_routes_have_no_column() -> None:
-    [pack] = pack_samples([with_routes(1, 2, None)], 4)
-    assert pack.route_TLK is None
-    assert pack.take(slice(0, 1)).route_TLK is None
-
-
 def test_a_part_has_its_tokens_routes() -> None:
+    [pack] = pack_samples([with_routes(1, 2, None)], 4)
+    assert pack.route_TLK is pack.take(slice(0, 1)).route_TLK is None
     [pack] = pack_samples([with_routes(3, 3, FIRST)], 8)
     part = pack.take(torch.tensor([4, 0]))
     assert part.route_TLK is not None
@@ -335,14 +282,11 @@ def test_a_rank_reads_its_own_samples_alone(tmp_path: Path, monkeypatch: pytest.
     """A rank with a dummy pack reads none, and has the column all the same."""
     parts = [np.array(FIRST, np.uint8), np.array(SECOND, np.uint8)]
     crcs = write_routes(tmp_path / "routes.npy", parts)
-    file = tmp_path / "routes.npy"
-    stored = [StoredRoutes(file, first, n, 2, 2, "|u1", crc)
-              for first, n, crc in ((0, 3, crcs[0]), (3, 2, crcs[1]))]  # fmt: skip
-    ids = [np.arange(3, dtype=np.int32), np.arange(2, dtype=np.int32)]
-    rollouts = [
-        Rollout(one, np.zeros(len(one), np.float32), one, "stop", 1.0, where)
-        for one, where in zip(ids, stored, strict=True)
-    ]
+    rollouts = []
+    for first, count, crc in ((0, 3, crcs[0]), (3, 2, crcs[1])):
+        stored = StoredRoutes(tmp_path / "routes.npy", first, count, 2, 2, "|u1", crc)
+        ids = np.arange(count, dtype=np.int32)
+        rollouts.append(Rollout(ids, np.zeros(count, np.float32), ids, "stop", 1.0, stored))
     [samples] = samples_of(in_memory(Group(ROUTES_PROMPT, tuple(rollouts))), grpo, (), "replay")
     read: list[int] = []
     plain = samples_module.read_routes
@@ -364,3 +308,115 @@ def test_what_is_made_of_stored_routes(asked: str, replays: bool | None, tmp_pat
     assert made.without_routes().route_row is None
     if replays is not None:
         assert made.replays_routes == replays
+
+
+def rank_costs(plan: list[list[list[int]]], lengths: list[int], quadratic: float) -> np.ndarray:
+    costs = np.array(lengths) + quadratic * np.square(lengths, dtype=float)
+    return np.array([sum(costs[i] for pack in rank for i in pack) for rank in plan])
+
+
+def long_tailed(number: int, longest: int, seed: int) -> list[int]:
+    lengths = np.random.default_rng(seed).lognormal(np.log(0.25 * longest), 0.9, number)
+    return [int(length) for length in np.clip(lengths, 64, longest)]
+
+
+FIXED = {"fixed_length": True, "quadratic": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pack_tokens", "layout", "plan"),
+    [
+        # cost(4) = 4 + 16 = 20, cost(2) = 2 + 4 = 6: the long one against all four short ones, 20 : 24.
+        # Equal tokens, [4, 2] and [2, 2, 2], would cost 26 : 18.
+        ([4, 2, 2, 2, 2], 8, PackLayout(data_size=2, quadratic=1.0), [[[1, 2, 3, 4]], [[0]]]),
+        # The same documents at one length: 6 and 6 tokens, not 4 and 8, which would pad the 4 to 8.
+        ([4, 2, 2, 2, 2], 8, PackLayout(data_size=2, **FIXED), [[[0, 3]], [[1, 2, 4]]]),
+        # Packs of 8: 8 | 7 1 | 6 2 | 4 4, attention 64, 50, 40, 32. Best is 64 + 32 : 50 + 40.
+        ([8, 7, 6, 4, 4, 2, 1], 8, PackLayout(data_size=2, **FIXED), [[[0], [3, 4]], [[1, 6], [2, 5]]]),
+        # Two packs of 2 a rank: 2 | empty against 1 1 | 1 1, attention 4 : 4, although tokens are 2 : 4.
+        ([2, 1, 1, 1, 1], 2, PackLayout(0, 2, 1, 2, **FIXED), [[[0], []], [[1, 4], [2, 3]]]),
+        # Longest first gives 3 2 2 | 3 2; exchanging a 3 for a 2 makes it 6 : 6.
+        ([3, 3, 2, 2, 2], 8, PackLayout(), [[[0, 1], [2, 3, 4]]]),
+        ([3, 3, 2, 2, 2], 8, PackLayout(fixed_length=True), [[[0, 1], [2, 3, 4]]]),
+        # The heaviest pack of a rank comes first.
+        ([3, 5, 4], 5, PackLayout(), [[[1], [2], [0]]]),
+        # Longest to the emptiest gives 6 3 | 5 4 and has no room for the 2; best fit gives 6 4 | 5 3 2.
+        ([6, 5, 4, 3, 2], 10, PackLayout(), [[[0, 2], [1, 3, 4]]]),
+        ([], 8, PackLayout(0, 2, 1, 3), [[[], [], []]] * 2),
+        ([], 8, PackLayout(0, 2, 1, 3, fixed_length=True), [[[], [], []]] * 2),
+    ],
+)
+def test_plans_by_hand(
+    lengths: list[int], pack_tokens: int, layout: PackLayout, plan: list[list[list[int]]]
+) -> None:
+    assert plan_packs(lengths, pack_tokens, layout) == plan
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pack_tokens", "layout", "message"),
+    [
+        ([3, 51], 50, PackLayout(), r"51 tokens .* does not fit into packs of 50 .* at least 51"),
+        ([49], 50, PackLayout(length_multiple=8), r"packs of 48 \(pack_tokens=50, .*=8\).* at least 56"),
+        ([4], 3, PackLayout(length_multiple=4), r"packs of 0 \(pack_tokens=3"),
+    ],
+)
+def test_a_sample_longer_than_a_pack_is_refused(
+    lengths: list[int], pack_tokens: int, layout: PackLayout, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_packs(lengths, pack_tokens, layout)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_long_tailed_updates_come_out_level(ranks: int, seed: int) -> None:
+    """256 samples, the longest as long as a pack; the slowest rank decides how long the update takes."""
+    lengths = long_tailed(256, 65536, seed)
+    plan = plan_packs(lengths, 65536, PackLayout(data_size=ranks, quadratic=1e-5))
+    costs = rank_costs(plan, lengths, 1e-5)
+    assert costs.max() <= 1.03 * costs.mean()
+    assert sum(len(rank) for rank in plan) <= 1.1 * sum(lengths) / 65536 + ranks
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_length_pads_little_and_comes_out_level(seed: int) -> None:
+    """Packs twice as long as the longest sample, in multiples of four on each of eight ranks."""
+    lengths = long_tailed(512, 65536, seed)
+    layout = PackLayout(0, 8, 16, 4, fixed_length=True, quadratic=1e-5)
+    plan = plan_packs(lengths, 131072, layout)
+    totals = [[sum(lengths[i] for i in pack) for pack in rank] for rank in plan]
+    length = max(max(rank) for rank in totals)
+    tokens = length * sum(len(rank) for rank in plan)
+    assert sum(lengths) >= 0.98 * tokens
+    costs = length * len(plan[0]) + rank_costs(plan, lengths, 1e-5) - [sum(rank) for rank in totals]
+    assert costs.max() <= 1.03 * costs.mean()
+
+
+PACKS = [[[0, 1], [2]], [[3], [4, 5]]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "tokens", "weights", "room", "more", "balanced"),
+    [
+        # 7 + 4 against 5 + 2 (11 : 7) in full packs of 11 and 8: 7 for 5 gives 9 : 9.
+        ([[[0, 1]], [[2, 3]]], [7, 4, 5, 2], [7, 4, 5, 2], 11, {}, [[[2, 1]], [[0, 3]]]),
+        # Three of 3 against one, where there is room: moving one gives 6 : 6.
+        ([[[0, 1, 2]], [[3]]], [3, 3, 3, 3], [3, 3, 3, 3], 9, {}, [[[1, 2]], [[3, 0]]]),
+        # Weights 9 : 1, but the light document takes 6 of 9 tokens: nothing fits beside it.
+        ([[[0, 1]], [[2]]], [5, 4, 6], [5, 4, 1], 9, {}, [[[0, 1]], [[2]]]),
+        # Weights 5 4 | 1 | 2. The 1 fills its pack of 9 tokens, so the 5 changes places with the 2.
+        ([[[0, 1]], [[2]], [[3]]], [5, 4, 9, 2], [5, 4, 1, 2], 9, {}, [[[1, 3]], [[2]], [[0]]]),
+        # 9 : 1 is 4 above the mean of 5: it stops at the slack, and at the work.
+        ([[[0, 1]], [[2]]], [5, 4, 1], [5, 4, 1], 9, {"slack": 4.0, "work": 10**6}, [[[0, 1]], [[2]]]),
+        ([[[0, 1]], [[2]]], [5, 4, 1], [5, 4, 1], 9, {"slack": 3.9, "work": 5000}, [[[0, 1]], [[2]]]),
+        # All packs are full. Weights (5 4) 8 : 2 (1 0), the packs in brackets of unequal pieces.
+        # Best is (5 4) for 2: 10 : 10. Single documents, 8 for 2, would give 11 : 9.
+        (PACKS, [3, 2, 5, 5, 4, 1], [5, 4, 8, 2, 1, 0], 5, {}, [[[3], [2]], [[0, 1], [4, 5]]]),
+    ],
+)
+def test_balancing_by_hand(
+    groups: Any, tokens: list[int], weights: list[int], room: int, more: dict[str, Any], balanced: Any
+) -> None:
+    balance(groups, Documents(np.array(tokens), np.array(weights), room), **{"slack": 0, **more})
+    found, wanted = ([[sorted(pack) for pack in group] for group in one] for one in (groups, balanced))
+    assert found == wanted

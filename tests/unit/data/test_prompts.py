@@ -1,11 +1,11 @@
-"""Reading a dataset file, what it says of broken ones, and the cursor."""
+"""Files of rows, which `bapo train` and `bapo data prepare` read or refuse alike; prompts; the cursor."""
 
 from __future__ import annotations
 
-import copy
+import gzip
 import json
 import re
-import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bapo_megatron.data.prepare.sources import HubSource, open_source
 from bapo_megatron.data.prompts import PromptOrder, check_template, load_prompts
+from bapo_megatron.data.rows import MAX_DEPTH, read_rows
 from bapo_megatron.errors import ConfigError
 
 
@@ -44,31 +46,22 @@ class CharacterTokenizer:
 
 
 def row(content: str = "1+1=", truth: Any = "2", **more: Any) -> dict[str, Any]:
-    return {
-        "data_source": "test",
-        "prompt": [{"role": "user", "content": content}],
-        "reward_model": {"ground_truth": truth, "style": "rule"},
-        "extra_info": {"index": 0},
-        **more,
-    }
+    about: dict[str, Any] = {"data_source": "test", "extra_info": {"index": 0}}
+    about["reward_model"] = {"ground_truth": truth, "style": "rule"}
+    return {**about, "prompt": [{"role": "user", "content": content}], **more}
 
 
 def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
     return path
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "train [1].jsonl"
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("the network was tried")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
 def test_rows_become_prompts(file: Path) -> None:
@@ -84,46 +77,8 @@ def test_rows_become_prompts(file: Path) -> None:
     assert [p.ground_truth for p in found.prompts] == ["2", "4", r"\frac{12}{2}"]
     assert found.prompts[0].token_ids_P.dtype == np.int32
     assert found.prompts[0].token_ids_P.tolist() == [ord(char) for char in "1+1="]
-    assert [p.extra_info for p in found.prompts] == [
-        {"index": 7, "model_difficulty": {"a": 3}},
-        {"other": "é"},
-        {},
-    ]
+    assert [p.extra_info for p in found.prompts] == [rows[0]["extra_info"], {"other": "é"}, {}]
     assert {p.data_source for p in found.prompts} == {"test"}
-
-
-def test_parquet_reads_the_same(tmp_path: Path, file: Path) -> None:
-    rows = [row("1+1=", "2", extra_info={"a": 1}), row("2+2=", "4", extra_info={"b": "x"})]
-    parquet = tmp_path / "train.parquet"
-    datasets.Dataset.from_list(copy.deepcopy(rows)).to_parquet(str(parquet))
-    one = load_prompts(write(file, rows), CharacterTokenizer(), 10).prompts
-    other = load_prompts(parquet, CharacterTokenizer(), 10).prompts
-    for left, right in zip(one, other, strict=True):
-        assert left.token_ids_P.tolist() == right.token_ids_P.tolist()
-        assert left.extra_info == right.extra_info
-        assert left.ground_truth == right.ground_truth
-
-
-def test_dates_stay_the_texts_that_they_are(file: Path) -> None:
-    """Arrow makes times of them: an answer was not text then, and a column had a clock that nobody wrote."""
-    rows = [row(f"q{n}", f"2024-01-0{n}", extra_info={"day": f"2023-02-0{n}"}) for n in (1, 2)]
-    found = load_prompts(write(file, rows), CharacterTokenizer(), 9).prompts
-    assert [one.ground_truth for one in found] == ["2024-01-01", "2024-01-02"]
-    assert [one.extra_info["day"] for one in found] == ["2023-02-01", "2023-02-02"]
-
-
-def test_nothing_is_left_behind(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
-    before = sorted(cache.rglob("*")) if cache.exists() else []
-    load_prompts(write(file, [row()]), CharacterTokenizer(), 10)
-    assert list(temporary.iterdir()) == []
-    assert (sorted(cache.rglob("*")) if cache.exists() else []) == before
-    assert capfd.readouterr() == ("", "")
 
 
 BROKEN_ROWS: dict[str, tuple[Any, str]] = {
@@ -141,17 +96,19 @@ BROKEN_ROWS: dict[str, tuple[Any, str]] = {
     "role the template refuses": (row(prompt=[{"role": "tool", "content": "x"}]), "no tools here"),
     "no data source": (row(data_source=None), "data_source is missing"),
     "extra info as text": (row(extra_info="x"), "extra_info is of type str"),
+    "what a check refuses": (row(truth="???"), "ground_truth: no sense"),
 }
+
+
+def checked(truth: str) -> str | None:
+    return "no sense" if "?" in truth else None
 
 
 @pytest.mark.parametrize("name", BROKEN_ROWS)
 def test_a_broken_row_is_named(file: Path, name: str) -> None:
     broken, says = BROKEN_ROWS[name]
-    with pytest.raises(ConfigError, match=re.escape(says)) as error:
-        load_prompts(write(file, [row(), row(), broken]), CharacterTokenizer(), 10, lambda _: None)
-    assert str(file) in str(error.value)
-    assert "row 2" in str(error.value)
-    assert says in str(error.value)
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(file))}.*row 2.*{re.escape(says)}"):
+        load_prompts(write(file, [row(), row(), broken]), CharacterTokenizer(), 10, checked)
 
 
 @pytest.mark.parametrize("truth", ["[1, 2]", '["a', "[0, 1)", '{"a": 1}', '["x"] or so', "['a", "['x', y]"])
@@ -160,25 +117,16 @@ def test_ground_truths_that_only_look_like_json_stay(file: Path, truth: str) -> 
     assert prompt.ground_truth == truth
 
 
-OWN_TRUTHS: list[tuple[Any, str]] = [
-    (5, "5"),
-    (0.5, "0.5"),
-    (True, "true"),
-    ({"target": 24, "numbers": [4, 6]}, '{"target": 24, "numbers": [4, 6]}'),
-    ([3, 4], "[3, 4]"),
-]
+COUNTDOWN = {"target": 24, "numbers": [4, 6]}
+OWN_TRUTHS = {"5": 5, "0.5": 0.5, "true": True, "[3, 4]": [3, 4], json.dumps(COUNTDOWN): COUNTDOWN}
 
 
-@pytest.mark.parametrize(("truth", "text"), OWN_TRUTHS, ids=[text for _, text in OWN_TRUTHS])
+@pytest.mark.parametrize(("text", "truth"), OWN_TRUTHS.items(), ids=OWN_TRUTHS)
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
 def test_a_reward_of_ones_own_takes_any_ground_truth_as_json(
     tmp_path: Path, ending: str, truth: Any, text: str
 ) -> None:
-    path = tmp_path / f"rows{ending}"
-    if ending == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(truth=truth)]), path)
-    else:
-        write(path, [row(truth=truth)])
+    path = write(tmp_path / f"rows{ending}", [row(truth=truth)])
     (prompt,) = load_prompts(path, CharacterTokenizer(), 10).prompts
     assert prompt.ground_truth == text
 
@@ -186,24 +134,17 @@ def test_a_reward_of_ones_own_takes_any_ground_truth_as_json(
 @pytest.mark.parametrize("truth", [float("nan"), {"target": None}])
 def test_a_missing_value_is_no_ground_truth(tmp_path: Path, truth: Any) -> None:
     """As pandas and Arrow fill rows without one: a reward would compare with it, and nobody be told."""
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row(truth=truth)]), path)
-    with pytest.raises(
-        ConfigError, match=r"row 0 .*ground_truth is .*; it must be the answer as text, not empty"
-    ):
-        load_prompts(path, CharacterTokenizer(), 10)
+    with pytest.raises(ConfigError, match=r"row 0 .*ground_truth is "):
+        load_prompts(write(tmp_path / "rows.parquet", [row(truth=truth)]), CharacterTokenizer(), 10)
 
 
 def test_prompts_about_images_are_refused_unless_the_run_has_begun(tmp_path: Path) -> None:
     """verl's files need no `bapo data prepare`; rows without an image may name its place."""
     path, shows = tmp_path / "rows.parquet", [{"bytes": b"\x00", "path": "a.png"}]
     rows = [row("<image>?", images=[]), row("1+1=", images=shows)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert len(load_prompts(path, CharacterTokenizer(), 10).prompts) == 2
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows, row("<image>!", images=shows)]), path)
-    with pytest.raises(
-        ConfigError, match=r"row 2 .*its prompt is about its images, and models here read text"
-    ):
+    assert len(load_prompts(write(path, rows), CharacterTokenizer(), 10).prompts) == 2
+    write(path, [*rows, row("<image>!", images=shows)])
+    with pytest.raises(ConfigError, match=r"row 2 .*about its images"):
         load_prompts(path, CharacterTokenizer(), 10)
     assert len(load_prompts(path, CharacterTokenizer(), 10, begun=True).prompts) == 3
 
@@ -213,15 +154,6 @@ def test_whole_numbers_are_answers_for_every_reward(file: Path) -> None:
     path = write(file, [row("a", truth="05"), row("b", truth=5), row("c", truth="1e3")])
     found = load_prompts(path, CharacterTokenizer(), 10, lambda _: None).prompts
     assert [prompt.ground_truth for prompt in found] == ["05", "5", "1e3"]
-
-
-def test_objects_of_other_rows_leave_no_keys(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([row("a", truth={"a": 1}), row("b", truth={"b": 2})]), path
-    )
-    found = load_prompts(path, CharacterTokenizer(), 10).prompts
-    assert [prompt.ground_truth for prompt in found] == ['{"a": 1}', '{"b": 2}']
 
 
 def test_a_list_that_was_written_as_python(file: Path) -> None:
@@ -239,36 +171,14 @@ def test_a_template_that_opens_the_thinking_part(file: Path) -> None:
     assert [prompt.opens_thinking for prompt in found] == [True, False, False]
 
 
-def test_ground_truths_are_checked(file: Path) -> None:
-    rows = [row(), row(truth="???")]
-    with pytest.raises(ConfigError, match=r"row 1 .*ground_truth: no sense"):
-        load_prompts(write(file, rows), CharacterTokenizer(), 10, lambda t: "no sense" if "?" in t else None)
-
-
-def test_broken_files(file: Path, tmp_path: Path) -> None:
+def test_prompts_that_are_all_too_long_say_what_would_do(file: Path) -> None:
     tokenizer = CharacterTokenizer()
-    with pytest.raises(ConfigError, match="no such file"):
-        load_prompts(file, tokenizer, 10)
-    file.write_text("")
-    with pytest.raises(ConfigError, match="no rows"):
-        load_prompts(file, tokenizer, 10)
-    file.write_text(json.dumps(row()) + "\n{broken\n")
-    with pytest.raises(ConfigError, match=r"row 1 .*not JSON"):
-        load_prompts(file, tokenizer, 10)
     needed = r"each of its 2 prompts .*max_prompt_tokens=3 tokens; raise that: the shortest has (\d+), "
     with pytest.raises(ConfigError, match=needed) as raised:
         load_prompts(write(file, [row("22+22="), row()]), tokenizer, 3)
     shortest, longest = map(int, re.findall(r"has (\d+), the longest (\d+)$", str(raised.value))[0])
     assert longest == shortest + 2
     assert len(load_prompts(file, tokenizer, shortest).prompts) == 1
-    other = tmp_path / "data.csv"
-    other.write_text("a,b\n")
-    with pytest.raises(ConfigError, match="unknown ending"):
-        load_prompts(other, tokenizer, 10)
-    parquet = tmp_path / "data.parquet"
-    parquet.write_bytes(b"PAR1 but not really")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_prompts(parquet, tokenizer, 10)
     with pytest.raises(ConfigError, match="chat_template"):
         load_prompts(write(file, [row()]), object(), 10)
 
@@ -298,10 +208,8 @@ def test_a_place_is_one_number(size: int, before: int, after: int) -> None:
 
 
 def test_epochs_and_seeds_differ() -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        return [index for e, index in PromptOrder(50, seed, True).take(0, 100) if e == epoch]
-
-    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    orders = {tuple(PromptOrder(50, seed, True).take(start, 50)) for seed in (0, 1) for start in (0, 50)}
+    assert len({tuple(index for _, index in order) for order in orders}) == 4
     assert PromptOrder(3, 0, False).take(0, 4) == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
 
@@ -313,18 +221,154 @@ class Deaf(CharacterTokenizer):
 
 
 def test_equal_prompts_throughout_are_refused(file: Path) -> None:
-    different = [{**row(), "prompt": [{"role": "user", "content": text}]} for text in ("1+1=", "1+2=")]
+    different = [row("1+1="), row("1+2=")]
     write(file, different)
-    assert len(load_prompts(file, CharacterTokenizer(), 10).prompts) == 2
     with pytest.raises(ConfigError, match="equal prompts throughout: all 2 rows become the same 3 tokens"):
         load_prompts(file, Deaf(), 10)
     write(file, different[:1])  # one problem is a task
     assert len(load_prompts(file, Deaf(), 10).prompts) == 1
     write(file, [different[0], *different])  # so are repeated ones beside another
     assert len(load_prompts(file, CharacterTokenizer(), 10).prompts) == 3
-
-
-def test_a_template_that_ignores_the_messages_is_refused() -> None:
     check_template(CharacterTokenizer(), "tokenizer=x")
     with pytest.raises(ConfigError, match=r"^tokenizer=x: its chat_template ignores the messages"):
         check_template(Deaf(), "tokenizer=x")
+
+
+ROWS: list[dict[str, Any]] = [
+    {"a": 34, "day": "2024-01-05", "mixed": "05", "of": {"x": 1, "deep": [{"y": 1}]}},
+    {"a": None, "day": "é", "mixed": 5, "of": {"z": None, "deep": [{"w": "t"}]}},
+]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+LIST = json.dumps(ROWS, indent=1).encode()
+MARK = b"\xef\xbb\xbf"
+
+FILES = {
+    "lines": ("rows.jsonl", LINES),
+    "a list": ("rows.json", LIST),
+    "lines in .json": ("rows.json", LINES),
+    "a list in .jsonl": ("rows.jsonl", LIST),
+    "a mark of the byte order": ("rows.jsonl", MARK + LINES),
+    "a mark before a list": ("rows.json", MARK + LIST),
+    "empty lines": ("rows.jsonl", b"\n \n" + LINES.replace(b"\n", b"\r\n\r\n")),
+    "objects over several lines": (
+        "rows.jsonl",
+        b"\n".join(json.dumps(row, indent=2).encode() for row in ROWS),
+    ),
+    "objects on one line": ("rows.json", b" ".join(LINES.splitlines())),
+    "objects without a space": ("rows.jsonl", b"".join(LINES.splitlines())),
+    "gzip": ("rows.jsonl", gzip.compress(LINES)),
+    "gzip by its name": ("rows.jsonl.gz", gzip.compress(MARK + LINES)),
+    "a list by gzip": ("rows.json.gz", gzip.compress(LIST)),
+}
+
+
+def prepare_reads(path: Path) -> list[Any]:
+    return list(open_source(str(path), "train", None).rows())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_runs_and_preparation_read_the_same_rows(name: str, tmp_path: Path) -> None:
+    file, content = FILES[name]
+    path = tmp_path / file
+    path.write_bytes(content)
+    assert read_rows(path) == ROWS
+    assert prepare_reads(path) == ROWS
+
+
+BROKEN = {
+    "no rows": ("rows.jsonl", b"\n", "the file has no rows"),
+    "an empty list": ("rows.json", b"[]", "the file has no rows"),
+    "no object": ("rows.jsonl", LINES + b"5\n", "row 2 (the first is 0): it is not an object: 5"),
+    "no object in a list": ("rows.json", b"[{}, 5]", "row 1 (the first is 0): it is not an object: 5"),
+    "an open list": ("rows.json", LIST[:-1], "row 0 (the first is 0): not JSON: Expecting ',' delimiter"),
+    "a cut line among others": ("rows.jsonl", LINES[:-3] + b"\n" + LINES, "row 1 (the first is 0): not JSON"),
+    "several lists": ("rows.json", b"[{}]\n[{}]", "row 1 (the first is 0): it is not an object: [{}]"),
+    "half an object over several lines": (
+        "rows.json",
+        json.dumps(ROWS[0], indent=1).encode()[:-1],
+        "not JSON: Expecting ',' delimiter, line 13 of it, column 1",
+    ),
+    "half a line": ("rows.jsonl", LINES[:-5], "row 1 (the first is 0): not JSON: Expecting"),
+    "another encoding": ("rows.jsonl", LINES.decode().encode("utf-16"), "not JSON: 'utf-8' codec"),
+    "an end too early": ("rows.jsonl", gzip.compress(LINES)[:-9], "cannot be read: Compressed file"),
+    "another compression": ("rows.jsonl", b"(\xb5/\xfd\x04", "not JSON: 'utf-8' codec"),
+    "no parquet": ("rows.parquet", LINES, "cannot be read as parquet"),
+    "another ending": ("rows.parquet.gz", b"", "unknown ending; give one of .jsonl, .json, .parquet"),
+    "control characters": ("rows.jsonl", b"\x00\n", "not JSON"),
+    "brackets of a parser's nightmare": ("rows.jsonl", b"[" * 100_000 + b"\n", "rows.jsonl, "),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_runs_and_preparation_refuse_a_file_in_the_same_words(name: str, tmp_path: Path) -> None:
+    file, content, says = BROKEN[name]
+    path = tmp_path / file
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(says)) as prepared:
+        prepare_reads(path)
+    with pytest.raises(ConfigError, match=re.escape(says)) as run:
+        read_rows(path)
+    assert str(prepared.value).startswith(str(path))
+    assert str(run.value) == f"data.path={prepared.value}"
+
+
+OBJECTS: list[dict[str, Any]] = [
+    {"meta": {"y": "t"}, "truths": [{"a": 1}], "none": None},
+    {"meta": {"x": {"u": 1}}, "truths": [{"b": [None, 2]}], "none": {"k": 0}},
+]
+"""Objects with keys of their own. Arrow has one type for all of them."""
+
+
+def test_objects_in_columns_have_the_keys_of_their_own_row(tmp_path: Path) -> None:
+    parquet, lines = tmp_path / "rows.parquet", tmp_path / "rows.jsonl"
+    table = pyarrow.Table.from_pylist(OBJECTS)
+    pyarrow.parquet.write_table(table, parquet)
+    lines.write_text("".join(json.dumps(row) + "\n" for row in OBJECTS))
+    assert table.to_pylist()[0]["meta"] == {"y": "t", "x": None}
+    assert read_rows(parquet) == prepare_reads(parquet) == read_rows(lines) == OBJECTS
+    assert list(HubSource("", datasets.Dataset(table)).rows()) == OBJECTS
+
+
+@pytest.mark.parametrize("many", [pyarrow.list_, pyarrow.large_list, lambda of: pyarrow.list_(of, 1)])
+def test_objects_in_every_kind_of_list_have_their_own_keys(many: Any, tmp_path: Path) -> None:
+    path, kind = tmp_path / "rows.parquet", many(pyarrow.struct({"a": pyarrow.int64(), "b": pyarrow.int64()}))
+    expected = [{"of": [{"a": 1}]}, {"of": [{"b": 2}]}]
+    column = pyarrow.array([row["of"] for row in expected], kind)
+    pyarrow.parquet.write_table(pyarrow.table({"of": column}), path)
+    assert read_rows(path) == expected
+
+
+def test_columns_of_json_are_what_they_say(tmp_path: Path) -> None:
+    """``datasets`` writes them for values of several types; elsewhere in a row, too."""
+    path, kind = tmp_path / "rows.parquet", pyarrow.json_()
+    texts = pyarrow.ExtensionArray.from_storage(kind, pyarrow.array(['{"x": 1}', None, "[2]"]))
+    nested = pyarrow.StructArray.from_arrays([texts], ["args"])
+    pyarrow.parquet.write_table(pyarrow.table({"of": texts, "call": nested}), path)
+    expected = [{"of": {"x": 1}, "call": {"args": {"x": 1}}}, {"of": None, "call": {}}]
+    assert read_rows(path) == prepare_reads(path) == [*expected, {"of": [2], "call": {"args": [2]}}]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("between", ["", "\n", "\n\n"])
+def test_brackets_within_each_other_end_before_arrow(name: str, between: str, tmp_path: Path) -> None:
+    """Whole, so that JSON has nothing against them: at 100,000 Arrow dies, at 10,000 it takes a minute."""
+    deep = between.join("[" * (MAX_DEPTH + 1)) + between + "]" * (MAX_DEPTH + 1)
+    path = tmp_path / name
+    path.write_text('{"a": "]]"}\n' * (name == "rows.jsonl") + deep + "\n")
+    for read in (read_rows, prepare_reads):
+        with pytest.raises(ConfigError, match=rf"{name}, (row|line) \d+.*: (more than 100 br|not JSON)"):
+            read(path)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\\", "\\\n"])
+def test_brackets_in_texts_are_not_counted(end: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"a": "[" * 200 + '\\"{'}, {"a": "]"}] * 200
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_rows(path) == rows
+    # A text without an end is read once: a search from each quote in it would take hours.
+    path.write_text('{"a": "b"}\n{"a": "' + r"print(\"[{\") " * 50_000 + end)
+    start = time.process_time()
+    with pytest.raises(ConfigError, match=r"row 1 .*not JSON"):
+        read_rows(path)
+    assert time.process_time() - start < 20

@@ -54,16 +54,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def prompts(model: Path, *questions: str, most_tokens: int = 2048) -> tuple[Prompt, ...]:
     """As a run reads them, all with the answer 2."""
-    rows = [
-        {
-            "data_source": "test",
-            "prompt": [{"role": "user", "content": question}],
-            "reward_model": {"ground_truth": "2", "style": "rule"},
-            "extra_info": {},
-        }
-        for question in questions
-    ]
-    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    about = {"data_source": "test", "reward_model": {"ground_truth": "2", "style": "rule"}, "extra_info": {}}
+    asked = [{**about, "prompt": [{"role": "user", "content": question}]} for question in questions]
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     return load_prompts(Path("data.jsonl"), load_tokenizer(model), most_tokens).prompts
 
 
@@ -77,12 +70,9 @@ def reward(tokenizer: Any, prompt: Prompt, *response: str | int) -> float:
     return float(_score_function(RewardConfig())(asked, text))
 
 
-def test_the_package_has_the_published_file() -> None:
-    assert hashlib.sha256((SOURCE / "tokenizer.json").read_bytes()).hexdigest() == SHA256
-
-
 def test_a_prompt_of_the_template(model: Path) -> None:
-    """The same for Qwen3-4B-Instruct-2507: the response begins behind `assistant`, thinking or not."""
+    """Of the published file, and of Qwen3-4B-Instruct-2507: a response begins behind `assistant`."""
+    assert hashlib.sha256((SOURCE / "tokenizer.json").read_bytes()).hexdigest() == SHA256
     [short] = prompts(model, "1+1=", "2+2=1+1+1+", most_tokens=12)
     assert short.token_ids_P.tolist() == QUESTION
     assert not short.opens_thinking

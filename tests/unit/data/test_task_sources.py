@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from bapo_megatron.cli import run
-from bapo_megatron.config import RewardConfig
 from bapo_megatron.data.prepare import reasoning_gym, sources
 from bapo_megatron.data.prepare.command import prepare
 from bapo_megatron.data.prepare.filters import TEMPLATE, Contamination, EvaluationProblem
@@ -18,6 +17,7 @@ from bapo_megatron.data.prepare.normal_form import commuted_key, key
 from bapo_megatron.data.prepare.options import DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.sources import open_source
 from bapo_megatron.data.problem_sets import load_suite
+from bapo_megatron.data.rows import read_rows
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.reasoning_gym import score, tasks
@@ -28,24 +28,19 @@ THREE_TERMS = '{"min_terms": 3, "max_terms": 3}'
 
 def made(folder: Path, tasks: str = "chain_sum,products", **options: Any) -> list[dict[str, Any]]:
     prepare(PrepareOptions((f"reasoning-gym:{tasks}",), folder, **options))
-    return [json.loads(line) for line in (folder / DATA_FILE).read_text().splitlines()]
+    return read_rows(folder / DATA_FILE)
 
 
 def text_of(row: dict[str, Any]) -> str:
     return str(row["prompt"][-1]["content"])
 
 
-# --- reasoning-gym -------------------------------------------------------------------------------
-
-
 @pytest.mark.integration
 def test_problems_of_tasks_in_equal_shares(tmp_path: Path) -> None:
     asked = {"size": 31, "task_settings": THREE_TERMS, "system_prompt": "Only the result."}
     rows = made(tmp_path / "a", seed=3, **asked)
-    assert Counter(row["data_source"] for row in rows) == {
-        "reasoning_gym/chain_sum": 16,
-        "reasoning_gym/products": 15,
-    }
+    counts = Counter(row["data_source"] for row in rows)
+    assert counts == {"reasoning_gym/chain_sum": 16, "reasoning_gym/products": 15}
     assert len({text_of(row) for row in rows}) == 31
     assert all(score(row["extra_info"], row["reward_model"]["ground_truth"]) == 1 for row in rows)
     assert rows[0]["prompt"][0] == {"role": "system", "content": "Only the result."}
@@ -95,43 +90,35 @@ def test_a_task_with_too_few_questions_says_how_many() -> None:
     assert told.startswith("products has no more than 100 different questions with these settings, and 101")
 
 
-def test_what_needs_a_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_absent_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks()
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     told = reasoning_gym._problem([{"task": "zebra_puzzles", "settings": {}}])
-    assert str(told).startswith("the task zebra_puzzles needs pycosat, which is compiled: with a C compiler")
+    assert str(told).startswith("the task zebra_puzzles needs pycosat, which is compiled")
+    with pytest.raises(ConfigError, match=r"source champ: run pip install --no-deps champ-dataset==1\.0\.0"):
+        list(sources.ChampSource().rows())
 
 
 @pytest.mark.parametrize(
     ("sources", "options", "message"),
     [
-        (["reasoning-gym:chain_sum", "a.jsonl"], {"size": 3}, "prepare it apart, or give --reward"),
-        (["a.jsonl"], {"size": 3}, "size, seed and task_settings are for a source reasoning-gym:TASK,TASK"),
-        (["reasoning-gym:chain_sum"], {"size": 0}, "size=0 must be at least 1"),
-        (["reasoning-gym:chain_sum"], {"task_settings": "[1]"}, "must be one JSON object"),
-        (["reasoning-gym:chain_sum"], {"task_settings": "{"}, "must be one JSON object"),
-        (["a.jsonl"], {"system_prompt": " "}, "system_prompt is empty"),
+        ("reasoning-gym:chain_sum a.jsonl", {"size": 3}, "prepare it apart, or give --reward"),
+        ("a.jsonl", {"size": 3}, "size, seed and task_settings are for a source reasoning-gym:TASK,TASK"),
+        ("reasoning-gym:chain_sum", {"size": 0}, "size=0 must be at least 1"),
+        ("reasoning-gym:chain_sum", {"task_settings": "[1]"}, "must be one JSON object"),
+        ("reasoning-gym:chain_sum", {"task_settings": "{"}, "must be one JSON object"),
+        ("a.jsonl", {"system_prompt": " "}, "system_prompt is empty"),
+        ("reasoning-gym:", {"size": 3}, "it names no task"),
+        ("reasoning-gym:chain_sum,chain_sum", {"size": 3}, "names a task twice"),
+        ("reasoning-gym:chain_sum", {}, "how many problems"),
+        ("reasoning-gym:chain_sum,products", {"size": 1}, "--size 1 is less than one problem for each of 2"),
     ],
 )
 def test_options_that_do_not_go_together(
-    sources: list[str], options: dict[str, Any], message: str, tmp_path: Path
+    sources: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        PrepareOptions(tuple(sources), tmp_path / "out", **options).check()
-
-
-@pytest.mark.parametrize(
-    ("text", "size", "message"),
-    [
-        ("reasoning-gym:", 3, "it names no task"),
-        ("reasoning-gym:chain_sum,chain_sum", 3, "names a task twice"),
-        ("reasoning-gym:chain_sum", None, "how many problems"),
-        ("reasoning-gym:chain_sum,products", 1, "--size 1 is less than one problem for each of 2"),
-    ],
-)
-def test_sources_that_say_too_little(text: str, size: int | None, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_source(text, "train", None, size)
+        prepare(PrepareOptions(tuple(sources.split()), tmp_path / "out", **options))
 
 
 def test_settings_of_one_task_or_of_all() -> None:
@@ -144,21 +131,11 @@ def test_settings_of_one_task_or_of_all() -> None:
     assert found({"gcd": {"a": 1}}) == [{}, {"a": 1}]
 
 
-def test_the_reward_of_a_run_and_the_one_that_data_are_made_for_are_one_name(tmp_path: Path) -> None:
-    options = PrepareOptions(("reasoning-gym:chain_sum",), tmp_path / "out", size=1)
-    assert options.reward_function == RewardConfig(function="reasoning_gym").function
-    assert PrepareOptions(("a.jsonl",), tmp_path / "out").reward_function == "math_or_code"
-
-
-# --- champ ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.integration
 def test_champ_is_a_suite_for_the_maths_reward(tmp_path: Path) -> None:
-    card = prepare(PrepareOptions(("champ",), tmp_path / "champ", max_invalid=0))
-    rows = [json.loads(line) for line in (tmp_path / "champ" / DATA_FILE).read_text().splitlines()]
-    assert card.kept == len(rows) > 100
-    first = rows[0]
+    card = prepare(PrepareOptions(("champ",), tmp_path, max_invalid=0, overwrite=True))
+    first = read_rows(tmp_path / DATA_FILE)[0]
+    assert card.kept > 100
     assert first["data_source"] == "champ"
     assert first["extra_info"]["category"] == "Combinatorics"
     assert first["reward_model"]["ground_truth"] == "239"
@@ -180,15 +157,6 @@ def test_answers_of_champ_that_are_numbers(answer: str | None, number: str | Non
     assert sources._champ_number(answer) == number
 
 
-def test_without_its_package_champ_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"source champ: run pip install --no-deps champ-dataset==1\.0\.0"):
-        list(sources.ChampSource().rows())
-
-
-# --- system messages -----------------------------------------------------------------------------
-
-
 def test_a_system_message_takes_the_place_of_one(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Old."}, {"role": "user", "content": "2 + 2?"}]
     rows = [{"prompt": chat, "reward_model": {"ground_truth": "4"}}, {"problem": "1 + 2?", "answer": "3"}]
@@ -196,14 +164,10 @@ def test_a_system_message_takes_the_place_of_one(tmp_path: Path) -> None:
     for text, systems in (("New.", ["New.", "New."]), (None, ["Old.", None])):
         options = {"system_prompt": text, "overwrite": True, "instruct": False}
         prepare(PrepareOptions((str(tmp_path / "rows.jsonl"),), tmp_path / "out", **options))
-        found = [
-            json.loads(line)["prompt"] for line in (tmp_path / "out" / DATA_FILE).read_text().splitlines()
-        ]
+        found = [one["prompt"] for one in read_rows(tmp_path / "out" / DATA_FILE)]
         assert [one[0]["content"] if len(one) == 2 else None for one in found] == systems
         assert [one[-1]["content"] for one in found] == ["2 + 2?", "1 + 2?"]
 
-
-# --- templated problems held apart ---------------------------------------------------------------
 
 STORY = (
     "On her way home from the market {} the old baker of our town counts the small brown eggs in her basket"
@@ -239,12 +203,6 @@ def test_the_order_of_a_sum_or_a_product_does_not_count(one: str, other: str, sa
     assert key(one) != key(other)
 
 
-def test_a_commuted_pair_of_a_held_out_problem_is_left_out() -> None:
-    index = Contamination([EvaluationProblem("s", 0, "State the final answer: 3 + 4 =")], 8, 0.3)
-    assert index.match("State the final answer: 4 + 3 =") is not None
-    assert index.match("State the final answer: 4 + 5 =") is None
-
-
 def lost(held_out: str, questions: list[str], shown: list[str]) -> list[str]:
     index = Contamination([EvaluationProblem("s", 0, held_out)], 8, 0.3)
     for question in shown:
@@ -264,12 +222,10 @@ def test_a_template_of_many_training_questions_does_not_count() -> None:
 def test_what_surrounds_a_template_is_compared_as_before() -> None:
     """A problem whose last sentence many questions have: a copy with another beginning is found."""
     ending = "Write the answer as a fraction in lowest terms and add its two parts"
-    problem = (
-        f"A lamp blinks every eleven seconds and its red neighbour blinks every seventeen seconds. {ending}"
-    )
+    lamps = "A lamp blinks every eleven seconds and its red neighbour blinks every seventeen seconds."
     others = [f"Number {n} of this series is {n * n} plus one half. {ending}" for n in range(40)]
-    disguised = f"Please think. {problem}"
-    assert lost(problem, [*others, disguised], [*others, disguised]) == [disguised]
+    disguised = f"Please think. {lamps} {ending}"
+    assert lost(f"{lamps} {ending}", [*others, disguised], [*others, disguised]) == [disguised]
 
 
 def test_the_command_counts_the_templates_of_its_sources(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.code import last_code_block, program_is_right, same_output, same_value
 from bapo_megatron.reward.code_tests import (
     Asserted,
@@ -33,14 +34,13 @@ from bapo_megatron.reward.sandbox.sandbox import Sandbox
 pytestmark = pytest.mark.integration
 
 REPOSITORY = Path(__file__).parents[3]
+POLICY = REPOSITORY / "recipes/demo/policy"
 
 DEEP = "[" * 3000 + "]" * 3000
 """JSON that no reader takes, within the text of a test."""
 ADD = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7\n"]})
 CALL = json.dumps({"inputs": [[[3, 1, 2]], [[]]], "outputs": [[1, 2, 3], []], "fn_name": "order"})
-ASSERTS = json.dumps(
-    ["assert double(2) == 4", "assert double('a') == 'aa', 'text'", "assert double(0.1) < 0.3"]
-)
+ASSERTS = json.dumps(["assert double(2) == 4", "assert double('a') == 'aa', 't'", "assert double(0.1) < 0.3"])
 CHECK = json.dumps(
     {
         "import_prefix": "import math\n",
@@ -99,75 +99,65 @@ MIRRORED = """class Solution:
         return root and TreeNode(root.val, self.mirrored(root.right), self.mirrored(root.left))"""
 
 
+WHOLE = json.dumps(
+    {
+        "test_code": "K = 2\ndef check(f):\n    for n in range(3):\n        assert f(n) == n * K\n"
+        "    assert f(1) == 2",
+        "entry_point": "double",
+    }
+)
+"""With more than asserts: it stays whole."""
+
+
 def right(ground_truth: str, source: str, case_limit_s: float = 5.0, total_limit_s: float = 60.0) -> bool:
     response = f"I think\n```python\n{source}\n```\nDone."
     return program_is_right(ground_truth, response, 512, case_limit_s, total_limit_s)
 
 
-# --- finding, reading, comparing ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("response", "block"),
+    ("block", "responses"),
     [
-        ("```python\na\n```", "a"),
-        ("```python\na\n```\n```py\nb\nc\n```\nend", "b\nc"),
-        ("```python\na\n```\n```python\nb", "a"),
-        ("```Python3 \n\n  a\n```", "\n  a"),
-        ("- item\n   ```python\n   if a:\n\n       b\n  c\n   ```", "if a:\n\n    b\nc"),
-        ("\t```python\n\ta\n\t```", "a"),
-        ("````python\n```python\na\n```\n````", "```python\na\n```"),
-        ("````python\na\n```\n", None),
-        ("```python\na\n`````", "a"),
-        ('```python title="a.py"\na\n```', "a"),
-        ("```python {linenums=1}\na\n```", "a"),
-        ("```{.python .numbered}\na\n```", "a"),
-        ("``` Python 3\na\n```", "a"),
-        ("```python3.11\na\n```", "a"),
-        ("\ufeff```python\n\ufeffa\n```", "a"),
-        ("```python-repl\na\n```", None),
-        ("```pythonic\na\n```", None),
-        ("```pycon\na\n```", None),
-        ("```python`a`\nb\n```", None),
-        ("```python\nlost\n```python\nb\n```", "b"),
-        ("```python\ns = '\x0b\u2028'\n```", "s = '\x0b\u2028'"),
-        ("```python\na\n```\n```\noutput\n```", "a"),
-        ("```\na\n```", None),
-        ("```cpp\na\n```", None),
-        ("```python a\n```", ""),
-        ("no code", None),
-        ("", None),
+        (
+            "a",
+            (
+                *("```python\na\n```", "```python\na\n```\n```python\nb", "\t```python\n\ta\n\t```"),
+                *("```python\na\n`````", '```python title="a.py"\na\n```', "```python {linenums=1}\na\n```"),
+                *("```{.python .numbered}\na\n```", "``` Python 3\na\n```", "```python3.11\na\n```"),
+                *("\ufeff```python\n\ufeffa\n```", "```python\na\n```\n```\noutput\n```"),
+            ),
+        ),
+        ("b\nc", ("```python\na\n```\n```py\nb\nc\n```\nend",)),
+        ("\n  a", ("```Python3 \n\n  a\n```",)),
+        ("if a:\n\n    b\nc", ("- item\n   ```python\n   if a:\n\n       b\n  c\n   ```",)),
+        ("```python\na\n```", ("````python\n```python\na\n```\n````",)),
+        ("b", ("```python\nlost\n```python\nb\n```",)),
+        ("s = '\x0b\u2028'", ("```python\ns = '\x0b\u2028'\n```",)),
+        ("", ("```python a\n```",)),
+        (
+            None,
+            (
+                *("````python\na\n```\n", "```python-repl\na\n```", "```pythonic\na\n```"),
+                *("```python`a`\nb\n```", "```\na\n```", "```pycon\na\n```", "```cpp\na\n```", "no code", ""),
+            ),
+        ),
     ],
 )
-def test_the_last_closed_python_block_counts(response: str, block: str | None) -> None:
-    assert last_code_block(response) == block
+def test_the_last_closed_python_block_counts(block: str | None, responses: tuple[str, ...]) -> None:
+    assert {response: last_code_block(response) for response in responses} == dict.fromkeys(responses, block)
 
 
 def test_a_program_counts_behind_the_thinking_part() -> None:
     """As a box does: a response that is cut off in its thoughts has given no program."""
     program = "```python\nprint(sum(map(int, input().split())))\n```"
-
-    def judged(response: str) -> bool:
-        return program_is_right(ADD, response, 512, 5.0, 60.0)
-
-    assert judged(f"<think>so</think>\n{program}")
-    assert not judged(f"<think>perhaps\n{program}\nor")
-    assert not judged(f"<think>{program}</think>\nIt adds them.")
-
-
-def test_finding_it_takes_linear_time() -> None:
-    start = time.process_time()  # other programs may have the processor
-    assert last_code_block("```python\n" * 200_000) is None
-    for line in ("`" * 2_000_000, " " * 2_000_000, "```python" + ".1" * 1_000_000, "```" + " " * 2_000_000):
-        assert last_code_block(line) is None
-    assert time.process_time() - start < 10  # quadratic would be hours
+    responses = ("<think>so</think>\n{}", "<think>perhaps\n{}\nor", "<think>{}</think>\nIt adds them.")
+    judged = [program_is_right(ADD, response.format(program), 512, 5.0, 60.0) for response in responses]
+    assert judged == [True, False, False]
 
 
 def test_the_forms_of_ground_truth() -> None:
     assert read_tests(ADD).cases == (Printed("1 2\n", "3\n"), Printed("10 -3\n", "7\n"))
-    assert read_tests('{"inputs": [["1", "2"]], "outputs": [["3", ""]], "fn_name": null}').cases == (
-        Printed("1\n2", "3\n"),
-    )
+    nested = {"inputs": [["1", "2"]], "outputs": [["3", ""]], "fn_name": None}
+    assert read_tests(json.dumps(nested)).cases == (Printed("1\n2", "3\n"),)
     assert read_tests(CALL).cases == (Called("order", [[3, 1, 2]], [1, 2, 3]), Called("order", [[]], []))
     as_text = json.dumps({"inputs": ['[1]\n"a"'], "outputs": ["true"], "fn_name": "f"})
     assert read_tests(as_text).cases == (Called("f", [[1], "a"], True),)
@@ -201,15 +191,6 @@ def test_the_forms_of_ground_truth() -> None:
     )
 
 
-def test_a_check_with_more_than_asserts_stays_whole() -> None:
-    code = "K = 2\ndef check(f):\n    for n in range(3):\n        assert f(n) == n * K\n    assert f(1) == 2"
-    (case,) = read_tests(json.dumps({"test_code": code, "entry_point": "double"})).cases
-    assert (case.expression, case.literal) == ("True", False)
-    source = json.dumps({"test_code": code, "entry_point": "double"})
-    assert right(source, "def double(n): return 2 * n")
-    assert not right(source, "def double(n): return 2")
-
-
 @pytest.mark.parametrize(
     ("ground_truth", "problem"),
     [
@@ -228,16 +209,10 @@ def test_a_check_with_more_than_asserts_stays_whole() -> None:
         ('["assert f("]', "is not Python"),
         ('{"test_code": "def check(f): assert f() == 1"}', '"entry_point" is None'),
         ('{"test_code": "x = 1", "entry_point": "f"}', "defines no function check"),
-        (
-            '{"functional": "def check(f): assert f()"}',
-            '"functional" must be text that defines check(candidate)',
-        ),
+        ('{"functional": "def check(f): assert f()"}', '"functional" must be text that defines check('),
         ('{"functional": null}', '"functional" must be text'),
         ('{"tests": [1]}', "its keys are 'tests' (docs/rewards.md#programs)"),
-        (
-            '{"inputs": ["1"], "outputs": [null]}',
-            "a script has null as stdout; it must be text, a list of lines",
-        ),
+        ('{"inputs": ["1"], "outputs": [null]}', "a script has null as stdout"),
         ('{"inputs": [{"a": 1}], "outputs": ["1"]}', 'a script has {"a": 1} as stdin'),
         ('{"inputs": ["1"], "outputs": [["1", ["2"]]]}', 'a script has ["2"] as stdout'),
         ('[{"input": {"stdin": "1", "a.txt": ""}, "output": {"stdout": "1"}}]', '"a.txt": ""} as stdin'),
@@ -262,60 +237,30 @@ def test_code_and_mathematics_are_told_apart() -> None:
 
 
 def test_lists_of_asserts_and_objects_survive_the_reading_of_a_dataset(tmp_path: Path) -> None:
-    class Tokenizer:
-        chat_template = "any"
-
-        def apply_chat_template(self, *_: Any, **__: Any) -> str:
-            return "1"
-
-        def encode(self, *_: Any, **__: Any) -> list[int]:
-            return [1]
-
-        def decode(self, *_: Any, **__: Any) -> str:
-            return ""
-
-    one, two = ["assert f(1) == 2"], ["assert f(1) == 2", "assert f(2) == 3"]
+    two = ["assert f(1) == 2", "assert f(2) == 3"]
     streams = {"input": {"stdin": "1"}, "output": {"stdout": "2"}}
     objects = (([streams], 1), ([streams] * 2, 2), (json.loads(FUNCTIONAL), 2), (json.loads(CALL), 2))
-    for truth, cases in ((json.dumps(one), 1), (json.dumps(two), 2), (two, 2), *objects):
-        row = {
-            "data_source": "train-code",
-            "prompt": [{"role": "user", "content": "do"}],
-            "reward_model": {"ground_truth": truth},
-        }
+    for truth, cases in ((json.dumps(two[:1]), 1), (json.dumps(two), 2), (two, 2), *objects):
+        prompt = [{"role": "user", "content": "do"}]
+        row = {"data_source": "code", "prompt": prompt, "reward_model": {"ground_truth": truth}}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-        (prompt,) = load_prompts(tmp_path / "rows.jsonl", Tokenizer(), 10, check_tests).prompts
-        assert len(read_tests(prompt.ground_truth).cases) == cases
+        (read,) = load_prompts(tmp_path / "rows.jsonl", load_tokenizer(POLICY), 99, check_tests).prompts
+        assert len(read_tests(read.ground_truth).cases) == cases
 
 
-@pytest.mark.parametrize(
-    ("output", "expected", "same"),
-    [
-        ("3\n", "3", True),
-        ("3 \n4\t\n\n", "3\n4", True),
-        ("3\n\n4", "3\n4", False),
-        ("\n \n3\n", "3", True),
-        ("3", "\n3", True),
-        (" 3", "3", True),
-        ("1  2", "1 2", True),
-        ("12", "1 2", False),
-        ("", "", True),
-        ("", "0", False),
-        ("0.333333333", "0.3333333333", True),
-        ("0.33334", "0.33333", False),
-        ("1e-3 x", "0.001 x", True),
-        ("3.0", "3", True),
-        ("1000001", "1000000", False),
-        ("10000001", "10000000", False),
-        ("007", "7", False),
-        ("yes", "YES", False),
-        ("nan", "0.0", False),
-        ("1_0.0", "10.0", False),
-        ("inf", "1e999", False),
-    ],
-)
-def test_outputs(output: str, expected: str, same: bool) -> None:
-    assert same_output(output, expected) is same
+SAME = [
+    *(("3\n", "3"), ("3 \n4\t\n\n", "3\n4"), ("\n \n3\n", "3"), ("3", "\n3"), (" 3", "3"), ("1  2", "1 2")),
+    *(("", ""), ("0.333333333", "0.3333333333"), ("1e-3 x", "0.001 x"), ("3.0", "3")),
+]
+OTHER = [
+    *(("3\n\n4", "3\n4"), ("12", "1 2"), ("", "0"), ("0.33334", "0.33333"), ("1000001", "1000000")),
+    *(("007", "7"), ("yes", "YES"), ("nan", "0.0"), ("1_0.0", "10.0"), ("inf", "1e999")),
+]
+
+
+def test_outputs() -> None:
+    assert [pair for pair in SAME if not same_output(*pair)] == []
+    assert [pair for pair in OTHER if same_output(*pair)] == []
 
 
 @pytest.mark.parametrize(
@@ -339,8 +284,6 @@ def test_outputs(output: str, expected: str, same: bool) -> None:
 def test_values(value: object, expected: object, same: bool) -> None:
     assert same_value(value, expected) is same
 
-
-# --- right and wrong ---------------------------------------------------------------------------------
 
 SCRIPTS = {
     "print(sum(map(int, input().split())))": True,
@@ -374,36 +317,49 @@ def test_scripts(source: str, is_it: bool) -> None:
     assert right(ADD, source, case_limit_s=2.0) is is_it
 
 
-@pytest.mark.parametrize(
-    ("ground_truth", "source", "is_it"),
-    [
-        (CALL, "def order(x): return sorted(x)", True),
-        (CALL, "def order(x): return tuple(sorted(x))", True),
-        (CALL, "class Solution:\n    def order(self, x: List[int]): return sorted(x)", True),
-        (CALL, "import numpy as np\norder = np.sort", True),
-        (CALL, "def order(x): return x", False),
-        (CALL, "def order(x): return set(x)", False),
-        (CALL, "def other(x): return sorted(x)", False),
-        (CALL, "def order(x): return sorted(x)\nif __name__ == '__main__':\n    input()", True),
-        (ASSERTS, "double = lambda x: x * 2", True),
-        (ASSERTS, "double = lambda x: 4", False),
-        (CHECK, TWO.format("[0, 1]"), True),
-        (CHECK, TWO.format("(0, 1)"), False),
-        (CHECK, TWO.format("[math.floor(0.5), 1]"), True),
-        ('["assert f(1) == {1, 2}"]', "def f(x): return {2, x}", True),
-        ("[\"assert f(1) == (1, None, {'a': -1.5})\"]", "def f(x): return (x, None, dict(a=-1.5))", True),
-        ('["assert f() is None"]', "def f(): pass", True),
-        ('["assert not f()"]', "def f(): return 1", False),
-        ('{"inputs": [["a"]], "outputs": [["aa"]], "fn_name": "f"}', "f = lambda s: s + s", True),
-        (PYTEST, "double = lambda x: 2 * x\ndef shift(x): x.append(x.pop(0))", True),
-        (PYTEST, "double = lambda x: 2 * x\ndef shift(x): pass", False),
-        (PYTEST, "double = lambda x: 4\ndef shift(x): x.append(x.pop(0))", False),
-        (FUNCTIONAL, TURNED, True),
-        (FUNCTIONAL, TURNED.replace("return before", "return None"), False),
-        (MIRROR, MIRRORED, True),
-        (MIRROR, MIRRORED.replace("(root.right)", "(None)"), False),
-    ],
-)
+FUNCTIONS = [
+    (CALL, "def order(x): return sorted(x)", True),
+    (CALL, "def order(x): return tuple(sorted(x))", True),
+    (CALL, "class Solution:\n    def order(self, x: List[int]): return sorted(x)", True),
+    (CALL, "import numpy as np\norder = np.sort", True),
+    (CALL, "def order(x):\n    print(x)\n    return sorted(x)", True),
+    (CALL, "def order(x): return x", False),
+    (CALL, "def order(x): return set(x)", False),
+    (CALL, "def other(x): return sorted(x)", False),
+    (CALL, "def order(x): return sorted(x)\nif __name__ == '__main__':\n    input()", True),
+    (ASSERTS, "double = lambda x: x * 2", True),
+    (ASSERTS, "double = lambda x: 4", False),
+    (CHECK, TWO.format("[0, 1]"), True),
+    (CHECK, TWO.format("(0, 1)"), False),
+    (CHECK, TWO.format("[math.floor(0.5), 1]"), True),
+    ('["assert f(1) == {1, 2}"]', "def f(x): return {2, x}", True),
+    ("[\"assert f(1) == (1, None, {'a': -1.5})\"]", "def f(x): return (x, None, dict(a=-1.5))", True),
+    ('["assert f() is None"]', "def f(): pass", True),
+    ('["assert not f()"]', "def f(): return 1", False),
+    ('{"inputs": [["a"]], "outputs": [["aa"]], "fn_name": "f"}', "f = lambda s: s + s", True),
+    (PYTEST, "double = lambda x: 2 * x\ndef shift(x): x.append(x.pop(0))", True),
+    (PYTEST, "double = lambda x: 2 * x\ndef shift(x): pass", False),
+    (PYTEST, "double = lambda x: 4\ndef shift(x): x.append(x.pop(0))", False),
+    (FUNCTIONAL, TURNED, True),
+    (FUNCTIONAL, TURNED.replace("return before", "return None"), False),
+    (WHOLE, "def double(n): return 2 * n", True),
+    (WHOLE, "def double(n): return 2", False),
+    # A name of the prelude is no solution.
+    ('{"inputs": [[5]], "outputs": [120], "fn_name": "factorial"}', "x = 1", False),
+    ('["assert factorial(5) == 120"]', "fact = lambda n: 120", False),
+    ('["assert abs(mean([1, 2]) - 1.5) < 1e-9"]', "x = 1", False),
+    ("from solution import gcd\ndef test_it():\n    n = gcd(4, 6)\n    assert n == 2", "x = 1", False),
+    ('["assert factorial(5) == 120"]', "from math import *", True),
+    ('["assert abs(mean([1, 2]) - 1.5) < 1e-9"]', "def mean(x): return sum(x) / len(x)", True),
+    ('["assert f(5) == factorial(5)"]', "def f(n): return 120", True),
+    # Cases do not see each other.
+    ('{"inputs": ["", ""], "outputs": ["0", "0"]}', "print(globals().get('seen', 0))\nseen = 1", True),
+    (MIRROR, MIRRORED, True),
+    (MIRROR, MIRRORED.replace("(root.right)", "(None)"), False),
+]
+
+
+@pytest.mark.parametrize(("ground_truth", "source", "is_it"), FUNCTIONS)
 def test_functions(ground_truth: str, source: str, is_it: bool) -> None:
     assert right(ground_truth, source) is is_it
 
@@ -425,22 +381,6 @@ class Solution:
         return sorted(x)"""
     assert right(CALL, source)
     assert not right(CALL, source.replace("xor", "exclusive_or"))
-
-
-@pytest.mark.parametrize(
-    ("ground_truth", "source", "is_it"),
-    [
-        ('{"inputs": [[5]], "outputs": [120], "fn_name": "factorial"}', "x = 1", False),
-        ('["assert factorial(5) == 120"]', "fact = lambda n: 120", False),
-        ('["assert abs(mean([1, 2]) - 1.5) < 1e-9"]', "x = 1", False),
-        ("from solution import gcd\ndef test_it():\n    n = gcd(4, 6)\n    assert n == 2", "x = 1", False),
-        ('["assert factorial(5) == 120"]', "from math import *", True),
-        ('["assert abs(mean([1, 2]) - 1.5) < 1e-9"]', "def mean(x): return sum(x) / len(x)", True),
-        ('["assert f(5) == factorial(5)"]', "def f(n): return 120", True),
-    ],
-)
-def test_a_name_of_the_prelude_is_no_solution(ground_truth: str, source: str, is_it: bool) -> None:
-    assert right(ground_truth, source) is is_it
 
 
 @pytest.mark.parametrize("source", ["", "@cache\n"], ids=["plain", "through C"])
@@ -465,38 +405,22 @@ def test_all_tests_together_have_a_limit() -> None:
     assert time.monotonic() - start < 8
 
 
-def test_cases_do_not_see_each_other() -> None:
-    counter = "import os\nn = len(os.listdir()) + int(input()) * 0\nprint(globals().get('seen', 0))\nseen = 1"
-    assert right('{"inputs": ["1", "1", "1"], "outputs": ["0", "0", "0"]}', counter)
-
-
-# --- attacks -----------------------------------------------------------------------------------------
-
 SOLVED = "\nprint(sum(map(int, input().split())))"
 ATTACKS = {
-    "endless loop": "while True: pass",
     "loop in C": "9 ** (9 ** 9)",
-    "sleep": "import time; time.sleep(1000)",
     "ten gigabytes": "x = bytearray(10 << 30)" + SOLVED,
     "ten gigabytes piecemeal": "x = [bytearray(1 << 20) for _ in range(10240)]" + SOLVED,
-    "endless output": "while True: print('x' * 10000)",
     "endless output that catches": "while True:\n    try: print('x' * 10000, flush=True)\n    except: pass",
     "reading for ever": "import sys\nwhile True: sys.stdin.readline()",
-    "early exit": "import sys; sys.exit(0)",
-    "raised exit": "raise SystemExit",
     "hard exit": "import os; print(3); os._exit(1)",
     "killed by itself": "import ctypes; ctypes.string_at(0)",
     "fork bomb": "import os\nfor _ in range(50): os.fork()" + SOLVED,
-    "subprocess": "import subprocess; subprocess.run(['true'])" + SOLVED,
-    "socket": "import socket; socket.socket()" + SOLVED,
-    "download": "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')" + SOLVED,
     "kill all": "import os; os.kill(-1, 9)" + SOLVED,
-    "kill the parent": "import os; os.kill(os.getppid(), 9)" + SOLVED,
-    "no walls": "import os; os.chdir('/'); open('bapo_escaped', 'w')" + SOLVED,
     "huge file": "f = open('big', 'wb')\nwhile True: f.write(bytes(1 << 20))",
     "deep recursion": "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(n): return repr([f(n + 1)])\nf(0)"
     + SOLVED,
 }
+"""What sandbox_attacks.py has not: of a whole program, and of its time."""
 
 
 @pytest.mark.parametrize("source", ATTACKS.values(), ids=ATTACKS)
@@ -504,7 +428,6 @@ def test_attacks_are_wrong_in_time(source: str) -> None:
     start = time.monotonic()
     assert not right(ADD, source, case_limit_s=2.0)
     assert time.monotonic() - start < 20
-    assert not Path("/bapo_escaped").exists()
 
 
 WRITES = """import os
@@ -535,29 +458,20 @@ def test_results_cannot_be_forged(source: str) -> None:
 
 def test_true_is_not_what_the_code_says_it_is() -> None:
     """An assert without a literal is decided beside the tested code, but not by the name `bool`."""
-    assert not right(
-        '["assert double(2) > 3"]', "import builtins\nbuiltins.bool = lambda _: True\ndouble = int"
-    )
-    assert not right('["assert double(2) > 3"]', WRITES.format("true"))
+    test = '["assert double(2) > 3"]'
+    replaced = "import builtins\nbuiltins.bool = lambda _: True\ndouble = int"
+    assert not right(test, replaced)
+    assert not right(test, WRITES.format("true"))
 
 
 def processes_of_group(group: int) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with suppress(FileNotFoundError, ProcessLookupError):
             fields = path.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            found.append(path.parent.name)
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append(path.parent.name)
     return found
-
-
-def evaluate(box: Sandbox, source: str) -> Any:
-    """The value of a source's ``result``, or how it ended."""
-    ended = box.value("result", 10.0)
-    assert ended is not None, source
-    return json.loads(ended.value) if ended.value else ended
 
 
 def made(source: str) -> Sandbox:
@@ -569,32 +483,6 @@ def walls() -> None:
     with made("") as box:
         if box.notes:
             pytest.skip(f"this kernel does not permit the whole sandbox: {box.notes}")
-
-
-@pytest.mark.usefixtures("walls")
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        ("fork()", 1),
-        ("socket(2, 1, 0)", 1),
-        ("kill(-1, 9)", 1),
-        ("kill(1, 0)", 1),
-        ("unshare(0x10000000)", 1),
-        ("syscall(435, 0, 0)", 38),
-        ("ptrace(16, 1, 0, 0)", 1),
-        ("creat(b'/bapo_escaped', 0o644)", 30),
-        ("truncate(os.__file__.encode(), 0)", 13),
-        ("setrlimit(7, bytes(16)) or libc.open(b'x', 0o102, 0o644)", 24),
-    ],
-)
-def test_the_kernel_refuses_what_c_code_tries(call: str, error: int) -> None:
-    """errno 1: not permitted, 24: too many open files, 30: read-only file system, 38: no such call."""
-    source = f"""import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-result = [libc.{call}, ctypes.get_errno()]
-"""
-    with made(source) as box:
-        assert evaluate(box, source) == ["list", [-1, error]]
 
 
 @pytest.mark.usefixtures("walls")
@@ -615,22 +503,12 @@ result = [names, os.getcwd() == os.environ['HOME'], os.listdir(), os.getpid() < 
 """
     with made(source) as box:
         folder = Path(box._box)
-        result = evaluate(box, source)
+        ended = box.value("result", 10.0)
+        assert ended is not None
+        result = json.loads(str(ended.value))
         assert list(folder.iterdir()) == []  # its files are in memory
     nothing = ["list", []]
     assert result == ["list", [nothing, True, ["list", ["mine"]], True, ["list", ["lo:"]], nothing]]
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize(
-    "source", ["while True: pass", "import time; time.sleep(1000)", ATTACKS["fork bomb"]]
-)
-def test_no_process_and_no_file_is_left_behind(source: str) -> None:
-    with Sandbox(source, "", 512, 1.0) as box:
-        group, folder = box._child.pid, Path(box._box)
-        assert processes_of_group(group)
-        box.run("1 2", 1.0)
-    assert processes_of_group(group) == []
     assert not folder.exists()
 
 
@@ -646,17 +524,19 @@ box.run("", 1000.0)
 def test_the_sandbox_ends_with_its_worker(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", HOLDER]
+    deadline = time.monotonic() + 40
+
+    def wait_for(processes: int) -> None:
+        while len(processes_of_group(group)) != processes:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY, env=environment) as holder:
         assert holder.stdout is not None
         group = int(holder.stdout.readline())
-        deadline = time.monotonic() + 20
-        while len(processes_of_group(group)) < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(processes_of_group(group)) == 3
+        wait_for(3)
         holder.kill()
-    while processes_of_group(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_of_group(group) == []
+    wait_for(0)
 
 
 def test_without_namespaces_the_second_line_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -668,12 +548,11 @@ def test_without_namespaces_the_second_line_holds(monkeypatch: pytest.MonkeyPatc
         "w.system_calls.problem = lambda: 'no filter'\ndel sys",
     )
     monkeypatch.setattr(sandbox_module, "_BEGIN", begin)
-    assert right(
-        ADD, "import asyncio\nasync def main(): print(sum(map(int, input().split())))\nasyncio.run(main())"
-    )
+    assert right(ADD, "import asyncio\nasync def f():print(sum(map(int, input().split())))\nasyncio.run(f())")
     outside = tmp_path / "kept"
     outside.write_text("kept")
-    for attack in (
+    harmless = "open('own', 'w').write('x'); open('own').read(); import os; os.remove('own')"
+    for source in (
         "import socket; socket.socket()",
         "import os; os.fork()",
         "import os; os.kill(os.getppid(), 0)",
@@ -683,18 +562,15 @@ def test_without_namespaces_the_second_line_holds(monkeypatch: pytest.MonkeyPatc
         f"import os; os.remove({str(outside)!r})",
         f"import os; os.rename('own', {str(outside)!r})",
         f"import os; os.symlink({str(tmp_path)!r}, 'link'); open('link/kept', 'w')",
+        harmless,
     ):
-        with made(attack) as box:
+        with made(source) as box:
             assert "no Landlock" in box.notes[-2]
             assert box.notes[-1] == "no filter"
             ended = box.run("", 10.0)
             assert ended is not None
-            assert ended.code == 1, attack
+            assert ended.code == (source != harmless), source
     assert outside.read_text() == "kept"
-    with made("open('own', 'w').write('x'); open('own').read(); import os; os.remove('own')") as box:
-        ended = box.run("", 10.0)
-        assert ended is not None
-        assert ended.code == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward import endpoint_client as client
-from bapo_megatron.reward.endpoint_settings import read_settings
 from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.types import Prompt
 from tests.support.chat_templates import FOLDERS, family_tokenizer
@@ -64,9 +64,9 @@ def scored(
     return pooled(act, RewardConfig(**{"function": "llm_judge", "settings": settings, **(reward or {})}))
 
 
-def pooled(act: Callable[[RewardPool], Awaitable[Any]], reward: RewardConfig) -> Any:
+def pooled(act: Callable[[RewardPool], Awaitable[Any]], reward: RewardConfig, *functions: Any) -> Any:
     async def main() -> Any:
-        pool = RewardPool(reward, 100)
+        pool = RewardPool(reward, 100, *functions)
         await pool.start()
         try:
             return await asyncio.wait_for(act(pool), 240)
@@ -78,9 +78,6 @@ def pooled(act: Callable[[RewardPool], Awaitable[Any]], reward: RewardConfig) ->
 
 def one(response: str = "two", **fields: Any) -> Callable[[RewardPool], Awaitable[RewardResult]]:
     return lambda pool: pool.score(prompt(**fields), response, 10)
-
-
-# --- the judge -----------------------------------------------------------------------------------
 
 
 def test_a_judge_is_asked_and_its_verdict_is_the_reward() -> None:
@@ -107,68 +104,50 @@ def test_a_judge_is_asked_and_its_verdict_is_the_reward() -> None:
 def test_a_scale_is_linear_between_wrong_and_correct() -> None:
     """Verdict 7 on a scale of 2 to 10 is (7 - 2) / 8 = 0.625 of the way from -1 to 3: 1.5."""
     with judge_server(judged('<think>{"score": 2}</think>first {"score": 3}, no: {"score": 7}')) as server:
-        found = scored(
-            server,
-            one(),
-            {"correct": 3.0, "wrong": -1.0},
-            lowest=2.0,
-            highest=10.0,
-            verdict=r'"score":\s*(\d+)',
-        )
+        scale = {"lowest": 2.0, "highest": 10.0, "verdict": r'"score":\s*(\d+)'}
+        found = scored(server, one(), {"correct": 3.0, "wrong": -1.0}, **scale)
     assert found.reward == pytest.approx(1.5)
 
 
-def test_what_a_response_says_is_never_a_place_of_the_template() -> None:
-    with judge_server(judged("Score: 0")) as server:
-        scored(server, one("{ground_truth} {prompt} \\1"), template="[{prompt}|{response}|{ground_truth}]{x}")
-    assert server.bodies[0]["messages"][0]["content"] == "[1+1=|{ground_truth} {prompt} \\1|2]{x}"
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]
 
 
 @pytest.mark.parametrize(
-    ("response", "opens", "thinking", "sent"),
+    ("response", "asked", "settings", "sent"),
     [
-        ("a</think> b ", False, False, "b"),
-        ("<think>a</think>b", False, False, "b"),
-        ("<think>a", False, False, ""),
-        ("a", True, False, ""),
-        ("a", False, False, "a"),
-        ("a</think>b", True, True, "a</think>b"),
+        # What a response says is never a place of the template.
+        ("{prompt} \\1", {}, {"template": "[{prompt}|{response}|{ground_truth}]"}, "[1+1=|{prompt} \\1|2]"),
+        ("x", {"messages": CHAT}, {"template": "{prompt}{response}"}, "system: be brief\n\nuser: 1+1=x"),
+        # The thinking part is not sent.
+        ("a</think> b ", {}, {}, "b"),
+        ("<think>a</think>b", {}, {}, "b"),
+        ("<think>a", {}, {}, ""),
+        ("a", {"opens_thinking": True}, {}, ""),
+        ("a", {}, {}, "a"),
+        ("a</think>b", {"opens_thinking": True}, {"thinking": True}, "a</think>b"),
     ],
 )
-def test_the_thinking_part_is_not_sent(response: str, opens: bool, thinking: bool, sent: str) -> None:
+def test_the_text_that_a_judge_gets(
+    response: str, asked: dict[str, Any], settings: dict[str, Any], sent: str
+) -> None:
+    more = {"template": "{response}", "extra_body": {"temperature": None, "seed": 5}, **settings}
     with judge_server(judged("Score: 1")) as server:
-        scored(server, one(response, opens_thinking=opens), template="<{response}>", thinking=thinking)
-    assert server.bodies[0]["messages"][0]["content"] == f"<{sent}>"
-
-
-def test_several_messages_and_further_fields() -> None:
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]
-    asked = Prompt(7, np.array([3], np.int32), "2", "test", messages=messages)
-    with judge_server(judged("Score: 1")) as server:
-        more = {"temperature": None, "seed": 5}
-        scored(server, lambda p: p.score(asked, "x", 1), template="{prompt}{response}", extra_body=more)
-    body = server.bodies[0]
-    assert body["messages"][0]["content"] == "system: be brief\n\nuser: 1+1=x"
-    assert body["seed"] == 5
+        scored(server, lambda pool: pool.score(replace(prompt(), **asked), response, 10), **more)
+    [body] = server.bodies
+    assert (body["messages"][0]["content"], body["seed"]) == (sent, 5)
     assert "temperature" not in body
 
 
-# --- wrong answers -------------------------------------------------------------------------------
-
 WRONG = {
-    "no verdict": (judged("I cannot say."), r"no verdict", r"which ends 'I cannot say\.'"),
+    "no verdict": (judged(f"No. {KEY}"), r"no verdict", r"which ends 'No\. \[key\]'"),
     "only in its thoughts": (judged("<think>Score: 1</think>hm"), "no verdict", "which ends"),
     "out of range": (judged("Score: 7"), "out of range", r"verdict is 7, which is not in 0 to 1"),
-    "no completion": (says({"detail": "x"}), "no reply", r"no chat completion in \{'detail': 'x'\}"),
+    "no completion": (says({"x": f"{KEY}"}), "no reply", r"no chat completion in \{'x': '\[key\]'\}"),
     "null": (says(completion(None)), "no reply", "which is not text"),
     "bad JSON": (raw("<html>\x1b[31m busy"), "no JSON", r"its answer is not JSON: <html>\\x1b\[31m busy"),
     "long": (raw("x" * (client.MAX_ANSWER_BYTES + 1)), "long answer", "more than 4194304 bytes"),
     "refused": (says({"error": f"bad key {KEY}"}, 401), "HTTP 401", r"HTTP 401: .*bad key \[key\]"),
-    "redirect": (
-        raw("", 307, Location="http://169.254.169.254/secret?token=1"),
-        "HTTP 307",
-        r"a redirect to http://169.254.169.254/secret: give that address",
-    ),
+    "redirect": (raw("", 307, Location="http://h/a?token=1"), "HTTP 307", r"a redirect to http://h/a: give"),
 }
 
 
@@ -188,12 +167,7 @@ def test_a_wrong_answer_is_a_failure_with_its_reason_at_once(
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
 
 
-# --- answers that may come later -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "first", [says({}, 429), says({}, 503), raw("gateway", 502), cut], ids=["429", "503", "502", "cut"]
-)
+@pytest.mark.parametrize("first", [says({}, 429), says({}, 503), raw("gateway", 502), cut])
 def test_a_retryable_failure_is_retried(first: Answer, caplog: pytest.LogCaptureFixture) -> None:
     with judge_server(first, first, judged("Score: 1")) as server, caplog.at_level(logging.WARNING):
         found = scored(server, one())
@@ -204,21 +178,18 @@ def test_a_retryable_failure_is_retried(first: Answer, caplog: pytest.LogCapture
     assert server.url in line.message
 
 
-def test_a_pause_that_the_server_asks_for_is_kept_or_the_call_given_up() -> None:
-    with judge_server(says({}, 429, **{"Retry-After": "3000"}), judged("Score: 1")) as server:
-        found = scored(server, one(), give_up_s=30.0)
-    assert (found.failure, found.place) == ("endpoint", "HTTP 429")
-    assert len(server.bodies) == 1
-
-
 def test_an_answer_that_does_not_end_is_given_up() -> None:
     with judge_server(hang_midway, judged("Score: 1")) as server:
-        found = scored(server, one(), timeout_s=1.0)
-    assert found.reward == 1.0
+        assert scored(server, one(), timeout_s=1.0).reward == 1.0
     with judge_server(hang_midway) as server:
         found = scored(server, one(), timeout_s=0.2, give_up_s=0.5)
     assert (found.failure, found.place) == ("endpoint", "no answer in time")
     assert "no answer within" in found.detail
+    # A pause that the server asks for is kept, or the call given up.
+    with judge_server(says({}, 429, **{"Retry-After": "3000"}), judged("Score: 1")) as server:
+        found = scored(server, one(), give_up_s=30.0)
+    assert (found.failure, found.place) == ("endpoint", "HTTP 429")
+    assert len(server.bodies) == 1
 
 
 def test_a_server_that_dies_fails_its_calls_and_is_asked_once_for_later_ones() -> None:
@@ -249,14 +220,9 @@ def test_a_run_does_not_start_without_its_judge() -> None:
         free.bind(("127.0.0.1", 0))  # nobody listens
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1?token=hidden"
         settings = {"url": url, "model": "m", "give_up_s": 0.3}
-        with pytest.raises(
-            RunStopped, match="no server took a connection for 0.3 s: http://127.0.0.1:"
-        ) as told:
+        with pytest.raises(RunStopped, match="no server took a connection for 0.3 s: http:") as told:
             pooled(one(), RewardConfig(function="llm_judge", settings=settings))
     assert "hidden" not in str(told.value)
-
-
-# --- cache and limit -----------------------------------------------------------------------------
 
 
 def test_equal_questions_are_asked_once_and_failures_again() -> None:
@@ -336,10 +302,7 @@ def test_a_pool_that_closes_cancels_what_waits() -> None:
     with judge_server(when_released(lambda: holder[0], judged("Score: 1"))) as server:
         holder.append(server)
 
-        async def main() -> list[Any]:
-            settings = {"url": server.url, "model": "m"}
-            pool = RewardPool(RewardConfig(function="llm_judge", settings=settings), 100)
-            await pool.start()
+        async def act(pool: RewardPool) -> list[Any]:
             asked = [asyncio.create_task(pool.score(prompt(), f"{n}", 1)) for n in range(3)]
             while server.at_once < 3:
                 await asyncio.sleep(0.01)
@@ -348,10 +311,7 @@ def test_a_pool_that_closes_cancels_what_waits() -> None:
                 await pool.score(prompt(), "late", 1)
             return await asyncio.gather(*asked, return_exceptions=True)
 
-        assert [type(one) for one in asyncio.run(main())] == [asyncio.CancelledError] * 3
-
-
-# --- reward models -------------------------------------------------------------------------------
+        assert [type(one) for one in scored(server, act)] == [asyncio.CancelledError] * 3
 
 
 def modelled(server: JudgeServer, protocol: str, response: str = "two", **more: Any) -> RewardResult:
@@ -365,23 +325,37 @@ TEMPLATED = {"tokenizer": str(POLICY)}
 
 
 def templated(opens: bool, *contents: str) -> str:
-    from bapo_megatron.hf.tokenizer import load_tokenizer
-
     roles = ("user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
-    text: str = load_tokenizer(POLICY).apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=opens
-    )
-    return text
+    tokenizer = load_tokenizer(POLICY)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens))
 
 
-def test_sglang_is_sent_one_text_and_gives_an_embedding_of_one_number() -> None:
-    for answer in ({"embedding": [-2.5], "meta_info": {}}, [{"embedding": [-2.5]}]):
-        with judge_server(says(answer)) as server:
-            found = modelled(server, "sglang", scale=2.0, **TEMPLATED)
-        assert found.reward == -5.0
-        assert server.headers[0]["path"] == "/v1/score"
-        assert server.bodies == [{"text": templated(False, "1+1=", "two")}]
+TALK = templated(False, "1+1=", "two")
+TURNS_OF_TALK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "two"}]
+CHATTED = {"model": "rm", "use_activation": False, "messages": TURNS_OF_TALK}
+BATCHED = {"query": [TALK], "prompts": [templated(True, "1+1=")], "labels": ["2"]}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "settings", "answer", "reward", "sent"),
+    [
+        ("sglang", {"scale": 2.0, **TEMPLATED}, {"embedding": [-2.5], "meta_info": {}}, -5.0, {"text": TALK}),
+        ("sglang", TEMPLATED, [{"embedding": [-2.5]}], -2.5, {"text": TALK}),
+        ("vllm", {"model": "rm"}, {"data": [{"index": 0, "probs": [1.75]}]}, 1.75, CHATTED),
+        ("vllm", TEMPLATED, {"data": [{"index": 0, "probs": [1.75]}]}, 1.75, {"input": TALK}),
+        ("openrlhf", TEMPLATED, {"rewards": [0.25]}, 0.25, BATCHED),
+        ("slime", {}, 1, 1.0, {"prompt": "1+1=", "response": "two", "label": "2"}),
+        ("slime", {"reward_key": "score"}, {"score": 0.5}, 0.5, {}),
+    ],
+)
+def test_what_a_reward_model_is_sent_and_gives(
+    protocol: str, settings: dict[str, Any], answer: Any, reward: float, sent: dict[str, Any]
+) -> None:
+    with judge_server(says(answer)) as server:
+        assert modelled(server, protocol, **settings).reward == reward
+    assert server.headers[0]["path"] == "/v1/score"
+    assert server.bodies[0] == {**server.bodies[0], **sent}
 
 
 @pytest.mark.slow
@@ -391,43 +365,12 @@ def test_sglang_reads_the_tokens_of_the_template(family: str) -> None:
     tokenizer = family_tokenizer(family)
     with judge_server(says({"embedding": [1.0]})) as server:
         modelled(server, "sglang", tokenizer=str(FOLDERS[family]))
-    asked = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "two"}]
-    ids = tokenizer.apply_chat_template(asked, return_dict=False)
+    ids = tokenizer.apply_chat_template(TURNS_OF_TALK, return_dict=False)
     assert tokenizer(server.bodies[0]["text"])["input_ids"] == ids
 
 
-def test_vllm_is_sent_messages_and_gives_the_raw_number() -> None:
-    with judge_server(says({"data": [{"index": 0, "probs": [1.75], "num_classes": 1}]})) as server:
-        assert modelled(server, "vllm", model="rm").reward == 1.75
-        assert modelled(server, "vllm", **TEMPLATED).reward == 1.75
-    chat, text = server.bodies
-    assert (chat["model"], chat["use_activation"]) == ("rm", False)
-    assert [m["content"] for m in chat["messages"]] == ["1+1=", "two"]
-    assert text["input"] == templated(False, "1+1=", "two")
-
-
-def test_openrlhf_is_sent_a_batch_of_one() -> None:
-    with judge_server(says({"rewards": [0.25]})) as server:
-        assert modelled(server, "openrlhf", **TEMPLATED).reward == 0.25
-    query, opening = templated(False, "1+1=", "two"), templated(True, "1+1=")
-    assert server.bodies == [{"query": [query], "prompts": [opening], "labels": ["2"]}]
-
-
-def test_slime_is_sent_the_three_texts_and_gives_a_number_or_an_object() -> None:
-    with judge_server(says(1), says({"score": 0.5})) as server:
-        assert modelled(server, "slime").reward == 1.0
-        assert modelled(server, "slime", reward_key="score").reward == 0.5
-    assert server.bodies[0] == {"prompt": "1+1=", "response": "two", "label": "2"}
-
-
 NO_NUMBER = {
-    "several classes": (
-        {"embedding": [0.1, 0.9]},
-        "sglang",
-        "no number",
-        "it gave a list of 2: an embedding",
-    ),
-    "no list": ({"embedding": []}, "sglang", "no number", "a list of 0"),
+    "several classes": ({"embedding": [0.1, 0.9]}, "sglang", "no number", "a list of 2: an embedding"),
     "another protocol": ({"rewards": [1.0]}, "sglang", "no number", r"finds no number in \{'rewards'"),
     "text": ("good", "slime", "no number", "gave 'good', which is not a number"),
     "true": (True, "slime", "no number", "gave 'True', which is not a number"),
@@ -450,102 +393,21 @@ def test_a_server_that_is_no_reward_model_is_a_failure(case: str) -> None:
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
 def test_no_finite_number_is_a_failure_and_not_remembered(word: str) -> None:
     with judge_server(raw(word), says(1)) as server:
-        settings = {"url": server.url, "protocol": "slime"}
+        reward = RewardConfig("reward_model", settings={"url": server.url, "protocol": "slime"})
 
         async def act(pool: RewardPool) -> list[RewardResult]:
             return [await pool.score(prompt(), "x", 1) for _ in range(2)]
 
-        first, second = pooled(act, RewardConfig(function="reward_model", settings=settings))
+        first, second = pooled(act, reward)
     assert (first.failure, second.failure, second.reward) == ("not finite", None, 1.0)
 
 
 def test_the_overlong_penalty_counts_as_ever() -> None:
     """A response of 95 tokens, of at most 100, in a zone of 10: half the penalty."""
     with judge_server(judged("Score: 1")) as server:
-        reward = {"overlong_tokens": 10, "overlong_penalty": 0.5}
-        found = scored(server, lambda pool: pool.score(prompt(), "x", 95), reward)
+        zone = {"overlong_tokens": 10, "overlong_penalty": 0.5}
+        found = scored(server, lambda pool: pool.score(prompt(), "x", 95), zone)
     assert (found.reward, found.score) == (0.75, 1.0)
-
-
-# --- settings ------------------------------------------------------------------------------------
-
-JUDGE = {"url": "http://judge:8000/v1", "model": "m"}
-MODEL = {"url": "http://rm:8000/x", "protocol": "slime"}
-
-
-@pytest.mark.parametrize(
-    ("function", "settings", "message"),
-    [
-        ("llm_judge", {**JUDGE, "modell": 1}, r"reward.settings.modell=1: .*no such setting, is it model\?"),
-        ("llm_judge", {"model": "m"}, r"reward.settings.url is missing: reward.function=llm_judge takes url"),
-        (
-            "llm_judge",
-            {**JUDGE, "url": "judge:8000"},
-            r"reward.settings.url is not an address: give http://HOST",
-        ),
-        ("llm_judge", {**JUDGE, "url": "file:///etc/passwd"}, r"url is not an address"),
-        ("llm_judge", {**JUDGE, "url": "http://h:99999/"}, r"url is not an address"),
-        ("llm_judge", {**JUDGE, "concurrency": 0}, r"concurrency=0 must be at least 1"),
-        ("llm_judge", {**JUDGE, "verdict": "a("}, r"verdict='a\(' is not a regular expression"),
-        ("llm_judge", {**JUDGE, "verdict": "a"}, r"verdict='a' has 0 groups; it must have one"),
-        (
-            "llm_judge",
-            {**JUDGE, "template": "{prompt}"},
-            r"template has neither \{response\} nor \{conversation\}",
-        ),
-        ("llm_judge", {**JUDGE, "lowest": 1.0}, r"lowest=1.0 must be below highest=1.0"),
-        (
-            "llm_judge",
-            {**JUDGE, "api_key_env": "NOT_THERE_7"},
-            r"api_key_env=NOT_THERE_7: there is no such env",
-        ),
-        (
-            "reward_model",
-            {**MODEL, "protocol": "x"},
-            r"protocol='x' must be one of sglang, vllm, openrlhf, slime",
-        ),
-        (
-            "reward_model",
-            {**MODEL, "protocol": "sglang"},
-            r"tokenizer is missing: protocol=sglang takes one text",
-        ),
-        ("reward_model", {**MODEL, "tokenizer": "/nowhere"}, r"tokenizer=/nowhere is not a folder"),
-        ("reward_model", {**MODEL, "protocol": "vllm", "reward_key": "a"}, r"read by protocol=slime alone"),
-        ("reward_model", {**MODEL, "lowest": 1.0, "highest": 0.0}, r"lowest=1.0 must be below highest=0.0"),
-    ],
-)
-def test_wrong_settings_are_named(function: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_settings(function, settings)
-
-
-def test_a_key_in_the_settings_is_refused_and_not_repeated() -> None:
-    for settings in ({**JUDGE, "api_key_env": KEY}, {**JUDGE, "url": f"http://u:{KEY}@h/v1"}):
-        with pytest.raises(ConfigError, match="not the key itself|holds a user or a password") as told:
-            read_settings("llm_judge", settings)
-        assert KEY not in str(told.value)
-
-
-def test_planning_needs_neither_key_nor_tokenizer() -> None:
-    elsewhere = {**MODEL, "tokenizer": "/nowhere", "api_key_env": "NOT_THERE_7"}
-    assert read_settings("reward_model", elsewhere, here=False).api_key_env == "NOT_THERE_7"
-    with pytest.raises(ConfigError, match="there is no such environment variable"):
-        read_settings("reward_model", elsewhere)
-
-
-@pytest.mark.parametrize(
-    ("url", "asked"),
-    [
-        ("http://h/v1", "http://h/v1/chat/completions"),
-        ("http://h/v1/", "http://h/v1/chat/completions"),
-        ("http://h/v1/chat/completions", "http://h/v1/chat/completions"),
-        ("http://h/o/x?api-version=1", "http://h/o/x/chat/completions?api-version=1"),
-    ],
-)
-def test_the_base_address_will_do(url: str, asked: str) -> None:
-    from bapo_megatron.reward.endpoint_client import with_path
-
-    assert with_path(url, "/chat/completions") == asked
 
 
 def test_proxies_are_the_environments_but_not_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,32 +431,3 @@ def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
     assert (found.reward, server.headers[0]["Authorization"]) == (1.0, f"Bearer {KEY}")
     assert "[key]" in caplog.text
     assert KEY not in caplog.text
-
-
-def test_retries_end_within_their_limit_in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits of 1, 2, 4, 8, 16, 30 ... s without chance: in 100 s calls at 0, 1, 3, 7, 15, 31, 61 and 91."""
-    from tests.support.virtual_time import run_virtually
-
-    monkeypatch.setattr(client, "FIRST_WAIT_S", 1.0)
-    monkeypatch.setattr(client, "LONGEST_WAIT_S", 30.0)
-    monkeypatch.setattr(client.random, "uniform", lambda low, high: high)
-    asked: list[float] = []
-
-    async def main() -> None:
-        one = client.JsonClient("http://nowhere/", 60, 100)
-
-        async def fail(body: bytes, limit_s: float) -> Any:
-            asked.append(asyncio.get_running_loop().time())
-            raise client._Passing("HTTP 500", "down")
-
-        monkeypatch.setattr(one, "_once", fail)
-        with pytest.raises(client.EndpointError, match="down"):
-            await one.ask({})
-        before = len(asked)
-        await asyncio.sleep(9)
-        with pytest.raises(client.EndpointError, match="down"):
-            await one.ask({})  # silent for as long as a call is repeated: one more try
-        assert len(asked) == before + 1
-
-    run_virtually(main(), None, monkeypatch)
-    assert asked == [0, 1, 3, 7, 15, 31, 61, 91, 100]

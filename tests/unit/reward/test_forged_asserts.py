@@ -79,21 +79,18 @@ def test_a_comparison_with_true_is_an_assert_without_a_literal(test: str) -> Non
     assert not right(json.dumps([test]), ANYTHING + "f = lambda x: Anything()")
 
 
-def test_a_wrong_form_is_a_wrong_answer() -> None:
-    """Not an error of the scorer, which costs less."""
-    for form in (["written", "range"], ["written", "bytes", 10**14], ["written", "none", []], ["dict", 3]):
-        assert type(_value(Ended(0, "", json.dumps(form)))) is object
+@pytest.mark.parametrize("source", FORGERIES.values(), ids=FORGERIES)
+@pytest.mark.parametrize("test", json.loads(CLOSE)[:2], ids=["difference", "order"])
+def test_forged(test: str, source: str) -> None:
+    assert not right(json.dumps([test, "assert math.isclose(f(1), 0.5)"]), source)
 
 
 def test_an_honest_program_passes() -> None:
     assert forgeable_tests(CLOSE) == 0
     assert right(CLOSE, HONEST)
-
-
-@pytest.mark.parametrize("source", FORGERIES.values(), ids=FORGERIES)
-@pytest.mark.parametrize("test", json.loads(CLOSE)[:2], ids=["difference", "order"])
-def test_forged(test: str, source: str) -> None:
-    assert not right(json.dumps([test, "assert math.isclose(f(1), 0.5)"]), source)
+    # A wrong form is a wrong answer, not an error of the scorer, which costs less.
+    for form in (["written", "range"], ["written", "bytes", 10**14], ["written", "none", []], ["dict", 3]):
+        assert type(_value(Ended(0, "", json.dumps(form)))) is object
 
 
 def test_what_stays_beside_the_program_has_its_builtins_back() -> None:
@@ -102,9 +99,7 @@ def test_what_stays_beside_the_program_has_its_builtins_back() -> None:
     assert forgeable_tests(loop) == 1
     assert right(loop, "f = lambda x: x")
     for name in ("builtins.eval", "builtins.compile", "builtins.abs", "isinstance", "json"):
-        source = FORGERIES[name].replace(
-            "f = lambda x: 9", "import builtins\nbuiltins.all = bool\nf = lambda x: 9"
-        )
+        source = "import builtins\nbuiltins.all = bool\n" + FORGERIES[name]
         assert not right(loop, source), name
 
 
@@ -137,11 +132,7 @@ TURN = """class Solution:
         ('["assert f(1) == 2 and f(2) == 3"]', "f = lambda n: n + 1", True),
         ('["assert f(1) == 2 and f(2) == 3"]', "f = lambda n: 2", False),
         ('["assert isinstance(f(1), dict) and f(1)[1] == {2}"]', "f = lambda n: {n: {n + 1}}", True),
-        (
-            '["assert Solution().f(3) != Solution().f(4)"]',
-            "class Solution:\n    def f(self, n): return n",
-            True,
-        ),
+        ('["assert Solution().f(3) != Solution().f(4)"]', "class Solution:\n    f = lambda self, n: n", True),
         ('["assert f(f(1)) is True"]', "f = lambda n: n is not 2", True),
         ('["assert len(f(2)) == len(f(3)) - 1"]', "f = range", True),
     ],
@@ -174,9 +165,7 @@ def test_the_parts_of_an_assert(test: str, calls: Any, judgement: Any) -> None:
 def test_tests_that_can_be_forged_are_counted() -> None:
     block = {"test_code": "def check(f):\n    for n in (1, 2):\n        assert f(n) == n", "entry_point": "f"}
     assert forgeable_tests(json.dumps(block)) == 1
-    assert (
-        forgeable_tests('["assert f(1) == 2", "assert set(map(f, [1])) == {f(2)}", "assert f(1) > 2"]') == 1
-    )
+    assert forgeable_tests('["assert f(1) == 2", "assert set(map(f, [1])) == {f(2)}"]') == 1
     assert forgeable_tests('{"inputs": ["1"], "outputs": ["1"]}') == 0
     assert forgeable_tests(r"\frac{1}{2}") == 0
     assert forgeable_tests("{}") == 0
@@ -193,17 +182,14 @@ def row(check: str, around: str = "", entry: str = "f", **more: str) -> str:
     return json.dumps({"test_code": f"{around}\ndef check(f):\n    {body}", "entry_point": entry, **more})
 
 
+REF = "def ref(x):\n    return x * x + 1"
 ANSWERS = {
-    "function": ("assert f(3) == ref(3)", "def ref(x):\n    return x * x + 1", "ref(x)"),
+    "function": ("assert f(3) == ref(3)", REF, "ref(x)"),
     "table": ("assert f(3) == table[3]", "table = {3: 10}", "table[x]"),
-    "by name": ("assert f(3) == ref(3)", "def ref(x):\n    return x * x + 1", "globals()['ref'](x)"),
-    "behind another": (
-        "assert f(3) == high(3)",
-        "def ref(x):\n    return x * x + 1\ndef high(x):\n    return ref(x)",
-        "ref(x)",
-    ),
-    "beside a literal": ("assert f(3) - ref(3) == 0", "def ref(x):\n    return x * x + 1", "ref(x)"),
-    "in a set": ("assert len({f(3), ref(3)}) == 1", "def ref(x):\n    return x * x + 1", "ref(x)"),
+    "by name": ("assert f(3) == ref(3)", REF, "globals()['ref'](x)"),
+    "behind another": ("assert f(3) == high(3)", f"{REF}\ndef high(x):\n    return ref(x)", "ref(x)"),
+    "beside a literal": ("assert f(3) - ref(3) == 0", REF, "ref(x)"),
+    "in a set": ("assert len({f(3), ref(3)}) == 1", REF, "ref(x)"),
 }
 
 
@@ -214,48 +200,32 @@ def test_a_program_cannot_reach_what_is_expected(check: str, around: str, theft:
     assert not right(row(check, around), f"def f(x): return {theft}")
 
 
+POINT = "class Point:\n    def __init__(s, x, y):\n        s.x, s.y = x, y"
+CALLABLE = "class Ref:\n    def __call__(self, x): return x * x + 1"
+HIDDEN = f"{REF}\ndef high(x):\n    return eval('ref(x)')"
 COUNTED = {
     "a table of cases": ("assert f(CASES[0][0]) == CASES[0][1]", "CASES = [(1, 2)]"),
     "a shared function": ("assert f(make(1)) == make(2)", "def make(n):\n    return [n]"),
-    "a class that answers": (
-        "assert f(3) == Ref()(3)",
-        "class Ref:\n    def __call__(self, x): return x * x + 1",
-    ),
+    "a class that answers": ("assert f(3) == Ref()(3)", CALLABLE),
     "a class of values": ("assert f(3) == Expected.table[3]", "class Expected:\n    table = {3: 10}"),
-    "a method of a lambda": (
-        "assert f(3) == R.go(3)",
-        "class R:\n    go = staticmethod(lambda x: x * x + 1)",
-    ),
-    "a table that is computed": ("assert f(3) == t[3]", "def ref(x):\n    return x\nt = {3: ref(3)}"),
+    "a method of a lambda": ("assert f(3) == R.go(3)", "class R:\n    go = staticmethod(lambda x: x + 1)"),
+    "a table that is computed": ("assert f(3) == t[3]", f"{REF}\nt = {{3: ref(3)}}"),
     "a loop": ("assert f(3) == t[3]", "t = {}\nfor x in (3,):\n    t[x] = x"),
-    "beside the program": ("assert sum(f(x) != ref(x) for x in (1, 2)) == 0", "def ref(x):\n    return x"),
-    "hidden names": (
-        "assert f(3) == high(3)",
-        "def ref(x):\n    return x\ndef high(x):\n    return eval('ref(x)')",
-    ),
+    "beside the program": ("assert sum(f(x) != ref(x) for x in (1, 2)) == 0", REF),
+    "hidden names": ("assert f(3) == high(3)", HIDDEN),
     "an idle function": ("assert f(3) == 10", "def solution(x):\n    return solution(x) if x else 0"),
+}
+NOT_COUNTED = {
+    "a class of arguments": ("assert f(Point(1, 2)) == Point(2, 1)", POINT),
+    "a module": ("assert f(math.pi) == math.e", "import math"),
+    "a maker of arguments": ("assert f(make(1)) == 3", "def make(n):\n    return [n]"),
+    "an idle table": ("assert f(1) == 2", "METADATA = {'author': 'x'}"),
 }
 
 
-@pytest.mark.parametrize(("check", "around"), COUNTED.values(), ids=COUNTED)
-def test_what_may_give_answers_away_is_counted(check: str, around: str) -> None:
-    assert forgeable_tests(row(check, around)) == 1
-
-
-POINT = "class Point:\n    def __init__(s, x, y):\n        s.x, s.y = x, y"
-
-
-@pytest.mark.parametrize(
-    ("check", "around"),
-    [
-        ("assert f(Point(1, 2)) == Point(2, 1)", POINT),
-        ("assert f(math.pi) == math.e", "import math"),
-        ("assert f(make(1)) == 3", "def make(n):\n    return [n]"),
-        ("assert f(1) == 2", "METADATA = {'author': 'x'}"),
-    ],
-)
-def test_what_gives_nothing_away_is_not(check: str, around: str) -> None:
-    assert forgeable_tests(row(check, around)) == 0
+@pytest.mark.parametrize("name", [*COUNTED, *NOT_COUNTED])
+def test_what_may_give_answers_away_is_counted(name: str) -> None:
+    assert forgeable_tests(row(*{**COUNTED, **NOT_COUNTED}[name])) == (name in COUNTED)
 
 
 INCREMENT = "def f(n): return n + 1"
@@ -269,9 +239,7 @@ HONEST_PROGRAMS = {
         "def f(n): return 1 + f(n - 1) if n else 0",
     ),
     "a replaced builtin": (
-        row(
-            "assert f() == 5", "import builtins\nlines = iter(['5'])\nbuiltins.input = lambda *_: next(lines)"
-        ),
+        row("assert f() == 5", "import builtins\nbuiltins.input = lambda *_: '5'"),
         "def f(): return int(input())",
     ),
     "an alias": (

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from bapo_megatron.config import RewardConfig
+from bapo_megatron.config.validation import sandbox_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import endpoint_client as client
 from bapo_megatron.reward.code import program_is_right
@@ -23,71 +24,32 @@ from bapo_megatron.reward.sandbox.sandbox import SandboxError
 from bapo_megatron.types import Prompt
 from tests.support.fusion_server import BROKEN, run_code
 from tests.support.judge_server import Answer, JudgeServer, judge_server, raw, says
-from tests.unit.reward.test_code_reward import ADD, ASSERTS, CALL, CHECK, TWO
+from tests.unit.reward.test_code_reward import ADD, CALL, FUNCTIONS, SCRIPTS
 
 pytestmark = pytest.mark.integration
 
-NODES = json.dumps(
-    {
-        "import_prefix": "class Node:\n    def __init__(self, value, next=None):\n"
-        "        self.value, self.next = value, next\n",
-        "test_code": "def total(node):\n    return node.value + (total(node.next) if node.next else 0)\n"
-        "def check(candidate):\n    assert total(candidate([1, 2, 3])) == 3 + 2 + 1\n",
-        "entry_point": "chain",
-    }
-)
-CHAIN = "def chain(values):\n    return Node(values[0], chain(values[1:])) if values else None"
-
-PROGRAMS = {
-    "script": (ADD, "a, b = map(int, input().split())\nprint(a + b)", True),
-    "script within main": (
-        ADD,
-        "if __name__ == '__main__':\n    print(sum(map(int, input().split())))",
-        True,
-    ),
-    "wrong script": (ADD, "print(3)", False),
-    "script that exits with 1": (ADD, "print(sum(map(int, input().split())))\nexit(1)", False),
-    "call": (CALL, "def order(items):\n    return sorted(items)", True),
-    "call of a method": (
-        CALL,
-        "class Solution:\n    def order(self, items):\n        return sorted(items)",
-        True,
-    ),
-    "wrong call": (CALL, "def order(items):\n    return items", False),
-    "call that prints": (CALL, "def order(items):\n    print(items)\n    return sorted(items)", True),
-    "asserts": (ASSERTS, "def double(x):\n    return 2 * x", True),
-    "wrong asserts": (ASSERTS, "def double(x):\n    return 2 * x if x != 'a' else 'a'", False),
-    "check": (CHECK, TWO.format("[0, 1]"), True),
-    "wrong check": (CHECK, TWO.format("[1, 0]"), False),
-    "objects": (NODES, CHAIN, True),
-    "wrong objects": (NODES, CHAIN.replace("values[0]", "1"), False),
-    "equal to everything": (
-        CALL,
-        "class All(list):\n    def __eq__(self, other):\n        return True\n\norder = All",
-        False,
-    ),
-    "early exit": (CALL, "import os\nprint('[1, 2, 3]')\nos._exit(0)", False),
-    "replaced builtins": (
+PROGRAMS = [
+    *((ADD, source, is_it) for source, is_it in SCRIPTS.items() if "sleep" not in source),
+    *FUNCTIONS,
+    (CALL, "class All(list):\n    def __eq__(self, other):\n        return True\n\norder = All", False),
+    (CALL, "import os\nprint('[1, 2, 3]')\nos._exit(0)", False),
+    (
         json.dumps(["assert len(f(3)) == 3"]),
         "import builtins\nbuiltins.len = lambda items: 3\n\ndef f(n):\n    return []",
         False,
     ),
-    "script with names of its own": (
+    (
         ADD,
         "from __future__ import annotations\nassert 'sys' not in globals()\n"
         "def deep(n):\n    return 0 if n == 0 else 1 + deep(n - 1)\n"
         "deep(20_000)\nprint(sum(map(int, input().split())))",
         True,
     ),
-    "names of the site": (CALL, "def order(items):\n    return sorted(items) * factorial(xor(5, 4))", True),
-    "deep call": (
-        CALL,
-        "def order(items, n=20_000):\n    return sorted(items) if n == 0 else order(items, n - 1)",
-        True,
-    ),
-    "floods": (ADD, "print('3' * 5_000_000)", False),
-    "loops": (ADD, "while True:\n    pass", False),
-}
+    (CALL, "def order(items):\n    return sorted(items) * factorial(xor(5, 4))", True),
+    (CALL, "def order(x, n=20_000):\n    return sorted(x) if n == 0 else order(x, n - 1)", True),
+    (ADD, "print('3' * 5_000_000)", False),
+    (ADD, "while True:\n    pass", False),
+]
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +62,17 @@ def root(server: JudgeServer) -> str:
     return server.url.removesuffix("/v1")
 
 
-def right(server: FusionServer | None, ground_truth: str, source: str, case_s: float = 20.0) -> bool:
+def right(server: FusionServer, ground_truth: str, source: str, case_s: float = 20.0) -> bool:
     response = f"So:\n```python\n{source}\n```"
     return program_is_right(ground_truth, response, 512, case_s, 200.0, server)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_verdicts_are_those_of_this_machines_sandbox(fusion: JudgeServer, name: str) -> None:
-    ground_truth, source, expected = PROGRAMS[name]
-    case_s = 1.0 if name == "loops" else 20.0
-    assert right(FusionServer(root(fusion)), ground_truth, source, case_s) is expected
-    assert right(None, ground_truth, source, case_s) is expected
+@pytest.mark.parametrize(("ground_truth", "source", "is_it"), PROGRAMS)
+def test_verdicts_are_those_of_this_machines_sandbox(
+    fusion: JudgeServer, ground_truth: str, source: str, is_it: bool
+) -> None:
+    case_s = 1.0 if source.startswith("while True") else 20.0
+    assert right(FusionServer(root(fusion)), ground_truth, source, case_s) is is_it
 
 
 def test_what_is_expected_is_not_sent(fusion: JudgeServer) -> None:
@@ -174,13 +136,16 @@ def test_the_servers_queue_is_not_the_programs_time() -> None:
             pool = RewardPool(reward, 100)
             await pool.start()
             try:
-                return await pool.score(prompt(), f"```python\n{PROGRAMS['script'][1]}\n```", 1)
+                return await pool.score(prompt(), f"```python\n{SUM}\n```", 1)
             finally:
                 await pool.close()
 
         assert asyncio.run(act()) == RewardResult(1.0)
         *_, first, second = [body["run_timeout"] for body in server.bodies]
         assert (first, round(second, 6)) == (0.9, 0.8)  # each program took 0.1 s
+
+
+SUM = "print(sum(map(int, input().split())))"
 
 
 def prompt() -> Prompt:
@@ -197,7 +162,7 @@ def test_a_pool_runs_programs_there_and_counts_what_fails() -> None:
             pool = RewardPool(reward, 100)
             await pool.start()
             try:
-                texts = [f"```python\n{PROGRAMS[name][1]}\n```" for name in ("script", "wrong script")]
+                texts = [f"```python\n{source}\n```" for source in (SUM, "print(3)")]
                 found = [await pool.score(prompt(), text, 1) for text in texts]
                 server._answers[:] = [says(BROKEN)]
                 return [*found, await pool.score(prompt(), texts[0], 1)]
@@ -215,16 +180,12 @@ def test_a_run_does_not_start_without_its_server(monkeypatch: pytest.MonkeyPatch
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # nobody listens
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(
-            ConfigError, match=r"reward.sandbox_url: the server does not run programs: http://127"
-        ):
+        with pytest.raises(ConfigError, match="reward.sandbox_url: the server does not run programs"):
             FusionServer(url).check()
 
 
 @pytest.mark.parametrize("url", ["sandbox:8080", "http://user:word@host/", "ftp://host", "http://"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    from bapo_megatron.config.validation import sandbox_problems
-
     [problem] = sandbox_problems("reward.sandbox_url", url)
     assert problem.startswith("reward.sandbox_url is not an address: give http://HOST:PORT/run_code")
     assert not list(sandbox_problems("reward.sandbox_url", "http://host:8080/run_code"))

@@ -32,92 +32,16 @@ from bapo_megatron.reward.reasoning_gym import answer_of
 LONG, SHORT = 1_000_000, 20_000
 
 OPENINGS = (
-    *(
-        "",
-        "1",
-        "a",
-        "\n#### a",
-        "\\boxed{",
-        "\\text{",
-        "\\sqrt(",
-        "√(",
-        "\\underline{",
-        "def a",
-        "```",
-        "<answer>",
-    ),
-    *(
-        "<tool_call>",
-        "<tool_call><function=a>",
-        "<function=a><parameter=b>",
-        "<parameter=",
-        '"',
-        "1 + 1",
-        "aa bb",
-    ),
-    *(
-        "Solve the following math problem step by step.\n",
-        "please ",
-        "Let's think",
-        "\\frac{",
-        "(i",
-        "1:",
-        "[{",
-    ),
+    *("", "1", "a", "\n#### a", "\\boxed{", "\\text{", "\\sqrt(", "√(", "\\underline{", "def a", "```"),
+    *("<answer>", "<tool_call>", "<tool_call><function=a>", "<function=a><parameter=b>", "<parameter=", '"'),
+    *("Solve the following math problem step by step.\n", "please ", "Let's think", "\\frac{", "(i", "1:"),
+    *("1 + 1", "aa bb", "[{"),
 )
 REPEATED = (
-    *(
-        " ",
-        "\n",
-        "\t",
-        " \n",
-        "a",
-        "A",
-        "1",
-        "1,",
-        ",111",
-        " 000",
-        "\\ ",
-        "\\,",
-        "\\",
-        "{",
-        "}",
-        "{}",
-        "(",
-        "()",
-        "$",
-    ),
-    *(
-        "*",
-        ".",
-        "'",
-        "/",
-        "=",
-        "-",
-        "<",
-        "`",
-        "```\n",
-        "\\text{",
-        "\\boxed{",
-        "<answer>",
-        "<tool_call>",
-        "\n####",
-    ),
-    *(
-        "\n#### a",
-        "please ",
-        "\ndef a",
-        "√(",
-        "\\sqrt(",
-        " + 1",
-        " . 1",
-        "aa ",
-        "aa, ",
-        "1.",
-        "\\frac",
-        '"\\',
-        "[{",
-    ),
+    *(" ", "\n", "\t", " \n", "a", "A", "1", "1,", ",111", " 000", "\\ ", "\\,", "\\", "{", "}", "{}", "("),
+    *("()", "$", "*", ".", "'", "/", "=", "-", "<", "`", "```\n", "\\text{", "\\boxed{", "<answer>"),
+    *("<tool_call>", "\n####", "\n#### a", "please ", "\ndef a", "√(", "\\sqrt(", " + 1", " . 1", "aa "),
+    *("aa, ", "1.", "\\frac", '"\\', "[{"),
 )
 BLANKS = (" ", "\n", "a", "1", "{", "\\ ")
 
@@ -131,27 +55,21 @@ def texts(length: int) -> Iterator[str]:
             yield opening + repeated * (length // len(repeated)) + "!"
 
 
+PACKAGES = (bapo_megatron.data, bapo_megatron.environment, bapo_megatron.evaluation, bapo_megatron.reward)
+
+
 def patterns() -> dict[str, tuple[re.Pattern[str], bool]]:
     """Compiled expressions of the packages that read what others wrote, and whether each is searched for:
     most are only held against the beginning of a text, or all of it."""
     found = {}
-    for package in (
-        bapo_megatron.data,
-        bapo_megatron.environment,
-        bapo_megatron.evaluation,
-        bapo_megatron.reward,
-    ):
+    for package in PACKAGES:
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if ".adapters." in info.name:  # their packages may be absent
                 continue
             module = importlib.import_module(info.name)
             source = Path(str(module.__file__)).read_text()
             for name, value in vars(module).items():
-                if (
-                    isinstance(value, re.Pattern)
-                    and isinstance(value.pattern, str)
-                    and f"\n{name} = " in source
-                ):
+                if isinstance(value, re.Pattern) and f"\n{name} = " in source:
                     searched = re.search(rf"\b{name}\.(?:search|finditer|findall|sub|split)\b", source)
                     found[f"{info.name.removeprefix('bapo_megatron.')}.{name}"] = value, searched is not None
     return found
@@ -197,8 +115,9 @@ READERS: dict[str, Callable[[str], object]] = {
 @pytest.mark.parametrize(
     "text",
     [
-        *(" " * LONG, "\n" * LONG, "{" * LONG, "1" * LONG, "\\text{" * (LONG // 6), "```\n" * (LONG // 4)),
-        "a\n#### 1" + " " * LONG + "x",
+        *(" " * LONG, "\n" * LONG, "{" * LONG, "1" * LONG, "`" * LONG, "\\" * LONG + " \\boxed{1}"),
+        *("\\text{" * (LONG // 6), "\\boxed{" * (LONG // 7), "```\n" * (LONG // 4), "```" + " " * LONG),
+        *("```python\n" * (LONG // 10), "a\n#### 1" + " " * LONG + "x"),
     ],
     ids=lambda text: repr(text[:8]),
 )

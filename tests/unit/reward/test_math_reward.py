@@ -1,19 +1,26 @@
-"""The reward of mathematical answers that policies and datasets produce; the penalty of overlong ones."""
+r"""The reward of mathematical answers: numbers, words, units; what a truth may be; overlong responses.
+
+``math_answers.jsonl`` has pairs of answers that are ``different`` or ``equal``, whichever is the truth, or
+``wrong`` or ``right`` for the truth alone.
+"""
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from math_verify import grader
 
 from bapo_megatron.reward import math_verify_compare
 from bapo_megatron.reward.answer_text import last_boxed
+from bapo_megatron.reward.answer_words import canonical, reading, split_name
 from bapo_megatron.reward.math import MathVerifyProcess, answer_is_right, answers_equal, check_ground_truth
 from bapo_megatron.reward.pool import overlong_penalty
 
@@ -22,68 +29,53 @@ def judge(ground_truth: str, response: str) -> float:
     return 1.0 if answer_is_right(ground_truth, response) else -1.0
 
 
-@pytest.mark.parametrize(
-    ("ground_truth", "answer"),
-    [
-        ("0.5", r"\frac{1}{2}"),
-        (r"\frac{1}{2}", "0.5"),
-        (r"\frac{1}{2}", "1/2"),
-        ("34", "34"),
-        ("34", " 34 "),
-        ("34", "34.0"),
-        ("34", "+34"),
-        ("7", "007"),
-        ("34", "x = 34"),
-        ("34", r"34\text{ cm}"),
-        ("1000", "1,000"),
-        ("-3", "-3.0"),
-        (r"\{1, 2\}", r"\{2, 1\}"),
-        ("1,2", "2, 1"),
-        ("[0, 1)", r"\left[0,1\right)"),
-        ("x^2+2x", "x(x+2)"),
-        (r"2\pi", r"\pi \cdot 2"),
-        (r"\sqrt{2}", r"\frac{2}{\sqrt{2}}"),
-        (r"10\%", "0.1"),
-        (r"\boxed{12}", "12"),
-        ("12", r"\boxed{12}"),
-        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-        ("1" + "0" * 60, "1" + "0" * 60),
-    ],
-)
-def test_equal_answers(ground_truth: str, answer: str) -> None:
-    assert judge(ground_truth, f"So it is \\boxed{{{answer}}}.") == 1.0
+EQUAL: list[tuple[str, ...]] = [
+    ("0.5", r"\frac{1}{2}"),
+    ("34", "34", " 34 ", "34.0", "+34", "x = 34", r"34\text{ cm}"),
+    ("7", "007"),
+    ("-3", "-3.0"),
+    (r"\{1, 2\}", r"\{2, 1\}"),
+    ("1,2", "2, 1"),
+    ("[0, 1)", r"\left[0,1\right)"),
+    ("x^2+2x", "x(x+2)"),
+    (r"2\pi", r"\pi \cdot 2"),
+    (r"\sqrt{2}", r"\frac{2}{\sqrt{2}}"),
+    (r"10\%", "0.1"),
+    (r"\boxed{12}", "12"),
+    ("12", r"\boxed{12}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    ("1" + "0" * 60, "1" + "0" * 60),
+]
 
 
-@pytest.mark.parametrize(
-    ("ground_truth", "response"),
-    [
-        ("34", r"\boxed{35}"),
-        ("34", r"\boxed{-34}"),
-        ("34", r"\boxed{3 4 5}"),
-        ("34", "34"),
-        ("34", ""),
-        ("34", r"\boxed{}"),
-        ("34", r"\boxed{   }"),
-        ("34", r"\boxed{34"),
-        ("34", r"\boxed"),
-        ("34", r"\boxed 34"),
-        ("34", r"\boxed{\frac{34}"),
-        ("34", r"\boxed{}}34}"),
-        ("34", r"\boxed{\\\\\frac{{{}}}}"),
-        ("34", r"\boxed{日本 34}"),
-        ("34", "\\boxed{\x00\ud800}"),
-        ("34", r"\boxed{34, 35}"),
-        ("34", "\\boxed{" + "3" * 100000 + "}"),
-        ("34", "\\boxed{" * 3000 + "34"),
-        ("34", "\\boxed{" + "(" * 900 + "}"),
-        ("1/3", r"\boxed{0.33}"),
-        (r"\{1,2\}", r"\boxed{\{1,3\}}"),
-        ("(1,2)", r"\boxed{(2,1)}"),
-        ("1" + "0" * 60, r"\boxed{1" + "0" * 59 + "1}"),
-    ],
-)
-def test_wrong_and_malformed_answers(ground_truth: str, response: str) -> None:
-    assert judge(ground_truth, response) == -1.0
+@pytest.mark.parametrize("row", EQUAL)
+def test_equal_answers(row: tuple[str, ...]) -> None:
+    truth, *answers = row
+    for answer in answers:
+        assert judge(truth, f"So it is \\boxed{{{answer}}}.") == 1.0
+
+
+WRONG: list[tuple[str, ...]] = [
+    ("34", "34", "", r"\boxed{34", r"\boxed", r"\boxed 34", "\\boxed{" * 3000 + "34"),
+    *(
+        ("34", f"\\boxed{{{answer}}}")
+        for answer in (
+            *("35", "-34", "3 4 5", "", "   ", r"\frac{34", "}}34", r"\\\\\frac{{{", "日本 34", "\x00\ud800"),
+            *("34, 35", "3" * 100000, "(" * 900),
+        )
+    ),
+    ("1/3", r"\boxed{0.33}"),
+    (r"\{1,2\}", r"\boxed{\{1,3\}}"),
+    ("(1,2)", r"\boxed{(2,1)}"),
+    ("1" + "0" * 60, r"\boxed{1" + "0" * 59 + "1}"),
+]
+
+
+@pytest.mark.parametrize("row", WRONG, ids=range(len(WRONG)))
+def test_wrong_and_malformed_answers(row: tuple[str, ...]) -> None:
+    truth, *responses = row
+    for response in responses:
+        assert judge(truth, response) == -1.0
 
 
 @pytest.mark.parametrize(
@@ -110,79 +102,42 @@ def test_last_boxed(response: str, boxed: str | None) -> None:
     assert last_boxed(response) == boxed
 
 
-def test_finding_the_box_takes_linear_time() -> None:
-    start = time.process_time()  # other programs may have the processor
-    assert last_boxed("\\boxed{" * 100_000) is None
-    assert last_boxed("\\" * 500_000 + " \\boxed{1}") == "1"
-    assert time.process_time() - start < 10  # quadratic would be hours
+TRUTHS: dict[str, tuple[str, ...]] = {
+    # A policy would learn to write \boxed{proof}.
+    "stands for no answer": (
+        *("proof", r"\text{proof}", "Proof", "notfound", "not found", "nan", "NaN", "null", "N/A", "None"),
+        *("NA", "nil", "unknown", "TODO", "see solution", "{}", r"\text{unknown}", "[]", "No answer"),
+        *("unk", "See above", r"\text{not available}", "see the solution", "Refer to the solution."),
+        *("see figure", "not given", "not_available", "FIXME"),
+    ),
+    # Not raw: each has a form feed, a tab ... No right answer would match.
+    "lost its backslash": ("\frac{1}{2}", "2\frac{1}{3}", "\binom{3}{2}", "\text{(A)}", "\theta", "x \neq 3"),
+    # math-verify parses these as products of letters, or of 1 and 0: the right answer would be wrong.
+    "a program or data": (
+        "def check(c):\n    assert c(1) == 2",
+        "\n\nMETADATA = 1\n\ndef check(candidate):\n    pass",
+        '[{"input": "3", "output": "6"}]',
+        "{'inputs': ['3'], 'outputs': ['6']}",
+    ),
+    "a list of answers": ("['3', '4']",),
+    "side by side": ("1 00", "12 345 67", r"1\ 2", r"5\quad 6"),
+    "cannot read": ("???", r"\frac{", "}{", "", "日本"),
+    "may have 1000": ("7" * 2000,),
+    "": (
+        *("34", r"\frac{1}{2}", r"\{1,2\}", "x=3", r"\text{Monday}", r"\boxed{3}", r"3 \frac{1}{2}"),
+        *("[0, 1)", r"\text{class A}", "(1, 2)", r"\log_2 3", r"\frac 1 2", r"\dfrac1 2", "2^3 3^2"),
+        *("\\begin{pmatrix}1\\\\\n2\\end{pmatrix}\n", "\t34\r\n", "from 1", r"1\,000"),
+        *(r"\text{none}", "undefined", r"\emptyset", r"\text{no solution}"),
+    ),
+}
 
 
-def test_the_last_box_counts() -> None:
-    assert judge("2", r"\boxed{1} no, \boxed{2}") == 1.0
-    assert judge("1", r"\boxed{1} no, \boxed{2}") == -1.0
-
-
-@pytest.mark.parametrize("truth", ["34", r"\frac{1}{2}", r"\{1,2\}", "x=3", r"\text{Monday}", r"\boxed{3}"])
-def test_ground_truths_that_are_fine(truth: str) -> None:
-    assert check_ground_truth(truth) is None
-
-
-@pytest.mark.parametrize("truth", ["???", r"\frac{", "}{", "", "日本", "7" * 2000])
-def test_ground_truths_that_nothing_could_match(truth: str) -> None:
-    problem = check_ground_truth(truth)
-    assert problem
-    assert "answer" in problem or "mend" in problem
-
-
-@pytest.mark.parametrize(
-    "truth", ["proof", r"\text{proof}", "Proof", "notfound", "not found", "nan", "NaN", "null", "N/A"]
-)
-def test_a_ground_truth_that_stands_for_no_answer_is_none(truth: str) -> None:
-    r"""A policy would learn to write ``\boxed{proof}``."""
-    assert "stands for no answer" in str(check_ground_truth(truth))
-
-
-@pytest.mark.parametrize(
-    "truth", ["\frac{1}{2}", "2\frac{1}{3}", "\binom{3}{2}", "\text{(A)}", "\theta", "\right)", "x \neq 3"]
-)
-def test_a_ground_truth_that_has_lost_its_backslash_is_refused(truth: str) -> None:
-    """These are not raw strings: each has a form feed, a tab ... No right answer would match."""
-    assert not truth.isprintable()
-    assert "lost its backslash" in str(check_ground_truth(truth))
-
-
-@pytest.mark.parametrize(
-    ("truth", "says"),
-    [
-        ("def check(c):\n    assert c(1) == 2", "a program or data"),
-        ("\n\nMETADATA = 1\n\ndef check(candidate):\n    pass", "a program or data"),
-        ('[{"input": "3", "output": "6"}]', "a program or data"),
-        ("{'inputs': ['3'], 'outputs': ['6']}", "a program or data"),
-        ("['3', '4']", "a list of answers"),
-        ("1 00", "side by side"),
-        ("12 345 67", "side by side"),
-        (r"1\ 2", "side by side"),
-    ],
-)
-def test_a_ground_truth_that_math_verify_misreads_is_refused(truth: str, says: str) -> None:
-    """It parses these as products of letters, or of 1 and 0: the right answer would be wrong."""
-    assert says in str(check_ground_truth(truth))
-
-
-@pytest.mark.parametrize(
-    "truth",
-    [
-        *(r"3 \frac{1}{2}", r"1\,000", r"\{1, 2\}", "[0, 1)", r"\text{class A}", "from 1", "(1, 2)"),
-        *(r"\log_2 3", r"\frac 1 2", r"\dfrac1 2", "2^3 3^2"),
-    ],
-)
-def test_a_ground_truth_that_only_looks_so_is_fine(truth: str) -> None:
-    assert check_ground_truth(truth) is None
-
-
-def test_white_space_in_a_ground_truth_is_none_of_a_command() -> None:
-    assert check_ground_truth("\\begin{pmatrix}1\\\\\n2\\end{pmatrix}\n") is None
-    assert check_ground_truth("\t34\r\n") is None
+@pytest.mark.parametrize("says", TRUTHS)
+def test_ground_truths(says: str) -> None:
+    found = {truth: check_ground_truth(truth) for truth in TRUTHS[says]}
+    assert {
+        truth: problem for truth, problem in found.items() if not (problem and says and says in problem)
+    } == ({} if says else dict.fromkeys(TRUTHS[says]))
 
 
 @pytest.mark.parametrize("bomb", [r"9^{9^{9^{9}}}", "(x+y)^{3000}", r"10000000!^{10000}"])
@@ -261,31 +216,134 @@ def test_an_operation_that_no_signal_interrupts_ends_the_child() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "penalty"),
+    ("tokens", "longest", "zone", "penalty", "taken"),
     [
-        (0, 0.0),
-        (79, 0.0),
-        (80, 0.0),  # L_max - L_cache = 100 - 20: the zone begins after it
-        (81, 0.5 * 1 / 20),
-        (85, 0.5 * 5 / 20),
-        (90, 0.25),
-        (99, 0.475),
-        (100, 0.5),
-        (130, 0.5),
+        # A zone of 20 tokens before 100, penalty 0.5: half of Eq. 13, with the other sign.
+        (0, 100, 20, 0.5, 0.0),
+        (80, 100, 20, 0.5, 0.0),  # L_max - L_cache = 100 - 20: the zone begins after it
+        (81, 100, 20, 0.5, 0.5 * 1 / 20),
+        (90, 100, 20, 0.5, 0.25),
+        (99, 100, 20, 0.5, 0.475),
+        (100, 100, 20, 0.5, 0.5),
+        (130, 100, 20, 0.5, 0.5),
+        # The paper's: expected length 16,384 and a cache of 4,096 on top.
+        (16384, 20480, 4096, 1.0, 0.0),
+        (18432, 20480, 4096, 1.0, 0.5),
+        (20480, 20480, 4096, 1.0, 1.0),
+        (100, 100, 0, 0.5, 0.0),  # without a zone length is free
     ],
 )
-def test_the_overlong_penalty_of_dapo(tokens: int, penalty: float) -> None:
-    """Zone of 20 tokens before 100, penalty 0.5: half of Eq. 13, with the other sign."""
-    ours = overlong_penalty(tokens, max_response_tokens=100, zone_tokens=20, penalty=0.5)
-    assert ours == pytest.approx(penalty, abs=1e-15)
+def test_the_overlong_penalty_of_dapo(
+    tokens: int, longest: int, zone: int, penalty: float, taken: float
+) -> None:
+    assert overlong_penalty(tokens, longest, zone, penalty) == pytest.approx(taken, abs=1e-15)
 
 
-def test_the_papers_numbers() -> None:
-    """Expected length 16,384 and a cache of 4,096 on top: at 18,432 tokens half the way is gone."""
-    assert overlong_penalty(16384, 20480, 4096, 1.0) == 0.0
-    assert overlong_penalty(18432, 20480, 4096, 1.0) == 0.5
-    assert overlong_penalty(20480, 20480, 4096, 1.0) == 1.0
+PAIRS = [
+    json.loads(line)
+    for line in (Path(__file__).parents[2] / "fixtures/math_answers.jsonl").read_text().splitlines()
+]
+REPLACED = {"7": "3", "2": "9", "hours": "days", "miles": "feet", "Monday": "May", "red": "green", "h": "k"}
 
 
-def test_without_a_zone_length_is_free() -> None:
-    assert overlong_penalty(100, max_response_tokens=100, zone_tokens=0, penalty=0.5) == 0.0
+def right(truth: str, answer: str) -> bool:
+    return answers_equal(truth, answer, math_verify_compare.equal)
+
+
+def test_pairs_of_answers() -> None:
+    """One test for all: a thousand would take longer to name than to run."""
+    wrong = []
+    for pair in PAIRS:
+        truth, answer, verdict = pair["truth"], pair["answer"], pair["verdict"]
+        both_ways = verdict in ("different", "equal")
+        for one, other in [(truth, answer), (answer, truth)][: 1 + both_ways]:
+            if right(one, other) != (verdict in ("equal", "right")):
+                wrong.append((verdict, one, other))
+    assert wrong == []
+    assert len(PAIRS) > 900
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        *(r"7\text{ hours }2\text{ minutes}", "7 hours 2 minutes", r"\text{Monday }7", r"(7,2), (2,7)"),
+        *(r"7\text{ red}, 2\text{ blue}", r"\frac{1}{3}\pi r^2 h", "72.7.2.7", "7-2-72", r"7^\circ 27'"),
+        *("7 miles", r"72\text{ miles per hour}", "2 out of 7", r"7\text{ if }x>2", r"27_{\text{eight}}"),
+        *("f(2)=7", "7:27 a.m."),
+    ],
+)
+def test_each_part_of_a_truth_counts(truth: str) -> None:
+    assert check_ground_truth(truth) is None
+    assert right(truth, truth)
+    for part, other in REPLACED.items():
+        start = truth.find(part)
+        while start >= 0:
+            changed = truth[:start] + other + truth[start + len(part) :]
+            is_whole = not truth[start - 1 : start].isalpha() and not truth[start + len(part) :][:1].isalpha()
+            if is_whole or part.isdigit():
+                assert not right(truth, changed), changed
+            start = truth.find(part, start + 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "parts", "words"),
+    [
+        (r"2\text{ hours }30\text{ minutes}", ("2", "30", ""), ("h", "min")),
+        (r"15 \mathrm{~km} / \mathrm{h}", ("15", ""), ("km/h",)),
+        ("60 miles per hour", ("60", ""), ("mi/h",)),
+        (r"9.8\text{ m/s}^2", ("9.8", ""), ("m/s^2",)),
+        (r"12\text{ sq. cm}", ("12", ""), ("cm^2",)),
+        (r"\$5\text{ million}", ("5", ""), ("million dollar",)),
+        (r"x=3\text{ or }x=5", (r"x=3 or x=5",), ()),
+        ("5 or more", ("5", ""), ("or more",)),
+        ("2abc+mgh", ("2abc+mgh",), ()),
+        (r"\frac{1}{2} mgh", (r"\frac{1}{2} mgh",), ()),
+        (r"x_{\text{max}}", (r"x_{\text{max}}",), ()),
+        ("2 sinx", ("2 sinx",), ()),
+    ],
+)
+def test_an_answer_is_split_into_mathematics_and_words(
+    answer: str, parts: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    found = reading(answer)
+    assert (found.parts, found.words) == (parts, words)
+
+
+def test_words_have_one_spelling() -> None:
+    assert canonical("Square Feet") == canonical("ft^2") == "ft^2"
+    assert canonical("degrees Celsius") == canonical("C")
+    assert canonical("P.M.") == canonical("pm")
+
+
+@pytest.mark.parametrize(
+    ("answer", "split"),
+    [
+        ("f(2)=3", ("f(2)", "3")),
+        ("P(X=2)=0.5", ("p(x=2)", "0.5")),
+        (r"\text{Area}=5", ("area", "5")),
+        ("x=3", ("", "x=3")),
+        (r"9\text{ if }x=4", ("", r"9\text{ if }x=4")),
+        ("f(1)=2, f(2)=3", ("", "f(1)=2, f(2)=3")),
+    ],
+)
+def test_the_name_of_a_value(answer: str, split: tuple[str, str]) -> None:
+    assert split_name(answer) == split
+
+
+@pytest.mark.parametrize(
+    ("truth", "same", "other"),
+    [
+        *(
+            ("73", answer, answer.replace("73", "74"))
+            for answer in ("*73*", "_73_", "`73`", "***73***", "**73.**")
+        ),
+        ("73", "**73**.", "**74**."),
+        (r"x\equiv 5\mod 7", r"x\equiv 5\mod{7}", r"x\equiv 5\mod 8"),
+        (r"5\mod 7", r"5\mod{ 7 }", r"5\mod{8}"),
+        ("56", "56", r"5\quad 6"),
+        ("5", "5", r"5\quad 6"),
+    ],
+)
+def test_marks_do_not_count_and_numbers_do(truth: str, same: str, other: str) -> None:
+    assert right(truth, same)
+    assert not right(truth, other)

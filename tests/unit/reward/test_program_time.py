@@ -61,13 +61,9 @@ def test_a_program_that_never_had_a_processor_was_not_judged(monkeypatch: pytest
     with Sandbox(BUSY, "", 512, 1.0) as sandbox:
         monkeypatch.setattr(sandbox_module, "START_LIMIT_S", 0.0)
         monkeypatch.setattr(sandbox_module, "CLOCK_FACTOR", 2)
-        with (
-            beside(sandbox, lambda _, case: os.kill(case, signal.SIGSTOP)),
-            pytest.raises(
-                SandboxError,
-                match=r"nothing is known .* in 2 s this machine gave it 0.* s of .* 1 s.*; lower reward",
-            ),
-        ):
+        said = r"nothing is known .* in 2 s this machine gave it 0.* s of .* 1 s.*; lower reward"
+        stop = beside(sandbox, lambda _, case: os.kill(case, signal.SIGSTOP))
+        with stop, pytest.raises(SandboxError, match=said):
             sandbox.run("", 1.0)
 
 
@@ -83,9 +79,7 @@ def test_a_program_that_proc_does_not_show_is_not_judged_by_its_sleep(
     monkeypatch.setattr(sandbox_module, "CLOCK_FACTOR", 2)
     with Sandbox("import time; time.sleep(1000)", "", 512, 1.0) as sandbox:
         monkeypatch.setattr(sandbox_module, "START_LIMIT_S", 0.0)
-        with pytest.raises(
-            SandboxError, match=r"nothing is known .* does not show it: mount that without hid"
-        ):
+        with pytest.raises(SandboxError, match=r"nothing is known .* does not show it: mount that"):
             sandbox.run("", 1.0)
 
 
@@ -103,26 +97,19 @@ def test_a_program_that_the_machine_kills_for_memory_was_not_judged(
     monkeypatch: pytest.MonkeyPatch, kills: Iterator[int]
 ) -> None:
     """One that is killed without such a kill has had its time, or has done it itself: it is wrong."""
+    assert isinstance(sandbox_module._out_of_memory_kills(), int)  # the kernel's count
     monkeypatch.setattr(sandbox_module, "_out_of_memory_kills", lambda: next(kills))
     with (
         Sandbox(ENDLESS, "", 512, 100.0) as sandbox,
         beside(sandbox, lambda _, case: os.kill(case, signal.SIGKILL)),
     ):
         if isinstance(kills, count):
-            with pytest.raises(
-                SandboxError, match="while this machine was out of memory; lower reward.workers"
-            ):
+            with pytest.raises(SandboxError, match="out of memory; lower reward.workers"):
                 sandbox.run("", 100.0)
         else:
             ended = sandbox.run("", 100.0)
             assert ended is not None
             assert ended.code == -signal.SIGKILL
-
-
-def test_the_kernels_count_of_kills_is_read() -> None:
-    found = sandbox_module._out_of_memory_kills()
-    assert isinstance(found, int)
-    assert 0 <= found <= sandbox_module._out_of_memory_kills()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +44,6 @@ def info_of(task: str, answer: str | None = None, **metadata: Any) -> dict[str, 
     return extra_info_of_entry(task, {}, {"answer": answer, "metadata": metadata})
 
 
-# --- the answer in a response --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("response", "expected", "answer"),
     [
@@ -77,34 +77,12 @@ def test_the_answer_in_a_response(response: str, expected: str | None, answer: s
     assert answer_of(response, expected) == answer
 
 
-# --- what may be evaluated -----------------------------------------------------------------------
-
 HOSTILE = [
-    "__import__('os').system('true')",
-    "().__class__.__base__.__subclasses__()",
-    "(lambda: 1)()",
-    "[x for x in (1, 2)]",
-    "f'{1}'",
-    "'a' * 10**9",
-    "9**9**9**9",
-    "(((9**9)**9)**9)**9",
-    "x.real",
-    "x[0]",
-    "(x := 1)",
-    "1 if x else 2",
-    "open('/etc/passwd').read()",
-    "exit()",
-    "{1: 2}",
-    "*x",
-    "S('x')",
-    "N(x, 1000000000)",
-    "Integral(x, x)",
-    "99999999!",
-    "sympify('1')",
-    "exp(*x)",
-    "exp(x, evaluate=False)",
-    "-" * 70 + "1",
-    "+".join("1" * 1001),
+    *("__import__('os').system('true')", "().__class__.__base__.__subclasses__()", "(lambda: 1)()", "f'{1}'"),
+    *("[x for x in (1, 2)]", "'a' * 10**9", "9**9**9**9", "(((9**9)**9)**9)**9", "x.real", "(x := 1)"),
+    *("1 if x else 2", "open('/etc/passwd').read()", "exit()", "{1: 2}", "*x", "S('x')", "N(x, 1000000000)"),
+    *("Integral(x, x)", "99999999!", "sympify('1')", "exp(*x)", "exp(x, evaluate=False)", "-" * 70 + "1"),
+    *("x[0]", "+".join("1" * 1001)),
 ]
 
 
@@ -130,18 +108,22 @@ def test_what_is_evaluated(tasks: tuple[str, ...], answers: list[str]) -> None:
         assert [answer for answer in answers if not is_harmless(task, answer)] == []
 
 
-def test_the_size_of_what_is_evaluated_is_bounded() -> None:
-    assert is_harmless("simple_integration", "(x + 1)**200")
-    assert not is_harmless("simple_integration", "(x + 1)**201")
-    assert is_harmless("simple_integration", "(9**10)**20")
-    assert not is_harmless("simple_integration", "((9**10)**10)**10")
-    assert not is_harmless("simple_integration", "9" * 19)
-    assert not is_harmless("countdown", "2**3"), "no operation of that game"
-    assert not is_harmless("countdown", "x + 1")
-    assert is_harmless("countdown", "+".join("1" * 50))
-    assert not is_harmless("countdown", " " * 2001 + "1")
-    assert not is_harmless("caesar_cipher", "x" * 20_001)
-    assert is_harmless("caesar_cipher", "__import__('os')"), "its verifier compares texts"
+@pytest.mark.parametrize(
+    ("task", "harmless", "harmful"),
+    [
+        ("simple_integration", ("(x + 1)**200", "9**99"), ("(x + 1)**201", "((9**10)**10)**10", "9" * 19)),
+        ("countdown", ("+".join("1" * 50),), ("2**3", "x + 1", " " * 2001 + "1")),
+        ("caesar_cipher", ("__import__('os')",), ("x" * 20_001,)),  # its verifier compares texts
+        ("coin_flip", ("0.5",), ("1e999999999",)),
+        ("rubiks_cube", ("U9",), ("U999999999",)),
+        ("rush_hour", ("A+9",), ("A+999999999",)),
+    ],
+)
+def test_the_size_of_what_is_evaluated_is_bounded(
+    task: str, harmless: tuple[str, ...], harmful: tuple[str, ...]
+) -> None:
+    assert all(is_harmless(task, answer) for answer in harmless)
+    assert not any(is_harmless(task, answer) for answer in harmful)
 
 
 @pytest.mark.parametrize("task", [*VALUES, *ARITHMETIC, *ALGEBRA])
@@ -154,22 +136,12 @@ def test_no_answer_runs_code_in_a_real_verifier(task: str, tmp_path: Path) -> No
     assert not trace.exists()
 
 
-def test_numbers_that_would_take_forever_or_fool_the_verifier() -> None:
-    assert not is_harmless("coin_flip", "1e999999999")
-    assert not is_harmless("rubiks_cube", "U999999999")
-    assert not is_harmless("rush_hour", "A+999999999")
-    info = info_of("complex_arithmetic", "1 + 2i", result=[1, 2])
-    assert score(info, "<answer>1 + 2i</answer>") == 1.0
-    assert score(info, "<answer>nan</answer>") == 0.0
-
-
 def test_an_answer_that_sympy_thinks_about_for_minutes_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning_gym, "CPU_LIMIT_S", 0.2)
     about = {"integrand": "exp(x)*sin(x)", "variable": "x"}
     assert score(info_of("intermediate_integration", "x", **about), "<answer>(x+y+z+w+1)**30</answer>") == 0.0
-    monkeypatch.setattr(
-        reasoning_gym, "verifier", lambda *_: lambda *_: sum(1 for _ in iter(int, 1))
-    )  # never ends
+    never_ends = lambda *_: sum(1 for _ in iter(int, 1))  # noqa: E731
+    monkeypatch.setattr(reasoning_gym, "verifier", lambda *_: never_ends)
     assert score(info_of("chain_sum", "15"), "15") == 0.0
 
 
@@ -188,25 +160,32 @@ def test_an_answer_that_sympy_thinks_about_for_minutes_is_wrong(monkeypatch: pyt
 def test_a_row_whose_own_text_would_be_evaluated_is_refused(
     task: str, answer: str, metadata: dict[str, Any]
 ) -> None:
-    assert f"which {task}'s verifier would evaluate" in str(
-        check_extra_info(info_of(task, answer, **metadata))
-    )
+    problem = str(check_extra_info(info_of(task, answer, **metadata)))
+    assert f"which {task}'s verifier would evaluate" in problem
 
 
-# --- scores --------------------------------------------------------------------------------------
-
-
-def test_scores_by_hand() -> None:
-    sums = info_of("chain_sum", "15")
-    texts = ("15", "7 + 8 = 15", "+0015.00", "115", "1", "", "fifteen")
-    assert [score(sums, text) for text in texts] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    words = info_of("caesar_cipher", "ABCD")  # a text that contains the right one has its share of it
-    assert [score(words, text) for text in ("ABCD", "x ABCD", "ABC")] == [1.0, 4 / 6, 0.0]
+@pytest.mark.parametrize(
+    ("info", "scores"),
+    [
+        (info_of("chain_sum", "15"), {"15": 1, "+015.0": 1, "115": 0, "1": 0, "fifteen": 0}),
+        # A text that contains the right one has its share of it.
+        (info_of("caesar_cipher", "ABCD"), {"ABCD": 1, "x ABCD": 4 / 6, "ABC": 0}),
+        # The verifier raises at what is not a number.
+        (info_of("prime_factorization", "2 \u00d7 3"), {"3 \u00d7 2": 1, "1 \u00d7 6": 0.5, "two": 0}),
+        # The verifier gives 1 for 0, and for all that the right answer begins with.
+        (
+            info_of("coin_flip", "0.9982910"),
+            {"0.9982910": 1, "0.99829": 1, "0": 0, "0.9": 0, "1": 0, "0/1": 0},
+        ),
+        (info_of("complex_arithmetic", "1 + 2i", result=[1, 2]), {"1 + 2i": 1, "nan": 0}),
+    ],
+)
+def test_scores_by_hand(info: dict[str, str], scores: dict[str, float]) -> None:
+    assert {text: score(info, f"<answer>{text}</answer>" if text else "") for text in scores} == scores
+    assert score(info_of("chain_sum", "15"), "7 + 8 = 15") == 1.0
     counted = info_of("rectangle_count", "3")  # near ones have a part
     assert score(counted, "3") == 1.0
     assert 0 < score(counted, "4") < 1
-    factors = info_of("prime_factorization", "2 \u00d7 3")  # its verifier raises at what is not a number
-    assert [score(factors, text) for text in ("3 \u00d7 2", "1 \u00d7 6", "two")] == [1.0, 0.5, 0.0]
 
 
 def test_settings_reach_the_verifier() -> None:
@@ -216,26 +195,19 @@ def test_settings_reach_the_verifier() -> None:
         assert score(info, "<answer>9 + 9 + 5 + 1</answer>") == right
 
 
-_NAMES = (
-    "ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf "
-    "binary_alternation binary_matrix bitwise_arithmetic boxnet caesar_cipher calendar_arithmetic "
-    "chain_sum circuit_logic codeio coin_flip color_cube_rotation complex_arithmetic count_bits "
-    "count_primes countdown course_schedule cryptarithm decimal_arithmetic decimal_chain_sum dice "
-    "emoji_mystery family_relationships figlet_font fraction_simplification futoshiki game_of_life "
-    "gcd graph_color group_anagrams gsm_symbolic intermediate_integration isomorphic_strings jugs "
-    "kakurasu knight_swap knights_knaves largest_island lcm leg_counting letter_counting "
-    "letter_jumble list_functions mahjong_puzzle manipulate_matrix maze mini_sudoku modulo_grid "
-    "n_queens needle_haystack number_filtering number_format number_sequence number_sorting "
-    "palindrome_generation palindrome_partitioning path_star polynomial_equations "
-    "polynomial_multiplication pool_matrix power_function prime_factorization products "
-    "propositional_logic puzzle24 quantum_lock ransom_note rearc rectangle_count rotate_matrix "
-    "rotten_oranges rubiks_cube rush_hour self_reference sentence_reordering shortest_path "
-    "simple_equations simple_geometry simple_integration sokoban spell_backward spiral_matrix "
-    "string_insertion string_manipulation string_splitting string_synthesis sudoku survo syllogism "
-    "time_intervals tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting"
-)
-TASKS = _NAMES.split()
-"""All but zebra_puzzles, whose generator needs a compiler. Not asked of the library: its import is slow."""
+UNUSABLE = {"zebra_puzzles", "composite", "game_of_life_halting"}
+"""The generator of the first needs a compiler."""
+
+
+def names_of_tasks() -> list[str]:
+    """From the files of the library: its import is slow."""
+    [folder] = find_spec("reasoning_gym").submodule_search_locations  # type: ignore[union-attr, misc]
+    text = "".join(path.read_text() for path in sorted(Path(folder).rglob("*.py")))
+    found = re.findall(r'^DATASET_NAME = "(\w+)"|register_dataset\(\s*"(\w+)"', text, re.MULTILINE)
+    return sorted({one or other for one, other in found} - UNUSABLE)
+
+
+TASKS = names_of_tasks()
 
 
 def test_every_task_is_tried() -> None:
@@ -257,30 +229,17 @@ def test_a_task_takes_its_own_answers_after_a_journey_through_json(task: str) ->
             assert score(info, f"<think>1</think> <answer>{entry['answer']}</answer>") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [("0.9982910156", 1.0), ("0.99829", 1.0), ("0", 0.0), ("0.9", 0.0), ("1", 0.0), ("0/1", 0.0)],
-)
-def test_a_first_digit_is_no_probability(answer: str, right: float) -> None:
-    """The verifier of coin_flip gives 1 for 0, and for all that the right answer begins with."""
-    info = info_of("coin_flip", "0.9982910156")
-    assert score(info, f"<answer>{answer}</answer>") == right
-
-
-def test_tasks_that_cannot_be_used() -> None:
-    with pytest.raises(ConfigError, match="no task 'chain_sums'; did you mean chain_sum, decimal_chain_sum"):
-        reasoning_gym.check_task("chain_sums")
-    with pytest.raises(ConfigError, match="no task 'qqqq'; it has ab, acre,"):
-        reasoning_gym.check_task("qqqq")
-    with pytest.raises(ConfigError, match="game_of_life_halting cannot be used: its verifier calls every"):
-        reasoning_gym.check_task("game_of_life_halting")
-    with pytest.raises(ConfigError, match="composite cannot be used"):
-        reasoning_gym.check_task("composite")
-
-
-def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym.factory", None)
+def test_tasks_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for task, says in (
+        ("chain_sums", "no task 'chain_sums'; did you mean chain_sum, decimal_chain_sum"),
+        ("qqqq", "no task 'qqqq'; it has ab, acre,"),
+        ("game_of_life_halting", "game_of_life_halting cannot be used: its verifier calls every"),
+        ("composite", "composite cannot be used"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            reasoning_gym.check_task(task)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     with pytest.raises(ConfigError, match=r"cannot be imported .*: pip install 'bapo-megatron\[real\]'"):
         reasoning_gym.tasks.__wrapped__()
 
@@ -307,13 +266,10 @@ def test_workers_score_with_the_rewards_of_the_run() -> None:
         pool = RewardPool(config, 100)
         await pool.start()
         try:
+            asked = (("chain_sum", "15", False), ("chain_sum", "15", True), ("rectangle_count", "3", False))
             prompts = [
                 Prompt(0, np.zeros(1, np.int32), "15", "sums", dict(info_of(task, answer)), opened)
-                for task, answer, opened in (
-                    ("chain_sum", "15", False),
-                    ("chain_sum", "15", True),
-                    ("rectangle_count", "3", False),
-                )
+                for task, answer, opened in asked
             ]
             found = [await pool.score(prompts[0], text, 1) for text in responses]
             found.append(await pool.score(prompts[1], "15", 1))  # its thinking part never ends

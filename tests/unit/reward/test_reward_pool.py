@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,11 +13,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
+import psutil
 import pytest
 
+from bapo_megatron import tensor_types, types
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import ground_truth_check, load_function
@@ -48,10 +51,9 @@ async def pooling(max_response_tokens: int = 100, **config: Any) -> AsyncIterato
 
 def alive(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return state != "Z"
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
@@ -62,38 +64,16 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
 
 
 async def test_a_failure_loses_one_response_and_is_reported() -> None:
-    kinds = {
-        "raise": "raised",
-        "exit": "raised",
-        "memory": "raised",
-        "die": "died",
-        "crash": "died",
-        "wait 1000": "time",
-        "nan": "not finite",
-        "inf": "not finite",
-        "none": "not finite",
-        "text": "not finite",
-        "digits": "not finite",
-        "unnamed": "not finite",
-    }
-    details = {
-        "raise": "IndexError('list index out of range')",
-        "die": "exit code 0",
-        "crash": "signal SIGSEGV",
-        "wait 1000": "twice more than reward.time_limit_s=2.0",
-        "text": "'much'",
-        "digits": "'1.0'",
-    }
+    kinds = {"wait 1000": "time", "die": "died", "crash": "died"}
+    kinds |= dict.fromkeys(("raise", "exit", "memory"), "raised")
+    kinds |= dict.fromkeys(("nan", "inf", "none", "text", "digits", "unnamed"), "not finite")
+    details = {"raise": "IndexError('list index out of range')", "die": "exit code 0", "text": "'much'"}
+    details |= {"crash": "signal SIGSEGV", "digits": "'1.0'"}
+    details["wait 1000"] = "twice more than reward.time_limit_s=2.0"
     responses = [line for word in kinds for line in (word, "0.5")]
 
-    async with pooling(
-        workers=2,
-        time_limit_s=2.0,
-        memory_limit_mb=512,
-        failed=-3.0,
-        overlong_tokens=10,
-        overlong_penalty=0.1,
-    ) as pool:
+    limits = {"workers": 2, "time_limit_s": 2.0, "memory_limit_mb": 512, "failed": -3.0}
+    async with pooling(overlong_tokens=10, overlong_penalty=0.1, **limits) as pool:
         results = await asyncio.gather(*(pool.score(prompt(), text, 100) for text in responses))
     for text, result in zip(responses, results, strict=True):
         if text in kinds:
@@ -104,30 +84,19 @@ async def test_a_failure_loses_one_response_and_is_reported() -> None:
             assert result == RewardResult(0.4), text
 
 
-async def test_named_rewards_add_up_to_the_reward() -> None:
+async def test_what_a_worker_gives() -> None:
+    """Named rewards add up; what a function prints is no answer; it sees the whole prompt, and no torch.
+
+    No other process may look into a worker (PR_SET_DUMPABLE is 0): it holds the answers, and keys.
+    """
     async with pooling(overlong_tokens=10, overlong_penalty=0.1) as pool:
         named, plain = [await pool.score(prompt(), text, 100) for text in ("named", "0.5")]
+        talked = [(await pool.score(prompt(), text, 1)).reward for text in ("talk", "0.5", "talk", "true")]
+        dumpable, whole = [await pool.score(prompt(), text, 1) for text in ("dumpable", "prompt")]
     assert (named.score, named.reward, named.named) == (1.5, 1.4, {"correct": 1.0, "format": 0.5})
     assert plain.named == {}
-
-
-async def test_what_a_reward_prints_is_no_answer() -> None:
-    async with pooling() as pool:
-        found = [(await pool.score(prompt(), text, 1)).reward for text in ("talk", "0.5", "talk", "true")]
-    assert found == [0.25, 0.5, 0.25, 1.0]
-
-
-async def test_no_other_process_may_look_into_a_worker() -> None:
-    """PR_SET_DUMPABLE is 0: it holds the answers, and the environment's keys."""
-    async with pooling() as pool:
-        found = (await pool.score(prompt(), "dumpable", 1)).reward
-    assert found == 0.0
-
-
-async def test_a_users_function_sees_the_whole_prompt() -> None:
-    async with pooling() as pool:
-        found = await pool.score(prompt(), "prompt", 1)
-    assert found == RewardResult(3 + 4 + 7 + 5.0)
+    assert talked == [0.25, 0.5, 0.25, 1.0]
+    assert (dumpable.reward, whole) == (0.0, RewardResult(3 + 4 + 7 + 5.0))
 
 
 def killed(pool: RewardPool) -> bool:
@@ -155,7 +124,7 @@ async def test_a_worker_that_is_killed_costs_no_response() -> None:
     assert found == [RewardResult(score) for score in (0.5, 0.25, 0.5, 1.0)]
 
 
-async def test_a_worker_that_was_paused_past_its_time_costs_no_response(tmp_path: Path) -> None:
+async def test_a_worker_that_was_paused_past_its_time_costs_no_response() -> None:
     """As by SIGSTOP, a suspended machine, a file system that stalls: the next worker scores it."""
     async with pooling(time_limit_s=5.0) as pool:
         worker = pool._workers._workers[0]._process
@@ -168,10 +137,8 @@ async def test_a_worker_that_was_paused_past_its_time_costs_no_response(tmp_path
 async def test_a_failure_has_its_traceback_and_its_place() -> None:
     """From the user's function on; the place tells its mistakes apart, whatever the message says."""
     async with pooling() as pool:
-        red, green, bug, none = [
-            await pool.score(prompt(), text, 1)
-            for text in ("quote \x1b[31mred", "quote green", "bug", "none")
-        ]
+        texts = ("quote \x1b[31mred", "quote green", "bug", "none")
+        red, green, bug, none = [await pool.score(prompt(), text, 1) for text in texts]
     assert red.traceback.splitlines()[0] == "Traceback (most recent call last):"
     assert "worker.py" not in red.traceback
     assert red.traceback.endswith("ValueError: \\x1b[31mred"), "control characters must not reach a terminal"
@@ -191,32 +158,36 @@ def test_a_long_traceback_is_shortened() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "one",
-            r"is one\(prompt: .Any.\) -> .float., which cannot be called with a prompt and a .*score\(prompt",
-        ),
+        ("one", r"is one\(prompt: .Any.\) -> .float., which cannot be called with a prompt and a response"),
         (
             "of_verl",
-            r"is of_verl\(data_source: .str., solution_str: .str., ground_truth.*missing a required argument"
+            r"is of_verl\(data_source: .str., solution_str.*missing a required argument"
             r".*wrap it: def score\(prompt, response\): return of_verl\(prompt.data_source, response, ",
         ),
-        ("later", r"is an async function.*make it a plain function"),
-        ("LATER", r"is an async function.*make it a plain function"),
-        ("LATER_IN_PART", r"is an async function.*make it a plain function"),
-        ("in_steps", r"is a generator function.*make it a plain function"),
-        ("IN_STEPS", r"is a generator function.*make it a plain function"),
-        ("Verdict", r"is a class, whose calls make objects.*make it a plain function"),
+        ("later", "is an async function.*make it a plain function"),
+        ("LATER", "is an async function"),
+        ("LATER_IN_PART", "is an async function"),
+        ("in_steps", "is a generator function.*make it a plain function"),
+        ("IN_STEPS", "is a generator function"),
+        ("Verdict", "is a class, whose calls make objects.*make it a plain function"),
+        ("nothing", "tests.support.reward_functions has no function nothing"),
+        ("NOT_CALLABLE", "has no function NOT_CALLABLE"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_the_start(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"reward.function=tests.support.reward_functions:{name} {message}"):
-        load_function(f"tests.support.reward_functions:{name}")
+    path = f"tests.support.reward_functions:{name}"
+    with pytest.raises(ConfigError, match=f"reward.function={path}.*{message}"):
+        load_function(path)
 
 
-def test_a_file_in_place_of_a_module_is_told_its_module() -> None:
-    """As verl names a reward, by the path of its file."""
+async def test_a_path_that_leads_nowhere_is_named() -> None:
+    """Also the path of a file, by which verl names a reward."""
     with pytest.raises(ConfigError, match=r"is a file; name its module, mine:score, .*PYTHONPATH=/lab/code$"):
         load_function("/lab/code/mine.py:score")
+    absent = "no_such_package.rewards:score"
+    with pytest.raises(ConfigError, match=f"reward.function={absent}.*ModuleNotFoundError.*PYTHONPATH"):
+        async with pooling(function=absent):
+            pass
 
 
 @pytest.mark.parametrize("name", ["score", "with_more", "OBJECT", "waited", "Half"])
@@ -234,61 +205,22 @@ async def test_code_that_holds_the_interpreter_is_ended_with_its_children(tmp_pa
     assert wait_until(lambda: not any(map(alive, pids)))
 
 
-async def test_thousands_may_wait_and_each_gets_its_own() -> None:
-    async with pooling(workers=2) as pool:
-        answers = await asyncio.gather(*(pool.score(prompt(), str(n), 1) for n in range(3000)))
-        found = [result.reward for result in answers]
-    assert found == [float(n) for n in range(3000)]
-
-
 async def test_first_come_first_served() -> None:
-    done: list[str] = []
+    done, texts = [], ("wait 0.2", "3", "1", "wait 0.1", "2")
 
     async def one(pool: RewardPool, text: str) -> None:
         await pool.score(prompt(), text, 1)
         done.append(text)
 
-    async with pooling() as pool:
-        await asyncio.gather(*(one(pool, text) for text in ("wait 0.2", "3", "1", "wait 0.1", "2")))
-    assert done == ["wait 0.2", "3", "1", "wait 0.1", "2"]
-
-
-async def test_a_cancelled_call_leaves_its_worker_to_the_next() -> None:
-    async with pooling(time_limit_s=20.0) as pool:
-        running = asyncio.create_task(pool.score(prompt(), "wait 0.5", 1))
-        waiting = asyncio.create_task(pool.score(prompt(), "wait 1000", 1))
-        await asyncio.sleep(0.1)
-        for task in (running, waiting):
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        found = await pool.score(prompt(), "0.5", 1)
-    assert found == RewardResult(0.5)
-
-
-async def test_closing_ends_all_that_runs_or_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
     pool = RewardPool(RewardConfig(function=SCORE, workers=1), 100)
     with pytest.raises(RuntimeError, match=r"start\(\) it before score"):
-        await pool.score(prompt(), "1", 1)
+        await one(pool, "1")
     await pool.start()
-    tasks = [
-        asyncio.create_task(pool.score(prompt(), text, 1)) for text in (f"child {tmp_path / 'pids'}", "0.5")
-    ]
-    while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
-        await asyncio.sleep(0.05)
-    started = time.monotonic()
+    await asyncio.gather(*(one(pool, text) for text in texts))
     await pool.close()
-    assert time.monotonic() - started < 10
-    for task in tasks:
-        with pytest.raises(asyncio.CancelledError):
-            await task
+    assert tuple(done) == texts
     with pytest.raises(RuntimeError, match="not after close"):
-        await pool.score(prompt(), "1", 1)
-    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
-    assert wait_until(lambda: not any(map(alive, pids)))
-    assert [path.name for path in tmp_path.iterdir()] == ["pids"]  # no directory of a worker
+        await one(pool, "1")
 
 
 PARENT = """
@@ -337,33 +269,33 @@ async def test_mathematics_in_the_pool() -> None:
     assert results == [RewardResult(reward) for reward in cases.values()]
 
 
-async def test_penalties_come_off_the_reward() -> None:
-    """0.9 - 0.3 for the form; - 0.2 * (95 - 90) / 10 for the length."""
-    async with pooling(
-        format_pattern="1.*", format_penalty=0.3, overlong_tokens=10, overlong_penalty=0.2
-    ) as pool:
-        lengths = (("0.9", 90), ("0.9", 95), ("1.5", 95), ("1.5", 10))
-        results = [await pool.score(prompt(), text, tokens) for text, tokens in lengths]
-    assert [j.reward for j in results] == pytest.approx([0.9 - 0.3, 0.9 - 0.3 - 0.1, 1.5 - 0.1, 1.5])
+ZONE = {"format_pattern": "1.*", "format_penalty": 0.3, "overlong_tokens": 10, "overlong_penalty": 0.2}
 
 
 @pytest.mark.parametrize(
-    ("pattern", "rewards"), [(r"<think>0.*", [0.9, 1.6, 0.6, 1.6]), (r"0.*", [0.9, 1.6, 0.9, 1.6])]
+    ("config", "responses", "rewards"),
+    [
+        # 0.9 - 0.3 for the form; - 0.2 * (95 - 90) / 10 for the length
+        (ZONE, [("0.9", 90), ("0.9", 95), ("1.5", 95), ("1.5", 10)], [0.6, 0.5, 1.4, 1.5]),
+        # A format may begin with the tag that the prompt has opened: else no such response would learn.
+        ({"format_pattern": r"<think>0.*"}, [("0.9", 1), ("1.9", 1)], [0.9, 1.6, 0.6, 1.6]),
+        ({"format_pattern": r"0.*"}, [("0.9", 1), ("1.9", 1)], [0.9, 1.6, 0.9, 1.6]),
+        # It is that of the whole response, with its lines.
+        (
+            {"function": "math", "format_pattern": r"0|.0\.9"},
+            [("0.9", 1), ("\n0.9", 1), ("0.9\n", 1), ("", 1)],
+            [-0.3, 0.0, -0.3, -0.3],
+        ),
+    ],
 )
-async def test_a_format_may_begin_with_the_tag_that_the_prompt_has_opened(
-    pattern: str, rewards: list[float]
+async def test_penalties_come_off_the_reward(
+    config: dict[str, Any], responses: list[tuple[str, int]], rewards: list[float]
 ) -> None:
-    """Otherwise every response of such a model would lose the penalty, and none would learn by it."""
     opens = dataclasses.replace(prompt(), opens_thinking=True)
-    async with pooling(format_pattern=pattern, format_penalty=0.3) as pool:
-        results = [await pool.score(one, text, 1) for one in (opens, prompt()) for text in ("0.9", "1.9")]
+    asked = [opens, prompt()] if len(responses) == 2 else [prompt()]
+    async with pooling(**{"format_penalty": 0.3, **config}) as pool:
+        results = [await pool.score(one, *response) for one in asked for response in responses]
     assert [j.reward for j in results] == pytest.approx(rewards)
-
-
-async def test_a_format_is_that_of_the_whole_response_with_its_lines() -> None:
-    async with pooling(function="math", format_pattern=r"0|.0\.9", format_penalty=0.3) as pool:
-        results = [await pool.score(prompt(), text, 1) for text in ("0.9", "\n0.9", "0.9\n", "")]
-    assert [j.reward for j in results] == [-0.3, 0.0, -0.3, -0.3]
 
 
 async def test_a_hanging_format_pattern_loses_one_response() -> None:
@@ -373,23 +305,11 @@ async def test_a_hanging_format_pattern_loses_one_response() -> None:
     assert second == RewardResult(0.0)
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("no_such_package.rewards:score", "ModuleNotFoundError.*PYTHONPATH"),
-        ("tests.support.reward_functions:nothing", "tests.support.reward_functions has no function nothing"),
-        ("tests.support.reward_functions:NOT_CALLABLE", "has no function NOT_CALLABLE"),
-    ],
-)
-async def test_a_path_that_leads_nowhere_is_named(path: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"reward.function={path}.*{message}"):
-        load_function(path)
-    with pytest.raises(ConfigError, match=f"reward.function={path}.*{message}"):
-        async with pooling(function=path):
-            pass
+UNJUDGED = "bapo_megatron.environment:unjudged"
 
 
 def test_each_function_checks_the_ground_truths_it_reads() -> None:
+    """A row without an answer is for an environment: what judges such rows, and what says so."""
     tests, broken = '{"inputs": ["1"], "outputs": ["2"]}', '{"inputs": ["1"]}'
     for function, fine, wrong in (
         ("math", [r"\frac12"], [tests]),
@@ -400,20 +320,31 @@ def test_each_function_checks_the_ground_truths_it_reads() -> None:
         assert check is not None
         assert [check(truth) for truth in fine] == [None] * len(fine)
         assert all(check(truth) for truth in wrong), function
-    assert ground_truth_check(SCORE) is None
-
-
-def test_rows_without_an_answer_are_for_environments() -> None:
-    """What judges the rows of public environments where those gave no reward, and what says so."""
-    for function in ("math", "code", "math_or_code"):
-        check = ground_truth_check(function)
-        assert check is not None
-        assert str(check("-")).startswith(
-            "'-' stands for no answer: where an environment gives the rewards set "
-            "reward.function=bapo_megatron.environment:unjudged"
-        )
-    assert ground_truth_check(UNJUDGED) is None
+        assert re.match(f"'-' stands for no answer: .* set reward.function={UNJUDGED}", str(check("-")))
+    assert ground_truth_check(SCORE) is ground_truth_check(UNJUDGED) is None
     assert load_function(UNJUDGED)(None, "\\boxed{-}") == 0.0  # type: ignore[arg-type]
 
 
-UNJUDGED = "bapo_megatron.environment:unjudged"
+PROGRAM = """
+import sys
+import bapo_megatron.reward.worker
+from bapo_megatron.types import Generation, Group, Prompt, Rollout
+print(*sorted({name.split(".")[0] for name in sys.modules}))
+"""
+
+
+def test_neither_the_worker_nor_the_types_of_its_prompts_import_torch() -> None:
+    """Each of a run's starts within a second."""
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    found = set(run.stdout.split())
+    assert "bapo_megatron" in found
+    take_seconds = {"torch", "transformers", "megatron", "datasets", "safetensors", "pandas", "aiohttp"}
+    assert not found & take_seconds, "a worker imports a package that takes seconds"
+
+
+def test_the_types_with_tensors_are_found_where_users_look_for_them() -> None:
+    for name in ("COLUMNS", "Column", "MicroBatch", "SearchedLoss", "TokenFn", "TokenStats", "UpdateResult"):
+        assert getattr(types, name) is getattr(tensor_types, name)
+    assert get_type_hints(types.Rollout)["reward"] is float
+    with pytest.raises(AttributeError, match="has no attribute 'MiniBatch'"):
+        _ = types.MiniBatch  # type: ignore[attr-defined]

@@ -42,13 +42,16 @@ class Played:
         self.answers |= {"/model_info": (200, about), "/server_info": (200, server)}
         self.about = about
         self.delay_s = 0.0
+        self.keys: list[str | None] = []
+        """The authorization of each request."""
         played = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 time.sleep(played.delay_s)
                 status, body = played.answers.get(self.path, (404, {"detail": "Not Found"}))
-                is_ours = self.headers.get("Authorization") == f"Bearer {played.key}"
+                played.keys.append(self.headers.get("Authorization"))
+                is_ours = played.keys[-1] == f"Bearer {played.key}"
                 if played.key and self.path.endswith("_info") and not is_ours:
                     status, body = 401, {"error": "Unauthorized"}
                 sent = (body if isinstance(body, str) else json.dumps(body)).encode()
@@ -341,6 +344,7 @@ def test_a_server_without_a_key(server: Played) -> None:
     server.key = None
     [row] = bad(server_rows(facts(server.url)))
     assert (row.state, row.found.partition(":")[0]) == ("optional", "asks for no API key")
+    assert set(server.keys) == {None}
     assert row.fix.startswith("start it with bapo rollout-server")
     [row] = bad(server_rows(facts(server.url, require_api_key=True)))
     assert row.state == "problem"

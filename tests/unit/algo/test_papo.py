@@ -17,8 +17,9 @@ from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSche
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
+from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.bapo_objective import loss_fn
+from tests.support.small_steps import NotedPolicy
 from tests.unit.algo.test_objective import pack
 from tests.unit.config.test_config import GOOD
 
@@ -101,15 +102,12 @@ def test_the_mean_effect_is_minus_the_covariance_of_eq_6() -> None:
 
 
 def test_polarity_of_the_four_kinds_of_tokens() -> None:
-    """pi = 1/2 and 1/4 at H = 1: log pi + H is 0.31 and -0.39. Table 4 of the paper, row by row."""
-    log_prob_T = torch.tensor([LN(1 / 2), LN(1 / 2), LN(1 / 4), LN(1 / 4), -1.0])
-    advantage_T = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
-    assert polarity(log_prob_T, torch.ones(5), advantage_T).tolist() == [-1, 1, 1, -1, 0]
-
-
-def test_a_token_of_which_the_policy_is_certain_is_likely_whatever_the_rounding() -> None:
-    log_prob_T, entropy_T = torch.tensor([0.0, -1e-6, -3e-7]), torch.tensor([0.0, 9e-7, 0.0])
-    assert polarity(log_prob_T, entropy_T, torch.ones(3)).tolist() == [-1, -1, -1]
+    """pi = 1/2 and 1/4 at H = 1: log pi + H is 0.31 and -0.39. Table 4 of the paper, row by row. A token of
+    which the policy is certain is likely, whatever the rounding."""
+    log_prob_T = torch.tensor([LN(1 / 2), LN(1 / 2), LN(1 / 4), LN(1 / 4), -1.0, 0.0, -1e-6, -3e-7])
+    entropy_T = torch.tensor([1.0] * 5 + [0.0, 9e-7, 0.0])
+    advantage_T = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0, 1.0, 1.0])
+    assert polarity(log_prob_T, entropy_T, advantage_T).tolist() == [-1, 1, 1, -1, 0, -1, -1, -1]
 
 
 def test_weights_follow_the_entropy_by_hand() -> None:
@@ -156,47 +154,28 @@ def test_a_continued_control_goes_on_where_it_was() -> None:
 BATCH = pack([1.0, -1.0, 2.0, -2.0], [LN(1 / 2), LN(1 / 2), LN(1 / 4), LN(1 / 4)], [1.0] * 4, [7] * 4)
 
 
-class EvenPolicy:
-    """At ratio 1 with entropy 1 everywhere; counts its passes."""
-
-    version = 7
-
-    def __init__(self) -> None:
-        self.passes: list[str] = []
-
-    def token_sums(self, batches: list[MicroBatch], fn: TokenFn) -> Tensor:
-        self.passes.append("model")
-        return sum(fn(self.stats(batch), batch) for batch in batches)
-
-    def old_sums(self, batches: list[MicroBatch], fn: TokenFn) -> Tensor:
-        self.passes.append("rollouts")
-        return self.token_sums(batches, fn)
-
-    def stats(self, batch: MicroBatch) -> TokenStats:
-        return TokenStats(batch.old_log_prob_T, torch.ones_like(batch.mask_T))
+ALIKE = TokenStats(BATCH.old_log_prob_T, torch.ones(4))
 
 
 def test_advantages_of_both_branches_by_hand() -> None:
-    """Weights 3 (expanding) and 0.5 (contracting): A = 0.5, -3, 6, -1; loss -(0.5 - 3 + 6 - 1)."""
+    """Weights 3 (expanding) and 0.5 (contracting): A = 0.5, -3, 6, -1; loss -(0.5 - 3 + 6 - 1).
+
+    No gradient passes through the polarity: d loss / d log pi = -r A'.
+    """
     seen: list[Tensor] = []
 
     def keep(_stats: TokenStats, batch: MicroBatch) -> Tensor:
         seen.append(batch.advantage_T)
         return torch.zeros(1)
 
-    reweighted(keep, BranchWeights(3.0, 0.5))(EvenPolicy().stats(BATCH), BATCH)
+    reweighted(keep, BranchWeights(3.0, 0.5))(ALIKE, BATCH)
     assert seen[0].tolist() == [0.5, -3.0, 6.0, -1.0]
     config = grpo()
-    loss = loss_fn(search(contribution_fn(config)(EvenPolicy().stats(BATCH), BATCH), config), config, 7)
-    assert float(reweighted(loss, BranchWeights(3.0, 0.5))(EvenPolicy().stats(BATCH), BATCH)[0]) == -2.5
-
-
-def test_no_gradient_passes_through_the_polarity() -> None:
-    """d loss / d log pi = -r A': minus the reweighted advantages."""
-    config = grpo()
-    loss = loss_fn(search(contribution_fn(config)(EvenPolicy().stats(BATCH), BATCH), config), config, 7)
+    loss = loss_fn(search(contribution_fn(config)(ALIKE, BATCH), config), config, 7)
     log_prob_T = BATCH.old_log_prob_T.clone().requires_grad_()
-    reweighted(loss, BranchWeights(3.0, 0.5))(TokenStats(log_prob_T, torch.ones(4)), BATCH)[0].backward()
+    found = reweighted(loss, BranchWeights(3.0, 0.5))(TokenStats(log_prob_T, torch.ones(4)), BATCH)[0]
+    found.backward()
+    assert found.item() == -2.5
     assert log_prob_T.grad.tolist() == [-0.5, 3.0, -6.0, 1.0]
 
 
@@ -210,22 +189,18 @@ def test_search_and_loss_see_the_weights_of_the_updates_before() -> None:
 
     A = (1, -1, 2, -2): share 1/2. Then (0.5, -1.5, 3, -1): P = 3.5 of 6, which is 0.583, and 0.5 before.
     """
-    policy, clipping = EvenPolicy(), UpdateLoss(algorithm())
+    policy, clipping = NotedPolicy(0.0), UpdateLoss(algorithm())
     shares, losses, logs = [], [], []
     for _ in range(2):
         loss, found = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
-        sums = loss(policy.stats(BATCH), BATCH)  # type: ignore[operator]
+        sums = loss(ALIKE, BATCH)  # type: ignore[operator]
         logs.append(clipping.observe(sums))
         shares.append(found.bounds.contribution)
         losses.append(float(sums[0]))
-    assert policy.passes == ["model", "model"]  # a known ratio does not tell the entropies
+    assert policy.calls == ["token_sums", "token_sums"]  # a known ratio does not tell the entropies
     assert shares == pytest.approx([0.5, 3.5 / 6])
     assert losses == pytest.approx([0.0, -1.0])
-    assert logs[0] == {
-        "polarity/phase": 0.0,
-        "polarity/expanding_weight": 1.0,
-        "polarity/contracting_weight": 1.0,
-    }
+    assert [*logs[0].values()] == [0.0, 1.0, 1.0]  # the phase and both weights
     assert logs[1]["polarity/expanding_weight"] == 1.5
     resumed = UpdateLoss(algorithm())
     resumed.load_state(clipping.state())
@@ -235,11 +210,11 @@ def test_search_and_loss_see_the_weights_of_the_updates_before() -> None:
 def test_off_means_untouched() -> None:
     """The very functions and passes of before, and nothing to keep."""
     config = AlgorithmConfig(bounds=balanced())
-    policy, clipping = EvenPolicy(), UpdateLoss(config)
+    policy, clipping = NotedPolicy(0.0), UpdateLoss(config)
     loss, found = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
-    assert policy.passes[0] == "rollouts"
-    sums = loss(policy.stats(BATCH), BATCH)  # type: ignore[operator]
-    assert torch.equal(sums, loss_fn(found, balanced(), 7)(policy.stats(BATCH), BATCH))
+    assert policy.calls == ["old_sums"]
+    sums = loss(ALIKE, BATCH)  # type: ignore[operator]
+    assert torch.equal(sums, loss_fn(found, balanced(), policy.version)(ALIKE, BATCH))
     assert clipping.observe(sums) == {}
     assert clipping.state() is None
 

@@ -220,14 +220,15 @@ def test_the_four_quadrants_by_hand(name: str) -> None:
 
 def test_values_by_hand() -> None:
     """The loss at r = 1/2 and 2 with A = 1, then with A = -1: of log pi, of the gate, of the bounds."""
-    log_probs = LN(0.05), LN(0.2)
-    assert float(terms_of(build("cispo"), RATIOS, SIGNS).loss) == pytest.approx(0.0)
-    alone = terms_of(build("cispo"), [0.5, 2.0], [1.0, 1.0])
-    assert float(alone.loss) == pytest.approx(-(0.5 * log_probs[0] + 2 * log_probs[1]))
-    alone = terms_of(build("sapo"), [0.5, 2.0], [1.0, 1.0])
-    assert float(alone.loss) == pytest.approx(-4 * (sigmoid(-0.5) + sigmoid(1)))
-    assert float(terms_of(build("ce_gppo"), RATIOS, SIGNS).loss) == pytest.approx(-(0.5 + 1.2 - 0.6 - 2))
-    assert float(terms_of(build("aspo"), RATIOS, SIGNS).loss) == pytest.approx(-(2 + 1 / 1.2 - 0.8 - 2))
+    right = (RATIOS[:2], SIGNS[:2])
+    for name, tokens, value in (
+        ("cispo", (RATIOS, SIGNS), 0.0),
+        ("cispo", right, 0.5 * LN(0.05) + 2 * LN(0.2)),
+        ("sapo", right, 4 * (sigmoid(-0.5) + sigmoid(1))),
+        ("ce_gppo", (RATIOS, SIGNS), 0.5 + 1.2 - 0.6 - 2),
+        ("aspo", (RATIOS, SIGNS), 2 + 1 / 1.2 - 0.8 - 2),
+    ):
+        assert float(terms_of(build(name), *tokens).loss) == pytest.approx(-value), name
 
 
 def test_cispo_bounds_the_weight_and_keeps_every_gradient() -> None:
@@ -239,15 +240,6 @@ def test_cispo_bounds_the_weight_and_keeps_every_gradient() -> None:
     assert found["cispo/weight"] == pytest.approx(1.0)
     assert found["bapo/clip_fraction_high"] == pytest.approx(1 / 3)
     assert terms_of(build("cispo"), [9.0, 0.01], [1.0, 1.0]).gradient_T.tolist() == pytest.approx([5.0, 0.01])
-
-
-def test_a_masked_token_has_no_factor_and_is_not_clipped() -> None:
-    """Its ratio of 1 lies outside the bounds 2 and 3."""
-    stats, batch = tokens([1.0, 1.0], [1.0, 1.0])
-    batch.mask_T[1] = 0
-    terms = build("cispo", ratio_low=2.0, ratio_high=3.0).terms(stats, batch, None)
-    assert terms.clipped_T.tolist() == [True, False]
-    assert terms.gradient_T.tolist() == [2.0, 0.0]
 
 
 def test_sapo_has_a_gate_of_each_sign() -> None:
@@ -302,11 +294,9 @@ def test_dppo_is_anchored_to_the_policy_that_sampled(name: str) -> None:
 def test_the_divergence_of_a_certain_token_is_finite() -> None:
     """log pi = 0 in float32 for a token that the rollout had at 1 - 1e-7: no divergence, no mask."""
     stats, batch = tokens([1.0, 1.0], [1.0, -1.0], [0.9999999, 1.0])
-    stats.log_prob_T[0] = 0.0
-    stats.log_prob_T[1] = math.log1p(-1e-7)
+    stats.log_prob_T[:] = torch.tensor([0.0, math.log1p(-1e-7)])
     objective = Objective(build("dppo_kl"))
-    terms = objective.loss.terms(stats, batch, None)
-    assert terms.clipped_T.tolist() == [False, False]
+    assert objective.loss.terms(stats, batch, None).clipped_T.tolist() == [False, False]
     found = objective.metrics(objective.token_fn(None, 0)(stats, batch), None)
     assert 0 <= (found["dppo/divergence"] or 0) < 1e-6
 
@@ -370,16 +360,10 @@ def test_a_token_beyond_the_log_ratio_limit_has_no_gradient_and_a_finite_loss(na
         (
             "sapo",
             {"temperature": 2},
-            r"^algorithm.loss_settings.temperature=2: algorithm.loss=sapo has no such setting, is it "
-            r"temperature_positive[?]; its settings: temperature_positive: float above 0, default 1.0; "
-            r"temperature_negative: float above 0, default 1.05$",
+            r"^algorithm.loss_settings.temperature=2: .* temperature_positive[?]; its settings: "
+            r"temperature_positive: float above 0, default 1.0; .* default 1.05$",
         ),
-        (
-            "sapo",
-            {"temperature_positive": 0},
-            r"^algorithm.loss_settings.temperature_positive=0 must be above 0; algorithm.loss=sapo takes "
-            r"temperature_positive: float above 0, default 1.0$",
-        ),
+        ("sapo", {"temperature_positive": 0}, r"=0 must be above 0; algorithm.loss=sapo takes temp"),
         ("sapo", {"temperature_positive": math.inf}, r"temperature_positive=inf is not a finite number; "),
         ("sapo", {"temperature_positive": "1"}, r"temperature_positive='1' must be a number; .* float"),
         ("sapo", {"temperature_positive": True}, r"temperature_positive=True must be a number"),
@@ -397,7 +381,4 @@ def test_settings_that_a_loss_does_not_take_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build(name, **settings)
-
-
-def test_a_setting_may_be_a_whole_number() -> None:
     assert terms_of(build("cispo", ratio_high=2), [3.0], [1.0]).gradient_T.tolist() == [2.0]

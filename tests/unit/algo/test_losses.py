@@ -28,7 +28,6 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, SearchedLoss, TokenStats
 from tests.support.small_steps import LN2, NotedPolicy
-from tests.unit.algo.test_diagnostics import random_tokens
 from tests.unit.algo.test_objective import DUMMY, DUMMY_STATS, PACK, STATS, pack
 
 if TYPE_CHECKING:
@@ -42,31 +41,6 @@ def algorithm(loss: str = "cispo", bounds: BoundsConfig | None = None, **rest: A
     if loss == "cispo":
         rest["loss_settings"] = {"ratio_low": 0.8, "ratio_high": 1.2}
     return AlgorithmConfig(loss=loss, bounds=BoundsConfig() if bounds is None else bounds, **rest)
-
-
-def derivative(loss: Loss, stats: TokenStats, batch: MicroBatch, found: Any = None) -> Tensor:
-    log_prob_T = stats.log_prob_T.clone().requires_grad_()
-    loss.terms(TokenStats(log_prob_T, stats.entropy_T), batch, found).loss.backward()
-    assert log_prob_T.grad is not None
-    return log_prob_T.grad
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        algorithm(),
-        algorithm("clip", fixed(0.7, 1.1)),
-        algorithm("clip", dataclasses.replace(fixed(0.7, 1.1), dual_clip=1.3)),
-    ],
-)
-def test_the_factor_of_each_token_is_that_of_the_gradient(settings: AlgorithmConfig) -> None:
-    """Of CISPO and of fixed bounds, with a dual clip, too; of every loss's defaults: test_every_loss.py."""
-    stats, batch = random_tokens(400, seed=4)
-    loss = build_loss(settings)
-    found = loss.search.known if loss.search else None
-    factor_T = loss.terms(stats, batch, found).gradient_T
-    said_T = -batch.weight_T * batch.advantage_T * factor_T
-    assert derivative(loss, stats, batch, found).tolist() == pytest.approx(said_T.tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("scope", "tokens"), [("update", None), ("lagged", None), ("micro_batch", 4096)])

@@ -58,49 +58,6 @@ def test_polarity_is_the_sign_of_the_measured_change_of_entropy(advantage: float
                 assert float(sign) == math.copysign(1.0, float(measured))
 
 
-def test_a_plain_gradient_step_has_the_state_s_correction_besides() -> None:
-    """z += step A (1[y] - pi): the effect is -A (q_y - E q) step with q = pi (log pi + H), and E q >= 0."""
-    step = 1e-6
-    for logits_V in distributions(10):
-        prob_V, before = logits_V.softmax(0), entropy_of(logits_V)
-        q_V = prob_V * (prob_V.log() + before)
-        correction = (prob_V * q_V).sum()
-        assert correction >= 0
-        for y in range(len(logits_V)):
-            chosen_V = torch.nn.functional.one_hot(torch.tensor(y), len(logits_V)).double()
-            measured = (entropy_of(logits_V + step * (chosen_V - prob_V)) - before) / step
-            assert float(measured) == pytest.approx(float(correction - q_V[y]), abs=20 * step)
-
-
-def test_the_correction_changes_few_signs_where_policies_are_decided() -> None:
-    """Shares of the tokens that random policies sample, and of their effects."""
-    generator = torch.Generator().manual_seed(5)
-    logits_BV = 8.0 * torch.randn(200, 1000, generator=generator, dtype=torch.float64)
-    log_prob_BV = logits_BV.log_softmax(1)
-    prob_BV = log_prob_BV.exp()
-    entropy_B1 = -(prob_BV * log_prob_BV).sum(1, keepdim=True)
-    q_BV = prob_BV * (log_prob_BV + entropy_B1)
-    exact_BV = q_BV - (prob_BV * q_BV).sum(1, keepdim=True)
-    differs_BV = -polarity(log_prob_BV, entropy_B1, torch.tensor(1.0)) != exact_BV.sign()
-    effect_BV = prob_BV * exact_BV.abs()
-    assert 0.8 < float(entropy_B1.mean()) < 1.0
-    assert 0.04 < float((prob_BV * differs_BV).sum(1).mean()) < 0.08
-    assert 0.02 < float((effect_BV * differs_BV).sum() / effect_BV.sum()) < 0.05
-
-
-def test_the_mean_effect_is_minus_the_covariance_of_eq_6() -> None:
-    """Whatever constant is added to A: log pi + H has mean zero."""
-    [logits_V] = distributions(1)
-    log_prob_V, prob_V = logits_V.log_softmax(0), logits_V.softmax(0)
-    advantage_V = torch.linspace(-1, 2, len(logits_V), dtype=torch.float64)
-    effect = -(prob_V * advantage_V * (log_prob_V + entropy_of(logits_V))).sum()
-    means = (prob_V * log_prob_V).sum(), (prob_V * advantage_V).sum()
-    covariance = (prob_V * (log_prob_V - means[0]) * (advantage_V - means[1])).sum()
-    shifted = -(prob_V * (advantage_V + 5) * (log_prob_V + entropy_of(logits_V))).sum()
-    assert float(effect) == pytest.approx(-float(covariance), abs=1e-12)
-    assert float(shifted) == pytest.approx(-float(covariance), abs=1e-12)
-
-
 def test_polarity_of_the_four_kinds_of_tokens() -> None:
     """pi = 1/2 and 1/4 at H = 1: log pi + H is 0.31 and -0.39. Table 4 of the paper, row by row. A token of
     which the policy is certain is likely, whatever the rounding."""

@@ -209,55 +209,9 @@ def test_loss_and_gradient_equal_a_plain_loop(term: str, estimator: Estimator, m
             assert found_T[place].item() == pytest.approx(slope, rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_mean_gradient_over_a_policy_is_that_of_a_divergence(estimator: Estimator) -> None:
-    """sum_y pi(y) d k(y) / d logits: KL(pi || ref) for k2, KL(ref || pi) for k3, nothing for k1."""
-    torch.manual_seed(1)
-    logits_V = torch.randn(9, dtype=torch.float64, requires_grad=True)
-    reference_V = torch.log_softmax(torch.randn(9, dtype=torch.float64), 0)
-    log_pi_V = torch.log_softmax(logits_V, 0)
-    estimate_V = kl_estimate(log_pi_V, reference_V, estimator)
-    [found_V] = torch.autograd.grad((log_pi_V.detach().exp() * estimate_V).sum(), logits_V, retain_graph=True)
-    divergences = {
-        "k1": 0.0 * log_pi_V.sum(),
-        "k2": (log_pi_V.exp() * (log_pi_V - reference_V)).sum(),
-        "k3": (reference_V.exp() * (reference_V - log_pi_V)).sum(),
-    }
-    [expected_V] = torch.autograd.grad(divergences[estimator], logits_V)
-    torch.testing.assert_close(found_V, expected_V, rtol=1e-12, atol=1e-14)
-    mean = (log_pi_V.exp() * kl_estimate(log_pi_V, reference_V, estimator)).sum().item()
-    if estimator != "k2":
-        exact = (log_pi_V.exp() * (log_pi_V - reference_V)).sum().item()
-        assert mean == pytest.approx(exact, rel=1e-12)
-
-
 def objective(config: ReferenceKlConfig, **algorithm: object) -> Objective:
     settings = AlgorithmConfig(loss="cispo", reference_kl=config, **algorithm)  # type: ignore[arg-type]
     return Objective(build_loss(settings), (), config)
-
-
-def test_the_objective_adds_the_penalty_with_the_weights_of_the_loss() -> None:
-    """pi = 1/2 = pi_old: the policy loss is -w log pi A. Tokens: pi_ref 1/4 (w 2), 1/2 (w 1), one masked.
-
-    k3: 0.5 - 1 + ln 2 and 0; beta 0.1. The mean is over the two tokens that count.
-    """
-    batch = pack([-2 * LN2, -LN2, -9.0], [2.0, 1.0, 5.0], [1.0, 1.0, 0.0])
-    plain, found = stats([-LN2] * 3), stats([-LN2] * 3)
-    without = Objective(build_loss(AlgorithmConfig(loss="cispo"))).token_fn(None, 0)(plain, batch)
-    config = ReferenceKlConfig(0.1)
-    one = objective(config)
-    sums = one.token_fn(None, 0)(found, batch)
-    penalty = 0.1 * 2.0 * (LN2 - 0.5)
-    assert (sums[0] - without[0]).item() == pytest.approx(penalty, rel=1e-6)
-    gradients = [
-        torch.autograd.grad(vector[0], s.log_prob_T)[0] for vector, s in ((without, plain), (sums, found))
-    ]
-    assert (gradients[1] - gradients[0]).tolist() == pytest.approx([0.1 * 2.0 * 0.5, 0.0, 0.0], abs=1e-6)
-    metrics = one.metrics(sums.detach(), None)
-    assert metrics["reference_kl/k1"] == pytest.approx(LN2 / 2)
-    assert metrics["reference_kl/k3"] == pytest.approx((LN2 - 0.5) / 2)
-    assert metrics["reference_kl/penalty"] == pytest.approx(penalty / 2)
-    assert metrics["policy/loss"] == pytest.approx((without[0].item() + penalty) / 2)
 
 
 def test_a_penalty_in_the_reward_leaves_the_loss_and_is_measured_at_the_old_policy() -> None:

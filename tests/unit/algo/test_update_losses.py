@@ -25,32 +25,8 @@ def loss_of(name: str, **settings: Any) -> Loss:
     return type(build_loss(AlgorithmConfig(loss=name)))(AlgorithmConfig(loss=name), **settings)
 
 
-def members(batch: MicroBatch) -> dict[int, list[int]]:
-    """The live tokens of each sequence, in a plain loop."""
-    found: dict[int, list[int]] = {}
-    for t in range(len(batch.mask_T)):
-        if batch.mask_T[t]:
-            found.setdefault(int(batch.sequence_T[t]), []).append(t)
-    return found
-
-
 def log_ratio(stats: TokenStats, batch: MicroBatch, t: int) -> float:
     return float(stats.log_prob_T[t] - batch.old_log_prob_T[t])
-
-
-def literal_gspo(stats: TokenStats, batch: MicroBatch, low: float, high: float) -> tuple[float, list[float]]:
-    """The loss and its derivative by each token's log-prob."""
-    loss, slopes = 0.0, [0.0] * len(batch.mask_T)
-    for inside in members(batch).values():
-        mean = sum(log_ratio(stats, batch, t) for t in inside) / len(inside)
-        s = math.exp(mean)
-        for t in inside:
-            advantage, weight = float(batch.advantage_T[t]), float(batch.weight_T[t])
-            clipped = min(max(s, 1 - low), 1 + high)
-            loss -= weight * min(s * advantage, clipped * advantage)
-            dead = (advantage > 0 and s >= 1 + high) or (advantage < 0 and s <= 1 - low)
-            slopes[t] = 0.0 if dead else -weight * advantage * s
-    return loss, slopes
 
 
 def algorithm_1(stats: TokenStats, batch: MicroBatch, tau: float) -> set[int]:
@@ -67,67 +43,6 @@ def algorithm_1(stats: TokenStats, batch: MicroBatch, tau: float) -> set[int]:
         masked.add(largest)
         del moments[largest]
     return masked
-
-
-def literal_m2po(stats: TokenStats, batch: MicroBatch, tau: float) -> tuple[float, list[float]]:
-    """The unclipped surrogate of the tokens that Algorithm 1 leaves, and its derivative."""
-    masked = algorithm_1(stats, batch, tau)
-    assert len(masked) > 10
-    loss, slopes = 0.0, [0.0] * len(batch.mask_T)
-    for t in range(len(batch.mask_T)):
-        if batch.mask_T[t] and t not in masked:
-            slopes[t] = -float(batch.weight_T[t] * batch.advantage_T[t]) * math.exp(
-                log_ratio(stats, batch, t)
-            )
-            loss += slopes[t]
-    return loss, slopes
-
-
-def literal_vespo(stats: TokenStats, batch: MicroBatch) -> tuple[float, list[float]]:
-    """REINFORCE with phi(W) = W^k exp(lambda - lambda W), and its derivative."""
-    loss, slopes = 0.0, [0.0] * len(batch.mask_T)
-    for inside in members(batch).values():
-        product = math.exp(sum(log_ratio(stats, batch, t) for t in inside))
-        for t in inside:
-            advantage = float(batch.advantage_T[t])
-            k, rate = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
-            phi = product**k * math.exp(rate) * math.exp(-rate * product)
-            slopes[t] = -float(batch.weight_T[t]) * advantage * phi
-            loss += slopes[t] * float(stats.log_prob_T[t])
-    return loss, slopes
-
-
-def literal_p3o(stats: TokenStats, batch: MicroBatch) -> tuple[float, list[float]]:
-    """Score function with min(r, ESS), and (1 - ESS) times k3 of KL(pi || pi_old); its derivative."""
-    live = [t for t in range(len(batch.mask_T)) if batch.mask_T[t]]
-    ratios = [math.exp(log_ratio(stats, batch, t)) for t in live]
-    ess = sum(ratios) ** 2 / (len(live) * sum(r * r for r in ratios))
-    assert 0.5 < ess < 0.97
-    loss, slopes = 0.0, [0.0] * len(batch.mask_T)
-    for t, r in zip(live, ratios, strict=True):
-        advantage, weight = float(batch.advantage_T[t]), float(batch.weight_T[t])
-        score, pull = -weight * advantage * min(r, ess), (1 - ess) * weight
-        loss += score * float(stats.log_prob_T[t]) + pull * (1 / r - 1 + math.log(r))
-        slopes[t] = score + pull * (1 - 1 / r)
-    return loss, slopes
-
-
-LITERAL = {
-    "gspo": lambda *tokens: literal_gspo(*tokens, 3e-4, 4e-4),
-    "m2po": lambda *tokens: literal_m2po(*tokens, 0.002),
-    "p3o": literal_p3o,
-    "vespo": literal_vespo,
-}
-
-
-@pytest.mark.parametrize("name", LITERAL)
-def test_a_loss_is_its_literal_loop(name: str) -> None:
-    stats, batch = update(5)
-    loss = loss_of(name, tau=0.002) if name == "m2po" else loss_of(name)
-    found = found_of(loss, (stats, batch))
-    value, slopes = LITERAL[name](stats, batch)
-    assert float(loss.terms(stats, batch, found).loss) == pytest.approx(value, rel=1e-6)
-    assert derivative(loss, stats, batch, found).tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-12)
 
 
 def derivative(loss: Loss, stats: TokenStats, batch: MicroBatch, found: Any) -> Tensor:

@@ -23,7 +23,6 @@ from bapo_megatron.algo.corrections import (
 from bapo_megatron.algo.losses import LOSSES, build_loss, load_loss
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.train import update
@@ -353,11 +352,3 @@ def test_vespo_refuses_a_second_importance_weight() -> None:
         ConfigError, match=r"importance_cap=2.0 would weigh vespo's loss beside W: leave it out"
     ):
         build_loss(settings)
-
-
-def test_a_first_token_without_a_predicting_position_is_in_no_statistic() -> None:
-    """A sample without a prompt: its first token is in no pack."""
-    one = dataclasses.replace(sample([14, 10], 1.0), token_ids=np.array([14, 10], np.int32))
-    assert one.predicted_R.tolist() == [False, True]
-    [pack] = pack_samples([one], 64)
-    assert int(pack.mask_T.sum()) == 1

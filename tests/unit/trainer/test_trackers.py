@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.machinery
-import os
 import runpy
 import sys
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from bapo_megatron.trainer.preflight import check_logging
 from bapo_megatron.trainer.records.trackers import (
     MlflowTracker,
     TrackedRun,
-    TrackioTracker,
     WandbTracker,
 )
 
@@ -103,20 +101,6 @@ def test_boards_are_told_how_the_run_has_ended(
     MlflowTracker(run).close("done")
     MlflowTracker(run).close(end)
     assert mlflow.status == state
-
-
-def test_trackio_continues_the_run_of_its_name(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", "")  # set and empty: not set
-    asked: dict[str, Any] = {}
-    rows: list[Any] = []
-    log = SimpleNamespace(log=lambda metrics, step: rows.append((step, metrics)))
-    module(monkeypatch, "trackio", init=lambda **arguments: asked.update(arguments) or log)
-    tracker = TrackioTracker(run)
-    assert (asked["project"], asked["name"], asked["resume"]) == ("sums", "demo-01234567", "allow")
-    assert os.environ["TRACKIO_DIR"] == str(run.folder / "trackio")
-    assert tracker.last_step() is None
-    tracker.write(4, STEP)
-    assert rows == [(4, STEP)]
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.algo.bapo import balanced, published_code
+from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import (
     AlgorithmConfig,
@@ -112,14 +112,6 @@ def test_bounds_are_searched_over_the_whole_update() -> None:
     # The loss was made with them: half of the 14 tokens at -0.5 * 2, half at +0.5 * 2.
     assert float(policy.losses[0][0]) == pytest.approx(0.0, abs=1e-6)
     assert metrics["policy/kl"] == pytest.approx(2 - 1 - np.log(2), rel=1e-5)
-
-
-def test_micro_batch_scope_needs_no_pass_before_the_update() -> None:
-    """The published code's target on P / N is 1: ratio 2 is clipped at 1.2 while negatives count fully."""
-    run, policy = run_with(bounds=published_code())
-    [metrics] = train_on(run, 1, batch_of([3, 3]))
-    assert policy.searched == ["micro_batch"]
-    assert metrics["bapo/rounds"] > 0
 
 
 class EndlessSampler:

@@ -96,9 +96,7 @@ def test_a_gap_above_its_limit_is_noted(limits: Any, updates: Any, says: str | N
 
 
 @pytest.mark.parametrize("main", [True, False])
-def test_stop_raises_on_every_rank_after_the_record_is_written(
-    main: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_raises_on_every_rank_once_recorded(main: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     notes, waited = Notes(), []
     monkeypatch.setattr(mismatch, "barrier", lambda: waited.append(len(notes.taken)))
     with pytest.raises(GapError, match=r"step 7.*gap_mean_limit=0.05.*algorithm.on_gap=warn") as caught:

@@ -163,9 +163,7 @@ def test_a_nan_in_a_token_of_the_loss_reaches_the_result(name: str) -> None:
     assert math.isnan(float(loss.terms(stats, batch, found).loss))
 
 
-def test_a_gpu_gets_the_same_and_no_part_of_an_update_makes_the_host_wait(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_gets_the_same_without_host_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masked and not selected: equal to the rounding of float64 sums in another order."""
     stats, batch = update(8)
     objective = Objective(build(name))

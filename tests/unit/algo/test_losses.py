@@ -45,9 +45,7 @@ def algorithm(loss: str = "cispo", bounds: BoundsConfig | None = None, **rest: A
 
 @pytest.mark.parametrize(("scope", "tokens"), [("update", None), ("lagged", None), ("micro_batch", 4096)])
 @pytest.mark.parametrize("preset", [balanced(), clip_higher()])
-def test_the_bounds_say_without_torch_whether_an_update_is_searched(
-    preset: BoundsConfig, tokens: int | None, scope: Any
-) -> None:
+def test_bounds_know_what_searches_an_update(preset: BoundsConfig, tokens: int | None, scope: Any) -> None:
     bounds = dataclasses.replace(preset, scope=scope, bounds_tokens=tokens)
     search = build_loss(algorithm("clip", bounds)).search
     assert search is not None
@@ -154,9 +152,7 @@ def test_settings_without_annotations_take_the_type_of_their_default() -> None:
         (UNTYPED, {"extra": 1, "algorithm": 2}, r"algorithm=2: .* has no such setting"),
     ],
 )
-def test_settings_that_a_constructor_does_not_take_are_refused(
-    loss: str, settings: dict[str, Any], message: str
-) -> None:
+def test_a_constructors_settings_are_checked(loss: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_loss(algorithm(loss, fixed(0.8, 1.2), loss_settings=settings))
 
@@ -245,9 +241,7 @@ def test_a_loss_of_the_present_directory_is_found(tmp_path: Path, monkeypatch: p
         (f"{__name__}:SharedFactor", clip_higher(), ".*".join(["low_start=0.8", "low_end", "high_end=1.28"])),
     ],
 )
-def test_settings_of_bounds_that_a_loss_ignores_are_refused(
-    loss: str, bounds: BoundsConfig, fields: str
-) -> None:
+def test_settings_of_bounds_must_be_read_by_a_loss(loss: str, bounds: BoundsConfig, fields: str) -> None:
     with pytest.raises(ConfigError, match=fields):
         build_loss(algorithm(loss, bounds))
 

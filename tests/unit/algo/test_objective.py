@@ -205,9 +205,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bounds", [eq8_literal(), balanced()])
-def test_the_sums_of_the_search_are_the_same_to_the_bit_on_a_gpu(
-    bounds: BoundsConfig, request: pytest.FixtureRequest
-) -> None:
+def test_a_gpu_has_the_same_sums_to_the_bit(bounds: BoundsConfig, request: pytest.FixtureRequest) -> None:
     """Of 400 tokens; a third is masked and full of rubbish."""
     generator = torch.Generator().manual_seed(1)
     log_ratio_T, advantage_T, log_prob_T = (torch.randn(400, generator=generator) for _ in range(3))

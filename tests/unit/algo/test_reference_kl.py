@@ -79,9 +79,7 @@ def test_estimators_by_hand(estimator: Estimator, log_q: float, value: float, gr
         ("k3", [0.99282502, 0.0, 0.89542643, 0.93423354, 0.26046010], [2.38629436, 0.0, -0.72157359]),
     ],
 )
-def test_an_unbiased_estimate_is_that_of_the_peers(
-    estimator: Estimator, values: list[float], gradients: list[float]
-) -> None:
+def test_unbiased_as_of_the_peers(estimator: Estimator, values: list[float], gradients: list[float]) -> None:
     """Ratios 2, 1, 1/2, 4, 5/4 to pi_old: what slime 624b824 (``compute_approx_kl`` with its
     ``importance_ratio``) and, for k3, NeMo-RL 7ea279a (``calculate_kl``) make of these log-probs.
 

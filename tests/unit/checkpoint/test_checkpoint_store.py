@@ -127,9 +127,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(
     assert latest_of(store).step == 20
 
 
-def test_a_link_that_cannot_be_looked_at_is_no_damage_either(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_link_is_no_damage(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.stat
 
     def failing(path: Any, *rest: Any, **more: Any) -> os.stat_result:
@@ -340,11 +338,7 @@ def test_one_within_a_step_comes_after_the_step_before_and_before_its_own(store:
     ],
 )
 def test_which_are_kept(
-    kept: dict[str, int],
-    before: dict[int, float],
-    scores: dict[int, float],
-    steps: list[int],
-    tmp_path: Path,
+    kept: dict[str, int], before: dict[int, float], scores: dict[int, float], steps: list[int], tmp_path: Path
 ) -> None:
     config = CheckpointConfig(**{"keep_last": 1, **kept})
     store = CheckpointStore(RunPaths(tmp_path), config, scores=before)

@@ -122,9 +122,7 @@ def run_folder(path: Path) -> None:
         (lambda path: path.symlink_to("/"), "is a link to"),
     ],
 )
-def test_nothing_else_is_replaced(
-    make: Callable[[Path], object], told: str, model: Path, tmp_path: Path
-) -> None:
+def test_others_are_kept(make: Callable[[Path], object], told: str, model: Path, tmp_path: Path) -> None:
     output = tmp_path / "output"
     make(output)
     before = output.lstat().st_ino
@@ -140,9 +138,7 @@ def test_nothing_else_is_replaced(
     assert move_foreign_aside(output, foreign) is None
 
 
-def test_a_kill_between_the_renames_loses_nothing(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_between_renames(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old export is beside its name then; a next one that fails brings it back."""
     output = tmp_path / "export"
     export(model, output)
@@ -198,9 +194,7 @@ def test_an_export_has_none_of_the_first_model_s_weights_in_any_format(model: Pa
         ('{"do_sample": 1}', " has do_sample=1: it must be true or false"),
     ],
 )
-def test_a_malformed_generation_config_ends_before_work(
-    text: str, says: str, model: Path, tmp_path: Path
-) -> None:
+def test_a_malformed_generation_config(text: str, says: str, model: Path, tmp_path: Path) -> None:
     """It goes along with weights for hours of training, and no engine loads them."""
     good = '{"temperature": 1, "top_k": null, "eos_token_id": [1, 2], "do_sample": false}'
     (model / "generation_config.json").write_text(good)

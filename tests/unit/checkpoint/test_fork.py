@@ -91,9 +91,7 @@ def test_it_begins_at_the_checkpoint_and_leaves_the_other_run_alone(
     assert weights(child) == b"weights of %d" % found
 
 
-def test_a_checkpoint_within_a_step_is_named_and_passed_over(
-    parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_within_a_step_is_named(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fork(parent, tmp_path / "child")
     assert "at step 20 (its newest lies within step 21)" in capsys.readouterr().out
     for step in (10, 20):
@@ -104,9 +102,7 @@ def test_a_checkpoint_within_a_step_is_named_and_passed_over(
         fork(parent, tmp_path / "other")
 
 
-def test_where_no_link_is_possible_it_is_copied(
-    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_links_it_is_copied(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", lambda *_: _fail(errno.EXDEV))
     fork(parent, tmp_path / "child")
     file = "checkpoints/step_000020/policy/deep/weights.bin"
@@ -176,9 +172,7 @@ def go_on(parent: Path, content: bytes, **config: int) -> None:
     save(store, 30, write_policy(content), {})
 
 
-def test_begun_at_the_newest_it_stays_there_though_the_other_run_goes_on(
-    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_stays_where_it_has_begun(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is queued again says the same, and there is a newer checkpoint by then."""
     child = tmp_path / "child"
     with monkeypatch.context() as patch, pytest.raises(Death):
@@ -231,9 +225,7 @@ def test_a_damaged_checkpoint_is_not_taken(
     assert "passing over the checkpoint of step 20: " in capsys.readouterr().out
 
 
-def test_the_other_run_may_delete_it_meanwhile(
-    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_may_be_deleted_meanwhile(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link, newest = forks._link, parent / "checkpoints/step_000020"
 
     def late(source: Path, target: Path) -> None:
@@ -314,9 +306,7 @@ def test_a_model_of_another_shape_is_refused_and_named(
         check_fork(config, ForkSource(parent, None))
 
 
-def test_checkpoints_that_may_not_be_listed_are_named(
-    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_may_not_be_listed(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's run, from which people fork."""
 
     def listdir(path: Path) -> list[str]:
@@ -382,9 +372,7 @@ def test_settings_decide_which_state_a_fork_may_differ_in(parent: Path, tmp_path
         assert changed_data(replace(same, data=data), made) is None
 
 
-def test_sources_are_the_same_where_only_their_rewards_and_the_spelling_of_paths_differ(
-    parent: Path, tmp_path: Path
-) -> None:
+def test_sources_may_differ_in_rewards_and_spelling(parent: Path, tmp_path: Path) -> None:
     """Neither decides which prompt comes when; a weight and another file do."""
 
     def with_sources(*sources: SourceConfig) -> RunConfig:

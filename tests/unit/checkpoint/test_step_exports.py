@@ -190,9 +190,7 @@ def test_its_checkpoint_stays_as_long_as_it_is_read(owner: Owner, halted: psutil
     assert owner.checkpoints() == ["step_000035"]
 
 
-def test_one_at_a_time_and_the_newest_of_those_that_wait(
-    owner: Owner, halted: psutil.Process, model: Path
-) -> None:
+def test_one_at_a_time_then_the_newest(owner: Owner, halted: psutil.Process, model: Path) -> None:
     for step in (20, 30, 40):
         owner.reach(step)
         assert [child.pid for child in exporters()] == [halted.pid]
@@ -247,9 +245,7 @@ def test_a_step_that_was_made_again_is_exported_again(owner: Owner) -> None:
     assert [path.name for path in owner.paths.step_exports.iterdir()] == ["step_000010"]
 
 
-def test_a_continued_run_makes_the_newest_two_that_are_missing(
-    tmp_path: Path, model: Path, policy: Path
-) -> None:
+def test_a_continued_run_makes_two_missing_ones(tmp_path: Path, model: Path, policy: Path) -> None:
     before = Owner(tmp_path, model, policy, every=0, keep_last=0)
     for step in (5, 10, 20, 30, 40):
         before.reach(step)
@@ -371,9 +367,7 @@ def run_with(owner: Owner) -> Run:
     return run
 
 
-def test_the_loop_offers_what_has_become_whole_and_never_waits(
-    owner: Owner, policy: Path, halted: psutil.Process
-) -> None:
+def test_the_loop_offers_what_is_whole(owner: Owner, policy: Path, halted: psutil.Process) -> None:
     run = run_with(owner)
     owner.store.begin((20, 0), {"policy": copy_of(policy)}, {})
     finalize_checkpoint(run, wait=True)  # returns, though the export of step 10 does not continue
@@ -390,7 +384,7 @@ def test_the_loop_offers_what_has_become_whole_and_never_waits(
         time.sleep(0.01)
 
 
-def test_the_end_of_a_run_waits_and_then_deletes_what_was_held(
+def test_the_end_of_a_run_waits(
     owner: Owner, halted: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner.reach(20)

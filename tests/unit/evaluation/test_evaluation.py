@@ -246,9 +246,7 @@ def row(problem: int, sample: int, correct: bool = True) -> dict[str, Any]:
     ("truth", "reward", "share"),
     [("7", None, 0.0), ("assert f(1) == 2", None, None), ("7", "package.module:function", None)],
 )
-def test_programs_are_not_unanswered(
-    tmp_path: Path, truth: str, reward: str | None, share: float | None
-) -> None:
+def test_programs_have_no_box(tmp_path: Path, truth: str, reward: str | None, share: float | None) -> None:
     """They are in code blocks, so no box says nothing of them; nor does it with a reward of the user's."""
     suite = Suite("s", tmp_path, "1", tuple(Prompt(p, np.array([1]), truth, "t") for p in (0, 1)))
     with open_folder(tmp_path, settings()) as log:
@@ -330,7 +328,7 @@ def test_without_a_judge_responses_stay_unjudged_and_the_evaluation_ends(
 
 
 @pytest.mark.parametrize("function", [None, "package.module:Environment"])
-def test_an_evaluation_that_goes_on_lacks_what_could_not_be_scored(
+def test_what_is_scored_again(
     function: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is scored again, and sampled again if an environment had answered it, which gave the reward."""

@@ -169,9 +169,7 @@ FIRST = "sums, problem 0: 1 + 1 =\n  A, wrong: perhaps (0, 0)\n  B, right: surel
 SECOND = "sums, problem 1: 2 + 2 =\n  A, right: perhaps (1, 0)\n  B, wrong: surely (1, 0)\n"
 
 
-def test_the_first_problems_with_the_first_response_of_each(
-    tmp_path: Path, suite: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_of_first_problems(tmp_path: Path, suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = both(tmp_path, suite)
     assert examples_text(a, b, 2) == FIRST + SECOND
     assert examples_text(a, b / "sums", 99).count("problem") == 3

@@ -44,7 +44,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int])
     ("lengths", "gathers"),
     [([5], 0), ([3, 3, 3], 0), ([4, 0, 4], 0), ([3, 3, 2], 4), ([2, 3], 4), ([9, 1], 4)],
 )
-def test_rows_in_the_order_of_the_tokens_are_not_gathered(
+def test_rows_in_order_not_gathered(
     lengths: list[int], gathers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One document, or documents of one length: bit for bit what the gathered rows would give."""
@@ -132,9 +132,7 @@ def flash_varlen_of_torch_2_11(
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kernel", [None, flash_varlen, flash_varlen_of_torch_2_11])
-def test_chunks_of_all_cp_ranks_equal_the_whole(
-    size: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_cp_ranks_are_the_whole(size: int, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel:
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     lengths = [8, 24, 0, 16]

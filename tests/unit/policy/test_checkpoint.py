@@ -91,9 +91,7 @@ def test_copies_are_equal_and_a_writer_pickles_no_more_than_each() -> None:
 
 
 @pytest.mark.usefixtures("on_gpu")
-def test_blocks_take_little_more_than_their_tensors(
-    allocated: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_take_little_more_memory(allocated: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """One allocation each, rounded up to a power of two as pinned memory is, would take 1.8 times as much."""
     monkeypatch.setattr(background_save, "BLOCK", 2**16)
     tensors = [torch.zeros(n) for n in 40 * [17 * 256, 17 * 64, 17 * 16]]  # 17, 4.25 and 1.06 KiB
@@ -111,9 +109,7 @@ def test_tensors_on_the_host_are_not_copied(allocated: list[int]) -> None:
     assert not allocated
 
 
-def test_copies_are_pageable_where_a_fork_cannot_read_pinned_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_may_be_pageable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     assert fork_reads(address)

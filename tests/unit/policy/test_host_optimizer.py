@@ -43,9 +43,7 @@ def test_the_first_step_by_hand() -> None:
 
 @pytest.mark.parametrize("bucket", [1, 7, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_equal_the_literal_adamw(
-    bucket: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_literal_adamw(bucket: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) in float64, five steps of parameters of all sizes."""
     monkeypatch.setattr(host_optimizer, "BUCKET", bucket)
     draws = np.random.default_rng(0)
@@ -77,9 +75,7 @@ def test_bucketing_by_hand() -> None:
     assert buckets_of([], 5) == []
 
 
-def test_each_type_of_weights_has_buffers_of_its_own_as_large_as_its_largest_bucket(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_type_has_buffers_as_large_as_its_largest_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third bucket would else be rounded in the first one's; and a few float32 weights beside those of a
     bfloat16 model, as hybrids have, pin no large buffer."""
     monkeypatch.setattr(host_optimizer, "BUCKET", 1)

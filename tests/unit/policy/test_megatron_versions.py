@@ -44,11 +44,7 @@ def test_the_release_is_the_imported_one() -> None:
     ],
 )
 def test_each_difference_begins_with_its_release(
-    number: tuple[int, int],
-    saves: dict[str, str],
-    forks: bool,
-    marks: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    number: tuple[int, int], saves: dict[str, str], forks: bool, marks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(megatron_versions, "release", lambda: number)
     assert (save_arguments(), writer_forks(), marks_cut_experts()) == (saves, forks, marks)

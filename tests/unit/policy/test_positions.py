@@ -198,9 +198,7 @@ WEIGHT = "decoder.layers.{layer}.mlp.linear_fc1.weight"
         (2, [1, 3, 2, 2], [0, 1, 1, 1, 0, 0, 1, 1]),
     ],
 )
-def test_layer_chunks_are_assigned_to_stages_in_turn(
-    stages: int, chunks: list[int], expected: list[int]
-) -> None:
+def test_chunks_go_to_stages_in_turn(stages: int, chunks: list[int], expected: list[int]) -> None:
     assert [stage_of((WEIGHT, layer), chunks, stages) for layer in range(8)] == expected
 
 

@@ -83,9 +83,7 @@ HALF_TO_2 = {"geometric_min": 0.5, "geometric_max": 2.0}
         ([], HALF_TO_2, False),
     ],
 )
-def test_the_worst_token_and_the_geometric_mean_decide_each_by_its_range(
-    ratios: list[float], limits: dict[str, float], outside: bool
-) -> None:
+def test_ranges_of_worst_token_and_mean(ratios: list[float], limits: dict[str, float], outside: bool) -> None:
     assert is_outside(np.log(ratios), CorrectionsConfig(**limits)) is outside
 
 
@@ -149,9 +147,7 @@ def test_importance_weights_by_token_and_by_response(level: str, weights: list[f
         ({"worst_token_min": 0.6, "worst_token_max": 1.9}, [[], [2]]),
     ],
 )
-def test_rejection_by_the_ratio_at_the_beginning_of_a_step_needs_no_pass(
-    limits: dict[str, float], left: list[list[int]]
-) -> None:
+def test_rejection_by_the_ratio_needs_no_pass(limits: dict[str, float], left: list[list[int]]) -> None:
     settings = algorithm(old_log_probs="trainer", corrections=CorrectionsConfig(**limits))
     policy: Any = ShiftedPolicy()
     groups, metrics = corrected(policy, with_old(), settings, 64, False)
@@ -258,9 +254,7 @@ def settings_of(loss: str, scope: Any, **rest: Any) -> AlgorithmConfig:
         *((AlgorithmConfig().loss, scope, False) for scope in ("micro_batch", "lagged")),
     ],
 )
-def test_corrections_combine_with_every_loss_and_every_scope_of_its_search(
-    loss: str, scope: str, hold: bool, papo: bool
-) -> None:
+def test_corrections_with_every_loss_and_scope(loss: str, scope: str, hold: bool, papo: bool) -> None:
     """Whatever is searched is searched among the responses that are left."""
     rest: dict[str, Any] = {"polarity": PapoConfig(papo)}
     masked = settings_of(loss, scope, corrections=CorrectionsConfig(off_policy_delta=0.1), **rest)
@@ -339,9 +333,7 @@ def test_the_mean_weight_is_that_of_the_tokens_that_are_left() -> None:
         ({}, {"off_policy_delta": 0.0}, "algorithm.corrections.off_policy_delta=0.0 must be above 0"),
     ],
 )
-def test_correction_settings_without_effect_or_that_reject_all_are_refused(
-    settings: dict[str, Any], limits: dict[str, float], field: str
-) -> None:
+def test_useless_settings_are_refused(settings: dict[str, Any], limits: dict[str, float], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         run_config(AlgorithmConfig(corrections=CorrectionsConfig(**limits), **settings)).check()
 

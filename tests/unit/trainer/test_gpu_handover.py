@@ -181,9 +181,7 @@ def shared(scene: Scene) -> GpuHandover:
     return GpuHandover(CONFIG, parts, parts, parts, scene.events.append)
 
 
-def test_each_side_takes_gpu_memory_only_after_the_other_has_released_it(
-    scene: Scene, shared: GpuHandover
-) -> None:
+def test_each_side_waits_until_the_other_has_released_memory(scene: Scene, shared: GpuHandover) -> None:
     shared.to_policy()  # the policy has the GPUs at first
     assert scene.calls == []
     shared.to_engines()
@@ -227,9 +225,7 @@ def test_engines_read_the_weights_before_these_are_offloaded(scene: Scene, handi
     assert scene.events == []
 
 
-def test_the_free_memory_baseline_is_exact_although_engines_hold_weights(
-    scene: Scene, handing: GpuHandover
-) -> None:
+def test_the_baseline_is_exact_although_engines_hold_weights(scene: Scene, handing: GpuHandover) -> None:
     """The room is measured before they take any: what it lacks later is told."""
     for _ in range(3):
         handing.to_engines()
@@ -279,9 +275,7 @@ def woken(scene: Scene, handover: GpuHandover, faults: dict[str, Any]) -> list[s
 
 
 @pytest.mark.parametrize("call", ["begin", "receive", "confirm"])
-def test_an_engine_whose_ipc_sync_failed_loads_the_weights_from_disk(
-    scene: Scene, handing: GpuHandover, call: str
-) -> None:
+def test_an_engine_without_ipc_sync_loads_from_disk(scene: Scene, handing: GpuHandover, call: str) -> None:
     calls = woken(scene, handing, {"fails": {"two": call}})
     ways = [one for one in calls if one.split()[0] not in ("begin", "receive", "confirm")]
     assert ways == ["set aside", "write 4 of 6", "offload", "resume one", "end two", "start two", "admit"]
@@ -290,7 +284,7 @@ def test_an_engine_whose_ipc_sync_failed_loads_the_weights_from_disk(
 @pytest.mark.parametrize(
     ("way", "call"), [("shared", "wake"), *(("handing", call.split()[0]) for call in (*WAKE[1:4], WAKE[5]))]
 )
-def test_a_sampler_lost_during_the_hand_over_still_lets_the_policy_reload(
+def test_a_policy_outlives_the_sampler(
     scene: Scene, way: str, call: str, request: pytest.FixtureRequest
 ) -> None:
     handover = request.getfixturevalue(way)
@@ -383,7 +377,7 @@ def test_memory_that_training_added_is_not_blamed_on_engines(scene: Scene, share
     ("taken", "fits", "message"),
     [(70, False, "the policy does not fit on"), (20, True, r"60\.0 of 74\.0 GB")],
 )
-def test_memory_that_is_never_released_stops_the_run_and_a_policy_that_fits_is_reloaded(
+def test_memory_never_released(
     scene: Scene, shared: GpuHandover, taken: int, fits: bool, message: str
 ) -> None:
     """For a last checkpoint."""

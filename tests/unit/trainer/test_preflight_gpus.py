@@ -154,7 +154,7 @@ def with_nccl(folder: Path, name: str, version: str) -> Path:
     return path
 
 
-def test_weights_by_broadcast_need_one_nccl(
+def test_broadcast_needs_one_nccl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check_gpus: CheckGpus
 ) -> None:
     """Refused before the run, with both versions: NCCL would refuse when the first servers join."""

@@ -283,9 +283,7 @@ class Log:
         (ZeroDivisionError("by zero"), "failed", "ZeroDivisionError: by zero"),
     ],
 )
-def test_the_end_event_names_how_a_run_ended(
-    error: BaseException, kind: str, reason: str, config: RunConfig
-) -> None:
+def test_an_end_event_names_its_kind(error: BaseException, kind: str, reason: str, config: RunConfig) -> None:
     log = Log(config)
     with pytest.raises(type(error)), recorded_end(config, True, log):
         raise error
@@ -365,9 +363,7 @@ def test_the_end_event_is_sent_before_the_run_exits(
     assert not sender.is_running()
 
 
-def test_a_sender_that_dies_costs_a_warning(
-    config: RunConfig, hook: Webhook, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dead_sender_is_told(config: RunConfig, hook: Webhook, capfd: pytest.CaptureFixture[str]) -> None:
     config = replace(config, logging=LoggingConfig(on_event=(hook.url,)))
     with sending_events(config):
         sender = the_sender()

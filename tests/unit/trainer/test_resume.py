@@ -50,9 +50,7 @@ def events(
         (("step_000002:canary", "step_000002:weights"), ["canary", "weights"]),  # left on since then
     ],
 )
-def test_a_resume_mismatch_is_refused_with_the_flag_that_accepts_it(
-    accepted: tuple[str, ...], told: list[str]
-) -> None:
+def test_a_mismatch_is_refused_with_its_flag(accepted: tuple[str, ...], told: list[str]) -> None:
     with pytest.raises(ResumeError, match="check of run/checkpoints/step_000004 failed") as refusal:
         events(*accepted)
     _, *lines, flag = str(refusal.value).splitlines()
@@ -66,9 +64,7 @@ def test_an_accepted_resume_mismatch_is_an_event() -> None:
     ]
 
 
-def test_a_checkpoint_that_was_passed_over_or_has_no_digests_is_an_event(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_checkpoint_passed_over_or_without_digests_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reads `bapo status`, and not the log, learns that steps are made again, and why."""
     monkeypatch.setattr(resume, "fingerprint_differences", lambda *_: {})
     why = "run/checkpoints/step_000006: trainer.json is missing"
@@ -134,18 +130,14 @@ def test_number_of_threads(
     )
 
 
-def test_on_a_gpu_only_a_configured_number_of_threads_is_set(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_takes_a_configured_number_alone(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "has_cuda", lambda: True)
     assert _pinned(config) == (config, None)
     assert _pinned(replace(config, threads=1))[0].threads == torch.get_num_threads() == 1
 
 
 @pytest.mark.integration
-def test_a_sampler_that_is_started_again_takes_the_runs_number(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_sampler_takes_the_runs_threads(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed alone, in a run whose environment gives the next process another number."""
     monkeypatch.setattr(client, "_SERVICE", "tests.support.threads_service")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):

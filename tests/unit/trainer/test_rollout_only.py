@@ -91,9 +91,7 @@ def test_the_table() -> None:
     ("rows", "files", "expected"),
     [([], [], 1), ([1, 2], [1, 2], 3), ([1, 2], [1, 2, 3], 3), ([1, 2, 3], [1, 3], 2), ([1], [], 1)],
 )
-def test_a_step_is_done_with_its_file_and_its_metrics(
-    rows: list[int], files: list[int], expected: int, tmp_path: Path
-) -> None:
+def test_which_step_comes_next(rows: list[int], files: list[int], expected: int, tmp_path: Path) -> None:
     (tmp_path / "journal").mkdir()
     for step in files:
         (tmp_path / f"journal/step_{step:06d}.npz").touch()
@@ -155,9 +153,7 @@ def test_groups_of_equal_rewards_have_no_share() -> None:
         ({"low_end": 0.6, "high_end": 1.2}, None, None),
     ],
 )
-def test_searches_of_a_part_of_an_update(
-    bounds: dict[str, Any], below: float | None, responses: float | None
-) -> None:
+def test_searches_of_its_parts(bounds: dict[str, Any], below: float | None, responses: float | None) -> None:
     found = shares_of(algorithm_of(**bounds), sampled_group(*SKEWED))
     assert found[SHARE] == pytest.approx(0.25)
     assert (found[BELOW], found[RESPONSES]) == pytest.approx((below, responses))

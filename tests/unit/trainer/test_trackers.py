@@ -60,9 +60,7 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, made: FakeWandbRun) -> list[dict
     return inits
 
 
-def test_wandb_continues_the_run_after_its_servers_last_step(
-    run: TrackedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_continues_after_its_last_step(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_wandb(monkeypatch, FakeWandbRun(starting_step=0))
     assert WandbTracker(run).last_step() == -1  # step 0 is to come
     inits = fake_wandb(monkeypatch, FakeWandbRun(starting_step=7))
@@ -191,9 +189,7 @@ ENDS: list[tuple[Any, str]] = [
 ]  # fmt: skip
 
 
-def test_mlflows_address_is_the_users(
-    run: TrackedRun, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_at_an_address(run: TrackedRun, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")
     MlflowTracker(run)
     assert mlflow.uri == "http://host:5000"

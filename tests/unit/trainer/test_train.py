@@ -90,9 +90,7 @@ def begun_of(run: Run) -> list[tuple[int, int]]:
         ({"loss_mean": "sequence"}, "weight_T", [2 / 3, 2.0]),
     ],
 )
-def test_advantages_and_weights_are_the_configured_ones(
-    settings: dict[str, Any], column: str, expected: list[float]
-) -> None:
+def test_advantages_and_weights(settings: dict[str, Any], column: str, expected: list[float]) -> None:
     run, policy = run_with(**settings)
     train_on(run, 1, batch_of([1, 3]))
     values = {float(v) for pack in policy.packs[0] for v in getattr(pack, column)[pack.mask_T != 0]}
@@ -230,9 +228,7 @@ def test_a_handover_that_fails_saves_what_can_be_saved(
     assert begun_of(run) == saved
 
 
-def test_training_waits_for_an_evaluation_and_records_its_score(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_training_waits_for_an_evaluation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Engines that were lost meanwhile get the present weights once more. By hand: 2 of 4 are right."""
     alone(monkeypatch)
     run, policy = run_with()

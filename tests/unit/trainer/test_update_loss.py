@@ -49,9 +49,7 @@ LAGGED = AlgorithmConfig(bounds=replace(balanced(), scope="lagged"))
         (LAGGED, False),
     ],
 )
-def test_forwards_are_held_for_a_search_over_the_update_alone(
-    algorithm: AlgorithmConfig, serves: bool
-) -> None:
+def test_forwards_are_held_for_a_search_of_updates_alone(algorithm: AlgorithmConfig, serves: bool) -> None:
     checked_loss(run_config(algorithm))
     held = replace(run_config(algorithm), batch=BatchConfig(hold_forwards=True))
     if serves:

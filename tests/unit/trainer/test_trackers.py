@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_boards_are_told_how_the_run_has_ended(
     calls: list[Any],
     state: str,
     run: TrackedRun,
-    mlflow: FakeMlflow,
+    mlflow: MagicMock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Exit code 0 is W&B's state "finished", any other one "failed" or, of a run that continues,
@@ -96,91 +97,50 @@ def test_boards_are_told_how_the_run_has_ended(
     fake_wandb(monkeypatch, made)
     WandbTracker(run).close(end)
     assert made.calls == calls
-    MlflowTracker(run).close("done")
     MlflowTracker(run).close(end)
-    assert mlflow.status == state
-
-
-@dataclass
-class FakeMlflow:
-    """The client and the store, which has one run at most."""
-
-    uri: str = ""
-    created: list[tuple[str, Any]] = field(default_factory=list)
-    params: dict[str, str] = field(default_factory=dict)
-    metrics: list[tuple[str, float, int]] = field(default_factory=list)
-    status: str = ""
-
-    def __call__(self, tracking_uri: str) -> FakeMlflow:
-        self.uri = tracking_uri
-        return self
-
-    def get_experiment_by_name(self, name: str) -> Any:
-        known = [made for made in self.created if made[0] == name]
-        return SimpleNamespace(experiment_id="7") if known else None
-
-    def create_experiment(self, name: str, artifact_location: str | None) -> str:
-        self.created.append((name, artifact_location))
-        return "7"
-
-    def search_runs(self, experiments: list[str], text: str, max_results: int) -> list[Any]:
-        assert (experiments, text) == (["7"], "tags.`bapo.run_id` = '0123456789abcdef'")
-        return [self._run()] if len(self.created) > 1 else []
-
-    def create_run(self, experiment: str, run_name: str, tags: dict[str, str]) -> Any:
-        self.created.append((run_name, tags))
-        return self._run()
-
-    def _run(self) -> Any:
-        data = SimpleNamespace(params=dict(self.params))
-        return SimpleNamespace(info=SimpleNamespace(run_id="m1"), data=data)
-
-    def update_run(self, run_id: str, status: str) -> None:
-        self.status = status
-
-    def set_terminated(self, run_id: str, status: str) -> None:
-        self.status = status
-
-    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
-        assert run_id == "m1"
-        assert len(params) <= 100
-        self.metrics += [(name, value, step) for name, value, _, step in metrics]
-        for name, value in params:
-            assert name not in self.params  # a real one refuses a changed value
-            self.params[name] = value
-
-    def get_metric_history(self, run_id: str, name: str) -> list[Any]:
-        return [SimpleNamespace(step=step) for known, _, step in self.metrics if known == name]
+    ends = [call.args[1] for call in mlflow.set_terminated.call_args_list]
+    assert ends == ([] if end is None else [state])
 
 
 @pytest.fixture
-def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
-    fake = FakeMlflow()
-    module(monkeypatch, "mlflow", MlflowClient=fake)
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """The client of a store without a run."""
+    client = MagicMock()
+    client.get_experiment_by_name.return_value = None
+    client.create_experiment.return_value = "7"
+    client.search_runs.return_value = []
+    client.create_run.return_value = stored({})
+    client.get_metric_history.side_effect = lambda run, name: [SimpleNamespace(step=step) for step in (3, 1)]
+    module(monkeypatch, "mlflow", MlflowClient=MagicMock(return_value=client))
     module(monkeypatch, "mlflow.entities", Metric=lambda *values: values, Param=lambda *values: values)
-    return fake
+    return client
 
 
-def test_mlflow_finds_its_run_again(run: TrackedRun, mlflow: FakeMlflow) -> None:
+def stored(params: dict[str, str]) -> Any:
+    """A run of the store."""
+    return SimpleNamespace(info=SimpleNamespace(run_id="m1"), data=SimpleNamespace(params=params))
+
+
+def test_mlflow_finds_its_run_again(run: TrackedRun, mlflow: MagicMock) -> None:
     tracker = MlflowTracker(run)
-    assert mlflow.uri == f"sqlite:///{run.folder}/mlflow/mlflow.db"
-    made = [("sums", f"file://{run.folder}/mlflow/artifacts"), ("demo", {"bapo.run_id": run.id})]
-    assert mlflow.created == made
-    assert mlflow.params == {"seed": "3", "long": "x" * 500}
+    uri = f"sqlite:///{run.folder}/mlflow/mlflow.db"
+    sys.modules["mlflow"].MlflowClient.assert_called_once_with(tracking_uri=uri)
+    artifacts = f"file://{run.folder}/mlflow/artifacts"
+    mlflow.create_experiment.assert_called_once_with("sums", artifact_location=artifacts)
+    mlflow.create_run.assert_called_once_with("7", run_name="demo", tags={"bapo.run_id": run.id})
+    params = {"seed": "3", "long": "x" * 500}
+    mlflow.log_batch.assert_called_once_with("m1", params=[*params.items()])
     tracker.write(1, STEP)
     # The mark comes last: a step that has it is whole. MLflow takes no plus in a name.
-    assert mlflow.metrics == [
-        ("reward/mean", 0.5, 1),
-        ("staleness/16_/tokens", 1.0, 1),
-        ("time/step_s", 2.0, 1),
-    ]
-    tracker.close("done")
-    assert mlflow.status == "FINISHED"
+    written = [(name, value, step) for name, value, _, step in mlflow.log_batch.call_args.kwargs["metrics"]]
+    assert written == [("reward/mean", 0.5, 1), ("staleness/16_/tokens", 1.0, 1), ("time/step_s", 2.0, 1)]
+    mlflow.search_runs.return_value = [stored(params)]
     run.config["new"] = 1
-    again = MlflowTracker(run)
-    assert mlflow.created == made
-    assert (mlflow.status, mlflow.params["new"]) == ("RUNNING", "1")
-    assert again.last_step() == 1
+    assert MlflowTracker(run).last_step() == 3
+    assert mlflow.search_runs.call_args.args[1] == f"tags.`bapo.run_id` = '{run.id}'"
+    mlflow.create_run.assert_called_once()
+    mlflow.update_run.assert_called_once_with("m1", status="RUNNING")
+    mlflow.log_batch.assert_called_with("m1", params=[("new", "1")])  # a known one must not change
 
 
 ENDS: list[tuple[Any, str]] = [
@@ -189,11 +149,11 @@ ENDS: list[tuple[Any, str]] = [
 ]  # fmt: skip
 
 
-def test_mlflow_at_an_address(run: TrackedRun, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_at_an_address(run: TrackedRun, mlflow: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")
     MlflowTracker(run)
-    assert mlflow.uri == "http://host:5000"
-    assert mlflow.created[0] == ("sums", None)
+    sys.modules["mlflow"].MlflowClient.assert_called_once_with(tracking_uri="http://host:5000")
+    mlflow.create_experiment.assert_called_once_with("sums", artifact_location=None)
     assert not (run.folder / "mlflow").exists()
 
 

@@ -276,7 +276,9 @@ def test_measurements_that_would_be_misread_are_refused() -> None:
         measured(wrong).token_fn(None, 0)(STATS, PACK)
 
 
-TOLD = json.loads((Path(__file__).parents[2] / "fixtures/trl/losses.json").read_text())
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+TOLD = json.loads((FIXTURES / "trl/losses.json").read_text())
+MASKED = json.loads((FIXTURES / "trl_sequences/losses.json").read_text())
 
 OURS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "clip": (AlgorithmConfig().loss, "token", {}),
@@ -290,10 +292,15 @@ OURS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Our loss, the mean that TRL takes for it, and its settings (TRL holds SAPO's temperature in float32)."""
 
 
-def trl_pack(mean: str) -> tuple[TokenStats, MicroBatch]:
+def float64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def trl_pack(
+    mask: Any, log_prob: Any, old_log_prob: Any, advantage: Any, mean: str = "token"
+) -> tuple[TokenStats, MicroBatch]:
     """TRL's batch as one pack: the tokens of its responses, padding as masked tokens, in float64."""
-    fields = {name: torch.tensor(values, dtype=torch.float64) for name, values in TOLD["batch"].items()}
-    mask_BT = fields["mask"]
+    mask_BT, old_T = float64(mask), float64(old_log_prob).flatten()
     lengths_B = mask_BT.sum(1, keepdim=True)
     mean_BT = mask_BT if mean == "token" else mask_BT * mask_BT.sum() / len(mask_BT) / lengths_B
     sequence_BT = torch.arange(len(mask_BT))[:, None].expand_as(mask_BT)
@@ -302,13 +309,24 @@ def trl_pack(mean: str) -> tuple[TokenStats, MicroBatch]:
         sequences=len(mask_BT),
         mask_T=mask_BT.flatten(),
         weight_T=mean_BT.flatten(),
-        advantage_T=(fields["advantage"][:, None] * mask_BT).flatten(),
-        old_log_prob_T=fields["old_log_prob"].flatten(),
-        rollout_log_prob_T=fields["old_log_prob"].flatten(),
+        advantage_T=(float64(advantage)[:, None] * mask_BT).flatten(),
+        old_log_prob_T=old_T,
+        rollout_log_prob_T=old_T,
         sequence_T=torch.where(mask_BT != 0, sequence_BT, -1).flatten(),
     )
-    log_prob_T = fields["log_prob"].flatten()
-    return TokenStats(log_prob_T, torch.zeros_like(log_prob_T)), batch
+    return TokenStats(float64(log_prob).flatten(), torch.zeros_like(old_T)), batch
+
+
+def assert_trls(loss: Loss, stats: TokenStats, batch: MicroBatch, tokens: float, expected: Any) -> None:
+    """Loss and gradient, of a mean over so many tokens."""
+    found = loss.search.find(loss.search.measure(stats, batch)) if loss.search else None
+    log_prob_T = stats.log_prob_T.requires_grad_()
+    value = loss.terms(TokenStats(log_prob_T, stats.entropy_T), batch, found).loss / tokens
+    value.backward()
+    assert log_prob_T.grad is not None
+    assert value.item() == pytest.approx(expected["loss"], rel=1e-12)
+    gradient_T = float64(expected["gradient"]).flatten()
+    torch.testing.assert_close(log_prob_T.grad, gradient_T, rtol=1e-10, atol=1e-15)
 
 
 @pytest.mark.parametrize("case", TOLD["cases"])
@@ -316,58 +334,20 @@ def test_loss_and_gradient_are_trls(case: str) -> None:
     name, mean, settings = OURS[case]
     bounds = fixed(0.8, 1.28) if case == "clip" else BoundsConfig()
     loss = build_loss(AlgorithmConfig(loss=name, loss_settings=settings, bounds=bounds))
-    stats, batch = trl_pack(mean)
-    found = loss.search.find(loss.search.measure(stats, batch)) if loss.search else None
-    log_prob_T = stats.log_prob_T.requires_grad_()
-    value = loss.terms(TokenStats(log_prob_T, stats.entropy_T), batch, found).loss / batch.mask_T.sum()
-    value.backward()
-    assert log_prob_T.grad is not None
-    expected = TOLD["cases"][case]
-    assert value.item() == pytest.approx(expected["loss"], rel=1e-12)
-    gradient_T = torch.tensor(expected["gradient"], dtype=torch.float64).flatten()
-    torch.testing.assert_close(log_prob_T.grad, gradient_T, rtol=1e-10, atol=1e-15)
-
-
-FIXTURE = json.loads((Path(__file__).parents[2] / "fixtures/trl_sequences/losses.json").read_text())
-INPUTS = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in FIXTURE["inputs"].items()}
-RESPONSES, TOKENS = INPUTS["mask"].shape
-
-
-def packed(kept: list[bool]) -> tuple[TokenStats, MicroBatch]:
-    """The responses that are kept, end to end."""
-    mask = INPUTS["mask"] * torch.tensor(kept)[:, None]
-    rows = torch.arange(RESPONSES)[:, None].expand(RESPONSES, TOKENS)
-    columns: dict[str, Any] = {
-        "mask_T": mask,
-        "weight_T": mask,
-        "advantage_T": INPUTS["advantages"][:, None].expand(RESPONSES, TOKENS),
-        "old_log_prob_T": INPUTS["old"],
-        "rollout_log_prob_T": INPUTS["old"],
-        "sequence_T": torch.where(mask != 0, rows, -1),
-    }
-    flat = {name: column.flatten() for name, column in columns.items()}
-    batch = MicroBatch.of((0, RESPONSES * TOKENS), sequences=RESPONSES, **flat)
-    return TokenStats(INPUTS["log_prob"].flatten(), torch.zeros(RESPONSES * TOKENS)), batch
+    stats, batch = trl_pack(**TOLD["batch"], mean=mean)
+    assert_trls(loss, stats, batch, float(batch.mask_T.sum()), TOLD["cases"][case])
 
 
 def test_the_off_policy_mask_with_vespo_is_trls() -> None:
     """It rejects one response of the eight, whose gradient is zero. TRL keeps it in its count of tokens, here
     it leaves it."""
-    expected: dict[str, Any] = FIXTURE["outputs"]["vespo_masked"]
-    stats, batch = packed([True] * RESPONSES)
+    mask, *columns = (MASKED["inputs"][name] for name in ("mask", "log_prob", "old", "advantages"))
+    stats, batch = trl_pack(mask, *columns)
     means = sequence_means(sums_by_sequence(batch.rollout_log_prob_T - stats.log_prob_T, batch)).tolist()
-    pairs = zip(INPUTS["advantages"].tolist(), means, strict=True)
-    kept = [not is_off_policy(*pair, 0.02) for pair in pairs]
+    kept = [not is_off_policy(*both, 0.02) for both in zip(columns[-1], means, strict=True)]
+    expected = MASKED["outputs"]["vespo_masked"]
+    assert [any(row) for row in expected["gradient"]] == kept
     assert kept.count(False) == 1
-    theirs_BT = torch.tensor(expected["gradient"], dtype=torch.float64)
-    assert (theirs_BT.abs().sum(1) != 0).tolist() == kept
-    stats, batch = packed(kept)
-    loss = build_loss(AlgorithmConfig(loss="vespo"))
-    assert loss.search is not None
-    found = loss.search.find(loss.search.measure(stats, batch))
-    log_prob_T = stats.log_prob_T.requires_grad_()
-    ours = loss.terms(TokenStats(log_prob_T, stats.entropy_T), batch, found).loss / INPUTS["mask"].sum()
-    ours.backward()
-    assert log_prob_T.grad is not None
-    assert ours.item() == pytest.approx(expected["loss"], rel=1e-9)
-    torch.testing.assert_close(log_prob_T.grad, theirs_BT.flatten(), rtol=1e-9, atol=1e-12)
+    left = trl_pack((float64(mask) * float64(kept)[:, None]).tolist(), *columns)
+    vespo = build_loss(AlgorithmConfig(loss="vespo"))
+    assert_trls(vespo, *left, float(batch.mask_T.sum()), expected)

@@ -7,12 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from bapo_megatron.algo.bapo import (
-    balanced,
-    fixed,
-    floored,
-    published_code,
-)
+from bapo_megatron.algo.bapo import balanced, fixed, floored, published_code
 from bapo_megatron.algo.bounds import BoundsConfig, low_values
 from bapo_megatron.algo.losses.clip import (
     ClipLoss,

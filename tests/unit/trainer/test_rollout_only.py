@@ -17,12 +17,7 @@ from bapo_megatron.algo.bounds import balanced
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.algo.losses.clip import contribution_fn, search_groups
 from bapo_megatron.algo.papo_schedule import PapoConfig
-from bapo_megatron.config import (
-    AlgorithmConfig,
-    LoggingConfig,
-    PartConfig,
-    ReferenceKlConfig,
-)
+from bapo_megatron.config import AlgorithmConfig, LoggingConfig, PartConfig, ReferenceKlConfig
 from bapo_megatron.data.packing import pack_samples, split_into_updates
 from bapo_megatron.data.samples import samples_of
 from bapo_megatron.runtime.jsonl_log import read_jsonl

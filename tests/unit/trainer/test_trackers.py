@@ -18,11 +18,7 @@ from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer import preflight
 from bapo_megatron.trainer.preflight import check_logging
-from bapo_megatron.trainer.records.trackers import (
-    MlflowTracker,
-    TrackedRun,
-    WandbTracker,
-)
+from bapo_megatron.trainer.records.trackers import MlflowTracker, TrackedRun, WandbTracker
 
 STEP = {"time/step_s": 2.0, "reward/mean": 0.5, "staleness/16+/tokens": 1.0}
 

@@ -13,10 +13,7 @@ import pytest
 
 from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.checkpoint.store import Saved
-from bapo_megatron.config import (
-    AlgorithmConfig,
-    EvaluationConfig,
-)
+from bapo_megatron.config import AlgorithmConfig, EvaluationConfig
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
 from bapo_megatron.train import next_batch, train_on
@@ -25,10 +22,7 @@ from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.flow_control import evaluate_if_due, give_gpus_to_engines, give_gpus_to_policy
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import (
-    GIVEN,
-    StepHeader,
-)
+from bapo_megatron.types import GIVEN, StepHeader
 from tests.support.batches import NO_FILE, MemoryBatch, in_memory
 from tests.support.runs import Asked, run_of
 from tests.support.small_steps import NotedPolicy, group, rollout, run_config

@@ -21,10 +21,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss, checked_loss
-from bapo_megatron.types import (
-    MicroBatch,
-    SearchedLoss,
-)
+from bapo_megatron.types import MicroBatch, SearchedLoss
 from tests.support.batches import in_memory
 from tests.support.runs import run_of
 from tests.support.small_steps import LN2, NotedPolicy, group, rollout, run_config

@@ -130,22 +130,6 @@ def test_pi_old_is_in_the_ratio_and_pi_rollout_in_the_rest() -> None:
     assert contribution_fn(weighted)(stats, one)[0].item() == pytest.approx(1.2 / 8)
 
 
-def test_a_search_over_two_packs_moves_the_bounds_of_both() -> None:
-    """P = 1.2 (c_high = 1.2) against N = 4 at ratio 1: 0.4 needs P >= 8/3, and r = 2 caps P at 2."""
-    config = dataclasses.replace(balanced(), target=0.3)
-    positive = pack([1.0], [-1.0], [1.0], [0])
-    negative = pack([-1.0, -1.0, -1.0, -1.0], [-1.0] * 4, [1.0] * 4, [0] * 4)
-    up = TokenStats(torch.tensor([-1.0 + LN(2.0)]), torch.zeros(1))
-    same = TokenStats(torch.full((4,), -1.0), torch.zeros(4))
-    measure = contribution_fn(config)
-    found = search(measure(up, positive) + measure(same, negative), config)
-    # Under `gradient` the positive token is dead until c_high is above 2: the 17th value is 2.0, so 2.05.
-    assert found.bounds.high == pytest.approx(2.05)
-    assert found.bounds.low == 0.6
-    assert found.bounds.reached
-    assert found.bounds.contribution == pytest.approx(2 / 6)
-
-
 def test_bounds_of_each_pack_are_logged_as_means_over_tokens() -> None:
     """One pack stays at its starts, one of three tokens runs to its ends; the dummy is not in the mean.
 

@@ -297,9 +297,7 @@ def test_a_token_beyond_the_log_ratio_limit_has_no_gradient_and_a_finite_loss(na
         ("maspo", {"alpha": -1}, r"alpha=-1 must be at least 0"),
     ],
 )
-def test_settings_that_a_loss_does_not_take_are_refused(
-    name: str, settings: dict[str, Any], message: str
-) -> None:
+def test_settings_that_no_loss_takes_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(name, **settings)
     assert terms_of(build("cispo", ratio_high=2), [3.0], [1.0]).gradient_T.tolist() == [2.0]

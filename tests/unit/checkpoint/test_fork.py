@@ -122,7 +122,7 @@ PARTS = {"sync": "sync_folder", "check": "read_checkpoint", "record": "write_for
 
 
 @pytest.mark.parametrize("moment", ["link 1", "link 2", "link 3", *PARTS, "name", "named"])
-def test_a_kill_leaves_nothing_that_is_taken_for_a_run(
+def test_a_kill_leaves_no_run(
     moment: str, parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child, links, link, rename = tmp_path / "child", [], forks._link, Path.rename

@@ -384,9 +384,7 @@ def test_the_loop_offers_what_is_whole(owner: Owner, policy: Path, halted: psuti
         time.sleep(0.01)
 
 
-def test_the_end_of_a_run_waits(
-    owner: Owner, halted: psutil.Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_s_end_waits(owner: Owner, halted: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
     owner.reach(20)
 
     def wake(seconds: float) -> None:

@@ -328,9 +328,7 @@ def test_without_a_judge_responses_stay_unjudged_and_the_evaluation_ends(
 
 
 @pytest.mark.parametrize("function", [None, "package.module:Environment"])
-def test_what_is_scored_again(
-    function: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_rescored(function: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is scored again, and sampled again if an environment had answered it, which gave the reward."""
     suite = Suite("s", tmp_path, "1", tuple(Prompt(p, np.array([1]), "1", "t") for p in (0, 1)))
     options = EvalOptions(MODEL, "s", samples=1, environment=EnvironmentConfig(function))

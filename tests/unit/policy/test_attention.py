@@ -44,9 +44,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int])
     ("lengths", "gathers"),
     [([5], 0), ([3, 3, 3], 0), ([4, 0, 4], 0), ([3, 3, 2], 4), ([2, 3], 4), ([9, 1], 4)],
 )
-def test_rows_in_order_not_gathered(
-    lengths: list[int], gathers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_in_order_stay_there(lengths: list[int], gathers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One document, or documents of one length: bit for bit what the gathered rows would give."""
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(sum(lengths), heads, 8, generator=generator) for heads in (4, 2, 2)]

@@ -73,7 +73,7 @@ def test_the_norm_of_many_gradients_equals_float64(norm_of: Callable[[list[torch
     assert math.sqrt(sum(ranks)) == pytest.approx(expected, rel=2e-7)
 
 
-def test_the_norm_of_several_blocks_in_a_call_is_that_of_each_bit_for_bit(
+def test_norms_of_blocks(
     norm_of: Callable[[list[torch.Tensor]], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks have their own norms, 16 in one call of torch: 40 calls here would be 3 + 1, 1, 1 and 1."""
@@ -144,7 +144,7 @@ def test_apex_is_recognized_by_its_optimizers(tmp_path: Path, monkeypatch: pytes
         (False, {"apex"}, False),
     ],
 )
-def test_apex_without_its_kernels_is_refused(
+def test_apex_needs_amp(
     gpu: bool, packages: set[str], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron would choose its FusedAdam, which raises when it is made."""

@@ -166,7 +166,7 @@ def test_rejection_by_the_ratio_needs_no_pass(limits: dict[str, float], left: li
         ({"known_ratio": False}, True, [[3], [2, 2]], ["token_sums"]),
     ],
 )
-def test_off_policy_sequence_mask_takes_the_policy_in_training(
+def test_which_policy_masks(
     rest: dict[str, Any], on_policy: bool, left: list[list[int]], calls: list[str]
 ) -> None:
     """Only the first response has A < 0 and a gap of +ln 2; pi_old is pi_rollout, so its known gap is 0."""

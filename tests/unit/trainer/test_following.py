@@ -204,9 +204,7 @@ def test_after_a_kill_a_board_with_a_last_step_gets_the_next_ones(run: FilesOfRu
 
 
 @pytest.mark.parametrize(("resume_step", "sent"), [(0, [0, 1, 2, 3]), (2, [3]), (3, [])])
-def test_a_board_without_one_gets_this_starts_rows(
-    run: FilesOfRun, resume_step: int, sent: list[int]
-) -> None:
+def test_a_board_without_one_gets_new_rows(run: FilesOfRun, resume_step: int, sent: list[int]) -> None:
     store = Store()
     store.can_tell = False
     run.evaluation(0)

@@ -284,9 +284,7 @@ def test_an_engine_without_ipc_sync_loads_from_disk(scene: Scene, handing: GpuHa
 @pytest.mark.parametrize(
     ("way", "call"), [("shared", "wake"), *(("handing", call.split()[0]) for call in (*WAKE[1:4], WAKE[5]))]
 )
-def test_a_policy_outlives_the_sampler(
-    scene: Scene, way: str, call: str, request: pytest.FixtureRequest
-) -> None:
+def test_policies_outlive_samplers(scene: Scene, way: str, call: str, request: pytest.FixtureRequest) -> None:
     handover = request.getfixturevalue(way)
     if call in ("wake", "resume"):
         with pytest.raises(RunStopped, match="6 times in a row"):
@@ -377,9 +375,7 @@ def test_memory_that_training_added_is_not_blamed_on_engines(scene: Scene, share
     ("taken", "fits", "message"),
     [(70, False, "the policy does not fit on"), (20, True, r"60\.0 of 74\.0 GB")],
 )
-def test_memory_never_released(
-    scene: Scene, shared: GpuHandover, taken: int, fits: bool, message: str
-) -> None:
+def test_memory_never_freed(scene: Scene, shared: GpuHandover, taken: int, fits: bool, message: str) -> None:
     """For a last checkpoint."""
     shared.to_engines()
     scene.memory["another program"] = taken * GB

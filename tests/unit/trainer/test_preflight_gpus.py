@@ -154,9 +154,7 @@ def with_nccl(folder: Path, name: str, version: str) -> Path:
     return path
 
 
-def test_broadcast_needs_one_nccl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check_gpus: CheckGpus
-) -> None:
+def test_broadcast_needs_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check_gpus: CheckGpus) -> None:
     """Refused before the run, with both versions: NCCL would refuse when the first servers join."""
     trainer = with_nccl(tmp_path, "trainer", "echo 2.29.7")
     monkeypatch.setattr(requirements, "sys", SimpleNamespace(executable=str(trainer)))

@@ -130,30 +130,6 @@ def test_pi_old_is_in_the_ratio_and_pi_rollout_in_the_rest() -> None:
     assert contribution_fn(weighted)(stats, one)[0].item() == pytest.approx(1.2 / 8)
 
 
-def test_bounds_of_each_pack_are_logged_as_means_over_tokens() -> None:
-    """One pack stays at its starts, one of three tokens runs to its ends; the dummy is not in the mean.
-
-    Over all tokens the share is 1 / 4 at any bounds, so the exact search runs to its ends as well.
-    """
-    config = dataclasses.replace(balanced(), scope="micro_batch")
-    positive = pack([1.0], [-1.0], [1.0], [0])
-    negative = pack([-1.0] * 3, [-1.0] * 3, [1.0] * 3, [0] * 3)
-    measure = contribution_fn(config)
-    sums: torch.Tensor | int = 0
-    for one in (positive, negative):
-        stats = TokenStats(torch.full_like(one.weight_T, -1.0), torch.zeros_like(one.weight_T))
-        found = search(measure(stats, one), config)
-        sums = sums + loss_fn(found, config, 0)(stats, one) + loss_fn(found, config, 0)(DUMMY_STATS, DUMMY)
-    metrics = update_metrics(sums, None, config)
-    assert metrics["bapo/clip_high"] == pytest.approx((1.2 + 3 * 3.0) / 4)
-    assert metrics["bapo/clip_low"] == pytest.approx((0.6 + 3 * 0.9) / 4)
-    assert metrics["bapo/rounds"] == pytest.approx(3 * 51 / 4)
-    assert metrics["bapo/reached"] == 0.25
-    assert metrics["bapo/contribution"] == 0.25
-    assert metrics["bapo/clip_high_distance"] == pytest.approx(-0.45)
-    assert metrics["bapo/clip_low_distance"] == pytest.approx(-0.075)
-
-
 def test_bounds_from_elsewhere_are_judged_by_the_tokens_of_the_update() -> None:
     """Bounds found on other sums (nothing clipped, so at their ends): three tokens at ratios 2, 1/2, 1.
 

@@ -15,7 +15,6 @@ from bapo_megatron.algo.losses.clip import (
     contribution_fn,
     group_of_sequences,
     group_of_tokens,
-    search,
     search_groups,
 )
 from bapo_megatron.algo.objective import Objective
@@ -200,16 +199,6 @@ def test_tokens_that_are_not_trained_on_belong_to_the_first_group(samples: list[
         groups = group_of_sequences(batch.trained_tokens, 60)
         expected = [groups[sequence] for sequence in batch.sequence_T.tolist() if sequence >= 0]
         assert group_T[batch.sequence_T >= 0].tolist() == expected
-
-
-def test_one_group_is_the_search_of_the_update(samples: list[Sample]) -> None:
-    whole = dataclasses.replace(GROUPED, bounds_tokens=10**6)
-    sums, exact = (
-        torch.stack([contribution_fn(config)(stats_of(one), one) for one in packed(samples, 96)]).sum(0)
-        for config in (whole, balanced())
-    )
-    torch.testing.assert_close(sums, exact, rtol=1e-12, atol=1e-12)
-    assert search_groups(sums, whole)[0].bounds.low == search(exact, balanced()).bounds.low
 
 
 def test_sizes_that_make_no_sense_are_named(samples: list[Sample]) -> None:

@@ -92,20 +92,6 @@ def test_rotation_by_hand() -> None:
     assert turned.flatten().tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_llama3_scaling_by_hand() -> None:
-    """d = 2 has the frequency 1 (wavelength 2 pi, kept); base 4 gives d = 4 the wavelength 4 pi as well.
-
-    With base 1e8 and d = 4 the second frequency is 1e-4: its wavelength 62,832 is beyond 8,192, so it is
-    divided by 8. With base (8192 / pi)^2 it is pi / 8192, of wavelength 16,384: divided as well. A wavelength
-    of 4,096 lies between: smooth = (8192 / 4096 - 1) / 3 = 1/3, so f (2/3 / 8 + 1/3) = 5/12 f.
-    """
-    far = Rotary(4, 1e8, 8.0).table(torch.tensor([1000])).sin_LF[0]
-    assert far.tolist() == pytest.approx([math.sin(1000), math.sin(0.1 / 8)], abs=1e-5)
-    frequency = 2 * math.pi / 4096
-    between = Rotary(4, frequency**-2, 8.0).table(torch.tensor([100])).sin_LF[0, 1]
-    assert float(between) == pytest.approx(math.sin(100 * frequency * 5 / 12), abs=1e-5)
-
-
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_equals_hugging_face(kind: str) -> None:
     """To the bit in float32."""

@@ -1,9 +1,8 @@
-"""Advantages by hand, against loops and the peers' own functions, and what a user's function meets."""
+"""Advantages by hand, against the peers' own functions, and what a user's function meets."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -91,26 +90,6 @@ def test_the_peers_functions_give_the_same(name: str) -> None:
     assert OURS[name](two_groups(), **settings).tolist() == pytest.approx(
         [*map(float, PEERS[name].split())], abs=4e-6
     )
-
-
-def reference(rewards: list[float], name: str) -> list[float]:
-    """The formulas of a group as loops."""
-    found = []
-    for number, reward in enumerate(rewards):
-        others = [one for place, one in enumerate(rewards) if place != number]
-        compared = others if name in ("rloo", "grpo_leave_one_out") else rewards
-        scale = 1.0 if name in ("rloo", "dr_grpo") else statistics.stdev(compared) + 1e-6
-        found.append((reward - statistics.mean(compared)) / scale)
-    return found
-
-
-@pytest.mark.parametrize("name", OF_GROUPS)
-def test_groups_against_a_loop(name: str) -> None:
-    """Groups of several sizes beside each other, as a response that is left out makes them."""
-    random = np.random.default_rng(0)
-    groups = [random.normal(size=size).tolist() for size in (3, 8, 5)]
-    expected = [value for group in groups for value in reference(group, name)]
-    assert OURS[name](Rewards.of(*groups)).tolist() == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)

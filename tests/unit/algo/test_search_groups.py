@@ -14,7 +14,6 @@ from bapo_megatron.algo.losses.clip import (
     SearchResult,
     contribution_fn,
     group_of_sequences,
-    group_of_tokens,
     search_groups,
 )
 from bapo_megatron.algo.objective import Objective
@@ -190,15 +189,6 @@ def one_response(tokens: int, advantage: float) -> Sample:
         like.versions_R[:1].repeat(tokens),
         advantage,
     )
-
-
-def test_tokens_that_are_not_trained_on_belong_to_the_first_group(samples: list[Sample]) -> None:
-    for batch in packed(samples, 64):
-        group_T = group_of_tokens(batch, 60)
-        assert not group_T[batch.mask_T == 0].any()
-        groups = group_of_sequences(batch.trained_tokens, 60)
-        expected = [groups[sequence] for sequence in batch.sequence_T.tolist() if sequence >= 0]
-        assert group_T[batch.sequence_T >= 0].tolist() == expected
 
 
 def test_sizes_that_make_no_sense_are_named(samples: list[Sample]) -> None:

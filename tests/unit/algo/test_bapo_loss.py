@@ -1,4 +1,4 @@
-"""Sums, loss and counts on tokens that a reader can check by hand."""
+"""Sums, loss and counts on tokens that a reader can check by hand; tests/property has the edges."""
 
 from __future__ import annotations
 
@@ -67,118 +67,15 @@ def test_sums_by_hand(measure: str, weight: str, expected: list[float]) -> None:
     assert sums(measure, weight) == approx(expected)
 
 
-def test_mask_is_a_weight() -> None:
-    # Half of the first token: P loses 0.5; a quarter of the fourth: N(0.5) loses 0.45, N(0.75) 0.5625.
-    halved = float64([0.5, 1.0, 1.0, 0.25, 1.0])
-    assert sums("surrogate", "uniform", mask_T=halved) == approx([2.75, 3.25, 2.15, 2.1875])
-
-
-def test_token_on_a_bound_is_clipped() -> None:
-    on_bounds = {
-        "log_ratio_T": float64([math.log(1.5), math.log(0.75)]),
-        "advantage_T": float64([1.0, -1.0]),
-        "rollout_log_prob_T": float64([0.0, 0.0]),
-        "mask_T": float64([1.0, 1.0]),
-    }
-    gradient = dataclasses.replace(GRID, measure="gradient")
-    assert bapo.contribution_sums(**on_bounds, config=gradient).tolist() == approx([0.0, 1.5, 0.75, 0.0])
-
-
-@pytest.mark.parametrize(
-    ("ratios", "surrogate", "gradient"),
-    [
-        # No candidate clips any: P = 1.0 + 0.1, N = 1.0 + 9.0.
-        ([1.0, 0.1, 1.0, 9.0], [1.1, 1.1, 10.0, 10.0], [1.1, 1.1, 10.0, 10.0]),
-        # Every candidate clips all.
-        ([4.0, 4.0, 0.1, 0.1], [3.0, 4.0, 1.0, 1.5], [0.0] * 4),
-        # The last candidate of c_high and the first of c_low clip none.
-        ([1.75, 1.75, 0.6, 0.6], [3.0, 3.5, 1.2, 1.5], [0.0, 3.5, 1.2, 0.0]),
-    ],
-)
-def test_batches_where_no_candidate_and_where_every_candidate_clips(
-    ratios: list[float], surrogate: list[float], gradient: list[float]
-) -> None:
-    changes = {
-        "log_ratio_T": float64(ratios).log(),
-        "advantage_T": float64([1.0, 1.0, -1.0, -1.0]),
-        "rollout_log_prob_T": torch.zeros(4),
-        "mask_T": torch.ones(4),
-    }
-    assert sums("surrogate", "uniform", **changes) == approx(surrogate)
-    assert sums("gradient", "uniform", **changes) == approx(gradient)
-
-
-def test_sums_leave_their_input_alone() -> None:
-    fields, before = batch([1.0, 0.0, 0.5, 1.0, 1.0]), batch([1.0, 0.0, 0.5, 1.0, 1.0])
-    bapo.contribution_sums(**fields, config=GRID)
-    assert all(torch.equal(fields[name], before[name]) for name in fields)
-
-
-def test_log_ratio_is_limited_in_the_sums() -> None:
-    extreme = {
-        "log_ratio_T": float64([1e3, math.inf, -1e3]),
-        "advantage_T": float64([-1.0, -1.0, 1.0]),
-        "rollout_log_prob_T": float64([0.0] * 3),
-        "mask_T": float64([1.0] * 3),
-    }
-    limit = math.exp(20.0)
-    got = bapo.contribution_sums(**extreme, config=GRID).tolist()
-    assert got == approx([1 / limit, 1 / limit, 2 * limit, 2 * limit])
-
-
-def test_float32_fields_are_compared_as_float64() -> None:
-    """float32(log 1.5) lies below log 1.5: alive, though a comparison in float32 would call them equal."""
-    alive_T = torch.tensor([math.log(1.5)], dtype=torch.float32)
-    clipped_T = torch.nextafter(alive_T, torch.ones(1))
-    assert alive_T.item() < math.log(1.5) < clipped_T.item()
-    one_T, zero_T = torch.ones(1), torch.zeros(1)
-    config = dataclasses.replace(GRID, measure="gradient")
-    assert bapo.contribution_sums(alive_T, one_T, zero_T, one_T, config)[0] > 1.4
-    assert bapo.contribution_sums(clipped_T, one_T, zero_T, one_T, config)[0] == 0.0
-    assert clip_sums(alive_T, one_T, one_T, Bounds(0.5, 1.5))[3] == 0
-    assert clip_sums(clipped_T, one_T, one_T, Bounds(0.5, 1.5))[3] == 1
-
-
-def test_empty_batch_has_zero_sums() -> None:
-    empty_T = torch.zeros(0)
-    assert bapo.contribution_sums(empty_T, empty_T, empty_T, empty_T, GRID).tolist() == [0.0] * 4
-    assert clip_sums(empty_T, empty_T, empty_T, Bounds(0.5, 1.5)).tolist() == [0.0] * 5
-    assert bapo.policy_loss(empty_T, empty_T, empty_T, Bounds(0.5, 1.5)).item() == 0.0
-
-
-def test_sums_are_float64_and_carry_no_gradient() -> None:
-    fields = {name: field.float() for name, field in batch().items()}
+def test_sums_are_float64_carry_no_gradient_and_leave_their_input_alone() -> None:
+    fields, before = ({name: field.float() for name, field in batch().items()} for _ in range(2))
     fields["log_ratio_T"].requires_grad_()
     got = bapo.contribution_sums(**fields, config=GRID)
     assert got.dtype == torch.float64
     assert not got.requires_grad
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_masked_tokens_count_nowhere_whatever_they_hold(bad: float) -> None:
-    mask = [1.0, 0.0, 1.0, 0.0, 1.0]
-    clean = batch(mask)
-    dirty = batch(mask)
-    for name in ("log_ratio_T", "advantage_T", "rollout_log_prob_T"):
-        dirty[name][1] = bad
-        dirty[name][3] = bad
-    for fields in (clean, dirty):
-        fields["log_ratio_T"].requires_grad_()
-    for weight in ("uniform", "rollout_probability"):
-        config = dataclasses.replace(GRID, weight=weight)
-        sums_of = [bapo.contribution_sums(**fields, config=config) for fields in (clean, dirty)]
-        assert torch.equal(*sums_of)
-    losses = []
-    for fields in (clean, dirty):
-        del fields["rollout_log_prob_T"]
-        loss = bapo.policy_loss(**fields, bounds=Bounds(0.5, 1.5, dual_clip=3.0))
-        loss.backward()
-        losses.append(loss.item())
-    assert losses[0] == losses[1]
-    gradient_T = dirty["log_ratio_T"].grad
-    assert gradient_T is not None
-    assert torch.equal(gradient_T, clean["log_ratio_T"].grad)
-    assert gradient_T[[1, 3]].tolist() == [0.0, 0.0]
+    assert all(torch.equal(fields[name], before[name]) for name in fields)
+    nan_T = float64([math.nan] * 5)  # uniform weights do not read it
+    assert sums("surrogate", "uniform", rollout_log_prob_T=nan_T) == sums("surrogate", "uniform")
 
 
 @pytest.mark.parametrize("name", ["log_ratio_T", "advantage_T", "rollout_log_prob_T"])
@@ -197,12 +94,6 @@ def test_nan_in_a_token_that_counts_is_not_lost(name: str, measure: str) -> None
             assert bapo.policy_loss(**fields, bounds=Bounds(0.5, 1.5)).isnan()
 
 
-def test_rollout_log_prob_is_not_read_under_uniform_weight() -> None:
-    assert sums("surrogate", "uniform", rollout_log_prob_T=float64([math.nan] * 5)) == sums(
-        "surrogate", "uniform"
-    )
-
-
 @pytest.mark.parametrize("name", ["log_ratio_T", "advantage_T", "rollout_log_prob_T", "mask_T"])
 def test_shapes_must_agree(name: str) -> None:
     fields = batch()
@@ -211,10 +102,9 @@ def test_shapes_must_agree(name: str) -> None:
         bapo.contribution_sums(**fields, config=GRID)
     if name != "rollout_log_prob_T":
         del fields["rollout_log_prob_T"]
-        with pytest.raises(ValueError, match="shape"):
-            bapo.policy_loss(**fields, bounds=Bounds(0.5, 1.5))
-        with pytest.raises(ValueError, match="shape"):
-            clip_sums(**fields, bounds=Bounds(0.5, 1.5))
+        for function in (bapo.policy_loss, clip_sums):
+            with pytest.raises(ValueError, match="shape"):
+                function(**fields, bounds=BOUNDS)
 
 
 def test_overlapping_candidates_are_refused() -> None:
@@ -222,65 +112,59 @@ def test_overlapping_candidates_are_refused() -> None:
         bapo.contribution_sums(**batch(), config=bapo.fixed(1.2, 1.2))
 
 
-def test_loss_and_gradient() -> None:
-    # bounds 0.75, 1.5. ratio, A -> min(r A, clip(r) A), and d/d log r of it (r A where alive):
-    # 1.0, 1.0 -> 1.0 (alive, 1.0)          1.75, 1.0 -> 1.5 (clipped)     4.0, 0.5 -> 0.75 (clipped)
-    # 0.6, -1.0 -> min(-0.6, -0.75) = -0.75 (clipped)                      1.0, -2.0 -> -2.0 (alive, -2.0)
-    # sum = 1.0 + 1.5 + 0.75 - 0.75 - 2.0 = 0.5
-    log_ratio_T = float64(RATIOS).log().requires_grad_()
-    loss = bapo.policy_loss(log_ratio_T, float64(ADVANTAGES), torch.ones(5), Bounds(0.75, 1.5))
-    loss.backward()
-    assert loss.item() == approx(-0.5)
-    assert log_ratio_T.grad is not None
-    assert log_ratio_T.grad.tolist() == approx([-1.0, 0.0, 0.0, 0.0, 2.0])
-    assert log_ratio_T.grad[1:4].tolist() == [0.0, 0.0, 0.0]
-
-
+LN = math.log
 BOUNDS = Bounds(0.75, 1.5)
+DUAL = Bounds(0.75, 1.5, dual_clip=3.0)
 
 
-def loss_and_gradient(
-    log_ratios: list[float], advantages: list[float], bounds: Bounds = BOUNDS
-) -> tuple[float, list[float]]:
+@pytest.mark.parametrize(
+    ("log_ratios", "advantages", "weights", "bounds", "loss", "gradient"),
+    [
+        # ratio, A -> min(r A, clip(r) A), and d/d log r of it (r A where alive):
+        # 1.0, 1.0 -> 1.0 (alive, 1.0)          1.75, 1.0 -> 1.5 (clipped)     4.0, 0.5 -> 0.75 (clipped)
+        # 0.6, -1.0 -> min(-0.6, -0.75) = -0.75 (clipped)                      1.0, -2.0 -> -2.0 (alive, -2.0)
+        # sum = 1.0 + 1.5 + 0.75 - 0.75 - 2.0 = 0.5
+        ([*map(LN, RATIOS)], ADVANTAGES, [1.0] * 5, BOUNDS, -0.5, [-1.0, 0.0, 0.0, 0.0, 2.0]),
+        # 0.5 * 1.0 + 1.5 + 0.75 - 0.25 * 0.75 - 2.0 = 0.5625
+        (
+            [*map(LN, RATIOS)],
+            ADVANTAGES,
+            [0.5, 1.0, 1.0, 0.25, 1.0],
+            BOUNDS,
+            -0.5625,
+            [-0.5, 0.0, 0.0, 0.0, 2.0],
+        ),
+        # On a bound: -(1.5 - 0.75), clipped.
+        ([LN(1.5), LN(0.75)], [1.0, -1.0], [1.0] * 2, BOUNDS, -0.75, [0.0, 0.0]),
+        # Inside the other bound the minimum takes the unclipped side: -(0.25 - 4.0).
+        ([LN(0.25), LN(4.0)], [1.0, -1.0], [1.0] * 2, BOUNDS, 3.75, [-0.25, 4.0]),
+        # A < 0: r = 4 counts as 3, without gradient; r = 2 is untouched. A > 0: r = 4 is clipped at 1.5.
+        ([LN(4.0), LN(2.0), LN(4.0)], [-1.0, -1.0, 1.0], [1.0] * 3, DUAL, 3.5, [0.0, 2.0, 0.0]),
+        # Beyond the limit of the log-ratio.
+        (
+            [1e3, -1e3, math.inf, -math.inf],
+            [-1.0, 1.0, -1.0, 1.0],
+            [1.0] * 4,
+            BOUNDS,
+            2 * math.exp(20.0) - 2 * math.exp(-20.0),
+            [0.0] * 4,
+        ),
+    ],
+)
+def test_loss_and_gradient_by_hand(
+    log_ratios: list[float],
+    advantages: list[float],
+    weights: list[float],
+    bounds: Bounds,
+    loss: float,
+    gradient: list[float],
+) -> None:
     log_ratio_T = float64(log_ratios).requires_grad_()
-    loss = bapo.policy_loss(log_ratio_T, float64(advantages), torch.ones(len(advantages)), bounds)
-    loss.backward()
+    found = bapo.policy_loss(log_ratio_T, float64(advantages), float64(weights), bounds)
+    found.backward()
+    assert found.item() == approx(loss)
     assert log_ratio_T.grad is not None
-    return loss.item(), log_ratio_T.grad.tolist()
-
-
-def test_loss_clips_tokens_on_a_bound() -> None:
-    loss, gradient = loss_and_gradient([math.log(1.5), math.log(0.75)], [1.0, -1.0])
-    assert loss == approx(-0.75)  # -(1.5 - 0.75)
-    assert gradient == [0.0, 0.0]
-
-
-def test_loss_weighs_tokens_with_the_mask() -> None:
-    # (0.5 * 1.0 + 1.5 + 0.75 - 0.25 * 0.75 - 2.0) = 0.5625
-    weight_T = torch.tensor([0.5, 1.0, 1.0, 0.25, 1.0])
-    loss = bapo.policy_loss(float64(RATIOS).log(), float64(ADVANTAGES), weight_T, Bounds(0.75, 1.5))
-    assert loss.item() == approx(-0.5625)
-
-
-def test_ratios_inside_the_other_bound_are_not_clipped() -> None:
-    """A > 0 and r < c_low, or A < 0 and r > c_high: the minimum takes the unclipped side."""
-    loss, gradient = loss_and_gradient([math.log(0.25), math.log(4.0)], [1.0, -1.0])
-    assert loss == approx(3.75)  # -(0.25 - 4.0)
-    assert gradient == approx([-0.25, 4.0])
-
-
-def test_dual_clip() -> None:
-    # A < 0: r = 4 counts as 3, without gradient; r = 2 is untouched. A > 0: r = 4 is clipped at 1.5 as ever.
-    ratios, bounds = (4.0, 2.0, 4.0), Bounds(0.75, 1.5, dual_clip=3.0)
-    loss, gradient = loss_and_gradient([math.log(ratio) for ratio in ratios], [-1.0, -1.0, 1.0], bounds)
-    assert loss == approx(3.0 + 2.0 - 1.5)
-    assert gradient == approx([0.0, 2.0, 0.0])
-
-
-def test_loss_beyond_the_limit_is_finite_and_without_gradient() -> None:
-    loss, gradient = loss_and_gradient([1e3, -1e3, math.inf, -math.inf], [-1.0, 1.0, -1.0, 1.0])
-    assert loss == approx(2 * math.exp(20.0) - 2 * math.exp(-20.0))
-    assert gradient == [0.0] * 4
+    assert log_ratio_T.grad.tolist() == approx(gradient)
 
 
 def test_loss_of_float32_fields_is_float64_with_a_float32_gradient() -> None:
@@ -304,16 +188,6 @@ def test_clip_counts_and_fractions() -> None:
         "bapo/clip_fraction_low": 0.2,
         "bapo/positive_token_fraction": 0.6,
     }
-
-
-def test_clip_counts_ignore_weights_masked_tokens_and_zero_advantages() -> None:
-    log_ratio_T = float64([4.0, 4.0, math.nan, 0.1, 4.0]).log()
-    advantage_T = float64([1.0, 0.0, math.nan, -1.0, 1.0])
-    counts = clip_sums(log_ratio_T, advantage_T, float64([0.25, 1.0, 0.0, 1.0, 0.0]), Bounds(0.75, 1.5))
-    assert counts.tolist() == [3, 1, 1, 1, 1]
-
-
-def test_clip_fractions_of_nothing_are_zero() -> None:
     assert set(clip_fractions([0.0] * 5).values()) == {0.0}
 
 

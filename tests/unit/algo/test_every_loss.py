@@ -112,20 +112,30 @@ def test_masked_tokens_count_nowhere(name: str, rubbish: float) -> None:
 def test_one_answer_however_the_update_is_split(name: str) -> None:
     """Packs, chunks and context-parallel shares: any split of the tokens gives the same sums and metrics."""
     stats, batch = update(5)
-    objective = Objective(build(name))
+    batch = dataclasses.replace(batch, sources=(0, 1, -1) * (SEQUENCES // 3))
+    objective = Objective(build(name), ("sums", "words"))
     found = found_of(objective.loss, (stats, batch))
-    whole = objective.token_fn(found, 6)(stats, batch)
+    whole = objective.token_fn(found, 5)(stats, batch)
     order = torch.tensor(np.random.default_rng(0).permutation(TOKENS))
     shares = [torch.arange(rank, TOKENS, 3) for rank in range(3)]
     for split in (torch.arange(TOKENS).split(77), order.split(300), shares):
         parts = [(TokenStats(*(column[i] for column in stats)), batch.take(i)) for i in split]
         total = torch.stack(
-            [objective.token_fn(found_of(objective.loss, *parts), 6)(*part) for part in parts]
+            [objective.token_fn(found_of(objective.loss, *parts), 5)(*part) for part in parts]
         )
         torch.testing.assert_close(total.sum(0), whole, rtol=1e-9, atol=1e-9)
     metrics = objective.metrics(whole, found)
     assert [*metrics, *objective.metric_names()[len(metrics) :]] == objective.metric_names()
     assert objective.metrics(0 * whole, found).keys() == metrics.keys()
+
+
+def test_an_update_without_a_token_is_nothing(name: str) -> None:
+    """What is left where every response was rejected, or a rank has none: a dummy pack."""
+    objective = Objective(build(name))
+    stats, batch = TokenStats(torch.full((2,), -1.0), torch.ones(2)), MicroBatch.of((0, 2))
+    for version in (0, 6):  # padding has version 0, as the first step's policy
+        found = found_of(objective.loss, (stats, batch))
+        assert not objective.token_fn(found, version)(stats, batch).any()
 
 
 def test_on_policy_it_is_reinforce(name: str) -> None:
@@ -153,15 +163,20 @@ def test_a_nan_in_a_token_of_the_loss_reaches_the_result(name: str) -> None:
     assert math.isnan(float(loss.terms(stats, batch, found).loss))
 
 
-def test_no_part_of_an_update_makes_the_host_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tokens, surrogate):
-        monkeypatch.setattr(module, "selects", lambda _device: False)
+def test_a_gpu_gets_the_same_without_host_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked and not selected: equal to the rounding of float64 sums in another order."""
     stats, batch = update(8)
     objective = Objective(build(name))
     found = found_of(objective.loss, (stats, batch))
-    objective.token_fn(found, 6)(stats, batch)  # constants go to the device once
-    with HostWaits() as counted:
-        objective.token_fn(found, 6)(stats, batch)
+    selected = objective.token_fn(found, 5)(stats, batch)
+    for module in (tokens, surrogate):
+        monkeypatch.setattr(module, "selects", lambda _device: False)
+    masked = objective.token_fn(found_of(objective.loss, (stats, batch)), 5)(stats, batch)
+    torch.testing.assert_close(masked, selected, rtol=1e-13, atol=1e-13)
+    with HostWaits() as counted:  # constants have gone to the device once
+        objective.token_fn(found, 5)(stats, batch)
+        if objective.loss.search:
+            objective.loss.search.measure(stats, batch)
     assert not counted.places
 
 

@@ -27,9 +27,8 @@ from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, SearchedLoss, TokenStats
-from tests.unit.algo.test_diagnostics import random_tokens
+from tests.support.small_steps import LN2, NotedPolicy
 from tests.unit.algo.test_objective import DUMMY, DUMMY_STATS, PACK, STATS, pack
-from tests.unit.trainer.test_update_loss import LN2, FakePolicy
 
 if TYPE_CHECKING:
     from bapo_megatron.config import RunConfig
@@ -44,40 +43,10 @@ def algorithm(loss: str = "cispo", bounds: BoundsConfig | None = None, **rest: A
     return AlgorithmConfig(loss=loss, bounds=BoundsConfig() if bounds is None else bounds, **rest)
 
 
-def derivative(loss: Loss, stats: TokenStats, batch: MicroBatch, found: Any = None) -> Tensor:
-    log_prob_T = stats.log_prob_T.clone().requires_grad_()
-    loss.terms(TokenStats(log_prob_T, stats.entropy_T), batch, found).loss.backward()
-    assert log_prob_T.grad is not None
-    return log_prob_T.grad
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        algorithm(),
-        algorithm("clip", fixed(0.7, 1.1)),
-        algorithm("clip", dataclasses.replace(fixed(0.7, 1.1), dual_clip=1.3)),
-    ],
-)
-def test_the_factor_of_each_token_is_that_of_the_gradient(settings: AlgorithmConfig) -> None:
-    """Of CISPO and of fixed bounds, with a dual clip, too; of every loss's defaults: test_every_loss.py."""
-    stats, batch = random_tokens(400, seed=4)
-    loss = build_loss(settings)
-    found = loss.search.known if loss.search else None
-    factor_T = loss.terms(stats, batch, found).gradient_T
-    said_T = -batch.weight_T * batch.advantage_T * factor_T
-    assert derivative(loss, stats, batch, found).tolist() == pytest.approx(said_T.tolist(), rel=1e-5)
-
-
-@pytest.mark.parametrize("scope", ["update", "lagged", "micro_batch"])
-@pytest.mark.parametrize("tokens", [None, 4096])
+@pytest.mark.parametrize(("scope", "tokens"), [("update", None), ("lagged", None), ("micro_batch", 4096)])
 @pytest.mark.parametrize("preset", [balanced(), clip_higher()])
-def test_the_bounds_say_without_torch_whether_an_update_is_searched(
-    preset: BoundsConfig, tokens: int | None, scope: Any
-) -> None:
-    bounds = dataclasses.replace(
-        preset, scope=scope, bounds_tokens=tokens if scope == "micro_batch" else None
-    )
+def test_bounds_know_what_searches_an_update(preset: BoundsConfig, tokens: int | None, scope: Any) -> None:
+    bounds = dataclasses.replace(preset, scope=scope, bounds_tokens=tokens)
     search = build_loss(algorithm("clip", bounds)).search
     assert search is not None
     assert bounds.searches_update == (search.known is None and search.scope == "update")
@@ -111,15 +80,15 @@ def test_metrics_follow_the_loss() -> None:
 def test_a_loss_without_a_search_makes_no_pass_and_is_reweighted_by_papo() -> None:
     """Ratio 2, so factor 1.2: -1.2 (ln 2 - 1) + 3.6 (ln 2 - 2). Entropies are 0, so both tokens are unlikely:
     the first expands, the second contracts; far below its target PAPO weighs them 1.5 and 0.5."""
-    policy = FakePolicy()
+    policy: Any = NotedPolicy(entropy=0.0)
     clipping = UpdateLoss(algorithm(polarity=PapoConfig(True, memory=0.0, target_entropy=4.0)))
     losses = []
     for _ in range(2):
-        loss, found = clipping.loss(policy, PACKS, False)  # type: ignore[arg-type]
-        sums = policy.losses(PACKS, loss)  # type: ignore[arg-type]
+        loss, found = clipping.loss(policy, PACKS, False)
+        sums = policy.sums(PACKS, loss)
         clipping.observe(sums)
         losses.append(float(sums[0]))
-    assert (found, policy.passes) == (None, [])
+    assert (found, policy.calls) == (None, [])
     first, second = -1.2 * (LN2 - 1), 3.6 * (LN2 - 2)
     assert losses == pytest.approx([first + second, 1.5 * first + 0.5 * second])
 
@@ -143,17 +112,18 @@ Wide = functools.partial(Bounded, widening=2.0)
 BOUNDED, WIDE = f"{__name__}:Bounded", f"{__name__}:Wide"
 
 
-def test_settings_reach_the_constructor() -> None:
-    def low(loss: str, **settings: float) -> float:
-        built: Any = build_loss(algorithm(loss, fixed(0.8, 1.2), loss_settings=settings))
-        return float(built.low)
-
-    assert low(BOUNDED) == 0.8
-    assert low(BOUNDED, widening=4.0) == 0.2
-    assert low(WIDE) == 0.4
-    assert low(WIDE, widening=1.0) == 0.8
-    with pytest.raises(ConfigError, match=r"widening=0 must be above 0; .* float above 0, default 2.0$"):
-        low(WIDE, widening=0)
+@pytest.mark.parametrize(
+    ("loss", "settings", "low"),
+    [
+        (BOUNDED, {}, 0.8),
+        (BOUNDED, {"widening": 4.0}, 0.2),
+        (WIDE, {}, 0.4),
+        (WIDE, {"widening": 1.0}, 0.8),
+    ],
+)
+def test_settings_reach_the_constructor(loss: str, settings: dict[str, float], low: float) -> None:
+    built: Any = build_loss(algorithm(loss, fixed(0.8, 1.2), loss_settings=settings))
+    assert float(built.low) == low
 
 
 class Untyped(Bounded):
@@ -163,19 +133,28 @@ class Untyped(Bounded):
         self.given = width, name, needed, extra
 
 
+UNTYPED = f"{__name__}:Untyped"
+
+
 def test_settings_without_annotations_take_the_type_of_their_default() -> None:
-    path = f"{__name__}:Untyped"
     assert [one.name for one in settings_of(Untyped)] == ["width", "name", "needed", "extra"]
-    built: Any = build_loss(algorithm(path, fixed(0.8, 1.2), loss_settings={"width": 3, "extra": [1]}))
+    built: Any = build_loss(algorithm(UNTYPED, fixed(0.8, 1.2), loss_settings={"width": 3, "extra": [1]}))
     assert built.given == (3, "a", None, [1])
-    for settings, message in [
-        ({"extra": 1, "width": "x"}, r"width='x' must be a number; .* width: float, default 2.0$"),
-        ({"extra": 1, "name": 1}, r"name=1 must be text"),
-        ({}, r"^algorithm.loss_settings.extra is missing: .* takes extra: Any, needed$"),
-        ({"extra": 1, "algorithm": 2}, r"algorithm=2: .* has no such setting"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            build_loss(algorithm(path, fixed(0.8, 1.2), loss_settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "message"),
+    [
+        (WIDE, {"widening": 0}, r"widening=0 must be above 0; .* default 2.0$"),
+        (UNTYPED, {"extra": 1, "width": "x"}, r"width='x' must be a number; .* width: float, default 2.0$"),
+        (UNTYPED, {"extra": 1, "name": 1}, r"name=1 must be text"),
+        (UNTYPED, {}, r"^algorithm.loss_settings.extra is missing: .* extra: Any, needed$"),
+        (UNTYPED, {"extra": 1, "algorithm": 2}, r"algorithm=2: .* has no such setting"),
+    ],
+)
+def test_a_constructors_settings_are_checked(loss: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_loss(algorithm(loss, fixed(0.8, 1.2), loss_settings=settings))
 
 
 class SharedFactor(Loss):
@@ -196,30 +175,28 @@ class SharedFactor(Loss):
 
 
 @pytest.mark.parametrize(
-    ("rest", "factor", "passes"),
+    ("rest", "on_policy", "hold", "factor", "passes"),
     [
-        ({}, 2.0, ["model"]),
-        ({"on_policy": True}, 1.0, ["rollouts"]),
-        ({"on_policy": True, "known_ratio": False}, 2.0, ["model"]),
-        ({"hold": True}, 2.0, []),
+        ({}, False, False, 2.0, ["token_sums"]),
+        ({}, True, False, 1.0, ["old_sums"]),
+        ({"known_ratio": False}, True, False, 2.0, ["token_sums"]),
+        ({}, False, True, 2.0, []),
     ],
 )
 def test_another_losss_search_has_the_same_scopes(
-    rest: dict[str, Any], factor: float, passes: list[str]
+    rest: dict[str, Any], on_policy: bool, hold: bool, factor: float, passes: list[str]
 ) -> None:
     """All tokens at ratio 2: the factor is 2, or 1 where the ratio is taken as known."""
-    policy, on_policy, hold = FakePolicy(), rest.pop("on_policy", False), rest.pop("hold", False)
-    path = f"{__name__}:SharedFactor"
-    clipping = UpdateLoss(AlgorithmConfig(loss=path, **rest), hold)
-    loss, found = clipping.loss(policy, PACKS, on_policy)  # type: ignore[arg-type]
+    policy: Any = NotedPolicy()
+    clipping = UpdateLoss(AlgorithmConfig(loss=f"{__name__}:SharedFactor", **rest), hold)
+    loss, found = clipping.loss(policy, PACKS, on_policy)
     assert found == (None if hold else pytest.approx(factor))
-    assert policy.passes == passes
+    assert policy.calls == passes
     if isinstance(loss, SearchedLoss):
-        loss = loss.loss_of(policy.losses(PACKS, loss.measure))
-    sums = policy.losses(PACKS, loss)
+        loss = loss.loss_of(policy.sums(PACKS, loss.measure))
+    sums = policy.sums(PACKS, loss)
     assert clipping.objective.search_sums(sums).tolist() == pytest.approx([2.0, 4.0])
-    log_prob_T = PACKS[0].old_log_prob_T + LN2
-    value = -factor * float((PACKS[0].advantage_T * log_prob_T).sum())
+    value = -factor * float((PACKS[0].advantage_T * (PACKS[0].old_log_prob_T + LN2)).sum())
     assert clipping.objective.metrics(sums, found)["policy/loss"] == pytest.approx(value / 2)
 
 
@@ -230,26 +207,17 @@ def test_registered_names_of_losses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "problem"),
     [
-        (
-            "ppo",
-            r"algorithm.loss='ppo' is unknown: give .*cispo, .*, or the path of a class as package.module:N",
-        ),
-        ("tests.support.nothing:Mine", r"algorithm.loss=tests.support.nothing:Mine: importing .* failed"),
-        (
-            "bapo_megatron.algo.losses.token_losses:Gone",
-            r"bapo_megatron.algo.losses.token_losses has no class Gone",
-        ),
-        ("math:sqrt", r"algorithm.loss=math:sqrt: .* is not a subclass of bapo_megatron.algo.losses.Loss"),
-        (
-            "bapo_megatron.algo.losses:Loss",
-            r"algorithm.loss=bapo_megatron.algo.losses:Loss: Loss lacks terms",
-        ),
+        ("ppo", " is unknown: give .*cispo, .* package.module:N"),
+        ("tests.support.nothing:Mine", "importing .* failed"),
+        ("bapo_megatron.algo.losses.token_losses:Gone", "has no class Gone"),
+        ("math:sqrt", "is not a subclass of bapo_megatron.algo.losses.Loss"),
+        ("bapo_megatron.algo.losses:Loss", "Loss lacks terms"),
     ],
 )
-def test_an_unknown_loss_is_an_error(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_an_unknown_loss_is_an_error(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^algorithm.loss='?{name}.*{problem}"):
         load_loss(name)
 
 
@@ -262,26 +230,20 @@ def test_a_loss_of_the_present_directory_is_found(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("loss", "bounds", "fields"),
     [
+        (BOUNDED, balanced(), "reads fixed bounds and searches none.*algorithm.bounds=fixed"),
         (
-            algorithm(BOUNDED, balanced()),
-            r"reads fixed bounds and searches none.* set algorithm.bounds=fixed",
+            BOUNDED,
+            dataclasses.replace(clip_higher(), dual_clip=3.0, target=0.5),
+            "^algorithm.bounds.target=0.5, algorithm.bounds.dual_clip=3.0: ",
         ),
-        (
-            algorithm(BOUNDED, dataclasses.replace(clip_higher(), dual_clip=3.0, target=0.5)),
-            r"^algorithm.bounds.target=0.5, algorithm.bounds.dual_clip=3.0: .* does not read that; leave",
-        ),
-        (
-            algorithm(f"{__name__}:SharedFactor", clip_higher()),
-            r"^algorithm.bounds.low_start=0.8, algorithm.bounds.low_end=0.8, "
-            r"algorithm.bounds.high_start=1.28, algorithm.bounds.high_end=1.28: ",
-        ),
+        (f"{__name__}:SharedFactor", clip_higher(), ".*".join(["low_start=0.8", "low_end", "high_end=1.28"])),
     ],
 )
-def test_settings_of_bounds_that_a_loss_ignores_are_refused(settings: AlgorithmConfig, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_loss(settings)
+def test_settings_of_bounds_must_be_read_by_a_loss(loss: str, bounds: BoundsConfig, fields: str) -> None:
+    with pytest.raises(ConfigError, match=fields):
+        build_loss(algorithm(loss, bounds))
 
 
 class Measured(Loss):
@@ -314,10 +276,12 @@ def test_measurements_that_would_be_misread_are_refused() -> None:
         measured(wrong).token_fn(None, 0)(STATS, PACK)
 
 
-TOLD = json.loads((Path(__file__).parents[2] / "fixtures/trl/losses.json").read_text())
-CLIP = AlgorithmConfig().loss
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+TOLD = json.loads((FIXTURES / "trl/losses.json").read_text())
+MASKED = json.loads((FIXTURES / "trl_sequences/losses.json").read_text())
+
 OURS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "clip": (CLIP, "token", {}),
+    "clip": (AlgorithmConfig().loss, "token", {}),
     "cispo": ("cispo", "token", {}),
     "cispo_2": ("cispo", "token", {"ratio_high": 2.0}),
     "sapo": ("sapo", "sequence", {"temperature_negative": torch.tensor(1.05).item()}),
@@ -328,10 +292,15 @@ OURS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Our loss, the mean that TRL takes for it, and its settings (TRL holds SAPO's temperature in float32)."""
 
 
-def trl_pack(mean: str) -> tuple[TokenStats, MicroBatch]:
+def float64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def trl_pack(
+    mask: Any, log_prob: Any, old_log_prob: Any, advantage: Any, mean: str = "token"
+) -> tuple[TokenStats, MicroBatch]:
     """TRL's batch as one pack: the tokens of its responses, padding as masked tokens, in float64."""
-    fields = {name: torch.tensor(values, dtype=torch.float64) for name, values in TOLD["batch"].items()}
-    mask_BT = fields["mask"]
+    mask_BT, old_T = float64(mask), float64(old_log_prob).flatten()
     lengths_B = mask_BT.sum(1, keepdim=True)
     mean_BT = mask_BT if mean == "token" else mask_BT * mask_BT.sum() / len(mask_BT) / lengths_B
     sequence_BT = torch.arange(len(mask_BT))[:, None].expand_as(mask_BT)
@@ -340,92 +309,45 @@ def trl_pack(mean: str) -> tuple[TokenStats, MicroBatch]:
         sequences=len(mask_BT),
         mask_T=mask_BT.flatten(),
         weight_T=mean_BT.flatten(),
-        advantage_T=(fields["advantage"][:, None] * mask_BT).flatten(),
-        old_log_prob_T=fields["old_log_prob"].flatten(),
-        rollout_log_prob_T=fields["old_log_prob"].flatten(),
+        advantage_T=(float64(advantage)[:, None] * mask_BT).flatten(),
+        old_log_prob_T=old_T,
+        rollout_log_prob_T=old_T,
         sequence_T=torch.where(mask_BT != 0, sequence_BT, -1).flatten(),
     )
-    log_prob_T = fields["log_prob"].flatten()
-    return TokenStats(log_prob_T, torch.zeros_like(log_prob_T)), batch
+    return TokenStats(float64(log_prob).flatten(), torch.zeros_like(old_T)), batch
 
 
-@pytest.mark.parametrize("case", [case for case in TOLD["cases"] if OURS[case][0] in LOSSES])
+def assert_trls(loss: Loss, stats: TokenStats, batch: MicroBatch, tokens: float, expected: Any) -> None:
+    """Loss and gradient, of a mean over so many tokens."""
+    found = loss.search.find(loss.search.measure(stats, batch)) if loss.search else None
+    log_prob_T = stats.log_prob_T.requires_grad_()
+    value = loss.terms(TokenStats(log_prob_T, stats.entropy_T), batch, found).loss / tokens
+    value.backward()
+    assert log_prob_T.grad is not None
+    assert value.item() == pytest.approx(expected["loss"], rel=1e-12)
+    gradient_T = float64(expected["gradient"]).flatten()
+    torch.testing.assert_close(log_prob_T.grad, gradient_T, rtol=1e-10, atol=1e-15)
+
+
+@pytest.mark.parametrize("case", TOLD["cases"])
 def test_loss_and_gradient_are_trls(case: str) -> None:
     name, mean, settings = OURS[case]
     bounds = fixed(0.8, 1.28) if case == "clip" else BoundsConfig()
     loss = build_loss(AlgorithmConfig(loss=name, loss_settings=settings, bounds=bounds))
-    stats, batch = trl_pack(mean)
-    found = loss.search.find(loss.search.measure(stats, batch)) if loss.search else None
-    log_prob_T = stats.log_prob_T.requires_grad_()
-    value = loss.terms(TokenStats(log_prob_T, stats.entropy_T), batch, found).loss / batch.mask_T.sum()
-    value.backward()
-    assert log_prob_T.grad is not None
-    expected = TOLD["cases"][case]
-    assert value.item() == pytest.approx(expected["loss"], rel=1e-12)
-    gradient_T = torch.tensor(expected["gradient"], dtype=torch.float64).flatten()
-    torch.testing.assert_close(log_prob_T.grad, gradient_T, rtol=1e-10, atol=1e-15)
+    stats, batch = trl_pack(**TOLD["batch"], mean=mean)
+    assert_trls(loss, stats, batch, float(batch.mask_T.sum()), TOLD["cases"][case])
 
 
-def test_every_case_is_compared() -> None:
-    """As soon as the loss has its name."""
-    assert set(OURS) == set(TOLD["cases"])
-
-
-FIXTURE = json.loads((Path(__file__).parents[2] / "fixtures/trl_sequences/losses.json").read_text())
-INPUTS = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in FIXTURE["inputs"].items()}
-RESPONSES, TOKENS = INPUTS["mask"].shape
-
-
-def packed(mean: str, kept: list[bool]) -> tuple[TokenStats, MicroBatch]:
-    """The responses that are kept, end to end, with the weights of a mean over tokens or responses."""
-    mask = INPUTS["mask"] * torch.tensor(kept)[:, None]
-    lengths = mask.sum(1, keepdim=True)
-    weight = mask if mean == "token" else mask * lengths.sum() / sum(kept) / lengths.clamp(min=1)
-    rows = torch.arange(RESPONSES)[:, None].expand(RESPONSES, TOKENS)
-    columns: dict[str, Any] = {
-        "mask_T": mask,
-        "weight_T": weight,
-        "advantage_T": INPUTS["advantages"][:, None].expand(RESPONSES, TOKENS),
-        "old_log_prob_T": INPUTS["old"],
-        "rollout_log_prob_T": INPUTS["old"],
-        "sequence_T": torch.where(mask != 0, rows, -1),
-    }
-    flat = {name: column.flatten() for name, column in columns.items()}
-    batch = MicroBatch.of((0, RESPONSES * TOKENS), sequences=RESPONSES, **flat)
-    return TokenStats(INPUTS["log_prob"].flatten(), torch.zeros(RESPONSES * TOKENS)), batch
-
-
-def off_policy(delta: float) -> list[bool]:
-    stats, batch = packed("token", [True] * RESPONSES)
+def test_the_off_policy_mask_with_vespo_is_trls() -> None:
+    """It rejects one response of the eight, whose gradient is zero. TRL keeps it in its count of tokens, here
+    it leaves it."""
+    mask, *columns = (MASKED["inputs"][name] for name in ("mask", "log_prob", "old", "advantages"))
+    stats, batch = trl_pack(mask, *columns)
     means = sequence_means(sums_by_sequence(batch.rollout_log_prob_T - stats.log_prob_T, batch)).tolist()
-    advantages = INPUTS["advantages"].tolist()
-    return [is_off_policy(*pair, delta) for pair in zip(advantages, means, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("case", "name", "mean"),
-    [("gspo", "gspo", "sequence"), ("vespo", "vespo", "token"), ("vespo_masked", "vespo", "token")],
-)
-def test_losses_and_gradients_are_those_of_trl(case: str, name: str, mean: str) -> None:
-    """TRL keeps a masked response in its count of tokens, here it leaves it."""
-    expected: dict[str, Any] = FIXTURE["outputs"][case]
-    kept = [not out for out in off_policy(0.02)] if case == "vespo_masked" else [True] * RESPONSES
-    stats, batch = packed(mean, kept)
-    loss = build_loss(AlgorithmConfig(loss=name))
-    assert loss.search is not None
-    found = loss.search.find(loss.search.measure(stats, batch))
-    log_prob_T = stats.log_prob_T.clone().requires_grad_()
-    terms = loss.terms(TokenStats(log_prob_T, stats.entropy_T), batch, found)
-    ours = terms.loss / batch.mask_T.sum() * (batch.mask_T.sum() / INPUTS["mask"].sum())
-    ours.backward()
-    assert log_prob_T.grad is not None
-    assert ours.item() == pytest.approx(expected["loss"], rel=1e-9)
-    theirs_T = torch.tensor(expected["gradient"], dtype=torch.float64).flatten()
-    torch.testing.assert_close(log_prob_T.grad, theirs_T, rtol=1e-9, atol=1e-12)
-
-
-def test_the_mask_rejects_what_trls_does() -> None:
-    """One response of the eight: TRL's gradient is zero there, and only there."""
-    masked = torch.tensor(FIXTURE["outputs"]["vespo_masked"]["gradient"]).abs().sum(1) == 0
-    assert masked.tolist() == off_policy(0.02)
-    assert sum(off_policy(0.02)) == 1
+    kept = [not is_off_policy(*both, 0.02) for both in zip(columns[-1], means, strict=True)]
+    expected = MASKED["outputs"]["vespo_masked"]
+    assert [any(row) for row in expected["gradient"]] == kept
+    assert kept.count(False) == 1
+    left = trl_pack((float64(mask) * float64(kept)[:, None]).tolist(), *columns)
+    vespo = build_loss(AlgorithmConfig(loss="vespo"))
+    assert_trls(vespo, *left, float(batch.mask_T.sum()), expected)

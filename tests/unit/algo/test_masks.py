@@ -105,13 +105,15 @@ def masks(name: str, **settings: Any) -> AlgorithmConfig:
     return AlgorithmConfig(old_log_probs="trainer", masks=(PartConfig(name, settings),))
 
 
+OURS = ("cut_responses", "icepop", "second_moment")
+
+
 @pytest.mark.usefixtures("users")
 def test_masks_of_ours_and_of_a_user_pass_the_check() -> None:
-    of_ours = ("cut_responses", "icepop", "second_moment")
-    for one in (*map(masks, of_ours), masks("rollout_rs", kind="seq_max_k2", high=1.0)):
+    ours = (*map(masks, OURS), masks("rollout_rs", kind="seq_max_k2", high=1.0))
+    for one in (*ours, masks("users_mask:short", least=4)):
         check_masks(one)
         assert not list(part_problems(one))
-    check_masks(masks("users_mask:short", least=4))
 
 
 @pytest.mark.usefixtures("users")

@@ -17,8 +17,9 @@ from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSche
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
+from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.bapo_objective import loss_fn
+from tests.support.small_steps import NotedPolicy
 from tests.unit.algo.test_objective import pack
 from tests.unit.config.test_config import GOOD
 
@@ -57,59 +58,13 @@ def test_polarity_is_the_sign_of_the_measured_change_of_entropy(advantage: float
                 assert float(sign) == math.copysign(1.0, float(measured))
 
 
-def test_a_plain_gradient_step_has_the_state_s_correction_besides() -> None:
-    """z += step A (1[y] - pi): the effect is -A (q_y - E q) step with q = pi (log pi + H), and E q >= 0."""
-    step = 1e-6
-    for logits_V in distributions(10):
-        prob_V, before = logits_V.softmax(0), entropy_of(logits_V)
-        q_V = prob_V * (prob_V.log() + before)
-        correction = (prob_V * q_V).sum()
-        assert correction >= 0
-        for y in range(len(logits_V)):
-            chosen_V = torch.nn.functional.one_hot(torch.tensor(y), len(logits_V)).double()
-            measured = (entropy_of(logits_V + step * (chosen_V - prob_V)) - before) / step
-            assert float(measured) == pytest.approx(float(correction - q_V[y]), abs=20 * step)
-
-
-def test_the_correction_changes_few_signs_where_policies_are_decided() -> None:
-    """Shares of the tokens that random policies sample, and of their effects."""
-    generator = torch.Generator().manual_seed(5)
-    logits_BV = 8.0 * torch.randn(200, 1000, generator=generator, dtype=torch.float64)
-    log_prob_BV = logits_BV.log_softmax(1)
-    prob_BV = log_prob_BV.exp()
-    entropy_B1 = -(prob_BV * log_prob_BV).sum(1, keepdim=True)
-    q_BV = prob_BV * (log_prob_BV + entropy_B1)
-    exact_BV = q_BV - (prob_BV * q_BV).sum(1, keepdim=True)
-    differs_BV = -polarity(log_prob_BV, entropy_B1, torch.tensor(1.0)) != exact_BV.sign()
-    effect_BV = prob_BV * exact_BV.abs()
-    assert 0.8 < float(entropy_B1.mean()) < 1.0
-    assert 0.04 < float((prob_BV * differs_BV).sum(1).mean()) < 0.08
-    assert 0.02 < float((effect_BV * differs_BV).sum() / effect_BV.sum()) < 0.05
-
-
-def test_the_mean_effect_is_minus_the_covariance_of_eq_6() -> None:
-    """Whatever constant is added to A: log pi + H has mean zero."""
-    [logits_V] = distributions(1)
-    log_prob_V, prob_V = logits_V.log_softmax(0), logits_V.softmax(0)
-    advantage_V = torch.linspace(-1, 2, len(logits_V), dtype=torch.float64)
-    effect = -(prob_V * advantage_V * (log_prob_V + entropy_of(logits_V))).sum()
-    means = (prob_V * log_prob_V).sum(), (prob_V * advantage_V).sum()
-    covariance = (prob_V * (log_prob_V - means[0]) * (advantage_V - means[1])).sum()
-    shifted = -(prob_V * (advantage_V + 5) * (log_prob_V + entropy_of(logits_V))).sum()
-    assert float(effect) == pytest.approx(-float(covariance), abs=1e-12)
-    assert float(shifted) == pytest.approx(-float(covariance), abs=1e-12)
-
-
 def test_polarity_of_the_four_kinds_of_tokens() -> None:
-    """pi = 1/2 and 1/4 at H = 1: log pi + H is 0.31 and -0.39. Table 4 of the paper, row by row."""
-    log_prob_T = torch.tensor([LN(1 / 2), LN(1 / 2), LN(1 / 4), LN(1 / 4), -1.0])
-    advantage_T = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
-    assert polarity(log_prob_T, torch.ones(5), advantage_T).tolist() == [-1, 1, 1, -1, 0]
-
-
-def test_a_token_of_which_the_policy_is_certain_is_likely_whatever_the_rounding() -> None:
-    log_prob_T, entropy_T = torch.tensor([0.0, -1e-6, -3e-7]), torch.tensor([0.0, 9e-7, 0.0])
-    assert polarity(log_prob_T, entropy_T, torch.ones(3)).tolist() == [-1, -1, -1]
+    """pi = 1/2 and 1/4 at H = 1: log pi + H is 0.31 and -0.39. Table 4 of the paper, row by row. A token of
+    which the policy is certain is likely, whatever the rounding."""
+    log_prob_T = torch.tensor([LN(1 / 2), LN(1 / 2), LN(1 / 4), LN(1 / 4), -1.0, 0.0, -1e-6, -3e-7])
+    entropy_T = torch.tensor([1.0] * 5 + [0.0, 9e-7, 0.0])
+    advantage_T = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0, 1.0, 1.0])
+    assert polarity(log_prob_T, entropy_T, advantage_T).tolist() == [-1, 1, 1, -1, 0, -1, -1, -1]
 
 
 def test_weights_follow_the_entropy_by_hand() -> None:
@@ -156,47 +111,28 @@ def test_a_continued_control_goes_on_where_it_was() -> None:
 BATCH = pack([1.0, -1.0, 2.0, -2.0], [LN(1 / 2), LN(1 / 2), LN(1 / 4), LN(1 / 4)], [1.0] * 4, [7] * 4)
 
 
-class EvenPolicy:
-    """At ratio 1 with entropy 1 everywhere; counts its passes."""
-
-    version = 7
-
-    def __init__(self) -> None:
-        self.passes: list[str] = []
-
-    def token_sums(self, batches: list[MicroBatch], fn: TokenFn) -> Tensor:
-        self.passes.append("model")
-        return sum(fn(self.stats(batch), batch) for batch in batches)
-
-    def old_sums(self, batches: list[MicroBatch], fn: TokenFn) -> Tensor:
-        self.passes.append("rollouts")
-        return self.token_sums(batches, fn)
-
-    def stats(self, batch: MicroBatch) -> TokenStats:
-        return TokenStats(batch.old_log_prob_T, torch.ones_like(batch.mask_T))
+ALIKE = TokenStats(BATCH.old_log_prob_T, torch.ones(4))
 
 
 def test_advantages_of_both_branches_by_hand() -> None:
-    """Weights 3 (expanding) and 0.5 (contracting): A = 0.5, -3, 6, -1; loss -(0.5 - 3 + 6 - 1)."""
+    """Weights 3 (expanding) and 0.5 (contracting): A = 0.5, -3, 6, -1; loss -(0.5 - 3 + 6 - 1).
+
+    No gradient passes through the polarity: d loss / d log pi = -r A'.
+    """
     seen: list[Tensor] = []
 
     def keep(_stats: TokenStats, batch: MicroBatch) -> Tensor:
         seen.append(batch.advantage_T)
         return torch.zeros(1)
 
-    reweighted(keep, BranchWeights(3.0, 0.5))(EvenPolicy().stats(BATCH), BATCH)
+    reweighted(keep, BranchWeights(3.0, 0.5))(ALIKE, BATCH)
     assert seen[0].tolist() == [0.5, -3.0, 6.0, -1.0]
     config = grpo()
-    loss = loss_fn(search(contribution_fn(config)(EvenPolicy().stats(BATCH), BATCH), config), config, 7)
-    assert float(reweighted(loss, BranchWeights(3.0, 0.5))(EvenPolicy().stats(BATCH), BATCH)[0]) == -2.5
-
-
-def test_no_gradient_passes_through_the_polarity() -> None:
-    """d loss / d log pi = -r A': minus the reweighted advantages."""
-    config = grpo()
-    loss = loss_fn(search(contribution_fn(config)(EvenPolicy().stats(BATCH), BATCH), config), config, 7)
+    loss = loss_fn(search(contribution_fn(config)(ALIKE, BATCH), config), config, 7)
     log_prob_T = BATCH.old_log_prob_T.clone().requires_grad_()
-    reweighted(loss, BranchWeights(3.0, 0.5))(TokenStats(log_prob_T, torch.ones(4)), BATCH)[0].backward()
+    found = reweighted(loss, BranchWeights(3.0, 0.5))(TokenStats(log_prob_T, torch.ones(4)), BATCH)[0]
+    found.backward()
+    assert found.item() == -2.5
     assert log_prob_T.grad.tolist() == [-0.5, 3.0, -6.0, 1.0]
 
 
@@ -210,22 +146,18 @@ def test_search_and_loss_see_the_weights_of_the_updates_before() -> None:
 
     A = (1, -1, 2, -2): share 1/2. Then (0.5, -1.5, 3, -1): P = 3.5 of 6, which is 0.583, and 0.5 before.
     """
-    policy, clipping = EvenPolicy(), UpdateLoss(algorithm())
+    policy, clipping = NotedPolicy(0.0), UpdateLoss(algorithm())
     shares, losses, logs = [], [], []
     for _ in range(2):
         loss, found = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
-        sums = loss(policy.stats(BATCH), BATCH)  # type: ignore[operator]
+        sums = loss(ALIKE, BATCH)  # type: ignore[operator]
         logs.append(clipping.observe(sums))
         shares.append(found.bounds.contribution)
         losses.append(float(sums[0]))
-    assert policy.passes == ["model", "model"]  # a known ratio does not tell the entropies
+    assert policy.calls == ["token_sums", "token_sums"]  # a known ratio does not tell the entropies
     assert shares == pytest.approx([0.5, 3.5 / 6])
     assert losses == pytest.approx([0.0, -1.0])
-    assert logs[0] == {
-        "polarity/phase": 0.0,
-        "polarity/expanding_weight": 1.0,
-        "polarity/contracting_weight": 1.0,
-    }
+    assert [*logs[0].values()] == [0.0, 1.0, 1.0]  # the phase and both weights
     assert logs[1]["polarity/expanding_weight"] == 1.5
     resumed = UpdateLoss(algorithm())
     resumed.load_state(clipping.state())
@@ -235,11 +167,11 @@ def test_search_and_loss_see_the_weights_of_the_updates_before() -> None:
 def test_off_means_untouched() -> None:
     """The very functions and passes of before, and nothing to keep."""
     config = AlgorithmConfig(bounds=balanced())
-    policy, clipping = EvenPolicy(), UpdateLoss(config)
+    policy, clipping = NotedPolicy(0.0), UpdateLoss(config)
     loss, found = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
-    assert policy.passes[0] == "rollouts"
-    sums = loss(policy.stats(BATCH), BATCH)  # type: ignore[operator]
-    assert torch.equal(sums, loss_fn(found, balanced(), 7)(policy.stats(BATCH), BATCH))
+    assert policy.calls == ["old_sums"]
+    sums = loss(ALIKE, BATCH)  # type: ignore[operator]
+    assert torch.equal(sums, loss_fn(found, balanced(), policy.version)(ALIKE, BATCH))
     assert clipping.observe(sums) == {}
     assert clipping.state() is None
 

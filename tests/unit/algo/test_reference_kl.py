@@ -48,37 +48,27 @@ def stats(log_probs: list[float]) -> TokenStats:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "value", "gradient"),
-    [
-        ("k1", LN2, 1.0),
-        ("k2", LN2**2 / 2, LN2),
-        ("k3", 0.5 - 1 + LN2, 0.5),
+    ("estimator", "log_q", "value", "gradient"),
+    [  # pi = 1/2, pi_ref = 1/4, so q = 1/2: d k3 / d log pi = 1 - q = 1/2
+        ("k1", -LN2, LN2, 1.0),
+        ("k2", -LN2, LN2**2 / 2, LN2),
+        ("k3", -LN2, 0.5 - 1 + LN2, 0.5),
+        # pi = 1/4, pi_ref = 1/2, q = 2: descent raises log pi with k2 and k3, and lowers it with k1
+        ("k1", LN2, -LN2, 1.0),
+        ("k2", LN2, LN2**2 / 2, -LN2),
+        ("k3", LN2, 2 - 1 - LN2, -1.0),
+        # the policy has lost the token: as at 20, without a gradient; the reference has, and pulls back
+        ("k3", 60.0, math.exp(20) - 21, 0.0),
+        ("k3", -60.0, 59.0, 1.0),
     ],
 )
-def test_estimators_by_hand(estimator: Estimator, value: float, gradient: float) -> None:
-    """pi = 1/2, pi_ref = 1/4, so q = 1/2 and log q = -ln 2: d k3 / d log pi = 1 - q = 1/2."""
-    log_prob_T = torch.tensor([-LN2], dtype=torch.float64, requires_grad=True)
-    found_T = kl_estimate(log_prob_T, torch.tensor([-2 * LN2], dtype=torch.float64), estimator)
+def test_estimators_by_hand(estimator: Estimator, log_q: float, value: float, gradient: float) -> None:
+    log_prob_T = torch.tensor([-3.0], dtype=torch.float64, requires_grad=True)
+    found_T = kl_estimate(log_prob_T, log_prob_T.detach() + log_q, estimator)
     found_T.sum().backward()
-    assert found_T.item() == pytest.approx(value, abs=1e-15)
+    assert found_T.item() == pytest.approx(value, abs=1e-14)
     assert log_prob_T.grad is not None
-    assert log_prob_T.grad.item() == pytest.approx(gradient, abs=1e-15)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "value", "gradient"),
-    [("k1", -LN2, 1.0), ("k2", LN2**2 / 2, -LN2), ("k3", 2 - 1 - LN2, -1.0)],
-)
-def test_estimators_where_the_reference_is_likelier(
-    estimator: Estimator, value: float, gradient: float
-) -> None:
-    """pi = 1/4, pi_ref = 1/2, q = 2: descent raises log pi with k2 and k3, and lowers it with k1."""
-    log_prob_T = torch.tensor([-2 * LN2], dtype=torch.float64, requires_grad=True)
-    found_T = kl_estimate(log_prob_T, torch.tensor([-LN2], dtype=torch.float64), estimator)
-    found_T.sum().backward()
-    assert found_T.item() == pytest.approx(value, abs=1e-15)
-    assert log_prob_T.grad is not None
-    assert log_prob_T.grad.item() == pytest.approx(gradient, abs=1e-15)
+    assert log_prob_T.grad.item() == pytest.approx(gradient, abs=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +79,7 @@ def test_estimators_where_the_reference_is_likelier(
         ("k3", [0.99282502, 0.0, 0.89542643, 0.93423354, 0.26046010], [2.38629436, 0.0, -0.72157359]),
     ],
 )
-def test_an_unbiased_estimate_is_that_of_the_peers(
-    estimator: Estimator, values: list[float], gradients: list[float]
-) -> None:
+def test_unbiased_as_of_the_peers(estimator: Estimator, values: list[float], gradients: list[float]) -> None:
     """Ratios 2, 1, 1/2, 4, 5/4 to pi_old: what slime 624b824 (``compute_approx_kl`` with its
     ``importance_ratio``) and, for k3, NeMo-RL 7ea279a (``calculate_kl``) make of these log-probs.
 
@@ -110,26 +98,6 @@ def test_an_unbiased_estimate_is_that_of_the_peers(
     assert each == pytest.approx(values, abs=3e-7)
     assert found.log_prob_T.grad is not None
     assert found.log_prob_T.grad.tolist()[:3] == pytest.approx(gradients, abs=1e-6)
-
-
-def test_the_mean_gradient_of_the_unbiased_estimate_is_that_of_kl() -> None:
-    """Over all tokens of a vocabulary of four, weighed as pi_old samples them, float64 throughout."""
-    logits_V = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64, requires_grad=True)
-    old_V, reference_V = (
-        torch.tensor(values, dtype=torch.float64).log_softmax(0)
-        for values in ([1.0, 0.2, -0.5, 0.0], [0.0, 0.0, 1.5, -2.0])
-    )
-    log_prob_V = logits_V.log_softmax(0)
-    exact = (log_prob_V.exp() * (log_prob_V - reference_V)).sum()
-    [wanted] = torch.autograd.grad(exact, logits_V, retain_graph=True)
-    batch = dataclasses.replace(
-        pack([0.0] * 4, [1.0] * 4, [1.0] * 4), old_log_prob_T=old_V, weight_T=old_V.exp()
-    )
-    for estimator, unbiased, equal in (("k3", True, True), ("k1", True, True), ("k3", False, False)):
-        config = ReferenceKlConfig(1.0, estimator, unbiased=unbiased)  # type: ignore[arg-type]
-        loss = kl_loss(TokenStats(log_prob_V, torch.ones(4)), batch, reference_V, config)
-        [found] = torch.autograd.grad(loss, logits_V, retain_graph=True)
-        assert torch.allclose(found, wanted, rtol=0, atol=1e-12) == equal
 
 
 TRAINED = ["1", "101", "11011101011", "1111", "00"]
@@ -219,65 +187,9 @@ def test_loss_and_gradient_equal_a_plain_loop(term: str, estimator: Estimator, m
             assert found_T[place].item() == pytest.approx(slope, rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_mean_gradient_over_a_policy_is_that_of_a_divergence(estimator: Estimator) -> None:
-    """sum_y pi(y) d k(y) / d logits: KL(pi || ref) for k2, KL(ref || pi) for k3, nothing for k1."""
-    torch.manual_seed(1)
-    logits_V = torch.randn(9, dtype=torch.float64, requires_grad=True)
-    reference_V = torch.log_softmax(torch.randn(9, dtype=torch.float64), 0)
-    log_pi_V = torch.log_softmax(logits_V, 0)
-    estimate_V = kl_estimate(log_pi_V, reference_V, estimator)
-    [found_V] = torch.autograd.grad((log_pi_V.detach().exp() * estimate_V).sum(), logits_V, retain_graph=True)
-    divergences = {
-        "k1": 0.0 * log_pi_V.sum(),
-        "k2": (log_pi_V.exp() * (log_pi_V - reference_V)).sum(),
-        "k3": (reference_V.exp() * (reference_V - log_pi_V)).sum(),
-    }
-    [expected_V] = torch.autograd.grad(divergences[estimator], logits_V)
-    torch.testing.assert_close(found_V, expected_V, rtol=1e-12, atol=1e-14)
-    mean = (log_pi_V.exp() * kl_estimate(log_pi_V, reference_V, estimator)).sum().item()
-    if estimator != "k2":
-        exact = (log_pi_V.exp() * (log_pi_V - reference_V)).sum().item()
-        assert mean == pytest.approx(exact, rel=1e-12)
-
-
-def test_k3_stays_finite_where_the_policy_has_lost_a_token() -> None:
-    """log q = 60: as at 20, without a gradient. At log q = -60 it is 59 and pulls back."""
-    log_prob_T = torch.tensor([-60.0, 0.0], dtype=torch.float64, requires_grad=True)
-    found_T = kl_estimate(log_prob_T, torch.tensor([0.0, -60.0], dtype=torch.float64), "k3")
-    found_T.sum().backward()
-    assert found_T.tolist() == pytest.approx([math.exp(20) - 21, 59.0])
-    assert log_prob_T.grad is not None
-    assert log_prob_T.grad.tolist() == pytest.approx([0.0, 1.0])
-
-
 def objective(config: ReferenceKlConfig, **algorithm: object) -> Objective:
     settings = AlgorithmConfig(loss="cispo", reference_kl=config, **algorithm)  # type: ignore[arg-type]
     return Objective(build_loss(settings), (), config)
-
-
-def test_the_objective_adds_the_penalty_with_the_weights_of_the_loss() -> None:
-    """pi = 1/2 = pi_old: the policy loss is -w log pi A. Tokens: pi_ref 1/4 (w 2), 1/2 (w 1), one masked.
-
-    k3: 0.5 - 1 + ln 2 and 0; beta 0.1. The mean is over the two tokens that count.
-    """
-    batch = pack([-2 * LN2, -LN2, -9.0], [2.0, 1.0, 5.0], [1.0, 1.0, 0.0])
-    plain, found = stats([-LN2] * 3), stats([-LN2] * 3)
-    without = Objective(build_loss(AlgorithmConfig(loss="cispo"))).token_fn(None, 0)(plain, batch)
-    config = ReferenceKlConfig(0.1)
-    one = objective(config)
-    sums = one.token_fn(None, 0)(found, batch)
-    penalty = 0.1 * 2.0 * (LN2 - 0.5)
-    assert (sums[0] - without[0]).item() == pytest.approx(penalty, rel=1e-6)
-    gradients = [
-        torch.autograd.grad(vector[0], s.log_prob_T)[0] for vector, s in ((without, plain), (sums, found))
-    ]
-    assert (gradients[1] - gradients[0]).tolist() == pytest.approx([0.1 * 2.0 * 0.5, 0.0, 0.0], abs=1e-6)
-    metrics = one.metrics(sums.detach(), None)
-    assert metrics["reference_kl/k1"] == pytest.approx(LN2 / 2)
-    assert metrics["reference_kl/k3"] == pytest.approx((LN2 - 0.5) / 2)
-    assert metrics["reference_kl/penalty"] == pytest.approx(penalty / 2)
-    assert metrics["policy/loss"] == pytest.approx((without[0].item() + penalty) / 2)
 
 
 def test_a_penalty_in_the_reward_leaves_the_loss_and_is_measured_at_the_old_policy() -> None:
@@ -303,6 +215,8 @@ def test_off_there_is_no_term_and_no_metric() -> None:
     names = {"reference_kl/k1", "reference_kl/k3", "reference_kl/penalty"}
     assert not names & set(one.metric_names())
     assert names <= set(objective(ReferenceKlConfig(0.1)).metric_names())
+    untaught = Objective(build_loss(AlgorithmConfig(loss="cispo")), distillation=DistillationConfig(0.0))
+    assert not any(name.startswith("distillation/") for name in untaught.metric_names())
 
 
 @pytest.mark.parametrize(
@@ -313,33 +227,3 @@ def test_the_penalty_of_a_response_is_a_sum_over_its_tokens(estimator: Estimator
     old_N, reference_N = torch.tensor([-LN2, -2 * LN2]), torch.tensor([-2 * LN2, -LN2])
     config = ReferenceKlConfig(0.5, estimator, "reward")
     assert response_penalty(old_N, reference_N, config) == pytest.approx(0.5 * expected, abs=1e-7)
-
-
-def test_distillation_is_a_policy_gradient_with_the_teachers_advantage() -> None:
-    """pi = 1/2, 1/4, a masked token; the teacher has 1/4, 1/2: k2 gives each w beta log(pi / pi_teacher)."""
-    batch = pack([0.0] * 3, [2.0, 1.0, 1.0], [1.0, 1.0, 0.0])
-    batch.teacher_log_prob_T.copy_(torch.tensor([-2 * LN2, -LN2, -50.0]))
-    found = stats([-LN2, -2 * LN2, -0.1])
-    loss = kl_loss(found, batch, batch.teacher_log_prob_T, DistillationConfig(0.5))
-    loss.backward()
-    assert loss.item() == pytest.approx(0.5 * (2 * LN2**2 / 2 + LN2**2 / 2), rel=1e-6)
-    assert found.log_prob_T.grad is not None
-    assert found.log_prob_T.grad.tolist() == pytest.approx([0.5 * 2 * LN2, -0.5 * LN2, 0.0], rel=1e-6)
-
-
-def test_an_objective_with_a_teacher_adds_its_term_and_reports_it() -> None:
-    """The reference's column is not the teacher's: each term reads its own."""
-    batch = pack([-7.0] * 2, [1.0, 3.0], [1.0, 1.0])
-    batch.teacher_log_prob_T.copy_(torch.tensor([-2 * LN2, -2 * LN2]))
-    found, config = stats([-LN2, -LN2]), AlgorithmConfig(loss="cispo")
-    plain = Objective(build_loss(config)).token_fn(None, 0)(found, batch)
-    objective = Objective(build_loss(config), distillation=DistillationConfig(0.1))
-    sums = objective.token_fn(None, 0)(found, batch)
-    term = 0.1 * (1 + 3) * LN2**2 / 2
-    assert (sums[0] - plain[0]).item() == pytest.approx(term, rel=1e-5)
-    metrics = objective.metrics(sums, None)
-    expected = {"k1": LN2, "k3": 0.5 - 1 + LN2, "loss": term / 2}
-    for name, value in expected.items():
-        assert metrics[f"distillation/{name}"] == pytest.approx(value, rel=1e-5)
-    off = Objective(build_loss(config), distillation=DistillationConfig(0.0))
-    assert not any(name.startswith("distillation/") for name in off.metric_names())

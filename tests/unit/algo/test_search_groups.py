@@ -7,20 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from bapo_megatron.algo.bapo import (
-    balanced,
-    fixed,
-    floored,
-    published_code,
-)
+from bapo_megatron.algo.bapo import balanced, fixed, floored, published_code
 from bapo_megatron.algo.bounds import BoundsConfig, low_values
 from bapo_megatron.algo.losses.clip import (
     ClipLoss,
     SearchResult,
     contribution_fn,
     group_of_sequences,
-    group_of_tokens,
-    search,
     search_groups,
 )
 from bapo_megatron.algo.objective import Objective
@@ -50,18 +43,6 @@ GROUPED = dataclasses.replace(balanced(), scope="micro_batch", bounds_tokens=60)
 )
 def test_the_rule(lengths: tuple[int, ...], bounds_tokens: int, groups: tuple[int, ...]) -> None:
     assert group_of_sequences(lengths, bounds_tokens) == groups
-
-
-def test_groups_hold_about_as_many_tokens_as_they_should() -> None:
-    lengths = tuple(int(n) for n in torch.randint(1, 100, (500,), generator=torch.Generator().manual_seed(0)))
-    groups = group_of_sequences(lengths, 1000)
-    assert list(groups) == sorted(groups)
-    sizes = [
-        sum(length for length, group in zip(lengths, groups, strict=True) if group == one)
-        for one in sorted(set(groups))
-    ]
-    assert len(sizes) == round(sum(lengths) / 1000)
-    assert max(abs(size - 1000) for size in sizes) < 150
 
 
 def stats_of(batch: MicroBatch) -> TokenStats:
@@ -210,48 +191,18 @@ def one_response(tokens: int, advantage: float) -> Sample:
     )
 
 
-def test_tokens_that_are_not_trained_on_belong_to_the_first_group(samples: list[Sample]) -> None:
-    for batch in packed(samples, 64):
-        group_T = group_of_tokens(batch, 60)
-        assert not group_T[batch.mask_T == 0].any()
-        groups = group_of_sequences(batch.trained_tokens, 60)
-        expected = [groups[sequence] for sequence in batch.sequence_T.tolist() if sequence >= 0]
-        assert group_T[batch.sequence_T >= 0].tolist() == expected
-
-
-def test_one_group_is_the_search_of_the_update(samples: list[Sample]) -> None:
-    packs = packed(samples, 96)
-    whole = dataclasses.replace(GROUPED, bounds_tokens=10**6)
-    sums = sum(contribution_fn(whole)(stats_of(one), one) for one in packs)
-    assert isinstance(sums, torch.Tensor)
-    exact = sum(contribution_fn(balanced())(stats_of(one), one) for one in packs)
-    assert isinstance(exact, torch.Tensor)
-    torch.testing.assert_close(sums, exact, rtol=1e-12, atol=1e-12)
-    assert search_groups(sums, whole)[0].bounds.low == search(exact, balanced()).bounds.low
-
-
-def test_fixed_bounds_need_no_groups() -> None:
-    config = dataclasses.replace(fixed(0.8, 1.2), scope="micro_batch", bounds_tokens=8)
-    loss = ClipLoss(AlgorithmConfig(bounds=config))
-    assert loss.search.known.bounds.low == 0.8
-
-
-def test_a_pack_that_does_not_know_the_lengths_is_refused(samples: list[Sample]) -> None:
+def test_sizes_that_make_no_sense_are_named(samples: list[Sample]) -> None:
+    for change, message in (
+        ({"bounds_tokens": 0, "scope": "micro_batch"}, "bounds_tokens=0 must be at least 1"),
+        ({"bounds_tokens": 9}, "bounds_tokens=9 sizes the searches of scope=micro_batch; with scope=update"),
+    ):
+        problems = list(dataclasses.replace(balanced(), **change).problems())
+        assert any(problem.startswith(message) for problem in problems), problems
+    fixed_bounds = dataclasses.replace(fixed(0.8, 1.2), scope="micro_batch", bounds_tokens=8)
+    assert ClipLoss(AlgorithmConfig(bounds=fixed_bounds)).search.known.bounds.low == 0.8
     batch = dataclasses.replace(packed(samples, 96)[0], trained_tokens=())
     with pytest.raises(ValueError, match="knows the lengths of 0 of 30 sequences"):
         contribution_fn(GROUPED)(stats_of(batch), batch)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"bounds_tokens": 0, "scope": "micro_batch"}, "bounds_tokens=0 must be at least 1"),
-        ({"bounds_tokens": 9}, "bounds_tokens=9 sizes the searches of scope=micro_batch; with scope=update"),
-    ],
-)
-def test_sizes_that_make_no_sense_are_named(change: dict[str, object], message: str) -> None:
-    problems = list(dataclasses.replace(balanced(), **change).problems())  # type: ignore[arg-type]
-    assert any(problem.startswith(message) for problem in problems), problems
 
 
 def test_the_floor_is_a_start() -> None:

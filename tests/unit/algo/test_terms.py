@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,14 @@ def test_the_entropy_bonus_by_hand() -> None:
 
 def test_the_kl_terms_are_added_beside_it() -> None:
     """k1 of 1 to the reference and of 2 to the teacher, of a token of weight 1 and one of 1/2."""
-    config = AlgorithmConfig(
-        bounds=fixed(0.8, 1.2),
+    config = replace(
+        terms("entropy_bonus", coefficient=0.1),
         reference_kl=ReferenceKlConfig(0.1, "k1"),
         distillation=DistillationConfig(1.0, "k1"),
-        terms=(PartConfig("entropy_bonus", {"coefficient": 0.1}),),
     )
     columns = {"reference_log_prob_T": torch.full((3,), -1.0), "teacher_log_prob_T": torch.full((3,), -2.0)}
-    batch = MicroBatch(**{**vars(BATCH), **columns})
-    update = UpdateLoss(config)
-    sums = update.objective.token_fn(update.objective.loss.search.known, 0)(stats(), batch)  # type: ignore[union-attr]
+    objective = UpdateLoss(config).objective
+    sums = objective.token_fn(objective.loss.search.known, 0)(stats(), replace(BATCH, **columns))  # type: ignore[union-attr]
     assert float(sums[0]) == pytest.approx(-0.5 - 0.4 + 1.5 * 0.1 + 1.5 * 2)
 
 

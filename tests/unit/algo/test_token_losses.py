@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.algo.bounds import fixed
 from bapo_megatron.algo.losses import Loss, LossTerms, build_loss
-from bapo_megatron.algo.losses.clip import ClipLoss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError
@@ -22,39 +20,6 @@ from tests.unit.algo.test_every_loss import TOKENS, update
 LN = math.log
 Literal = Callable[[float, float, float, float, float], float]
 """The objective of a token: of live log pi, stopped log pi, log pi_old, log pi_rollout and advantage."""
-
-
-class WithEntropy(ClipLoss):
-    """Fixed bounds and an entropy bonus, as a loss of a user may have one."""
-
-    def terms(self, stats: TokenStats, batch: MicroBatch, found: Any) -> LossTerms:
-        new_T = batch.advantage_T - 0.01 * stats.log_prob_T.detach()
-        return super().terms(stats, dataclasses.replace(batch, advantage_T=new_T), found)
-
-
-def test_an_entropy_bonus_is_a_loss_that_changes_the_advantages() -> None:
-    """On fresh data, of advantage 0, its gradient over all actions is that of the entropy."""
-    logits_A = torch.tensor([0.3, -1.0, 1.2], dtype=torch.float64, requires_grad=True)
-    log_prob_A = logits_A.log_softmax(0)
-    loss = WithEntropy(AlgorithmConfig(fixed(0.8, 1.2)))
-    assert loss.search is not None
-    old_A, zeros_A = log_prob_A.detach(), torch.zeros(3)
-    batch = MicroBatch.of(
-        (0, 3),
-        sequences=1,
-        mask_T=torch.ones(3),
-        weight_T=old_A.exp(),
-        advantage_T=zeros_A,
-        rollout_log_prob_T=old_A,
-        old_log_prob_T=old_A,
-        version_T=torch.zeros(3, dtype=torch.int32),
-        sequence_T=torch.zeros(3, dtype=torch.int64),
-    )
-    terms = loss.terms(TokenStats(log_prob_A, zeros_A), batch, loss.search.known)
-    [ours] = torch.autograd.grad(terms.loss, logits_A, retain_graph=True)
-    entropy = -(log_prob_A.exp() * log_prob_A).sum()
-    [expected] = torch.autograd.grad(-0.01 * entropy, logits_A)
-    assert ours == pytest.approx(expected, rel=1e-5)
 
 
 def sigmoid(x: float) -> float:
@@ -186,49 +151,6 @@ def metrics_of(loss: Loss, *args: Any) -> dict[str, float | None]:
 RATIOS, SIGNS = [0.5, 2.0, 0.5, 2.0], [1.0, 1.0, -1.0, -1.0]
 """A token in each quadrant of ratio and advantage."""
 
-FACTORS = {
-    "cispo": [0.5, 2.0, 0.5, 2.0],
-    # p = sigmoid(-1/2) and sigmoid(1), for A < 0 with 1.05: 4 p (1 - p) r
-    "sapo": [
-        2 * sigmoid(-0.5) * sigmoid(0.5),
-        8 * sigmoid(1) * sigmoid(-1),
-        2 * sigmoid(-0.525) * sigmoid(0.525),
-        8 * sigmoid(1.05) * sigmoid(-1.05),
-    ],
-    # from 1/10 to 2/10 the probability moves by less than 0.15, KL(1/10 || 2/10) is 0.037
-    "dppo_tv": [0.5, 2.0, 0.5, 2.0],
-    "dppo_kl": [0.5, 2.0, 0.5, 2.0],
-    "ce_gppo": [0.5, 1.2, 0.6, 2.0],
-    "aspo": [2.0, 0.0, 0.0, 2.0],
-    # widths 10^0.3 = 1.9953 times 1.03 and 1 / 1.03
-    "maspo": [
-        0.5,
-        2 * math.exp(-1 / 2 / (10**0.3 * 1.03) ** 2),
-        0.5 * math.exp(-0.25 / 2 / (10**0.3 / 1.03) ** 2),
-        2.0,
-    ],
-}
-CLIPPED = {"ce_gppo": [False, True, True, False], "aspo": [False, True, True, False]}
-
-
-@pytest.mark.parametrize("name", FACTORS)
-def test_the_four_quadrants_by_hand(name: str) -> None:
-    terms = terms_of(build(name), RATIOS, SIGNS)
-    assert terms.gradient_T.tolist() == pytest.approx(FACTORS[name])
-    assert terms.clipped_T.tolist() == CLIPPED.get(name, [False] * 4)
-
-
-def test_values_by_hand() -> None:
-    """The loss at r = 1/2 and 2 with A = 1, then with A = -1: of log pi, of the gate, of the bounds."""
-    log_probs = LN(0.05), LN(0.2)
-    assert float(terms_of(build("cispo"), RATIOS, SIGNS).loss) == pytest.approx(0.0)
-    alone = terms_of(build("cispo"), [0.5, 2.0], [1.0, 1.0])
-    assert float(alone.loss) == pytest.approx(-(0.5 * log_probs[0] + 2 * log_probs[1]))
-    alone = terms_of(build("sapo"), [0.5, 2.0], [1.0, 1.0])
-    assert float(alone.loss) == pytest.approx(-4 * (sigmoid(-0.5) + sigmoid(1)))
-    assert float(terms_of(build("ce_gppo"), RATIOS, SIGNS).loss) == pytest.approx(-(0.5 + 1.2 - 0.6 - 2))
-    assert float(terms_of(build("aspo"), RATIOS, SIGNS).loss) == pytest.approx(-(2 + 1 / 1.2 - 0.8 - 2))
-
 
 def test_cispo_bounds_the_weight_and_keeps_every_gradient() -> None:
     loss = build("cispo", ratio_low=0.8, ratio_high=1.2)
@@ -239,15 +161,6 @@ def test_cispo_bounds_the_weight_and_keeps_every_gradient() -> None:
     assert found["cispo/weight"] == pytest.approx(1.0)
     assert found["bapo/clip_fraction_high"] == pytest.approx(1 / 3)
     assert terms_of(build("cispo"), [9.0, 0.01], [1.0, 1.0]).gradient_T.tolist() == pytest.approx([5.0, 0.01])
-
-
-def test_a_masked_token_has_no_factor_and_is_not_clipped() -> None:
-    """Its ratio of 1 lies outside the bounds 2 and 3."""
-    stats, batch = tokens([1.0, 1.0], [1.0, 1.0])
-    batch.mask_T[1] = 0
-    terms = build("cispo", ratio_low=2.0, ratio_high=3.0).terms(stats, batch, None)
-    assert terms.clipped_T.tolist() == [True, False]
-    assert terms.gradient_T.tolist() == [2.0, 0.0]
 
 
 def test_sapo_has_a_gate_of_each_sign() -> None:
@@ -302,11 +215,9 @@ def test_dppo_is_anchored_to_the_policy_that_sampled(name: str) -> None:
 def test_the_divergence_of_a_certain_token_is_finite() -> None:
     """log pi = 0 in float32 for a token that the rollout had at 1 - 1e-7: no divergence, no mask."""
     stats, batch = tokens([1.0, 1.0], [1.0, -1.0], [0.9999999, 1.0])
-    stats.log_prob_T[0] = 0.0
-    stats.log_prob_T[1] = math.log1p(-1e-7)
+    stats.log_prob_T[:] = torch.tensor([0.0, math.log1p(-1e-7)])
     objective = Objective(build("dppo_kl"))
-    terms = objective.loss.terms(stats, batch, None)
-    assert terms.clipped_T.tolist() == [False, False]
+    assert objective.loss.terms(stats, batch, None).clipped_T.tolist() == [False, False]
     found = objective.metrics(objective.token_fn(None, 0)(stats, batch), None)
     assert 0 <= (found["dppo/divergence"] or 0) < 1e-6
 
@@ -370,16 +281,10 @@ def test_a_token_beyond_the_log_ratio_limit_has_no_gradient_and_a_finite_loss(na
         (
             "sapo",
             {"temperature": 2},
-            r"^algorithm.loss_settings.temperature=2: algorithm.loss=sapo has no such setting, is it "
-            r"temperature_positive[?]; its settings: temperature_positive: float above 0, default 1.0; "
-            r"temperature_negative: float above 0, default 1.05$",
+            r"^algorithm.loss_settings.temperature=2: .* temperature_positive[?]; its settings: "
+            r"temperature_positive: float above 0, default 1.0; .* default 1.05$",
         ),
-        (
-            "sapo",
-            {"temperature_positive": 0},
-            r"^algorithm.loss_settings.temperature_positive=0 must be above 0; algorithm.loss=sapo takes "
-            r"temperature_positive: float above 0, default 1.0$",
-        ),
+        ("sapo", {"temperature_positive": 0}, r"=0 must be above 0; algorithm.loss=sapo takes temp"),
         ("sapo", {"temperature_positive": math.inf}, r"temperature_positive=inf is not a finite number; "),
         ("sapo", {"temperature_positive": "1"}, r"temperature_positive='1' must be a number; .* float"),
         ("sapo", {"temperature_positive": True}, r"temperature_positive=True must be a number"),
@@ -392,12 +297,7 @@ def test_a_token_beyond_the_log_ratio_limit_has_no_gradient_and_a_finite_loss(na
         ("maspo", {"alpha": -1}, r"alpha=-1 must be at least 0"),
     ],
 )
-def test_settings_that_a_loss_does_not_take_are_refused(
-    name: str, settings: dict[str, Any], message: str
-) -> None:
+def test_settings_that_no_loss_takes_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(name, **settings)
-
-
-def test_a_setting_may_be_a_whole_number() -> None:
     assert terms_of(build("cispo", ratio_high=2), [3.0], [1.0]).gradient_T.tolist() == [2.0]

@@ -165,19 +165,12 @@ def test_the_end_of_the_run_ends_the_command_and_the_next_start_runs_it_again(ru
     assert again.kinds() == [("started", 2), ("done", 2), ("started", 4), ("done", 4)]
 
 
-def test_a_damaged_state_file_runs_every_hook_again(run: Path, log: Path) -> None:
-    (run / "after_export.json").write_text("[]")
+def test_a_damaged_state_file_and_words_that_are_no_shell_code(tmp_path: Path, log: Path) -> None:
+    run = tmp_path / "a b; touch hacked"
     folder(run / "exports/step_000002")
+    (run / "after_export.json").write_text("[]")
     owner = Owner(run, noting(log))
     owner.after.resume()
     owner.wait()
     assert owner.kinds() == [("started", 2), ("done", 2)]
-
-
-def test_words_of_a_run_are_no_shell_code(tmp_path: Path, log: Path) -> None:
-    run = tmp_path / "a b; touch hacked"
-    run.mkdir()
-    owner = Owner(run, noting(log))
-    owner.export(2)
-    owner.wait()
     assert log.read_text() == f"{run}/exports/step_000002 2 my-run/x\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -39,6 +38,10 @@ def folder_of(store: CheckpointStore) -> Path:
     return store._paths.checkpoints
 
 
+def names_of(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in folder_of(store).iterdir())
+
+
 def latest_of(store: CheckpointStore) -> Checkpoint | None:
     return latest_checkpoint(store._paths)
 
@@ -48,18 +51,6 @@ def test_the_newest_is_found_with_its_state(store: CheckpointStore) -> None:
     assert latest is not None
     assert (latest.step, latest.trainer) == (20, {"version": 80})
     assert (latest.policy / "deep/weights.bin").read_bytes() == b"weights of 20"
-
-
-def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert latest_checkpoint(RunPaths(tmp_path)) is None
-
-
-def test_old_ones_are_deleted_and_zero_keeps_all(store: CheckpointStore, tmp_path: Path) -> None:
-    save(store, 30, write_policy(b"x"), {})
-    assert sorted(path.name for path in folder_of(store).iterdir()) == ["step_000020", "step_000030"]
-    keeper = CheckpointStore(RunPaths(tmp_path), CheckpointConfig(keep_last=0))
-    save(keeper, 40, write_policy(b"x"), {})
-    assert len(list(folder_of(keeper).iterdir())) == 3
 
 
 def flip_a_bit(folder: Path) -> None:
@@ -74,20 +65,16 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def break_manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_text((folder / "manifest.json").read_text()[:40])
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         flip_a_bit,
         truncate,
-        break_manifest,
+        lambda folder: (folder / "manifest.json").write_text('{"files": '),
+        lambda folder: (folder / "manifest.json").write_text('["no", "manifest"]'),
         lambda folder: (folder / "manifest.json").unlink(),
         lambda folder: (folder / "trainer.json").unlink(),
         lambda folder: (folder / "policy/deep/weights.bin").unlink(),
-        lambda folder: (folder / "manifest.json").write_text(json.dumps(["no", "manifest"])),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_with_a_message(
@@ -99,17 +86,15 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(
     assert latest.step == 10
     [why] = latest.passed_over
     assert why.startswith(f"{folder_of(store)}/step_000020: ")
-    assert f"passing over {why}" in (printed := capsys.readouterr().out)
-    assert "step_000020" in printed
+    assert f"passing over {why}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "trainer.json", "weights.bin"])
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
-        *((number, StorageFailed) for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)),
-        *((number, StorageFailed) for number in (errno.ENOTCONN, errno.EMFILE)),
-        *((number, ConfigError) for number in (errno.EACCES, errno.EPERM)),
+        *((number, StorageFailed) for number in (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EMFILE)),
+        (errno.EACCES, ConfigError),
     ],
 )
 def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(
@@ -142,6 +127,19 @@ def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(
     assert latest_of(store).step == 20
 
 
+def test_an_unreadable_link_is_no_damage(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.stat
+
+    def failing(path: Any, *rest: Any, **more: Any) -> os.stat_result:
+        if str(path).endswith("step_000020/policy/deep/weights.bin"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(StorageFailed, match="Stale file handle"), writing("a file", folder_of(store)):
+        latest_of(store)
+
+
 @pytest.mark.parametrize(
     ("number", "kind"),
     [(errno.EACCES, ConfigError), (errno.EIO, StorageFailed), (errno.ESTALE, StorageFailed)],
@@ -163,21 +161,6 @@ def test_checkpoints_that_cannot_be_listed_are_no_new_run(
         latest_of(store)
     with pytest.raises(kind, match=rf"list of checkpoints could not be read at .*{os.strerror(number)}"):
         clear_leftovers(store._paths)
-
-
-def test_a_link_that_cannot_be_looked_at_is_no_damage_either(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.stat
-
-    def failing(path: Any, *rest: Any, **more: Any) -> os.stat_result:
-        if str(path).endswith("step_000020/policy/deep/weights.bin"):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return real(path, *rest, **more)
-
-    monkeypatch.setattr(os, "stat", failing)
-    with pytest.raises(StorageFailed, match="Stale file handle"), writing("a file", folder_of(store)):
-        latest_of(store)
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
@@ -343,35 +326,27 @@ def test_one_within_a_step_comes_after_the_step_before_and_before_its_own(store:
     assert latest_of(store).moment == (21, 0)
 
 
-def test_the_best_are_kept(tmp_path: Path) -> None:
-    """Of steps 10 to 50 the newest, and the two with the highest scores; of equal ones the later."""
-    store = CheckpointStore(RunPaths(tmp_path), CheckpointConfig(keep_last=1, keep_best=2))
-    for step, score in ((10, 0.5), (20, 0.7), (30, 0.5), (40, None), (50, 0.1)):
-        save(store, step, write_policy(b"x"), {})
-        if score is not None:
-            store.record_score(step, score)
-    names = sorted(path.name for path in folder_of(store).iterdir())
-    assert names == ["step_000020", "step_000030", "step_000050"]
-
-
-def test_scores_of_the_run_before_count(tmp_path: Path) -> None:
-    store = CheckpointStore(
-        RunPaths(tmp_path), CheckpointConfig(keep_last=1, keep_best=1), scores={10: 0.5, 20: 0.4}
-    )
-    for step in (10, 20, 30):
-        save(store, step, write_policy(b"x"), {})
-    assert sorted(path.name for path in folder_of(store).iterdir()) == ["step_000010", "step_000030"]
-
-
-def test_milestones_are_kept_for_ever(tmp_path: Path) -> None:
-    store = CheckpointStore(RunPaths(tmp_path), CheckpointConfig(keep_last=1, keep_every=20))
+@pytest.mark.parametrize(
+    ("kept", "before", "scores", "steps"),
+    [
+        # The newest, and the two with the highest scores; of equal ones the later.
+        ({"keep_best": 2}, {}, {10: 0.5, 20: 0.7, 30: 0.5, 50: 0.1}, [20, 30, 50]),
+        ({"keep_best": 1}, {10: 0.5, 20: 0.4}, {}, [10, 50]),  # scores of the run before count
+        ({"keep_every": 20}, {}, {}, [20, 40, 50]),
+        ({"keep_last": 2}, {}, {}, [40, 50]),
+        ({"keep_last": 0}, {}, {}, [10, 20, 30, 40, 50]),
+    ],
+)
+def test_which_are_kept(
+    kept: dict[str, int], before: dict[int, float], scores: dict[int, float], steps: list[int], tmp_path: Path
+) -> None:
+    config = CheckpointConfig(**{"keep_last": 1, **kept})
+    store = CheckpointStore(RunPaths(tmp_path), config, scores=before)
     for step in (10, 20, 30, 40, 50):
         save(store, step, write_policy(b"x"), {})
-    assert sorted(path.name for path in folder_of(store).iterdir()) == [
-        "step_000020",
-        "step_000040",
-        "step_000050",
-    ]
+        if step in scores:
+            store.record_score(step, scores[step])
+    assert names_of(store) == [f"step_{step:06d}" for step in steps]
 
 
 def test_a_milestone_that_was_passed_over_goes(tmp_path: Path) -> None:

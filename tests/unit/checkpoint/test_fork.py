@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,7 @@ def test_it_begins_at_the_checkpoint_and_leaves_the_other_run_alone(
     assert weights(child) == b"weights of %d" % found
 
 
-def test_a_checkpoint_within_a_step_is_named_and_passed_over(
-    parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_within_a_step_is_named(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fork(parent, tmp_path / "child")
     assert "at step 20 (its newest lies within step 21)" in capsys.readouterr().out
     for step in (10, 20):
@@ -104,69 +102,61 @@ def test_a_checkpoint_within_a_step_is_named_and_passed_over(
         fork(parent, tmp_path / "other")
 
 
-def test_where_no_link_is_possible_it_is_copied(
-    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", refuse)
+def test_without_links_it_is_copied(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", lambda *_: _fail(errno.EXDEV))
     fork(parent, tmp_path / "child")
     file = "checkpoints/step_000020/policy/deep/weights.bin"
     assert weights(tmp_path / "child") == b"weights of 20"
     assert not os.path.samefile(tmp_path / "child" / file, parent / file)
 
 
+def _fail(number: int) -> None:
+    raise OSError(number, os.strerror(number))
+
+
 class Death(BaseException):
     """The process has ended, and cleans nothing up."""
 
 
-@pytest.mark.parametrize("moment", ["link 1", "link 2", "link 3", "sync", "check", "record", "name", "named"])
-def test_a_kill_leaves_nothing_that_is_taken_for_a_run(
+PARTS = {"sync": "sync_folder", "check": "read_checkpoint", "record": "write_fork"}
+
+
+@pytest.mark.parametrize("moment", ["link 1", "link 2", "link 3", *PARTS, "name", "named"])
+def test_a_kill_leaves_no_run(
     moment: str, parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child, what, links = tmp_path / "child", moment.split()[0], []
-    link, rename = forks._link, Path.rename
+    child, links, link, rename = tmp_path / "child", [], forks._link, Path.rename
 
     def die(*_: Any, **__: Any) -> Any:
         raise Death
 
     def link_or_die(source: Path, target: Path) -> None:
         links.append(target)
-        if len(links) == int(moment.split()[1]):
+        if moment == f"link {len(links)}":
             raise Death
         link(source, target)
 
     def rename_and_die(path: Path, target: Path) -> None:
-        if what == "named":
+        if moment == "named":
             rename(path, target)
         raise Death
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(Death):
         patch.setattr(forks, "remove_folder", lambda *_, **__: None)
         patch.setattr(forks, "READERS", 1)
-        match what:
-            case "link":
-                patch.setattr(forks, "_link", link_or_die)
-            case "sync":
-                patch.setattr(forks, "sync_folder", die)
-            case "check":
-                patch.setattr(forks, "read_checkpoint", die)
-            case "record":
-                patch.setattr(forks, "write_fork", die)
-            case _:
-                patch.setattr(Path, "rename", rename_and_die)
-        with pytest.raises(Death):
-            fork(parent, child, 10)
-    if what == "named":
+        patch.setattr(forks, "_link", link_or_die)
+        if moment in PARTS:
+            patch.setattr(forks, PARTS[moment], die)
+        if moment.startswith("name"):
+            patch.setattr(Path, "rename", rename_and_die)
+        fork(parent, child, 10)
+    if moment == "named":
         check_fork(config_of(child), None)  # it is whole: it continues without the flag
     else:
         assert latest_checkpoint(RunPaths(child)) is None
         assert not (child / "config.json").exists()
-    if what == "name":
-        with pytest.raises(
-            ConfigError, match=rf"holds no checkpoint \(yet\): give --fork {parent}:10 to make it"
-        ):
+    if moment == "name":
+        with pytest.raises(ConfigError, match=rf"give --fork {parent}:10 to make it"):
             check_fork(config_of(child), None)
     fork(parent, child, 10)
     assert weights(child) == b"weights of 10"
@@ -176,20 +166,19 @@ def test_a_kill_leaves_nothing_that_is_taken_for_a_run(
     assert (made.origin.run, made.origin.step) == (str(parent), 10)
 
 
-def test_begun_at_the_newest_it_stays_there_though_the_other_run_goes_on(
-    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def go_on(parent: Path, content: bytes, **config: int) -> None:
+    """The other run makes the checkpoint of step 30."""
+    store = CheckpointStore(RunPaths(parent), CheckpointConfig(**{"keep_last": 0, **config}), (20, 3))
+    save(store, 30, write_policy(content), {})
+
+
+def test_it_stays_where_it_has_begun(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is queued again says the same, and there is a newer checkpoint by then."""
     child = tmp_path / "child"
     with monkeypatch.context() as patch, pytest.raises(Death):
         patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(Death))
         fork(parent, child)
-    save(
-        CheckpointStore(RunPaths(parent), CheckpointConfig(keep_last=0), (20, 3)),
-        30,
-        write_policy(b"later"),
-        {},
-    )
+    go_on(parent, b"later")
     fork(parent, child)
     assert weights(child) == b"weights of 20"
     fork(parent, child)
@@ -200,12 +189,7 @@ def test_begun_at_the_newest_it_stays_there_though_the_other_run_goes_on(
 
 
 def test_a_full_disk_is_one_message_and_leaves_its_room(parent: Path, tmp_path: Path) -> None:
-    save(
-        CheckpointStore(RunPaths(parent), CheckpointConfig(keep_last=0), (20, 3)),
-        30,
-        write_policy(os.urandom(200_000)),
-        {},
-    )
+    go_on(parent, os.urandom(200_000))
     with small_disk(tmp_path / "disk", 400) as disk:
         child = disk / "child"
         child.mkdir()
@@ -218,61 +202,41 @@ def test_a_full_disk_is_one_message_and_leaves_its_room(parent: Path, tmp_path: 
         assert len(weights(child)) == 200_000
 
 
-def flip(folder: Path) -> None:
-    (folder / "policy/deep/weights.bin").write_bytes(b"Weights of 20")
-
-
-def cut(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-
-
-def lose(folder: Path) -> None:
-    (folder / "trainer.json").unlink()
-
-
 @pytest.mark.parametrize(
-    ("damage", "why"),
+    ("file", "content", "why"),
     [
-        (flip, "policy/deep/weights.bin differs from the manifest"),
-        (cut, "it has no manifest"),
-        (lose, "trainer.json"),
+        ("policy/deep/weights.bin", b"Weights of 20", "policy/deep/weights.bin differs from the manifest"),
+        ("manifest.json", None, "it has no manifest"),
+        ("trainer.json", None, "trainer.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_not_taken(
-    damage: Callable[[Path], None], why: str, parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, content: bytes | None, why: str, parent: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    damage(parent / "checkpoints/step_000020")
+    path = parent / "checkpoints/step_000020" / file
+    path.unlink()
+    if content:
+        path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"no whole checkpoint of step 20 .*{why}.*of the steps 10"):
         fork(parent, tmp_path / "a", 20)
     assert not (tmp_path / "a/fork.json").exists()
     fork(parent, tmp_path / "b")
     assert weights(tmp_path / "b") == b"weights of 10"
-    said = capsys.readouterr().out
-    assert "passing over the checkpoint of step 20: " in said
-    assert why in said
+    assert "passing over the checkpoint of step 20: " in capsys.readouterr().out
 
 
-def test_the_other_run_may_delete_it_meanwhile(
-    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_may_be_deleted_meanwhile(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link, newest = forks._link, parent / "checkpoints/step_000020"
 
     def late(source: Path, target: Path) -> None:
         if newest.exists() and source.name == "trainer.json":
-            save(
-                CheckpointStore(RunPaths(parent), CheckpointConfig(keep_last=1), (20, 3)),
-                30,
-                write_policy(b"new"),
-                {},
-            )
+            go_on(parent, b"new", keep_last=1)
         link(source, target)
 
     monkeypatch.setattr(forks, "_link", late)
     kept = parent.with_name("kept")
     shutil.copytree(parent, kept)
-    with pytest.raises(
-        ConfigError, match="step 20: its run has deleted it; there are checkpoints of the steps 30"
-    ):
+    with pytest.raises(ConfigError, match="step 20: its run has deleted it; .* of the steps 30"):
         make_fork(config_of(tmp_path / "a"), ForkSource(parent, 20))
     shutil.rmtree(parent)
     kept.rename(parent)
@@ -289,48 +253,60 @@ def test_a_link_out_of_the_checkpoint_is_not_followed(parent: Path, tmp_path: Pa
         fork(parent, tmp_path / "child", 20)
 
 
-def test_invalid_forks_are_refused_before_the_start(parent: Path, tmp_path: Path) -> None:
-    def refused(source: ForkSource, directory: Path, message: str, steps: int = 40) -> None:
-        with pytest.raises(ConfigError, match=message):
-            check_fork(config_of(directory, steps), source)
-
-    new = tmp_path / "new"
-    refused(
-        ForkSource(parent, 15), new, "no whole checkpoint of step 15 can be taken; .* of the steps 10, 20"
-    )
-    refused(
-        ForkSource(tmp_path / "nothing", None), new, "nothing is not a run directory: it has no config.json"
-    )
-    refused(ForkSource(parent, None), parent, "that is this run's own directory; give a new --run-dir")
-    refused(ForkSource(parent, None), new, "that of step 20, and steps=20: nothing would be left", steps=20)
-    for trace in ("config.json", "metrics.jsonl", "journal", "checkpoints/step_000003"):
-        other = tmp_path / trace.replace("/", "-")
-        (other / trace).mkdir(parents=True)
-        refused(ForkSource(parent, None), other, "is a run already, which is not a fork of it")
-    (tmp_path / "logs-alone/logs").mkdir(parents=True)  # those of a Slurm job, which begins before its run
-    check_fork(config_of(tmp_path / "logs-alone"), ForkSource(parent, None))
-    check_fork(config_of(new), None)
-    assert not new.exists()
-
-
-def test_a_model_of_another_shape_is_refused_and_named(parent: Path, tmp_path: Path) -> None:
-    wider = tmp_path / "wider"
-    shutil.copytree(POLICY, wider)
-    shape = json.loads((wider / "config.json").read_text())
-    told = f"hidden {shape['hidden_size']}, here {2 * shape['hidden_size']}"
-    (wider / "config.json").write_text(json.dumps({**shape, "hidden_size": 2 * shape["hidden_size"]}))
-    config = replace(config_of(tmp_path / "child"), model=ModelConfig(wider))
-    with pytest.raises(
-        ConfigError, match=rf"do not fit model.hf_path={wider} \({told}.*the shape of the model"
-    ):
-        check_fork(config, ForkSource(parent, None))
-    (wider / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 99999}))
-    check_fork(config, ForkSource(parent, None))
-
-
-def test_checkpoints_that_may_not_be_listed_are_named(
-    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("run", "step", "steps", "child", "says"),
+    [
+        ("parent", 15, 40, "new", "no whole checkpoint of step 15 can be taken; .* of the steps 10, 20"),
+        ("nothing", None, 40, "new", "nothing is not a run directory: it has no config.json"),
+        ("parent", None, 40, "parent", "that is this run's own directory"),
+        ("parent", None, 20, "new", "that of step 20, and steps=20: nothing would be left"),
+        *(
+            ("parent", None, 40, trace, "is a run already, which is not a fork of it")
+            for trace in ("config.json", "metrics.jsonl", "journal", "checkpoints/step_000003")
+        ),
+    ],
+)
+def test_invalid_forks_are_refused_before_the_start(
+    run: str, step: int | None, steps: int, child: str, says: str, parent: Path, tmp_path: Path
 ) -> None:
+    directory = tmp_path / child.replace("/", "-")
+    if child not in ("new", "parent"):
+        (directory / child).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=says):
+        check_fork(config_of(directory, steps), ForkSource(tmp_path / run, step))
+    assert not (tmp_path / "new").exists()
+
+
+def test_logs_of_a_job_that_begins_before_its_run_are_no_run(parent: Path, tmp_path: Path) -> None:
+    (tmp_path / "child/logs").mkdir(parents=True)
+    check_fork(config_of(tmp_path / "child"), ForkSource(parent, None))
+    check_fork(config_of(tmp_path / "new"), None)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "told"),
+    [
+        ("qwen2", {"hidden_size": 96}, "hidden 48, here 96"),
+        ("qwen3_moe", {"num_experts": 7}, "experts 5, here 7"),
+        ("qwen3_moe", {"moe_intermediate_size": 32}, "width of an expert 24, here 32"),
+        ("qwen2", {"max_position_embeddings": 99999}, None),
+    ],
+)
+def test_a_model_of_another_shape_is_refused_and_named(
+    family: str, change: dict[str, int], told: str | None, parent: Path, tmp_path: Path
+) -> None:
+    """Else the first to find out is every rank, with its GPU's memory full of the wrong model."""
+    for name, values in {"theirs": {}, "ours": change}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config_of_model(family, **values)))
+    store_config(replace(config_of(parent), model=ModelConfig(tmp_path / "theirs")))
+    config = replace(config_of(tmp_path / "child"), model=ModelConfig(tmp_path / "ours"))
+    says = rf"do not fit model.hf_path={tmp_path}/ours \({told}"
+    with pytest.raises(ConfigError, match=says) if told else nullcontext():
+        check_fork(config, ForkSource(parent, None))
+
+
+def test_checkpoints_may_not_be_listed(parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's run, from which people fork."""
 
     def listdir(path: Path) -> list[str]:
@@ -342,26 +318,6 @@ def test_checkpoints_that_may_not_be_listed_are_named(
     monkeypatch.setattr(os, "listdir", listdir)
     with pytest.raises(ConfigError, match=r"list of checkpoints could not be read at .*parent/checkpoints"):
         check_fork(config_of(tmp_path / "child"), ForkSource(parent, None))
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"num_experts": 7}, "experts 5, here 7"),
-        ({"moe_intermediate_size": 32}, "width of an expert 24, here 32"),
-    ],
-)
-def test_other_experts_are_refused_before_the_start(
-    change: dict[str, int], told: str, parent: Path, tmp_path: Path
-) -> None:
-    """Else the first to find out is every rank, with its GPU's memory full of the wrong model."""
-    for name, values in {"theirs": {}, "ours": change}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config_of_model("qwen3_moe", **values)))
-    store_config(replace(config_of(parent), model=ModelConfig(tmp_path / "theirs")))
-    config = replace(config_of(tmp_path / "child"), model=ModelConfig(tmp_path / "ours"))
-    with pytest.raises(ConfigError, match=rf"do not fit model.hf_path={tmp_path}/ours \({told}\)"):
-        check_fork(config, ForkSource(parent, None))
 
 
 def test_run_and_step_are_told_apart(tmp_path: Path) -> None:
@@ -407,19 +363,16 @@ def test_settings_decide_which_state_a_fork_may_differ_in(parent: Path, tmp_path
     made, same = read_fork(child), config_of(child)
     assert made is not None
     assert (may_differ(same, made), changed_data(same, made)) == ({"sampler"}, None)
-    schedule = replace(same, steps=50)
-    assert may_differ(schedule, made) == {"sampler", "learning_rate"}
+    assert may_differ(replace(same, steps=50), made) == {"sampler", "learning_rate"}
     cooler = replace(same, rollout=replace(same.rollout, temperature=0.5))
     assert may_differ(cooler, made) == {"sampler", "canary"}
     found = changed_data(replace(same, data=DataConfig(Path("e.jsonl"))), made)
     assert found == "data.path is e.jsonl, and was d.jsonl"
-    assert changed_data(replace(same, data=DataConfig(Path("d.jsonl").absolute())), made) is None
-    assert changed_data(replace(same, data=DataConfig(Path("d.jsonl"), max_prompt_tokens=7)), made) is None
+    for data in (DataConfig(Path("d.jsonl").absolute()), DataConfig(Path("d.jsonl"), max_prompt_tokens=7)):
+        assert changed_data(replace(same, data=data), made) is None
 
 
-def test_sources_are_the_same_where_only_their_rewards_and_the_spelling_of_paths_differ(
-    parent: Path, tmp_path: Path
-) -> None:
+def test_sources_may_differ_in_rewards_and_spelling(parent: Path, tmp_path: Path) -> None:
     """Neither decides which prompt comes when; a weight and another file do."""
 
     def with_sources(*sources: SourceConfig) -> RunConfig:

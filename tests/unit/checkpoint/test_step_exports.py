@@ -17,15 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
-import torch.distributed as dist
 
 from bapo_megatron.checkpoint.exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.commands.train import wait_for_exports
-from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
+from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import Preempted
 from bapo_megatron.interfaces import Saving
-from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.flow_control import finalize_checkpoint
@@ -35,6 +33,9 @@ from tests.support.checkpoint_models import folder_bytes, save_random_model
 from tests.support.processes import keep_priority
 from tests.support.runs import Asked, run_of
 from tests.support.saves import Written, save
+from tests.support.small_steps import run_config
+
+pytestmark = pytest.mark.usefixtures("one_process_group")
 
 BIG = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 5000}
 """About 120 MB, which keeps a process busy for a while."""
@@ -44,13 +45,6 @@ DEADLINE_S = 120.0
 @pytest.fixture(autouse=True)
 def _kept_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_priority(monkeypatch)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -154,21 +148,20 @@ def test_an_export_is_the_model_to_the_bit_with_all_its_files(owner: Owner, mode
     assert done["path"] == str(owner.paths.step_export(10))
     assert 0 < done["seconds"] < DEADLINE_S
     assert folder_bytes(Path(done["path"])) == folder_bytes(model)
+    assert json.loads(json.dumps(owner.events)) == owner.events
 
 
-def test_steps_between_are_not_exported(owner: Owner) -> None:
-    for step in (5, 15):
+@pytest.mark.parametrize(("every", "steps"), [(10, (5, 15)), (0, (10,))])
+def test_other_steps_are_not_exported(
+    every: int, steps: tuple[int, ...], tmp_path: Path, model: Path, policy: Path
+) -> None:
+    owner = Owner(tmp_path, model, policy, every=every)
+    for step in steps:
         owner.reach(step)
-    assert owner.events == []
-    assert not owner.paths.step_exports.exists()
-
-
-def test_zero_exports_nothing(tmp_path: Path, model: Path, policy: Path) -> None:
-    owner = Owner(tmp_path, model, policy, every=0)
-    owner.reach(10)
     owner.exports.resume(owner.store.steps())
     owner.exports.close()
     assert owner.events == []
+    assert not owner.paths.step_exports.exists()
 
 
 _WAITS_WHEN_IT_IS_NICE = """
@@ -178,30 +171,6 @@ os.setpriority = lambda *arguments: (set_priority(*arguments), signal.pause())
 """
 
 
-@pytest.fixture
-def endless(owner: Owner, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Owner:
-    """Step 10 has a checkpoint; an export waits for ever once it has lowered its priority."""
-    save(owner.store, 10, copy_of(policy), {})
-    (tmp_path / "hooks").mkdir()
-    (tmp_path / "hooks/sitecustomize.py").write_text(_WAITS_WHEN_IT_IS_NICE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hooks"))
-    return owner
-
-
-def wait_for_niceness(child: psutil.Process) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while child.nice() != 19:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_the_export_process_has_the_lowest_priority(endless: Owner) -> None:
-    endless.exports.offer(10)
-    [child] = exporters()
-    wait_for_niceness(child)
-    assert child.nice() == 19
-
-
 def test_the_export_process_imports_no_torch() -> None:
     """Or it would take a second copy of half a gigabyte beside every trainer."""
     module = "bapo_megatron.checkpoint.exports"
@@ -209,12 +178,8 @@ def test_the_export_process_imports_no_torch() -> None:
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
 
 
-def test_signals_to_the_runs_processes_are_not_meant_for_it(halted: psutil.Process) -> None:
-    """Slurm tells all of a task's process group to save."""
-    assert os.getpgid(halted.pid) == halted.pid
-
-
 def test_its_checkpoint_stays_as_long_as_it_is_read(owner: Owner, halted: psutil.Process) -> None:
+    assert os.getpgid(halted.pid) == halted.pid  # Slurm tells all of a task's process group to save
     for step in (15, 25):
         owner.reach(step)
     assert owner.checkpoints() == ["step_000010", "step_000025"]
@@ -225,9 +190,7 @@ def test_its_checkpoint_stays_as_long_as_it_is_read(owner: Owner, halted: psutil
     assert owner.checkpoints() == ["step_000035"]
 
 
-def test_one_at_a_time_and_the_newest_of_those_that_wait(
-    owner: Owner, halted: psutil.Process, model: Path
-) -> None:
+def test_one_at_a_time_then_the_newest(owner: Owner, halted: psutil.Process, model: Path) -> None:
     for step in (20, 30, 40):
         owner.reach(step)
         assert [child.pid for child in exporters()] == [halted.pid]
@@ -245,26 +208,23 @@ def test_one_at_a_time_and_the_newest_of_those_that_wait(
     assert folder_bytes(owner.paths.step_export(40)) == folder_bytes(model)
 
 
+@pytest.mark.parametrize("killed", [False, True])
 def test_a_failure_is_an_event_and_the_next_one_goes_on(
-    owner: Owner, halted: psutil.Process, capfd: pytest.CaptureFixture[str]
+    owner: Owner, halted: psutil.Process, killed: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     owner.reach(20)
-    (owner.paths.checkpoints / "step_000010/policy/common.pt").unlink()
-    halted.resume()
+    if killed:
+        halted.kill()
+    else:
+        (owner.paths.checkpoints / "step_000010/policy/common.pt").unlink()
+        halted.resume()
     owner.wait()
     failed = owner.events[-3]
     assert (failed["kind"], failed["step"]) == ("export_failed", 10)
-    assert "common.pt" in failed["message"]
+    assert ("it ended with exit code -9" if killed else "common.pt") in failed["message"]
     assert "warning: the export of step 10 has failed: " in capfd.readouterr().err
     assert owner.kinds()[-2:] == [("export_started", 20), ("export_done", 20)]
     assert not owner.paths.step_export(10).exists()
-
-
-def test_a_process_that_is_killed_is_a_failure_too(owner: Owner, halted: psutil.Process) -> None:
-    halted.kill()
-    owner.wait()
-    assert owner.kinds()[-1] == ("export_failed", 10)
-    assert owner.events[-1]["message"] == "it ended with exit code -9"
 
 
 def test_a_step_that_was_made_again_is_exported_again(owner: Owner) -> None:
@@ -285,9 +245,7 @@ def test_a_step_that_was_made_again_is_exported_again(owner: Owner) -> None:
     assert [path.name for path in owner.paths.step_exports.iterdir()] == ["step_000010"]
 
 
-def test_a_continued_run_makes_the_newest_two_that_are_missing(
-    tmp_path: Path, model: Path, policy: Path
-) -> None:
+def test_a_continued_run_makes_two_missing_ones(tmp_path: Path, model: Path, policy: Path) -> None:
     before = Owner(tmp_path, model, policy, every=0, keep_last=0)
     for step in (5, 10, 20, 30, 40):
         before.reach(step)
@@ -319,16 +277,6 @@ def test_a_leftover_that_cannot_be_deleted_does_not_end_the_start(
     monkeypatch.setattr(shutil, "rmtree", busy)
     Owner(tmp_path, model, policy).exports.resume([])
     assert f"warning: {leftover} could not be deleted" in capsys.readouterr().err
-
-
-def test_checkpoints_that_were_passed_over_are_not_exported(
-    tmp_path: Path, model: Path, policy: Path
-) -> None:
-    before = Owner(tmp_path, model, policy, every=0, keep_last=0)
-    for moment in ((10, 0), (10, 3), (20, 0)):
-        before.store.begin(moment, {"policy": copy_of(policy)}, {})
-        before.store.finalize(wait=True)
-    assert Owner(tmp_path, model, policy, newest=(10, 3)).store.steps() == [10]
 
 
 def test_closing_leaves_nothing_half_written(tmp_path: Path) -> None:
@@ -367,9 +315,18 @@ def trainer(run_dir: Path, model: Path) -> Iterator[psutil.Process]:
         os.kill(process.pid, signal.SIGKILL)
 
 
-def test_it_does_not_outlive_the_trainer(endless: Owner, tmp_path: Path, model: Path) -> None:
+def test_it_has_the_lowest_priority_and_does_not_outlive_the_trainer(
+    tmp_path: Path, model: Path, owner: Owner, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(owner.store, 10, copy_of(policy), {})
+    (tmp_path / "hooks").mkdir()
+    (tmp_path / "hooks/sitecustomize.py").write_text(_WAITS_WHEN_IT_IS_NICE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hooks"))
     with trainer(tmp_path, model) as child:
-        wait_for_niceness(child)
+        deadline = time.monotonic() + DEADLINE_S
+        while child.nice() != 19:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     child.wait(DEADLINE_S)
     assert not child.is_running()
 
@@ -403,18 +360,14 @@ def test_a_kill_of_the_trainer_at_any_moment_ends_it_and_the_next_run_makes_it_w
     owner.exports.close()
 
 
-CONFIG = RunConfig("test", ModelConfig(Path("m")), DataConfig(Path("d")), steps=20)
-
-
 def run_with(owner: Owner) -> Run:
-    run = run_of(CONFIG, None, UpdateLoss(CONFIG.algorithm), owner.store)
+    config = run_config(steps=20)
+    run = run_of(config, None, UpdateLoss(config.algorithm), owner.store)
     run.exports = owner.exports
     return run
 
 
-def test_the_loop_offers_what_has_become_whole_and_never_waits(
-    owner: Owner, policy: Path, halted: psutil.Process
-) -> None:
+def test_the_loop_offers_what_is_whole(owner: Owner, policy: Path, halted: psutil.Process) -> None:
     run = run_with(owner)
     owner.store.begin((20, 0), {"policy": copy_of(policy)}, {})
     finalize_checkpoint(run, wait=True)  # returns, though the export of step 10 does not continue
@@ -431,9 +384,7 @@ def test_the_loop_offers_what_has_become_whole_and_never_waits(
         time.sleep(0.01)
 
 
-def test_the_end_of_a_run_waits_and_then_deletes_what_was_held(
-    owner: Owner, halted: psutil.Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_s_end_waits(owner: Owner, halted: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
     owner.reach(20)
 
     def wake(seconds: float) -> None:
@@ -454,9 +405,3 @@ def test_who_waits_at_the_end_can_be_told_to_stop(owner: Owner, halted: psutil.P
     owner.reach(20)
     with pytest.raises(Preempted, match="saved after step 20"):
         wait_for_exports(run)
-
-
-def test_events_are_plain_json(owner: Owner) -> None:
-    owner.reach(10)
-    owner.wait()
-    assert json.loads(json.dumps(owner.events)) == owner.events

@@ -75,9 +75,6 @@ def judged(problem: int, sample: int, correct: bool, answer: str | None = "1", *
     return ScoredResponse(problem, sample, correct, answer, **fields)
 
 
-# --- scores --------------------------------------------------------------------------------------
-
-
 def test_the_metrics_by_hand() -> None:
     """Two problems, two responses: A has one right (7 against 8), B has both."""
     found = score(
@@ -129,34 +126,27 @@ def test_programs_have_no_majority() -> None:
     assert found["rerun_std"] is None
 
 
+def test_missing_and_repeated_samples() -> None:
+    one = judged(0, 0, True)
+    for responses in ([], [one, one], [one, judged(1, 0, True), judged(1, 1, True)]):
+        with pytest.raises(ValueError, match="equally many samples"):
+            score(responses)
+
+
 @pytest.mark.parametrize(
-    "responses",
+    ("text", "vote", "within_thoughts"),
     [
-        [],
-        [judged(0, 0, True), judged(0, 0, True)],
-        [judged(0, 0, True), judged(1, 0, True), judged(1, 1, True)],
+        ("\\boxed{1} then \\boxed{ 007 }", "7", None),
+        ("so $\\boxed{\\dfrac{1}{2}}$", vote_of("\\boxed{\\frac{1}{2}}"), None),
+        ("\\boxed{ }", None, None),
+        ("seven", None, None),
+        # As for the reward: a response that is cut off in its thoughts has no answer.
+        ("perhaps \\boxed{7}, or", "7", None),
+        ("\\boxed{8}?</think> \\boxed{7}", "7", "7"),
     ],
 )
-def test_missing_and_repeated_samples(responses: list[ScoredResponse]) -> None:
-    with pytest.raises(ValueError, match="equally many samples"):
-        score(responses)
-
-
-def test_what_a_response_votes_for() -> None:
-    assert vote_of("\\boxed{1} then \\boxed{ 007 }") == "7"
-    assert vote_of("\\boxed{\\dfrac{1}{2}}") == vote_of("so $\\boxed{\\frac{1}{2}}$")
-    assert vote_of("\\boxed{ }") is None
-    assert vote_of("seven") is None
-
-
-def test_a_box_in_a_thinking_part_that_the_prompt_opened_is_no_vote() -> None:
-    """As for the reward: a response that is cut off in its thoughts has no answer."""
-    cut_off, whole = "perhaps \\boxed{7}, or", "\\boxed{8}?</think> \\boxed{7}"
-    assert (vote_of(cut_off), vote_of(cut_off, opens_thinking=True)) == ("7", None)
-    assert (vote_of(whole), vote_of(whole, opens_thinking=True)) == ("7", "7")
-
-
-# --- suites --------------------------------------------------------------------------------------
+def test_what_a_response_votes_for(text: str, vote: str | None, within_thoughts: str | None) -> None:
+    assert (vote_of(text), vote_of(text, opens_thinking=True)) == (vote, within_thoughts)
 
 
 def write_suite(folder: Path, rows: Sequence[Any] = ROWS) -> Path:
@@ -177,18 +167,30 @@ def test_a_suite_by_name_folder_and_file(tmp_path: Path) -> None:
     assert [prompt.ground_truth for prompt in by_name.prompts] == ["1", "2", "3"]
 
 
-def test_a_suite_that_cannot_be_asked(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(MODEL)
-    with pytest.raises(ConfigError, match=r"bapo data prepare SOURCE --output .*aime24"):
-        load_suite("aime24", tokenizer, 100, tmp_path)
-    path = write_suite(
-        tmp_path / "long", [*ROWS, {**ROWS[0], "prompt": [{"role": "user", "content": "x" * 99}]}]
-    )
-    with pytest.raises(ConfigError, match="1 of its prompts have more than max_prompt_tokens=90"):
-        load_suite(str(path), tokenizer, 90)
-
-
 FREE_TEXT = [{**row, "reward_model": {"ground_truth": "Paris, \\frac{ city"}} for row in ROWS]
+LONG = {**ROWS[0], "prompt": [{"role": "user", "content": "x" * 99}]}
+NO_ANSWER = [{**row, "reward_model": {"ground_truth": "-"}} for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("rows", "reward", "says"),
+    [
+        (None, {}, r"bapo data prepare SOURCE --output .*none"),
+        ([*ROWS, LONG], {}, "1 of its prompts have more than max_prompt_tokens=90"),
+        (FREE_TEXT, {}, r"^suite (\S+), \1, row 0 .*reward_model.ground_truth"),
+        # `bapo eval` has `--reward`; a run `--reward.function`, and the message names its field.
+        (NO_ANSWER, {"reward_function": "math", "reward_flag": "--reward"}, "set reward=bapo_"),
+        (
+            NO_ANSWER,
+            {"reward_function": "math", "reward_flag": "--reward.function"},
+            "set reward.function=bapo_",
+        ),
+    ],
+)
+def test_a_suite_that_cannot_be_asked(tmp_path: Path, rows: Any, reward: dict[str, str], says: str) -> None:
+    name = "none" if rows is None else str(write_suite(tmp_path / "texts", rows))
+    with pytest.raises(ConfigError, match=says):
+        load_suite(name, load_tokenizer(MODEL), 90, tmp_path, **reward)
 
 
 def test_a_suite_of_free_text_needs_a_reward_that_reads_it(tmp_path: Path) -> None:
@@ -203,28 +205,11 @@ def test_a_suite_of_free_text_needs_a_reward_that_reads_it(tmp_path: Path) -> No
         load_suite(str(path), tokenizer, 100)
 
 
-def test_rows_without_an_answer_name_the_flag_of_the_command(tmp_path: Path) -> None:
-    """`bapo eval` has `--reward`; a run `--reward.function`, and the message names its field."""
-    nothing = [{**row, "reward_model": {"ground_truth": "-"}} for row in ROWS]
-    path, tokenizer = write_suite(tmp_path / "games", nothing), load_tokenizer(MODEL)
-    for flag, says in (("--reward", "set reward=bapo_"), ("--reward.function", "set reward.function=bapo_")):
-        with pytest.raises(ConfigError, match=f"where an environment gives the rewards {says}"):
-            load_suite(str(path), tokenizer, 100, reward_function="math", reward_flag=flag)
-
-
 def run_with_suites(directory: Path, *suites: Path, reward: str = "math") -> RunConfig:
     data = DataConfig(directory / "train.jsonl", max_prompt_tokens=100)
     run = RunConfig("suites", ModelConfig(MODEL), data, run_dir=directory)
     evaluation = EvaluationConfig(every=5, suites=tuple(map(str, suites)))
     return replace(run, evaluation=evaluation, reward=RewardConfig(function=reward))
-
-
-def test_a_run_reads_its_suites_for_its_own_reward(tmp_path: Path) -> None:
-    path, tokenizer = write_suite(tmp_path / "texts", FREE_TEXT), load_tokenizer(MODEL)
-    [suite] = load_suites(run_with_suites(tmp_path, path, reward="mine:score"), tokenizer)
-    assert suite.name == "texts"
-    with pytest.raises(ConfigError, match=r"reward_model.ground_truth"):
-        load_suites(run_with_suites(tmp_path, path), tokenizer)
 
 
 def test_a_run_that_has_begun_keeps_the_ground_truths_of_its_suites(tmp_path: Path) -> None:
@@ -241,15 +226,6 @@ def test_a_run_that_has_begun_keeps_the_ground_truths_of_its_suites(tmp_path: Pa
     new = write_suite(tmp_path / "new", FREE_TEXT)
     with pytest.raises(ConfigError, match=rf"^suite {new}, .*reward_model.ground_truth"):
         load_suites(run_with_suites(tmp_path, old, new), tokenizer)
-
-
-def test_boxes_are_not_counted_for_a_reward_of_the_users() -> None:
-    responses = [ScoredResponse(0, 0, True, None, 5, "stop"), ScoredResponse(0, 1, False, "3", 5, "stop")]
-    assert score(responses)["unanswered"] == 0.5
-    assert score(responses, boxed=False)["unanswered"] is None
-
-
-# --- files ---------------------------------------------------------------------------------------
 
 
 def settings(samples: int = 2, **sampling_: Any) -> dict[str, Any]:
@@ -270,9 +246,7 @@ def row(problem: int, sample: int, correct: bool = True) -> dict[str, Any]:
     ("truth", "reward", "share"),
     [("7", None, 0.0), ("assert f(1) == 2", None, None), ("7", "package.module:function", None)],
 )
-def test_programs_are_not_unanswered(
-    tmp_path: Path, truth: str, reward: str | None, share: float | None
-) -> None:
+def test_programs_have_no_box(tmp_path: Path, truth: str, reward: str | None, share: float | None) -> None:
     """They are in code blocks, so no box says nothing of them; nor does it with a reward of the user's."""
     suite = Suite("s", tmp_path, "1", tuple(Prompt(p, np.array([1]), truth, "t") for p in (0, 1)))
     with open_folder(tmp_path, settings()) as log:
@@ -285,56 +259,42 @@ def test_programs_are_not_unanswered(
     assert ("unanswered" in text) == (share is not None)
 
 
-def test_a_torn_line_is_cut_and_its_response_missing(tmp_path: Path) -> None:
-    with open_folder(tmp_path, settings()) as log:
-        log.append_all([row(0, 0), row(1, 0)])
-    with (tmp_path / RESPONSES).open("ab") as file:
-        file.write(json.dumps(row(0, 1)).encode()[:-5])
-    assert [(r.problem, r.sample) for r in read_responses(tmp_path / RESPONSES, 2)] == [(0, 0), (1, 0)]
-    with open_folder(tmp_path, settings()) as log:
-        log.append_all([row(1, 1)])
-    assert [(r.problem, r.sample) for r in read_responses(tmp_path / RESPONSES, 2)] == [
-        (0, 0),
-        (1, 0),
-        (1, 1),
-    ]
-    assert len(read_responses(tmp_path / RESPONSES, 1)) == 2
+def test_a_torn_line_is_cut_and_its_response_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is on disk."""
 
+    def places(samples: int = 2) -> list[tuple[int, int]]:
+        return [(one.problem, one.sample) for one in read_responses(tmp_path / RESPONSES, samples)]
 
-def test_responses_are_on_disk_before_they_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     with open_folder(tmp_path, settings()) as log:
         monkeypatch.setattr("os.fsync", lambda number: synced.append((tmp_path / RESPONSES).stat().st_size))
         log.append_all([row(0, 0), row(1, 0)])
         assert synced == [(tmp_path / RESPONSES).stat().st_size]
+    with (tmp_path / RESPONSES).open("ab") as file:
+        file.write(json.dumps(row(0, 1)).encode()[:-5])
+    assert places() == [(0, 0), (1, 0)]
+    with open_folder(tmp_path, settings()) as log:
+        log.append_all([row(1, 1)])
+    assert places() == [(0, 0), (1, 0), (1, 1)]
+    assert len(places(1)) == 2
+
+
+def refused(folder: Path, about: dict[str, Any], says: str) -> str:
+    with pytest.raises(ConfigError, match=says) as raised, open_folder(folder, about):
+        pass
+    return str(raised.value)
 
 
 def test_other_settings_are_refused_and_more_samples_and_another_release_are_not(tmp_path: Path) -> None:
     with open_folder(tmp_path, {**settings(), "code_version": "0.1"}):
-        pass
-    with (
-        pytest.raises(ConfigError, match=r"sampling\.temperature: 1\.0 then, 0\.5 now"),
-        open_folder(tmp_path, settings(temperature=0.5)),
-    ):
-        pass
+        refused(tmp_path, settings(), "another process")
+    said = refused(tmp_path, settings(temperature=0.5), r"sampling\.temperature: 1\.0 then, 0\.5 now")
+    assert "sha256" not in said
+    other = {**settings(), "model": {"checkpoint": "/models/m", "sha256": "3"}}
+    refused(tmp_path, other, r"'2' then, '3' now\n\(model\.sha256 is of .* the model /models/m was changed")
     with open_folder(tmp_path, {**settings(samples=4), "code_version": "0.2"}):
         found = json.loads((tmp_path / SETTINGS).read_text())
         assert (found["samples"], found["code_version"]) == (4, "0.2")
-
-
-def test_another_digest_of_the_model_is_refused_with_what_it_is_of(tmp_path: Path) -> None:
-    with open_folder(tmp_path, settings()):
-        pass
-    other = {**settings(), "model": {"checkpoint": "/models/m", "sha256": "3"}}
-    says = r"'2' then, '3' now\n\(model\.sha256 is of weights, .*: a file of the model /models/m was changed"
-    with pytest.raises(ConfigError, match=says), open_folder(tmp_path, other):
-        pass
-    with (
-        pytest.raises(ConfigError, match="temperature") as raised,
-        open_folder(tmp_path, settings(temperature=0.5)),
-    ):
-        pass
-    assert "sha256" not in str(raised.value)
 
 
 def test_responses_that_could_not_be_scored_are_scored_again_by_their_texts(tmp_path: Path) -> None:
@@ -368,9 +328,7 @@ def test_without_a_judge_responses_stay_unjudged_and_the_evaluation_ends(
 
 
 @pytest.mark.parametrize("function", [None, "package.module:Environment"])
-def test_an_evaluation_that_goes_on_lacks_what_could_not_be_scored(
-    function: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_rescored(function: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is scored again, and sampled again if an environment had answered it, which gave the reward."""
     suite = Suite("s", tmp_path, "1", tuple(Prompt(p, np.array([1]), "1", "t") for p in (0, 1)))
     options = EvalOptions(MODEL, "s", samples=1, environment=EnvironmentConfig(function))
@@ -397,31 +355,18 @@ def test_files_that_no_evaluation_wrote_stay(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / SETTINGS).exists()
 
 
-def test_an_evaluation_has_one_writer(tmp_path: Path) -> None:
-    with (
-        open_folder(tmp_path, settings()),
-        pytest.raises(ConfigError, match="another process"),
-        open_folder(tmp_path, settings()),
-    ):
-        pass
-
-
-def test_a_line_that_is_no_response(tmp_path: Path) -> None:
-    (tmp_path / RESPONSES).write_text('{"problem": 1}\n')
-    with pytest.raises(ConfigError, match=r"line 1 is not a response: KeyError\('sample'\)"):
-        read_responses(tmp_path / RESPONSES, 1)
-    (tmp_path / RESPONSES).write_text("{half\n")
+@pytest.mark.parametrize("line", ['{"problem": 1}', "{half"])
+def test_a_line_that_is_no_response(tmp_path: Path, line: str) -> None:
+    (tmp_path / RESPONSES).write_text(f"{line}\n")
     with pytest.raises(ConfigError, match="line 1 is not a response"):
         read_responses(tmp_path / RESPONSES, 1)
 
-
-# --- asking engines ------------------------------------------------------------------------------
 
 STOP = 9
 
 
 class Scripted:
-    """An engine that answers with what ``answer`` makes of the request."""
+    """An engine that answers with what ``answer`` makes of the request, or fails with its error."""
 
     name = "scripted"
 
@@ -452,6 +397,20 @@ class Scripted:
     async def abort(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+def failing(error: Exception, *times: int) -> Scripted:
+    """Fails always, or at these requests."""
+
+    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
+        if not times or n in times:
+            raise error
+        return [STOP], "stop"
+
+    return Scripted(answer)
+
+
+LOST = OSError("it fell over")
 
 
 class Words:
@@ -511,18 +470,11 @@ def test_every_place_is_asked_once_and_judged() -> None:
     places = [(problem, sample) for problem in range(3) for sample in range(4)]
     rows = ask(engine, ["10", "11", "broken"], places)
     assert sorted((one["problem"], one["sample"]) for one in rows) == places
-    assert Counter(one["correct"] for one in rows if one["problem"] < 2) == {True: 8}
-    assert {one["failure"] for one in rows if one["problem"] == 2} == {"time"}
-    assert not any(one["correct"] for one in rows if one["problem"] == 2)
+    found = Counter((one["problem"] < 2, one["correct"], one["failure"]) for one in rows)
+    assert found == {(True, True, None): 8, (False, False, "time"): 4}
     assert {(one["finish_reason"], one["tokens"]) for one in rows} == {("stop", 2)}
     assert rows[0]["text"].startswith("\\boxed{")
     assert len({request.params.seed for request in engine.asked}) == len(places)
-
-
-def test_a_response_within_its_thoughts_is_stored_without_an_answer() -> None:
-    engine = Scripted(lambda request, n: ([int(request.input_ids[0]), STOP], "stop"))
-    assert {one["answer"] for one in ask(engine, ["10"], [(0, 0)])} == {"10"}
-    assert {one["answer"] for one in ask(engine, ["10"], [(0, 0)], thinks=True)} == {None}
 
 
 def test_a_response_goes_on_after_an_abort_and_is_cut_at_its_limit() -> None:
@@ -535,70 +487,53 @@ def test_a_response_goes_on_after_an_abort_and_is_cut_at_its_limit() -> None:
     assert (found["tokens"], found["finish_reason"], found["correct"]) == (4, "length", True)
 
 
-def test_a_stop_token_at_the_limit_is_no_truncation() -> None:
+def test_a_stop_token_at_the_limit_is_no_truncation_and_a_box_within_thoughts_no_answer() -> None:
     engine = Scripted(lambda request, n: ([1, 1, 1, STOP], "length"))
-    (found,) = ask(engine, ["12"], [(0, 0)])
-    assert found["finish_reason"] == "stop"
+    for thinks, answer in ((False, "12"), (True, None)):
+        (found,) = ask(engine, ["12"], [(0, 0)], thinks=thinks)
+        assert (found["finish_reason"], found["answer"]) == ("stop", answer)
 
 
 def test_a_lost_engine_is_asked_again() -> None:
-    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
-        if n in (1, 3):
-            raise OSError("it fell over")
-        return [STOP], "stop"
-
-    assert len(ask(Scripted(answer), ["9"] * 4, [(n, 0) for n in range(4)])) == 4
+    assert len(ask(failing(LOST, 1, 3), ["9"] * 4, [(n, 0) for n in range(4)])) == 4
 
 
-def test_a_problem_that_kills_every_engine_stops_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
-        raise OSError("it fell over")
+@pytest.mark.parametrize(
+    ("engine", "lost_minutes", "says"),
+    [
+        (failing(LOST), 5.0, f"{MOST_LOSSES} engines were lost with request '0-0'"),
+        (failing(LOST), 0.0, "no engine has worked"),
+        (failing(ValueError("no such request")), 5.0, "a request of an evaluation was refused: no such"),
+        (failing(LOST, 99), 5.0, "disk is full"),
+    ],
+)
+def test_what_ends_an_evaluation(
+    engine: Scripted, lost_minutes: float, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(rows: Sequence[Any]) -> None:
+        raise RunStopped("the disk is full")
 
     monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
-    with pytest.raises(RunStopped, match=f"{MOST_LOSSES} engines were lost with request '0-0'"):
-        ask(Scripted(answer), ["9"], [(0, 0)])
+    with pytest.raises(RunStopped, match=says):
+        ask(engine, ["9"], [(0, 0)], full, lost_minutes)
 
 
-def test_tokens_of_other_weights_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("always", [False, True])
+def test_tokens_of_other_weights_are_not_evaluated(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine answers with weights that the evaluation did not load: asked again after its recovery."""
-    engine: Scripted
 
     def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
         engine.told = 0 if n == 1 or always else None
         return [n, STOP], "stop"
 
-    always, engine = False, Scripted(answer)
-    (found,) = ask(engine, ["11"], [(0, 0)])
-    assert (found["text"], found["correct"]) == ("\\boxed{11}", True), "the answer of the right weights"
+    engine = Scripted(answer)
     monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
-    always, engine = True, Scripted(answer)
-    message = f"{MOST_LOSSES} engines were lost.*answers with tokens of weights 0 after a load of 1"
-    with pytest.raises(RunStopped, match=message):
-        ask(engine, ["11"], [(0, 0)])
-
-
-def test_no_engine_for_too_long() -> None:
-    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
-        raise OSError("it fell over")
-
-    with pytest.raises(RunStopped, match="no engine has worked"):
-        ask(Scripted(answer), ["9"], [(0, 0)], lost_minutes=0.0)
-
-
-def test_a_request_that_is_wrong_and_a_disk_that_is_full_end_it() -> None:
-    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
-        raise ValueError("no such request")
-
-    def full(rows: Sequence[Any]) -> None:
-        raise RunStopped("the disk is full")
-
-    with pytest.raises(RunStopped, match="a request of an evaluation was refused: no such request"):
-        ask(Scripted(answer), ["9"], [(0, 0)])
-    with pytest.raises(RunStopped, match="disk is full"):
-        ask(Scripted(lambda request, n: ([STOP], "stop")), ["9"], [(0, 0)], full)
-
-
-# --- comparisons ---------------------------------------------------------------------------------
+    if always:
+        with pytest.raises(RunStopped, match="tokens of weights 0 after a load of 1"):
+            ask(engine, ["11"], [(0, 0)])
+    else:
+        (found,) = ask(engine, ["11"], [(0, 0)])
+        assert (found["text"], found["correct"]) == ("\\boxed{11}", True), "the answer of the right weights"
 
 
 def finished(folder: Path, correct: list[list[bool]], **more: Any) -> Path:
@@ -619,21 +554,17 @@ def test_a_model_that_solves_none_is_not_said_to_be_measured_exactly(tmp_path: P
     metrics = score([judged(problem, sample, False) for problem in range(30) for sample in (0, 1)])
     assert metrics["detectable_difference"] is None
     text = results_text({"s": (tmp_path, metrics)})
-    assert "all problems have the same avg@2: intervals have no width, and say nothing" in text
+    assert "intervals have no width" in text
     assert "must differ by" not in text
-    a, b = (finished(tmp_path / name / "s", [[False]] * 4) for name in "ab")
-    [found] = compare(a, b)
+    [found] = compare(*(finished(tmp_path / name / "s", [[False]] * 4) for name in "ab"))
     assert found.detectable is None
-    assert "detectable: not known, because all problems have the same difference" in comparison_text(
-        [found], "a", "b"
-    )
+    assert "detectable: not known" in comparison_text([found], "a", "b")
 
 
 def test_a_setting_that_one_evaluation_alone_has_is_told_either_way(tmp_path: Path) -> None:
     """An environment is among the settings only where there is one."""
-    plain = {"temperature": 1.0}
-    with_tools = plain | {"environment": {"function": "calculator", "settings": {}, "max_turns": 4}}
-    a = finished(tmp_path / "a/s", [[True]], sampling=plain)
+    with_tools = {"temperature": 1.0, "environment": {"function": "calculator", "settings": {}}}
+    a = finished(tmp_path / "a/s", [[True]])
     b = finished(tmp_path / "b/s", [[True]], sampling=with_tools)
     for left, right in ((a, b), (b, a)):
         (told,) = compare(left, right)[0].other_settings
@@ -669,28 +600,15 @@ def test_a_comparison_by_hand(tmp_path: Path) -> None:
     assert (other_way.difference, other_way.p_value) == (-0.1875, 0.5)
 
 
-def test_a_clear_difference_is_called_one(tmp_path: Path) -> None:
-    finished(tmp_path / "a/s", [[False]] * 8)
-    finished(tmp_path / "b/s", [[True]] * 8)
-    (found,) = compare(tmp_path / "a", tmp_path / "b")
-    assert found.p_value == 2 / 2**8
-    assert "B differs from A" in comparison_text([found], "a", "b")
-
-
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     finished(tmp_path / "a/s", [[True]])
     finished(tmp_path / "b/t", [[True]])
     finished(tmp_path / "c/s", [[True]], suite={"name": "s", "sha256": "other", "problems": 1})
-    with pytest.raises(ConfigError, match="no suite is in both"):
-        compare(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(ConfigError, match="asked different problems"):
-        compare(tmp_path / "a", tmp_path / "c")
-    (tmp_path / "a/s" / SUMMARY).unlink()
-    with pytest.raises(ConfigError, match="no finished evaluation"):
-        compare(tmp_path / "a", tmp_path / "c")
-
-
-# --- the model and the options -------------------------------------------------------------------
+    finished(tmp_path / "d/s", [[True]])
+    (tmp_path / "d/s" / SUMMARY).unlink()
+    for other, says in (("b", "no suite"), ("c", "asked different problems"), ("d", "no finished eval")):
+        with pytest.raises(ConfigError, match=says):
+            compare(tmp_path / "a", tmp_path / other)
 
 
 def test_a_checkpoint_of_megatron_becomes_the_same_model(tmp_path: Path) -> None:
@@ -724,7 +642,7 @@ def test_a_note_that_no_conversion_wrote_stays(tmp_path: Path, text: str) -> Non
 def test_the_directory_of_a_run_is_no_output(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     options = EvalOptions(checkpoint=MODEL, suite=str(write_suite(tmp_path / "s")), output=tmp_path)
-    with pytest.raises(ConfigError, match="is the directory of a run, which keeps its own logs and keys"):
+    with pytest.raises(ConfigError, match="is the directory of a run"):
         evaluate(options)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted((name, "s"))
 
@@ -804,29 +722,29 @@ def test_a_short_judgement_limit_holds_for_each_test_too() -> None:
     assert replace(options, samples=4, pass_at=(4, 1, 16)).wanted_pass_at == (1, 4)
 
 
-# --- what is printed -----------------------------------------------------------------------------
-
-
 def test_the_results_as_text() -> None:
-    metrics = score(
-        [judged(0, 0, True, "7"), judged(0, 1, False, "8"), judged(1, 0, True), judged(1, 1, True)]
-    )
-    lines = results_text({"small": (Path("out/small"), metrics)}).splitlines()
-    assert lines[0] == "small: 2 problems, 2 responses each"
-    assert lines[1] == "  avg@2  75.0  (50.0 to 100.0)"
-    assert lines[2] == "  maj@2  75.0  (50.0 to 100.0); ties in 50.0 % of problems count by share"
-    assert lines[3] == "  0.0 % truncated, 0.0 % unanswered, 0.0 % unjudged"
-    assert "another model must differ by 99.1 points" in lines[6]
+    responses = [judged(0, 0, True, "7"), judged(0, 1, False, "8"), judged(1, 0, True), judged(1, 1, True)]
+    lines = results_text({"small": (Path("out/small"), score(responses))}).splitlines()
+    assert lines[:4] == [
+        "small: 2 problems, 2 responses each",
+        "  avg@2  75.0  (50.0 to 100.0)",
+        "  maj@2  75.0  (50.0 to 100.0); ties in 50.0 % of problems count by share",
+        "  0.0 % truncated, 0.0 % unanswered, 0.0 % unjudged",
+    ]
+    assert "by 99.1 points" in lines[6]
     assert lines[-1] == "  out/small/summary.json"
 
 
 def test_the_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = str(finished(tmp_path / "a/s", [[True], [False]]))
-    b = str(finished(tmp_path / "b/s", [[True], [True]]))
+    a = str(finished(tmp_path / "a/s", [[False]] * 8))
+    b = str(finished(tmp_path / "b/s", [[True]] * 8))
     assert run(["eval", "compare", a, b]) == 0
-    assert "A 50.0, B 100.0, difference +50.0 points" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "A 0.0, B 100.0, difference +100.0 points" in told
+    assert "B differs from A" in told
     assert run(["eval", "compare", "--json", a, b]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["difference"] == 0.5
+    [found] = json.loads(capsys.readouterr().out)
+    assert (found["difference"], found["p_value"]) == (1.0, 2 / 2**8)
     with pytest.raises(SystemExit, match="^2$"):
         run(["eval", "compare", a])
     assert "Missing from bapo eval compare" in capsys.readouterr().err

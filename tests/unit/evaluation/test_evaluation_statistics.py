@@ -30,25 +30,17 @@ from bapo_megatron.evaluation.scoring import (
     rerun_std,
     score,
     sign_flip_p_value,
-    standard_deviation,
 )
 
-# --- pass@k --------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("samples", "correct", "k", "expected"),
-    [
-        (4, 1, 2, 1 - 3 / 6),  # C(3,2) / C(4,2)
-        (4, 2, 2, 1 - 1 / 6),
-        (4, 3, 2, 1.0),  # two of four cannot both be the one that is wrong
-        (5, 0, 5, 0.0),
-        (16, 4, 1, 0.25),
-        (3, 3, 3, 1.0),
-    ],
-)
-def test_pass_at_k_by_hand(samples: int, correct: int, k: int, expected: float) -> None:
-    assert pass_at_k(samples, correct, k) == pytest.approx(expected, abs=1e-15)
+def test_pass_at_k_is_unbiased_and_needs_k_samples() -> None:
+    """Over all outcomes of 5 responses that are right with probability 0.3, it averages to 1 - 0.7^k."""
+    for k in range(1, 6):
+        mean = sum(math.comb(5, c) * 0.3**c * 0.7 ** (5 - c) * pass_at_k(5, c, k) for c in range(6))
+        assert mean == pytest.approx(1 - 0.7**k)
+    for samples, correct, k in ((4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)):
+        with pytest.raises(ValueError, match=f"pass@{k}"):
+            pass_at_k(samples, correct, k)
 
 
 @given(samples=st.integers(1, 8), data=st.data())
@@ -57,22 +49,6 @@ def test_pass_at_k_is_the_share_of_all_subsets(samples: int, data: st.DataObject
     subsets = list(itertools.combinations(range(samples), k))
     hits = sum(min(subset) < correct for subset in subsets)
     assert pass_at_k(samples, correct, k) == pytest.approx(hits / len(subsets))
-
-
-def test_pass_at_k_is_unbiased() -> None:
-    """Over all outcomes of 5 responses that are right with probability 0.3, it averages to 1 - 0.7^k."""
-    for k in range(1, 6):
-        mean = sum(math.comb(5, c) * 0.3**c * 0.7 ** (5 - c) * pass_at_k(5, c, k) for c in range(6))
-        assert mean == pytest.approx(1 - 0.7**k)
-
-
-@pytest.mark.parametrize(("samples", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
-def test_pass_at_k_that_does_not_exist(samples: int, correct: int, k: int) -> None:
-    with pytest.raises(ValueError, match=f"pass@{k}"):
-        pass_at_k(samples, correct, k)
-
-
-# --- majority ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,9 +66,6 @@ def test_pass_at_k_that_does_not_exist(samples: int, correct: int, k: int) -> No
 )
 def test_majority_by_hand(answers: list[str | None], correct: list[bool], vote: Vote) -> None:
     assert majority_vote(answers, correct) == vote
-
-
-# --- intervals -----------------------------------------------------------------------------------
 
 
 def test_the_bootstrap_against_every_resample() -> None:
@@ -125,25 +98,6 @@ def test_the_bootstrap_is_a_function_of_its_seed(monkeypatch: pytest.MonkeyPatch
     assert bootstrap_intervals(values, 1000, 5) == first, "drawn in pieces"
 
 
-# --- the paired test -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("differences", "expected"),
-    [
-        ([1, 1, 1], 2 / 8),  # +++ and ---
-        ([2, -1], 1.0),  # |sum| = 1 is the least that signs of 2 and 1 give
-        ([3, 1], 2 / 4),
-        ([1, 1, 1, 1, -1], 12 / 32),  # |sum| >= 3: 0 or 1 minus signs, or 0 or 1 plus signs
-        ([0, 0], 1.0),
-        ([0, 5, 0], 1.0),
-        ([], 1.0),
-    ],
-)
-def test_sign_flips_by_hand(differences: list[int], expected: float) -> None:
-    assert sign_flip_p_value(differences) == pytest.approx(expected, abs=1e-15)
-
-
 @given(st.lists(st.integers(-6, 6), max_size=9))
 def test_sign_flips_against_all_of_them(differences: list[int]) -> None:
     observed = abs(sum(differences))
@@ -158,47 +112,17 @@ def test_sign_flips_of_ones_are_the_binomial_test() -> None:
     assert sign_flip_p_value([1] * 70 + [-1] * 30) == pytest.approx(float(2 * tail), rel=1e-9)
 
 
-# --- how little can be seen ----------------------------------------------------------------------
-
-
 def test_the_detectable_difference_by_hand() -> None:
     """1.95996 + 0.84162 = 2.80158; AIME's 30 problems with a spread of 20 points: 10.2 points."""
     assert detectable_difference(0.2, 30) == pytest.approx(2.80158 * 0.2 / math.sqrt(30), rel=1e-5)
     assert detectable_difference(0.2, 30) == pytest.approx(0.102, abs=5e-4)
-
-
-def test_problems_that_are_all_alike_do_not_make_any_difference_detectable() -> None:
-    assert detectable_difference(0.0, 30) is None
-
-
-def test_a_test_finds_the_detectable_difference_in_four_of_five_cases() -> None:
-    generator = np.random.default_rng(0)
-    shift = round(1000 * (detectable_difference(0.1, 40) or 0.0))
-    found = [
-        sign_flip_p_value(np.rint(generator.normal(shift, 100, 40)).astype(int).tolist()) < 0.05
-        for _ in range(200)
-    ]
-    assert 0.72 < np.mean(found) < 0.88
-
-
-def test_spread() -> None:
-    assert standard_deviation([1.0, 3.0]) == pytest.approx(2**0.5)
-    assert standard_deviation([1.0]) == 0.0
+    assert detectable_difference(0.0, 30) is None  # problems that are all alike
 
 
 def test_two_evaluations_of_one_model() -> None:
     """Two problems, 2 of 4 and 4 of 4: sqrt(2 (1/4 + 0) / 3) / 2."""
     assert rerun_std([4, 4], [2, 4]) == pytest.approx(math.sqrt(2 * 0.25 / 3) / 2)
     assert rerun_std([1, 1], [0, 1]) is None
-
-
-def test_two_evaluations_of_one_model_in_a_simulation() -> None:
-    generator = np.random.default_rng(1)
-    rates = np.array([0.1, 0.5, 0.9, 1.0])
-    runs = generator.binomial(8, rates, size=(4000, 2, 4))
-    apart = (runs[:, 0] - runs[:, 1]).mean(axis=1) / 8
-    estimates = [rerun_std([8] * len(counts), counts) ** 2 for counts in runs[:, 0].tolist()]
-    assert np.mean(estimates) == pytest.approx(apart.var(), rel=0.05)
 
 
 QUESTIONS = ("1 + 1 =", "2 + 2 =", "3 + 3 =")
@@ -241,28 +165,21 @@ def both(tmp_path: Path, suite: Path) -> tuple[Path, Path]:
     return a, b
 
 
-def test_the_first_problems_with_the_first_response_of_each(tmp_path: Path, suite: Path) -> None:
-    text = examples_text(*both(tmp_path, suite), 2)
-    assert text == (
-        "sums, problem 0: 1 + 1 =\n  A, wrong: perhaps (0, 0)\n  B, right: surely (0, 0)\n"
-        "sums, problem 1: 2 + 2 =\n  A, right: perhaps (1, 0)\n  B, wrong: surely (1, 0)\n"
-    )
-    assert examples_text(tmp_path / "a", tmp_path / "b/sums", 99).count("problem") == 3
+FIRST = "sums, problem 0: 1 + 1 =\n  A, wrong: perhaps (0, 0)\n  B, right: surely (0, 0)\n"
+SECOND = "sums, problem 1: 2 + 2 =\n  A, right: perhaps (1, 0)\n  B, wrong: surely (1, 0)\n"
 
 
-def test_the_command_prints_them(tmp_path: Path, suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a, b = map(str, both(tmp_path, suite))
-    assert run(["eval", "compare", a, b, "--examples", "1"]) == 0
-    assert capsys.readouterr().out.endswith(
-        "sums, problem 0: 1 + 1 =\n  A, wrong: perhaps (0, 0)\n  B, right: surely (0, 0)\n"
-    )
-    assert run(["eval", "compare", a, b]) == 0
+def test_examples_of_first_problems(tmp_path: Path, suite: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = both(tmp_path, suite)
+    assert examples_text(a, b, 2) == FIRST + SECOND
+    assert examples_text(a, b / "sums", 99).count("problem") == 3
+    command = ["eval", "compare", str(a), str(b)]
+    assert run([*command, "--examples", "1"]) == 0
+    assert capsys.readouterr().out.endswith(f"\n{FIRST}")
+    assert run(command) == 0
     assert "problem 0" not in capsys.readouterr().out
-    for flags, says in (
-        (["--examples", "-1"], "examples=-1"),
-        (["--examples", "1", "--json"], "leave --json"),
-    ):
-        assert run(["eval", "compare", a, b, *flags]) == 2
+    for flags, says in ((["-1"], "examples=-1"), (["1", "--json"], "leave --json")):
+        assert run([*command, "--examples", *flags]) == 2
         assert says in capsys.readouterr().err
 
 

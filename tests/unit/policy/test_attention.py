@@ -44,9 +44,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int])
     ("lengths", "gathers"),
     [([5], 0), ([3, 3, 3], 0), ([4, 0, 4], 0), ([3, 3, 2], 4), ([2, 3], 4), ([9, 1], 4)],
 )
-def test_rows_in_the_order_of_the_tokens_are_not_gathered(
-    lengths: list[int], gathers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_in_order_stay_there(lengths: list[int], gathers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One document, or documents of one length: bit for bit what the gathered rows would give."""
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(sum(lengths), heads, 8, generator=generator) for heads in (4, 2, 2)]
@@ -65,22 +63,26 @@ def test_rows_in_the_order_of_the_tokens_are_not_gathered(
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("lengths", [[1], [5], [3, 3, 3], [1, 40, 2, 17, 1], [2, 0, 3]])
-def test_agrees_with_a_dense_mask_and_its_gradient(lengths: list[int]) -> None:
-    generator = torch.Generator().manual_seed(len(lengths))
-    tokens = sum(lengths)
-    q, k, v = (torch.randn(tokens, heads, 8, generator=generator) for heads in (4, 2, 2))
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    bounds = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
-    packed = DocumentPack.of(bounds, max(lengths), q.device)
-    ours = DocumentAttention(CONFIG)(*inputs, None, packed_seq_params=packed)
-    expected = dense(*wide, lengths)
+def agree(ours: torch.Tensor, inputs: Any, expected: torch.Tensor, wide: Any) -> None:
+    """Values and gradients."""
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
     ours.square().sum().backward()
     expected.square().sum().backward()
     for narrow, reference in zip(inputs, wide, strict=True):
         torch.testing.assert_close(narrow.grad.double(), reference.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[1], [5], [3, 3, 3], [1, 40, 2, 17, 1], [2, 0, 3]])
+def test_agrees_with_a_dense_mask_and_its_gradient(lengths: list[int]) -> None:
+    generator = torch.Generator().manual_seed(len(lengths))
+    inputs = [
+        torch.randn(sum(lengths), heads, 8, generator=generator).requires_grad_() for heads in (4, 2, 2)
+    ]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    bounds = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
+    packed = DocumentPack.of(bounds, max(lengths), inputs[0].device)
+    ours = DocumentAttention(CONFIG)(*inputs, None, packed_seq_params=packed)
+    agree(ours, inputs, dense(*wide, lengths), wide)
 
 
 def last_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -98,20 +100,14 @@ def test_prefix_attention_agrees_with_a_dense_mask(queries: int, keys: int) -> N
     shapes = (2, 4, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8)
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    ours, expected = prefix_attention(*inputs, 0.3), last_queries(*wide, 0.3)
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
-    ours.square().sum().backward()
-    expected.square().sum().backward()
-    for narrow, reference in zip(inputs, wide, strict=True):
-        torch.testing.assert_close(narrow.grad.double(), reference.grad, rtol=1e-4, atol=1e-5)
+    agree(prefix_attention(*inputs, 0.3), inputs, last_queries(*wide, 0.3), wide)
 
 
 def flash_varlen(
-    q, k, v, query_bounds, key_bounds, most_queries, most_keys, *, scale, window_size, enable_gqa
-):  # type: ignore[no-untyped-def]
+    q: Any, k: Any, v: Any, *bounds: Any, scale: float, window_size: Any, enable_gqa: bool
+) -> torch.Tensor:
     """What torch's variable-length kernel computes: each sequence, causal up to the last query and key."""
     assert enable_gqa
-    bounds = query_bounds, key_bounds, most_queries, most_keys
     return flash_varlen_of_torch_2_11(q, k, v, *bounds, scale=scale, window_size=window_size, groups=2)
 
 
@@ -134,9 +130,7 @@ def flash_varlen_of_torch_2_11(
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kernel", [None, flash_varlen, flash_varlen_of_torch_2_11])
-def test_chunks_of_all_cp_ranks_equal_the_whole(
-    size: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_cp_ranks_are_the_whole(size: int, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel:
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     lengths = [8, 24, 0, 16]
@@ -161,9 +155,7 @@ def test_padded_batches_hold_every_document_once_with_bounded_padding(lengths: l
 
 def test_dropout_is_refused() -> None:
     with pytest.raises(ValueError, match="dropout"):
-        DocumentAttention(
-            types.SimpleNamespace(attention_dropout=0.1, kv_channels=8, context_parallel_size=1)
-        )
+        DocumentAttention(types.SimpleNamespace(**{**vars(CONFIG), "attention_dropout": 0.1}))
 
 
 PROBABILITY_TE = torch.tensor(
@@ -203,19 +195,6 @@ def routed(choice: RouterChoice, pre_softmax: bool = False) -> torch.Tensor:
     return chosen_TE
 
 
-@pytest.mark.parametrize("pre_softmax", [False, True])
-def test_tokens_and_entropies_by_hand(tally: UpdateTally, pre_softmax: bool) -> None:
-    """In the second of two layers: experts 0 and 1, 2 and 3, 0 and 2; padding is not counted."""
-    choice = RouterChoice(pre_softmax)
-    choice.layer, choice.load = 2, PackLoad(REAL_T, tally.load_LC)
-    routed(choice, pre_softmax)
-    assert tally.load_LC[0].tolist() == [0.0] * 6
-    assert tally.load_LC[1, :5].tolist() == [2, 1, 2, 1, 3]
-    assert float(tally.load_LC[1, 5]) == pytest.approx(3 * ENTROPY, rel=1e-6)
-    routed(choice, pre_softmax)
-    assert tally.load_LC[1, 4] == 3, "a layer counts where it is told to, once"
-
-
 def test_engines_that_keep_keys_have_other_routes_behind_tokens_of_older_weights() -> None:
     pack = MicroBatch.of((0, 4))
     pack.mask_T[:3], pack.version_T[:] = 1, torch.tensor([5, 5, 4, 5])
@@ -226,13 +205,22 @@ def test_engines_that_keep_keys_have_other_routes_behind_tokens_of_older_weights
         assert tally.same_weights(pack).tolist() == expected
 
 
-def test_a_pass_without_gradients_counts_nothing(tally: UpdateTally) -> None:
-    """Such as the first run of a layer that is recomputed."""
-    choice = RouterChoice(False)
-    choice.load = PackLoad(REAL_T, tally.load_LC)
+@pytest.mark.parametrize("pre_softmax", [False, True])
+def test_tokens_and_entropies_by_hand(tally: UpdateTally, pre_softmax: bool) -> None:
+    """In the second of two layers: experts 0 and 1, 2 and 3, 0 and 2; padding is not counted, and a pass
+    without gradients counts nothing, such as the first run of a layer that is recomputed."""
+    choice = RouterChoice(pre_softmax)
+    choice.layer, choice.load = 2, PackLoad(REAL_T, tally.load_LC)
     with torch.no_grad():
-        routed(choice)
+        routed(choice, pre_softmax)
     assert not tally.sums.any()
+    choice.load = PackLoad(REAL_T, tally.load_LC)
+    routed(choice, pre_softmax)
+    assert tally.load_LC[0].tolist() == [0.0] * 6
+    assert tally.load_LC[1, :5].tolist() == [2, 1, 2, 1, 3]
+    assert float(tally.load_LC[1, 5]) == pytest.approx(3 * ENTROPY, rel=1e-6)
+    routed(choice, pre_softmax)
+    assert tally.load_LC[1, 4] == 3, "a layer counts where it is told to, once"
 
 
 @pytest.mark.parametrize("replays", [False, True])

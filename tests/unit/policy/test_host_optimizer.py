@@ -43,9 +43,7 @@ def test_the_first_step_by_hand() -> None:
 
 @pytest.mark.parametrize("bucket", [1, 7, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_equal_the_literal_adamw(
-    bucket: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_literal_adamw(bucket: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) in float64, five steps of parameters of all sizes."""
     monkeypatch.setattr(host_optimizer, "BUCKET", bucket)
     draws = np.random.default_rng(0)
@@ -77,16 +75,22 @@ def test_bucketing_by_hand() -> None:
     assert buckets_of([], 5) == []
 
 
-def test_weights_of_several_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each type has buffers of its own: the third bucket would else be rounded in the first one's."""
+def test_a_type_has_buffers_as_large_as_its_largest_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third bucket would else be rounded in the first one's; and a few float32 weights beside those of a
+    bfloat16 model, as hybrids have, pin no large buffer."""
     monkeypatch.setattr(host_optimizer, "BUCKET", 1)
-    types = (torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16)
-    shards = [shard([1.000877], dtype) for dtype in types]
+    sizes = ((6, torch.bfloat16), (4, torch.bfloat16), (2, torch.float32), (1, torch.bfloat16))
+    shards = [shard([1.000877] * size, dtype) for size, dtype in sizes]
+    adam = adam_of(shards, lr=1e-4)
     for one in shards:
-        one.grad = torch.ones(1)
-    adam_of(shards, lr=1e-4).step()
+        one.grad = torch.ones(len(one.master))
+    adam.step()
     for one in shards:
         assert torch.equal(one.weights, one.master.to(one.weights.dtype))
+    buffers = {(key[0], key[2], buffer.numel()) for key, buffer in adam._copies._buffers.items()}
+    assert {size for direction, _, size in buffers if direction == "fetch"} == {6}
+    sent = {(dtype, size) for direction, dtype, size in buffers if direction == "send"}
+    assert sent == {(torch.bfloat16, 6), (torch.float32, 2)}
 
 
 class Machine:
@@ -147,22 +151,6 @@ def test_no_buffer_is_used_before_its_last_copy_is_done(monkeypatch: pytest.Monk
         "current after send",
     ]
     assert all(math.isclose(one.weights.item(), 0.9, rel_tol=1e-5) for one in shards)
-
-
-def test_a_buffer_is_as_large_as_the_largest_bucket_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few float32 weights beside those of a bfloat16 model, as hybrids have, pin no large buffer."""
-    monkeypatch.setattr(host_optimizer, "BUCKET", 1)
-    shards = [shard([1.0] * 6, torch.bfloat16), shard([1.0] * 4, torch.bfloat16), shard([1.0] * 2)]
-    adam = adam_of(shards, lr=0.1)
-    for one in shards:
-        one.grad = torch.ones(len(one.master))
-    adam.step()
-    sizes = {key: buffer.numel() for key, buffer in adam._copies._buffers.items()}
-    assert {sizes[key] for key in sizes if key[0] == "fetch"} == {6}
-    assert {(key[2], sizes[key]) for key in sizes if key[0] == "send"} == {
-        (torch.bfloat16, 6),
-        (torch.float32, 2),
-    }
 
 
 def test_thread_count_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,11 +44,7 @@ def test_the_release_is_the_imported_one() -> None:
     ],
 )
 def test_each_difference_begins_with_its_release(
-    number: tuple[int, int],
-    saves: dict[str, str],
-    forks: bool,
-    marks: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    number: tuple[int, int], saves: dict[str, str], forks: bool, marks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(megatron_versions, "release", lambda: number)
     assert (save_arguments(), writer_forks(), marks_cut_experts()) == (saves, forks, marks)
@@ -66,22 +62,17 @@ def test_kernels_are_replaced_where_triton_is_missing(triton: Any, monkeypatch: 
         assert names == {"GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel"}
 
 
-@pytest.mark.parametrize(("number", "name"), [((0, 18), "load_common"), ((0, 19), "load_common_state_dict")])
-def test_the_common_state_is_read_by_ours_within_the_context(
-    number: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(megatron_versions, "release", lambda: number)
-    theirs = object()
-    monkeypatch.setattr(serialization, name, theirs, raising=False)
-    with common_state(lambda: {"iteration": 5}) as arguments:
-        assert arguments == {}
-        assert getattr(serialization, name)("folder") == {"iteration": 5}
-    assert getattr(serialization, name) is theirs
-
-
-def test_before_0_17_a_strategy_reads_the_common_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_versions, "release", lambda: (0, 16))
-    base = getattr(common, "TorchCommonLoadStrategy", object)  # it went with 0.17
+def test_the_common_state_is_read_by_ours_within_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, name in (((0, 18), "load_common"), ((0, 19), "load_common_state_dict")):
+        monkeypatch.setattr(megatron_versions, "release", lambda number=number: number)
+        theirs = object()
+        monkeypatch.setattr(serialization, name, theirs, raising=False)
+        with common_state(lambda: {"iteration": 5}) as arguments:
+            assert arguments == {}
+            assert getattr(serialization, name)("folder") == {"iteration": 5}
+        assert getattr(serialization, name) is theirs
+    monkeypatch.setattr(megatron_versions, "release", lambda: (0, 16))  # a strategy, which went with 0.17
+    base = getattr(common, "TorchCommonLoadStrategy", object)
     monkeypatch.setattr(common, "TorchCommonLoadStrategy", base, raising=False)
     with common_state(lambda: {"iteration": 5}) as arguments:
         assert arguments["common_strategy"].load_common("folder") == {"iteration": 5}
@@ -93,16 +84,11 @@ def test_specs_of_mlps_are_read_in_both_forms() -> None:
     assert submodules_of(partial(print, submodules=inner)) is inner
 
 
-@pytest.mark.parametrize("number", [(0, 16), (0, 17)])
-def test_an_activation_is_a_function_or_a_module(
-    number: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(megatron_versions, "release", lambda: number)
-    found = activation.__wrapped__(torch.neg)
-    if number < (0, 17):
-        assert found is torch.neg
-    else:
-        module = found(config=None)
-        assert isinstance(module, torch.nn.Module)
-        assert not module.state_dict()
-        assert module(torch.ones(1)) == -1
+def test_an_activation_is_a_function_or_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_versions, "release", lambda: (0, 16))
+    assert activation.__wrapped__(torch.neg) is torch.neg
+    monkeypatch.setattr(megatron_versions, "release", lambda: (0, 17))
+    module = activation.__wrapped__(torch.neg)(config=None)
+    assert isinstance(module, torch.nn.Module)
+    assert not module.state_dict()
+    assert module(torch.ones(1)) == -1

@@ -15,20 +15,8 @@ from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 
 
 def batch_of(labels: torch.Tensor, weights: torch.Tensor) -> MicroBatch:
-    zeros = torch.zeros(labels.numel())
-    return MicroBatch.of(
-        token_T=labels,
-        label_T=labels,
-        position_T=labels,
-        mask_T=torch.ones(labels.numel()),
-        weight_T=weights,
-        advantage_T=zeros,
-        rollout_log_prob_T=zeros,
-        old_log_prob_T=zeros,
-        version_T=zeros.int(),
-        cu_seqlens=(0, labels.numel()),
-        rows=(),
-    )
+    fields = {"label_T": labels, "mask_T": torch.ones(labels.numel()), "weight_T": weights}
+    return MicroBatch.of((0, labels.numel()), **fields)
 
 
 def squared(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
@@ -47,35 +35,26 @@ def of_entropy_alone(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
     return stats.entropy_T.sum()[None]
 
 
-def test_log_prob_and_entropy_by_hand() -> None:
-    """Logits (2 ln 3, 0) at temperature 2 are ln 3 and 0: probabilities 3/4 and 1/4."""
-    hidden, weight = torch.tensor([[2.0]]), torch.tensor([[math.log(3.0)], [0.0]])
-    log_prob, entropy = OutputHead(2.0, 8).stats(hidden, weight, torch.tensor([1]))
-    assert log_prob.item() == pytest.approx(math.log(0.25), abs=1e-6)
-    assert entropy.item() == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), abs=1e-6)
+def test_values_and_gradients_by_hand() -> None:
+    """Logits (2 ln 3, 0) at temperature 2 are ln 3 and 0: probabilities 3/4 and 1/4.
 
-
-def test_gradient_by_hand() -> None:
-    """The same, loss = -log pi(1): dz = (pi - onehot) / t = (3/8, -3/8); dh = dz W; dW = dz h."""
+    loss = -log pi(1): dz = (pi - onehot) / t = (3/8, -3/8); dh = dz W; dW = dz h. The entropy: dH/dz =
+    -pi (ln pi + H) / 2, with H = ln 4 - 3/4 ln 3: ln(3/4) + H = ln 3 / 4, and ln(1/4) + H = -3/4 ln 3: times
+    -3/8 and -1/8 they are -+3/32 ln 3.
+    """
     hidden = torch.tensor([[2.0]], requires_grad=True)
     weight = torch.tensor([[math.log(3.0)], [0.0]], requires_grad=True)
-    batch = batch_of(torch.tensor([1]), torch.ones(1))
-    sums = OutputHead(2.0, 8).sums(hidden, weight, batch, lambda stats, _: -stats.log_prob_T.sum()[None])
+    batch, head = batch_of(torch.tensor([1]), torch.ones(1)), OutputHead(2.0, 8)
+    log_prob, entropy = head.stats(hidden.detach(), weight.detach(), batch.label_T)
+    assert log_prob.item() == pytest.approx(math.log(0.25), abs=1e-6)
+    assert entropy.item() == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), abs=1e-6)
+    sums = head.sums(hidden, weight, batch, lambda stats, _: -stats.log_prob_T.sum()[None])
     (10 * sums[0]).backward()
     assert sums.tolist() == pytest.approx([math.log(4.0)])
     assert hidden.grad.item() == pytest.approx(10 * 0.375 * math.log(3.0), rel=1e-6)
     assert weight.grad.flatten().tolist() == pytest.approx([10 * 0.375 * 2, -10 * 0.375 * 2], rel=1e-6)
-
-
-def test_the_gradient_of_the_entropy_by_hand() -> None:
-    """Probabilities 3/4 and 1/4 at temperature 2: dH/dz = -pi (ln pi + H) / 2, with H = ln 4 - 3/4 ln 3.
-
-    ln(3/4) + H = ln 3 / 4, and ln(1/4) + H = -3/4 ln 3: times -3/8 and -1/8 they are -+3/32 ln 3.
-    """
-    hidden = torch.tensor([[2.0]])
-    weight = torch.tensor([[math.log(3.0)], [0.0]], requires_grad=True)
-    batch = batch_of(torch.tensor([1]), torch.ones(1))
-    OutputHead(2.0, 8).sums(hidden, weight, batch, of_entropy_alone)[0].backward()
+    weight.grad = None
+    head.sums(hidden.detach(), weight, batch, of_entropy_alone)[0].backward()
     step = 3 / 32 * math.log(3.0) * 2
     assert weight.grad.flatten().tolist() == pytest.approx([-step, step], rel=1e-5)
 
@@ -188,34 +167,27 @@ def language_model_like(tokens: int = 200) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("chunk", [64, 4096])
-def test_bfloat16_log_probs_equal_sglangs(temperature: float, chunk: int) -> None:
-    """The same logits to the bit; log-probs to float32's rounding of logits of up to 64 / 0.6."""
+def test_bfloat16_log_probs_equal_sglangs(temperature: float) -> None:
+    """The same logits to the bit; log-probs to float32's rounding of logits of up to 64 / 0.6.
+
+    Logits rounded to bfloat16, as without --enable-fp32-lm-head: ten thousand times that gap.
+    """
     hidden, weight, labels = language_model_like()
-    head = OutputHead(temperature, chunk)
-    logits = torch.cat([part.clone() for _, _, part in head._logits(hidden, weight)])
     theirs = torch.matmul(hidden.float(), weight.float().T).div_(torch.full((1, 1), temperature))
-    assert torch.equal(logits, theirs)
-    gap = head.stats(hidden, weight, labels).log_prob_T - engine_log_probs(
-        hidden, weight, labels, temperature
-    )
-    assert gap.abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_log_probs_of_servers_without_fp32_head_differ(temperature: float) -> None:
-    """Logits rounded to bfloat16, as without --enable-fp32-lm-head: ten thousand times that gap."""
-    hidden, weight, labels = language_model_like()
+    for chunk in (64, 4096):
+        head = OutputHead(temperature, chunk)
+        logits = torch.cat([part.clone() for _, _, part in head._logits(hidden, weight)])
+        assert torch.equal(logits, theirs)
+    ours = head.stats(hidden, weight, labels).log_prob_T
+    gap = (ours - engine_log_probs(hidden, weight, labels, temperature)).abs()
+    assert gap.max() < 1e-5
     rounded = engine_log_probs(hidden, weight, labels, temperature, fp32_head=False)
-    gap = (OutputHead(temperature, 64).stats(hidden, weight, labels).log_prob_T - rounded).abs()
-    assert gap.mean() > 0.01
-    assert gap.max() > 0.05
+    assert (ours - rounded).abs().mean() > 0.01
 
 
 def test_temperature_divides_float32_logits() -> None:
     """Not the matmul's factor 1 / t, which rounds otherwise: 3 / 0.6 is 5, and 3 * (1 / 0.6) is not."""
-    hidden, weight = torch.tensor([[3.0]]), torch.tensor([[1.0]])
-    [(*_, logits)] = OutputHead(0.6, 1)._logits(hidden, weight)
+    [(*_, logits)] = OutputHead(0.6, 1)._logits(torch.tensor([[3.0]]), torch.tensor([[1.0]]))
     assert logits.item() == (torch.tensor(3.0) / torch.tensor(0.6)).item()
 
 
@@ -289,28 +261,23 @@ def real_vocabulary(entries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return torch.eye(6), weight, torch.multinomial(weight.t().softmax(1), 1, generator=generator)[:, 0]
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 6])
 @pytest.mark.parametrize("entries", REAL_VOCABULARIES)
-def test_sums_at_a_real_vocabulary_equal_float64(entries: int, chunk: int) -> None:
-    hidden, weight, labels = real_vocabulary(entries)
-    log_prob_TV = weight.t().double().log_softmax(1)
-    entropy_T = -(log_prob_TV.exp() * log_prob_TV).sum(1)
-    head = OutputHead(1.0, chunk)
-    found = head.stats(hidden, weight, labels)
-    expected_T = log_prob_TV.gather(1, labels[:, None])[:, 0]
-    torch.testing.assert_close(found.log_prob_T.double(), expected_T, rtol=2e-6, atol=0)
-    torch.testing.assert_close(found.entropy_T.double(), entropy_T, rtol=2e-6, atol=0)
-    norms = [head._stats(logits, labels[part])[2] for part, _, logits in head._logits(hidden, weight)]
-    torch.testing.assert_close(torch.cat(norms).double(), weight.double().logsumexp(0), rtol=2e-6, atol=0)
-
-
-@pytest.mark.parametrize("entries", REAL_VOCABULARIES)
-def test_gradients_at_a_real_vocabulary_equal_float64(entries: int) -> None:
+def test_sums_and_gradients_at_a_real_vocabulary_equal_float64(entries: int) -> None:
     hidden, weight, labels = real_vocabulary(entries)
     batch = batch_of(labels, torch.linspace(0.3, 3.0, 6))
     wide_hidden, wide_weight = (x.double().requires_grad_() for x in (hidden, weight))
-    log_probs = (wide_hidden @ wide_weight.t()).log_softmax(-1).gather(1, labels[:, None])[:, 0]
-    squared(TokenStats(log_probs, torch.zeros(6)), batch)[0].backward()
+    log_prob_TV = (wide_hidden @ wide_weight.t()).log_softmax(1)
+    expected_T = log_prob_TV.gather(1, labels[:, None])[:, 0]
+    entropy_T = -(log_prob_TV.exp() * log_prob_TV).sum(1).detach()
+    squared(TokenStats(expected_T, torch.zeros(6)), batch)[0].backward()
+    for chunk in (1, 4, 6):
+        head = OutputHead(1.0, chunk)
+        found = head.stats(hidden, weight, labels)
+        torch.testing.assert_close(found.log_prob_T.double(), expected_T.detach(), rtol=2e-6, atol=0)
+        torch.testing.assert_close(found.entropy_T.double(), entropy_T, rtol=2e-6, atol=0)
+        norms = [head._stats(logits, labels[part])[2] for part, _, logits in head._logits(hidden, weight)]
+        expected = weight.double().logsumexp(0)
+        torch.testing.assert_close(torch.cat(norms).double(), expected, rtol=2e-6, atol=0)
     hidden.requires_grad_()
     weight.requires_grad_()
     OutputHead(1.0, 4).sums(hidden, weight, batch, squared)[0].backward()

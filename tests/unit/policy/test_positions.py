@@ -37,28 +37,16 @@ SCALINGS = {
 }
 
 
-def test_two_ranks_by_hand() -> None:
-    """A document of 8 tokens in chunks of 2 (rank 0: first and last), then one of 4 in chunks of 1."""
+def test_documents_of_ranks_by_hand() -> None:
+    """A document of 8 tokens in chunks of 2 (rank 0: first and last), then one of 4 in chunks of 1. One rank
+    holds documents whole."""
     assert positions((0, 8, 12), 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert positions((0, 8, 12), 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
-    assert list(document_chunks((0, 8, 12), 2, 1)) == [
-        DocumentChunk(2, 0, 4),
-        DocumentChunk(2, 0, 6),
-        DocumentChunk(1, 8, 10),
-        DocumentChunk(1, 8, 11),
-    ]
-
-
-def test_one_rank_holds_documents_whole() -> None:
-    assert list(document_chunks((0, 3, 3, 8), 1, 0)) == [
-        DocumentChunk(3, 0, 3),
-        DocumentChunk(0, 3, 3),
-        DocumentChunk(5, 3, 8),
-    ]
     assert positions((0, 3, 3, 8), 1, 0).tolist() == list(range(8))
-
-
-def test_an_odd_document_is_refused() -> None:
+    chunks = [(2, 0, 4), (2, 0, 6), (1, 8, 10), (1, 8, 11)]
+    assert list(document_chunks((0, 8, 12), 2, 1)) == [DocumentChunk(*one) for one in chunks]
+    whole = [(3, 0, 3), (0, 3, 3), (5, 3, 8)]
+    assert list(document_chunks((0, 3, 3, 8), 1, 0)) == [DocumentChunk(*one) for one in whole]
     with pytest.raises(ValueError, match="a document of 6 tokens cannot be cut into 2 x 2 chunks"):
         list(document_chunks((0, 6), 2, 0))
 
@@ -104,23 +92,9 @@ def test_rotation_by_hand() -> None:
     assert turned.flatten().tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_llama3_scaling_by_hand() -> None:
-    """d = 2 has the frequency 1 (wavelength 2 pi, kept); base 4 gives d = 4 the wavelength 4 pi as well.
-
-    With base 1e8 and d = 4 the second frequency is 1e-4: its wavelength 62,832 is beyond 8,192, so it is
-    divided by 8. With base (8192 / pi)^2 it is pi / 8192, of wavelength 16,384: divided as well. A wavelength
-    of 4,096 lies between: smooth = (8192 / 4096 - 1) / 3 = 1/3, so f (2/3 / 8 + 1/3) = 5/12 f.
-    """
-    far = Rotary(4, 1e8, 8.0).table(torch.tensor([1000])).sin_LF[0]
-    assert far.tolist() == pytest.approx([math.sin(1000), math.sin(0.1 / 8)], abs=1e-5)
-    frequency = 2 * math.pi / 4096
-    between = Rotary(4, frequency**-2, 8.0).table(torch.tensor([100])).sin_LF[0, 1]
-    assert float(between) == pytest.approx(math.sin(100 * frequency * 5 / 12), abs=1e-5)
-
-
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_equals_hugging_face(kind: str) -> None:
-    """To the bit in float32; float64 angles differ by the rounding of the float32 ones."""
+    """To the bit in float32."""
     parameters, rotary = SCALINGS[kind]
     config = LlamaConfig(hidden_size=4 * DIM, num_attention_heads=4, rope_parameters=parameters)
     place = torch.tensor([0, 1, 2, 900, 8191, 40_000, 65_535])
@@ -128,30 +102,6 @@ def test_equals_hugging_face(kind: str) -> None:
     cos, sin = modeling_llama.LlamaRotaryEmbedding(config)(x, place[None])
     theirs, _ = modeling_llama.apply_rotary_pos_emb(*(2 * (x[None].transpose(1, 2),)), cos, sin)
     assert torch.equal(rotate(x, rotary.table(place)), theirs.transpose(1, 2)[0])
-
-    frequency = rotary.table(torch.tensor([1])).sin_LF[0].double().asin()
-    near = place <= 900
-    exact = literal(x[near].double(), torch.outer(place[near].double(), frequency))
-    torch.testing.assert_close(rotate(x, rotary.table(place))[near].double(), exact, rtol=0, atol=2e-4)
-
-
-def literal(x_LHD: torch.Tensor, angle_LF: torch.Tensor) -> torch.Tensor:
-    """Each pair times a rotation matrix, in the type of the arguments."""
-    cos, sin = angle_LF.cos(), angle_LF.sin()
-    matrix = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
-    pairs = torch.stack(x_LHD.chunk(2, -1), -1)
-    turned = torch.einsum("lfij,lhfj->lhfi", matrix, pairs)
-    return torch.cat(turned.unbind(-1), -1)
-
-
-def test_the_gradient_equals_that_of_the_rotation_matrix() -> None:
-    table = Rotary(DIM, 1e4, None).table(torch.arange(9))
-    ours, wide = heads(9).requires_grad_(), heads(9).double().requires_grad_()
-    angle = torch.atan2(table.sin_LF.double(), table.cos_LF.double())
-    weight = heads(9, seed=1)
-    (rotate(ours, table) * weight).sum().backward()
-    (literal(wide, angle) * weight).sum().backward()
-    torch.testing.assert_close(ours.grad.double(), wide.grad, rtol=0, atol=1e-6)
 
 
 def megatron(x: torch.Tensor, bounds: tuple[int, ...], size: int, rank: int, scaled: bool) -> torch.Tensor:
@@ -234,19 +184,14 @@ WEIGHT = "decoder.layers.{layer}.mlp.linear_fc1.weight"
         (2, [1, 3, 2, 2], [0, 1, 1, 1, 0, 0, 1, 1]),
     ],
 )
-def test_layer_chunks_are_assigned_to_stages_in_turn(
-    stages: int, chunks: list[int], expected: list[int]
-) -> None:
+def test_chunks_go_to_stages_in_turn(stages: int, chunks: list[int], expected: list[int]) -> None:
     assert [stage_of((WEIGHT, layer), chunks, stages) for layer in range(8)] == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        ("embedding.word_embeddings.weight", 0),
-        ("decoder.final_layernorm.weight", 3),
-        ("output_layer.weight", 3),
-    ],
-)
-def test_embedding_is_on_the_first_stage_and_head_on_the_last(name: str, stage: int) -> None:
-    assert stage_of((name, None), [2] * 4, 4) == stage
+def test_embedding_is_on_the_first_stage_and_head_on_the_last() -> None:
+    for name, stage in (
+        ("embedding.word_embeddings", 0),
+        ("decoder.final_layernorm", 3),
+        ("output_layer", 3),
+    ):
+        assert stage_of((f"{name}.weight", None), [2] * 4, 4) == stage

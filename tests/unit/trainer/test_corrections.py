@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,7 @@ from bapo_megatron.algo.corrections import (
 )
 from bapo_megatron.algo.losses import LOSSES, build_loss, load_loss
 from bapo_megatron.algo.papo_schedule import PapoConfig
-from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
-from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.train import update
@@ -32,10 +31,9 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.runs import run_of
 from tests.support.shifted_policy import ShiftedPolicy
+from tests.support.small_steps import run_config
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
-
-LN2 = math.log(2)
 
 
 def sample(ids: list[int], advantage: float, version: int = 3, mask: list[bool] | None = None) -> Sample:
@@ -62,23 +60,31 @@ def lengths(groups: Sequence[Sequence[Sample]]) -> list[list[int]]:
     return [[one.response_tokens for one in group] for group in groups]
 
 
+APART = [4.0, 1.0, 0.25]  # the mean of their logarithms is 0
+HALF_TO_2 = {"geometric_min": 0.5, "geometric_max": 2.0}
+
+
 @pytest.mark.parametrize(
-    ("limits", "outside"),
+    ("ratios", "limits", "outside"),
     [
-        ({}, False),
-        ({"geometric_min": 0.99}, False),  # the mean of ln 4, ln 1 and -ln 4 is 0
-        ({"geometric_max": 1.01}, False),
-        ({"worst_token_min": 0.26}, True),
-        ({"worst_token_min": 0.24}, False),
-        ({"worst_token_max": 3.9}, True),
-        ({"worst_token_max": 4.1}, False),
-        ({"worst_token_min": 0.24, "worst_token_max": 3.9}, True),
+        (APART, {}, False),
+        (APART, {"geometric_min": 0.99}, False),
+        (APART, {"geometric_max": 1.01}, False),
+        (APART, {"worst_token_min": 0.26}, True),
+        (APART, {"worst_token_min": 0.24}, False),
+        (APART, {"worst_token_max": 3.9}, True),
+        (APART, {"worst_token_max": 4.1}, False),
+        (APART, {"worst_token_min": 0.24, "worst_token_max": 3.9}, True),
+        ([4.0, 1.0], HALF_TO_2, False),
+        ([4.1, 1.0], HALF_TO_2, True),
+        ([0.25, 1.0], HALF_TO_2, False),
+        ([0.24, 1.0], HALF_TO_2, True),
+        ([math.nan, 1.0], HALF_TO_2, True),
+        ([], HALF_TO_2, False),
     ],
 )
-def test_the_worst_token_and_the_mean_decide_each_by_its_range(
-    limits: dict[str, float], outside: bool
-) -> None:
-    assert is_outside(np.log([4.0, 1.0, 0.25]), CorrectionsConfig(**limits)) is outside
+def test_ranges_of_worst_token_and_mean(ratios: list[float], limits: dict[str, float], outside: bool) -> None:
+    assert is_outside(np.log(ratios), CorrectionsConfig(**limits)) is outside
 
 
 def test_the_limits_of_verl_are_those_of_the_inverse_ratio() -> None:
@@ -92,17 +98,6 @@ def test_the_limits_of_verl_are_those_of_the_inverse_ratio() -> None:
     assert [is_outside(row, ours) for row in drawn] == theirs
     assert 0 < sum(theirs) < 264
     assert sum(a != is_outside(row, same) for a, row in zip(theirs, drawn, strict=True)) > 20
-
-
-def test_the_geometric_mean_by_hand() -> None:
-    """Of 4 and 1: 2, a limit that is met. Of 1/4 and 1: 1/2. A nan is outside, nothing is inside."""
-    config = CorrectionsConfig(geometric_min=0.5, geometric_max=2.0)
-    assert not is_outside(np.array([2 * LN2, 0.0]), config)
-    assert is_outside(np.array([2.01 * LN2, 0.0]), config)
-    assert not is_outside(np.array([-2 * LN2, 0.0]), config)
-    assert is_outside(np.array([-2.01 * LN2, 0.0]), config)
-    assert is_outside(np.array([math.nan, 0.0]), config)
-    assert not is_outside(np.array([]), config)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +115,13 @@ def test_off_policy_sequence_mask_by_hand(advantage: float, gap: float, rejected
     assert is_off_policy(advantage, gap, 0.1) is rejected
 
 
-def test_the_weight_of_a_response_is_the_product_of_its_trained_tokens() -> None:
+@pytest.mark.parametrize(("cap", "weight"), [(10.0, 8.0), (3.0, 3.0)])
+def test_the_weight_of_a_response_is_the_product_of_its_trained_tokens(cap: float, weight: float) -> None:
     """Ratios 2, 4 and (not trained) 100: 8, or the cap."""
-    log_ratio = np.log(np.array([2, 4, 100], np.float32))
-    trained = np.array([True, True, False])
-    for cap, weight in ((10.0, 8.0), (3.0, 3.0)):
-        found = truncated_sequence_importance(log_ratio - 3, np.full(3, -3.0, np.float32), trained, cap)
-        assert found.dtype == np.float32
-        assert found.tolist() == pytest.approx([weight] * 3)
+    log_ratio, trained = np.log(np.array([2, 4, 100], np.float32)), np.array([True, True, False])
+    found = truncated_sequence_importance(log_ratio - 3, np.full(3, -3.0, np.float32), trained, cap)
+    assert found.dtype == np.float32
+    assert found.tolist() == pytest.approx([weight] * 3)
 
 
 def with_old(level: str = "token", cap: float | None = None) -> list[list[Sample]]:
@@ -153,9 +147,7 @@ def test_importance_weights_by_token_and_by_response(level: str, weights: list[f
         ({"worst_token_min": 0.6, "worst_token_max": 1.9}, [[], [2]]),
     ],
 )
-def test_rejection_by_the_ratio_at_the_beginning_of_a_step_needs_no_pass(
-    limits: dict[str, float], left: list[list[int]]
-) -> None:
+def test_rejection_by_the_ratio_needs_no_pass(limits: dict[str, float], left: list[list[int]]) -> None:
     settings = algorithm(old_log_probs="trainer", corrections=CorrectionsConfig(**limits))
     policy: Any = ShiftedPolicy()
     groups, metrics = corrected(policy, with_old(), settings, 64, False)
@@ -174,7 +166,7 @@ def test_rejection_by_the_ratio_at_the_beginning_of_a_step_needs_no_pass(
         ({"known_ratio": False}, True, [[3], [2, 2]], ["token_sums"]),
     ],
 )
-def test_off_policy_sequence_mask_takes_the_policy_in_training(
+def test_which_policy_masks(
     rest: dict[str, Any], on_policy: bool, left: list[list[int]], calls: list[str]
 ) -> None:
     """Only the first response has A < 0 and a gap of +ln 2; pi_old is pi_rollout, so its known gap is 0."""
@@ -217,12 +209,14 @@ def test_masked_tokens_do_not_count_for_rejection() -> None:
     assert metrics == dict(zip(METRICS, (0.0, 0.0, 1.0), strict=True))
 
 
+def run_of_settings(settings: AlgorithmConfig, hold: bool = False) -> Any:
+    return run_of(run_config(settings), ShiftedPolicy(), UpdateLoss(settings, hold))
+
+
 def run(settings: AlgorithmConfig, groups: list[list[Sample]], hold: bool = False) -> tuple[Any, Any]:
     """One update of a run; its metrics and its policy."""
-    policy: Any = ShiftedPolicy()
-    config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=settings)
-    config = dataclasses.replace(config, batch=dataclasses.replace(config.batch, pack_tokens=64))
-    return update(run_of(config, policy, UpdateLoss(settings, hold)), groups, 7), policy
+    made = run_of_settings(settings, hold)
+    return update(made, groups, 7), made.policy
 
 
 @pytest.mark.parametrize("mean", ["token", "sequence"])
@@ -260,9 +254,7 @@ def settings_of(loss: str, scope: Any, **rest: Any) -> AlgorithmConfig:
         *((AlgorithmConfig().loss, scope, False) for scope in ("micro_batch", "lagged")),
     ],
 )
-def test_corrections_combine_with_every_loss_and_every_scope_of_its_search(
-    loss: str, scope: str, hold: bool, papo: bool
-) -> None:
+def test_corrections_with_every_loss_and_scope(loss: str, scope: str, hold: bool, papo: bool) -> None:
     """Whatever is searched is searched among the responses that are left."""
     rest: dict[str, Any] = {"polarity": PapoConfig(papo)}
     masked = settings_of(loss, scope, corrections=CorrectionsConfig(off_policy_delta=0.1), **rest)
@@ -270,16 +262,6 @@ def test_corrections_combine_with_every_loss_and_every_scope_of_its_search(
     plain, _ = run(settings_of(loss, scope, **rest), [GROUPS[0][1:], GROUPS[1]], hold)
     assert {name: metrics[name] for name in plain} == plain
     assert metrics["corrections/rejected_responses"] == 0.25
-
-
-class Recording:
-    """A recorder that keeps what it is told of rejected updates."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
-
-    def all_rejected(self, update: int, responses: int) -> None:
-        self.told.append((update, responses))
 
 
 def test_an_update_whose_responses_are_all_rejected_takes_no_step_and_says_so() -> None:
@@ -290,18 +272,14 @@ def test_an_update_whose_responses_are_all_rejected_takes_no_step_and_says_so() 
         corrections=CorrectionsConfig(off_policy_delta=0.1),
         loss_mean="sequence",
     )
-    policy: Any = ShiftedPolicy()
-    config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=settings)
-    config = dataclasses.replace(config, batch=dataclasses.replace(config.batch, pack_tokens=64))
-    clipping = UpdateLoss(settings)
-    made = run_of(config, policy, clipping)
-    made.recorder = recorder = Recording()  # type: ignore[assignment]
+    made, told = run_of_settings(settings), []
+    made.recorder = SimpleNamespace(all_rejected=lambda *both: told.append(both))
     update(made, GROUPS, 7)
-    before = clipping.state()
+    before = made.update_loss.state()
     metrics = update(made, [[sample(LOW, -1.0), sample(LOW, -2.0)]], 7)
-    assert recorder.told == [(9, 2)]
-    assert clipping.state() == before
-    assert (policy.version, policy.calls.count("update"), metrics["version"]) == (8, 1, 8)
+    assert told == [(9, 2)]
+    assert made.update_loss.state() == before
+    assert (made.policy.version, made.policy.calls.count("update"), metrics["version"]) == (8, 1, 8)
     there = {name: value for name, value in metrics.items() if value is not None}
     assert there == {"version": 8, "policy/tokens": 0.0, METRICS[0]: 1.0, METRICS[1]: 1.0}
     assert {"policy/grad_norm", "policy/lr"} <= metrics.keys()
@@ -322,12 +300,9 @@ class BrokenPolicy(ShiftedPolicy):
 @pytest.mark.parametrize("limit", [{"off_policy_delta": 0.1}, {"worst_token_min": 0.1}])
 def test_broken_weights_end_the_run_instead_of_rejecting_their_responses(limit: dict[str, float]) -> None:
     policy: Any = BrokenPolicy()
-    source = "trainer" if "worst_token_min" in limit else "rollout"
-    settings = algorithm(old_log_probs=source, corrections=CorrectionsConfig(**limit))
+    settings = algorithm(old_log_probs="trainer", corrections=CorrectionsConfig(**limit))
     with pytest.raises(FloatingPointError, match="have overflowed"):
-        groups = GROUPS
-        if source == "trainer":
-            groups = with_old_log_probs(policy, GROUPS, 64, None)
+        groups = GROUPS if "off_policy_delta" in limit else with_old_log_probs(policy, GROUPS, 64, None)
         corrected(policy, groups, settings, 64, False)
 
 
@@ -350,32 +325,17 @@ def test_the_mean_weight_is_that_of_the_tokens_that_are_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "limits", "field"),
     [
-        (
-            AlgorithmConfig(importance_level="sequence"),
-            "importance_level=sequence needs algorithm.importance_cap",
-        ),
-        (
-            AlgorithmConfig(corrections=CorrectionsConfig(geometric_max=1.1)),
-            r"corrections.geometric_max=1.1 limits pi_old / pi_rollout, which is 1 .*: set that to trainer",
-        ),
-        (
-            AlgorithmConfig(corrections=CorrectionsConfig(geometric_min=1.5), old_log_probs="trainer"),
-            "algorithm.corrections.geometric_min=1.5 must be above 0 and below 1",
-        ),
-        (
-            AlgorithmConfig(corrections=CorrectionsConfig(off_policy_delta=0.0)),
-            "algorithm.corrections.off_policy_delta=0.0 must be above 0",
-        ),
+        ({"importance_level": "sequence"}, {}, "importance_level=sequence needs algorithm.importance_cap"),
+        ({}, {"geometric_max": 1.1}, "corrections.geometric_max=1.1 limits .*: set that to trainer"),
+        ({"old_log_probs": "trainer"}, {"geometric_min": 1.5}, "geometric_min=1.5 must be above 0 and below"),
+        ({}, {"off_policy_delta": 0.0}, "algorithm.corrections.off_policy_delta=0.0 must be above 0"),
     ],
 )
-def test_correction_settings_without_effect_or_that_reject_all_are_refused(
-    settings: AlgorithmConfig, message: str
-) -> None:
-    config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=settings)
-    with pytest.raises(ConfigError, match=message):
-        config.check()
+def test_useless_settings_are_refused(settings: dict[str, Any], limits: dict[str, float], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        run_config(AlgorithmConfig(corrections=CorrectionsConfig(**limits), **settings)).check()
 
 
 def test_vespo_refuses_a_second_importance_weight() -> None:
@@ -384,11 +344,3 @@ def test_vespo_refuses_a_second_importance_weight() -> None:
         ConfigError, match=r"importance_cap=2.0 would weigh vespo's loss beside W: leave it out"
     ):
         build_loss(settings)
-
-
-def test_a_first_token_without_a_predicting_position_is_in_no_statistic() -> None:
-    """A sample without a prompt: its first token is in no pack."""
-    one = dataclasses.replace(sample([14, 10], 1.0), token_ids=np.array([14, 10], np.int32))
-    assert one.predicted_R.tolist() == [False, True]
-    [pack] = pack_samples([one], 64)
-    assert int(pack.mask_T.sum()) == 1

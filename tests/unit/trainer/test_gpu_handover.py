@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,6 @@ class Scene(EngineServers):
         """The call with which the sampler's process ends for good."""
         self.events: list[dict[str, Any]] = []
 
-    # --- the policy ---
-
     def offload(self, keep_weights: bool = False) -> int:
         self.calls.append("set aside" if keep_weights else "offload")
         before, self.memory["policy"] = self.memory["policy"], WEIGHTS if keep_weights else 0
@@ -80,8 +79,6 @@ class Scene(EngineServers):
             self.calls.pop()
             raise torch.OutOfMemoryError("no memory for the policy")
         self.memory["policy"] = 50 * GB
-
-    # --- the sampler ---
 
     def release(self) -> list[str]:
         self._sampler("release")
@@ -105,8 +102,6 @@ class Scene(EngineServers):
         if call.split()[0] == self.stopped_at:
             raise RunStopped("the sampler's process ended 6 times in a row")
 
-    # --- instead of wake ---
-
     def expect_handles(self, version: int, step: int) -> None:
         self._sampler(f"expect {version} of {step}")
 
@@ -125,8 +120,6 @@ class Scene(EngineServers):
     def _going(self, call: str, names: Sequence[str]) -> list[str]:
         return [name for name in names if self.fails.get(name) != call]
 
-    # --- the way by disk ---
-
     version = 4
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -141,8 +134,6 @@ class Scene(EngineServers):
 
     def checked(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         return weights
-
-    # --- the servers ---
 
     def hold(self) -> None:
         self.calls.append("hold")
@@ -162,8 +153,6 @@ class Scene(EngineServers):
         self.calls += [f"start {name}" for name in begun]
         for name in begun:
             self.alive[name], self.memory[name] = True, 30 * GB
-
-    # --- the driver ---
 
     def free(self) -> int:
         taken = sum(self.memory.values())
@@ -192,9 +181,7 @@ def shared(scene: Scene) -> GpuHandover:
     return GpuHandover(CONFIG, parts, parts, parts, scene.events.append)
 
 
-def test_each_side_takes_gpu_memory_only_after_the_other_has_released_it(
-    scene: Scene, shared: GpuHandover
-) -> None:
+def test_each_side_waits_until_the_other_has_released_memory(scene: Scene, shared: GpuHandover) -> None:
     shared.to_policy()  # the policy has the GPUs at first
     assert scene.calls == []
     shared.to_engines()
@@ -226,8 +213,7 @@ WAKE = ["set aside", "begin one two", "receive", "confirm one two", "offload", "
 def test_engines_read_the_weights_before_these_are_offloaded(scene: Scene, handing: GpuHandover) -> None:
     """At first nobody can: the servers have yet to start. Later nothing is written."""
     handing.to_engines()
-    start = ["expect 4 of 6", "write 4 of 6", "offload", "start one", "start two", "admit"]
-    assert scene.calls == start
+    assert scene.calls == ["expect 4 of 6", "write 4 of 6", "offload", "start one", "start two", "admit"]
     for _ in range(3):
         handing.to_policy()
         place = len(scene.calls)
@@ -239,9 +225,7 @@ def test_engines_read_the_weights_before_these_are_offloaded(scene: Scene, handi
     assert scene.events == []
 
 
-def test_the_free_memory_baseline_is_exact_although_engines_hold_weights(
-    scene: Scene, handing: GpuHandover
-) -> None:
+def test_the_baseline_is_exact_although_engines_hold_weights(scene: Scene, handing: GpuHandover) -> None:
     """The room is measured before they take any: what it lacks later is told."""
     for _ in range(3):
         handing.to_engines()
@@ -254,74 +238,76 @@ def test_the_free_memory_baseline_is_exact_although_engines_hold_weights(
     assert "of 74.0 GB are free" in event["reason"]
 
 
+AGAIN = {"one": False, "two": True}
+"""Which servers live, after the first has died asleep."""
+
+
+@pytest.mark.parametrize(
+    ("way", "faults", "calls"),
+    [
+        ("shared", {"refuses_wake": {"two"}}, "offload, wake one two, end two, start two, admit"),
+        # To resume memory that a new process never released would end it.
+        ("shared", {"alive": AGAIN}, "offload, wake two, start one, admit"),
+        (
+            "handing",
+            {"alive": AGAIN},
+            "set aside, begin two, receive, confirm two, write 4 of 6, offload, resume two, start one, admit",
+        ),
+        # The policy has left by then: the engine waits for the next weights.
+        ("handing", {"fails": {"one": "resume"}}, ", ".join([*WAKE[:-1], "end one", "start one", "admit"])),
+    ],
+)
+def test_an_engine_that_is_lost_asleep_or_does_not_wake_is_started_again(
+    scene: Scene, way: str, faults: dict[str, Any], calls: str, request: pytest.FixtureRequest
+) -> None:
+    assert woken(scene, request.getfixturevalue(way), faults) == calls.split(", ")
+    assert scene.running() == ["one", "two"]
+
+
+def woken(scene: Scene, handover: GpuHandover, faults: dict[str, Any]) -> list[str]:
+    """What is called where engines that ran before get the GPUs again, with these faults."""
+    handover.to_engines()
+    handover.to_policy()
+    vars(scene).update(deepcopy(faults))
+    place = len(scene.calls)
+    handover.to_engines()
+    return scene.since(place)
+
+
 @pytest.mark.parametrize("call", ["begin", "receive", "confirm"])
-def test_an_engine_whose_ipc_sync_failed_loads_the_weights_from_disk(
-    scene: Scene, handing: GpuHandover, call: str
-) -> None:
-    handing.to_engines()
-    handing.to_policy()
-    scene.fails = {"two": call}
-    place = len(scene.calls)
-    handing.to_engines()
-    ways = [one for one in scene.since(place) if one.split()[0] not in ("begin", "receive", "confirm")]
+def test_an_engine_without_ipc_sync_loads_from_disk(scene: Scene, handing: GpuHandover, call: str) -> None:
+    calls = woken(scene, handing, {"fails": {"two": call}})
+    ways = [one for one in calls if one.split()[0] not in ("begin", "receive", "confirm")]
     assert ways == ["set aside", "write 4 of 6", "offload", "resume one", "end two", "start two", "admit"]
-    assert scene.alive == {"one": True, "two": True}
 
 
-def test_an_engine_that_does_not_take_its_cache_is_started_again(scene: Scene, handing: GpuHandover) -> None:
-    """The policy has left by then: the engine waits for the next weights."""
-    handing.to_engines()
-    handing.to_policy()
-    scene.fails = {"one": "resume"}
-    place = len(scene.calls)
-    handing.to_engines()
-    assert scene.since(place) == [*WAKE[:-1], "end one", "start one", "admit"]
-
-
-def test_a_sleeping_server_that_died_gets_no_handles(scene: Scene, handing: GpuHandover) -> None:
-    handing.to_engines()
-    handing.to_policy()
-    scene.alive["one"] = False
-    place = len(scene.calls)
-    handing.to_engines()
-    assert scene.since(place) == [
-        *("set aside", "begin two", "receive", "confirm two", "write 4 of 6", "offload"),
-        *("resume two", "start one", "admit"),
-    ]
-
-
-@pytest.mark.parametrize("call", ["begin", "receive", "confirm", "resume"])
-def test_a_sampler_lost_during_the_hand_over_still_lets_the_policy_reload(
-    scene: Scene, handing: GpuHandover, call: str
-) -> None:
-    handing.to_engines()
-    handing.to_policy()
-    scene.stopped_at = call
-    if call == "resume":
+@pytest.mark.parametrize(
+    ("way", "call"), [("shared", "wake"), *(("handing", call.split()[0]) for call in (*WAKE[1:4], WAKE[5]))]
+)
+def test_policies_outlive_samplers(scene: Scene, way: str, call: str, request: pytest.FixtureRequest) -> None:
+    handover = request.getfixturevalue(way)
+    if call in ("wake", "resume"):
         with pytest.raises(RunStopped, match="6 times in a row"):
-            handing.to_engines()
+            woken(scene, handover, {"stopped_at": call})
     else:  # the disk is tried
-        handing.to_engines()
+        woken(scene, handover, {"stopped_at": call})
         assert scene.events[0]["kind"] == "handover_failed"
     scene.stopped_at = None
-    handing.to_policy()
-    assert handing.policy_has_gpus
+    handover.to_policy()
+    assert handover.policy_has_gpus
     assert scene.calls[-1] == "reload"
 
 
 def test_engines_with_their_own_gpus_need_no_hand_over(scene: Scene) -> None:
     parts: Any = scene
-    sglang = dataclasses.replace(CONFIG.rollout.sglang, colocated=False)
-    split = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, sglang=sglang))
-    replay = dataclasses.replace(
-        CONFIG, rollout=dataclasses.replace(CONFIG.rollout, replay=Path("elsewhere"))
-    )
-    for config in (split, replay):
+    rollout = CONFIG.rollout
+    split = dataclasses.replace(rollout, sglang=dataclasses.replace(rollout.sglang, colocated=False))
+    for changed in (split, dataclasses.replace(rollout, replay=Path("elsewhere"))):
+        config = dataclasses.replace(CONFIG, rollout=changed)
         shared = GpuHandover(config, parts, parts, parts, scene.events.append)
         shared.to_engines()
         shared.to_policy()
-        assert scene.calls == []
-        assert shared.metrics() == {}
+        assert (scene.calls, shared.metrics()) == ([], {})
 
 
 def test_a_policy_that_fits_beside_the_engines_is_not_offloaded(scene: Scene) -> None:
@@ -334,111 +320,71 @@ def test_a_policy_that_fits_beside_the_engines_is_not_offloaded(scene: Scene) ->
     assert scene.calls == ["start one", "start two", "admit", "hold", "release"]
 
 
-def test_the_hand_over_waits_until_the_driver_reports_the_memory_free(
-    scene: Scene, shared: GpuHandover
+WAKEN = "offload, wake one two, admit"
+
+
+@pytest.mark.parametrize(
+    ("faults", "taken", "given", "kinds"),
+    [
+        ({"looks_until_free": 5}, "hold, release, reload", WAKEN, []),  # it waits for the driver
+        ({"keeps": {"one": KEPT // 2, "two": KEPT // 2}}, "hold, release, reload", WAKEN, []),
+        (  # more than kept_gb, though they say that they have released it
+            {"keeps": {"two": KEPT + 1}},
+            "hold, release, end one, end two, reload",
+            "offload, start one, start two, admit",
+            ["memory_kept"],
+        ),
+        (
+            {"refuses_release": {"one"}},
+            "hold, release, end one, reload",
+            "offload, wake two, start one, admit",
+            [],
+        ),
+    ],
+)
+def test_engines_that_keep_their_memory_are_killed(
+    scene: Scene, shared: GpuHandover, faults: dict[str, Any], taken: str, given: str, kinds: list[str]
 ) -> None:
     shared.to_engines()
-    scene.looks_until_free = 5
+    vars(scene).update(faults)
+    place = len(scene.calls)
     shared.to_policy()
-    assert scene.calls[-1] == "reload"
+    shared.to_engines()
+    assert scene.since(place) == [*taken.split(", "), *given.split(", ")]
     assert scene.looks_until_free == 0
-    assert scene.events == []
-
-
-def test_engines_that_keep_their_memory_are_killed(scene: Scene, shared: GpuHandover) -> None:
-    """More than ``kept_gb``, though they say that they have released it."""
-    shared.to_engines()
-    scene.keeps = {"two": KEPT + 1}
-    place = len(scene.calls)
-    shared.to_policy()
-    assert scene.since(place) == ["hold", "release", "end one", "end two", "reload"]
-    (event,) = scene.events
-    assert event["kind"] == "memory_kept"
-    assert "of 74.0 GB are free" in event["reason"]
-    place = len(scene.calls)
-    shared.to_engines()
-    assert scene.since(place) == ["offload", "start one", "start two", "admit"]
-
-
-def test_servers_may_keep_kept_gb_of_memory(scene: Scene, shared: GpuHandover) -> None:
-    shared.to_engines()
-    scene.keeps = {"one": KEPT // 2, "two": KEPT // 2}
-    shared.to_policy()
-    assert scene.events == []
+    assert [event["kind"] for event in scene.events] == kinds
+    assert all("of 74.0 GB are free" in event["reason"] for event in scene.events)
 
 
 def test_memory_that_training_added_is_not_blamed_on_engines(scene: Scene, shared: GpuHandover) -> None:
     """Buffers of NCCL and workspaces come with the first update, and stay when the policy leaves."""
     shared.to_engines()
-    for _ in range(3):
+    for taken in (3, 6, 9, 19):  # the last is of another program, while engines were away
         shared.to_policy()
-        scene.memory["buffers"] = scene.memory.get("buffers", 0) + 3 * GB
+        scene.memory["buffers"] = taken * GB
         shared.to_engines()
     shared.to_policy()
     assert scene.events == []
+    shared.to_engines()
     scene.memory["another program"] = 10 * GB
-    shared.to_engines()
-    shared.to_policy()
-    assert scene.events == [], "memory that went while engines were away is the trainer's"
-    shared.to_engines()
-    scene.memory["another program"] += 10 * GB
     with pytest.raises(RunStopped, match="51.0 of 55.0 GB are free"):
         shared.to_policy()
 
 
-def test_memory_that_is_never_released_stops_the_run(scene: Scene, shared: GpuHandover) -> None:
+@pytest.mark.parametrize(
+    ("taken", "fits", "message"),
+    [(70, False, "the policy does not fit on"), (20, True, r"60\.0 of 74\.0 GB")],
+)
+def test_memory_never_freed(scene: Scene, shared: GpuHandover, taken: int, fits: bool, message: str) -> None:
+    """For a last checkpoint."""
     shared.to_engines()
-    scene.memory["another program"] = 70 * GB
-    with pytest.raises(RunStopped, match="the policy does not fit on"):
+    scene.memory["another program"] = taken * GB
+    with pytest.raises(RunStopped, match=message):
         shared.to_policy()
-    assert "reload" not in scene.calls
-    assert not shared.policy_has_gpus
+    assert shared.policy_has_gpus == ("reload" in scene.calls) == fits
     scene.memory["another program"] = 0
-    shared.to_policy()  # for a last checkpoint
+    shared.to_policy()
     assert scene.calls[-1] == "reload"
-
-
-def test_a_policy_that_still_fits_is_reloaded_for_a_last_checkpoint(
-    scene: Scene, shared: GpuHandover
-) -> None:
-    """There is room for its state, and not for a training beside another program."""
-    shared.to_engines()
-    scene.memory["another program"] = 20 * GB
-    with pytest.raises(RunStopped, match=r"60\.0 of 74\.0 GB"):
-        shared.to_policy()
-    assert shared.policy_has_gpus
-    assert scene.calls[-1] == "reload"
-
-
-def test_an_engine_that_does_not_release_is_killed(scene: Scene, shared: GpuHandover) -> None:
-    shared.to_engines()
-    scene.refuses_release = {"one"}
-    place = len(scene.calls)
-    shared.to_policy()
-    shared.to_engines()
-    assert scene.since(place) == [
-        *("hold", "release", "end one", "reload", "offload"),
-        *("wake two", "start one", "admit"),
-    ]
-
-
-def test_an_engine_that_does_not_wake_is_started_again(scene: Scene, shared: GpuHandover) -> None:
-    shared.to_engines()
-    shared.to_policy()
-    scene.refuses_wake = {"two"}
-    place = len(scene.calls)
-    shared.to_engines()
-    assert scene.since(place) == ["offload", "wake one two", "end two", "start two", "admit"]
-
-
-def test_a_server_that_dies_asleep_is_not_woken(scene: Scene, shared: GpuHandover) -> None:
-    """To resume memory that a new process never released would end it."""
-    shared.to_engines()
-    shared.to_policy()
-    scene.alive["one"] = False
-    place = len(scene.calls)
-    shared.to_engines()
-    assert scene.since(place) == ["offload", "wake two", "start one", "admit"]
 
 
 def test_a_run_without_a_sampler_can_still_save(scene: Scene, shared: GpuHandover) -> None:
@@ -448,43 +394,32 @@ def test_a_run_without_a_sampler_can_still_save(scene: Scene, shared: GpuHandove
     with pytest.raises(RunStopped, match="6 times in a row"):
         shared.to_policy()
     assert shared.policy_has_gpus
-    assert scene.since(place) == ["hold", "release", "end one", "end two", "reload"]
     shared.to_policy()  # as the checkpoint asks
+    assert scene.since(place) == ["hold", "release", "end one", "end two", "reload"]
 
 
-def test_a_sampler_lost_during_the_wake_still_lets_the_policy_reload(
-    scene: Scene, shared: GpuHandover
+@pytest.mark.parametrize(
+    ("part", "error", "message", "calls"),
+    [
+        ("offload", "CUDA error: out of memory", "no host memory for the offloaded policy", []),
+        ("start", "the server at one ended: no such flag", "no such flag", ["offload"]),
+    ],
+)
+def test_a_hand_over_that_cannot_be_made_stops_the_run(
+    scene: Scene,
+    shared: GpuHandover,
+    part: str,
+    error: str,
+    message: str,
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shared.to_engines()
-    shared.to_policy()
-    scene.stopped_at = "wake"
-    with pytest.raises(RunStopped, match="6 times in a row"):
+    def refuse(*_: Any) -> int:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(scene, part, refuse)
+    with pytest.raises(RunStopped, match=message):
         shared.to_engines()
-    scene.stopped_at = None
-    shared.to_policy()
-    assert scene.calls[-1] == "reload"
-
-
-def test_a_host_without_memory_for_the_policy_stops_the_run_with_the_policy_in_place(
-    scene: Scene, shared: GpuHandover, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(keep_weights: bool = False) -> int:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(scene, "offload", refuse)
-    with pytest.raises(RunStopped, match="no host memory for the offloaded policy"):
-        shared.to_engines()
-    assert scene.calls == []
+    assert scene.calls == calls
     shared.to_policy()
     assert shared.policy_has_gpus
-
-
-def test_servers_that_cannot_be_started_stop_the_run(
-    scene: Scene, shared: GpuHandover, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise RuntimeError("the server at one ended: no such flag")
-
-    monkeypatch.setattr(scene, "start", refuse)
-    with pytest.raises(RunStopped, match="no such flag"):
-        shared.to_engines()

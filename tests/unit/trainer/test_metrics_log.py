@@ -52,52 +52,29 @@ def scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_files_hold_one_line_a_step_and_one_an_update(tmp_path: Path) -> None:
-    write_steps(tmp_path, FILES_ONLY, 0, 2, 0.5)
-    assert read_jsonl(tmp_path / "metrics.jsonl") == [
-        {"step": step, "reward/mean": 0.5, "policy/entropy": None, "policy/kl": None} for step in (1, 2)
-    ]
-    assert [(row["step"], row["update"]) for row in read_jsonl(tmp_path / "updates.jsonl")] == [
-        (1, 0), (1, 1), (2, 0), (2, 1),
-    ]  # fmt: skip
-    assert not (tmp_path / "tensorboard").exists()
-
-
-def test_resume_takes_the_files_back_to_the_checkpoint(tmp_path: Path) -> None:
-    write_steps(tmp_path, FILES_ONLY, 0, 5, 0.25)
-    write_steps(tmp_path, FILES_ONLY, 3, 6, 0.75)
-    rows = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [(row["step"], row["reward/mean"]) for row in rows] == [
-        (1, 0.25), (2, 0.25), (3, 0.25), (4, 0.75), (5, 0.75), (6, 0.75),
-    ]  # fmt: skip
-    assert len(read_jsonl(tmp_path / "updates.jsonl")) == 12
-
-
-def test_tensorboard_has_each_value_under_its_name(tmp_path: Path) -> None:
-    write_steps(tmp_path, config.LoggingConfig(), 0, 3, 0.5)
-    assert scalars(tmp_path, "reward/mean") == [(1, 0.5), (2, 0.5), (3, 0.5)]
-    tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
-    assert tags == ["reward/mean"]  # None and NaN are left out.
-
-
 @pytest.mark.parametrize("resume_step", [0, 3])
-def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path, resume_step: int) -> None:
+def test_files_and_tensorboard_have_each_step_once_after_a_resume(tmp_path: Path, resume_step: int) -> None:
+    """A line a step and one an update; the files go back to the checkpoint. TensorBoard has no None."""
     write_steps(tmp_path, config.LoggingConfig(), 0, 5, 0.25)
     write_steps(tmp_path, config.LoggingConfig(), resume_step, 6, 0.75)
     expected = [(step, 0.25 if step <= resume_step else 0.75) for step in range(1, 7)]
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [
+        {"step": step, "reward/mean": mean, "policy/entropy": None, "policy/kl": None}
+        for step, mean in expected
+    ]
+    updates = [(row["step"], row["update"]) for row in read_jsonl(tmp_path / "updates.jsonl")]
+    assert updates == [(step, update) for step in range(1, 7) for update in (0, 1)]
     assert scalars(tmp_path, "reward/mean") == expected
+    tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    assert tags == ["reward/mean"]
 
 
-def test_boards_follow_files_that_are_back_at_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_boards_follow_files_that_have_gone_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
 
     class Told:
-        def __init__(
-            self, names: list[str], paths: RunPaths, resume_step: int, report: Any, catch_up_s: float
-        ) -> None:
-            told.append((names, resume_step, len(read_jsonl(paths.metrics)), report, catch_up_s))
+        def __init__(self, names: list[str], paths: RunPaths, resume_step: int, *rest: Any) -> None:
+            told.append((names, resume_step, len(read_jsonl(paths.metrics)), *rest))
 
         def check(self) -> None:
             told.append(len(read_jsonl(tmp_path / "metrics.jsonl")))
@@ -137,9 +114,7 @@ def test_an_outage_in_an_evaluation_makes_no_best_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_full_disk_below_tensorboard_is_one_error(
-    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_below_tensorboard(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full before the event file begins, or from the second step on."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard's own thread has it, too
 
@@ -309,9 +284,7 @@ def test_a_failure_is_an_event_and_no_key_is_in_it(board: Board, capfd: pytest.C
 
 
 @pytest.mark.parametrize("preempted", [False, True])
-def test_a_hanging_board_neither_slows_nor_holds_the_run(
-    board: Board, preempted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_board_is_left(board: Board, preempted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end the run waits its limit, shorter when it is preempted, and reports what may be missing."""
     monkeypatch.setattr(metrics_log, "PREEMPTED_S", 0.25)
     boards = board.start(catch_up_s=LIMIT_S if preempted else 0.25)
@@ -353,6 +326,8 @@ def test_a_hanging_board_does_not_outlive_a_run_that_was_killed(board: Board) ->
     assert process.wait(LIMIT_S) == 1
 
 
-def test_without_trackers_nothing_is_made(tmp_path: Path) -> None:
+def test_without_boards_nothing_is_made(tmp_path: Path) -> None:
     Boards([], RunPaths(tmp_path), 0, no_report, 60.0).close()
     assert not list(tmp_path.iterdir())
+    write_steps(tmp_path, FILES_ONLY, 0, 1, 0.5)
+    assert not (tmp_path / "tensorboard").exists()

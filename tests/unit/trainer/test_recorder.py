@@ -17,19 +17,16 @@ import numpy as np
 import psutil
 import pytest
 
-from bapo_megatron.algo.bapo import BoundsConfig, balanced, fixed, grpo, paper, published_code
+from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo, paper, published_code
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import (
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
-    EvaluationConfig,
     LoggingConfig,
     ModelConfig,
-    OptimizerConfig,
     ReferenceKlConfig,
-    RewardConfig,
     RunConfig,
 )
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
@@ -53,24 +50,31 @@ from tests.support.webhook import Webhook
 NAMES = objective(grpo()).metric_names()
 
 
+def row_of(updates: list[Metrics], metrics: Metrics | None = None) -> Metrics:
+    return step_metrics(StepHeader((), metrics or {}, NO_FILE), updates, StepClock(), NAMES)
+
+
 def test_a_step_has_the_means_of_its_updates_and_of_maxima_the_largest() -> None:
+    """An update without a response is none, and a step without updates has the same columns."""
     gap, clipped = "rollout/engine_gap_max", "staleness/8-15/clipped"
-    updates = [
+    updates: list[Metrics] = [
         {"epoch": 0, "version": 1, "policy/kl": 1.0, "staleness/max": 3, gap: 0.25, clipped: None},
         {"epoch": 1, "version": 2, "policy/kl": 2.0, "staleness/max": 7, gap: None, clipped: 0.5},
     ]
-    row = step_metrics(StepHeader((), {"rollout/tokens": 9.0}, NO_FILE), updates, StepClock(), NAMES)
-    assert row["policy/kl"] == 1.5
-    assert row["staleness/max"] == 7
-    assert row[clipped] == 0.5
-    assert row[gap] == 0.25
-    assert row["policy/updates"] == 2
+    row = row_of(updates, {"rollout/tokens": 9.0})
+    expected = {"policy/kl": 1.5, "staleness/max": 7, clipped: 0.5, gap: 0.25, "policy/updates": 2}
+    assert {name: row[name] for name in expected} == expected
     assert "version" not in row
+    assert row_of([{"version": 1, "policy/tokens": count} for count in (5.0, 0.0)])["policy/updates"] == 1
+    empty = row_of([])
+    for name in ("staleness/mean", "staleness/max", "staleness/16+/entropy", "policy/loss"):
+        assert name in NAMES
+        assert empty[name] is None
 
 
 @pytest.mark.usefixtures("one_process_group")
 def test_an_export_is_the_last_one_if_no_checkpoint_came_after_it(tmp_path: Path) -> None:
-    run = replace(run_config(tmp_path, RewardConfig()), steps=6)
+    run = replace(run_config(tmp_path), steps=6)
     export = tmp_path / "export"
     with closing(Recorder(run, 1, True)) as recorder:
         recorder.checkpoint(Saved(6, 0, 0.1))
@@ -88,17 +92,6 @@ def test_an_export_is_the_last_one_if_no_checkpoint_came_after_it(tmp_path: Path
         assert not recorder.is_exported(export), "it has the weights of another step"
 
 
-def test_an_update_without_a_response_is_none() -> None:
-    updates = [{"version": 1, "policy/tokens": 5.0}, {"version": 1, "policy/tokens": 0.0}]
-    assert step_metrics(StepHeader((), {}, NO_FILE), updates, StepClock(), NAMES)["policy/updates"] == 1
-
-
-@pytest.mark.parametrize("name", ["staleness/mean", "staleness/max", "staleness/16+/entropy", "policy/loss"])
-def test_a_step_without_updates_has_the_same_columns(name: str) -> None:
-    assert name in NAMES
-    assert step_metrics(StepHeader((), {}, NO_FILE), [], StepClock(), NAMES)[name] is None
-
-
 class OneSignNotes:
     """Stands for the recorder."""
 
@@ -112,108 +105,69 @@ class OneSignNotes:
 
 @pytest.mark.parametrize(
     ("shares", "noted"),
-    [([0.9, 0.3], True), ([0.5, 0.5], False), ([0.9, None, 0.9], True), ([None], False), ([], False)],
+    [([0.9, 0.3], "60%"), ([0.5, 0.5], None), ([0.9, None, 0.9], "90%"), ([None], None), ([], None)],
 )
-def test_one_sign_searches_are_an_event(shares: list[float | None], noted: bool) -> None:
+def test_one_sign_searches_are_an_event(shares: list[float | None], noted: str | None) -> None:
     """Where more than half of a step's tokens had such a search; on rank 0."""
     notes, updates = OneSignNotes(), [{"bapo/one_sign_tokens": share} for share in shares]
     check_one_sign(7, updates, notes)  # type: ignore[arg-type]
     check_one_sign(7, [{}], notes)  # type: ignore[arg-type]  # a loss without searches
     check_one_sign(7, updates, None)
-    assert bool(notes.taken) == noted
-    if noted:
-        assert notes.taken[0][1].startswith("step 7: ")
-        assert (
-            f"{0.6 if 0.3 in shares else 0.9:.0%} of the tokens had bounds from searches" in notes.taken[0][1]
-        )
+    assert len(notes.taken) == (noted is not None)
+    assert all(message.startswith(f"step 7: {noted} of the tokens") for _, message in notes.taken)
 
 
-def run_config(run_dir: Path, reward: RewardConfig) -> RunConfig:
+def run_config(run_dir: Path) -> RunConfig:
     algorithm = AlgorithmConfig(bounds=paper())
-    parts = {"reward": reward, "algorithm": algorithm, "run_dir": run_dir}
-    return RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), **parts)  # type: ignore[arg-type]
+    return RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=algorithm, run_dir=run_dir)
+
+
+VALUED = {"wrong": -1.0, "on_failure": "value"}
+SEQUENCE = {"loss_mean": "sequence"}
+HELD_OUT = {"suites": ("s",), "temperature": 0.0}
 
 
 @pytest.mark.usefixtures("one_process_group")
 @pytest.mark.parametrize(
-    ("function", "failed", "warned"),
-    [("math", 0.0, True), ("math", -1.0, False), ("math", -2.0, False), ("mine.reward:score", 0.0, False)],
-)
-def test_a_failed_reward_above_the_wrong_reward_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, failed: float, warned: bool
-) -> None:
-    reward = RewardConfig(function=function, wrong=-1.0, failed=failed, on_failure="value")
-    Recorder(run_config(tmp_path, reward), 1, True).close()
-    said = "warning: reward.failed=0 is above reward.wrong=-1: a response that hangs its scorer gets more"
-    assert (said in capsys.readouterr().out) == warned
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize(
-    ("change", "said"),
+    ("part", "fields", "said"),
     [
-        (
-            {"reward": RewardConfig(failed=-1.0)},
-            "warning: reward.failed=-1 does nothing with reward.on_failure=leave_out: leave it out, or set",
-        ),
-        (
-            {"data": DataConfig(Path("data.jsonl"), min_difficulty=0.25)},
-            "warning: data.min_difficulty=0.25 leaves nothing out without data.difficulty: say there where",
-        ),
-        ({"data": DataConfig(Path("data.jsonl"), difficulty="level", max_difficulty=8)}, ""),
-        (
-            {"optimizer": OptimizerConfig(min_lr=1e-7)},
-            "warning: optimizer.min_lr=1e-07 is where a decay ends",
-        ),
-        ({"optimizer": OptimizerConfig(min_lr=1e-7, decay="cosine")}, ""),
-        ({"reward": RewardConfig(format_pattern=".*")}, "warning: reward.format_pattern changes no reward"),
-        ({"reward": RewardConfig(format_pattern=".*", format_penalty=0.1)}, ""),
-        ({"reward": RewardConfig(overlong_tokens=9)}, "warning: reward.overlong_tokens=9 changes no reward"),
-        ({"reward": RewardConfig(overlong_tokens=9, overlong_penalty=0.1)}, ""),
-        ({"evaluation": EvaluationConfig(5, ("s",), 4, 0.0)}, "warning: evaluation.samples=4 responses to a"),
-        ({"evaluation": EvaluationConfig(0, ("s",), 4, 0.0)}, ""),
-        ({"evaluation": EvaluationConfig(5, ("s",), 1, 0.0)}, ""),
-        (
-            {"algorithm": AlgorithmConfig(bounds=balanced(), loss_mean="sequence")},
-            "warning: algorithm.loss_mean=sequence gives positive tokens half of the gradient at ratios of "
-            "1, and algorithm.bounds.target=0.4 is no more: a search over an update has nothing to balance (",
-        ),
-        (
-            {"algorithm": AlgorithmConfig(bounds=paper(), loss_mean="sequence")},
-            "nothing to balance, and those of its parts move by which responses they see (docs",
-        ),
-        ({"algorithm": AlgorithmConfig(bounds=replace(paper(), target=0.6), loss_mean="sequence")}, ""),
-        ({"algorithm": AlgorithmConfig(bounds=grpo(), loss_mean="sequence")}, ""),
-        ({"algorithm": AlgorithmConfig(bounds=published_code(), loss_mean="sequence")}, ""),
-        ({"algorithm": AlgorithmConfig(loss="gspo", loss_mean="sequence")}, ""),
-        (
-            {"algorithm": AlgorithmConfig(polarity=PapoConfig(enabled=True), loss_mean="sequence")},
-            "",
-        ),
+        ("reward", {**VALUED, "failed": 0.0}, "reward.failed=0 is above reward.wrong=-1"),
+        ("reward", {**VALUED, "failed": -1.0}, ""),
+        ("reward", {**VALUED, "failed": -2.0}, ""),
+        ("reward", {**VALUED, "failed": 0.0, "function": "mine.reward:score"}, ""),
+        ("reward", {"failed": -1.0}, "reward.failed=-1 does nothing with reward.on_failure=leave_out"),
+        ("reward", {"format_pattern": ".*"}, "reward.format_pattern changes no reward"),
+        ("reward", {"format_pattern": ".*", "format_penalty": 0.1}, ""),
+        ("reward", {"overlong_tokens": 9}, "reward.overlong_tokens=9 changes no reward"),
+        ("reward", {"overlong_tokens": 9, "overlong_penalty": 0.1}, ""),
+        ("data", {"min_difficulty": 0.25}, "data.min_difficulty=0.25 leaves nothing out without"),
+        ("data", {"difficulty": "level", "max_difficulty": 8}, ""),
+        ("optimizer", {"min_lr": 1e-7}, "optimizer.min_lr=1e-07 is where a decay ends"),
+        ("optimizer", {"min_lr": 1e-7, "decay": "cosine"}, ""),
+        ("evaluation", {**HELD_OUT, "every": 5, "samples": 4}, "evaluation.samples=4 responses to a"),
+        ("evaluation", {**HELD_OUT, "every": 0, "samples": 4}, ""),
+        ("evaluation", {**HELD_OUT, "every": 5, "samples": 1}, ""),
+        ("algorithm", {**SEQUENCE, "bounds": balanced()}, "algorithm.bounds.target=0.4 is no more"),
+        ("algorithm", {**SEQUENCE, "bounds": paper()}, "those of its parts move by which responses they see"),
+        ("algorithm", {**SEQUENCE, "bounds": replace(paper(), target=0.6)}, ""),
+        ("algorithm", {**SEQUENCE, "bounds": grpo()}, ""),
+        ("algorithm", {**SEQUENCE, "bounds": published_code()}, ""),
+        ("algorithm", {**SEQUENCE, "bounds": BoundsConfig(), "loss": "gspo"}, ""),
+        ("algorithm", {**SEQUENCE, "polarity": PapoConfig(enabled=True)}, ""),
+        ("algorithm", {"reference_kl": ReferenceKlConfig(0.1, "k1")}, "algorithm.reference_kl.estimator=k1"),
+        ("algorithm", {"reference_kl": ReferenceKlConfig(0.1, "k2")}, ""),
+        ("algorithm", {"reference_kl": ReferenceKlConfig(0.1, "k1", "reward")}, ""),
+        ("algorithm", {"reference_kl": ReferenceKlConfig(0.0, "k1")}, ""),
     ],
 )
 def test_a_setting_that_does_nothing_is_warned_of(
-    change: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    part: str, fields: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Recorder(replace(run_config(tmp_path, RewardConfig()), **change), 1, True).close()
+    run = run_config(tmp_path)
+    Recorder(replace(run, **{part: replace(getattr(run, part), **fields)}), 1, True).close()
     out = capsys.readouterr().out
+    assert ("warning: " in out) == bool(said)
     assert said in out
-    assert ("warning:" in out) == bool(said)
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize(
-    ("settings", "warned"),
-    [((0.1, "k1"), True), ((0.1, "k2"), False), ((0.1, "k1", "reward"), False), ((0.0, "k1"), False)],
-)
-def test_a_penalty_that_holds_nothing_is_warned_of(
-    settings: tuple[Any, ...], warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = run_config(tmp_path, RewardConfig())
-    algorithm = AlgorithmConfig(reference_kl=ReferenceKlConfig(*settings))
-    Recorder(replace(run, algorithm=algorithm), 1, True).close()
-    said = "warning: algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not depend on"
-    assert (said in capsys.readouterr().out) == warned
 
 
 @pytest.mark.usefixtures("one_process_group")
@@ -225,7 +179,7 @@ def test_a_start_says_whether_the_journal_goes_on(
     if logged is not None:
         (tmp_path / "journal").mkdir()
         (tmp_path / "journal/segments-000001.log").write_bytes(logged)
-    Recorder(run_config(tmp_path, RewardConfig()), 1, True).close()
+    Recorder(run_config(tmp_path), 1, True).close()
     [event] = read_jsonl(tmp_path / "events.jsonl")
     assert (event["kind"], event.get("segments")) == ("start", "kept" if goes_on else None)
     kept = ", with the responses of its journal" if goes_on else ""
@@ -235,25 +189,10 @@ def test_a_start_says_whether_the_journal_goes_on(
 @pytest.mark.usefixtures("one_process_group")
 def test_an_evaluation_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for first_step in (1, 5):  # the second continues from the checkpoint of step 4
-        recorder = Recorder(run_config(tmp_path, RewardConfig()), first_step, True)
+        recorder = Recorder(run_config(tmp_path), first_step, True)
         recorder.evaluation(4, {"eval/sums/avg@2": 0.5, "eval/mean": 0.5})
         recorder.close()
     assert capsys.readouterr().out.count("held-out problems after step 4: sums avg@2 50.0%\n") == 1
-
-
-@pytest.mark.usefixtures("one_process_group")
-def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorder = Recorder(run_config(tmp_path, RewardConfig()), 1, True)
-    stale = {MOVED: 0.0, "bapo/contribution": 0.5}
-    for step in (1, 2, 3):
-        recorder.step(step, [stale] * 8, {"reward/mean": 0.0})
-    recorder.close()
-    [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bounds_idle"]
-    assert event["step"] == 2
-    assert event["message"].startswith(
-        "the bounds have not moved in the last 16 stale updates (steps 1 to 2)"
-    )
-    assert capsys.readouterr().out.count("note: the bounds have not moved") == 1
 
 
 FRESH: Metrics = {MOVED: None, "bapo/contribution": 0.1}
@@ -263,18 +202,26 @@ def stale(moved: float = 0.0, share: float = 0.52) -> Metrics:
     return {MOVED: moved, "bapo/contribution": share}
 
 
+@pytest.mark.usefixtures("one_process_group")
+def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder(run_config(tmp_path), 1, True)
+    for step in (1, 2, 3):
+        recorder.step(step, [stale()] * 8, {"reward/mean": 0.0})
+    recorder.close()
+    [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bounds_idle"]
+    assert event["step"] == 2
+    assert "in the last 16 stale updates (steps 1 to 2)" in event["message"]
+    assert capsys.readouterr().out.count("note: the bounds have not moved") == 1
+
+
 def test_sixteen_stale_updates_without_a_move_give_one_notice() -> None:
     idle = IdleSearch(paper())
     assert [idle.observe(step, [FRESH, *[stale()] * 7]) for step in (1, 2)] == [None, None]
-    assert idle.observe(3, [FRESH, *[stale(share=0.5)] * 2]) == (
-        "the bounds have not moved in the last 16 stale updates (steps 1 to 3), in which this run equals "
-        "fixed(0.6, 1.2), because positive tokens hold 0.52 of the gradient, above the target of 0.4 "
-        "(docs/algorithm.md#which-preset)"
-    )
+    said = idle.observe(3, [FRESH, *[stale(share=0.5)] * 2]) or ""
+    for words in ("16 stale updates (steps 1 to 3)", "fixed(0.6, 1.2)", "0.52 of the", "target of 0.4 "):
+        assert words in said
     assert idle.observe(4, [stale()] * 100) is None
-    below = IdleSearch(paper()).observe(1, [stale(share=0.25)] * 16)
-    assert below is not None
-    assert "because" not in below
+    assert "because" not in (IdleSearch(paper()).observe(1, [stale(share=0.25)] * 16) or "because")
 
 
 @pytest.mark.parametrize(
@@ -288,15 +235,6 @@ def test_sixteen_stale_updates_without_a_move_give_one_notice() -> None:
 )
 def test_runs_whose_bounds_move_get_no_idle_notice(updates: list[Metrics]) -> None:
     assert IdleSearch(paper()).observe(1, updates) is None
-
-
-@pytest.mark.parametrize("config", [paper(), BoundsConfig()])
-def test_a_search_has_the_metric(config: BoundsConfig) -> None:
-    assert MOVED in objective(config).metric_names()
-
-
-def test_fixed_bounds_have_none() -> None:
-    assert MOVED not in objective(fixed(0.8, 1.2)).metric_names()
 
 
 @pytest.fixture
@@ -340,9 +278,7 @@ class Log:
         (ZeroDivisionError("by zero"), "failed", "ZeroDivisionError: by zero"),
     ],
 )
-def test_the_end_event_names_how_a_run_ended(
-    error: BaseException, kind: str, reason: str, config: RunConfig
-) -> None:
+def test_an_end_event_names_its_kind(error: BaseException, kind: str, reason: str, config: RunConfig) -> None:
     log = Log(config)
     with pytest.raises(type(error)), recorded_end(config, True, log):
         raise error
@@ -422,9 +358,7 @@ def test_the_end_event_is_sent_before_the_run_exits(
     assert not sender.is_running()
 
 
-def test_a_sender_that_dies_costs_a_warning(
-    config: RunConfig, hook: Webhook, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dead_sender_is_told(config: RunConfig, hook: Webhook, capfd: pytest.CaptureFixture[str]) -> None:
     config = replace(config, logging=LoggingConfig(on_event=(hook.url,)))
     with sending_events(config):
         sender = the_sender()
@@ -448,8 +382,8 @@ def test_hooks_are_checked_before_the_run() -> None:
     with pytest.raises(ConfigError, match="NO_HOOK") as error:
         check_hooks(CheckpointConfig(after_export="upload {folder}"), LoggingConfig(on_event=("$NO_HOOK",)))
     first, second = str(error.value).splitlines()
-    assert first.startswith("logging.on_event=$NO_HOOK: that variable is not set")
-    assert second.startswith("checkpoint.after_export='upload {folder}': there is no program upload on PATH")
+    assert first.startswith("logging.on_event=$NO_HOOK: ")
+    assert second.startswith("checkpoint.after_export='upload {folder}': there is no program upload")
 
 
 def test_named_rewards_have_their_means() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ import torch
 from bapo_megatron.algo.advantages import grpo
 from bapo_megatron.config import (
     AlgorithmConfig,
-    BatchConfig,
     DataConfig,
     ModelConfig,
     ReferenceKlConfig,
@@ -34,20 +33,23 @@ from bapo_megatron.trainer.preflight import check_reference, check_rollout_only
 from bapo_megatron.trainer.reference import ReferenceRecord, load_reference, store_reference
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import Group, MicroBatch, Prompt, Rollout, TokenStats
+from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.batches import MemoryBatch, in_memory
 from tests.support.runs import run_of
-from tests.unit.trainer.test_update_loss import DriftingPolicy, column
+from tests.support.small_steps import LN2, NotedPolicy, group, rollout, run_config
+from tests.unit.trainer.test_update_loss import column
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
 
-LN2 = math.log(2)
 ROOT = Path(__file__).parents[3]
 POLICY = ROOT / "recipes/demo/policy"
 
 
-class ReferredPolicy(DriftingPolicy):
-    """The reference gives half the engine's probability to every token."""
+class ReferredPolicy(NotedPolicy):
+    """The reference gives half the engine's probability to every token, and the log-probs rise by ln 2."""
+
+    def __init__(self) -> None:
+        super().__init__(drift=LN2)
 
     def reference_log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
         self.calls.append("reference_log_probs")
@@ -55,32 +57,28 @@ class ReferredPolicy(DriftingPolicy):
         return [TokenStats(value_T, torch.ones_like(value_T)) for value_T in values]
 
 
-def rollout(reward: float, mask: list[bool]) -> Rollout:
-    length = len(mask)
-    return Rollout(
-        np.full(length, 3, np.int32),
-        np.full(length, -3 * LN2, np.float32),
-        np.full(length, 8, np.int32),
-        "stop",
-        reward,
-        loss_mask_R=np.array(mask),
+def responses(*masks: list[bool]) -> MemoryBatch:
+    """Of rewards 0 and 1, sampled with probability 1/8."""
+    made = (
+        rollout(reward, len(mask), -3 * LN2, loss_mask_R=np.array(mask)) for reward, mask in enumerate(masks)
     )
+    return in_memory(group(*made))
 
 
-BATCH = in_memory(
-    Group(Prompt(0, np.array([1, 2], np.int32), "", ""), (rollout(0.0, [True]), rollout(1.0, [True] * 3)))
-)
-"""Responses of 1 and 3 tokens, rewards 0 and 1."""
+BATCH = responses([True], [True] * 3)
+
+
+def referred(config: ReferenceKlConfig, **algorithm: Any) -> Any:
+    """A run with this reference, of two updates a step."""
+    settings = AlgorithmConfig(reuse_epochs=2, advantage="dr_grpo", reference_kl=config, **algorithm)
+    return run_of(run_config(settings), ReferredPolicy(), UpdateLoss(settings))
 
 
 def step(
     config: ReferenceKlConfig, batch: MemoryBatch = BATCH, **algorithm: Any
 ) -> tuple[list[Any], ReferredPolicy]:
-    settings = AlgorithmConfig(reuse_epochs=2, advantage="dr_grpo", reference_kl=config, **algorithm)
-    run = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=64))
-    policy = ReferredPolicy()
-    run = dataclasses.replace(run, algorithm=settings)
-    return train_on(run_of(run, policy, UpdateLoss(settings)), 1, batch), policy
+    run = referred(config, **algorithm)
+    return train_on(run, 1, batch), run.policy
 
 
 def test_one_pass_a_step_gives_every_update_the_column() -> None:
@@ -98,15 +96,12 @@ def test_one_pass_a_step_gives_every_update_the_column() -> None:
 
 def test_a_step_that_goes_on_has_the_same_column() -> None:
     """After a checkpoint within the step: the reference is asked again, for the update that is left."""
-    settings = AlgorithmConfig(reuse_epochs=2, reference_kl=ReferenceKlConfig(0.1, "k1", "reward"))
-    config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=64))
-    config = dataclasses.replace(config, algorithm=settings)
-    whole, rest = (run_of(config, ReferredPolicy(), UpdateLoss(settings)) for _ in range(2))
+    whole, rest = (referred(ReferenceKlConfig(0.1, "k1", "reward")) for _ in range(2))
     first, second = train_on(whole, 1, BATCH)
     rest.policy.version += 1
     rest.partial_step = PartialStep(10, [first])
     assert train_on(rest, 1, BATCH) == [first, second]
-    [_, then], [now] = whole.policy.packs, rest.policy.packs  # type: ignore[attr-defined]
+    [_, then], [now] = whole.policy.packs, rest.policy.packs
     for name in ("advantage_T", "reference_log_prob_T"):
         assert column(now, name) == column(then, name)
 
@@ -132,9 +127,7 @@ def test_the_reward_loses_the_penalty_before_the_advantages(old: str, k1: float)
 
 def test_tokens_that_are_not_trained_on_cost_no_reward() -> None:
     """The second response has three tokens, of which a tool wrote two: both lose one k1."""
-    pair = (rollout(0.0, [True]), rollout(1.0, [True, False, False]))
-    batch = in_memory(dataclasses.replace(BATCH.batch.groups[0], rollouts=pair))
-    _, policy = step(ReferenceKlConfig(0.2, "k1", "reward"), batch)
+    _, policy = step(ReferenceKlConfig(0.2, "k1", "reward"), responses([True], [True, False, False]))
     assert sorted(column(policy.packs[0], "advantage_T")) == pytest.approx([-0.5, 0.5])
 
 
@@ -185,14 +178,11 @@ def test_other_weights_than_the_run_began_with_are_refused(tmp_path: Path) -> No
         load_reference(config_of(tmp_path), loading("b2"))
     allowed = config_of(tmp_path, "algorithm.reference_kl.model")
     assert load_reference(allowed, loading("b2")).weights == "b2"
+    with pytest.raises(ConfigError, match=r"different weights .*digests a1, b2"):
+        load_reference(config_of(tmp_path), loading("a1", "b2"))
     (tmp_path / "reference.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"reference\.json cannot be read: KeyError\('model'\); restore it"):
         load_reference(config_of(tmp_path), loading("a1"))
-
-
-def test_ranks_with_different_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the ranks have read different weights there \(digests a1, b2\)"):
-        load_reference(config_of(tmp_path), loading("a1", "b2"))
 
 
 def demo(**reference_kl: Any) -> RunConfig:
@@ -202,23 +192,17 @@ def demo(**reference_kl: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("field", "value", "allowed"),
     [
-        ({"coefficient": -0.1}, "algorithm.reference_kl.coefficient=-0.1 must be at least 0"),
-        ({"coefficient": math.nan}, "algorithm.reference_kl.coefficient=nan"),
-        (
-            {"coefficient": 0.1, "estimator": "k4"},
-            "algorithm.reference_kl.estimator='k4' must be one of k1, k2, k3",
-        ),
-        (
-            {"coefficient": 0.1, "place": "kl"},
-            "algorithm.reference_kl.place='kl' must be one of loss, reward",
-        ),
+        ("coefficient", -0.1, "must be at least 0"),
+        ("coefficient", math.nan, ""),
+        ("estimator", "k4", "must be one of k1, k2, k3"),
+        ("place", "kl", "must be one of loss, reward"),
     ],
 )
-def test_fields_are_checked(settings: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(expected)):
-        demo(**settings).check()
+def test_fields_are_checked(field: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.reference_kl\.{field}={value!r} .*{allowed}"):
+        demo(**{"coefficient": 0.1, field: value}).check()
 
 
 def folder_like(tmp_path: Path, **config: Any) -> Path:
@@ -233,14 +217,10 @@ def folder_like(tmp_path: Path, **config: Any) -> Path:
 
 
 def check(folder: Path, **settings: Any) -> None:
-    tokenizer = SimpleNamespace(get_vocab=lambda: reference_vocabulary())
-    check_reference(demo(model=folder, **{"coefficient": 0.1, **settings}), tokenizer)
-
-
-def reference_vocabulary() -> dict[str, int]:
     known = json.loads((POLICY / "tokenizer.json").read_text())
     added = {one["content"]: one["id"] for one in known["added_tokens"]}
-    return {**known["model"]["vocab"], **added}
+    tokenizer = SimpleNamespace(get_vocab=lambda: {**known["model"]["vocab"], **added})
+    check_reference(demo(model=folder, **{"coefficient": 0.1, **settings}), tokenizer)
 
 
 def test_a_reference_of_the_same_shape_is_taken(tmp_path: Path) -> None:
@@ -251,33 +231,35 @@ def test_a_reference_of_the_same_shape_is_taken(tmp_path: Path) -> None:
     assert read_model_shape(folder) != read_model_shape(POLICY)
 
 
-def test_a_reference_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
-    folder = folder_like(tmp_path, rope_theta=77.0, rope_parameters={"rope_theta": 77.0})
-    with pytest.raises(ConfigError, match=r"\.model=.* another shape .*: rope_theta 77\.0 instead of"):
-        check(folder)
-    check(folder, coefficient=0.0)  # nothing is loaded
-
-
-def test_a_reference_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    folder = folder_like(tmp_path)
+def exchange_words(folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     first, second = list(vocabulary)[:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match="another tokenizer vocabulary than the policy"):
-        check(folder)
 
 
-def test_a_folder_that_is_none_is_named_by_its_field(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.reference_kl\.model=.*nowhere: no config\.json there"):
-        check(tmp_path / "nowhere")
-    folder = folder_like(tmp_path)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"reference"):
+@pytest.mark.parametrize(
+    ("config", "change", "says"),
+    [
+        (
+            {"rope_theta": 77.0, "rope_parameters": {"rope_theta": 77.0}},
+            lambda _folder: None,
+            r"another shape .*: rope_theta 77\.0",
+        ),
+        ({}, exchange_words, "another tokenizer vocabulary"),
+        ({}, lambda folder: (folder / "model.safetensors").unlink(), "reference"),
+        ({}, shutil.rmtree, r"algorithm\.reference_kl\.model=.*reference: no config\.json there"),
+    ],
+)
+def test_another_reference_is_refused(config: Any, change: Any, says: str, tmp_path: Path) -> None:
+    folder = folder_like(tmp_path, **config)
+    change(folder)
+    with pytest.raises(ConfigError, match=says):
         check(folder)
+    check(folder, coefficient=0.0)  # nothing is loaded
 
 
 def test_a_run_that_only_samples_has_no_reference() -> None:
-    with pytest.raises(ConfigError, match=r"coefficient=0\.1: a run with --rollout-only trains"):
+    with pytest.raises(ConfigError, match=r"coefficient=0\.1: a run with --rollout-only"):
         check_rollout_only(demo(coefficient=0.1), read_dataset=False)

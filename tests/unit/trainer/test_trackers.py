@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.machinery
-import os
 import runpy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -18,12 +18,7 @@ from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer import preflight
 from bapo_megatron.trainer.preflight import check_logging
-from bapo_megatron.trainer.records.trackers import (
-    MlflowTracker,
-    TrackedRun,
-    TrackioTracker,
-    WandbTracker,
-)
+from bapo_megatron.trainer.records.trackers import MlflowTracker, TrackedRun, WandbTracker
 
 STEP = {"time/step_s": 2.0, "reward/mean": 0.5, "staleness/16+/tokens": 1.0}
 
@@ -43,9 +38,6 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **values: Any) -> None:
     monkeypatch.setitem(sys.modules, name, made)
 
 
-# --- W&B -----------------------------------------------------------------------------------------
-
-
 @dataclass
 class FakeWandbRun:
     offline: bool = False
@@ -59,154 +51,79 @@ class FakeWandbRun:
         self.calls.append(exit_code)
 
 
-def fake_wandb(monkeypatch: pytest.MonkeyPatch, made: FakeWandbRun) -> list[dict[str, Any]]:
-    inits: list[dict[str, Any]] = []
-
-    def init(**arguments: Any) -> FakeWandbRun:
-        inits.append(arguments)
-        return made
-
-    module(monkeypatch, "wandb", init=init, Settings=dict)
-    return inits
-
-
-def test_wandb_continues_the_run_after_its_servers_last_step(
-    run: TrackedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [*inits] = fake_wandb(monkeypatch, FakeWandbRun(starting_step=0))
-    assert WandbTracker(run).last_step() == -1  # step 0 is to come
-    inits = fake_wandb(monkeypatch, FakeWandbRun(starting_step=7))
-    assert WandbTracker(run).last_step() == 6
-    [asked] = inits
-    assert {name: asked[name] for name in ("project", "id", "resume", "name", "dir")} == {
-        "project": "sums", "id": run.id, "resume": "allow", "name": "demo", "dir": str(run.folder),
-    }  # fmt: skip
-    fake_wandb(monkeypatch, FakeWandbRun(offline=True))
-    assert WandbTracker(run).last_step() is None
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, made: FakeWandbRun) -> None:
+    module(monkeypatch, "wandb", init=lambda **_: made, Settings=dict)
 
 
 @pytest.mark.parametrize(
-    ("end", "calls"),
+    ("end", "calls", "state"),
     [
-        *(("done", [0]), ("failed", [1]), ("preempted", ["preempting", 1])),
-        *(("stopped", [1]), ("killed", [1]), (None, ["preempting", 1])),
+        ("done", [0], "FINISHED"),
+        ("failed", [1], "FAILED"),
+        ("preempted", ["preempting", 1], "KILLED"),
+        ("stopped", [1], "KILLED"),
+        ("killed", [1], "KILLED"),
+        (None, ["preempting", 1], "RUNNING"),
     ],
 )
-def test_wandb_is_told_how_the_run_has_ended(
-    run: TrackedRun, monkeypatch: pytest.MonkeyPatch, end: Any, calls: list[Any]
+def test_boards_are_told_how_the_run_has_ended(
+    end: Any,
+    calls: list[Any],
+    state: str,
+    run: TrackedRun,
+    mlflow: MagicMock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Exit code 0 is its state "finished", any other one "failed" or, of a run that continues,
+    """Exit code 0 is W&B's state "finished", any other one "failed" or, of a run that continues,
     "preempted"."""
     made = FakeWandbRun()
     fake_wandb(monkeypatch, made)
     WandbTracker(run).close(end)
     assert made.calls == calls
-
-
-# --- trackio -------------------------------------------------------------------------------------
-
-
-def test_trackio_continues_the_run_of_its_name(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", "")  # set and empty: not set
-    asked: dict[str, Any] = {}
-    rows: list[Any] = []
-
-    def init(**arguments: Any) -> Any:
-        asked.update(arguments)
-        return SimpleNamespace(log=lambda metrics, step: rows.append((step, metrics)))
-
-    module(monkeypatch, "trackio", init=init)
-    tracker = TrackioTracker(run)
-    assert (asked["project"], asked["name"], asked["resume"]) == ("sums", "demo-01234567", "allow")
-    assert os.environ["TRACKIO_DIR"] == str(run.folder / "trackio")
-    assert tracker.last_step() is None
-    tracker.write(4, STEP)
-    assert rows == [(4, STEP)]
-
-
-# --- MLflow --------------------------------------------------------------------------------------
-
-
-@dataclass
-class FakeMlflow:
-    """The client and the store, which has one run at most."""
-
-    uri: str = ""
-    created: list[tuple[str, Any]] = field(default_factory=list)
-    params: dict[str, str] = field(default_factory=dict)
-    metrics: list[tuple[str, float, int]] = field(default_factory=list)
-    status: str = ""
-
-    def __call__(self, tracking_uri: str) -> FakeMlflow:
-        self.uri = tracking_uri
-        return self
-
-    def get_experiment_by_name(self, name: str) -> Any:
-        known = [made for made in self.created if made[0] == name]
-        return SimpleNamespace(experiment_id="7") if known else None
-
-    def create_experiment(self, name: str, artifact_location: str | None) -> str:
-        self.created.append((name, artifact_location))
-        return "7"
-
-    def search_runs(self, experiments: list[str], text: str, max_results: int) -> list[Any]:
-        assert (experiments, text) == (["7"], "tags.`bapo.run_id` = '0123456789abcdef'")
-        return [self._run()] if len(self.created) > 1 else []
-
-    def create_run(self, experiment: str, run_name: str, tags: dict[str, str]) -> Any:
-        self.created.append((run_name, tags))
-        return self._run()
-
-    def _run(self) -> Any:
-        data = SimpleNamespace(params=dict(self.params))
-        return SimpleNamespace(info=SimpleNamespace(run_id="m1"), data=data)
-
-    def update_run(self, run_id: str, status: str) -> None:
-        self.status = status
-
-    def set_terminated(self, run_id: str, status: str) -> None:
-        self.status = status
-
-    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
-        assert run_id == "m1"
-        assert len(params) <= 100
-        self.metrics += [(name, value, step) for name, value, _, step in metrics]
-        for name, value in params:
-            assert name not in self.params  # a real one refuses a changed value
-            self.params[name] = value
-
-    def get_metric_history(self, run_id: str, name: str) -> list[Any]:
-        return [SimpleNamespace(step=step) for known, _, step in self.metrics if known == name]
+    MlflowTracker(run).close(end)
+    ends = [call.args[1] for call in mlflow.set_terminated.call_args_list]
+    assert ends == ([] if end is None else [state])
 
 
 @pytest.fixture
-def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
-    fake = FakeMlflow()
-    module(monkeypatch, "mlflow", MlflowClient=fake)
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """The client of a store without a run."""
+    client = MagicMock()
+    client.get_experiment_by_name.return_value = None
+    client.create_experiment.return_value = "7"
+    client.search_runs.return_value = []
+    client.create_run.return_value = stored({})
+    client.get_metric_history.side_effect = lambda run, name: [SimpleNamespace(step=step) for step in (3, 1)]
+    module(monkeypatch, "mlflow", MlflowClient=MagicMock(return_value=client))
     module(monkeypatch, "mlflow.entities", Metric=lambda *values: values, Param=lambda *values: values)
-    return fake
+    return client
 
 
-def test_mlflow_finds_its_run_again(run: TrackedRun, mlflow: FakeMlflow) -> None:
+def stored(params: dict[str, str]) -> Any:
+    """A run of the store."""
+    return SimpleNamespace(info=SimpleNamespace(run_id="m1"), data=SimpleNamespace(params=params))
+
+
+def test_mlflow_finds_its_run_again(run: TrackedRun, mlflow: MagicMock) -> None:
     tracker = MlflowTracker(run)
-    assert mlflow.uri == f"sqlite:///{run.folder}/mlflow/mlflow.db"
-    made = [("sums", f"file://{run.folder}/mlflow/artifacts"), ("demo", {"bapo.run_id": run.id})]
-    assert mlflow.created == made
-    assert mlflow.params == {"seed": "3", "long": "x" * 500}
+    uri = f"sqlite:///{run.folder}/mlflow/mlflow.db"
+    sys.modules["mlflow"].MlflowClient.assert_called_once_with(tracking_uri=uri)
+    artifacts = f"file://{run.folder}/mlflow/artifacts"
+    mlflow.create_experiment.assert_called_once_with("sums", artifact_location=artifacts)
+    mlflow.create_run.assert_called_once_with("7", run_name="demo", tags={"bapo.run_id": run.id})
+    params = {"seed": "3", "long": "x" * 500}
+    mlflow.log_batch.assert_called_once_with("m1", params=[*params.items()])
     tracker.write(1, STEP)
     # The mark comes last: a step that has it is whole. MLflow takes no plus in a name.
-    assert mlflow.metrics == [
-        ("reward/mean", 0.5, 1),
-        ("staleness/16_/tokens", 1.0, 1),
-        ("time/step_s", 2.0, 1),
-    ]
-    tracker.close("done")
-    assert mlflow.status == "FINISHED"
+    written = [(name, value, step) for name, value, _, step in mlflow.log_batch.call_args.kwargs["metrics"]]
+    assert written == [("reward/mean", 0.5, 1), ("staleness/16_/tokens", 1.0, 1), ("time/step_s", 2.0, 1)]
+    mlflow.search_runs.return_value = [stored(params)]
     run.config["new"] = 1
-    again = MlflowTracker(run)
-    assert mlflow.created == made
-    assert (mlflow.status, mlflow.params["new"]) == ("RUNNING", "1")
-    assert again.last_step() == 1
+    assert MlflowTracker(run).last_step() == 3
+    assert mlflow.search_runs.call_args.args[1] == f"tags.`bapo.run_id` = '{run.id}'"
+    mlflow.create_run.assert_called_once()
+    mlflow.update_run.assert_called_once_with("m1", status="RUNNING")
+    mlflow.log_batch.assert_called_with("m1", params=[("new", "1")])  # a known one must not change
 
 
 ENDS: list[tuple[Any, str]] = [
@@ -215,24 +132,12 @@ ENDS: list[tuple[Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("end", "state"), ENDS)
-def test_mlflows_run_ends_as_the_run_did(run: TrackedRun, mlflow: FakeMlflow, end: Any, state: str) -> None:
-    MlflowTracker(run).close("done")
-    MlflowTracker(run).close(end)
-    assert mlflow.status == state
-
-
-def test_mlflows_address_is_the_users(
-    run: TrackedRun, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_at_an_address(run: TrackedRun, mlflow: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")
     MlflowTracker(run)
-    assert mlflow.uri == "http://host:5000"
-    assert mlflow.created[0] == ("sums", None)
+    sys.modules["mlflow"].MlflowClient.assert_called_once_with(tracking_uri="http://host:5000")
+    mlflow.create_experiment.assert_called_once_with("sums", artifact_location=None)
     assert not (run.folder / "mlflow").exists()
-
-
-# --- the choice ----------------------------------------------------------------------------------
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -248,18 +153,23 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_missing_tracker_packages_are_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     only(monkeypatch)
-    with pytest.raises(ConfigError, match='pip install "tensorboard') as error:
-        check_logging(LoggingConfig(trackers=("tensorboard", "wandb", "trackio", "mlflow")))
-    lines = str(error.value).splitlines()
-    assert len(lines) == 4
-    assert lines[1] == (
-        'logging.trackers has wandb, but wandb is not installed: `pip install "wandb>=0.19,<1"`, or take '
-        "wandb out"
-    )
-    assert '`pip install "mlflow-skinny>=3.17,<4" "sqlalchemy' in lines[3]
+    names = ("tensorboard", "wandb", "trackio", "mlflow")
+    with pytest.raises(ConfigError, match="pip install") as error:
+        check_logging(LoggingConfig(trackers=names))
+    for name, line in zip(names, str(error.value).splitlines(), strict=True):
+        assert f'{name}, but {name} is not installed: `pip install "{name}' in line.replace("-skinny", "")
     check_logging(LoggingConfig(trackers=()))
     only(monkeypatch, "wandb")
     check_logging(LoggingConfig(trackers=("wandb",)))
+    mlflow = LoggingConfig(trackers=("mlflow",))
+    only(monkeypatch, "mlflow", "sqlalchemy")
+    with pytest.raises(ConfigError, match="sqlalchemy and alembic, for a database in the run directory"):
+        check_logging(mlflow)
+    only(monkeypatch, "mlflow", "sqlalchemy", "alembic")
+    check_logging(mlflow)
+    only(monkeypatch, "mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host")  # a server has its own
+    check_logging(mlflow)
 
 
 def test_each_board_has_one_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,21 +181,6 @@ def test_each_board_has_one_install_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [word.strip('"') for line in lines for word in line.split()] == given["extras_require"]["trackers"]
     assert preflight._INSTALLS["tensorboard"].strip('"') in given["install_requires"]
     assert [one.install for one in PACKAGES if one.purpose == BOARDS] == lines
-
-
-def test_mlflow_without_a_server_needs_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    logging = LoggingConfig(trackers=("mlflow",))
-    only(monkeypatch, "mlflow", "sqlalchemy")
-    with pytest.raises(
-        ConfigError, match="sqlalchemy and alembic, for a database in the run directory, are not"
-    ):
-        check_logging(logging)
-    only(monkeypatch, "mlflow", "sqlalchemy", "alembic")
-    check_logging(logging)
-    only(monkeypatch, "mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host")
-    check_logging(logging)
 
 
 def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from bapo_megatron.algo.advantages import dr_grpo
-from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, PartConfig, RunConfig
+from bapo_megatron.config import AlgorithmConfig, PartConfig
 from bapo_megatron.data.samples import samples_of
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import corrected, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
-from bapo_megatron.types import Group, Prompt, Rollout, VersionSpan
+from bapo_megatron.types import Rollout, VersionSpan
 from tests.support.batches import in_memory
 from tests.support.runs import run_of
 from tests.support.shifted_policy import ShiftedPolicy
+from tests.support.small_steps import group, run_config
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
 
@@ -35,14 +34,11 @@ def rollout(ids: list[int], reward: float, reason: Any = "stop", mask: list[bool
 
 
 BATCH = in_memory(
-    Group(
-        Prompt(0, np.array([1, 2], np.int32), "", ""),
-        (
-            rollout([12, 10, 8, 10], 1.0, mask=[True, True, True, False]),  # one of three is left
-            rollout([12, 12], 0.0),  # none
-            rollout([10, 10], 0.0, "length"),  # both, but for cut_responses
-            rollout([10, 10, 10], 0.0),
-        ),
+    group(
+        rollout([12, 10, 8, 10], 1.0, mask=[True, True, True, False]),  # one of three is left
+        rollout([12, 12], 0.0),  # none
+        rollout([10, 10], 0.0, "length"),  # both, but for cut_responses
+        rollout([10, 10, 10], 0.0),
     )
 )
 
@@ -91,20 +87,11 @@ def test_a_mask_sees_what_those_before_it_have_left() -> None:
     assert alone["masks/second_moment_tokens"] == 4 / 10
 
 
-def test_the_weight_is_that_of_the_tokens_that_are_left() -> None:
-    """Of ratios 2, 1, 1/2 the mask leaves that of 1; all others are 1."""
-    group, metrics = left(ICEPOP, importance_cap=4.0)
-    assert [one.trained_tokens for one in group] == [1, 2, 3]
-    assert metrics["corrections/weight"] == 1.0
-
-
 @pytest.mark.parametrize(("mean", "weights"), [("token", [1.0] * 4), ("sequence", [2 / 3] * 3 + [2.0])])
 def test_the_loss_is_divided_by_what_is_left(mean: Any, weights: list[float]) -> None:
     config = settings(ICEPOP, PartConfig("cut_responses"), loss_mean=mean)
     policy: Any = ShiftedPolicy()
-    run = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=64))
-    run = dataclasses.replace(run, algorithm=config)
-    [metrics] = train_on(run_of(run, policy, UpdateLoss(config)), 1, BATCH)
+    [metrics] = train_on(run_of(run_config(config), policy, UpdateLoss(config)), 1, BATCH)
     [pack] = policy.packs
     live_T = pack.mask_T != 0
     assert sorted(pack.weight_T[live_T].tolist()) == pytest.approx(weights)

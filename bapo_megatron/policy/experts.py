@@ -43,7 +43,7 @@ from bapo_megatron.policy.megatron_versions import submodules_of
 from bapo_megatron.tensor_types import MicroBatch
 
 _TOTALS, _COUNTS = 3, 4
-"""Lengths of ``UpdateTally.totals`` and ``counts``."""
+"""Lengths of ``RouterCounters.totals`` and ``counts``."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PackLoad:
     real_T: Tensor
     """float64: 1 for a document's token, 0 for padding."""
     sums_LC: Tensor
-    """Those of the update's ``UpdateTally``."""
+    """Those of the update's ``RouterCounters``."""
 
     def add(self, layer: int, probability_TE: Tensor, expert_TK: Tensor) -> None:
         """Add the tokens that ``layer`` sends to ``expert_TK``; ``probability_TE`` is over all experts."""
@@ -66,7 +66,7 @@ class PackLoad:
 
 
 @dataclass(frozen=True)
-class UpdateTally:
+class RouterCounters:
     """What an update of a mixture of experts counts at its routers, on this rank, float64 on the device.
 
     Its parts are views of one vector, which is summed over all ranks.
@@ -89,8 +89,8 @@ class UpdateTally:
         config: TransformerConfig,
         device: torch.device,
         keeps_keys: bool = False,
-    ) -> UpdateTally | None:
-        """A tally of nothing yet; None for a model without experts."""
+    ) -> RouterCounters | None:
+        """Counters at zero; None for a model without experts."""
         if not config.num_moe_experts:
             return None
         length = _TOTALS + _COUNTS + config.num_layers * (config.num_moe_experts + 2)
@@ -118,7 +118,7 @@ class UpdateTally:
         return self.sums[_TOTALS + _COUNTS :].view(self.layers, -1)
 
     def split(self, vector: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The parts of a loss's sums with a tally's behind them: the loss's, and two of ``UpdateResult``."""
+        """The parts of a vector of sums: the loss's, and those of the counters, two of ``UpdateResult``."""
         loss, routes, load = vector.tensor_split(
             (len(vector) - len(self.sums), len(vector) - len(self.sums) + _TOTALS + _COUNTS)
         )

@@ -31,7 +31,7 @@ from bapo_megatron.policy import device
 from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.bit_digest import state_digest, weights_digest
 from bapo_megatron.policy.device import has_cuda, release_cached_memory, select_device
-from bapo_megatron.policy.experts import UpdateTally
+from bapo_megatron.policy.experts import RouterCounters
 from bapo_megatron.policy.layout import chunk_layers
 from bapo_megatron.policy.model import build_chunks, transformer_config
 from bapo_megatron.policy.offload import FrozenReference, Offload
@@ -65,7 +65,7 @@ class MegatronPolicy:
         """Build the model of an HF folder with its weights, optimizer and learning-rate schedule.
 
         ``temperature`` divides the logits, as in sampling. ``reader``: source of the weights; None: the
-        folder. ``keeps_keys``: as of ``UpdateTally``.
+        folder. ``keeps_keys``: as of ``RouterCounters``.
         """
         self.version = 0
         self._keeps_keys = keeps_keys
@@ -165,11 +165,11 @@ class MegatronPolicy:
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        tally = UpdateTally.of(batches, self.version, self._config, self.device, self._keeps_keys)
-        sums = self._passes.backward(batches, loss, tally)
+        counters = RouterCounters.of(batches, self.version, self._config, self.device, self._keeps_keys)
+        sums = self._passes.backward(batches, loss, counters)
         routes = experts = None
-        if tally is not None:
-            sums, routes, experts = tally.split(sums)
+        if counters is not None:
+            sums, routes, experts = counters.split(sums)
         # Before the schedule and the optimizer: they must not step on such a loss.
         if not torch.isfinite(sums[0]):
             raise FloatingPointError(f"the loss of update {self.version + 1} is {sums[0].item()}")

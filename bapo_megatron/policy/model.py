@@ -32,7 +32,7 @@ from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.policy import device
 from bapo_megatron.policy.attention import DocumentPack
 from bapo_megatron.policy.device import has_cuda
-from bapo_megatron.policy.experts import PackLoad, PackRoutes, UpdateTally, unknown_T
+from bapo_megatron.policy.experts import PackLoad, PackRoutes, RouterCounters, unknown_T
 from bapo_megatron.policy.layers import Builder, builders, layer_spec, norm_class
 from bapo_megatron.policy.layout import chunk_layers
 from bapo_megatron.policy.positions import Rotary
@@ -161,19 +161,19 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         self,
         part: MicroBatch,
         device: torch.device,
-        tally: UpdateTally | None = None,
+        counters: RouterCounters | None = None,
         real_T: Tensor | None = None,
     ) -> DocumentPack:
         """The sequence parameters of a pack for the layers: document bounds, RoPE and routes of this rank.
 
-        ``tally``: where the layers of a pass with gradients count how their routers choose, of the tokens
+        ``counters``: where the layers of a pass with gradients count how their routers choose, of the tokens
         that are 1 in ``real_T``.
         """
         table = None if self.rotary is None else self.rotary.table(part.position_T)
-        routes = self._routes(part, device, tally)
+        routes = self._routes(part, device, counters)
         load = None
-        if tally is not None and real_T is not None:
-            load = PackLoad(self._routed_here(real_T), tally.load_LC)
+        if counters is not None and real_T is not None:
+            load = PackLoad(self._routed_here(real_T), counters.load_LC)
         return DocumentPack.of(part.cu_seqlens, part.max_seqlen, device, table, routes, load)
 
     def _routed_here(self, column: Tensor) -> Tensor:
@@ -183,16 +183,18 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         group = self.pg_collection.tp
         return cast(Tensor, column.chunk(group.size())[group.rank()])
 
-    def _routes(self, part: MicroBatch, device: torch.device, tally: UpdateTally | None) -> PackRoutes | None:
+    def _routes(
+        self, part: MicroBatch, device: torch.device, counters: RouterCounters | None
+    ) -> PackRoutes | None:
         """The routes of a pack through this chunk's layers, for the tokens that this rank routes."""
         if part.route_TLK is None:
             return None
         first, count = self.decoder.layers[0].layer_number, len(self.decoder.layers)
         # From the host, this chunk's layers alone: a stage of many would hold those of all packs in flight.
         route_TLK = part.route_TLK[:, first - 1 : first - 1 + count].to(device, non_blocking=True)
-        same_T = torch.zeros_like(part.mask_T > 0) if tally is None else tally.same_weights(part)
+        same_T = torch.zeros_like(part.mask_T > 0) if counters is None else counters.same_weights(part)
         route_TLK, known_T, same_T = map(self._routed_here, (route_TLK, ~unknown_T(route_TLK), same_T))
-        counts = None if tally is None else tally.counts
+        counts = None if counters is None else counters.counts
         return PackRoutes(route_TLK, known_T, same_T, first, part.replays_routes, counts)
 
     @property

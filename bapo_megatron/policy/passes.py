@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from bapo_megatron.policy.experts import UpdateTally, pack_totals
+from bapo_megatron.policy.experts import RouterCounters, pack_totals
 from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.positions import positions, slice_batch
@@ -99,23 +99,23 @@ class Passes:
         self,
         batches: Sequence[MicroBatch],
         loss: TokenFn | SearchedLoss,
-        tally: UpdateTally | None = None,
+        counters: RouterCounters | None = None,
     ) -> Tensor:
         """Backward pass: accumulate the gradient of the loss (element 0, per token); returns its sums.
 
-        ``tally``: to which its routers add; its sums over all ranks stand behind those of the loss.
+        ``counters``: its routers add to them; their sums over all ranks follow those of the loss.
         """
         # Another rank of the replica has the same packs.
         counts = self._counts_tokens and not parallel_state.get_context_parallel_rank()
-        if tally is not None and tally.has_routes and counts:
-            tally.totals.add_(pack_totals(batches).to(self._device, non_blocking=True))
+        if counters is not None and counters.has_routes and counts:
+            counters.totals.add_(pack_totals(batches).to(self._device, non_blocking=True))
         if isinstance(loss, SearchedLoss):
             if loss.over == "update":
-                return self._searched_update(batches, loss, tally)
-            outputs = self._schedule(batches, self._searched(loss), False, tally)
-            return self._sum_over_ranks(outputs, self._searched_width(outputs, batches, loss), tally)
-        outputs = self._schedule(batches, self._differentiated(loss), False, tally)
-        return self._sum_over_ranks(outputs, self._width(outputs, batches, loss), tally)
+                return self._searched_update(batches, loss, counters)
+            outputs = self._schedule(batches, self._searched(loss), False, counters)
+            return self._sum_over_ranks(outputs, self._searched_width(outputs, batches, loss), counters)
+        outputs = self._schedule(batches, self._differentiated(loss), False, counters)
+        return self._sum_over_ranks(outputs, self._width(outputs, batches, loss), counters)
 
     def _measured(self, fn: TokenFn) -> Evaluate:
         def evaluate(hidden_TH: Tensor, part: _Part) -> Tensor:
@@ -142,15 +142,15 @@ class Passes:
         return evaluate
 
     def _searched_update(
-        self, batches: Sequence[MicroBatch], loss: SearchedLoss, tally: UpdateTally | None
+        self, batches: Sequence[MicroBatch], loss: SearchedLoss, counters: RouterCounters | None
     ) -> Tensor:
         """A searched loss per update: all forward passes, the search, then all backward passes.
 
         It needs a pipeline of one stage. The activations of all packs are held at once; with full
         recomputation those are the layers' inputs.
         """
-        parts = [self._part(batch, tally is not None) for batch in batches]
-        pending = deque((self._hidden(part, self._model[0], tally)[:, 0], part) for part in parts)
+        parts = [self._part(batch, counters is not None) for batch in batches]
+        pending = deque((self._hidden(part, self._model[0], counters)[:, 0], part) for part in parts)
         measure = self._measured(loss.measure)
         measured = [measure(hidden_TH, part) for hidden_TH, part in pending]
         sums = self._sum_over_ranks(measured, measured[0].numel())
@@ -165,20 +165,20 @@ class Passes:
             (part.tokens.mask_T.sum().int() for part in parts), start=torch.zeros((), dtype=torch.int)
         )
         self._config.finalize_model_grads_func(self._model, tokens.to(self._device))
-        return self._sum_over_ranks(outputs, outputs[0].numel(), tally)
+        return self._sum_over_ranks(outputs, outputs[0].numel(), counters)
 
     def _schedule(
         self,
         batches: Sequence[MicroBatch],
         evaluate: Evaluate,
         forward_only: bool,
-        tally: UpdateTally | None = None,
+        counters: RouterCounters | None = None,
     ) -> list[Tensor]:
         """Run megatron's schedule: the vectors of ``evaluate`` for all packs; empty before the last stage."""
-        parts = [self._part(batch, tally is not None) for batch in batches]
+        parts = [self._part(batch, counters is not None) for batch in batches]
         iterators = [iter(parts) for _ in self._model]
         outputs: list[Tensor] = get_forward_backward_func()(
-            forward_step_func=self._forward_step(evaluate, tally),
+            forward_step_func=self._forward_step(evaluate, counters),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._model if len(self._model) > 1 else self._model[0],
             num_microbatches=len(parts),
@@ -188,7 +188,7 @@ class Passes:
         )
         return outputs
 
-    def _forward_step(self, evaluate: Evaluate, tally: UpdateTally | None) -> Callable[..., Any]:
+    def _forward_step(self, evaluate: Evaluate, counters: RouterCounters | None) -> Callable[..., Any]:
         def step(iterator: Iterator[_Part], model: Any) -> Any:
             part = next(iterator)
 
@@ -196,11 +196,11 @@ class Passes:
                 sums = evaluate(hidden_T1H[:, 0], part)
                 return sums[0], part.tokens.mask_T.sum().to(torch.int), sums.detach().double()
 
-            return self._hidden(part, model, tally), loss
+            return self._hidden(part, model, counters), loss
 
         return step
 
-    def _hidden(self, part: _Part, model: Any, tally: UpdateTally | None) -> Tensor:
+    def _hidden(self, part: _Part, model: Any, counters: RouterCounters | None) -> Tensor:
         """The output of a model chunk, [tokens, 1, hidden]."""
         is_half = isinstance(model.module, Float16Module)
         extra = {"fp32_output": False} if is_half else {}
@@ -209,7 +209,7 @@ class Passes:
             input_ids=part.tokens.token_T[None],
             position_ids=part.tokens.position_T[None],
             attention_mask=None,
-            packed_seq_params=chunk.document_pack(part.tokens, self._device, tally, part.real_T),
+            packed_seq_params=chunk.document_pack(part.tokens, self._device, counters, part.real_T),
             **extra,
         )
         return hidden
@@ -252,16 +252,18 @@ class Passes:
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         return bool(last) and parallel_state.get_tensor_model_parallel_rank() == 0
 
-    def _sum_over_ranks(self, outputs: list[Tensor], width: int, tally: UpdateTally | None = None) -> Tensor:
+    def _sum_over_ranks(
+        self, outputs: list[Tensor], width: int, counters: RouterCounters | None = None
+    ) -> Tensor:
         """All-reduce (sum) of the packs' vectors of length ``width``, from the last stage and TP rank 0.
 
-        The sums of ``tally``, from every rank, ride behind them.
+        The sums of ``counters``, from every rank, ride behind them.
         """
         total = torch.zeros(width, dtype=torch.float64, device=self._device)
         if self._counts_tokens:
             total += torch.stack([output.double() for output in outputs]).sum(0)
-        if tally is not None:
-            total = torch.cat([total, tally.sums])
+        if counters is not None:
+            total = torch.cat([total, counters.sums])
         dist.all_reduce(total)
         return total.cpu()
 

@@ -18,7 +18,7 @@ from bapo_megatron import cli
 from bapo_megatron.commands import verify as check
 from bapo_megatron.commands.layout_reference import read_layout_reference, write_layout_reference
 from bapo_megatron.policy import attention, megatron
-from bapo_megatron.policy.experts import UpdateTally
+from bapo_megatron.policy.experts import RouterCounters
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.passes import Passes
 from bapo_megatron.runtime.distributed import free_port
@@ -201,11 +201,11 @@ def break_loss_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = Passes._sum_over_ranks
 
     def sum_over_ranks(
-        self: Passes, outputs: list, width: int, tally: UpdateTally | None = None
+        self: Passes, outputs: list, width: int, counters: RouterCounters | None = None
     ) -> torch.Tensor:
         if parallel_state.get_data_parallel_rank() > 0:
             outputs = [torch.zeros_like(values) for values in outputs]
-        return sound(self, outputs, width, tally)
+        return sound(self, outputs, width, counters)
 
     monkeypatch.setattr(Passes, "_sum_over_ranks", sum_over_ranks)
 

@@ -22,7 +22,7 @@ from bapo_megatron.policy.attention import (
     groups_of_like_length,
     prefix_attention,
 )
-from bapo_megatron.policy.experts import PackLoad, PackRoutes, RouterChoice, UpdateTally
+from bapo_megatron.policy.experts import PackLoad, PackRoutes, RouterChoice, RouterCounters
 from bapo_megatron.policy.positions import positions
 from bapo_megatron.tensor_types import MicroBatch
 
@@ -167,7 +167,7 @@ REAL_T = torch.tensor([1.0, 1, 1, 0], dtype=torch.float64)
 
 
 class Model:
-    """What a tally reads of the model's configuration."""
+    """What the counters read of the model's configuration."""
 
     num_layers = 2
 
@@ -175,13 +175,13 @@ class Model:
         self.num_moe_experts = experts
 
 
-def tally_of(pack: MicroBatch, config: Any) -> UpdateTally | None:
-    return UpdateTally.of([pack], 0, config, torch.device("cpu"))
+def counters_of(pack: MicroBatch, config: Any) -> RouterCounters | None:
+    return RouterCounters.of([pack], 0, config, torch.device("cpu"))
 
 
 @pytest.fixture
-def tally() -> UpdateTally:
-    found = tally_of(MicroBatch.of((0, 4)), Model())
+def counters() -> RouterCounters:
+    found = counters_of(MicroBatch.of((0, 4)), Model())
     assert found is not None
     return found
 
@@ -200,31 +200,31 @@ def test_engines_that_keep_keys_have_other_routes_behind_tokens_of_older_weights
     pack.mask_T[:3], pack.version_T[:] = 1, torch.tensor([5, 5, 4, 5])
     pack.oldest_version_T[:] = torch.tensor([5, 4, 4, 5])
     for keeps_keys, expected in ((False, [True, True, False, False]), (True, [True, False, False, False])):
-        tally = UpdateTally.of([pack], 5, cast(Any, Model()), torch.device("cpu"), keeps_keys)
-        assert tally is not None
-        assert tally.same_weights(pack).tolist() == expected
+        counters = RouterCounters.of([pack], 5, cast(Any, Model()), torch.device("cpu"), keeps_keys)
+        assert counters is not None
+        assert counters.same_weights(pack).tolist() == expected
 
 
 @pytest.mark.parametrize("pre_softmax", [False, True])
-def test_tokens_and_entropies_by_hand(tally: UpdateTally, pre_softmax: bool) -> None:
+def test_tokens_and_entropies_by_hand(counters: RouterCounters, pre_softmax: bool) -> None:
     """In the second of two layers: experts 0 and 1, 2 and 3, 0 and 2; padding is not counted, and a pass
     without gradients counts nothing, such as the first run of a layer that is recomputed."""
     choice = RouterChoice(pre_softmax)
-    choice.layer, choice.load = 2, PackLoad(REAL_T, tally.load_LC)
+    choice.layer, choice.load = 2, PackLoad(REAL_T, counters.load_LC)
     with torch.no_grad():
         routed(choice, pre_softmax)
-    assert not tally.sums.any()
-    choice.load = PackLoad(REAL_T, tally.load_LC)
+    assert not counters.sums.any()
+    choice.load = PackLoad(REAL_T, counters.load_LC)
     routed(choice, pre_softmax)
-    assert tally.load_LC[0].tolist() == [0.0] * 6
-    assert tally.load_LC[1, :5].tolist() == [2, 1, 2, 1, 3]
-    assert float(tally.load_LC[1, 5]) == pytest.approx(3 * ENTROPY, rel=1e-6)
+    assert counters.load_LC[0].tolist() == [0.0] * 6
+    assert counters.load_LC[1, :5].tolist() == [2, 1, 2, 1, 3]
+    assert float(counters.load_LC[1, 5]) == pytest.approx(3 * ENTROPY, rel=1e-6)
     routed(choice, pre_softmax)
-    assert tally.load_LC[1, 4] == 3, "a layer counts where it is told to, once"
+    assert counters.load_LC[1, 4] == 3, "a layer counts where it is told to, once"
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_replayed_routes_are_the_load(tally: UpdateTally, replays: bool) -> None:
+def test_replayed_routes_are_the_load(counters: RouterCounters, replays: bool) -> None:
     """All three tokens to experts 2 and 3, the third one's route unknown; the entropy is the router's.
 
     The layer is the third of the model, the second of a chunk whose first sends its tokens elsewhere.
@@ -233,20 +233,20 @@ def test_replayed_routes_are_the_load(tally: UpdateTally, replays: bool) -> None
     choice.layer, load_LC = 3, torch.zeros(3, 6, dtype=torch.float64)
     known_T = torch.tensor([True, True, False, True])
     expert_TLK = torch.tensor([[[0, 1], [2, 3]]] * 4, dtype=torch.uint8)
-    choice.routes = PackRoutes(expert_TLK, known_T, known_T, 2, replays, tally.counts)
+    choice.routes = PackRoutes(expert_TLK, known_T, known_T, 2, replays, counters.counts)
     choice.load = PackLoad(REAL_T, load_LC)
     chosen_TE = routed(choice)
     load = [1, 0, 3, 2] if replays else [2, 1, 2, 1]
     assert chosen_TE[:3].sum(0).tolist() == load
     assert load_LC[2, :5].tolist() == [*load, 3]
     assert float(load_LC[2, 5]) == pytest.approx(3 * ENTROPY, rel=1e-6)
-    assert tally.counts.tolist() == [3, 2, 3, 2]  # the padding here has a route, which no pack's has
+    assert counters.counts.tolist() == [3, 2, 3, 2]  # the padding here has a route, which no pack's has
 
 
 def test_a_dense_model_has_no_tally_and_a_vector_is_split() -> None:
-    assert tally_of(MicroBatch.of((0, 4)), Model(None)) is None
+    assert counters_of(MicroBatch.of((0, 4)), Model(None)) is None
     pack = MicroBatch.of((0, 4))
-    without = tally_of(pack, Model())
+    without = counters_of(pack, Model())
     assert without is not None
     vector = torch.arange(2 + 7 + 12.0)
     loss, routes, load = without.split(vector)
@@ -256,7 +256,7 @@ def test_a_dense_model_has_no_tally_and_a_vector_is_split() -> None:
     without.totals.add_(2)
     without.load_LC[1, 5] = 3
     assert without.sums.tolist() == [2] * 3 + [1] * 4 + [0] * 11 + [3]
-    with_routes = tally_of(replace(pack, route_TLK=torch.zeros(4, 2, 2, dtype=torch.uint8)), Model())
+    with_routes = counters_of(replace(pack, route_TLK=torch.zeros(4, 2, 2, dtype=torch.uint8)), Model())
     assert with_routes is not None
     found = with_routes.split(vector)[1]
     assert found is not None

@@ -228,13 +228,10 @@ def test_rounding_changes_only_the_dtype(tmp_path: Path) -> None:
     [
         ({"model.norm.weight": None}, "tensor model.norm.weight is missing"),
         ({"model.extra": torch.zeros(2)}, "tensor model.extra is not of this model family"),
-        (
-            {"model.norm.weight": torch.zeros(7)},
-            r"model.norm.weight has shape \[7\], config.json asks for \[48\]",
-        ),
+        ({"model.norm.weight": torch.zeros(7)}, r"model.norm.weight has shape \[7\], .* \[48\]"),
         (
             {"model.layers.1.mlp.up_proj.weight": torch.zeros(40, 48)},
-            "layers.1.mlp.up_proj.weight is F32 and .* is BF16",
+            "1.mlp.up_proj.weight is F32 .* is BF16",
         ),
         ({"model.layers.0.input_layernorm.weight": torch.zeros(48).double()}, "is of type 'F64'"),
     ],

@@ -6,10 +6,8 @@ import io
 import os
 import pickle
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +17,6 @@ from bapo_megatron.errors import CheckpointError
 from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, DTYPES
 from checkpoints_tools.archives.torch_archive import (
     ALIGNMENT,
-    Call,
-    Instance,
-    Name,
-    Persistent,
     dumps,
     object_archive,
     tensor_archive,
@@ -261,22 +255,6 @@ def test_values_are_those_that_pickle_reads() -> None:
     value = {"list": VALUES, "tuple": tuple(VALUES), "empty": ({}, [], ()), 5: {"deep": [[1]]}}
     assert pickle.loads(dumps(value)) == value
     assert torch.load(io.BytesIO(object_archive(value)), weights_only=True) == value
-
-
-def test_names_calls_and_instances() -> None:
-    ordered = Call(Name("collections", "OrderedDict"), ([("a", 1)],))
-    namespace = Instance(Name("types", "SimpleNamespace"), {"x": Name("collections", "OrderedDict")})
-    bare = Instance(Name("types", "SimpleNamespace"), None)
-    found = pickle.loads(dumps([ordered, namespace, bare]))
-    assert found == [OrderedDict(a=1), SimpleNamespace(x=OrderedDict), SimpleNamespace()]
-
-
-def test_persistent_ids() -> None:
-    class Reader(pickle.Unpickler):
-        def persistent_load(self, key: Any) -> Any:
-            return ("known", key)
-
-    assert Reader(io.BytesIO(dumps([Persistent(("storage", 3))]))).load() == [("known", ("storage", 3))]
 
 
 def test_what_cannot_be_written_is_refused() -> None:

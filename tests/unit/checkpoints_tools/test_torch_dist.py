@@ -40,7 +40,7 @@ def at(*offset: int) -> MetadataIndex:
 
 
 def last_chunk(sizes: tuple[int, ...], before: int = 1) -> Callable[[Any], None]:
-    """Instead of the last chunk one of ``sizes`` at the place of the one that is ``before``-th from the end."""
+    """Instead of the last chunk one of ``sizes``, where the ``before``-th from the end lies."""
 
     def change(metadata: Any) -> None:
         chunks = metadata.state_dict_metadata[FC2].chunks

@@ -59,9 +59,13 @@ def test_a_machine_without_a_gpu_computes_on_its_cpu(bare_machine: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS"]
+    ("name", "value"),
+    [
+        *((f"SLURM_{name}", "8") for name in ("GPUS", "GPUS_PER_NODE", "GPUS_ON_NODE", "JOB_GPUS")),
+        ("SLURM_GPUS", "h100:8"),
+        ("SLURM_JOB_GPUS", "0,1"),
+    ],
 )
-@pytest.mark.parametrize("value", ["8", "h100:8", "0,1"])
 def test_a_job_that_asked_for_gpus(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     assert list(gpu_signs()) == [f"{name}={value}"]
@@ -116,19 +120,17 @@ def test_a_cpu_build_on_a_machine_with_a_gpu(bare_machine: Path, monkeypatch: py
     assert "Torch not compiled with CUDA enabled. Install a CUDA build" in str(gpu_problem())
 
 
-def test_a_gpu_that_works_is_used(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_works_is_used_unless_the_cpu_is_asked_for(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (bare_machine / "dev/nvidia0").touch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert uses_gpu()
     assert gpu_problem() is None
     monkeypatch.setenv("BAPO_DEVICE", "cpu")
-    assert not uses_gpu()
-
-
-def test_the_cpu_can_be_asked_for(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (bare_machine / "dev/nvidia0").touch()
-    monkeypatch.setenv("BAPO_DEVICE", "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert not uses_gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not uses_gpu()
     assert gpu_problem() is None
     prepare_device()

@@ -15,14 +15,19 @@ NO_PAUSES = "sleep() { :; }\n"
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def program(folder: Path, name: str, text: str) -> None:
+    """A command on the PATH of the library."""
+    path = folder / "bin" / name
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
     """Runs lines of bash after the library, in job 7 whose run is ``tmp_path``."""
     (tmp_path / "bin").mkdir()
     for name, text in (("squeue", "echo RUNNING"), ("sinfo", "true"), ("scontrol", "exit 1")):
-        command = tmp_path / "bin" / name
-        command.write_text(f"#!/bin/sh\n{text}\n")
-        command.chmod(0o755)
+        program(tmp_path, name, text)
 
     def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {

@@ -100,9 +100,10 @@ def test_a_non_tensor_is_refused(tmp_path: Path) -> None:
         read_tensor(stream, path, "key", 0, path.stat().st_size)
 
 
-def rezip(
-    data: bytes, change: Callable[[str, bytes], tuple[str, bytes] | None], method: int = zipfile.ZIP_STORED
-) -> bytes:
+Change = Callable[[str, bytes], tuple[str, bytes] | None]
+
+
+def rezip(data: bytes, change: Change, method: int = zipfile.ZIP_STORED) -> bytes:
     """The archive with other members."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", method) as new:
@@ -112,18 +113,20 @@ def rezip(
     return out.getvalue()
 
 
-def only(
-    suffix: str, replace: Callable[[bytes], bytes] | None
-) -> Callable[[str, bytes], tuple[str, bytes] | None]:
+def only(suffix: str, edit: Callable[[bytes], bytes] | None) -> Change:
     def change(name: str, data: bytes) -> tuple[str, bytes] | None:
         if not name.endswith(suffix):
             return name, data
-        return None if replace is None else (name, replace(data))
+        return None if edit is None else (name, edit(data))
 
     return change
 
 
 WHOLE = save({"weight": torch.arange(100, dtype=torch.float32).view(10, 10)})
+
+
+def in_pickle(old: bytes, new: bytes) -> bytes:
+    return rezip(WHOLE, only("data.pkl", lambda data: data.replace(old, new)))
 
 
 @pytest.mark.parametrize(
@@ -139,15 +142,9 @@ WHOLE = save({"weight": torch.arange(100, dtype=torch.float32).view(10, 10)})
         (rezip(WHOLE, only("data/0", lambda data: data[:-4])), "396 bytes; 100 elements of F32 take 400"),
         (rezip(WHOLE, only("byteorder", lambda data: b"big")), "byte order b'big'"),
         (rezip(WHOLE, only("data.pkl", lambda data: data[:-3])), "damaged pickle"),
-        (
-            rezip(WHOLE, only("data.pkl", lambda data: data.replace(b"K\x0aK\x0a", b"K\x0aK\x0b"))),
-            "beyond its",
-        ),
-        (rezip(WHOLE, only("data.pkl", lambda data: data.replace(b"storage", b"STORAGE"))), "unknown way"),
-        (
-            rezip(WHOLE, only("data.pkl", lambda data: data.replace(b"FloatStorage", b"QUInt8Storage"))),
-            "names torch",
-        ),
+        (in_pickle(b"K\x0aK\x0a", b"K\x0aK\x0b"), "beyond its"),
+        (in_pickle(b"storage", b"STORAGE"), "unknown way"),
+        (in_pickle(b"FloatStorage", b"QUInt8Storage"), "names torch"),
     ],
 )
 def test_damage_is_named(data: bytes, message: str, tmp_path: Path) -> None:

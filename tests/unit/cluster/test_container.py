@@ -49,15 +49,7 @@ def test_it_installs_as_make_cluster_does_what_the_cluster_file_names() -> None:
     cluster = load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml")
     assert cluster.python == f"{folders['trainer']}/bin/python"
     assert cluster.sglang_python == f"{folders['sglang']}/bin/python"
-    [trainer] = [words for words in installs if words[-2] == "trainer"]
-    variables = dict(word.split("=", 1) for word in trainer[1:-4])
-    assert variables == {
-        "PYTHON": "python3.12",
-        "CLUSTER_ARCH": "${CLUSTER_ARCH}",
-        "MAX_JOBS": "${MAX_JOBS}",
-        "CLUSTER_WHEELS": "/root/.cache/wheels",
-    }
-    assert ("ARG", "MAX_JOBS") in instructions()  # without a default: jobs by memory
+
     makefile = (ROOT / "Makefile").read_text()
     assert Path(cluster.container or "").name == re.search(r"^IMAGE \?= (.*)$", makefile, re.MULTILINE)[1]  # type: ignore[index]
 

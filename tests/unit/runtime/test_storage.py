@@ -457,19 +457,3 @@ def test_foreign_files_stay(tmp_path: Path, name: str, delete: Callable[[Path], 
     (path / "mine").write_text("mine")
     delete(tmp_path)
     assert (path / "mine").read_text() == "mine"
-
-
-@pytest.mark.parametrize("kind", ["file", "FIFO"])
-@pytest.mark.parametrize("name", ["step_000005", "step_000020", ".step_000020.mine.tmp"])
-def test_what_is_no_folder_stays_beside_the_checkpoints(tmp_path: Path, name: str, kind: str) -> None:
-    path = tmp_path / "checkpoints" / name
-    path.parent.mkdir()
-    if kind == "file":
-        path.write_text("mine")
-    else:
-        os.mkfifo(path)
-    keep_one(tmp_path)
-    assert (tmp_path / "checkpoints/step_000020/manifest.json").is_file()
-    found = [file for file in path.parent.iterdir() if not file.is_dir()]
-    assert len(found) == 1
-    assert kind == "FIFO" or found[0].read_text() == "mine"

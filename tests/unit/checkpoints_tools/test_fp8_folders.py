@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.weight_files import INDEX
-from checkpoints_tools import Settings, cli, to_hf, to_megatron, verify
+from checkpoints_tools import cli, to_hf, to_megatron, verify
 from checkpoints_tools.core import copying
 from checkpoints_tools.core.copying import to_bfloat16
 from checkpoints_tools.core.fp8 import as_float32, dequantized, quantized
 from tests.support import fp8
-from tests.support.checkpoint_models import folder_bytes, load_tensors, save_random_model, save_tensors
+from tests.support.checkpoint_models import load_tensors, save_random_model, save_tensors
 from tests.support.models import EXPERTS, tiny_model
 
 # Four heads of 64 on two KV groups, so key and value rows 128; sides of 384, 256 and 128.
@@ -315,13 +315,3 @@ def test_a_number_that_is_not_finite_is_refused_and_nothing_is_left(value: float
     ):
         to_hf(tmp_path / "megatron", tmp_path / "out", quantize="fp8-block")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "megatron"}
-
-
-def test_a_dry_run_knows_the_size(tmp_path: Path) -> None:
-    to_megatron(model_of(tmp_path / "hf", EXPERTS, **MIXTURE), tmp_path / "megatron")
-    planned = to_hf(
-        tmp_path / "megatron", tmp_path / "out", settings=Settings(dry_run=True), quantize="fp8-block"
-    )
-    assert not (tmp_path / "out").exists()
-    done = to_hf(tmp_path / "megatron", tmp_path / "out", quantize="fp8-block")
-    assert planned.nbytes == done.nbytes == sum(len(data) for data in folder_bytes(tmp_path / "out").values())

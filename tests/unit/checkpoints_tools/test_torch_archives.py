@@ -15,12 +15,7 @@ import torch
 
 from bapo_megatron.errors import CheckpointError
 from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, DTYPES
-from checkpoints_tools.archives.torch_archive import (
-    ALIGNMENT,
-    dumps,
-    object_archive,
-    tensor_archive,
-)
+from checkpoints_tools.archives.torch_archive import ALIGNMENT, dumps, object_archive, tensor_archive
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive, read_tensor
 from tests.support.checkpoint_models import TYPES
 

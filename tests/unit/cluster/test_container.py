@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.commands.cluster.cluster_file import load_cluster
+from tests.support.executables import executable
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = ROOT / "cluster/Dockerfile"
@@ -58,9 +59,7 @@ def test_it_installs_as_make_cluster_does_what_the_cluster_file_names() -> None:
 def tools(tmp_path: Path) -> Path:
     """A folder of made-up docker and enroot that write down how they are called."""
     for name in ("docker", "enroot"):
-        path = tmp_path / name
-        path.write_text(f'#!/bin/sh\necho "{name} $*" >>"{tmp_path}/calls"\n')
-        path.chmod(0o755)
+        executable(tmp_path / name, f'echo "{name} $*" >>"{tmp_path}/calls"')
     return tmp_path
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.executables import executable
+
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "cluster"
 PYTHON = """#!/bin/bash
@@ -74,11 +76,7 @@ class Machine:
             self.add(f"bin/{name}", f"#!/bin/sh\n{text}\n")
 
     def add(self, name: str, text: str) -> Path:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-        return path
+        return executable(self.folder / name, text)
 
 
 @pytest.fixture
@@ -94,7 +92,7 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_a_torch_without_cuda_is_refused_before_anything_is_compiled(machine: Machine) -> None:
     """Transformer Engine's setup fails on it with "Invalid version: None"."""
-    machine.add("cpu_build", "")
+    machine.add("cpu_build", "#!")
     done = machine.install("trainer")
     assert done.returncode == 2
     assert "error: pip has installed a torch without CUDA: its index or find-links" in done.stderr

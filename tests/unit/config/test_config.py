@@ -48,13 +48,14 @@ from bapo_megatron.config import (
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import parallel_problems
 from bapo_megatron.errors import ConfigError, StorageFailed
-from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.layers.mlp import Experts
 from bapo_megatron.policy.layout import chunk_layers, data_parallel_size, layout_problems, stage_kinds
 from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 from bapo_megatron.trainer.preflight import check_new_run
 from tests.support.altered import altered
-from tests.support.shapes import resized, uniform
+from tests.support.cluster_recipes import FOLDER
+from tests.support.shapes import resized
 
 GOOD = RunConfig(
     "good",
@@ -103,10 +104,7 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"checkpoint.every": 0}, "checkpoint.every=0 must be"),
         ({"checkpoint.keep_every": 0}, "checkpoint.keep_every=0 must be"),
         ({"checkpoint.export_every": -10}, "checkpoint.export_every=-10 must be"),
-        (
-            {"checkpoint.every": 10, "checkpoint.export_every": 25},
-            "export_every=25 .*=10.*: set it to 20$",
-        ),
+        ({"checkpoint.every": 10, "checkpoint.export_every": 25}, "export_every=25 .*=10.*: set it to 20$"),
         ({"checkpoint.every": 10, "checkpoint.export_every": 4}, "set it to 10$"),
         ({"checkpoint.after_export": "up"}, "after_export='up' has no {folder}"),
         ({"checkpoint.after_export": "up '{folder}"}, "after_export=.*no closing quotation"),
@@ -159,10 +157,7 @@ def test_a_mistake_is_named(change: dict[str, Any], message: str) -> None:
         ({"name": ".."}, r"name='\.\.' names no run"),
         ({"checkpoint.every": 10, "checkpoint.keep_every": 25}, "keep_every=25 .*=10.*: set it to 20$"),
         ({"profile.memory": True}, "profile.memory needs profile.steps"),
-        (
-            {"logging.trackers": ("wandb",), "logging.project": "team/sums"},
-            "logging.project=.team/sums",
-        ),
+        ({"logging.trackers": ("wandb",), "logging.project": "team/sums"}, "logging.project=.team/sums"),
         ({"logging.wandb_project": "50%"}, "logging.wandb_project='50%': W&B"),
     ],
 )
@@ -198,22 +193,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         altered(GOOD, {"steps": 0, "parallel.context": 0}).check()
 
 
-SHAPE = uniform(
-    family="qwen2",
-    layers=28,
-    hidden=3584,
-    heads=28,
-    kv_heads=4,
-    head_dim=128,
-    ffn=18944,
-    vocab=152064,
-    max_positions=131072,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    tied=False,
-    qkv_bias=True,
-)
+SHAPE = read_model_shape(FOLDER / "shapes/DeepSeek-R1-Distill-Qwen-7B")
 
 
 def check_servers(**settings: Any) -> None:
@@ -233,10 +213,7 @@ def check_servers(**settings: Any) -> None:
         ({"flags": ("--max-queued-requests=64",)}, "flags: --max-queued-requests fails requests"),
         ({"flags": ("--hicache-storage-backend", "file")}, "flags: --hicache-storage-backend keeps keys"),
         ({"flags": ("--hicache-storage-backend=file",)}, "flags: --hicache-storage-backend keeps keys"),
-        (
-            {"flags": ("--enable-lmcache",)},
-            "flags: --enable-lmcache keeps keys",
-        ),
+        ({"flags": ("--enable-lmcache",)}, "flags: --enable-lmcache keeps keys"),
         ({"flags": ("--enable-flexkv",)}, "flags: --enable-flexkv keeps keys"),
     ],
 )
@@ -337,12 +314,7 @@ def test_a_server_that_reads_memory_needs_a_process_that_trains_on_its_gpu() -> 
     ],
 )
 def test_layers_of_chunks_and_stages(
-    layers: int,
-    pipeline: int,
-    virtual: int,
-    listed: tuple[int, ...],
-    chunks: Any,
-    stages: list[int],
+    layers: int, pipeline: int, virtual: int, listed: tuple[int, ...], chunks: Any, stages: list[int]
 ) -> None:
     """Layers that the chunks do not divide are spread; listed ones are taken as they are."""
     parallel = ParallelConfig(pipeline=pipeline, virtual=virtual, pipeline_layers=listed)
@@ -359,11 +331,7 @@ EXPERTS = resized(SHAPE, experts=Experts(count=6, per_token=2, ffn=40, normalize
     ("parallel", "shape", "message"),
     [
         ({"pipeline": 2, "virtual": 2, "pipeline_layers": (4, 4, 4)}, None, "has 3 numbers.* give 4 numbers"),
-        (
-            {"pipeline": 2, "pipeline_layers": (28, 0)},
-            None,
-            "pipeline_layers=28 0 leaves",
-        ),
+        ({"pipeline": 2, "pipeline_layers": (28, 0)}, None, "pipeline_layers=28 0 leaves"),
         ({"tensor": 8}, SHAPE, r"attention heads \(28\): use one of \[1, 2, 4\]"),
         ({"pipeline": 16, "virtual": 2}, SHAPE, "makes 32 model chunks .* 28 layers: use at most 28"),
         ({"pipeline": 4, "pipeline_layers": (8,) * 4}, SHAPE, "32 layers, but .* 28: .* for 7 7 7 7$"),

@@ -96,9 +96,6 @@ def test_an_evaluation_has_the_section_too() -> None:
         wrong.check()
 
 
-# --- environments of sources -----------------------------------------------------------------------
-
-
 def mixed(run: RunConfig = RUN, **own: EnvironmentConfig | None) -> RunConfig:
     sources = tuple(SourceConfig(Path(f"{name}.jsonl"), environment=one) for name, one in own.items())
     return dataclasses.replace(run, data=DataConfig(sources=sources))

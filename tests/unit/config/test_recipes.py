@@ -245,20 +245,6 @@ def test_levels_of_staleness_by_a_flag(variant: str) -> None:
     assert load(f"{BASE}{variant}").algorithm.reuse_epochs == 4
 
 
-def test_recipes_with_experts_train_on_the_experts_that_sampled() -> None:
-    """By routes; and the large one's stages have unlike numbers of its 94 layers."""
-    sparse = [name for name in STATED if re.search(r"_a\d+b", name)]
-    assert len(sparse) == 4
-    assert {load(name).rollout.route_replay for name in sparse} == {"replay"}
-    parallel = load("qwen3_235b_a22b").parallel
-    assert (parallel.pipeline_layers, parallel.expert) == ((22, 24, 24, 24), 32)
-
-
-def test_partial_rollout_takes_its_staleness_from_segments() -> None:
-    run = load("partial_rollout_7b")
-    assert (run.rollout.budget_tokens, run.rollout.max_staleness, run.algorithm.reuse_epochs) == (2048, 4, 1)
-
-
 def test_the_demo_has_the_default_preset() -> None:
     demo = load_recipe(FOLDER / "demo_cpu.py", RunConfig)
     assert demo.algorithm.bounds == paper() == AlgorithmConfig().bounds

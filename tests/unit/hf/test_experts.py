@@ -188,18 +188,6 @@ def test_a_shape_is_what_was_published(name: str) -> None:
     assert (*facts, len(tensors), 2 * sum(map(math.prod, tensors.values()))) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_transformers_makes_the_same_tensors_of_it(name: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(SHAPES / name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    theirs = {key: tuple(tensor.shape) for key, tensor in model.named_parameters()}
-    assert hf_tensors(read_model_shape(SHAPES / name)) == theirs
-    assert config.rope_parameters["rope_theta"] == PUBLISHED[name][4]
-
-
 def test_transformers_makes_the_same_tensors_of_a_hybrid_with_experts() -> None:
     """Beside those of vision; it has the experts of a layer fused, as the hub's folder."""
     from transformers import AutoConfig, AutoModelForImageTextToText

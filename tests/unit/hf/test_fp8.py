@@ -19,14 +19,7 @@ from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from checkpoints_tools import inspect_checkpoint, to_megatron
 from tests.support.checkpoint_models import config_of, load_tensors, save_random_model, save_tensors
-from tests.support.fp8 import (
-    BLOCKS,
-    FP8_CONFIG,
-    in_bfloat16,
-    save_fp8_folder,
-    save_fused,
-    set_config,
-)
+from tests.support.fp8 import BLOCKS, FP8_CONFIG, in_bfloat16, save_fp8_folder, save_fused, set_config
 from tests.support.models import EXPERTS, tiny_model
 
 # Query rows 320, key rows 80, MLP 200, hidden 144: a block and a part of one, or two and a part.

@@ -19,15 +19,9 @@ from bapo_megatron.layers import Mapping, RowSegment
 from bapo_megatron.policy.weight_map import join, shard, shard_parts, split, unshard
 from checkpoints_tools.formats.mp_rank import shard_blocks
 from tests.support.models import EXPERTS, FAMILIES, save_tiny_model
+from tests.unit.hf.test_config_fields import LLAMA3
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def shape(**changes: object) -> ModelShape:
@@ -110,8 +104,7 @@ class NewBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "name",
-    ["mlp.linear_fc1.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"],
+    "name", ["mlp.linear_fc1.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"]
 )
 def test_a_parameter_is_made_whole_with_one_copy(name: str, size: int) -> None:
     """Gate over up on each rank (fc1), rows (qkv), columns (proj): a rank holds the shards and the whole."""
@@ -193,20 +186,6 @@ def test_an_output_layer_unlike_its_tied_embedding_is_refused(tmp_path: Path) ->
         edit_tensors(folder, lm_head__weight=other)
         with pytest.raises(ConfigError, match=r"ties lm_head.weight to .* not equal: set \"tie_word_emb"):
             HfReader(folder).check(read_model_shape(folder))
-
-
-def test_one_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
-    """transformers loads the one file, engines those of the index."""
-    folder = save_tiny_model("qwen2", tmp_path)
-    whole = folder / "model.safetensors"
-    names = list(load_file(whole))
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, whole.name)}))
-    HfReader(folder).check(read_model_shape(folder))
-    (folder / "model-00001-of-00001.safetensors").write_bytes(whole.read_bytes())
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}))
-    with pytest.raises(ConfigError, match="holds both model.safetensors, .* does not list it: remove"):
-        HfReader(folder)
 
 
 def test_an_index_that_places_a_tensor_elsewhere_is_named(tmp_path: Path) -> None:
@@ -293,11 +272,7 @@ def test_old_and_new_rope_fields_mean_the_same() -> None:
 def test_parts_of_unequal_rows_are_cut_each_on_its_own() -> None:
     """4 rows of one tensor over 2 of another: a rank has half of each, by every way to cut and join."""
     mapping = Mapping(
-        ("a", "b"),
-        ((4, 1), (2, 1)),
-        (RowSegment(0, 0, 4), RowSegment(1, 0, 2)),
-        tp_dim=0,
-        sections=(4, 2),
+        ("a", "b"), ((4, 1), (2, 1)), (RowSegment(0, 0, 4), RowSegment(1, 0, 2)), tp_dim=0, sections=(4, 2)
     )
     whole = torch.tensor([[1], [2], [3], [4], [5], [6]])
     pieces = [shard(mapping, whole, rank, 2) for rank in range(2)]

@@ -48,12 +48,7 @@ from bapo_megatron.hf.config import (
 from bapo_megatron.hf.parameter_map import mapping_table
 from bapo_megatron.layers.mlp import Experts, Mlp
 from bapo_megatron.planning import memory as plan_memory
-from bapo_megatron.planning.advice import (
-    changed_flags,
-    fastest_layouts,
-    shorter_packs,
-    smallest_changes,
-)
+from bapo_megatron.planning.advice import changed_flags, fastest_layouts, shorter_packs, smallest_changes
 from bapo_megatron.planning.engines import cache_bytes_per_token, engine_plan
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, in_flight, slots
 from bapo_megatron.planning.memory import (

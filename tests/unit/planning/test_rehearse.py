@@ -25,13 +25,7 @@ from bapo_megatron.config import (
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import Job, PlanOptions
 from bapo_megatron.runtime.files import check_output_file
-from bapo_rehearsal.job import (
-    RehearseOptions,
-    choose_layers,
-    packs_of,
-    ranks_of,
-    rehearse_job,
-)
+from bapo_rehearsal.job import RehearseOptions, choose_layers, packs_of, ranks_of, rehearse_job
 from bapo_rehearsal.program import sequence_lengths
 from bapo_rehearsal.rank import RankRehearsal
 from bapo_rehearsal.records import Call, LargeTensor, Peak, RankRequest, RankResult, Wait
@@ -223,10 +217,7 @@ MESSAGES = [call("send", 8, peer=1), call("send", 4, peer=1)]
     [
         ([[PAIR, call("all_gather", 16)]] * 2, []),
         (
-            [
-                [PAIR, call("all_gather", 16, line="b.py:2")],
-                [PAIR, call("all_gather", 32, line="c.py:3")],
-            ],
+            [[PAIR, call("all_gather", 16, line="b.py:2")], [PAIR, call("all_gather", 32, line="c.py:3")]],
             [
                 "deadlock: in group TP ranks 0 and 1 differ at call 2: all_gather of 16 bytes",
                 "b.py:2",

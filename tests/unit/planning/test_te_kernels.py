@@ -15,13 +15,7 @@ from bapo_rehearsal.fake.ledger import Ledger, sizes_by_kind
 from bapo_rehearsal.fake.meter import Meter
 from bapo_rehearsal.fake.values import known
 from bapo_rehearsal.transformer_engine import installation  # noqa: F401  it fills the table
-from bapo_rehearsal.transformer_engine.extension import (
-    KERNELS,
-    MaskType,
-    calls,
-    make_extension,
-    observers,
-)
+from bapo_rehearsal.transformer_engine.extension import KERNELS, MaskType, calls, make_extension, observers
 from bapo_rehearsal.transformer_engine.layers import positions_of
 
 BOUNDS = (0, 3, 8)

@@ -142,9 +142,6 @@ def test_a_damaged_offset_file_counts_as_none(run: Path, hook: Webhook) -> None:
     assert hook.kinds() == ["start"]
 
 
-# --- progress -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("step", "longest_s", "patience", "limit_s"),
     [

@@ -9,25 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.executables import executable
+
 SLURM = Path(__file__).parents[3] / "slurm"
 NO_PAUSES = "sleep() { :; }\n"
 """Put before lines that would look ten times, a second apart, for a node that is down."""
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def program(folder: Path, name: str, text: str) -> None:
-    """A command on the PATH of the library."""
-    path = folder / "bin" / name
-    path.write_text(f"#!/bin/bash\n{text}\n")
-    path.chmod(0o755)
-
-
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
     """Runs lines of bash after the library, in job 7 whose run is ``tmp_path``."""
-    (tmp_path / "bin").mkdir()
     for name, text in (("squeue", "echo RUNNING"), ("sinfo", "true"), ("scontrol", "exit 1")):
-        program(tmp_path, name, text)
+        executable(tmp_path / "bin" / name, text)
 
     def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.executables import executable
+
 PATH = Path(__file__).parents[3] / "slurm/probe.py"
 
 
@@ -28,12 +30,6 @@ def probe() -> ModuleType:
     return module
 
 
-def fake_driver(folder: Path, text: str) -> None:
-    path = folder / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
 @pytest.mark.parametrize(
     ("driver", "told"),
     [
@@ -45,7 +41,7 @@ def fake_driver(folder: Path, text: str) -> None:
 def test_gpus(
     probe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, told: str | None
 ) -> None:
-    fake_driver(tmp_path, driver)
+    executable(tmp_path / "nvidia-smi", driver)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     found = list(probe.local_problems(probe.Needs(gpus=2, memory_gb=0, disk_gb=0), tmp_path))
     assert found == ([told] if told else [])
@@ -227,10 +223,7 @@ def test_a_clock_an_hour_off_is_detected(probe: ModuleType, tmp_path: Path) -> N
     starts = {"127.0.0.2": 30.0, "127.0.0.3": 120.0, "127.0.0.4": 0.0, "127.0.0.5": 60.0}
     off = {"127.0.0.4": 3600.0, "127.0.0.5": -3600.0}
     lines = verdict(probe, tmp_path, starts, ahead_s=off).splitlines()
-    assert lines == [
-        "127.0.0.4 clock: +3600.0 s, 5 allowed",
-        "127.0.0.5 clock: -3600.0 s, 5 allowed",
-    ]
+    assert lines == ["127.0.0.4 clock: +3600.0 s, 5 allowed", "127.0.0.5 clock: -3600.0 s, 5 allowed"]
 
 
 def test_a_gpu_that_torch_cannot_use_makes_its_node_bad(

@@ -16,7 +16,8 @@ from bapo_megatron.commands.cluster.run_job import read_job_state
 from bapo_megatron.runtime.guards import LATE
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import JOB_END, RunPaths
-from tests.unit.slurm.conftest import NO_PAUSES, program
+from tests.support.executables import executable
+from tests.unit.slurm.conftest import NO_PAUSES
 
 pytestmark = pytest.mark.integration
 
@@ -306,9 +307,8 @@ IMAGE = """
 def test_the_cluster_files_variables_win_over_the_images_in_helper_jobs(
     shell: Shell, tmp_path: Path, script: str
 ) -> None:
-    say = tmp_path / "say"
-    say.write_text('#!/bin/sh\necho "$NCCL_DEBUG $OF_IMAGE ${TMPDIR-none} $PYTHONPATH"\ntest -w "$HOME"\n')
-    say.chmod(0o755)
+    shown = 'echo "$NCCL_DEBUG $OF_IMAGE ${TMPDIR-none} $PYTHONPATH"\ntest -w "$HOME"'
+    say = executable(tmp_path / "say", shown)
     words = {"eval": "100 aime24", "evaluate": f"{say}", "convert": "bapo-ckpt inspect"}[script]
     found = shell(
         f"{IMAGE}\nset -- {tmp_path} {words}\n. {SLURM}/{script}.sbatch",
@@ -346,8 +346,8 @@ def test_a_node_without_a_command_of_slurms_is_not_asked_again(shell: Shell, tmp
 
 def test_a_users_defaults_of_squeue_do_not_change_a_jobs_answers(shell: Shell, tmp_path: Path) -> None:
     """SQUEUE_STATES=PENDING hides every running job: none would be requeued."""
-    program(tmp_path, "squeue", '[ -n "$SQUEUE_STATES" ] || echo RUNNING')
-    program(tmp_path, "sinfo", '[ -z "$SINFO_PARTITION" ] && [ "$1" = -a ] && echo n1; true')
+    executable(tmp_path / "bin/squeue", '[ -n "$SQUEUE_STATES" ] || echo RUNNING')
+    executable(tmp_path / "bin/sinfo", '[ -z "$SINFO_PARTITION" ] && [ "$1" = -a ] && echo n1; true')
     found = shell("bapo_kind_of_end 1", SQUEUE_STATES="PENDING", SINFO_PARTITION="cpu")
     assert found.stdout == "node\n"
 
@@ -667,16 +667,12 @@ def test_the_steps_of_a_start_share_one_container(shell: Shell) -> None:
     assert "container" not in shell(named).stdout
 
 
-def test_tasks_get_the_jobs_variables_where_jobs_begin_without_the_users(shell: Shell) -> None:
-    """`sbatch --export=NONE`, the rule of some sites, leaves SLURM_EXPORT_ENV=NONE for every srun."""
-    for role in ("probe", "trainer", "rollout"):
-        assert "--export=ALL" in shell(f'bapo_srun_flags 0 {role}; echo "${{bapo_flags[@]}}"').stdout.split()
-
-
-def test_the_ranks_of_a_node_are_neighbours(shell: Shell) -> None:
-    """SLURM_DISTRIBUTION=cyclic would put the ranks of a tensor group on as many nodes."""
+def test_tasks_get_the_jobs_variables_and_the_ranks_of_a_node_are_neighbours(shell: Shell) -> None:
+    """`sbatch --export=NONE`, the rule of some sites, leaves SLURM_EXPORT_ENV=NONE for every srun.
+    SLURM_DISTRIBUTION=cyclic would put the ranks of a tensor group on as many nodes."""
     for role, blocks in (("probe", False), ("trainer", True), ("rollout", False)):
         found = shell(f'bapo_srun_flags 0 {role}; echo "${{bapo_flags[@]}}"', SLURM_DISTRIBUTION="cyclic")
+        assert "--export=ALL" in found.stdout.split()
         assert ("--distribution=block" in found.stdout.split()) is blocks
 
 
@@ -787,8 +783,8 @@ def test_a_second_job_leaves_the_state_of_the_first_alone(
 
 
 def test_the_container_is_removed_unless_the_job_is_about_to_end(shell: Shell, tmp_path: Path) -> None:
-    program(tmp_path, "srun", f'echo "$*" >>{tmp_path}/calls')
-    program(tmp_path, "scontrol", "echo n1; echo n2")
+    executable(tmp_path / "bin/srun", f'echo "$*" >>{tmp_path}/calls')
+    executable(tmp_path / "bin/scontrol", "echo n1; echo n2")
     name = "BAPO_CONTAINER_NAME=bapo-7-0; "
     soon = shell(
         name + "BAPO_END=$(($(date +%s) + 100)); bapo_remove_containers", BAPO_CONTAINER="/images/a.sqsh"
@@ -800,9 +796,10 @@ def test_the_container_is_removed_unless_the_job_is_about_to_end(shell: Shell, t
     (call,) = (tmp_path / "calls").read_text().splitlines()
     assert call.endswith("--ntasks=2 --output=/dev/null enroot remove -f pyxis_bapo-7-0")
     kept = "bapo-7-0 bapo-7-1 bapo-7-2 bapo-71-0 other"
-    program(tmp_path, "srun", 'exec "${@: -3}"')
-    program(
-        tmp_path, "enroot", f"[ $1 != list ] || printf 'pyxis_%s\\n' {kept}; echo $* >>{tmp_path}/removed"
+    executable(tmp_path / "bin/srun", 'exec "${@: -3}"')
+    executable(
+        tmp_path / "bin/enroot",
+        f"[ $1 != list ] || printf 'pyxis_%s\\n' {kept}; echo $* >>{tmp_path}/removed",
     )
     old = "BAPO_CONTAINER_NAME=bapo-7-2; BAPO_END=0; bapo_remove_containers old"
     assert shell(old, BAPO_CONTAINER="/images/a.sqsh").returncode == 0

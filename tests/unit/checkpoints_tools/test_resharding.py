@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
-from checkpoints_tools import reshard, to_hf, to_megatron, verify
+from checkpoints_tools import reshard, to_hf, verify
 from checkpoints_tools.archives.torch_archive import object_archive
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
 from checkpoints_tools.core.copying import copy_tensors
@@ -37,14 +37,6 @@ def read_torch_dist(folder: Path) -> TorchDist:
     content = open_checkpoint(folder).content
     assert isinstance(content, TorchDist)
     return content
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> Path:
-    """Three layers, each matrix in two chunks."""
-    save_random_model(tmp_path / "hf")
-    to_megatron(tmp_path / "hf", tmp_path / "torch_dist", grid=2)
-    return tmp_path / "torch_dist/release"
 
 
 def test_padding_of_the_vocabulary_is_cut(stored: Path, tmp_path: Path) -> None:

@@ -14,20 +14,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.layers import RowSegment
-from checkpoints_tools import to_hf, to_megatron, verify
+from checkpoints_tools import to_hf, verify
 from checkpoints_tools.core.blocks import Block, BlockTensor, check_cover, cut_into_sources
 from checkpoints_tools.formats.locate import open_checkpoint
 from tests.support.checkpoint_models import edit_metadata, save_random_model
 
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> Path:
-    """Three layers, each matrix in two chunks."""
-    save_random_model(tmp_path / "hf")
-    to_megatron(tmp_path / "hf", tmp_path / "torch_dist", grid=2)
-    return tmp_path / "torch_dist/release"
 
 
 def file_of(folder: Path, key: str, offset: tuple[int, ...]) -> Path:

@@ -215,8 +215,25 @@ def test_results_have_the_figures_of_the_studies() -> None:
     assert {len(second[arm]) for arm in arms} == {12}
     mean_of = {arm: fmean(by_seed.values()) for arm, by_seed in first.items()}
     assert all(mean_of[method, 8] < mean_of[method, 4] for method, _ in first)
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme, algorithm = (
+        " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/algorithm.md")
+    )
     assert _gain(second, ("paper", 8), ("grpo", 8)).replace("(", "(95 % interval ") in readme
+    ends = [f"{fmean(second[name, 8].values()):.2f}" for name in ("grpo", "grpo_sequence@0.35")]
+    assert "{} to {}".format(*ends) in readme
+    for study, arm in ((FIRST, ("paper", 4)), (SECOND, ("paper_sequence", 8))):
+        share, moved = (fmean(_figures(study, name)[arm].values()) for name in ("positive_share", "moved"))
+        assert f"{share:.3f} in {100 * moved:.0f} %" in algorithm
+
+
+def test_every_mean_of_the_first_page_is_an_arms() -> None:
+    """The sentences that results open with, without their intervals."""
+    opening = (ROOT / "docs/results.md").read_text().split("The paper (arXiv 2510.18927)")[0]
+    plain = re.sub(r"[+-]\d\.\d{3}\s\([^)]*\)", "", opening)
+    means = {f"{fmean(one.values()):.3f}" for study in (FIRST, SECOND) for one in _figures(study).values()}
+    said = re.findall(r"(?<![\d.+-])\d\.\d{3}\b", plain)
+    assert len(said) > 10
+    assert set(said) <= means
 
 
 def compared() -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
@@ -227,6 +244,18 @@ def compared() -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
     yield ("grpo_sequence@0.35", 8), ("grpo", 8)
     yield ("paper", 8), ("fixed_0.6_1.2", 8)
     yield ("paper", 8), ("grpo_sequence", 8)
+
+
+def test_results_have_the_p_values_and_the_state_of_the_second_study() -> None:
+    page = " ".join((ROOT / "docs/results.md").read_text().split())
+    study = (ROOT / "benchmarks/results/controller_study.md").read_text()
+    [fisher] = re.findall(r"BAPO's 24 runs collapsed and .* of GRPO's: Fisher's p (\S+)\.", study)
+    pair = r"^\| `paper` - `grpo_sequence` \| [^,]*, 12 seeds \| (\S+) \| (\S+) \|"
+    [(holm, alone)] = re.findall(pair, study, re.MULTILINE)
+    done, known = re.findall(r"^(\d+) of the (\d+) arms that are known are done", study, re.MULTILINE)[0]
+    assert f"Fisher's p {fisher}" in page
+    assert f"p = {float(alone):.3f} alone, and {holm} by Holm's" in page
+    assert f"{done} of its {known} arms" in page
 
 
 def test_the_second_study_has_no_verdict_for_a_method() -> None:

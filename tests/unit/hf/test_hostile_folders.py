@@ -75,20 +75,28 @@ def test_an_index_of_other_types(read: Callable[[Path], Any], entry: Any, model:
             read(model)
 
 
-def _to_secret(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("../secret")
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """An attack that puts something else in the place of a file."""
+
+    def attack(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return attack
 
 
-def _to_itself(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
+_to_secret = instead(lambda path: path.symlink_to("../secret"))
+_to_itself = instead(lambda path: path.symlink_to(path.name))
+_fifo = instead(os.mkfifo)  # whoever opened it would wait for ever
+_digits = instead(lambda path: path.write_text("9" * 5000))
+_endless = instead(lambda path: path.symlink_to("/dev/zero"))
 
 
-def _fifo(path: Path) -> None:
-    """Whoever opened it would wait for ever."""
-    path.unlink()
-    os.mkfifo(path)
+def _enormous(path: Path) -> None:
+    os.truncate(path, 1 << 40)  # a hole
+
+
+BOUNDLESS = pytest.mark.parametrize("attack", [_fifo, _endless, _digits, _enormous])
 
 
 @pytest.mark.parametrize("attack", [_to_secret, _to_itself, _fifo])
@@ -186,21 +194,7 @@ def deadline() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def _digits(path: Path) -> None:
-    path.unlink()
-    path.write_text("9" * 5000)
-
-
-def _endless(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def _enormous(path: Path) -> None:
-    os.truncate(path, 1 << 40)  # a hole
-
-
-@pytest.mark.parametrize("attack", [_fifo, _endless, _digits, _enormous])
+@BOUNDLESS
 @pytest.mark.parametrize(
     "name",
     [
@@ -223,7 +217,7 @@ def test_descriptions_are_plain_files_of_bounded_size(
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("attack", [_fifo, _endless, _digits, _enormous])
+@BOUNDLESS
 def test_the_file_that_names_the_backends(
     attack: Callable[[Path], None], tmp_path: Path, deadline: None
 ) -> None:
@@ -243,7 +237,7 @@ def test_a_description_that_was_cut_short_says_what_to_do(cut: int, tmp_path: Pa
     assert "EOFError: )" not in str(caught.value)
 
 
-@pytest.mark.parametrize("attack", [_fifo, _endless, _digits, _enormous])
+@BOUNDLESS
 @pytest.mark.parametrize("name", ["manifest.json", "trainer.json"])
 def test_the_trainer_reads_descriptions_so_as_well(
     name: str, attack: Callable[[Path], None], tmp_path: Path, deadline: None

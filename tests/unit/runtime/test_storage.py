@@ -457,3 +457,15 @@ def test_foreign_files_stay(tmp_path: Path, name: str, delete: Callable[[Path], 
     (path / "mine").write_text("mine")
     delete(tmp_path)
     assert (path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo])
+@pytest.mark.parametrize("name", ["step_000005", "step_000020", ".step_000020.mine.tmp"])
+def test_what_is_no_folder_stays_beside_the_checkpoints(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    make(tmp_path / "checkpoints" / name)
+    keep_one(tmp_path)
+    assert (tmp_path / "checkpoints/step_000020/manifest.json").is_file()
+    assert len([path for path in (tmp_path / "checkpoints").iterdir() if not path.is_dir()]) == 1

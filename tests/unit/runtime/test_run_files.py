@@ -122,6 +122,20 @@ ROOT = Path(__file__).parents[3]
 RUN = RunPaths(Path("run"))
 
 
+def test_the_names_on_disk_stay_as_they_are() -> None:
+    """A run that an earlier version began goes on."""
+    assert str(RUN.checkpoint(120)) == "run/checkpoints/step_000120"
+    assert str(RUN.checkpoint(120, 3)) == "run/checkpoints/step_000120_update_003"
+    assert str(RUN.step_export(1234567)) == "run/exports/step_1234567"
+    assert str(RUN.evaluation_responses(0)) == "run/evaluation/step_000000.jsonl"
+    assert str(RUN.server_log(2)) == "run/logs/server-2.log"
+    names = {"config": "config.json", "lock": ".lock", "slurm_state": "slurm.state"}
+    names |= {name: f"{name}.jsonl" for name in ("metrics", "updates", "evaluations", "events")}
+    same = ["tensorboard", "wandb_id", "journal", "weights", "export", "report", "engines", "stop", "api_key"]
+    for field, name in (*names.items(), *zip(same, same, strict=True)):
+        assert str(getattr(RUN, field)) == f"run/{name}"
+
+
 @pytest.mark.parametrize("moment", [(0, 0), (10, 0), (10, 3), (999999, 999), (1000000, 1000)])
 def test_a_step_name_round_trips_to_its_moment(moment: Moment) -> None:
     assert moment_of(step_name(*moment)) == moment

@@ -109,52 +109,27 @@ def contents(call: Call) -> tuple[object, ...]:
 POLICY = "bapo_megatron/policy"
 PASSES, MODEL, CORE = f"{POLICY}/passes.py", f"{POLICY}/model.py", f"{POLICY}/attention.py"
 WEIGHTS, HEAD = f"{POLICY}/weight_map.py", f"{POLICY}/output_head.py"
-OPTIMIZER = f"{POLICY}/optimizer.py"
+MEGATRON, OPTIMIZER = f"{POLICY}/megatron.py", f"{POLICY}/optimizer.py"
 ONE, CP = ParallelConfig(), ParallelConfig(context=2)
 TP, PP = ParallelConfig(tensor=2, sequence=True), ParallelConfig(pipeline=2)
-TO_DEVICE = ".to(device, non_blocking=True)"
 BUILD = "optimizer = build(settings, list(model), use_gloo_process_groups=False)"
-TENSOR_GROUP = "parallel_state.get_tensor_model_parallel_group()"
+ATTENTION, SELECTED = "return cast(Tensor, varlen_attn(", "return x_THD.index_select(0, row_T)"
+HERE, PREPROCESS = "here = tokens", "super()._preprocess("
+TO_DEVICE = ".to(device, non_blocking=True)"
+OTHER_GROUP = "owner), parallel_state.get_tensor_model_parallel_group())"
 
 FAILS = {
-    "pack on the host": (
-        ONE,
-        PASSES,
-        "here = tokens.to(self._device)",
-        "here = tokens",
-        "super()._preprocess(",
-        MODEL,
-    ),
-    "model on the host": (
-        ONE,
-        f"{POLICY}/megatron.py",
-        "[chunk.to(self.device) for",
-        "[chunk.cpu() for",
-        BUILD,
-        OPTIMIZER,
-    ),
-    "bounds of the keys on the host": (
-        *(ONE, CORE, f"x{TO_DEVICE} for x in (rows, *bounds_of)", "x for x in (rows, *bounds_of)"),
-        "return cast(Tensor, varlen_attn(",
-    ),
-    "rows of the ring on the host": (
-        *(CP, CORE, f"gathered_rows(bounds, size){TO_DEVICE}", "gathered_rows(bounds, size)"),
-        "return x_THD.index_select(0, row_T)",
-    ),
+    "pack on the host": (ONE, PASSES, f"{HERE}.to(self._device)", HERE, PREPROCESS, MODEL),
+    "model on the host": (ONE, MEGATRON, "chunk.to(self.device)", "chunk.cpu()", BUILD, OPTIMIZER),
+    "bounds on the host": (ONE, CORE, f"x{TO_DEVICE} for x in (rows", "x for x in (rows", ATTENTION),
+    "rows on the host": (CP, CORE, f"(bounds, size){TO_DEVICE}", "(bounds, size)", SELECTED),
     "total on the host": (ONE, PASSES, "float64, device=self._device)", "float64)", "total += torch.stack("),
     "values of the device as numpy": (ONE, PASSES, "total.cpu()", "torch.from_numpy(total.numpy())"),
-    "keys and values of different lengths": (
-        CP,
-        CORE,
-        "stack([key, value], 1)",
-        "stack([key, value[1:]], 1)",
-    ),
-    "broadcast in the wrong group": (PP, WEIGHTS, "owner), pipeline)", f"owner), {TENSOR_GROUP})"),
-    "labels of another vocabulary size": (
-        *(TP, WEIGHTS, "pieces = [torch.empty_like(piece) for", "pieces = [torch.empty_like(piece[1:]) for"),
-        "dist.all_gather(pieces",
-    ),
+    "keys unlike values": (CP, CORE, "stack([key, value], 1)", "stack([key, value[1:]], 1)"),
+    "broadcast in the wrong group": (PP, WEIGHTS, "owner), pipeline)", OTHER_GROUP),
+    "labels cut": (TP, WEIGHTS, "like(piece) for", "like(piece[1:]) for", "dist.all_gather(pieces"),
 }
+"""A layout, and the arguments of a mistake."""
 
 
 ROUNDED_LOGITS = Mistake(
@@ -173,7 +148,7 @@ def test_logits_that_a_gpu_alone_would_round_are_refused(parallel: ParallelConfi
     assert f" {ROUNDED_LOGITS.line}" in found.error
 
 
-@pytest.mark.parametrize("name", slow_but(FAILS, "bounds of the keys on the host"))
+@pytest.mark.parametrize("name", slow_but(FAILS, "bounds on the host"))
 def test_a_mistake_fails_at_its_line(name: str, tmp_path: Path) -> None:
     parallel, mistake = FAILS[name][0], Mistake(*FAILS[name][1:])
     config = small_run(tmp_path, parallel, layers=parallel.pipeline)
@@ -182,15 +157,14 @@ def test_a_mistake_fails_at_its_line(name: str, tmp_path: Path) -> None:
     assert f" {mistake.line}" in found.error, found.error
 
 
+ALL_REDUCE = "dist.all_reduce(total)"
 DEADLOCKS = {
-    "one rank leaves out an all-reduce": (
-        TP,
-        PASSES,
-        "dist.all_reduce(total)",
-        "self._counts_tokens and dist.all_reduce(total)",
-    ),
-    "a broadcast of another type on one stage": (
-        *(PP, WEIGHTS, "if mapping.dtype else like.dtype", "if mapping.dtype else torch.float32"),
+    "one rank leaves out an all-reduce": (TP, PASSES, ALL_REDUCE, f"self._counts_tokens and {ALL_REDUCE}"),
+    "another type on one stage": (
+        PP,
+        WEIGHTS,
+        "else like.dtype",
+        "else torch.float32",
         "dist.broadcast(value",
     ),
 }

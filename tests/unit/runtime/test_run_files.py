@@ -31,11 +31,6 @@ from bapo_megatron.runtime.run_paths import (
 )
 
 
-def lock_run(run: Path) -> None:
-    with only_writer(run):
-        pass
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     made = tmp_path / "run"

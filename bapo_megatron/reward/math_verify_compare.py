@@ -125,18 +125,15 @@ def _same_part(ground_truth: str, answer: str, allow_operations: bool) -> bool:
         return _is_an_answer(expected, actual, ground_truth, answer, allow_operations)
 
 
-def _as_interval(parsed: list[Any], other: list[Any]) -> list[Any]:
+def _as_interval(read: list[Any], other: list[Any]) -> list[Any]:
     """Inequalities as the interval or the union that they describe, where the other answer is one: ``x < 2``,
     ``x < 1`` or ``x > 2``."""
-    if not (parsed and other and isinstance(other[0], (sympy.Interval, sympy.Union))):
-        return parsed
-    relations = list(parsed[0].args) if isinstance(parsed[0], sympy.FiniteSet) else parsed[:1]
-    if (
-        not all(map(_is_inequality, relations))
-        or len(set().union(*(part.free_symbols for part in relations))) != 1
-    ):
-        return parsed
-    return [sympy.Union(*(part.as_set() for part in relations))]
+    if not (read and other and isinstance(other[0], (sympy.Interval, sympy.Union))):
+        return read
+    parts = list(read[0].args) if isinstance(read[0], sympy.FiniteSet) else read[:1]
+    if not all(map(_is_inequality, parts)) or len(set().union(*(part.free_symbols for part in parts))) != 1:
+        return read
+    return [sympy.Union(*(part.as_set() for part in parts))]
 
 
 def _is_an_answer(

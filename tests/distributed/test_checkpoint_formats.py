@@ -10,10 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.losses.clip import search
-from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
@@ -22,9 +19,9 @@ from bapo_megatron.policy.layout import chunk_layers
 from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import inspect_checkpoint, reshard, to_hf, verify
 from checkpoints_tools.formats.torch_dist import TorchDist
-from tests.support.bapo_objective import loss_fn
 from tests.support.checkpoint_models import bits, load_tensors
 from tests.support.models import FAMILIES, random_samples, save_tiny_model
+from tests.support.policies import small_policy, updates_of, weights_of
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -43,22 +40,9 @@ def samples() -> list[Sample]:
     return random_samples(6, seed=3)
 
 
-def make_policy(folder: Path, dtype: str, parallel: ParallelConfig) -> MegatronPolicy:
-    optimizer = OptimizerConfig(lr=1e-3)
-    return MegatronPolicy(
-        ModelConfig(folder, dtype), parallel, BatchConfig(pack_tokens=96), optimizer, 6, 1.0
-    )
-
-
-def update(policy: MegatronPolicy, samples: list[Sample], count: int) -> list[tuple[float, float]]:
-    packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    found = search(torch.zeros(2, dtype=torch.float64), grpo())
-    results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(count)]
-    return [(float(r.sums[0]), r.grad_norm) for r in results]
-
-
-def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+def norms(policy: MegatronPolicy, samples: list[Sample]) -> list[tuple[float, float]]:
+    """Losses and gradient norms of two updates."""
+    return [(float(one.sums[0]), one.grad_norm) for one in updates_of(policy, samples, 2)]
 
 
 def save(
@@ -71,19 +55,19 @@ def save(
 ) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
     """One update, save; the weights then, and what two more updates give. ``content`` is for megatron."""
     megatron_checkpoint._CONTENT.update(content)
-    policy = make_policy(folder, dtype, parallel)
-    update(policy, samples, 1)
+    policy = small_policy(folder, parallel, dtype)
+    updates_of(policy, samples)
     complete(policy.save(path))
-    return weights(policy), update(policy, samples, 2)
+    return weights_of(policy), norms(policy, samples)
 
 
 def go_on(
     folder: Path, dtype: str, parallel: ParallelConfig, path: Path, samples: list[Sample]
 ) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
     """The weights after loading, and what two updates give then."""
-    policy = make_policy(folder, dtype, parallel)
+    policy = small_policy(folder, parallel, dtype)
     policy.load(path, 1)
-    return weights(policy), update(policy, samples, 2)
+    return weights_of(policy), norms(policy, samples)
 
 
 STACKED: dict[str, Any] = {}
@@ -153,7 +137,7 @@ def test_a_resharded_checkpoint_continues_bitwise(
 
 
 def load_and_save(folder: Path, dtype: str, parallel: ParallelConfig, path: Path, again: Path) -> None:
-    policy = make_policy(folder, dtype, parallel)
+    policy = small_policy(folder, parallel, dtype)
     policy.load(path, 1)
     complete(policy.save(again))
 
@@ -217,7 +201,7 @@ def sizes_of(parallel: ParallelConfig) -> dict[str, int | list[int]]:
 
 def save_legacy(folder: Path, parallel: ParallelConfig, path: Path) -> None:
     """As Megatron-LM does without dist_checkpointing: each rank's state in a file of its own."""
-    policy = make_policy(folder, "bfloat16", parallel)
+    policy = small_policy(folder, parallel, "bfloat16")
     name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
     if parallel.pipeline > 1:
         name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"

@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.checkpoint.resume_check import Fingerprint, fingerprint_differences, state_fingerprint
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import (
@@ -22,19 +20,17 @@ from bapo_megatron.config import (
     CheckpointConfig,
     DataConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
 )
-from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.optimizer_state import Piece, cut
 from bapo_megatron.runtime.run_paths import RunPaths
-from tests.support.bapo_objective import loss_fn
 from tests.support.models import save_nearly_tied_experts, save_tiny_model
+from tests.support.policies import small_policy, updates_of
 from tests.support.saves import CountingReader, Written, complete, counting_reads
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -45,17 +41,9 @@ ONE = ParallelConfig()
 Digests = dict[str, list[str]]
 
 
-def build(folder: Path, dtype: str, parallel: ParallelConfig, reader: Any = None) -> MegatronPolicy:
-    model, batch = ModelConfig(folder, dtype), BatchConfig(pack_tokens=96)
-    return MegatronPolicy(model, parallel, batch, OptimizerConfig(lr=1e-3), 6, reader=reader)
-
-
 def trained(folder: Path, dtype: str, samples: list[Sample], parallel: ParallelConfig) -> MegatronPolicy:
-    policy = build(folder, dtype, parallel)
-    packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    found = search(torch.zeros(2, dtype=torch.float64), grpo())
-    for _ in range(2):
-        policy.update(packs, loss_fn(found, grpo(), policy.version))
+    policy = small_policy(folder, parallel, dtype)
+    updates_of(policy, samples, 2)
     return policy
 
 
@@ -89,7 +77,7 @@ def fingerprint(
 ) -> Fingerprint:
     """The fingerprint of a policy that is trained and saved; or of one that loads what was saved."""
     if samples is None:
-        policy = build(folder, "bfloat16", parallel)
+        policy = small_policy(folder, parallel, "bfloat16")
         policy.load(path, 2)
     else:
         policy = trained(folder, "bfloat16", samples, parallel)
@@ -257,7 +245,7 @@ def megatrons_own(
         megatron_checkpoint.shard_over_ranks = lambda _optimizer: None
     complete(policy.save(path))
     megatron_checkpoint.shard_over_ranks = ours if writes else lambda _optimizer: None
-    other = build(folder, "bfloat16", parallel)
+    other = small_policy(folder, parallel, "bfloat16")
     other.load(path, 2)
     assert other.state_digest() == before
     return before
@@ -276,7 +264,7 @@ def test_files_are_those_of_megatron(
 
 def bytes_of_the_model(folder: Path, parallel: ParallelConfig) -> int:
     reader = CountingReader(folder)
-    build(folder, "float32", parallel, reader)
+    small_policy(folder, parallel, reader=reader)
     return reader.count
 
 

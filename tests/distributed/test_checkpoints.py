@@ -19,21 +19,17 @@ import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.checkpoint import reader as checkpoint
 from bapo_megatron.checkpoint.store import digest
-from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy import background_save
 from bapo_megatron.policy.background_save import BackgroundSave
-from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.megatron_versions import writer_forks
 from bapo_megatron.runtime.guards import OutOfMemoryError
 from bapo_megatron.runtime.run_paths import RunPaths
-from tests.support.bapo_objective import loss_fn
 from tests.support.models import save_tiny_model
+from tests.support.policies import small_policy, updates_of, weights_of
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -48,15 +44,10 @@ def save_and_go_on(
 
     The warmup ends and the decay begins after the save, so the schedule's place matters.
     """
-    optimizer = OptimizerConfig(lr=1e-3, warmup_updates=3, decay="cosine")
-    policy = MegatronPolicy(
-        ModelConfig(folder, dtype), parallel, BatchConfig(pack_tokens=96), optimizer, 6, 1.0
-    )
-    packs = pack_samples(samples, 96, "token", policy.pack_layout)
-    found = search(torch.zeros(2, dtype=torch.float64), grpo())
+    policy = small_policy(folder, parallel, dtype, warmup_updates=3, decay="cosine")
 
     def go(count: int) -> list[tuple[float, float, float]]:
-        results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(count)]
+        results = updates_of(policy, samples, count)
         return [(float(r.sums[0]), r.grad_norm, r.learning_rate) for r in results]
 
     if load:
@@ -67,7 +58,7 @@ def save_and_go_on(
     steps = go(2)  # while it is being written
     if not load:
         complete(saving)
-    return [steps, {name: tensor.clone() for name, tensor in policy.hf_weights()}]
+    return [steps, weights_of(policy)]
 
 
 @pytest.mark.parametrize(
@@ -132,21 +123,11 @@ def test_a_checkpoint_continues_at_other_layouts(qwen2: Path, samples: list[Samp
 def save_before_any_update(folder: Path, samples: list[Sample], path: Path) -> tuple[list, list]:
     """What two updates give on a fresh policy, and on one that has loaded its untouched checkpoint."""
 
-    def policy() -> MegatronPolicy:
-        model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96)
-        return MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-3), 4)
-
-    def go(policy: MegatronPolicy) -> list[tuple[float, float]]:
-        packs = pack_samples(samples, 96)
-        found = search(torch.zeros(2, dtype=torch.float64), grpo())
-        results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(2)]
-        return [(float(r.sums[0]), r.grad_norm) for r in results]
-
-    fresh = policy()
+    fresh, loaded = small_policy(folder), small_policy(folder)
     complete(fresh.save(path))
-    loaded = policy()
     loaded.load(path, 0)
-    return go(fresh), go(loaded)
+    go = ([(float(r.sums[0]), r.grad_norm) for r in updates_of(one, samples, 2)] for one in (fresh, loaded))
+    return next(go), next(go)
 
 
 def test_a_checkpoint_before_any_update(qwen2: Path, samples: list[Sample], tmp_path: Path) -> None:
@@ -261,11 +242,9 @@ def test_a_writer_that_is_killed_is_noticed(which: int, tmp_path: Path) -> None:
 
 def _blocked(folder: Path, path: Path, file: str) -> str:
     """Save where a folder has the name of a file that a writer needs: what the trainer is told."""
-    model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96)
-    policy = MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-3), 4)
     (path / file).mkdir(parents=True)
     try:
-        complete(policy.save(path))
+        complete(small_policy(folder).save(path))
     except BaseException as error:  # torch's is not an Exception
         return str(error)
     return "all is well"

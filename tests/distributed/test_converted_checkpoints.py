@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file
 
-from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.hf.config import read_model_shape
@@ -22,6 +22,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.weight_map import join, shard
 from checkpoints_tools import to_hf, to_megatron
 from tests.support.models import FAMILIES, random_samples, save_tiny_model
+from tests.support.policies import small_policy, updates_of, weights_of
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -34,11 +35,6 @@ LAYOUTS = {
     "PP2 x VPP2": ParallelConfig(pipeline=2, virtual=2),
     "PP3": ParallelConfig(pipeline=3),
 }
-
-
-def make_policy(folder: Path, parallel: ParallelConfig, dtype: str = "float32") -> MegatronPolicy:
-    model, batch = ModelConfig(folder, dtype), BatchConfig(pack_tokens=96)
-    return MegatronPolicy(model, parallel, batch, OptimizerConfig(lr=1e-3), 4)
 
 
 def load_converted(policy: MegatronPolicy, checkpoint: Path) -> None:
@@ -68,8 +64,8 @@ def load_and_look(
 ) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
     """Load into a policy that began as another model. Parameters found right, and the log-probs of a policy
     made of the Hugging Face folder itself, and of this one."""
-    expected = log_probs(make_policy(folder, parallel), samples)
-    policy = make_policy(other, parallel)
+    expected = log_probs(small_policy(folder, parallel), samples)
+    policy = small_policy(other, parallel)
     load_converted(policy, checkpoint)
     tensors, table = load_file(folder / "model.safetensors"), mapping_table(read_model_shape(folder))
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -101,17 +97,14 @@ def test_megatron_loads_it(family: str, layout: str, tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def train_and_save(folder: Path, parallel: ParallelConfig, path: Path) -> dict[str, torch.Tensor]:
-    from bapo_megatron.algo.bapo import grpo
-    from bapo_megatron.algo.losses.clip import search
-    from tests.support.bapo_objective import loss_fn
-
-    policy = make_policy(folder, parallel, "bfloat16")
-    packs = pack_samples(random_samples(8, seed=4), 96, "token", policy.pack_layout)
-    found = search(torch.zeros(2, dtype=torch.float64), grpo())
-    policy.update(packs, loss_fn(found, grpo(), policy.version))
+def train_and_save(
+    folder: Path, parallel: ParallelConfig, path: Path, dtype: str
+) -> tuple[dict[str, list[str]], dict[str, torch.Tensor]]:
+    """The digests and the weights after one update, which is saved."""
+    policy = small_policy(folder, parallel, dtype)
+    updates_of(policy, random_samples(8, seed=4))
     complete(policy.save(path))
-    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    return policy.state_digest(), weights_of(policy)
 
 
 def load_extra_states(checkpoint: Path, layers: int, modules: list[str]) -> list[Any]:
@@ -143,7 +136,8 @@ def test_what_megatron_saves_is_read_to_the_bit(layout: str, tmp_path: Path) -> 
     """The weights as they are, and the optimizer's fp32 weights, which round to them."""
     folder = save_tiny_model("qwen2", tmp_path / "hf")
     path = tmp_path / "policy"
-    [weights, *_] = run_layout(train_and_save, LAYOUTS[layout], folder, LAYOUTS[layout], path)
+    where = LAYOUTS[layout]
+    [(_, weights), *_] = run_layout(train_and_save, where, folder, where, path, "bfloat16")
     to_hf(path, tmp_path / "model", reference=folder)
     back = load_file(tmp_path / "model/model.safetensors")
     assert set(back) == set(weights)

@@ -15,10 +15,9 @@ from checkpoints_tools import cli, inspect_checkpoint, verify
 from checkpoints_tools.commands import COMMANDS
 from tests.support.legacy_checkpoints import save_legacy
 from tests.support.models import VOCAB, random_samples, save_tiny_model
+from tests.support.policies import small_policy, updates_of
 from tests.support.saves import complete
 from tests.support.workers import run_layout
-
-from .test_checkpoint_formats import make_policy, update
 
 pytestmark = pytest.mark.distributed
 
@@ -49,9 +48,9 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps(folder: Path, dtype: str, first: Path, second: Path) -> None:
     """A checkpoint, another update, and another checkpoint."""
-    policy = make_policy(folder, dtype, ParallelConfig(tensor=2))
+    policy = small_policy(folder, ParallelConfig(tensor=2), dtype)
     for path in (first, second):
-        update(policy, random_samples(6, seed=3), 1)
+        updates_of(policy, random_samples(6, seed=3))
         complete(policy.save(path))
 
 

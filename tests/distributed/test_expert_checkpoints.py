@@ -13,16 +13,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.policy.layout import chunk_layers
 from checkpoints_tools import inspect_checkpoint, to_hf, to_megatron
-from tests.distributed.test_converted_checkpoints import load_converted, log_probs, make_policy
-from tests.support.bapo_objective import loss_fn
+from tests.distributed.test_converted_checkpoints import load_converted, log_probs, train_and_save
 from tests.support.models import EXPERTS, random_samples, save_tiny_model
-from tests.support.saves import complete
+from tests.support.policies import small_policy, weights_of
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -42,20 +38,10 @@ LAYOUTS = {
 Weights = dict[str, torch.Tensor]
 
 
-def train_and_save(folder: Path, parallel: ParallelConfig, path: Path, dtype: str) -> tuple[dict, Weights]:
-    """The digests and the weights after one update, which is saved."""
-    policy = make_policy(folder, parallel, dtype)
-    packs = pack_samples(random_samples(8, seed=4), 96, "token", policy.pack_layout)
-    found = search(torch.zeros(2, dtype=torch.float64), grpo())
-    policy.update(packs, loss_fn(found, grpo(), policy.version))
-    complete(policy.save(path))
-    return policy.state_digest(), {name: tensor.clone() for name, tensor in policy.hf_weights()}
-
-
 def load_and_look(folder: Path, parallel: ParallelConfig, path: Path) -> tuple[dict, Weights]:
-    policy = make_policy(folder, parallel)
+    policy = small_policy(folder, parallel)
     policy.load(path, 1)
-    return policy.state_digest(), {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    return policy.state_digest(), weights_of(policy)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +84,8 @@ def test_a_checkpoint_of_the_trainer_becomes_a_folder_of_transformers(
 def load_both(folder: Path, other: Path, parallel: ParallelConfig, checkpoint: Path) -> tuple[list, list]:
     """Log-probs of a policy made of the folder, and of one of other weights that loaded the checkpoint."""
     samples = random_samples(8, seed=3)
-    expected = log_probs(make_policy(folder, parallel), samples)
-    policy = make_policy(other, parallel)
+    expected = log_probs(small_policy(folder, parallel), samples)
+    policy = small_policy(other, parallel)
     load_converted(policy, checkpoint)
     return expected, log_probs(policy, samples)
 
@@ -116,7 +102,7 @@ def test_megatron_loads_what_the_converter_writes(layout: str, folder: Path, tmp
 
 def digests_of_a_flip(folder: Path, parallel: ParallelConfig) -> tuple[list[str], list[str]]:
     """The digests of the weights, before and after one element of one expert on the last rank is changed."""
-    policy = make_policy(folder, parallel)
+    policy = small_policy(folder, parallel)
     before = policy.state_digest()["weights"]
     if dist.get_rank() == dist.get_world_size() - 1:
         key = next(key for key in policy._weights.local if ".experts." in key[0])
@@ -140,9 +126,9 @@ def gathered_by_one_replica(folder: Path, parallel: ParallelConfig) -> tuple[int
 
     The calls of collectives of a rank that gives, and the weights of one that gathers.
     """
-    policy, calls = make_policy(folder, parallel), Counter[str]()
+    policy, calls = small_policy(folder, parallel), Counter[str]()
     if policy.data_rank == 0:
-        return 0, {name: tensor.clone() for name, tensor in policy.hf_weights()}
+        return 0, weights_of(policy)
     for name in ("broadcast", "all_gather"):
         setattr(dist, name, counted(calls, name))
     policy.give_experts()

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.policy.megatron import MegatronPolicy
 from tests.support.models import save_tiny_model
 from tests.support.once import made_once
+from tests.support.policies import small_policy
 from tests.support.saves import complete
 from tests.support.workers import run_layout
 
@@ -39,138 +39,124 @@ class Attack:
         return os.system, (f"touch {self.folder / PROOF}",)
 
 
-def _metadata(folder: Path) -> Any:
-    return pickle.loads((folder / ".metadata").read_bytes())
+def edited(edit: Callable[[Any, Path], object]) -> Callable[[Path], None]:
+    """An attack by an edit of the description."""
+
+    def attack(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        edit(metadata, folder)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return attack
 
 
-def _store(folder: Path, metadata: Any) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def a_call_in_metadata(folder: Path) -> None:
-    metadata = _metadata(folder)
-    metadata.planner_data = Attack(folder)
-    _store(folder, metadata)
-
-
-def a_call_in_the_common_state(folder: Path) -> None:
-    torch.save({"args": Attack(folder)}, folder / "common.pt")
-
-
-def _replace_extra_state(folder: Path, value: Any) -> None:
+def extra_state(make: Callable[[Path], Any]) -> Callable[[Path], None]:
     """Another object in the place of the first layer's extra state."""
-    metadata = _metadata(folder)
-    index = next(one for one in metadata.storage_data if "_extra_state" in one.fqn)
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    info = metadata.storage_data[index]
-    info.relative_path, info.offset, info.length = "__9_9.distcp", 0, len(buffer.getvalue())
-    (folder / "__9_9.distcp").write_bytes(buffer.getvalue())
-    _store(folder, metadata)
+
+    def edit(metadata: Any, folder: Path) -> None:
+        index = next(one for one in metadata.storage_data if "_extra_state" in one.fqn)
+        torch.save(make(folder), folder / "__9_9.distcp")
+        info = metadata.storage_data[index]
+        info.relative_path, info.offset = "__9_9.distcp", 0
+        info.length = (folder / "__9_9.distcp").stat().st_size
+
+    return edited(edit)
 
 
-def a_call_in_a_stored_object(folder: Path) -> None:
-    _replace_extra_state(folder, [Attack(folder)])
-
-
-def a_pickle_in_the_bytes_of_an_extra_state(folder: Path) -> None:
+def pickled(folder: Path) -> list[torch.Tensor]:
     """Transformer Engine gives these bytes to pickle.loads."""
-    data = pickle.dumps(Attack(folder))
-    _replace_extra_state(folder, [torch.frombuffer(bytearray(data), dtype=torch.uint8)])
+    return [torch.frombuffer(bytearray(pickle.dumps(Attack(folder))), dtype=torch.uint8)]
 
 
-def an_archive_in_an_extra_state(folder: Path) -> None:
+def archived(folder: Path) -> list[io.BytesIO]:
     """And these to torch.load."""
     inner = io.BytesIO()
     torch.save(Attack(folder), inner)
-    _replace_extra_state(folder, [inner])
+    return [inner]
 
 
-def _place_first_tensor(folder: Path, **place: Any) -> None:
-    metadata = _metadata(folder)
-    index = next(one for one in metadata.storage_data if "linear_qkv.weight" in one.fqn)
-    vars(metadata.storage_data[index]).update(place)
-    _store(folder, metadata)
+def first_tensor(**place: Any) -> Callable[[Path], None]:
+    """It lies elsewhere; ``relative_path`` None: at its absolute path."""
+
+    def edit(metadata: Any, folder: Path) -> None:
+        index = next(one for one in metadata.storage_data if "linear_qkv.weight" in one.fqn)
+        shutil.copy(folder / "__0_0.distcp", folder.parent / "outside.distcp")
+        there = {
+            name: str(folder / "__0_0.distcp") if value is None else value for name, value in place.items()
+        }
+        vars(metadata.storage_data[index]).update(there)
+
+    return edited(edit)
 
 
-def a_file_outside(folder: Path) -> None:
-    shutil.copy(folder / "__0_0.distcp", folder.parent / "outside.distcp")
-    _place_first_tensor(folder, relative_path="../outside.distcp")
+def linked(name: str) -> Callable[[Path], None]:
+    """The file is a link to one outside."""
+
+    def attack(folder: Path) -> None:
+        (folder / name).rename(folder.parent / name)
+        (folder / name).symlink_to(f"../{name}")
+
+    return attack
 
 
-def a_file_by_its_absolute_path(folder: Path) -> None:
-    _place_first_tensor(folder, relative_path=str(folder / "__0_0.distcp"))
+def text(content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "metadata.json").write_text(content)
 
 
-def a_length_beyond_the_file(folder: Path) -> None:
-    _place_first_tensor(folder, length=2**40)
-
-
-def a_place_beyond_any_file(folder: Path) -> None:
-    _place_first_tensor(folder, offset=10**8000)
-
-
-def a_link_outside(folder: Path) -> None:
-    (folder / "__0_0.distcp").rename(folder.parent / "linked.distcp")
-    (folder / "__0_0.distcp").symlink_to("../linked.distcp")
-
-
-def a_linked_description(folder: Path) -> None:
-    (folder / ".metadata").rename(folder.parent / ".metadata")
-    (folder / ".metadata").symlink_to("../.metadata")
-
-
-def a_fifo(folder: Path) -> None:
-    (folder / "common.pt").unlink()
-    os.mkfifo(folder / "common.pt")
-
-
-def other_backends(folder: Path) -> None:
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "common_backend": "torch"}))
-
-
-def no_backends(folder: Path) -> None:
-    (folder / "metadata.json").write_text("[" * 30_000)
-
-
-ATTACKS: dict[Callable[[Path], None], str] = {
-    a_call_in_metadata: ".metadata names posix.system",
-    a_call_in_the_common_state: "common.pt: the common state names posix.system",
-    a_call_in_a_stored_object: "_extra_state/shard_0_1 names posix.system",
-    a_pickle_in_the_bytes_of_an_extra_state: "_extra_state/shard_0_1 is not empty",
-    an_archive_in_an_extra_state: "_extra_state/shard_0_1 is not empty",
-    a_file_outside: "lies in '../outside.distcp', which is not a file of the checkpoint",
-    a_file_by_its_absolute_path: "which is not a file of the checkpoint",
-    a_length_beyond_the_file: ".distcp is truncated",
-    a_place_beyond_any_file: "is damaged",
-    a_link_outside: "__0_0.distcp is a link to '../linked.distcp'",
-    a_linked_description: ".metadata is a link",
-    a_fifo: "common.pt is not a plain file",
-    other_backends: "metadata.json names other backends",
-    no_backends: "metadata.json cannot be read",
+ZARR = json.dumps({"sharded_backend": "zarr", "common_backend": "torch"})
+COMMON = "common.pt"
+ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "call in metadata": (
+        edited(lambda metadata, folder: setattr(metadata, "planner_data", Attack(folder))),
+        ".metadata names posix.system",
+    ),
+    "call in the common state": (
+        lambda folder: torch.save({"args": Attack(folder)}, folder / COMMON),
+        "common.pt: the common state names posix.system",
+    ),
+    "call in a stored object": (
+        extra_state(lambda folder: [Attack(folder)]),
+        "_extra_state/shard_0_1 names posix.system",
+    ),
+    "pickle in an extra state": (extra_state(pickled), "_extra_state/shard_0_1 is not empty"),
+    "archive in an extra state": (extra_state(archived), "_extra_state/shard_0_1 is not empty"),
+    "file outside": (
+        first_tensor(relative_path="../outside.distcp"),
+        "lies in '../outside.distcp', which is not a file of the checkpoint",
+    ),
+    "absolute path": (first_tensor(relative_path=None), "which is not a file of the checkpoint"),
+    "length beyond the file": (first_tensor(length=2**40), ".distcp is truncated"),
+    "place beyond any file": (first_tensor(offset=10**8000), "is damaged"),
+    "link outside": (linked("__0_0.distcp"), "__0_0.distcp is a link to '../__0_0.distcp'"),
+    "linked description": (linked(".metadata"), ".metadata is a link"),
+    "fifo": (
+        lambda folder: ((folder / COMMON).unlink(), os.mkfifo(folder / COMMON)),
+        "common.pt is not a plain file",
+    ),
+    "other backends": (text(ZARR), "metadata.json names other backends"),
+    "no backends": (text("[" * 30_000), "metadata.json cannot be read"),
 }
 """The attacks, and what the message says of each."""
 
 
 def save_and_load_each(model: Path, root: Path) -> dict[str, str]:
     """The message with which a policy refuses each attacked copy of its own checkpoint."""
-    batch, optimizer = BatchConfig(pack_tokens=96), OptimizerConfig(lr=1e-3)
-    policy = MegatronPolicy(ModelConfig(model, "float32"), ParallelConfig(data=2), batch, optimizer, 6, 1.0)
+    policy = small_policy(model, ParallelConfig(data=2))
     complete(policy.save(root / "whole"))
     found = {}
-    for attack in ATTACKS:
-        folder = root / attack.__name__ / "policy"
+    for name, (attack, _) in ATTACKS.items():
+        folder = root / name / "policy"
         if dist.get_rank() == 0:
             shutil.copytree(root / "whole", folder)
             attack(folder)
         dist.barrier()
         try:
             policy.load(folder, 0)
-            found[attack.__name__] = "loaded"
+            found[name] = "loaded"
         except CheckpointError as error:
-            found[attack.__name__] = str(error)
+            found[name] = str(error)
         except Exception as error:
-            found[attack.__name__] = repr(error)
+            found[name] = repr(error)
     policy.load(root / "whole", 0)
     return found
 
@@ -188,14 +174,14 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     return folder, json.loads((folder / "said.json").read_text())
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize("name", ATTACKS)
 def test_a_hostile_checkpoint_is_one_line_on_every_rank(
-    attack: Callable[[Path], None], refusals: tuple[Path, list[dict[str, str]]]
+    name: str, refusals: tuple[Path, list[dict[str, str]]]
 ) -> None:
     folder, said = refusals
-    first, second = (of_rank[attack.__name__] for of_rank in said)
-    assert ATTACKS[attack] in first
+    first, second = (of_rank[name] for of_rank in said)
+    assert ATTACKS[name][1] in first
     assert first == second
     assert first.isprintable()
-    assert str(folder / attack.__name__ / "policy") in first
+    assert str(folder / name / "policy") in first
     assert not list(folder.rglob(PROOF))

@@ -21,7 +21,8 @@ from bapo_megatron.hf.parameter_map import expert_tensors
 from bapo_megatron.layers.mlp import Experts, SharedExperts
 from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import reshard, to_hf, to_megatron, verify
-from tests.distributed.test_expert_checkpoints import load_and_look, load_both, train_and_save
+from tests.distributed.test_converted_checkpoints import train_and_save
+from tests.distributed.test_expert_checkpoints import load_and_look, load_both
 from tests.distributed.test_layouts import Answer, Layout, answers, check_agreement, layout
 from tests.distributed.test_policy import weighted_loss
 from tests.support.measured import Case, compare

@@ -22,10 +22,11 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.planning.job import find_shape
 from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import inspect_checkpoint, to_hf, to_megatron
-from tests.distributed.test_converted_checkpoints import load_converted, log_probs, make_policy
+from tests.distributed.test_converted_checkpoints import load_converted, log_probs
 from tests.support.bapo_objective import loss_fn
 from tests.support.cluster_recipes import cluster_recipe
 from tests.support.models import EXPERTS, VOCAB, random_samples, save_tiny_model
+from tests.support.policies import small_policy
 from tests.support.saves import complete
 from tests.support.workers import run_layout
 
@@ -120,7 +121,7 @@ def load_and_save(
     folder: Path, other: Path, parallel: ParallelConfig, checkpoint: Path, path: Path, layers: int
 ) -> Stage:
     """Load the checkpoint into a policy made of the ``other`` weights, and save it."""
-    policy = make_policy(other, parallel)
+    policy = small_policy(other, parallel)
     load_converted(policy, checkpoint)
     tensors = load_file(folder / "model.safetensors")
     sent = {name: torch.equal(tensor, tensors[name]) for name, tensor in policy.hf_weights()}
@@ -136,7 +137,7 @@ def load_and_save(
 
 def log_probs_of(folder: Path, parallel: ParallelConfig) -> list[torch.Tensor]:
     """Of a policy made of the folder itself."""
-    return log_probs(make_policy(folder, parallel), random_samples(6, seed=3))
+    return log_probs(small_policy(folder, parallel), random_samples(6, seed=3))
 
 
 def test_stages_of_the_recipe_hold_their_layers(tmp_path: Path) -> None:

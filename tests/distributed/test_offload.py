@@ -45,11 +45,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build(folder: Path, text: str, dtype: str, device: Device) -> MegatronPolicy:
+def build(folder: Path, text: str, dtype: str, device: Device, temperature: float = 1.0) -> MegatronPolicy:
     offload.BLOCK = BLOCK
     optimizer = OptimizerConfig(1e-2, warmup_updates=2, clip_grad=0.1, device=device)
     batch = BatchConfig(pack_tokens=96, logprob_chunk_tokens=40)
-    return MegatronPolicy(ModelConfig(folder, dtype), layout(text).parallel, batch, optimizer, 8)
+    return MegatronPolicy(ModelConfig(folder, dtype), layout(text).parallel, batch, optimizer, 8, temperature)
 
 
 def update(policy: MegatronPolicy, samples: list[Sample]) -> tuple[float, float]:

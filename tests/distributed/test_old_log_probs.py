@@ -19,12 +19,10 @@ from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
-    DataConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PartConfig,
-    RunConfig,
 )
 from bapo_megatron.data.samples import Sample, samples_of
 from bapo_megatron.errors import ConfigError
@@ -40,6 +38,7 @@ from bapo_megatron.types import Group, Metrics, MicroBatch, Prompt, Rollout, Tok
 from tests.support.batches import MemoryBatch, in_memory
 from tests.support.metrics import known
 from tests.support.models import VOCAB, random_samples
+from tests.support.policies import stepping, weights_of
 from tests.support.runs import run_of
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -89,22 +88,14 @@ def batch(shift: float) -> MemoryBatch:
 
 
 def answer(folder: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig, shift: float = 0.0) -> Answer:
-    config = RunConfig(
-        "test",
-        ModelConfig(folder, "float32"),
-        DataConfig(Path("none")),
-        parallel=parallel,
-        algorithm=algorithm,
-        optimizer=OptimizerConfig(lr=1.0, eps=1.0),  # steps proportional to gradients
-        batch=BatchConfig(pack_tokens=96),
-    )
-    policy = MegatronPolicy(config.model, parallel, config.batch, config.optimizer, 4)
+    config, policy = stepping(folder, parallel, algorithm)
     grouped = [[one.loaded() for one in group] for group in samples_of(batch(shift), grpo)]
     found = [one for group in with_old_log_probs(policy, grouped, 96, 1.5) for one in group]
     run = run_of(config, policy, UpdateLoss(algorithm))
     metrics = train_on(run, 1, batch(shift))
-    weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    return Answer(metrics, weights, [s.old_log_probs_R for s in found], [s.importance_R for s in found])
+    return Answer(
+        metrics, weights_of(policy), [s.old_log_probs_R for s in found], [s.importance_R for s in found]
+    )
 
 
 @pytest.fixture(scope="module")

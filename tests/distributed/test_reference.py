@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,38 +18,31 @@ from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
-    DataConfig,
     DistillationConfig,
-    ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     ReferenceKlConfig,
-    RunConfig,
 )
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample, samples_of
-from bapo_megatron.policy import offload
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import response_log_probs, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Metrics
 from tests.distributed.test_layouts import layout
-from tests.distributed.test_offload import LateDevice, update
+from tests.distributed.test_offload import BLOCK, Device, LateDevice, build, update
 from tests.distributed.test_old_log_probs import batch
 from tests.support.batches import MemoryBatch, in_memory
 from tests.support.metrics import known
 from tests.support.models import VOCAB, random_samples, save_tiny_model
+from tests.support.policies import stepping, weights_of
 from tests.support.runs import run_of
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 
-BLOCK = 5000
-"""Bytes of a block on the host: less than a parameter, so that swaps are cut."""
 TEMPERATURE = 0.7
-Device = Literal["model", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +68,6 @@ def samples() -> list[Sample]:
     return [*random_samples(11, seed=3), tool]
 
 
-def build(folder: Path, text: str, dtype: str, device: Device) -> MegatronPolicy:
-    offload.BLOCK = BLOCK
-    optimizer = OptimizerConfig(1e-2, warmup_updates=2, clip_grad=0.1, device=device)
-    batch = BatchConfig(pack_tokens=96, logprob_chunk_tokens=40)
-    return MegatronPolicy(
-        ModelConfig(folder, dtype), layout(text).parallel, batch, optimizer, 8, temperature=TEMPERATURE
-    )
-
-
 class Outcome(NamedTuple):
     reference: list[list[np.ndarray]]
     """Log-probs of the reference: before the first update, after two, and after the policy was offloaded."""
@@ -95,7 +79,7 @@ class Outcome(NamedTuple):
 
 def outcome(models: Path, family: str, text: str, dtype: str, device: Device, uses: bool) -> Outcome:
     """Two updates, with the reference used before, between and after them; or without it."""
-    policy, given = build(models / family, text, dtype, device), samples()
+    policy, given = build(models / family, text, dtype, device, TEMPERATURE), samples()
     found, states, digest = [], [], []
 
     def use() -> None:
@@ -119,7 +103,7 @@ def outcome(models: Path, family: str, text: str, dtype: str, device: Device, us
 
 def as_policy(models: Path, family: str, text: str, dtype: str) -> tuple[list[np.ndarray], list[str]]:
     """Log-probs by ``with_old_log_probs``, and digest, of a policy that is the reference."""
-    policy = build(models / f"{family}_reference", text, dtype, "model")
+    policy = build(models / f"{family}_reference", text, dtype, "model", TEMPERATURE)
     [found] = with_old_log_probs(policy, [samples()], 96, None)
     return [one.old_log_probs_R for one in found], policy.state_digest()["weights"]  # type: ignore[misc]
 
@@ -185,7 +169,7 @@ def test_the_policy_is_the_same_bit_for_bit(
 
 def host_memory(models: Path) -> tuple[int, int]:
     """Bytes of the reference on the host, and of the weights."""
-    policy = build(models / "qwen2", "one", "bfloat16", "model")
+    policy = build(models / "qwen2", "one", "bfloat16", "model", TEMPERATURE)
     policy.load_reference(models / "qwen2_reference")
     assert policy._reference is not None
     return policy._reference.host.nbytes, sum(one.nbytes for one in policy._weights.local.values())
@@ -198,7 +182,7 @@ def test_the_host_holds_one_copy_of_the_weights(models: Path) -> None:
 
 def on_a_late_device(models: Path) -> tuple[list[list[str]], list[int], list[int]]:
     """Digests of the policy before and after, then twice of the reference; copies that a call left undone."""
-    policy = build(models / "qwen2", "one", "bfloat16", "model")
+    policy = build(models / "qwen2", "one", "bfloat16", "model", TEMPERATURE)
     before = policy.state_digest()["weights"]
     device, left, copies = LateDevice(), [], []
     device.install()
@@ -223,7 +207,7 @@ def test_a_swap_waits_for_the_device(models: Path) -> None:
 
 
 def refusals(models: Path) -> list[str]:
-    policy, told = build(models / "qwen2", "one", "float32", "model"), []
+    policy, told = build(models / "qwen2", "one", "float32", "model", TEMPERATURE), []
     packs = pack_samples(samples(), 96, "token", policy.pack_layout)
 
     def call(match: str, *functions: Any) -> None:
@@ -295,22 +279,14 @@ def step(models: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig) -> 
 
     The reference is the teacher, too: the step's columns have its log-probs.
     """
-    config = RunConfig(
-        "test",
-        ModelConfig(models / "qwen2", "float32"),
-        DataConfig(Path("none")),
-        parallel=parallel,
-        algorithm=algorithm,
-        optimizer=OptimizerConfig(lr=1.0, eps=1.0),  # steps proportional to gradients
-        batch=BatchConfig(pack_tokens=96, logprob_chunk_tokens=40),
-    )
-    policy = MegatronPolicy(config.model, parallel, config.batch, config.optimizer, 4, TEMPERATURE)
+    chunks = BatchConfig(pack_tokens=96, logprob_chunk_tokens=40)
+    config, policy = stepping(models / "qwen2", parallel, algorithm, TEMPERATURE, batch=chunks)
     policy.load_reference(models / "qwen2_reference")
     given = batch(0.0)
     if algorithm.distillation.enabled:
         given = taught(given, policy)
     metrics = train_on(run_of(config, policy, UpdateLoss(algorithm)), 1, given)
-    return metrics, {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    return metrics, weights_of(policy)
 
 
 @pytest.mark.parametrize("algorithm", [IN_LOSS, IN_REWARD], ids=["loss", "reward and a teacher"])

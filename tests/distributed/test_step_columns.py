@@ -19,19 +19,13 @@ from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.algo.corrections import CorrectionsConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
-    BatchConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     ReferenceKlConfig,
     RolloutConfig,
-    RunConfig,
 )
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import TrainingBatch, samples_of
 from bapo_megatron.errors import StorageFailed
-from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler, read_header, step_path, write_step
 from bapo_megatron.rollout.sampler.step_columns import StepColumns
 from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, on_all_ranks
@@ -41,6 +35,7 @@ from bapo_megatron.types import Group, Metrics, PackLayout, Prompt, Rollout, Ste
 from tests.distributed.test_layouts import layout
 from tests.distributed.test_old_log_probs import batch
 from tests.support.batches import MemoryBatch
+from tests.support.policies import stepping, weights_of
 from tests.support.runs import run_of
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -79,17 +74,7 @@ def trained(
     folder: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig, journal: Path | None
 ) -> Trained:
     """A step, replayed from ``journal`` as the loop does it, or with all columns in memory."""
-    config = RunConfig(
-        "test",
-        ModelConfig(folder, "float32"),
-        DataConfig(Path("none")),
-        parallel=parallel,
-        algorithm=algorithm,
-        rollout=RolloutConfig(replay=journal),
-        optimizer=OptimizerConfig(lr=1.0, eps=1.0),
-        batch=BatchConfig(pack_tokens=96),
-    )
-    policy = MegatronPolicy(config.model, parallel, config.batch, config.optimizer, 4)
+    config, policy = stepping(folder, parallel, algorithm, rollout=RolloutConfig(replay=journal))
     if algorithm.reference_kl.enabled:
         policy.load_reference(folder)
     run = run_of(config, policy, UpdateLoss(algorithm), SimpleNamespace(finalize=lambda wait: None))
@@ -98,7 +83,7 @@ def trained(
         run.sampler = ReplaySampler(journal) if is_main() else None
         found = next_batch(run, 1)
     metrics = train_on(run, 1, found)
-    return Trained(metrics, {name: tensor.clone() for name, tensor in policy.hf_weights()})
+    return Trained(metrics, weights_of(policy))
 
 
 @pytest.mark.parametrize(

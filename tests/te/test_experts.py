@@ -13,7 +13,8 @@ from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.packing import Sample
 from bapo_rehearsal.transformer_engine import layers
 from checkpoints_tools import to_hf, to_megatron
-from tests.distributed.test_expert_checkpoints import load_and_look, train_and_save
+from tests.distributed.test_converted_checkpoints import train_and_save
+from tests.distributed.test_expert_checkpoints import load_and_look
 from tests.distributed.test_layouts import Answer, check_agreement
 from tests.distributed.test_route_replay import to_the_first_two
 from tests.support.models import EXPERTS, save_tiny_model

@@ -39,6 +39,14 @@ def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """Three layers of ``tmp_path/hf``, each matrix in two chunks."""
+    save_random_model(tmp_path / "hf")
+    to_megatron(tmp_path / "hf", tmp_path / "torch_dist", grid=2)
+    return tmp_path / "torch_dist/release"
+
+
 @pytest.fixture(params=["to_megatron", "to_hf", "reshard"])
 def convert(request: pytest.FixtureRequest, model: Path, checkpoint: Path) -> Convert:
     conversions: dict[str, Convert] = {

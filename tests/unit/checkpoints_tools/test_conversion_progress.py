@@ -131,9 +131,5 @@ def test_nothing_is_shown_unasked() -> None:
 
 
 def test_units() -> None:
-    assert [format_bytes(n) for n in (999, 1000, 3.554e9, 65.5e12)] == [
-        "999 bytes",
-        "1 kB",
-        "3.55 GB",
-        "65.5 TB",
-    ]
+    shown = ["999 bytes", "1 kB", "3.55 GB", "65.5 TB"]
+    assert [format_bytes(n) for n in (999, 1000, 3.554e9, 65.5e12)] == shown

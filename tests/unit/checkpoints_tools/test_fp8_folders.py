@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.weight_files import INDEX
-from bapo_megatron.runtime.written_folders import MARK
-from checkpoints_tools import Settings, cli, to_hf, to_megatron, verify
+from checkpoints_tools import cli, to_hf, to_megatron, verify
+from checkpoints_tools.core import copying
 from checkpoints_tools.core.copying import to_bfloat16
 from checkpoints_tools.core.fp8 import as_float32, dequantized, quantized
 from tests.support import fp8
-from tests.support.checkpoint_models import folder_bytes, load_tensors, save_random_model, save_tensors
+from tests.support.checkpoint_models import load_tensors, save_random_model, save_tensors
 from tests.support.models import EXPERTS, tiny_model
-from tests.unit.checkpoints_tools.conftest import in_a_child
 
 # Four heads of 64 on two KV groups, so key and value rows 128; sides of 384, 256 and 128.
 SIZES = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -101,11 +99,21 @@ def test_every_number_is_rounded_as_torch_does() -> None:
         assert np.array_equal(numbers, wanted[row : row + 128])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", EXPERTS])
-@pytest.mark.parametrize("dtype", ["BF16", "F32"])
-def test_a_written_folder_has_the_values_of_the_formula(family: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype", "grid", "buffer"),
+    [
+        *((family, dtype, 3, None) for family in ("qwen2", "llama", EXPERTS) for dtype in ("BF16", "F32")),
+        # One block, where a real buffer holds 4096 columns: parts begin within the source's chunks.
+        *(("qwen2", "BF16", grid, 128 * 128 * 2) for grid in (1, 3)),
+    ],
+)
+def test_a_written_folder_has_the_values_of_the_formula(
+    family: str, dtype: str, grid: int, buffer: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = model_of(tmp_path / "hf", family, dtype, **(MIXTURE if family == EXPERTS else SIZES))
-    found, source = load_tensors(in_fp8(folder, tmp_path)), load_tensors(folder)
+    if buffer:
+        monkeypatch.setattr(copying, "BUFFER_BYTES", buffer)
+    found, source = load_tensors(in_fp8(folder, tmp_path, grid)), load_tensors(folder)
     projections = {name for name in source if name.endswith("_proj.weight")}
     assert found.keys() == source.keys() | {f"{name}_scale_inv" for name in projections}
     for name, tensor in source.items():
@@ -115,23 +123,6 @@ def test_a_written_folder_has_the_values_of_the_formula(family: str, dtype: str,
             assert torch.equal(found[f"{name}_scale_inv"], scales), name
         else:
             assert torch.equal(found[name], tensor.bfloat16()), name
-
-
-@pytest.mark.parametrize("grid", [1, 3])
-def test_wide_matrices_are_quantized_some_blocks_at_a_time(
-    grid: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A buffer of one block, where a real one holds 4096 columns: parts begin within the source's chunks."""
-    from checkpoints_tools.core import copying
-
-    folder = model_of(tmp_path / "hf", "qwen2", **SIZES)
-    monkeypatch.setattr(copying, "BUFFER_BYTES", 128 * 128 * 2)
-    found = load_tensors(in_fp8(folder, tmp_path, grid))
-    for name, tensor in load_tensors(folder).items():
-        if name.endswith("_proj.weight"):
-            numbers, scales = fp8.quantize(tensor)
-            assert torch.equal(found[name].view(torch.uint8), numbers.view(torch.uint8)), name
-            assert torch.equal(found[f"{name}_scale_inv"], scales), name
 
 
 def test_transformers_quantizes_to_the_same_bits(tmp_path: Path) -> None:
@@ -218,8 +209,6 @@ def test_bands_that_begin_within_a_block_take_its_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large matrices are read in bands of as many rows as a buffer holds: 50 here, of blocks of 128."""
-    from checkpoints_tools.core import copying
-
     folder = fp8.save_fp8_folder(model_of(tmp_path / "plain", "qwen2", **SIZES), tmp_path / "hf")
     monkeypatch.setattr(copying, "BUFFER_BYTES", 50 * 2 * SIZES["hidden_size"])
     to_megatron(folder, tmp_path / "megatron", grid=1)
@@ -244,21 +233,12 @@ def test_the_config_says_what_was_done(tmp_path: Path) -> None:
     folder = model_of(tmp_path / "hf", EXPERTS, "F32", **MIXTURE)
     config = json.loads((in_fp8(folder, tmp_path) / "config.json").read_text())
     asked = config.pop("quantization_config")
-    layers = [
-        "input_layernorm",
-        "post_attention_layernorm",
-        "mlp.gate",
-        "self_attn.q_norm",
-        "self_attn.k_norm",
-    ]
+    layers = ["input_layernorm", "post_attention_layernorm", "mlp.gate", "self_attn.q_norm"]
+    layers.append("self_attn.k_norm")
     stays = {f"model.layers.{layer}.{module}" for layer in (0, 1) for module in layers}
     assert set(asked.pop("modules_to_not_convert")) == stays | {"model.embed_tokens", "model.norm", "lm_head"}
-    assert asked == {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
+    kind = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    assert asked == {**kind, "weight_block_size": [128, 128]}
     before = json.loads((folder / "config.json").read_text())
     assert config == {**before, "torch_dtype": "bfloat16"}
 
@@ -335,41 +315,3 @@ def test_a_number_that_is_not_finite_is_refused_and_nothing_is_left(value: float
     ):
         to_hf(tmp_path / "megatron", tmp_path / "out", quantize="fp8-block")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "megatron"}
-
-
-def test_a_kill_in_the_middle_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpoints_tools.core import copying
-
-    to_megatron(model_of(tmp_path / "hf", "qwen2", **SIZES), tmp_path / "megatron")
-    calls, plain = [], copying.quantized
-
-    def dying(values: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 5:
-            os._exit(9)
-        return plain(values)
-
-    monkeypatch.setattr(copying, "quantized", dying)
-    status = in_a_child(lambda: to_hf(tmp_path / "megatron", tmp_path / "out", quantize="fp8-block"))
-    assert os.WEXITSTATUS(status) == 9
-    assert not (tmp_path / "out").exists()
-    monkeypatch.undo()
-    to_hf(tmp_path / "megatron", tmp_path / "out", quantize="fp8-block")
-    assert (tmp_path / "out" / MARK).is_file()
-    assert {path.name for path in tmp_path.iterdir()} == {"hf", "megatron", "out"}
-
-
-def test_a_dry_run_knows_the_size(tmp_path: Path) -> None:
-    to_megatron(model_of(tmp_path / "hf", EXPERTS, **MIXTURE), tmp_path / "megatron")
-    planned = to_hf(
-        tmp_path / "megatron", tmp_path / "out", settings=Settings(dry_run=True), quantize="fp8-block"
-    )
-    assert not (tmp_path / "out").exists()
-    done = to_hf(tmp_path / "megatron", tmp_path / "out", quantize="fp8-block")
-    assert planned.nbytes == done.nbytes == sum(len(data) for data in folder_bytes(tmp_path / "out").values())
-
-
-def test_an_fp8_folder_is_no_source_of_a_conversion_to_a_folder(tmp_path: Path) -> None:
-    folder = fp8.save_fp8_folder(model_of(tmp_path / "plain", "qwen2", **SIZES), tmp_path / "hf")
-    with pytest.raises(ConfigError, match="is a Hugging Face folder already"):
-        to_hf(folder, tmp_path / "out", quantize="fp8-block")

@@ -168,36 +168,25 @@ def config_of(tmp_path: Path, family: str = HYBRID) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("family", "changes", "message"),
     [
-        (
-            {"linear_num_value_heads": 6},
-            "linear_num_value_heads=6 is not a multiple of linear_num_key_heads=4",
-        ),
-        ({"layer_types": ["linear_attention"] * 8}, "and there are both"),
-        ({"layer_types": ["full_attention"] * 3}, "each of the 8 layers"),
-        ({"attn_output_gate": False}, "attn_output_gate=false is not supported"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=.* cannot be"),
-        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        (HYBRID, {"linear_num_value_heads": 6}, "heads=6 is not a multiple of linear_num_key_heads=4"),
+        (HYBRID, {"layer_types": ["linear_attention"] * 8}, "and there are both"),
+        (HYBRID, {"layer_types": ["full_attention"] * 3}, "each of the 8 layers"),
+        (HYBRID, {"attn_output_gate": False}, "attn_output_gate=false is not supported"),
+        (HYBRID, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=.* cannot be"),
+        (HYBRID, {"attention_bias": True}, "attention_bias=True is not supported"),
+        (EXPERT_HYBRID, {"norm_topk_prob": False}, "norm_topk_prob=false is not supported in this family"),
+        (EXPERT_HYBRID, {"shared_expert_intermediate_size": 0}, "intermediate_size=0 cannot be"),
+        (EXPERT_HYBRID, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 cannot be: there are 8 experts"),
+        (EXPERT_HYBRID, {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob is not"),
     ],
 )
-def test_what_a_hybrid_may_not_have_is_refused(changes: dict, message: str, tmp_path: Path) -> None:
+def test_what_a_hybrid_may_not_have_is_refused(
+    family: str, changes: dict, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        model_shape({**config_of(tmp_path), **changes}, "config.json")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"norm_topk_prob": False}, "norm_topk_prob=false is not supported in this family"),
-        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 cannot be"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 cannot be: there are 8 experts"),
-        ({"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob is not supported"),
-    ],
-)
-def test_what_its_experts_may_not_be_is_refused(changes: dict, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        model_shape({**config_of(tmp_path, EXPERT_HYBRID), **changes}, "config.json")
+        model_shape({**config_of(tmp_path, family), **changes}, "config.json")
 
 
 def test_tp_divides_the_shared_expert(tmp_path: Path) -> None:

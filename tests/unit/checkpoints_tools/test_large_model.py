@@ -18,21 +18,12 @@ from bapo_megatron.hf.config import model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
 from checkpoints_tools import to_megatron
 from checkpoints_tools.formats.safetensors_folder import plan_safetensors, read_safetensors_folder
-from tests.support.checkpoint_models import config_of
+from tests.support.cluster_recipes import FOLDER
 
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-# Qwen2.5-32B.
-CONFIG = config_of(
-    "qwen2",
-    hidden_size=5120,
-    intermediate_size=27648,
-    num_hidden_layers=64,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-    vocab_size=152064,
-)
+CONFIG = json.loads((FOLDER / "shapes/DeepSeek-R1-Distill-Qwen-32B/config.json").read_text())
 FILLED = [
     "model.layers.7.mlp.down_proj.weight",
     "model.layers.7.self_attn.k_proj.weight",
@@ -40,21 +31,10 @@ FILLED = [
     "model.layers.63.self_attn.q_proj.bias",
     "model.norm.weight",
 ]
-# Qwen3-235B-A22B, with narrow experts: what grows with a model of many experts is the table of its tensors.
-EXPERTS = config_of(
-    "qwen3_moe",
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=94,
-    num_attention_heads=64,
-    num_key_value_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=4,
-    norm_topk_prob=True,
-)
+EXPERTS = json.loads((FOLDER / "shapes/Qwen3-235B-A22B/config.json").read_text()) | {
+    "moe_intermediate_size": 4
+}
+"""With narrow experts: what grows with a model of many experts is the table of its tensors."""
 FILLED_EXPERTS = [
     "model.layers.0.mlp.experts.0.gate_proj.weight",
     "model.layers.7.mlp.experts.127.down_proj.weight",
@@ -161,10 +141,7 @@ def test_a_mixture_of_128_experts_takes_little_memory(disk: Path) -> None:
 def test_one_expert_or_layer_too_many_or_too_few_is_refused(disk: Path) -> None:
     save_sparse_model(disk / "hf", EXPERTS, ())
     for change, message in (
-        (
-            {"num_experts": 127},
-            r"experts\.127\.\w+\.weight is not of this model(.*\n)+.* and 368 more",
-        ),
+        ({"num_experts": 127}, r"experts\.127\.\w+\.weight is not of this model(.*\n)+.* and 368 more"),
         ({"num_experts": 129}, r"experts\.128\.\w+\.weight is missing\n(.*\n)+.* and 368 more"),
         ({"num_hidden_layers": 95}, r"layers\.94\.[\w.]+\.weight is missing\n(.*\n)+.* and 385 more"),
     ):

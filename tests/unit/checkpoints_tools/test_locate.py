@@ -81,28 +81,28 @@ def test_a_release_has_no_iteration(tmp_path: Path) -> None:
     assert (locate(tmp_path).folder, locate(tmp_path).iteration) == (tmp_path / "release", None)
 
 
-@pytest.mark.parametrize("text", ["", "12x", "../elsewhere", "²"])
-def test_a_damaged_tracker_is_named(text: str, tmp_path: Path) -> None:
-    touch(tmp_path / "iter_0000100/.metadata")
-    touch(tmp_path / "latest_checkpointed_iteration.txt", text)
-    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration.txt holds .* choose one with"):
-        locate(tmp_path)
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def test_an_iteration_without_a_tracker_must_be_chosen(tmp_path: Path) -> None:
-    touch(tmp_path / "iter_0000100/.metadata")
-    with pytest.raises(CheckpointError, match="choose one with --step"):
-        locate(tmp_path)
-    assert locate(tmp_path, "100").iteration == 100
-
-
-def test_an_unfinished_iteration_is_skipped(tmp_path: Path) -> None:
-    touch(tmp_path / "iter_0000100/__0_0.distcp")
-    touch(tmp_path / "latest_checkpointed_iteration.txt", "100")
-    with pytest.raises(CheckpointError, match=r"no \.metadata: the checkpoint was not written to its end"):
-        locate(tmp_path)
-    (tmp_path / "iter_0000100/__0_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match="iter_0000100 holds no weights"):
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        *(
+            ({"iter_0000100/.metadata": "", TRACKER: text}, rf"{TRACKER} holds .* choose one with")
+            for text in ("", "12x", "../elsewhere", "²")
+        ),
+        ({"iter_0000100/.metadata": ""}, "choose one with --step"),
+        ({"iter_0000100/__0_0.distcp": "", TRACKER: "100"}, r"no \.metadata: .* was not written to its end"),
+        ({"iter_0000100/a": "", TRACKER: "100"}, "iter_0000100 holds no weights"),
+        ({"a": ""}, "holds no checkpoint"),
+    ],
+)
+def test_a_folder_without_a_whole_checkpoint_is_refused(
+    files: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        touch(tmp_path / name, text)
+    with pytest.raises(CheckpointError, match=message):
         locate(tmp_path)
 
 
@@ -147,9 +147,7 @@ def test_a_damaged_manifest_is_named(text: str, run: Path) -> None:
         locate(run, "120")
 
 
-def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        locate(tmp_path)
+def test_what_is_no_folder_or_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a folder"):
         locate(tmp_path / "absent")
     with pytest.raises(ConfigError, match="--step newest: give latest or a number"):
@@ -177,15 +175,10 @@ def test_where_the_model_is_described(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--hf-reference .*/model: no config.json there"):
         hf_reference(location, model)
     (run / "config.json").write_text('{"config": {"model.hf_path": "models/small"}}')
-    with pytest.raises(
-        CheckpointError,
-        match=r"names the model models/small, which is not there as seen from /.*: go to where the run began",
-    ):
+    with pytest.raises(CheckpointError, match="models/small, .* from /.*: go to where the run began"):
         hf_reference(location, None)
     (run / "config.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"carries no config.json of its model; name the model's folder"
-    ):
+    with pytest.raises(CheckpointError, match="carries no config.json of its model; name the model's"):
         hf_reference(location, None)
 
 
@@ -245,12 +238,9 @@ def test_what_the_writers_arguments_say(hf: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({}, "TP2 PP2 VPP1 CP1 DP4"),  # of a version that wrote no more
-        ({"expert": 1, "expert_tensor": 1, "pipeline_layers": [2, 2]}, "TP2 PP2 VPP1 CP1 DP4"),
-        (
-            {"expert": 8, "expert_tensor": 2, "pipeline_layers": [1, 3]},
-            "TP2 PP2 VPP1 CP1 DP4 EP8 ETP2 layers 1,3",
-        ),
+        ({}, ""),  # of a version that wrote no more
+        ({"expert": 1, "expert_tensor": 1, "pipeline_layers": [2, 2]}, ""),
+        ({"expert": 8, "expert_tensor": 2, "pipeline_layers": [1, 3]}, " EP8 ETP2 layers 1,3"),
     ],
 )
 def test_what_the_trainer_says_of_its_layout(more: dict, text: str, hf: Path, tmp_path: Path) -> None:
@@ -260,7 +250,7 @@ def test_what_the_trainer_says_of_its_layout(more: dict, text: str, hf: Path, tm
     torch.save({"written_at": written}, folder / "common.pt")
     found = inspect_checkpoint(folder)
     assert found.written_at == written
-    assert f"written at    {text}\n" in as_text(found)
+    assert f"written at    TP2 PP2 VPP1 CP1 DP4{text}\n" in as_text(found)
 
 
 def test_mp_rank_folders(hf: Path, tmp_path: Path) -> None:
@@ -315,13 +305,8 @@ def test_the_command(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["inspect", str(hf), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["family"] == "qwen3"
-    assert found["keys"][0] == {
-        "key": "lm_head.weight",
-        "dtype": "BF16",
-        "shape": [101, 48],
-        "count": 1,
-        "chunks": 1,
-    }
+    head = {"key": "lm_head.weight", "dtype": "BF16", "shape": [101, 48], "count": 1, "chunks": 1}
+    assert found["keys"][0] == head
     assert cli.run(["inspect", str(hf / "absent")]) == 2
     assert "absent is not a folder" in capsys.readouterr().err
 

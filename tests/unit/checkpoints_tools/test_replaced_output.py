@@ -17,7 +17,6 @@ from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import Settings, to_hf, to_megatron
 from checkpoints_tools.core import atomic_output, copying
 from checkpoints_tools.core.atomic_output import temporary_folder
-from checkpoints_tools.formats.locate import open_checkpoint
 from tests.unit.checkpoints_tools.conftest import OVERWRITE, Convert, in_a_child
 
 Target = Callable[[Path, Path], object]
@@ -31,61 +30,48 @@ def run_folder(path: Path, _: Path) -> None:
     (path / "metrics.jsonl").write_text("{}")
 
 
-def with_a_file_more(path: Path, written: Path) -> None:
-    shutil.copytree(written, path)
-    (path / "release/thesis.tex").touch()
+def edited(edit: Callable[[Path], object]) -> Target:
+    """A copy of what a conversion has written, with an edit."""
+
+    def make(path: Path, written: Path) -> None:
+        shutil.copytree(written, path)
+        edit(path)
+
+    return make
 
 
-def with_an_empty_folder_more(path: Path, written: Path) -> None:
-    shutil.copytree(written, path)
-    (path / "iter_0000100").mkdir()
+def replace_text(path: Path, old: bytes, new: bytes) -> None:
+    path.write_bytes(path.read_bytes().replace(old, new))
 
 
-def with_an_edited_file(path: Path, written: Path) -> None:
-    shutil.copytree(written, path)
-    with (path / "release/hf/config.json").open("a") as file:
-        file.write(" ")
+def instead(make: Callable[[Path], object], name: str) -> Target:
+    """Something else under the name of a file."""
+    return edited(lambda folder: ((folder / name).unlink(), make(folder / name)))
 
 
-def with_an_edit_of_the_same_length(path: Path, written: Path) -> None:
-    shutil.copytree(written, path)
-    config = path / "release/hf/config.json"
-    config.write_bytes(config.read_bytes().replace(b" 512", b" 256"))
-
-
-def with_a_link_for_a_file(path: Path, written: Path) -> None:
-    shutil.copytree(written, path)
-    tokenizer = path / "release/hf/tokenizer.json"
-    tokenizer.unlink()
-    tokenizer.symlink_to("config.json")
-
-
-def without_a_mark(path: Path, written: Path) -> None:
-    shutil.copytree(written, path)
-    (path / MARK).unlink()
-
-
-def with_a_damaged_mark(path: Path, written: Path) -> None:
-    shutil.copytree(written, path)
-    (path / MARK).write_text("{")
-
-
-def with_a_fifo_as_mark(path: Path, written: Path) -> None:
-    shutil.copytree(written, path)
-    (path / MARK).unlink()
-    os.mkfifo(path / MARK)
-
-
+CONFIG, TOKENIZER = "release/hf/config.json", "release/hf/tokenizer.json"
 TARGETS: list[tuple[Target, str]] = [
     (run_folder, "is the directory of a run"),
-    (with_a_file_more, r"holds release/thesis\.tex, which was put there by something else"),
-    (with_an_empty_folder_more, "holds iter_0000100, which was put there"),
-    (with_an_edited_file, r"holds release/hf/config\.json, which was changed since"),
-    (with_an_edit_of_the_same_length, "which was changed since, though it is as long as it was"),
-    (with_a_link_for_a_file, r"holds release/hf/tokenizer\.json, which was put there"),
-    (without_a_mark, "has no .*an earlier version"),
-    (with_a_damaged_mark, "cannot be read"),
-    (with_a_fifo_as_mark, "is not a plain file"),
+    (
+        edited(lambda folder: (folder / "release/thesis.tex").touch()),
+        r"holds release/thesis\.tex, which was put",
+    ),
+    (edited(lambda folder: (folder / "iter_0000100").mkdir()), "holds iter_0000100, which was put there"),
+    (
+        edited(lambda folder: replace_text(folder / CONFIG, b"}", b"} ")),
+        r"config\.json, which was changed since",
+    ),
+    (
+        edited(lambda folder: replace_text(folder / CONFIG, b" 512", b" 256")),
+        "changed since, though it is as long",
+    ),
+    (
+        instead(lambda path: path.symlink_to("config.json"), TOKENIZER),
+        r"hf/tokenizer\.json, which was put there",
+    ),
+    (edited(lambda folder: (folder / MARK).unlink()), "has no .*an earlier version"),
+    (edited(lambda folder: (folder / MARK).write_text("{")), "cannot be read"),
+    (instead(os.mkfifo, MARK), "is not a plain file"),
     (lambda path, _: path.touch(), "is a file"),
     (lambda path, _: os.mkfifo(path), "is a FIFO"),
     (lambda path, written: path.symlink_to(written), "is a link to"),
@@ -138,18 +124,6 @@ def test_a_file_in_place_of_the_temporary_folder(
     kind(temporary_folder(tmp_path / "output"))
     with pytest.raises(ConfigError, match="is not a folder: move it away"):
         convert(tmp_path / "output", Settings())
-
-
-def test_a_foreign_folder_moved_aside_is_kept(convert: Convert, tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    convert(output, Settings())
-    aside = atomic_output.replaced_folder(output)
-    aside.mkdir()
-    (aside / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="bapo-ckpt keeps it: move it away"):
-        convert(output, OVERWRITE)
-    assert (aside / "thesis.tex").exists()
-    assert open_checkpoint(output, reference=None)
 
 
 def test_a_folder_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:

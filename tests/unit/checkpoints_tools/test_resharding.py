@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
-from checkpoints_tools import reshard, to_hf, to_megatron, verify
+from checkpoints_tools import reshard, to_hf, verify
 from checkpoints_tools.archives.torch_archive import object_archive
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
 from checkpoints_tools.core.copying import copy_tensors
@@ -37,14 +37,6 @@ def read_torch_dist(folder: Path) -> TorchDist:
     content = open_checkpoint(folder).content
     assert isinstance(content, TorchDist)
     return content
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> Path:
-    """Three layers, each matrix in two chunks."""
-    save_random_model(tmp_path / "hf")
-    to_megatron(tmp_path / "hf", tmp_path / "torch_dist", grid=2)
-    return tmp_path / "torch_dist/release"
 
 
 def test_padding_of_the_vocabulary_is_cut(stored: Path, tmp_path: Path) -> None:
@@ -240,60 +232,59 @@ def legacy(tmp_path: Path) -> Path:
     return tmp_path / "legacy/release"
 
 
-def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     state = load(path)
     edit(state)
     torch.save(state, path)
 
 
-def drop(state: dict[str, Any]) -> None:
-    del state["model"]["decoder.layers.0.mlp.linear_fc2.weight"]
+FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 
 
-def shorten(state: dict[str, Any]) -> None:
-    state["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = torch.zeros(48, 19, dtype=torch.bfloat16)
+def put(value: Any, name: str = FC2) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["model"].update({name: value})
 
 
-def retype(state: dict[str, Any]) -> None:
-    state["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = torch.zeros(48, 20)
-
-
-def transpose(state: dict[str, Any]) -> None:
-    state["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = torch.zeros(20, 48, dtype=torch.bfloat16).T
-
-
-def add(state: dict[str, Any]) -> None:
-    state["model"]["decoder.layers.0.mlp.router.weight"] = torch.zeros(3)
-
-
-def unmake(state: dict[str, Any]) -> None:
-    state["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = "text"
-
-
-def split(state: dict[str, Any]) -> None:
-    state |= {"model0": state.pop("model"), "model1": {}}
-
-
-def remove(state: dict[str, Any]) -> None:
-    state.pop("model")
+def bf16(*sizes: int) -> torch.Tensor:
+    return torch.zeros(*sizes, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("ranks", "edit", "message"),
     [
-        (["01_001"], drop, "mp_rank_01_001/.* and .*mp_rank_00_001/.* hold different parameters"),
-        (["00_001", "01_001"], drop, r"decoder\.layers\.1\.mlp\.linear_fc2\.weight is in no file"),
-        (["01_001"], shorten, r"mp_rank_01_001/.*fc2\.weight has shape \[48, 19\]; of \[48, 40\]"),
-        (["01_001"], retype, r"mp_rank_01_001/.*fc2\.weight has type F32"),
-        (["00_001"], transpose, r"mp_rank_00_001/.*fc2\.weight has type BF16 and strides \[1, 48\]"),
-        (["00_001", "01_001"], add, r"mp_rank_00_001/.*router\.weight belongs to no model"),
-        (["01_002"], unmake, r"mp_rank_01_002/.*fc2\.weight is not a tensor"),
-        (["01_002"], split, "mp_rank_01_002/.* holds 2 chunks of the model, other files 1"),
-        (["00_000"], remove, "mp_rank_00_000/model_optim_rng.pt holds no model"),
+        (
+            ["01_001"],
+            lambda state: state["model"].pop(FC2),
+            "mp_rank_01_001/.* and .* hold different parameters",
+        ),
+        (
+            ["00_001", "01_001"],
+            lambda state: state["model"].pop(FC2),
+            r"decoder\.layers\.1\.mlp\.linear_fc2\.weight is in no file",
+        ),
+        (["01_001"], put(bf16(48, 19)), r"mp_rank_01_001/.*fc2\.weight has shape \[48, 19\]; of \[48, 40\]"),
+        (["01_001"], put(torch.zeros(48, 20)), r"mp_rank_01_001/.*fc2\.weight has type F32"),
+        (
+            ["00_001"],
+            put(bf16(20, 48).T),
+            r"mp_rank_00_001/.*fc2\.weight has type BF16 and strides \[1, 48\]",
+        ),
+        (
+            ["00_001", "01_001"],
+            put(torch.zeros(3), "decoder.layers.0.mlp.router.weight"),
+            r"mp_rank_00_001/.*router\.weight belongs to no model",
+        ),
+        (["01_002"], put("text"), r"mp_rank_01_002/.*fc2\.weight is not a tensor"),
+        (
+            ["01_002"],
+            lambda state: state.update(model0=state.pop("model"), model1={}),
+            "mp_rank_01_002/.* holds 2 chunks of the model, other files 1",
+        ),
+        (["00_000"], lambda state: state.pop("model"), "mp_rank_00_000/model_optim_rng.pt holds no model"),
     ],
 )
 def test_what_does_not_fit_is_named(
-    ranks: list[str], edit: Callable[[dict[str, Any]], None], message: str, legacy: Path
+    ranks: list[str], edit: Callable[[dict[str, Any]], object], message: str, legacy: Path
 ) -> None:
     for rank in ranks:
         change(legacy / f"mp_rank_{rank}/model_optim_rng.pt", edit)

@@ -6,10 +6,8 @@ import io
 import os
 import pickle
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,16 +15,7 @@ import torch
 
 from bapo_megatron.errors import CheckpointError
 from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, DTYPES
-from checkpoints_tools.archives.torch_archive import (
-    ALIGNMENT,
-    Call,
-    Instance,
-    Name,
-    Persistent,
-    dumps,
-    object_archive,
-    tensor_archive,
-)
+from checkpoints_tools.archives.torch_archive import ALIGNMENT, dumps, object_archive, tensor_archive
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive, read_tensor
 from tests.support.checkpoint_models import TYPES
 
@@ -106,9 +95,10 @@ def test_a_non_tensor_is_refused(tmp_path: Path) -> None:
         read_tensor(stream, path, "key", 0, path.stat().st_size)
 
 
-def rezip(
-    data: bytes, change: Callable[[str, bytes], tuple[str, bytes] | None], method: int = zipfile.ZIP_STORED
-) -> bytes:
+Change = Callable[[str, bytes], tuple[str, bytes] | None]
+
+
+def rezip(data: bytes, change: Change, method: int = zipfile.ZIP_STORED) -> bytes:
     """The archive with other members."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", method) as new:
@@ -118,18 +108,20 @@ def rezip(
     return out.getvalue()
 
 
-def only(
-    suffix: str, replace: Callable[[bytes], bytes] | None
-) -> Callable[[str, bytes], tuple[str, bytes] | None]:
+def only(suffix: str, edit: Callable[[bytes], bytes] | None) -> Change:
     def change(name: str, data: bytes) -> tuple[str, bytes] | None:
         if not name.endswith(suffix):
             return name, data
-        return None if replace is None else (name, replace(data))
+        return None if edit is None else (name, edit(data))
 
     return change
 
 
 WHOLE = save({"weight": torch.arange(100, dtype=torch.float32).view(10, 10)})
+
+
+def in_pickle(old: bytes, new: bytes) -> bytes:
+    return rezip(WHOLE, only("data.pkl", lambda data: data.replace(old, new)))
 
 
 @pytest.mark.parametrize(
@@ -145,15 +137,9 @@ WHOLE = save({"weight": torch.arange(100, dtype=torch.float32).view(10, 10)})
         (rezip(WHOLE, only("data/0", lambda data: data[:-4])), "396 bytes; 100 elements of F32 take 400"),
         (rezip(WHOLE, only("byteorder", lambda data: b"big")), "byte order b'big'"),
         (rezip(WHOLE, only("data.pkl", lambda data: data[:-3])), "damaged pickle"),
-        (
-            rezip(WHOLE, only("data.pkl", lambda data: data.replace(b"K\x0aK\x0a", b"K\x0aK\x0b"))),
-            "beyond its",
-        ),
-        (rezip(WHOLE, only("data.pkl", lambda data: data.replace(b"storage", b"STORAGE"))), "unknown way"),
-        (
-            rezip(WHOLE, only("data.pkl", lambda data: data.replace(b"FloatStorage", b"QUInt8Storage"))),
-            "names torch",
-        ),
+        (in_pickle(b"K\x0aK\x0a", b"K\x0aK\x0b"), "beyond its"),
+        (in_pickle(b"storage", b"STORAGE"), "unknown way"),
+        (in_pickle(b"FloatStorage", b"QUInt8Storage"), "names torch"),
     ],
 )
 def test_damage_is_named(data: bytes, message: str, tmp_path: Path) -> None:
@@ -261,22 +247,6 @@ def test_values_are_those_that_pickle_reads() -> None:
     value = {"list": VALUES, "tuple": tuple(VALUES), "empty": ({}, [], ()), 5: {"deep": [[1]]}}
     assert pickle.loads(dumps(value)) == value
     assert torch.load(io.BytesIO(object_archive(value)), weights_only=True) == value
-
-
-def test_names_calls_and_instances() -> None:
-    ordered = Call(Name("collections", "OrderedDict"), ([("a", 1)],))
-    namespace = Instance(Name("types", "SimpleNamespace"), {"x": Name("collections", "OrderedDict")})
-    bare = Instance(Name("types", "SimpleNamespace"), None)
-    found = pickle.loads(dumps([ordered, namespace, bare]))
-    assert found == [OrderedDict(a=1), SimpleNamespace(x=OrderedDict), SimpleNamespace()]
-
-
-def test_persistent_ids() -> None:
-    class Reader(pickle.Unpickler):
-        def persistent_load(self, key: Any) -> Any:
-            return ("known", key)
-
-    assert Reader(io.BytesIO(dumps([Persistent(("storage", 3))]))).load() == [("known", ("storage", 3))]
 
 
 def test_what_cannot_be_written_is_refused() -> None:

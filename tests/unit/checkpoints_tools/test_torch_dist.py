@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.layers import RowSegment
-from checkpoints_tools import to_hf, to_megatron, verify
+from checkpoints_tools import to_hf, verify
 from checkpoints_tools.core.blocks import Block, BlockTensor, check_cover, cut_into_sources
 from checkpoints_tools.formats.locate import open_checkpoint
 from tests.support.checkpoint_models import edit_metadata, save_random_model
@@ -22,58 +22,31 @@ from tests.support.checkpoint_models import edit_metadata, save_random_model
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
 
 
-@pytest.fixture
-def stored(tmp_path: Path) -> Path:
-    """Three layers, each matrix in two chunks."""
-    save_random_model(tmp_path / "hf")
-    to_megatron(tmp_path / "hf", tmp_path / "torch_dist", grid=2)
-    return tmp_path / "torch_dist/release"
-
-
 def file_of(folder: Path, key: str, offset: tuple[int, ...]) -> Path:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     return folder / metadata.storage_data[MetadataIndex(key, torch.Size(offset))].relative_path
 
 
-def forget_a_tensor(metadata: Any) -> None:
-    del metadata.state_dict_metadata[FC2]
+def at(*offset: int) -> MetadataIndex:
+    return MetadataIndex(FC2, torch.Size(offset))
 
 
-def forget_a_chunk(metadata: Any) -> None:
-    metadata.state_dict_metadata[FC2].chunks.pop()
+def last_chunk(sizes: tuple[int, ...], before: int = 1) -> Callable[[Any], None]:
+    """Instead of the last chunk one of ``sizes``, where the ``before``-th from the end lies."""
+
+    def change(metadata: Any) -> None:
+        chunks = metadata.state_dict_metadata[FC2].chunks
+        chunks[-1] = ChunkStorageMetadata(chunks[-before].offsets, torch.Size(sizes))
+
+    return change
 
 
-def forget_a_place(metadata: Any) -> None:
-    del metadata.storage_data[MetadataIndex(FC2, torch.Size((1, 0, 20)))]
+def retype(dtype: torch.dtype) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata[FC2]
+        entry.properties = replace(entry.properties, dtype=dtype)
 
-
-def repeat_a_chunk(metadata: Any) -> None:
-    chunks = metadata.state_dict_metadata[FC2].chunks
-    chunks[-1] = chunks[-2]
-
-
-def widen_a_chunk(metadata: Any) -> None:
-    chunks = metadata.state_dict_metadata[FC2].chunks
-    chunks[-1] = ChunkStorageMetadata(chunks[-1].offsets, torch.Size((1, 48, 21)))
-
-
-def narrow_a_chunk(metadata: Any) -> None:
-    chunks = metadata.state_dict_metadata[FC2].chunks
-    chunks[-1] = ChunkStorageMetadata(chunks[-1].offsets, torch.Size((1, 48, 19)))
-
-
-def reshape(metadata: Any) -> None:
-    metadata.state_dict_metadata[FC2].size = torch.Size((4, 48, 40))
-
-
-def retype(metadata: Any) -> None:
-    entry = metadata.state_dict_metadata[FC2]
-    entry.properties = replace(entry.properties, dtype=torch.float16)
-
-
-def retype_strangely(metadata: Any) -> None:
-    entry = metadata.state_dict_metadata[FC2]
-    entry.properties = replace(entry.properties, dtype=torch.int32)
+    return change
 
 
 def add_a_tensor(metadata: Any) -> None:
@@ -84,38 +57,36 @@ def add_a_tensor(metadata: Any) -> None:
             metadata.storage_data[router] = place
 
 
-def lose_the_embedding(metadata: Any) -> None:
-    del metadata.state_dict_metadata["embedding.word_embeddings.weight"]
-
-
 def place(**changes: Any) -> Callable[[Any], None]:
     def change(metadata: Any) -> None:
-        index = MetadataIndex(FC2, torch.Size((1, 0, 20)))
-        metadata.storage_data[index] = replace(metadata.storage_data[index], **changes)
+        metadata.storage_data[at(1, 0, 20)] = replace(metadata.storage_data[at(1, 0, 20)], **changes)
 
     return change
+
+
+DOWN = r"layers\.2\.mlp\.down_proj\.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (forget_a_tensor, rf"tensor {FC2} is missing"),
-        (forget_a_chunk, r"layers\.2\.mlp\.down_proj\.weight: the checkpoint holds 960 of its 1920 elements"),
-        (forget_a_place, rf"does not say which file holds {FC2} at \[1, 0, 20\]"),
-        (repeat_a_chunk, r"layers\.2\.mlp\.down_proj\.weight: rows 0 to 48, columns 0 to 20 in .* overlap"),
-        (widen_a_chunk, rf"chunk of {FC2} at \[2, 0, 20\], of shape \[1, 48, 21\], lies outside"),
+        (lambda found: found.state_dict_metadata.pop(FC2), rf"tensor {FC2} is missing"),
+        (lambda found: found.state_dict_metadata[FC2].chunks.pop(), rf"{DOWN}: .* 960 of its 1920 elements"),
+        (lambda found: found.storage_data.pop(at(1, 0, 20)), rf"which file holds {FC2} at \[1, 0, 20\]"),
+        (last_chunk((1, 48, 20), 2), rf"{DOWN}: rows 0 to 48, columns 0 to 20 in .* overlap"),
+        (last_chunk((1, 48, 21)), rf"chunk of {FC2} at \[2, 0, 20\], of shape \[1, 48, 21\], lies outside"),
+        (last_chunk((1, 48, 19)), rf"{FC2} at \[2, 0, 20\] has shape \[1, 48, 20\] .* says \[1, 48, 19\]"),
         (
-            narrow_a_chunk,
-            rf"{FC2} at \[2, 0, 20\] has shape \[1, 48, 20\] and type BF16; .* says \[1, 48, 19\]",
+            lambda found: setattr(found.state_dict_metadata[FC2], "size", torch.Size((4, 48, 40))),
+            rf"tensor {FC2} has shape \[4, 48, 40\], config.json asks for \[3, 48, 40\]",
         ),
-        (reshape, rf"tensor {FC2} has shape \[4, 48, 40\], config.json asks for \[3, 48, 40\]"),
-        (retype, rf"{FC2} at .* has shape .* and type BF16; \.metadata says .* and F16"),
-        (retype_strangely, rf"{FC2} has type I32; only BF16, F16, F32"),
+        (retype(torch.float16), rf"{FC2} at .* has shape .* and type BF16; \.metadata says .* and F16"),
+        (retype(torch.int32), rf"{FC2} has type I32; only BF16, F16, F32"),
+        (add_a_tensor, r"router\.weight belongs to no model of family qwen2 with 3 layers"),
         (
-            add_a_tensor,
-            r"decoder\.layers\.mlp\.router\.weight belongs to no model of family qwen2 with 3 layers",
+            lambda found: found.state_dict_metadata.pop("embedding.word_embeddings.weight"),
+            "it is not a checkpoint of a megatron-core GPT model",
         ),
-        (lose_the_embedding, "it is not a checkpoint of a megatron-core GPT model"),
         (place(relative_path="gone.distcp"), rf"gone\.distcp, which holds {FC2}, is missing"),
         (place(relative_path="../../hf/model.safetensors"), "which is not a file of the checkpoint"),
         (place(relative_path="/etc/hostname"), "which is not a file of the checkpoint"),
@@ -125,10 +96,9 @@ def place(**changes: Any) -> Callable[[Any], None]:
         (place(offset=0), rf"distcp: {FC2} at \[1, 0, 20\] is not an archive of torch\.save"),
         (place(transform_descriptors=["zstd"]), "was compressed when it was saved"),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_what_is_wrong_with_the_metadata_is_named(
-    change: Callable[[Any], None], message: str, stored: Path
+    change: Callable[[Any], object], message: str, stored: Path
 ) -> None:
     edit_metadata(stored, change)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -178,29 +148,24 @@ def test_a_chunk_that_was_stored_transposed_is_refused(stored: Path) -> None:
         open_checkpoint(stored)
 
 
-@pytest.mark.parametrize("prefix", ["model.", "module."])
-def test_parameter_prefixes_of_other_writers_are_accepted(prefix: str, stored: Path, tmp_path: Path) -> None:
+PLAIN_NORMS = {
+    "decoder.layers.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.input_layernorm.weight",
+    "decoder.layers.mlp.linear_fc1.layer_norm_weight": "decoder.layers.pre_mlp_layernorm.weight",
+}
+
+
+@pytest.mark.parametrize(
+    "renamed",
+    ["model.{}".format, "module.{}".format, lambda name: PLAIN_NORMS.get(name, name)],
+    ids=["model", "module", "norms that are not fused"],
+)
+def test_names_of_other_writers_are_known(
+    renamed: Callable[[str], str], stored: Path, tmp_path: Path
+) -> None:
     def change(metadata: Any) -> None:
-        metadata.state_dict_metadata = {prefix + k: v for k, v in metadata.state_dict_metadata.items()}
+        metadata.state_dict_metadata = {renamed(k): v for k, v in metadata.state_dict_metadata.items()}
         metadata.storage_data = {
-            MetadataIndex(prefix + index.fqn, index.offset): info
-            for index, info in metadata.storage_data.items()
-        }
-
-    edit_metadata(stored, change)
-    assert verify(stored, tmp_path / "hf").equal
-
-
-def test_names_of_norms_that_are_not_fused_are_known(stored: Path, tmp_path: Path) -> None:
-    plain = {
-        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.input_layernorm.weight",
-        "decoder.layers.mlp.linear_fc1.layer_norm_weight": "decoder.layers.pre_mlp_layernorm.weight",
-    }
-
-    def change(metadata: Any) -> None:
-        metadata.state_dict_metadata = {plain.get(k, k): v for k, v in metadata.state_dict_metadata.items()}
-        metadata.storage_data = {
-            MetadataIndex(plain.get(index.fqn, index.fqn), index.offset): info
+            MetadataIndex(renamed(index.fqn), index.offset): info
             for index, info in metadata.storage_data.items()
         }
 
@@ -232,23 +197,20 @@ def test_one_chunk_may_hold_several_layers(stored: Path, tmp_path: Path) -> None
         assert data == weight[layer].view(torch.uint8).numpy().tobytes()
 
 
-def test_a_vocabulary_that_is_too_small_is_refused(stored: Path, tmp_path: Path) -> None:
-    other = save_random_model(tmp_path / "other", vocab_size=102)
-    with pytest.raises(
-        CheckpointError, match=r"word_embeddings\.weight has shape \[101, 48\], .* \[102, 48\]"
-    ):
-        open_checkpoint(stored, reference=other)
-
-
-def test_a_config_of_another_model_is_named(stored: Path, tmp_path: Path) -> None:
-    for changes, message in (
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 102}, r"word_embeddings\.weight has shape \[101, 48\], .* \[102, 48\]"),
         ({"num_hidden_layers": 4}, r"has shape \[3, .*, config.json asks for \[4, "),
         ({"tie_word_embeddings": True}, "output_layer.weight belongs to no model .* and tied embeddings"),
         ({"num_key_value_heads": 8}, r"linear_qkv\.weight has shape"),
-    ):
-        other = save_random_model(tmp_path / f"other{len(message)}", **changes)
-        with pytest.raises(CheckpointError, match=message):
-            open_checkpoint(stored, reference=other)
+    ],
+)
+def test_a_config_of_another_model_is_named(
+    changes: dict[str, Any], message: str, stored: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(stored, reference=save_random_model(tmp_path / "other", **changes))
 
 
 def test_there_is_no_optimizer_to_take(stored: Path, tmp_path: Path) -> None:

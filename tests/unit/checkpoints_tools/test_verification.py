@@ -79,24 +79,23 @@ def test_one_flipped_bit_is_found(
         assert found.digests[name][1] == digest
 
 
-def test_values_are_shown_as_numbers(tmp_path: Path) -> None:
-    for dtype, kind, shown in (
-        ("BF16", torch.bfloat16, "1.5 (0x3fc0) in the first, nan (0x7fc1) in the second"),
-        ("F16", torch.float16, "1.5 (0x3e00) in the first, 1.00097656 (0x3c01) in the second"),
-        ("F32", torch.float32, "1.5 (0x3fc00000) in the first, 1.00000012 (0x3f800001) in the second"),
-    ):
-        first = save_random_model(tmp_path / f"{dtype}1", dtype=dtype)
-        second = save_random_model(tmp_path / f"{dtype}2", dtype=dtype)
-        tensors = load_tensors(first)
-        bits = {"BF16": 0x7FC1, "F16": 0x3C01, "F32": 0x3F800001}[dtype]
-        integer = torch.int32 if dtype == "F32" else torch.int16
-        tensors["model.norm.weight"][5] = 1.5
-        save_tensors(first, tensors)
-        tensors["model.norm.weight"].view(integer)[5] = bits
-        assert tensors["model.norm.weight"].dtype == kind
-        save_tensors(second, tensors)
-        [difference] = verify(first, second).differences
-        assert difference.message == f"differs first at element 5: {shown}"
+@pytest.mark.parametrize(
+    ("dtype", "bits", "shown"),
+    [
+        ("BF16", 0x7FC1, "1.5 (0x3fc0) in the first, nan (0x7fc1) in the second"),
+        ("F16", 0x3C01, "1.5 (0x3e00) in the first, 1.00097656 (0x3c01) in the second"),
+        ("F32", 0x3F800001, "1.5 (0x3fc00000) in the first, 1.00000012 (0x3f800001) in the second"),
+    ],
+)
+def test_values_are_shown_as_numbers(dtype: str, bits: int, shown: str, tmp_path: Path) -> None:
+    first, second = (save_random_model(tmp_path / name, dtype=dtype) for name in ("first", "second"))
+    tensors = load_tensors(first)
+    tensors["model.norm.weight"][5] = 1.5
+    save_tensors(first, tensors)
+    tensors["model.norm.weight"].view(torch.int32 if dtype == "F32" else torch.int16)[5] = bits
+    save_tensors(second, tensors)
+    [difference] = verify(first, second).differences
+    assert difference.message == f"differs first at element 5: {shown}"
 
 
 def test_reordered_heads_are_found(hf: Path, others: dict[str, Path], tmp_path: Path) -> None:
@@ -107,10 +106,8 @@ def test_reordered_heads_are_found(hf: Path, others: dict[str, Path], tmp_path: 
     save_tensors(tmp_path / "hf", tensors, 2)
     for other in others.values():
         [difference] = verify(other, hf).differences
-        assert (difference.tensor, difference.message.split(":")[0]) == (
-            name,
-            "differs first at row 0, column 0",
-        )
+        assert difference.tensor == name
+        assert difference.message.startswith("differs first at row 0, column 0:")
 
 
 def test_a_missing_tensor_another_type_and_another_shape(hf: Path, tmp_path: Path) -> None:

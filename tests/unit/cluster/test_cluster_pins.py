@@ -141,9 +141,6 @@ def test_the_trainers_environment_has_the_tasks_that_the_gpu_study_draws_by_defa
     assert missing == {"pycosat", "pyyaml", "sympy"}
 
 
-# --- against the registry ------------------------------------------------------------------------
-
-
 AS_PYTHON = """
 import sys
 from pip._vendor.packaging import markers

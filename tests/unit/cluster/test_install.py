@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.executables import executable
+
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "cluster"
 PYTHON = """#!/bin/bash
@@ -68,12 +70,13 @@ class Machine:
         lines = (self.folder / f"{command}.environment").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines)
 
+    def has(self, gigabytes: str, cores: object, limit: str) -> None:
+        """This memory, as many cores, and ``limit``, which tells a control group's."""
+        for name, text in (("awk", f"echo {gigabytes}"), ("nproc", f"echo {cores}"), ("cat", limit)):
+            self.add(f"bin/{name}", f"#!/bin/sh\n{text}\n")
+
     def add(self, name: str, text: str) -> Path:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-        return path
+        return executable(self.folder / name, text)
 
 
 @pytest.fixture
@@ -89,7 +92,7 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_a_torch_without_cuda_is_refused_before_anything_is_compiled(machine: Machine) -> None:
     """Transformer Engine's setup fails on it with "Invalid version: None"."""
-    machine.add("cpu_build", "")
+    machine.add("cpu_build", "#!")
     done = machine.install("trainer")
     assert done.returncode == 2
     assert "error: pip has installed a torch without CUDA: its index or find-links" in done.stderr
@@ -186,24 +189,26 @@ def test_a_second_try_goes_on_and_another_environment_finds_the_wheel(machine: M
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "given", "transformer_engine", "flash_attention"),
-    [("7", "", "3", "1"), ("1", "", "1", "1"), ("99", "", "5", "5"), ("7", "4", "4", "4")],
+    ("gigabytes", "limit", "given", "transformer_engine", "flash_attention"),
+    [
+        ("7", "max", "", "3", "1"),
+        ("1", "max", "", "1", "1"),
+        ("99", "max", "", "5", "5"),
+        ("7", "max", "4", "4", "4"),
+        ("99", str(4 << 30), "", "2", "1"),  # of this machine's control group
+    ],
 )
 def test_compilers_run_by_memory_unless_their_number_is_given(
-    machine: Machine, gigabytes: str, given: str, transformer_engine: str, flash_attention: str
+    machine: Machine, gigabytes: str, limit: str, given: str, transformer_engine: str, flash_attention: str
 ) -> None:
-    machine.add("bin/awk", f"#!/bin/sh\necho {gigabytes}\n")
-    machine.add("bin/nproc", "#!/bin/sh\necho 5\n")
-    machine.add("bin/cat", "#!/bin/sh\necho max\n")  # this machine's own limits
+    machine.has(gigabytes, 5, f"echo {limit}")
     for kind, expected in (("trainer", transformer_engine), ("flash_attn_wheel", flash_attention)):
         assert machine.install(kind, MAX_JOBS=given).returncode == 0
         assert machine.environment("wheel")["MAX_JOBS"] == expected
 
 
 def test_each_package_of_one_installation_has_its_own_number_of_compilers(machine: Machine) -> None:
-    machine.add("bin/awk", "#!/bin/sh\necho 18\n")
-    machine.add("bin/nproc", "#!/bin/sh\necho ${OMP_NUM_THREADS:-64}\n")
-    machine.add("bin/cat", "#!/bin/sh\necho max\n")
+    machine.has("18", "${OMP_NUM_THREADS:-64}", "echo max")
     assert machine.install("trainer", CLUSTER_ARCH="8.0", OMP_NUM_THREADS="1").returncode == 0
     jobs = [machine.environment(name)["MAX_JOBS"] for name in ("transformer-engine-torch", "flash-attn")]
     assert jobs == ["9", "2"]
@@ -232,34 +237,16 @@ def test_a_wheel_or_a_source_of_another_version_is_left_alone(machine: Machine) 
     assert (kinds.count("download"), kinds.count("wheel")) == (1, 1)
 
 
-def test_a_limit_of_memory_counts(machine: Machine) -> None:
-    machine.add("bin/awk", "#!/bin/sh\necho 99\n")
-    machine.add("bin/nproc", "#!/bin/sh\necho 5\n")
-    machine.add("bin/cat", f"#!/bin/sh\necho {4 << 30}\n")
-    assert machine.install("trainer").returncode == 0
-    assert machine.environment("wheel")["MAX_JOBS"] == "2"
-
-
 def test_a_limit_of_the_first_version_of_control_groups_counts(machine: Machine) -> None:
     """Of a job's group or one above it, as Slurm makes them on RHEL 8."""
-    machine.add("bin/awk", "#!/bin/sh\necho 99\n")
-    machine.add("bin/nproc", "#!/bin/sh\necho 5\n")
-    machine.add(
-        "bin/sed",
-        """#!/bin/sh
-case "$*" in *:memory:*) echo /slurm/job_1/step_0 ;; *:::*) ;; *) exec /usr/bin/sed "$@" ;; esac
-""",
-    )
-    machine.add(
-        "bin/cat",
-        f"""#!/bin/sh
-case "$1" in
+    groups = f"""case "$1" in
 /sys/fs/cgroup/memory/slurm/job_1/memory.limit_in_bytes) echo {4 << 30} ;;
 */memory.limit_in_bytes) echo 9223372036854771712 ;;
 *) exit 1 ;;
-esac
-""",
-    )
+esac"""
+    machine.has("99", 5, groups)
+    own = "*:memory:*) echo /slurm/job_1/step_0"
+    machine.add("bin/sed", f'#!/bin/sh\ncase "$*" in {own} ;; *:::*) ;; *) exec /usr/bin/sed "$@" ;; esac\n')
     assert machine.install("trainer").returncode == 0
     assert machine.environment("wheel")["MAX_JOBS"] == "2"
 
@@ -296,16 +283,6 @@ def test_make_hands_on_its_variables() -> None:
     call = 'PYTHON="python3.11" CLUSTER_ARCH="8.0" CLUSTER_WHEELS="/wheels" bash cluster/install.sh'
     assert f"{call} trainer /opt/venv\n" in shown
     assert f"{call} sglang .venv-cluster-sglang\n" in shown
-
-
-@pytest.mark.parametrize("target", ["trainer", "sglang"])
-def test_a_change_of_what_an_installation_reads_makes_it_again(target: str) -> None:
-    rules = dict(re.findall(r"^\$\((CLUSTER\w*VENV)\)/\.done: (.*)$", (ROOT / "Makefile").read_text(), re.M))
-    wanted = {"cluster/install.sh", "cluster/build.txt", "cluster/nccl.txt", f"cluster/{target}.txt"}
-    if target == "trainer":
-        wanted |= {"cluster/flash_attn.txt", "setup.py", "$(PINS)"}
-    venv = "CLUSTER_VENV" if target == "trainer" else "CLUSTER_SGLANG_VENV"
-    assert set(rules[venv].split()) == wanted
 
 
 def test_the_checks_compilers_take_one_file_of_each_extension_as_it_is(machine: Machine) -> None:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -14,7 +15,6 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
 from bapo_megatron import config
-from bapo_megatron.algo.bapo import paper
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.checkpoint.run_directory import (
@@ -38,7 +38,6 @@ from bapo_megatron.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    ProfileConfig,
     ReferenceKlConfig,
     RewardConfig,
     RolloutConfig,
@@ -47,14 +46,16 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.validation import flat, parallel_problems
+from bapo_megatron.config.validation import parallel_problems
 from bapo_megatron.errors import ConfigError, StorageFailed
-from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.layers.mlp import Experts
 from bapo_megatron.policy.layout import chunk_layers, data_parallel_size, layout_problems, stage_kinds
 from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 from bapo_megatron.trainer.preflight import check_new_run
-from tests.support.shapes import resized, uniform
+from tests.support.altered import altered
+from tests.support.cluster_recipes import FOLDER
+from tests.support.shapes import resized
 
 GOOD = RunConfig(
     "good",
@@ -67,10 +68,7 @@ GOOD = RunConfig(
 
 def test_a_good_run_passes() -> None:
     GOOD.check()
-    dataclasses.replace(GOOD, algorithm=AlgorithmConfig(old_log_probs="trainer", importance_cap=2.0)).check()
-
-
-def test_a_good_reward_passes() -> None:
+    altered(GOOD, {"algorithm.old_log_probs": "trainer", "algorithm.importance_cap": 2.0}).check()
     reward = RewardConfig("my.rewards:score", overlong_tokens=199, overlong_penalty=0.1, format_pattern=".*")
     dataclasses.replace(GOOD, reward=reward).check()
 
@@ -88,156 +86,90 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
     ("change", "message"),
     [
         ({"steps": 0}, "steps=0 must be at least 1"),
-        ({"seed": -1}, "seed=-1 must be at least 0"),
-        ({"optimizer": OptimizerConfig(beta2=1.5)}, "optimizer.beta2=1.5 must be at least 0 and below 1"),
-        ({"batch": BatchConfig(pack_tokens=299)}, "set it to at least 300"),
-        ({"parallel": ParallelConfig(tensor=0)}, "parallel.tensor=0 must be at least 1"),
-        ({"parallel": ParallelConfig(sequence=True)}, "parallel.sequence needs parallel.tensor"),
-        ({"parallel": ParallelConfig(virtual=2)}, "parallel.virtual=2 needs parallel.pipeline"),
+        ({"steps": "3"}, "steps='3'"),
+        ({"seed": -1}, "seed=-1 must be"),
+        ({"model.hf_path": "a string"}, "model.hf_path='a string'"),
+        ({"optimizer": None}, "optimizer=None"),
+        ({"optimizer.beta2": 1.5}, "optimizer.beta2=1.5 must be at least 0 and below 1"),
+        ({"optimizer.lr": 1e-6, "optimizer.min_lr": 1e-5}, "optimizer.min_lr=1e-05 is above"),
+        ({"optimizer.lr": float("nan")}, "optimizer.lr=nan is not a finite number"),
+        ({"batch.pack_tokens": 299}, "set it to at least 300"),
+        ({"parallel.tensor": 0}, "parallel.tensor=0 must be"),
+        ({"parallel.sequence": True}, "parallel.sequence needs parallel.tensor"),
+        ({"parallel.virtual": 2}, "parallel.virtual=2 needs parallel.pipeline"),
+        ({"rollout.group_size": 1}, "group_size=1 must be at least 2"),
+        ({"rollout.temperature": 0.0}, "temperature=0.0 must be above 0"),
+        ({"rollout.segment_tokens": 0}, "segment_tokens=0 must be"),
+        ({"rollout.sglang.memory_fraction": 1.0}, "memory_fraction=1.0 must be above 0 and below 1"),
+        ({"checkpoint.every": 0}, "checkpoint.every=0 must be"),
+        ({"checkpoint.keep_every": 0}, "checkpoint.keep_every=0 must be"),
+        ({"checkpoint.export_every": -10}, "checkpoint.export_every=-10 must be"),
+        ({"checkpoint.every": 10, "checkpoint.export_every": 25}, "export_every=25 .*=10.*: set it to 20$"),
+        ({"checkpoint.every": 10, "checkpoint.export_every": 4}, "set it to 10$"),
+        ({"checkpoint.after_export": "up"}, "after_export='up' has no {folder}"),
+        ({"checkpoint.after_export": "up '{folder}"}, "after_export=.*no closing quotation"),
+        ({"checkpoint.after_export": " "}, "after_export=' ': it is empty"),
+        ({"logging.on_event": ("mail 'me",)}, "on_event=.*no closing quotation"),
+        ({"evaluation.every": 5}, "evaluation.every=5 needs evaluation.suites"),
+        ({"checkpoint.keep_best": 1}, "keep_best=1 needs evaluation.every"),
         (
-            {"rollout": RolloutConfig(max_response_tokens=200, group_size=1)},
-            "group_size=1 must be at least 2",
+            {"checkpoint": CheckpointConfig(every=4, keep_best=1), "evaluation": EvaluationConfig(6, ("a",))},
+            "evaluation.every=6 .*checkpoint.every=4",
         ),
+        ({"reward.workers": 0}, "reward.workers=0 must be"),
+        ({"reward.time_limit_s": 0.0}, "reward.time_limit_s=0.0 must be above 0"),
+        ({"reward.memory_limit_mb": 255}, "reward.memory_limit_mb=255 must be at least 256"),
+        ({"reward.failed": float("inf")}, "reward.failed=inf is not a finite number"),
+        ({"reward.function": "maths"}, "reward.function='maths' is unknown: give math, code"),
+        ({"reward.function": "a.b:c.d"}, "package.module:function"),
+        ({"reward.format_pattern": "("}, r"reward.format_pattern='\(' is not a regular expression"),
+        ({"reward.format_penalty": 0.1}, "needs reward.format_pattern"),
+        ({"reward.overlong_tokens": 200}, "must be below rollout.max_response_tokens=200"),
+        ({"reward.overlong_penalty": 0.1}, "needs reward.overlong_tokens"),
+        ({"reward.code_case_limit_s": 31.0}, "is above reward.time_limit_s=30.0"),
+        ({"algorithm.updates_per_epoch": 65}, "an update needs at least one group"),
+        ({"algorithm.advantage": "ppo"}, "algorithm.advantage='ppo'"),
+        ({"algorithm.bounds.measure": "surogate"}, "algorithm.bounds.measure='surogate'"),
+        ({"algorithm.bounds.low_step": 0.0}, "algorithm.bounds.low_step=0.0"),
+        ({"algorithm.importance_cap": 2.0}, "importance_cap=2.0 .*old_log_probs=rollout: set that to"),
         (
-            {"rollout": RolloutConfig(max_response_tokens=200, temperature=0.0)},
-            "temperature=0.0 must be above 0",
-        ),
-        (
-            {"rollout": RolloutConfig(max_response_tokens=200, sglang=SglangConfig(memory_fraction=1.0))},
-            "rollout.sglang.memory_fraction=1.0 must be above 0 and below 1",
-        ),
-        (
-            {"rollout": RolloutConfig(max_response_tokens=200, segment_tokens=0)},
-            "segment_tokens=0 must be at",
-        ),
-        ({"optimizer": OptimizerConfig(lr=1e-6, min_lr=1e-5)}, "optimizer.min_lr=1e-05 is above"),
-        ({"optimizer": OptimizerConfig(lr=float("nan"))}, "optimizer.lr=nan is not a finite number"),
-        ({"checkpoint": CheckpointConfig(every=0)}, "checkpoint.every=0 must be at least 1"),
-        ({"checkpoint": CheckpointConfig(keep_every=0)}, "checkpoint.keep_every=0 must be at least 1"),
-        (
-            {"checkpoint": CheckpointConfig(export_every=-10)},
-            "checkpoint.export_every=-10 must be at least 0",
-        ),
-        (
-            {"checkpoint": CheckpointConfig(every=10, export_every=25)},
-            r"export_every=25 must be a multiple of checkpoint.every=10.*: set it to 20$",
-        ),
-        ({"checkpoint": CheckpointConfig(every=10, export_every=4)}, "set it to 10$"),
-        ({"checkpoint": CheckpointConfig(after_export="up")}, "after_export='up' has no {folder} among its"),
-        (
-            {"checkpoint": CheckpointConfig(after_export="up '{folder}")},
-            "no closing quotation; give a program",
-        ),
-        ({"checkpoint": CheckpointConfig(after_export=" ")}, "after_export=' ': it is empty; give a program"),
-        (
-            {"logging": LoggingConfig(on_event=("mail 'me",))},
-            "on_event=.*no closing quotation; give a command",
-        ),
-        ({"evaluation": EvaluationConfig(every=5)}, "evaluation.every=5 needs evaluation.suites"),
-        ({"checkpoint": CheckpointConfig(keep_best=1)}, "keep_best=1 needs evaluation.every"),
-        (
-            {
-                "checkpoint": CheckpointConfig(every=4, keep_best=1),
-                "evaluation": EvaluationConfig(every=6, suites=("aime24",)),
-            },
-            "evaluation.every=6 is not a multiple of checkpoint.every=4",
-        ),
-        ({"reward": RewardConfig(workers=0)}, "reward.workers=0 must be at least 1"),
-        ({"reward": RewardConfig(time_limit_s=0.0)}, "reward.time_limit_s=0.0 must be above 0"),
-        ({"reward": RewardConfig(memory_limit_mb=255)}, "reward.memory_limit_mb=255 must be at least 256"),
-        ({"reward": RewardConfig(failed=float("inf"))}, "reward.failed=inf is not a finite number"),
-        ({"reward": RewardConfig(function="maths")}, "reward.function='maths' is unknown: give math, code"),
-        ({"reward": RewardConfig(function="a.b:c.d")}, "package.module:function"),
-        (
-            {"reward": RewardConfig(format_pattern="(")},
-            r"reward.format_pattern='\(' is not a regular expression",
-        ),
-        ({"reward": RewardConfig(format_penalty=0.1)}, "needs reward.format_pattern"),
-        ({"reward": RewardConfig(overlong_tokens=200)}, "must be below rollout.max_response_tokens=200"),
-        ({"reward": RewardConfig(overlong_penalty=0.1)}, "needs reward.overlong_tokens"),
-        ({"reward": RewardConfig(code_case_limit_s=31.0)}, "is above reward.time_limit_s=30.0"),
-        ({"algorithm": AlgorithmConfig(updates_per_epoch=65)}, "an update needs at least one group"),
-        (
-            {"algorithm": AlgorithmConfig(bounds=dataclasses.replace(paper(), low_step=0.0))},
-            "algorithm.bounds.low_step=0.0",
-        ),
-        (
-            {"algorithm": AlgorithmConfig(importance_cap=2.0)},
-            r"importance_cap=2.0 weighs tokens by pi_old / pi_rollout.*old_log_probs=rollout: set that to",
-        ),
-        (
-            {"algorithm": AlgorithmConfig(old_log_probs="trainer", importance_cap=0.0)},
+            {"algorithm.old_log_probs": "trainer", "algorithm.importance_cap": 0.0},
             "algorithm.importance_cap=0.0 must be above 0",
         ),
         (
-            {
-                "algorithm": AlgorithmConfig(
-                    reference_kl=ReferenceKlConfig(0.1, place="reward", unbiased=True)
-                )
-            },
-            "unbiased=true needs place=loss and a coefficient, not place=reward with coefficient=0.1",
+            {"algorithm.reference_kl": ReferenceKlConfig(0.1, place="reward", unbiased=True)},
+            "unbiased=true .*place=reward with coefficient=0.1",
         ),
-        (
-            {"algorithm": AlgorithmConfig(reference_kl=ReferenceKlConfig(unbiased=True))},
-            "not place=loss with coefficient=0",
-        ),
-        ({"algorithm": AlgorithmConfig(gap_mean_limit=-1.0)}, "gap_mean_limit=-1.0 must be above 0"),
-        ({"algorithm": AlgorithmConfig(gap_max_limit=0.0)}, "gap_max_limit=0.0 must be above 0"),
+        ({"algorithm.reference_kl.unbiased": True}, "not place=loss with coefficient=0"),
+        ({"algorithm.gap_mean_limit": -1.0}, "gap_mean_limit=-1.0 must be above 0"),
+        ({"algorithm.gap_max_limit": 0.0}, "gap_max_limit=0.0 must be above 0"),
     ],
 )
-def test_a_mistake_is_named(change: dict, message: str) -> None:
+def test_a_mistake_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(GOOD, **change).check()
+        altered(GOOD, change).check()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": "3"}, "steps='3'"),
-        ({"algorithm": AlgorithmConfig(advantage="ppo")}, "algorithm.advantage='ppo'"),
-        (
-            {"algorithm": AlgorithmConfig(bounds=dataclasses.replace(paper(), measure="surogate"))},
-            "algorithm.bounds.measure='surogate'",
-        ),
-        ({"model": ModelConfig("a string")}, "model.hf_path='a string'"),
-        ({"optimizer": None}, "optimizer=None"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_named(change: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(GOOD, **change).check()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"name": ""}, r"name='' names no run: give one"),
-        ({"name": ".."}, r"name='\.\.' names no run: give one"),
-        (
-            {"checkpoint": CheckpointConfig(every=10, keep_every=25)},
-            r"keep_every=25 must be a multiple of checkpoint.every=10.*: set it to 20$",
-        ),
-        ({"profile": ProfileConfig(memory=True)}, "profile.memory needs profile.steps: name the steps"),
-        (
-            {"logging": LoggingConfig(trackers=("wandb",), project="team/sums")},
-            "logging.project='team/sums': W&B takes no project with one of",
-        ),
-        (
-            {"logging": LoggingConfig(wandb_project="50%")},
-            "logging.wandb_project='50%': W&B takes no project with one of",
-        ),
+        ({"name": ""}, "name='' names no run"),
+        ({"name": ".."}, r"name='\.\.' names no run"),
+        ({"checkpoint.every": 10, "checkpoint.keep_every": 25}, "keep_every=25 .*=10.*: set it to 20$"),
+        ({"profile.memory": True}, "profile.memory needs profile.steps"),
+        ({"logging.trackers": ("wandb",), "logging.project": "team/sums"}, "logging.project=.team/sums"),
+        ({"logging.wandb_project": "50%"}, "logging.wandb_project='50%': W&B"),
     ],
 )
 def test_a_run_that_has_begun_with_a_mistake_goes_on(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """Earlier versions took them, and nothing that the run computes depends on them."""
-    config = dataclasses.replace(GOOD, run_dir=tmp_path, **change)
+    config = altered(GOOD, {"run_dir": tmp_path, **change})
     config.check()
-    (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match=message):
         check_new_run(config)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    begin(tmp_path)
     check_new_run(config)
 
 
@@ -252,76 +184,48 @@ def test_a_mistake_in_a_warm_start_is_named() -> None:
     config = SftConfig(GOOD.model, GOOD.data, Path("out"), optimizer=OptimizerConfig(lr=1e-6, min_lr=1e-5))
     with pytest.raises(ConfigError, match=r"^optimizer.min_lr=1e-05 is above optimizer.lr=1e-06$"):
         config.check()
-    text = OptimizerConfig(lr="1e-4")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^optimizer.lr='1e-4' must be a number$"):
-        dataclasses.replace(config, optimizer=text).check()
+        altered(config, {"optimizer.lr": "1e-4"}).check()
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(ConfigError, match="steps=0") as caught:
-        dataclasses.replace(GOOD, steps=0, parallel=ParallelConfig(sequence=True)).check()
-    assert "steps=0" in str(caught.value)
-    assert "parallel.sequence" in str(caught.value)
-    with pytest.raises(
-        ConfigError, match=r"^steps=0 must be at least 1\nparallel.context=0 must be at least 1$"
-    ):
-        dataclasses.replace(GOOD, steps=0, parallel=ParallelConfig(context=0)).check()
+    with pytest.raises(ConfigError, match=r"^steps=0 [^\n]*\nparallel.context=0 [^\n]*$"):
+        altered(GOOD, {"steps": 0, "parallel.context": 0}).check()
 
 
-SHAPE = uniform(
-    family="qwen2",
-    layers=28,
-    hidden=3584,
-    heads=28,
-    kv_heads=4,
-    head_dim=128,
-    ffn=18944,
-    vocab=152064,
-    max_positions=131072,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    tied=False,
-    qkv_bias=True,
-)
+SHAPE = read_model_shape(FOLDER / "shapes/DeepSeek-R1-Distill-Qwen-7B")
+
+
+def check_servers(**settings: Any) -> None:
+    altered(GOOD, {"rollout.engine": "sglang", "rollout.sglang": SglangConfig(**settings)}).check()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (
-            {"urls": ("http://node7:30000",)},
-            "colocated: the run must start the servers itself.*leave out urls=http://node7:30000",
+            {"colocated": True, "urls": ("http://node7:30000",)},
+            "colocated: .*leave out urls=http://node7:30000",
         ),
-        ({"sync": "broadcast"}, "colocated needs sync=ipc or disk, not broadcast: NCCL"),
-        ({"on_update": "in_place"}, "colocated with on_update=in_place.*leave on_update out"),
+        ({"colocated": True, "sync": "broadcast"}, "colocated needs sync=ipc or disk, not broadcast"),
+        ({"colocated": True, "on_update": "in_place"}, "colocated .*leave on_update out"),
+        ({"sync": "ipc"}, "sync=ipc needs colocated=true.*use disk or broadcast"),
+        ({"flags": ("--max-queued-requests=64",)}, "flags: --max-queued-requests fails requests"),
+        ({"flags": ("--hicache-storage-backend", "file")}, "flags: --hicache-storage-backend keeps keys"),
+        ({"flags": ("--hicache-storage-backend=file",)}, "flags: --hicache-storage-backend keeps keys"),
+        ({"flags": ("--enable-lmcache",)}, "flags: --enable-lmcache keeps keys"),
+        ({"flags": ("--enable-flexkv",)}, "flags: --enable-flexkv keeps keys"),
     ],
 )
-def test_what_does_not_go_with_colocated_servers(settings: dict, message: str) -> None:
-    fine = dataclasses.replace(GOOD.rollout, engine="sglang", sglang=SglangConfig(colocated=True))
-    dataclasses.replace(GOOD, rollout=fine).check()
-    wrong = dataclasses.replace(fine, sglang=SglangConfig(colocated=True, **settings))
+def test_what_does_not_go_with_servers(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"rollout\.sglang\.{message}"):
-        dataclasses.replace(GOOD, rollout=wrong).check()
+        check_servers(**settings)
 
 
-@pytest.mark.parametrize(
-    "flags", [("--hicache-storage-backend", "file"), ("--enable-lmcache",), ("--enable-flexkv",)]
-)
-def test_flags_that_new_weights_do_not_go_with_are_refused(flags: tuple[str, ...]) -> None:
-    def check(*given: str) -> None:
-        rollout = dataclasses.replace(GOOD.rollout, engine="sglang", sglang=SglangConfig(flags=given))
-        dataclasses.replace(GOOD, rollout=rollout).check()
-
-    with pytest.raises(ConfigError, match="--max-queued-requests fails requests"):
-        check("--max-queued-requests=64")
-    check("--enable-hierarchical-cache")  # in the server's own memory, which a flush empties
-    message = rf"rollout\.sglang\.flags: {flags[0]} keeps keys and values of earlier weights: leave it out"
-    with pytest.raises(ConfigError, match=message):
-        check(*flags)
-    if len(flags) > 1:
-        with pytest.raises(ConfigError, match=message):
-            check("=".join(flags))
+def test_what_goes_with_servers() -> None:
+    check_servers(colocated=True)
+    check_servers(colocated=True, sync="ipc")
+    check_servers(flags=("--enable-hierarchical-cache",))  # in the server's own memory, which a flush empties
 
 
 @pytest.mark.parametrize(
@@ -333,19 +237,13 @@ def test_flags_that_new_weights_do_not_go_with_are_refused(flags: tuple[str, ...
     ],
 )
 def test_a_draft_model_gets_its_weights_from_disk_alone(flags: tuple[str, ...]) -> None:
-    def check(sync: str, *given: str) -> None:
-        sglang = SglangConfig(flags=given, sync=sync, colocated=sync == "ipc")
-        dataclasses.replace(
-            GOOD, rollout=dataclasses.replace(GOOD.rollout, engine="sglang", sglang=sglang)
-        ).check()
-
-    check("disk", *flags)
+    check_servers(flags=flags, sync="disk")
     for sync in ("broadcast", "ipc"):
-        check(sync, "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+        given = {"sync": sync, "colocated": sync == "ipc"}
+        check_servers(flags=("--speculative-algorithm", "NGRAM"), **given)
         name = flags[0].split("=")[0]
-        told = rf"rollout\.sglang\.flags: {name} has a draft model, which sync={sync} .*sync=disk"
-        with pytest.raises(ConfigError, match=told):
-            check(sync, *flags)
+        with pytest.raises(ConfigError, match=rf"flags: {name} has a draft .* sync={sync} .*sync=disk"):
+            check_servers(flags=flags, **given)
 
 
 @pytest.mark.parametrize(
@@ -392,18 +290,6 @@ def test_a_server_is_named_once(first: str, second: str) -> None:
     assert not list(EngineConfig(urls=(first, "http://[::2]:30000", "http://h:2")).problems(100))
 
 
-def test_only_colocated_servers_read_the_trainers_memory() -> None:
-    def with_servers(**settings: Any) -> RunConfig:
-        rollout = dataclasses.replace(GOOD.rollout, engine="sglang", sglang=SglangConfig(**settings))
-        return dataclasses.replace(GOOD, rollout=rollout)
-
-    with_servers(sync="ipc", colocated=True).check()
-    with pytest.raises(
-        ConfigError, match=r"rollout\.sglang\.sync=ipc needs colocated=true.*use disk or broadcast"
-    ):
-        with_servers(sync="ipc").check()
-
-
 def test_a_server_that_reads_memory_needs_a_process_that_trains_on_its_gpu() -> None:
     def problem(training: int, **settings: Any) -> str | None:
         sglang = SglangConfig(servers=4, tensor=2, colocated=True, **settings)
@@ -411,81 +297,31 @@ def test_a_server_that_reads_memory_needs_a_process_that_trains_on_its_gpu() -> 
 
     assert problem(8, sync="ipc") is None
     assert problem(4, sync="disk") is None
-    told = problem(4, sync="ipc")
-    assert told is not None
-    assert "take GPUs 0 to 7, and this run trains on GPUs 0 to 3" in told
-    assert "start fewer servers, or use sync=disk" in told
-
-
-def test_a_layout_that_splits_the_model_passes() -> None:
-    assert not list(layout_problems(ParallelConfig(tensor=4, pipeline=7, virtual=2), SHAPE))
-    assert not list(layout_problems(ParallelConfig(pipeline=8), SHAPE))
-    assert not list(layout_problems(ParallelConfig(pipeline=3, pipeline_layers=(14, 10, 4)), SHAPE))
-
-
-def _stages(parallel: ParallelConfig, layers: int) -> list[int]:
-    """Layers of each stage, by its attention."""
-    shape = resized(SHAPE, layers=layers)
-    return [kinds[shape.attention] for kinds in stage_kinds(parallel, shape)]
+    assert "GPUs 0 to 7, and this run trains on GPUs 0 to 3" in (problem(4, sync="ipc") or "")
 
 
 @pytest.mark.parametrize(
-    ("layers", "pipeline", "virtual", "chunks", "stages"),
+    ("layers", "pipeline", "virtual", "listed", "chunks", "stages"),
     [
-        (8, 4, 1, (2, 2, 2, 2), [2, 2, 2, 2]),
-        (94, 4, 1, (23, 24, 24, 23), [23, 24, 24, 23]),  # Qwen3-235B-A22B
-        (94, 8, 1, (11, 12, 12, 12, 12, 12, 12, 11), [11, 12, 12, 12, 12, 12, 12, 11]),
-        (94, 4, 2, (11, 12, 12, 12, 12, 12, 12, 11), [23, 24, 24, 23]),
-        (28, 8, 1, (3, 3, 3, 4, 4, 4, 4, 3), [3, 3, 3, 4, 4, 4, 4, 3]),
-        (5, 4, 1, (1, 1, 2, 1), [1, 1, 2, 1]),
-        (7, 2, 2, (2, 2, 2, 1), [4, 3]),
+        (8, 4, 1, (), (2, 2, 2, 2), [2, 2, 2, 2]),
+        (94, 4, 1, (), (23, 24, 24, 23), [23, 24, 24, 23]),  # Qwen3-235B-A22B
+        (94, 8, 1, (), (11, 12, 12, 12, 12, 12, 12, 11), [11, 12, 12, 12, 12, 12, 12, 11]),
+        (94, 4, 2, (), (11, 12, 12, 12, 12, 12, 12, 11), [23, 24, 24, 23]),
+        (28, 8, 1, (), (3, 3, 3, 4, 4, 4, 4, 3), [3, 3, 3, 4, 4, 4, 4, 3]),
+        (5, 4, 1, (), (1, 1, 2, 1), [1, 1, 2, 1]),
+        (7, 2, 2, (), (2, 2, 2, 1), [4, 3]),
+        (10, 2, 2, (1, 4, 2, 3), (1, 4, 2, 3), [3, 7]),
     ],
 )
-def test_layers_that_the_chunks_do_not_divide_are_spread(
-    layers: int, pipeline: int, virtual: int, chunks: tuple[int, ...], stages: list[int]
+def test_layers_of_chunks_and_stages(
+    layers: int, pipeline: int, virtual: int, listed: tuple[int, ...], chunks: Any, stages: list[int]
 ) -> None:
-    parallel = ParallelConfig(pipeline=pipeline, virtual=virtual)
+    """Layers that the chunks do not divide are spread; listed ones are taken as they are."""
+    parallel = ParallelConfig(pipeline=pipeline, virtual=virtual, pipeline_layers=listed)
     assert chunk_layers(parallel, layers) == chunks
-    assert sum(chunks) == layers
-    assert _stages(parallel, layers) == stages
-
-
-def test_listed_layers_are_taken_as_they_are() -> None:
-    listed = ParallelConfig(pipeline=2, virtual=2, pipeline_layers=(1, 4, 2, 3))
-    assert chunk_layers(listed, 10) == (1, 4, 2, 3)
-    assert _stages(listed, 10) == [3, 7]
-
-
-@pytest.mark.parametrize(
-    ("listed", "message"),
-    [
-        ((4, 4, 4), r"has 3 numbers, but parallel\.pipeline x virtual = 2 x 2: give 4 numbers"),
-        ((14, 0, 14, 0), r"pipeline_layers=14 0 14 0 leaves a model chunk without layers"),
-    ],
-)
-def test_listed_layers_that_fit_no_pipeline_are_named(listed: tuple[int, ...], message: str) -> None:
-    parallel = ParallelConfig(pipeline=2, virtual=2, pipeline_layers=listed)
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError("\n".join(parallel_problems(parallel)))
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        (ParallelConfig(tensor=8), r"attention heads \(28\): use one of \[1, 2, 4\]"),
-        (
-            ParallelConfig(pipeline=16, virtual=2),
-            "makes 32 model chunks of .* 28 layers: use at most 28",
-        ),
-        (
-            ParallelConfig(pipeline=4, pipeline_layers=(8, 8, 8, 8)),
-            r"8 8 8 8 are 32 layers, but the model has 28: .* leave the field out for 7 7 7 7$",
-        ),
-    ],
-)
-def test_a_layout_that_does_not_is_named_with_the_fix(parallel: ParallelConfig, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError("\n".join(layout_problems(parallel, SHAPE)))
+    shape = resized(SHAPE, layers=layers)
+    assert [kinds[shape.attention] for kinds in stage_kinds(parallel, shape)] == stages
+    assert not list(layout_problems(parallel, shape))
 
 
 EXPERTS = resized(SHAPE, experts=Experts(count=6, per_token=2, ffn=40, normalized=True))
@@ -494,28 +330,37 @@ EXPERTS = resized(SHAPE, experts=Experts(count=6, per_token=2, ffn=40, normalize
 @pytest.mark.parametrize(
     ("parallel", "shape", "message"),
     [
+        ({"pipeline": 2, "virtual": 2, "pipeline_layers": (4, 4, 4)}, None, "has 3 numbers.* give 4 numbers"),
+        ({"pipeline": 2, "pipeline_layers": (28, 0)}, None, "pipeline_layers=28 0 leaves"),
+        ({"tensor": 8}, SHAPE, r"attention heads \(28\): use one of \[1, 2, 4\]"),
+        ({"pipeline": 16, "virtual": 2}, SHAPE, "makes 32 model chunks .* 28 layers: use at most 28"),
+        ({"pipeline": 4, "pipeline_layers": (8,) * 4}, SHAPE, "32 layers, but .* 28: .* for 7 7 7 7$"),
         ({"expert": 2, "data": 2}, SHAPE, "2 x 1, but the model has no experts: leave both at 1"),
         ({"expert": 4, "data": 4}, EXPERTS, r"experts \(6\): use one of \[1, 2, 3, 6\]"),
         ({"expert_tensor": 3, "data": 3}, EXPERTS, r"experts' width \(40\): use one of \[1, 2, 4, 5, 8,"),
         ({"tensor": 2}, EXPERTS, "needs sequence parallelism: set parallel.sequence=True"),
-        ({"expert": 2, "data": 1}, EXPERTS, r"tensor x context x data = 1 x 1 x 1 = 1$"),
-        (
-            {"expert": 3, "expert_tensor": 2, "data": 4},
-            EXPERTS,
-            "3 x 2 does not divide the ranks",
-        ),
+        ({"expert": 2, "data": 1}, EXPERTS, "tensor x context x data = 1 x 1 x 1 = 1$"),
+        ({"expert": 3, "expert_tensor": 2, "data": 4}, EXPERTS, "3 x 2 does not divide the ranks"),
     ],
 )
-def test_a_layout_of_experts_that_does_not_fit_is_named(
-    parallel: dict[str, int], shape: ModelShape, message: str
+def test_a_layout_that_does_not_fit_is_named(
+    parallel: dict[str, Any], shape: ModelShape | None, message: str
 ) -> None:
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError("\n".join(layout_problems(ParallelConfig(**parallel), shape)))
+    config = ParallelConfig(**parallel)
+    problems = layout_problems(config, shape) if shape else parallel_problems(config)
+    assert re.search(message, "\n".join(problems))
 
 
-def test_the_width_of_no_mlp_limits_the_layout_of_experts() -> None:
-    odd = dataclasses.replace(EXPERTS, ffn=7)
-    assert not list(layout_problems(ParallelConfig(tensor=2, sequence=True, expert=2, data=1), odd))
+@pytest.mark.parametrize(
+    ("parallel", "shape"),
+    [
+        ({"tensor": 4, "pipeline": 7, "virtual": 2}, SHAPE),
+        ({"tensor": 2, "sequence": True, "expert": 2, "data": 1}, dataclasses.replace(EXPERTS, ffn=7)),
+    ],
+)
+def test_a_layout_that_splits_the_model_passes(parallel: dict[str, Any], shape: ModelShape) -> None:
+    """The width of no MLP limits a layout of experts."""
+    assert not list(layout_problems(ParallelConfig(**parallel), shape))
 
 
 def test_data_parallel_size() -> None:
@@ -591,26 +436,59 @@ def test_a_recipe_finds_every_section_in_one_place() -> None:
     assert names <= set(config.__all__)
 
 
-def test_flat_names_are_dotted() -> None:
-    leaves = flat(GOOD)
-    assert leaves["parallel.tensor"] == 1
-    assert leaves["algorithm.bounds.target"] == 0.4
+def begin(folder: Path) -> None:
+    """The run has made its first step."""
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
-def test_a_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
+@pytest.fixture
+def begun(tmp_path: Path) -> RunConfig:
+    run = dataclasses.replace(GOOD, run_dir=tmp_path)
+    store_config(run)
+    begin(tmp_path)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, None),
+        ({"name": "another", "steps": 500, "parallel.tensor": 2}, None),
+        ({"algorithm.gap_mean_limit": None, "algorithm.on_gap": "stop"}, None),
+        ({"optimizer.decay": "cosine", "steps": 500}, "steps: 100 in the run, 500 now"),
+        ({"optimizer.lr": 0.1}, "optimizer.lr: 2e-06 in the run, 0.1 now"),
+        ({"optimizer.device": "cpu"}, None),
+        ({"reward.workers": 7, "reward.time_limit_s": 99.0, "reward.allow_weak_sandbox": True}, None),
+        ({"reward.memory_limit_mb": 9999}, None),
+        ({"reward.code_case_limit_s": 9.0}, "reward.code_case_limit_s"),  # what a right program is
+        ({"reward.function": "code"}, "reward.function"),
+        ({"rollout.max_batch": 7, "rollout.segment_tokens": 512, "rollout.keep_steps": None}, None),
+        ({"rollout.max_staleness": 3}, "rollout.max_staleness"),
+        ({"rollout.max_batch": 7, "rollout.budget_tokens": 8}, "rollout.budget_tokens"),
+        ({"rollout.sglang": SglangConfig(urls=("http://x:1",), tensor=4, sync="broadcast")}, None),
+        ({"rollout.sglang.on_update": "in_place"}, "rollout.sglang.on_update"),
+        ({"data.path": Path("elsewhere")}, "data.path"),
+        ({"algorithm.loss": "mine:Loss"}, "algorithm.loss: 'clip' in the run, 'mine:Loss' now"),
+    ],
+)
+def test_how_a_run_is_operated_may_change(
+    changes: dict[str, Any], refused: str | None, begun: RunConfig
+) -> None:
+    """Servers have other addresses after each start of a job; judges get more time on slow machines."""
+    changed = altered(begun, changes)
+    if refused is None:
+        check_same_run(changed)
+        return
+    with pytest.raises(ConfigError, match=refused) as told:
+        check_same_run(changed)
+    assert str(told.value).count(" in the run, ") == 1 + ("decay" in str(changes))
+
+
+def test_a_run_without_a_step_may_have_any_settings(tmp_path: Path) -> None:
     run = dataclasses.replace(GOOD, run_dir=tmp_path)
     check_same_run(run)
     store_config(run)
-    check_same_run(dataclasses.replace(run, optimizer=OptimizerConfig(lr=0.1)))  # no step was made yet
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    check_same_run(run)
-    check_same_run(dataclasses.replace(run, steps=500, parallel=ParallelConfig(tensor=2)))
-    check_same_run(dataclasses.replace(run, algorithm=AlgorithmConfig(gap_mean_limit=None, on_gap="stop")))
-    with pytest.raises(ConfigError, match="steps: 100 in the run, 500 now"):
-        decaying = dataclasses.replace(run, optimizer=OptimizerConfig(decay="cosine"))
-        check_same_run(dataclasses.replace(decaying, steps=500))
-    with pytest.raises(ConfigError, match=r"optimizer.lr: 2e-06 in the run, 0.1 now"):
-        check_same_run(dataclasses.replace(run, optimizer=OptimizerConfig(lr=0.1)))
+    check_same_run(altered(run, {"optimizer.lr": 0.1}))
 
 
 @pytest.mark.parametrize(("name", "least"), [("step_000006", 6), ("step_000006_update_002", 7)])
@@ -627,74 +505,17 @@ def test_a_run_does_not_end_at_a_step_that_it_has_passed(tmp_path: Path, name: s
         check_same_run(dataclasses.replace(run, steps=least - 1))
 
 
-@pytest.mark.parametrize(
-    ("part", "change", "allowed"),
-    [
-        ("reward", {"workers": 7, "time_limit_s": 99.0, "allow_weak_sandbox": True}, True),
-        ("reward", {"memory_limit_mb": 9999}, True),
-        ("reward", {"code_case_limit_s": 9.0}, False),  # what a right program is
-        ("reward", {"function": "code"}, False),
-        ("rollout", {"max_batch": 7, "segment_tokens": 512, "keep_steps": None}, True),
-        ("rollout", {"max_staleness": 3}, False),
-        ("rollout", {"max_batch": 7, "budget_tokens": 8}, False),
-        ("rollout", {"sglang": SglangConfig(urls=("http://x:1",), tensor=4, sync="broadcast")}, True),
-        ("rollout", {"sglang": SglangConfig(on_update="in_place")}, False),
-        ("data", {"path": Path("elsewhere")}, False),
-        ("optimizer", {"device": "cpu"}, True),
-    ],
-)
-def test_how_a_run_is_operated_may_change(
-    part: str, change: dict[str, Any], allowed: bool, tmp_path: Path
-) -> None:
-    """Servers have other addresses after each start of a job; judges get more time on slow machines."""
-    run = dataclasses.replace(GOOD, run_dir=tmp_path)
-    store_config(run)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    changed = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **change)})
-    if allowed:
-        check_same_run(changed)
-        check_same_run(dataclasses.replace(run, name="another"))
-        return
-    with pytest.raises(ConfigError, match="was started with other settings") as refused:
-        check_same_run(changed)
-    assert str(refused.value).count(" in the run, ") == 1
-
-
-def test_a_step_ends_as_it_began(tmp_path: Path) -> None:
+def test_a_step_ends_as_it_began(begun: RunConfig) -> None:
     """Behind a checkpoint within a step, what the step computes cannot be changed even by name."""
-    run = dataclasses.replace(GOOD, run_dir=tmp_path)
-    store_config(run)
-    reused = dataclasses.replace(
-        run,
-        algorithm=AlgorithmConfig(reuse_epochs=7),
-        optimizer=OptimizerConfig(lr=0.1),
-        allow_change=("algorithm.reuse_epochs", "optimizer.lr"),
-    )
+    allowed = {"allow_change": ("algorithm.reuse_epochs", "optimizer.lr"), "optimizer.lr": 0.1}
+    slower = altered(begun, allowed)
+    reused = altered(slower, {"algorithm.reuse_epochs": 7})
     changed = changed_settings(reused, read_config(reused.directory))
     assert ("optimizer.lr", 2e-6, 0.1) in changed
-    with pytest.raises(
-        ConfigError, match=r"^algorithm.reuse_epochs: the newest checkpoint lies within a step"
-    ):
+    with pytest.raises(ConfigError, match="^algorithm.reuse_epochs: .* lies within a step"):
         check_partial_step(changed, reused)
-    slower = dataclasses.replace(reused, algorithm=run.algorithm)
     check_partial_step(changed_settings(slower, read_config(slower.directory)), slower)
-    assert changed_settings(run, None) == []
-
-
-def test_a_run_from_before_there_were_losses_has_bapo(tmp_path: Path) -> None:
-    """Its config.json has no ``algorithm.loss``: it continues with BAPO's, and with no other."""
-    run = dataclasses.replace(GOOD, run_dir=tmp_path)
-    store_config(run)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["config"].pop("algorithm.loss") == "clip"
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    check_same_run(run)
-    assert changed_settings(run, read_config(run.directory)) == []
-    other = dataclasses.replace(run, algorithm=AlgorithmConfig(loss="mine:Loss"))
-    with pytest.raises(ConfigError, match="algorithm.loss: 'clip' in the run, 'mine:Loss' now"):
-        check_same_run(other)
-    assert changed_settings(other, read_config(other.directory)) == [("algorithm.loss", "clip", "mine:Loss")]
+    assert changed_settings(begun, None) == []
 
 
 def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -750,7 +571,7 @@ def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_names_and_positions_that_recipes_of_version_0_1_use(tmp_path: Path) -> None:
-    from bapo_megatron.config import AlgorithmConfig, BoundsConfig, CorrectionsConfig, PolarityConfig
+    from bapo_megatron.config import BoundsConfig, CorrectionsConfig, PolarityConfig
 
     path = tmp_path / "recipe.py"
     path.write_text(
@@ -762,63 +583,42 @@ def test_names_and_positions_that_recipes_of_version_0_1_use(tmp_path: Path) -> 
     assert (config.advantage, config.polarity.enabled, config.loss) == ("dr_grpo", True, "clip")
 
 
-def test_a_run_of_before_goes_on_with_the_reward_of_failed_scores(tmp_path: Path) -> None:
-    """Its settings lack the field; also when its continuation is stored. ``--allow-change`` changes over."""
-    old = dataclasses.replace(GOOD, run_dir=tmp_path, reward=RewardConfig(failed=-0.5))
+@pytest.mark.parametrize(
+    ("field", "mark", "former", "now", "lines"),
+    [
+        ("optimizer.fused", "default_fused", False, True, []),
+        (
+            "reward.on_failure",
+            "default_on_failure",
+            "value",
+            "leave_out",
+            ["reward.failed=-0.5, and continues"],
+        ),
+    ],
+)
+def test_a_run_of_before_goes_on_with_its_default(
+    field: str, mark: str, former: Any, now: Any, lines: list[str], begun: RunConfig
+) -> None:
+    """Its settings lack the field; also when its continuation is stored. ``--allow-change`` changes over.
+    A run of today has the former value only if it says so."""
+    old = altered(begun, {"reward.failed": -0.5})
+    store_config(altered(old, {field: former}))
+    assert with_former_defaults(old) == (old, [])
+    with pytest.raises(ConfigError, match=f"{field}: {former!r} in the run, {now!r} now"):
+        check_same_run(old)
     store_config(old)
-    path = tmp_path / "config.json"
+    path = begun.directory / "config.json"
     stored = json.loads(path.read_text())
-    del stored["default_on_failure"], stored["config"]["reward.on_failure"]
+    del stored[mark]
+    assert stored["config"].pop(field) == now
     path.write_text(json.dumps(stored))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for _ in range(2):
-        kept, [line] = with_former_defaults(old)
-        assert kept.reward == RewardConfig(failed=-0.5, on_failure="value")
-        assert "reward.failed=-0.5, and continues so; new runs leave it out" in line
+        kept, told = with_former_defaults(old)
+        assert kept == altered(old, {field: former})
+        assert [part in line for part, line in zip(lines, told, strict=True)] == [True] * len(lines)
         check_same_run(kept)
         store_config(kept)
-    changed = dataclasses.replace(old, allow_change=("reward.on_failure",))
+    changed = dataclasses.replace(old, allow_change=(field,))
     assert with_former_defaults(changed) == (changed, [])
     store_config(changed)
     assert with_former_defaults(old) == (old, [])
-
-
-def test_a_run_of_before_goes_on_without_the_fused_optimizer(tmp_path: Path) -> None:
-    """Its settings lack the field; also when its continuation is stored. ``--allow-change`` changes over."""
-    new = dataclasses.replace(GOOD, run_dir=tmp_path)
-    store_config(new)
-    path = tmp_path / "config.json"
-    stored = json.loads(path.read_text())
-    assert stored["config"]["optimizer.fused"] is True
-    del stored["default_fused"], stored["config"]["optimizer.fused"]
-    path.write_text(json.dumps(stored))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    for _ in range(2):
-        kept, lines = with_former_defaults(new)
-        assert (kept.optimizer.fused, lines) == (False, [])
-        check_same_run(kept)
-        store_config(kept)
-    changed = dataclasses.replace(new, allow_change=("optimizer.fused",))
-    assert with_former_defaults(changed) == (changed, [])
-    store_config(changed)
-    assert with_former_defaults(new) == (new, [])
-
-
-def test_a_run_of_today_is_unfused_only_if_it_says_so(tmp_path: Path) -> None:
-    run = dataclasses.replace(GOOD, run_dir=tmp_path, optimizer=OptimizerConfig(fused=False))
-    store_config(run)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    now = dataclasses.replace(run, optimizer=OptimizerConfig())
-    assert with_former_defaults(now) == (now, [])
-    with pytest.raises(ConfigError, match="optimizer.fused: False in the run, True now"):
-        check_same_run(now)
-
-
-def test_a_run_of_today_has_the_value_only_if_it_says_so(tmp_path: Path) -> None:
-    run = dataclasses.replace(GOOD, run_dir=tmp_path, reward=RewardConfig(on_failure="value"))
-    store_config(run)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    now = dataclasses.replace(run, reward=RewardConfig())
-    assert with_former_defaults(now) == (now, [])
-    with pytest.raises(ConfigError, match="reward.on_failure: 'value' in the run, 'leave_out' now"):
-        check_same_run(now)

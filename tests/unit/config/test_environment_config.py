@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,11 +12,10 @@ import pytest
 
 from bapo_megatron import cli
 from bapo_megatron.algo.bounds import grpo
-from bapo_megatron.checkpoint.run_directory import changed_settings, check_same_run, read_config, store_config
+from bapo_megatron.checkpoint.run_directory import check_same_run, store_config
 from bapo_megatron.commands.recipe_flags import check_names, parse_flags
 from bapo_megatron.config import (
     AlgorithmConfig,
-    BatchConfig,
     DataConfig,
     EnvironmentConfig,
     EvaluationConfig,
@@ -29,6 +29,7 @@ from bapo_megatron.data.problem_sets import check_prepared_for
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.reward.functions import check_function, load_function
+from tests.support.altered import altered
 
 RUN = RunConfig("run", ModelConfig(Path("model")), DataConfig(Path("data.jsonl")))
 
@@ -47,26 +48,29 @@ def test_flags_name_the_class_and_its_limits() -> None:
     assert RUN.environment.function is None
 
 
-@pytest.mark.parametrize("function", ["a:B", "package.module:Name", "tool.py:Tool", "/some dir/my_tool.py:T"])
-def test_a_class_is_named_by_module_or_file(function: str) -> None:
-    within(function=function).check()
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"function": "Name"}, "environment.function='Name' names no class: give package.module:Name, or"),
-        ({"function": "tool.py"}, "environment.function='tool.py' names no class"),
-        ({"function": "tool.py:a b"}, "environment.function='tool.py:a b' names no class"),
-        ({"function": None, "settings": {"a": 1}}, "environment.settings needs environment.function"),
-        ({"step_limit_s": 601.0}, r"step_limit_s=601 is above environment.episode_limit_s=600"),
-        ({"max_turns": 0}, "environment.max_turns=0 must be"),
-        ({"history": "raw"}, "environment.history='raw'"),
+        ({"function": "Name"}, "{0}.function='Name' names no class"),
+        ({"function": "tool.py"}, "{0}.function='tool.py' names no class"),
+        ({"function": "tool.py:a b"}, "{0}.function='tool.py:a b' names no class"),
+        ({"function": None, "settings": {"a": 1}}, "{0}.settings needs {0}.function"),
+        ({"step_limit_s": 601.0}, "{0}.step_limit_s=601 is above {0}.episode_limit_s=600"),
+        ({"max_turns": 0}, "{1}.max_turns=0 must be"),
+        ({"max_turns": "three"}, "{1}.max_turns='three' must be a whole number"),
+        ({"history": "raw"}, "{1}.history='raw'"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_an_environment_that_does_not_fit_is_refused(fields: dict[str, Any], message: str) -> None:
+    """Of the run, or of a source."""
+    for function in ("a:B", "package.module:Name", "tool.py:Tool", "/some dir/my_tool.py:T"):
+        within(function=function).check()
+    with pytest.raises(ConfigError, match=re.escape(message.format("environment", "environment"))):
         within(**fields).check()
+    mixed(a=None, b=EnvironmentConfig("a:B")).check()
+    told = re.escape(message.format("data.sources[b].environment", "data.sources[1].environment"))
+    with pytest.raises(ConfigError, match=told):
+        mixed(a=None, b=EnvironmentConfig(**{"function": "a.b:Name", **fields})).check()
 
 
 def test_a_resumed_run_may_have_other_limits_and_no_other_environment(tmp_path: Path) -> None:
@@ -81,16 +85,6 @@ def test_a_resumed_run_may_have_other_limits_and_no_other_environment(tmp_path: 
             check_same_run(within(run, **other))
 
 
-def test_a_run_from_before_has_none(tmp_path: Path) -> None:
-    run = dataclasses.replace(RUN, run_dir=tmp_path)
-    store_config(run)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    for name in [name for name in stored["config"] if name.startswith("environment.")]:
-        del stored["config"][name]
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert changed_settings(run, read_config(run.directory)) == []
-
-
 def test_an_evaluation_has_the_section_too() -> None:
     options = EvalOptions(Path("model"), "aime24", environment=within(max_turns=2).environment)
     options.check()
@@ -100,9 +94,6 @@ def test_an_evaluation_has_the_section_too() -> None:
     wrong = dataclasses.replace(options, environment=EnvironmentConfig("Name"))
     with pytest.raises(ConfigError, match="environment.function='Name' names no class"):
         wrong.check()
-
-
-# --- environments of sources -----------------------------------------------------------------------
 
 
 def mixed(run: RunConfig = RUN, **own: EnvironmentConfig | None) -> RunConfig:
@@ -126,11 +117,8 @@ def test_a_source_names_its_environment_by_a_flag() -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ("tool.py:Tool", 'the environment of a source is "tool.py:Tool": write an object such as'),
-        (
-            {"function": "a:B", "turns": 3},
-            "environment of a source has no turns: its fields are function, se",
-        ),
+        ("tool.py:Tool", 'the environment of a source is "tool.py:Tool": write an object'),
+        ({"function": "a:B", "turns": 3}, "environment of a source has no turns: its fields are"),
     ],
 )
 def test_what_is_no_environment_of_a_source_is_refused(
@@ -140,22 +128,6 @@ def test_what_is_no_environment_of_a_source_is_refused(
         parsed({"path": "a.jsonl", "environment": environment})
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert message in said
-
-
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        ({"function": "Name"}, r"^data.sources\[b\].environment.function='Name' names no class"),
-        ({"settings": {"a": 1}}, r"^data.sources\[b\].environment.settings needs data.sources\[b\].env"),
-        ({"step_limit_s": 601.0}, r"^data.sources\[b\].environment.step_limit_s=601 is above data.sources\["),
-        ({"max_turns": 0}, r"^data.sources\[1\].environment.max_turns=0 must be at least 1"),
-        ({"max_turns": "three"}, r"^data.sources\[1\].environment.max_turns='three' must be a whole number"),
-    ],
-)
-def test_a_wrong_environment_of_a_source_is_refused(own: dict[str, Any], message: str) -> None:
-    mixed(a=None, b=EnvironmentConfig("a:B")).check()
-    with pytest.raises(ConfigError, match=message):
-        mixed(a=None, b=EnvironmentConfig(**own)).check()
 
 
 def test_a_source_without_one_has_the_runs() -> None:
@@ -188,23 +160,14 @@ def judged(run: RunConfig = RUN, function: str = "llm_judge", **settings: Any) -
     return dataclasses.replace(run, reward=RewardConfig(function=function, settings={**JUDGE, **settings}))
 
 
-def test_a_flag_is_a_json_object() -> None:
-    words = ["recipe.py", "--reward.function", "llm_judge", "--reward.settings", json.dumps(JUDGE)]
-    found = parse_flags("train", Path("recipe.py"), RUN, words).reward
-    assert (found.function, found.settings) == ("llm_judge", JUDGE)
-
-
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
         ({"function": "math", "settings": {"a": 1}}, "reward.settings: reward.function=math takes none"),
-        (
-            {"function": "llm_judg"},
-            "reward.function='llm_judg' is unknown: give math, .*llm_judge",
-        ),
+        ({"function": "llm_judg"}, "reward.function='llm_judg' is unknown: give math, .*llm_judge"),
         (
             {"function": "llm_judge", "settings": JUDGE, "format_pattern": "a"},
-            "reward.format_pattern is matched in a reward worker, and reward.function=llm_judge has none",
+            "reward.format_pattern .*reward.function=llm_judge has none",
         ),
         ({"function": "code", "sandbox_url": "sandbox:80"}, "reward.sandbox_url is not an address"),
     ],
@@ -229,22 +192,9 @@ def test_a_resumed_run_may_reach_its_judge_elsewhere_and_ask_nothing_else(tmp_pa
     for other in ({"template": "{prompt}{response}"}, {"template": "{response}", "model": "other"}):
         with pytest.raises(ConfigError, match="(?s)reward.settings: {.*--allow-change reward.settings"):
             check_same_run(judged(run, **other))
-    own = dataclasses.replace(run, reward=RewardConfig(function="mine:score", settings={"url": "a"}))
-    store_config(own)
+    store_config(altered(run, {"reward": RewardConfig("mine:score", settings={"url": "a"})}))
     with pytest.raises(ConfigError, match="reward.settings: {'url': 'a'} in the run, {'url': 'b'} now"):
-        check_same_run(
-            dataclasses.replace(own, reward=RewardConfig(function="mine:score", settings={"url": "b"}))
-        )
-
-
-def test_a_run_from_before_has_neither(tmp_path: Path) -> None:
-    run = dataclasses.replace(RUN, run_dir=tmp_path)
-    store_config(run)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["config"].pop("reward.settings") == {}
-    assert stored["config"].pop("reward.sandbox_url") is None
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert changed_settings(run, read_config(run.directory)) == []
+        check_same_run(altered(run, {"reward": RewardConfig("mine:score", settings={"url": "b"})}))
 
 
 def test_settings_of_a_function_of_ones_own_are_its_keyword_arguments(
@@ -276,14 +226,13 @@ def test_an_evaluation_has_the_same_settings() -> None:
     options = EvalOptions(Path("model"), "aime24", reward="llm_judge", reward_settings=JUDGE)
     options.check()
     assert options.run_config(Path("model"), Path("out"), 10).reward.settings == JUDGE
-    with pytest.raises(ConfigError, match="reward_settings needs reward"):
-        dataclasses.replace(options, reward=None).check()
-    with pytest.raises(
-        ConfigError, match="reward=judge must be package.module:function or one of reasoning_gym, llm_j"
+    for change, message in (
+        ({"reward": None}, "reward_settings needs reward"),
+        ({"reward": "judge"}, "reward=judge must be package.module:function or .* llm_judge"),
+        ({"sandbox_url": "host"}, "sandbox_url is not an address"),
     ):
-        dataclasses.replace(options, reward="judge").check()
-    with pytest.raises(ConfigError, match="sandbox_url is not an address"):
-        dataclasses.replace(options, sandbox_url="host").check()
+        with pytest.raises(ConfigError, match=message):
+            altered(options, change).check()
 
 
 ROOT = Path(__file__).parents[3]
@@ -299,13 +248,13 @@ def loss_settings(*flags: str, run: RunConfig = RUN) -> dict[str, Any]:
 
 def test_a_flag_is_a_json_object_and_replaces_the_recipes() -> None:
     recipes = with_settings(RUN, temperature_positive=3.0)
-    assert loss_settings() == {}
-    assert loss_settings(run=recipes) == {"temperature_positive": 3.0}
-    assert loss_settings("--algorithm.loss-settings", '{"b": 2, "c": null}', run=recipes) == {
-        "b": 2,
-        "c": None,
-    }
-    assert loss_settings("--algorithm.loss-settings={}", run=recipes) == {}
+    for flags, run, expected in (
+        ((), RUN, {}),
+        ((), recipes, {"temperature_positive": 3.0}),
+        (("--algorithm.loss-settings", '{"b": 2, "c": null}'), recipes, {"b": 2, "c": None}),
+        (("--algorithm.loss-settings={}",), recipes, {}),
+    ):
+        assert loss_settings(*flags, run=run) == expected
 
 
 @pytest.mark.parametrize("word", ["b=2", "[1]", '{"b": }', ""])
@@ -335,51 +284,34 @@ def test_settings_are_stored_and_a_run_goes_on_with_its_own(tmp_path: Path) -> N
     check_same_run(dataclasses.replace(other, allow_change=("algorithm.loss_settings",)))
 
 
-def test_a_run_from_before_there_were_settings_has_none(tmp_path: Path) -> None:
-    run = dataclasses.replace(RUN, run_dir=tmp_path)
-    store_config(run)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["config"].pop("algorithm.loss_settings") == {}
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert changed_settings(run, read_config(run.directory)) == []
-
-
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flag", "message"),
     [
-        (["--algorithm.loss=bapo_megatron.types:Missing"], "bapo_megatron.types has no class Missing"),
-        (
-            ["--algorithm.loss=no_such_module:Loss"],
-            "importing no_such_module failed",
-        ),
-        (["--reward.function=bapo_megatron.types:missing"], "bapo_megatron.types has no function missing"),
-        (["--rollout.engine=bapo_megatron.types:Missing"], "bapo_megatron.types has no class Missing"),
-        (["--environment.function=bapo_megatron.types:Missing"], "bapo_megatron.types has no class Missing"),
+        ("--algorithm.loss=bapo_megatron.types:Missing", "bapo_megatron.types has no class Missing"),
+        ("--algorithm.loss=no_such_module:Loss", "importing no_such_module failed"),
+        ("--reward.function=bapo_megatron.types:missing", "bapo_megatron.types has no function missing"),
+        ("--rollout.engine=bapo_megatron.types:Missing", "bapo_megatron.types has no class Missing"),
+        ("--environment.function=bapo_megatron.types:Missing", "bapo_megatron.types has no class Missing"),
     ],
 )
 def test_planning_refuses_code_that_is_not_there(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flag: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    assert cli.run(["plan", "recipes/demo_cpu.py", *flags]) == 2
+    assert cli.run(["plan", str(ROOT / "recipes/demo_cpu.py"), flag]) == 2
     said = capsys.readouterr().err
     assert message in said
-    assert flags[0].removeprefix("--").partition("=")[0] in said
+    assert flag.removeprefix("--").partition("=")[0] in said
 
 
-def test_planning_refuses_what_a_registered_loss_does_not_take(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match="algorithm.loss=sapo has no such setting"):
-        check_names(with_settings(RUN, temperature=2.0))
-    fixed_held = dataclasses.replace(
-        RUN, algorithm=AlgorithmConfig(grpo()), batch=BatchConfig(hold_forwards=True)
+def test_planning_refuses_what_a_registered_loss_does_not_take() -> None:
+    fixed_held = altered(RUN, {"algorithm.bounds": grpo(), "batch.hold_forwards": True})
+    for run, message in (
+        (with_settings(RUN, temperature=2.0), "algorithm.loss=sapo has no such setting"),
+        (with_settings(RUN, temperature_positive=0), "temperature_positive=0 must be above 0"),
+        (fixed_held, "algorithm.loss=clip with fixed bounds makes none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_names(run)
+    check_names(
+        altered(RUN, {"algorithm.loss": "lab.on_the_cluster:Loss", "algorithm.loss_settings": {"a": 2}})
     )
-    with pytest.raises(ConfigError, match="algorithm.loss=clip with fixed bounds makes none"):
-        check_names(fixed_held)
-    elsewhere = AlgorithmConfig(loss="lab.on_the_cluster:Loss", loss_settings={"width": 2.0})
-    check_names(dataclasses.replace(RUN, algorithm=elsewhere))
-    monkeypatch.chdir(ROOT)
-    flags = ["--algorithm.loss=sapo", '--algorithm.loss-settings={"temperature_positive": 0}']
-    assert cli.run(["plan", "recipes/demo_cpu.py", "--algorithm.bounds.target=0.4", *flags]) == 2
-    assert "temperature_positive=0 must be above 0" in capsys.readouterr().err

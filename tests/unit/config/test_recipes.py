@@ -6,8 +6,12 @@ import ast
 import json
 import re
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import cache
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,8 +91,23 @@ def test_the_list_is_whole() -> None:
     assert [path.stem for path in CLUSTER_RECIPES] == sorted(STATED)
 
 
+def docstring(path: Path) -> str:
+    return " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
+
+
+def plan_page(path: Path, *flags: str) -> str:
+    with redirect_stdout(StringIO()) as page:
+        assert bapo(["plan", str(path), *flags]) == 0
+    return page.getvalue()
+
+
+@cache
+def plan(name: str, *flags: str) -> Any:
+    return json.loads(plan_page(cluster_recipe(name), *flags, "--json"))
+
+
 @pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_sound_and_says_where_it_comes_from(path: Path) -> None:
+def test_a_recipe_is_sound(path: Path) -> None:
     run = load(path.stem)
     run.check()
     shape = find_shape(path, run.model.hf_path)
@@ -99,30 +118,8 @@ def test_a_recipe_is_sound_and_says_where_it_comes_from(path: Path) -> None:
     assert (run.optimizer.lr, run.rollout.temperature) == (2e-6, 0.6)
     assert run.algorithm.bounds == BOUNDS.get(path.stem, paper(searched_tokens(run)))
     assert run.rollout.engine == "sglang"
-    text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    assert "balanced" not in path.read_text()
-    assert any(source in text for source in ("Fig.", "section", "arXiv"))
-    if BASE not in path.stem or path.stem == BASE:
-        assert "paper" in text
-        assert "chosen here" in text.lower()
-
-
-def docstring(path: Path) -> str:
-    return " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
-
-
-@pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_says_what_becomes_of_equal_rewards_and_of_cut_responses(path: Path) -> None:
-    """Or it changes another recipe, which it names."""
-    run = load(path.stem)
     assert (run.rollout.drop_uniform_groups, run.rollout.max_oversampling) == (True, 3.0)
     assert run.reward == RewardConfig()  # a box decides, no penalty for length
-    base = re.search(r'load_recipe\([^"]*"(.+\.py)"', path.read_text())
-    said = [
-        "Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times",
-        "A response cut at its limit is scored as it stands, wrong without a box, and trained on.",
-    ]
-    assert all(text in docstring(path) for text in ([base[1].split("/")[-1]] if base else said))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -136,24 +133,14 @@ def test_a_recipe_names_its_preset_and_says_why(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_fits_its_gpus(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bapo(["plan", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["recipe"], found["gpus"], found["fits"]) == (path.stem, STATED[path.stem][1], True)
-    bapo(["plan", str(path)])
-    assert f"{path.stem}: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
-def test_what_the_plan_says_of_its_servers_is_what_a_run_accepts(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_recipe_fits_its_gpus_and_a_run_accepts_its_servers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a node of eight GPUs: a recipe whose text says one node starts there as it is; the servers of the
     others are on nodes of their own, and are named to it."""
-    assert bapo(["plan", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    bapo(["plan", str(path)])
-    said = "servers need nodes of their own" in capsys.readouterr().out
+    found = plan(path.stem)
+    assert (found["recipe"], found["gpus"], found["fits"]) == (path.stem, STATED[path.stem][1], True)
+    said = "servers need nodes of their own" in plan_page(path)
     alone = path.stem in (*SPLIT, *COLOCATED)
     assert said == (found["servers_problem"] is not None) == (not alone)
 
@@ -175,13 +162,12 @@ def test_what_the_plan_says_of_its_servers_is_what_a_run_accepts(
 
 
 @pytest.mark.parametrize("name", COLOCATED)
-def test_a_tenth_of_a_gpu_is_free_in_both_turns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tenth_of_a_gpu_is_free_in_both_turns(name: str) -> None:
     """And of a node's host memory, if it has 1 TB. All processes of the job are on one node."""
     run = load(name)
     assert run.rollout.sglang.colocated
     assert run.parallel.offload
-    assert bapo(["plan", str(cluster_recipe(name)), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = plan(name)
     for stage in found["stages"]:
         train = max(stage[phase] for phase in ("training", "saving", "syncing")) + stage["kept"]
         assert stage["kept"] == 1e9 * run.rollout.sglang.kept_gb
@@ -195,39 +181,33 @@ def test_a_tenth_of_a_gpu_is_free_in_both_turns(name: str, capsys: pytest.Captur
 @pytest.mark.parametrize(
     "name", ["r1_distill_qwen_32b_two_nodes", "qwen3_32b_two_nodes", "qwen3_30b_a3b_two_nodes"]
 )
-def test_a_recipe_of_two_nodes_has_one_for_each_task(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = cluster_recipe(name)
-    assert bapo(["plan", str(path), "--engine-gpus", "8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_recipe_of_two_nodes_has_one_for_each_task(name: str) -> None:
+    found = plan(name, "--engine-gpus", "8")
     assert (found["trainer_nodes"], found["server_nodes"]) == (1, 1)
-    assert found["engines"]["count"] * load(path.stem).rollout.sglang.tensor == 8
+    assert found["engines"]["count"] * load(name).rollout.sglang.tensor == 8
     assert max(stage["peak"] for stage in found["stages"]) < 0.9 * 80e9
     assert 0.9e12 < found["host"] < 1.1e12  # as its docstring says
 
 
+def differing(name: str, base: str) -> set[str]:
+    ours, theirs = flat(load(name)), flat(load(base))
+    return {field for field in theirs if ours[field] != theirs[field]} - {"name"}
+
+
 @pytest.mark.parametrize("variant", ["grpo", "clip_higher", "asymmetric", "on_policy", "papo"])
 def test_a_variant_differs_in_its_method_alone(variant: str) -> None:
-    ours, base = flat(load(f"{BASE}_{variant}")), flat(load(BASE))
-    differing = {name for name in base if ours[name] != base[name]} - {"name"}
-    assert differing
-    assert all(
-        name.startswith(("algorithm.bounds.", "algorithm.polarity.", "algorithm.reuse")) for name in differing
-    )
+    fields = differing(f"{BASE}_{variant}", BASE)
+    assert fields
+    method = ("algorithm.bounds.", "algorithm.polarity.", "algorithm.reuse")
+    assert all(name.startswith(method) for name in fields)
 
 
-@pytest.mark.parametrize("whole", [BASE, "qwen3_4b_8k"])
-def test_four_gpus_differ_in_their_layout_alone(whole: str) -> None:
-    ours, base = flat(load(f"{whole}_four_gpus")), flat(load(whole))
-    differing = {name for name in base if ours[name] != base[name]}
-    assert differing == {"name", "parallel.data", "rollout.sglang.servers"}
-
-
-def test_the_4b_with_a_tool_differs_in_its_prompts_and_its_environment_alone() -> None:
-    """So its ranks are those of qwen3_4b_8k, which is rehearsed."""
-    ours, base = flat(load("qwen3_4b_tools")), flat(load("qwen3_4b_8k"))
-    differing = {name for name in base if ours[name] != base[name]}
-    expected = ("function", "settings", "max_turns", "workers")
-    assert differing == {"name", "data.path", *(f"environment.{name}" for name in expected)}
+def test_four_gpus_or_a_tool_differ_in_nothing_else() -> None:
+    """So the ranks with a tool are those of qwen3_4b_8k, which is rehearsed."""
+    for whole in (BASE, "qwen3_4b_8k"):
+        assert differing(f"{whole}_four_gpus", whole) == {"parallel.data", "rollout.sglang.servers"}
+    expected = {f"environment.{name}" for name in ("function", "settings", "max_turns", "workers")}
+    assert differing("qwen3_4b_tools", "qwen3_4b_8k") == {"data.path", *expected}
 
 
 @pytest.mark.parametrize("name", ["qwen3_4b_tools", "qwen2_5_7b_tools"])
@@ -241,71 +221,32 @@ def test_a_tool_that_prints_all_it_may_leaves_the_model_half_of_its_response(nam
     assert run.data.path == Path("data/skywork_python/data.jsonl")
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 4, 8])
-@pytest.mark.parametrize("variant", ["", "_grpo", "_clip_higher"])
-def test_levels_of_staleness(variant: str, epochs: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the docstring says, by a flag. Without the flag a batch is used four times."""
-    path = cluster_recipe(f"{BASE}{variant}")
-    assert bapo(["plan", str(path), "--algorithm.reuse-epochs", str(epochs)]) == 0
-    assert f"; {epochs} a step:" in capsys.readouterr().out
-    assert load(f"{BASE}{variant}").algorithm.reuse_epochs == 4
+ASYMMETRIC = " ".join(
+    f"--algorithm.bounds.{end} {value}"
+    for end, value in (("low-start", 0.5), ("low-end", 0.5), ("high-start", 1.2), ("high-end", 1.2))
+)
 
 
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        (
-            BASE,
-            "--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --batch.recompute selective",
-        ),
-        (
-            f"{BASE}_asymmetric",
-            "--algorithm.bounds.low-start 0.5 --algorithm.bounds.low-end 0.5 "
-            "--algorithm.bounds.high-start 1.2 --algorithm.bounds.high-end 1.2",
-        ),
+        (BASE, "--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --batch.recompute selective"),
+        (f"{BASE}_asymmetric", ASYMMETRIC),
     ],
 )
-def test_flags_that_a_docstring_names_fit_too(
-    name: str, flags: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = cluster_recipe(name)
-    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
-    assert flags in text
-    assert bapo(["plan", str(path), *flags.split()]) == 0
-    assert "FITS" in capsys.readouterr().out
+def test_flags_that_a_docstring_names_fit_too(name: str, flags: str) -> None:
+    assert flags in docstring(cluster_recipe(name))
+    assert plan(name, *flags.split())["fits"]
 
 
-def test_recipes_with_experts_train_on_the_experts_that_sampled() -> None:
-    """By routes; and the large one's stages have unlike numbers of its 94 layers."""
-    sparse = [name for name in STATED if re.search(r"_a\d+b", name)]
-    assert len(sparse) == 4
-    assert {load(name).rollout.route_replay for name in sparse} == {"replay"}
-    parallel = load("qwen3_235b_a22b").parallel
-    assert (parallel.pipeline_layers, parallel.expert) == ((22, 24, 24, 24), 32)
-
-
-def test_partial_rollout_takes_its_staleness_from_segments() -> None:
-    run = load("partial_rollout_7b")
-    assert (run.rollout.budget_tokens, run.rollout.max_staleness, run.algorithm.reuse_epochs) == (2048, 4, 1)
-
-
-# --- the demo --------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).parents[3]
-DEMO = load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig)
+@pytest.mark.parametrize("variant", ["", "_grpo", "_clip_higher"])
+def test_levels_of_staleness_by_a_flag(variant: str) -> None:
+    assert "; 8 a step:" in plan_page(cluster_recipe(f"{BASE}{variant}"), "--algorithm.reuse-epochs", "8")
+    assert load(f"{BASE}{variant}").algorithm.reuse_epochs == 4
 
 
 def test_the_demo_has_the_default_preset() -> None:
-    assert DEMO.algorithm.bounds == paper() == AlgorithmConfig().bounds
-    assert DEMO.algorithm.loss == "clip"
-    assert DEMO.steps <= 40
-
-
-def test_the_demo_says_what_it_does_not_show() -> None:
-    for text in (
-        DEMO.logging.note,
-        (ROOT / "README.md").read_text(),
-        (ROOT / "recipes/demo_cpu.py").read_text(),
-    ):
-        assert "does not show" in text
-        assert "made" in text  # of the task
+    demo = load_recipe(FOLDER / "demo_cpu.py", RunConfig)
+    assert demo.algorithm.bounds == paper() == AlgorithmConfig().bounds
+    assert demo.algorithm.loss == "clip"
+    assert demo.steps <= 40

@@ -15,7 +15,6 @@ from bapo_megatron.algo.bapo import paper
 from bapo_megatron.algo.bins import BUCKETS, RATIO_BINS
 from bapo_megatron.algo.losses import LOSSES, load_loss
 from bapo_megatron.algo.settings import settings_of
-from bapo_megatron.commands.report.panels import PANELS
 from bapo_megatron.config import RewardConfig, RunConfig, SftConfig, load_recipe
 from bapo_megatron.config.validation import flat
 from bapo_megatron.rollout.sampler.sampling_metrics import rollout_metrics
@@ -119,22 +118,6 @@ def test_every_field_says_what_it_is() -> None:
     check(SftConfig)
 
 
-_OF_LIBRARIES = ("Unrecognized options", "Perhaps you meant", "Too many open files")
-
-
-def test_quoted_messages_exist() -> None:
-    folders = [ROOT / name for name in _PACKAGES]
-    source = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
-    source = re.sub(r'"\s*f?"', "", source)  # parts of a string on several lines
-    page = (ROOT / "docs/troubleshooting.md").read_text()
-    quoted = [
-        text for text in re.findall(r'"([^"]+)"', page) if text not in _OF_LIBRARIES and "--" not in text
-    ]
-    fragments = [part.strip() for text in quoted for part in text.split("...")]
-    assert len(quoted) > 10
-    assert not [part for part in fragments if part not in source]
-
-
 _QUADRANTS = [f"{sign}_{half}" for sign in ("positive", "negative") for half in ("high", "low")]
 
 
@@ -161,15 +144,6 @@ def test_every_metric_is_on_a_page() -> None:
     names = sorted({_named(metric) for metric in _written()})
     assert len(names) > 60
     assert [name for name in names if f"`{name}`" not in pages] == []
-
-
-@pytest.mark.parametrize(("metric", "label"), [("positive", "right"), ("negative", "wrong")])
-def test_lengths_are_those_of_right_and_wrong_responses(metric: str, label: str) -> None:
-    """Not of positive and negative advantages, whatever the metric's name: so ``rollout_metrics`` has it."""
-    [panel] = [panel for panel in PANELS if panel.file == "response_length"]
-    [curve] = [one for one in panel.curves if one.metric == f"rollout/length_{metric}_mean"]
-    assert curve.label == label
-    assert "advantage" not in panel.caption
 
 
 ENVIRONMENTS_PAGE = ROOT / "docs/environments.md"

@@ -51,9 +51,8 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, left_out: str)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_as_many_key_value_heads_as_heads_where_they_are_null(family: str) -> None:
     config = config_of(family, num_key_value_heads=None)
-    assert (
-        model_shape(config, "here").attention.kv_heads == CLASSES[family](**config).num_key_value_heads == 8
-    )
+    theirs = CLASSES[family](**config).num_key_value_heads
+    assert model_shape(config, "here").attention.kv_heads == theirs == 8
 
 
 @pytest.mark.parametrize(
@@ -64,6 +63,7 @@ def test_as_many_key_value_heads_as_heads_where_they_are_null(family: str) -> No
         ("qwen2", "layer_types", [4], r"layer_types=\[4\] is not a list"),
         ("qwen2", "tie_word_embeddings", "false", "tie_word_embeddings='false' is neither true nor false"),
         ("qwen2", "use_sliding_window", "false", "use_sliding_window='false' is neither"),
+        ("qwen3", "attention_bias", True, "attention_bias=True is not supported"),  # norms in its place
         ("llama", "attention_bias", 0, "attention_bias=0 is neither"),
         ("qwen3_moe", "norm_topk_prob", "true", "norm_topk_prob='true' is neither"),
         ("qwen2", "hidden_size", "48", "hidden_size='48' is not an integer"),

@@ -13,21 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, model_shape, read_model_shape
-from bapo_megatron.hf.parameter_map import canonical_name, checkpoint_keys, hf_tensors, mapping_table
+from bapo_megatron.hf.parameter_map import canonical_name, hf_tensors, mapping_table
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.layers import Mapping, RowSegment
 from bapo_megatron.policy.weight_map import join, shard, shard_parts, split, unshard
 from checkpoints_tools.formats.mp_rank import shard_blocks
 from tests.support.models import EXPERTS, FAMILIES, save_tiny_model
+from tests.unit.hf.test_config_fields import LLAMA3
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def shape(**changes: object) -> ModelShape:
@@ -110,8 +104,7 @@ class NewBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "name",
-    ["mlp.linear_fc1.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"],
+    "name", ["mlp.linear_fc1.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"]
 )
 def test_a_parameter_is_made_whole_with_one_copy(name: str, size: int) -> None:
     """Gate over up on each rank (fc1), rows (qkv), columns (proj): a rank holds the shards and the whole."""
@@ -123,25 +116,6 @@ def test_a_parameter_is_made_whole_with_one_copy(name: str, size: int) -> None:
         again = unshard(mapping, pieces)
     assert torch.equal(again, whole)
     assert made.total == whole.nbytes
-
-
-def test_parts_by_hand() -> None:
-    """TP rank 1 of 2: the second group of q, k, v; the lower halves of gate and up; columns of down."""
-    table = mapping_table(shape())
-    layer = "decoder.layers.{layer}."
-
-    def parts(name: str) -> list[tuple[int, int, int, int | None, int | None]]:
-        found = shard_parts(table[layer + name], 1, 2)
-        return [(p.source, p.rows.start, p.rows.stop, p.columns.start, p.columns.stop) for p in found]
-
-    assert parts("self_attention.linear_qkv.weight") == [
-        (0, 2, 4, None, None),
-        (1, 1, 2, None, None),
-        (2, 1, 2, None, None),
-    ]
-    assert parts("mlp.linear_fc1.weight") == [(0, 2, 4, None, None), (1, 2, 4, None, None)]
-    assert parts("mlp.linear_fc2.weight") == [(0, 0, 4, 2, 4)]
-    assert parts("input_layernorm.weight") == [(0, 0, 4, None, None)]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, EXPERTS])
@@ -156,24 +130,6 @@ def test_transformer_engine_names_mean_the_same() -> None:
     fused = canonical_name("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", 4)
     plain = canonical_name("decoder.layers.1.input_layernorm.weight", 4)
     assert fused == plain == ("decoder.layers.{layer}.input_layernorm.weight", 5)
-
-
-def test_keys_of_checkpoints() -> None:
-    [block] = shape().blocks
-
-    def checkpoint_key(name: str, stacked: bool = True) -> str:
-        return checkpoint_keys(name, block, stacked)[0]
-
-    norm = "decoder.layers.{layer}.input_layernorm.weight"
-    assert checkpoint_key(norm) == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
-    assert checkpoint_key(norm, stacked=False) == (
-        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight"
-    )
-    norm = "decoder.layers.{layer}.pre_mlp_layernorm.weight"
-    assert checkpoint_key(norm) == "decoder.layers.mlp.linear_fc1.layer_norm_weight"
-    bias = "decoder.layers.{layer}.self_attention.linear_qkv.bias"
-    assert checkpoint_key(bias) == "decoder.layers.self_attention.linear_qkv.bias"
-    assert checkpoint_key("output_layer.weight") == "output_layer.weight"
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, EXPERTS])
@@ -201,10 +157,16 @@ def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
     [
         ({"model__norm__weight": None}, "tensor model.norm.weight is missing"),
         ({"model__extra": torch.zeros(1)}, "tensor model.extra is not of this model family"),
+        ({"model__norm__weight": torch.zeros(7)}, r"model.norm.weight has shape \[7\], .* \[32\]"),
         (
-            {"model__norm__weight": torch.zeros(7)},
-            r"model.norm.weight has shape \[7\], config.json asks for \[32\]",
+            {"model__norm__weight": torch.ones(32).to(torch.int8)},
+            "norm.weight is .*; supported are BF16, F16",
         ),
+        (
+            {"model__norm__weight": torch.ones(32).to(torch.float8_e5m2)},
+            "norm.weight is .*; supported are BF16",
+        ),
+        ({"model__norm__weight": torch.ones(32).double()}, "norm.weight is .*; supported are BF16, F16, F32"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_named(change: dict, message: str, tmp_path: Path) -> None:
@@ -222,32 +184,8 @@ def test_an_output_layer_unlike_its_tied_embedding_is_refused(tmp_path: Path) ->
     HfReader(folder).check(read_model_shape(folder))
     for other in (embedding.flip(0).contiguous(), embedding[:-1].clone()):
         edit_tensors(folder, lm_head__weight=other)
-        with pytest.raises(
-            ConfigError, match=r"ties lm_head.weight to .* not equal: set \"tie_word_embeddings\""
-        ):
+        with pytest.raises(ConfigError, match=r"ties lm_head.weight to .* not equal: set \"tie_word_emb"):
             HfReader(folder).check(read_model_shape(folder))
-
-
-@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e5m2, torch.float64])
-def test_numbers_that_are_no_weights_by_themselves_are_refused(kind: torch.dtype, tmp_path: Path) -> None:
-    folder = save_tiny_model("qwen2", tmp_path)
-    edit_tensors(folder, model__norm__weight=torch.ones(32).to(kind))
-    with pytest.raises(ConfigError, match=r"tensor model.norm.weight is .*; supported are BF16, F16, F32"):
-        HfReader(folder).check(read_model_shape(folder))
-
-
-def test_one_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
-    """transformers loads the one file, engines those of the index."""
-    folder = save_tiny_model("qwen2", tmp_path)
-    whole = folder / "model.safetensors"
-    names = list(load_file(whole))
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, whole.name)}))
-    HfReader(folder).check(read_model_shape(folder))
-    (folder / "model-00001-of-00001.safetensors").write_bytes(whole.read_bytes())
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}))
-    with pytest.raises(ConfigError, match="holds both model.safetensors, .* does not list it: remove"):
-        HfReader(folder)
 
 
 def test_an_index_that_places_a_tensor_elsewhere_is_named(tmp_path: Path) -> None:
@@ -256,9 +194,7 @@ def test_an_index_that_places_a_tensor_elsewhere_is_named(tmp_path: Path) -> Non
     edit_tensors(folder, model__norm__weight=None)
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        ConfigError, match="model.safetensors holds no tensor model.norm.weight, which .*index"
-    ):
+    with pytest.raises(ConfigError, match="model.safetensors holds no tensor model.norm.weight"):
         HfReader(folder).check(read_model_shape(folder))
 
 
@@ -270,6 +206,10 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         HfReader(folder).check(read_model_shape(folder))
 
 
+DEFAULT = {"rope_theta": 1e6, "rope_type": "default"}
+"""A folder that transformers 5 wrote, to which Qwen's pages add lines for long texts."""
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -277,26 +217,17 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
-        # A folder that transformers 5 wrote, and the lines that Qwen's pages add for long texts.
+        ({"rope_parameters": DEFAULT, "rope_scaling": YARN}, "RoPE scaling 'yarn' is not supported"),
         (
-            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": YARN},
-            "RoPE scaling 'yarn' is not supported",
+            {"rope_parameters": DEFAULT, "rope_scaling": LLAMA3},
+            r"rope_scaling=.*, rope_parameters=.* contradict .*: keep either rope_parameters",
         ),
         (
-            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": LLAMA3},
-            r"rope_scaling=.*, rope_parameters=.* contradict each other, .*: keep either rope_parameters",
+            {"rope_parameters": DEFAULT, "rope_theta": 1e5},
+            "rope_theta=100000.0, rope_parameters=.* contradict",
         ),
-        (
-            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_theta": 1e5},
-            r"rope_theta=100000.0, rope_parameters=.* contradict each other",
-        ),
-        (
-            {
-                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
-                "rope_scaling": {"type": "default"},
-            },
-            "contradict each other",  # transformers 5 then has the base 10,000
-        ),
+        # transformers 5 then has the base 10,000
+        ({"rope_parameters": DEFAULT, "rope_scaling": {"type": "default"}}, "contradict each other"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "of their own for 'full_attention'"),
         (
             {"rope_scaling": LLAMA3, "original_max_position_embeddings": 128},
@@ -305,17 +236,11 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* is not supported"),
-        ({"hidden_size": "wide"}, "hidden_size='wide' is not an integer"),
         ({"hidden_size": float("inf")}, "hidden_size=inf is not an integer"),
         ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
         ({"num_hidden_layers": -1}, "layers=-1 cannot be"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
-        (
-            {
-                "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0},
-            },
-            "low_freq_factor=2.0 is not supported; megatron-core has 1",
-        ),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor=2.0 is not supported"),
     ],
 )
 def test_a_config_that_we_cannot_train_is_refused(change: dict, message: str) -> None:
@@ -339,20 +264,15 @@ def test_old_and_new_rope_fields_mean_the_same() -> None:
     )
     assert old == new
     both = {"rope_theta": 5e5, "rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}
-    assert (
-        shape(**both) == shape(**{**both, "rope_parameters": None}) == shape(**{**both, "rope_scaling": None})
-    )
+    for left_out in ("rope_parameters", "rope_scaling"):
+        assert shape(**{**both, left_out: None}) == shape(**both)
     assert shape(**both).rope_scaling == 8.0
 
 
 def test_parts_of_unequal_rows_are_cut_each_on_its_own() -> None:
     """4 rows of one tensor over 2 of another: a rank has half of each, by every way to cut and join."""
     mapping = Mapping(
-        ("a", "b"),
-        ((4, 1), (2, 1)),
-        (RowSegment(0, 0, 4), RowSegment(1, 0, 2)),
-        tp_dim=0,
-        sections=(4, 2),
+        ("a", "b"), ((4, 1), (2, 1)), (RowSegment(0, 0, 4), RowSegment(1, 0, 2)), tp_dim=0, sections=(4, 2)
     )
     whole = torch.tensor([[1], [2], [3], [4], [5], [6]])
     pieces = [shard(mapping, whole, rank, 2) for rank in range(2)]

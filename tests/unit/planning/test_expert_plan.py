@@ -34,6 +34,7 @@ from bapo_megatron.planning.speed import speed
 from bapo_megatron.planning.traffic import sync_traffic, update_traffic
 from bapo_rehearsal.records import RankResult
 from bapo_rehearsal.results import model_flops
+from tests.support.altered import altered
 from tests.support.shapes import activation_bytes_per_token, resized
 from tests.unit.planning.test_plan import SMALL, job, planned
 
@@ -48,8 +49,7 @@ BOTH = ParallelConfig(tensor=2, data=2, sequence=True, expert=2, expert_tensor=2
 
 def moe(parallel: ParallelConfig, imbalance: float = 1.5, **batch: object) -> Job:
     """The job of test_plan.py, eight packs of 16 tokens, with experts."""
-    one = job(parallel, MOE, **batch)
-    return replace(one, options=replace(one.options, expert_imbalance=imbalance))
+    return altered(job(parallel, MOE, **batch), {"options.expert_imbalance": imbalance})
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,7 @@ def test_work_and_routes_by_hand() -> None:
     """Gradients of 3 copies of a token (26 wide), and its hidden states."""
     memory = stage_memory(moe(EP), 0)
     assert memory.workspace == 2 * (16 * 3 * 26 + 2 * 16 * 8)
-    replays = moe(EP)
-    replays = replace(
-        replays, run=replace(replays.run, rollout=replace(replays.run.rollout, route_replay="replay"))
-    )
+    replays = altered(moe(EP), {"run.rollout.route_replay": "replay"})
     # A byte for each of two experts in four layers, of 16 tokens.
     assert stage_memory(replays, 0).buffers - memory.buffers == 16 * 4 * 2
 
@@ -222,12 +219,10 @@ def test_the_page_names_the_layout_and_the_assumption() -> None:
     assert "Experts:" not in plan_text(make_plan(moe(ETP)), [], [])
 
 
-@pytest.mark.parametrize(("flag", "message"), [("0.5", "expert_imbalance"), ("nan", "expert_imbalance")])
-def test_an_imbalance_below_the_mean_is_refused(
-    flag: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bapo(["plan", "recipes/qwen3_32b.py", "--expert-imbalance", flag]) == 2
-    assert message in capsys.readouterr().err
+@pytest.mark.parametrize("imbalance", ["0.5", "nan"])
+def test_an_imbalance_below_the_mean_is_refused(imbalance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bapo(["plan", "recipes/qwen3_32b.py", "--expert-imbalance", imbalance]) == 2
+    assert "expert_imbalance" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("band", [1 << 16, 3])
@@ -247,8 +242,7 @@ def test_the_imbalance_of_routes_by_hand(tmp_path: Path, monkeypatch: pytest.Mon
     assert measured_imbalance(tmp_path / "routes.npy", MOE, 2) == (6 + 4 + 8 + 8) / 4 / 4
     # Each on a rank of its own: 3, 2, 4 and 4 copies, of which the mean is 2.
     assert measured_imbalance(tmp_path / "routes.npy", MOE, 4) == (3 + 2 + 4 + 4) / 4 / 2
-    measured = moe(EP)
-    measured = replace(measured, options=replace(measured.options, expert_routes=tmp_path / "routes.npy"))
+    measured = altered(moe(EP), {"options.expert_routes": tmp_path / "routes.npy"})
     assert measured.expert_imbalance == 26 / 16
     assert stage_memory(measured, 0).activations == stage_memory(moe(EP, 26 / 16), 0).activations
     assert speed(measured) == speed(moe(EP, 26 / 16))
@@ -257,18 +251,17 @@ def test_the_imbalance_of_routes_by_hand(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
-def test_other_files_are_no_routes(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--expert-routes .*none\.npy: it cannot be read: .*routes\.npy of a step"
-    ):
-        measured_imbalance(tmp_path / "none.npy", MOE, 2)
-    for name, array in {
-        "layers": np.zeros((3, 2, 2), np.uint8),
-        "experts": np.full((3, 4, 2), 7, np.uint8),
-        "flat": np.zeros(3, np.uint8),
-    }.items():
-        np.save(tmp_path / f"{name}.npy", array)
-        with pytest.raises(
-            ConfigError, match=rf"{name}\.npy: an array .* but the model has 4 layers and 2 of 4"
-        ):
-            measured_imbalance(tmp_path / f"{name}.npy", MOE, 2)
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        (None, "it cannot be read"),
+        (np.zeros((3, 2, 2), np.uint8), "the model has 4 layers and 2 of 4"),
+        (np.full((3, 4, 2), 7, np.uint8), "the model has 4 layers and 2 of 4"),
+        (np.zeros(3, np.uint8), "the model has 4 layers and 2 of 4"),
+    ],
+)
+def test_other_files_are_no_routes(array: np.ndarray | None, told: str, tmp_path: Path) -> None:
+    if array is not None:
+        np.save(tmp_path / "routes.npy", array)
+    with pytest.raises(ConfigError, match=rf"routes\.npy: .*{told}"):
+        measured_imbalance(tmp_path / "routes.npy", MOE, 2)

@@ -26,6 +26,7 @@ from bapo_megatron.planning.lengths import (
 )
 from bapo_megatron.planning.page import plan_dict, plan_text
 from bapo_megatron.planning.plan import JobPlan, make_plan
+from tests.support.altered import altered
 from tests.unit.planning.test_plan import job
 
 
@@ -113,8 +114,10 @@ def test_the_share_of_the_busiest_engine() -> None:
 TOOL = EnvironmentConfig("tool.py:Tool", max_turns=4)
 
 
-def opened(plan: JobPlan) -> OpenResponses | None:
-    return open_responses(plan.job, plan.engines)
+def opened(plan: JobPlan) -> OpenResponses:
+    found = open_responses(plan.job, plan.engines)
+    assert found is not None
+    return found
 
 
 def planned(environment: EnvironmentConfig = TOOL, sources: Any = (), **changes: Any) -> JobPlan:
@@ -160,18 +163,13 @@ def test_the_inequality_by_hand() -> None:
 )
 def test_what_admission_allows(rollout: dict[str, Any], admitted: int, is_ahead: bool) -> None:
     found = opened(planned(**rollout))
-    assert found is not None
     assert (found.admitted, found.is_ahead, found.round_responses) == (admitted, is_ahead, 8)
 
 
 def test_colocated_engines_sample_while_the_trainer_waits() -> None:
     """They have no GPU meanwhile: (1 + 1) x 8 responses, as without overlap."""
-    plan = planned(max_staleness=1)
-    job = plan.job
-    sglang = replace(job.run.rollout.sglang, colocated=True)
-    run = replace(job.run, rollout=replace(job.run.rollout, engine="sglang", sglang=sglang))
-    found = opened(make_plan(replace(job, run=run)))
-    assert found is not None
+    turns = {"run.rollout.engine": "sglang", "run.rollout.sglang.colocated": True}
+    found = opened(make_plan(altered(planned(max_staleness=1).job, turns)))
     assert (found.admitted, found.is_ahead, found.overlap) == (16, False, False)
 
 
@@ -179,9 +177,7 @@ def test_turns_of_evaluations_do_not_count() -> None:
     """The run's own environment answers suites alone, as all sources have another."""
     suites = EnvironmentConfig("tool.py:Suite", max_turns=20)
     plan = planned(suites, sources=(SourceConfig(Path("a.jsonl"), 1.0, environment=TOOL),), max_staleness=1)
-    evaluated = replace(plan.job.run, evaluation=EvaluationConfig(1, ("a.jsonl",)))
-    found = opened(make_plan(replace(plan.job, run=evaluated)))
-    assert found is not None
+    found = opened(make_plan(altered(plan.job, {"run.evaluation": EvaluationConfig(1, ("a.jsonl",))})))
     assert found.turn_seconds == pytest.approx(14 / 4 * 8 / plan.engines.tokens_per_second)
 
 
@@ -189,11 +185,9 @@ def test_a_turn_is_its_share_of_a_response() -> None:
     """All 8 responses are decoded at a time: in the seconds of a decode step each gets a token."""
     plan = planned(environment_turns=2.0, max_staleness=1)
     found = opened(plan)
-    assert found is not None
     assert found.places == 8.0
     assert found.turn_seconds == pytest.approx(7 * 8 / plan.engines.tokens_per_second)
     most = opened(planned(max_staleness=1))
-    assert most is not None
     assert most.turn_seconds == pytest.approx(found.turn_seconds / 2), "of max_turns, 4"
 
 
@@ -201,17 +195,15 @@ def test_sources_count_by_their_weights() -> None:
     none = EnvironmentConfig()
     two = SourceConfig(Path("a.jsonl"), 3.0), SourceConfig(Path("b.jsonl"), 1.0, environment=none)
     found = opened(planned(sources=two))
-    assert found is not None
     assert found.share == 0.75
-    assert opened(planned(none, sources=two)) is None
-    assert opened(planned(none)) is None
+    for plan in (planned(none, sources=two), planned(none)):
+        assert open_responses(plan.job, plan.engines) is None
 
 
 def test_the_page_warns_where_it_does_not_hold() -> None:
     """The values that would hold are in it: with them it warns no more."""
     plan = planned(environment_seconds=1.0, max_staleness=0)
     found = opened(plan)
-    assert found is not None
     assert found.needed_staleness is not None
     warned = "\n".join(open_response_lines(opened(plan)))
     assert "WARNING: steps of 1 s need" in warned

@@ -25,13 +25,7 @@ from bapo_megatron.config import (
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import Job, PlanOptions
 from bapo_megatron.runtime.files import check_output_file
-from bapo_rehearsal.job import (
-    RehearseOptions,
-    choose_layers,
-    packs_of,
-    ranks_of,
-    rehearse_job,
-)
+from bapo_rehearsal.job import RehearseOptions, choose_layers, packs_of, ranks_of, rehearse_job
 from bapo_rehearsal.program import sequence_lengths
 from bapo_rehearsal.rank import RankRehearsal
 from bapo_rehearsal.records import Call, LargeTensor, Peak, RankRequest, RankResult, Wait
@@ -75,11 +69,14 @@ def test_a_rank_names_its_phases_but_among_all_ranks(
 
 def test_packs_fill_the_pipeline() -> None:
     """Eight packs of 16 tokens in an update (see test_plan.py), four of a replica where there are two."""
-    assert packs_of(job(), RehearseOptions()) == 1
-    assert packs_of(job(ParallelConfig(pipeline=4)), RehearseOptions()) == 5
-    assert packs_of(job(FOUR), RehearseOptions()) == 4  # no more than there are
-    assert packs_of(job(ParallelConfig(pipeline=2, virtual=2)), RehearseOptions()) == 4
-    assert packs_of(job(hold_forwards=True), RehearseOptions()) == 8
+    for one, packs in (
+        (job(), 1),
+        (job(ParallelConfig(pipeline=4)), 5),
+        (job(FOUR), 4),  # no more than there are
+        (job(ParallelConfig(pipeline=2, virtual=2)), 4),
+        (job(hold_forwards=True), 8),
+    ):
+        assert packs_of(one, RehearseOptions()) == packs
     assert packs_of(job(), RehearseOptions(packs=3)) == 3
 
 
@@ -112,19 +109,20 @@ def test_the_rehearsed_layers_are_printed(tmp_path: Path, monkeypatch: pytest.Mo
     assert choose_layers("torch", "bfloat16")[0] == "torch"
 
 
-def test_bad_input_ends_before_anything_is_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bapo(["rehearse", "recipes/bp_math_32b_64k.py", "--rank", "64"]) == 2
-    assert "--rank 64: the layout has ranks 0 to 63" in capsys.readouterr().err
-    assert bapo(["rehearse", "recipes/bp_math_32b_64k.py", "--parallel.tensor", "3"]) == 2
-    assert "parallel.tensor=3 does not divide" in capsys.readouterr().err
-
-
-def test_flags_that_exclude_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = "recipes/bp_math_32b_64k.py"
-    assert bapo(["rehearse", recipe, "--rank", "1", "--stage", "0"]) == 2
-    assert "--rank and --stage exclude each other: give one" in capsys.readouterr().err
-    assert bapo(["rehearse", recipe, "--stage", "0", "--all-ranks"]) == 2
-    assert "--stage and --all-ranks exclude each other: give one" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--rank 64", "--rank 64: the layout has ranks 0 to 63"),
+        ("--parallel.tensor 3", "parallel.tensor=3 does not divide"),
+        ("--rank 1 --stage 0", "--rank and --stage exclude each other"),
+        ("--stage 0 --all-ranks", "--stage and --all-ranks exclude each other"),
+    ],
+)
+def test_bad_input_ends_before_anything_is_rehearsed(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bapo(["rehearse", "recipes/bp_math_32b_64k.py", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
@@ -135,9 +133,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert bapo(["rehearse", "recipes/bp_math_32b_64k.py", "--json", str(gone)]) == 2
     told = f"--json {gone}: the folder {gone.parent} does not exist; make it, or name another file"
     assert told in capsys.readouterr().err
-    check_output_file("--json", tmp_path / "new.json")
     with pytest.raises(ConfigError, match="is a folder; name a file"):
         check_output_file("--json", tmp_path)
+    check_output_file("--json", tmp_path / "new.json")
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
     with pytest.raises(ConfigError, match="cannot be written to; name a file in another folder"):
         check_output_file("--json", tmp_path / "new.json")
@@ -210,38 +208,38 @@ def result(rank: int, *calls: Call, **other: object) -> RankResult:
     return replace(RankResult(rank, place, "torch", 1, calls=list(calls)), **other)  # type: ignore[arg-type]
 
 
-def test_equal_collective_sequences_agree() -> None:
-    ranks = [result(rank, call("all_reduce"), call("all_gather", 16)) for rank in (0, 1)]
-    assert collective_mismatches(ranks) == []
+PAIR, FOUR_RANKS = call("all_reduce"), call("all_reduce", ranks=(0, 1, 2, 3))
+MESSAGES = [call("send", 8, peer=1), call("send", 4, peer=1)]
 
 
-def test_the_first_differing_call_is_named_with_both_lines() -> None:
-    one = result(0, call("all_reduce"), call("all_gather", 16, line="b.py:2"))
-    other = result(1, call("all_reduce"), call("all_gather", 32, line="c.py:3"))
-    [line] = collective_mismatches([one, other])
-    assert line.startswith("deadlock: in group TP ranks 0 and 1 differ at call 2: all_gather of 16 bytes")
-    assert "b.py:2" in line
-    assert "c.py:3" in line
-
-
-def test_a_rank_missing_from_a_collective_is_named() -> None:
-    [line] = collective_mismatches([result(0, call("all_reduce", line="b.py:2")), result(1)])
-    assert "differ at call 1: all_reduce of 8 bytes of float32 at b.py:2" in line
-    assert "no call any more" in line
-
-
-def test_each_process_group_is_compared_by_itself() -> None:
-    """Two groups in another order are not one sequence: each group's own order counts."""
-    pair, all_four = call("all_reduce"), call("all_reduce", ranks=(0, 1, 2, 3))
-    ranks = [result(0, pair, all_four), result(1, all_four, pair), result(2, all_four), result(3, all_four)]
-    assert collective_mismatches(ranks) == []
-
-
-def test_messages_are_matched_with_their_receives() -> None:
-    sender = result(0, call("send", 8, peer=1), call("send", 4, peer=1))
-    assert collective_mismatches([sender, result(1, call("recv", 8, peer=0), call("recv", 4, peer=0))]) == []
-    [line] = collective_mismatches([sender, result(1, call("recv", 8, peer=0), call("recv", 8, peer=0))])
-    assert line.startswith("deadlock: message 2 from rank 0 to rank 1")
+@pytest.mark.parametrize(
+    ("calls", "told"),
+    [
+        ([[PAIR, call("all_gather", 16)]] * 2, []),
+        (
+            [[PAIR, call("all_gather", 16, line="b.py:2")], [PAIR, call("all_gather", 32, line="c.py:3")]],
+            [
+                "deadlock: in group TP ranks 0 and 1 differ at call 2: all_gather of 16 bytes",
+                "b.py:2",
+                "c.py:3",
+            ],
+        ),
+        (
+            [[call("all_reduce", line="b.py:2")], []],
+            ["differ at call 1: all_reduce of 8 bytes of float32 at b.py:2", "no call any more"],
+        ),
+        # Two groups in another order are not one sequence: each group's own order counts.
+        ([[PAIR, FOUR_RANKS], [FOUR_RANKS, PAIR], [FOUR_RANKS], [FOUR_RANKS]], []),
+        ([MESSAGES, [call("recv", 8, peer=0), call("recv", 4, peer=0)]], []),
+        ([MESSAGES, [call("recv", 8, peer=0)] * 2], ["deadlock: message 2 from rank 0 to rank 1"]),
+    ],
+)
+def test_the_first_collective_or_message_that_differs_is_named(
+    calls: list[list[Call]], told: list[str]
+) -> None:
+    lines = collective_mismatches([result(rank, *own) for rank, own in enumerate(calls)])
+    assert len(lines) == bool(told)
+    assert all(part in line for line in lines for part in told)
 
 
 def test_parallel_coordinates_of_a_rank() -> None:

@@ -15,13 +15,7 @@ from bapo_rehearsal.fake.ledger import Ledger, sizes_by_kind
 from bapo_rehearsal.fake.meter import Meter
 from bapo_rehearsal.fake.values import known
 from bapo_rehearsal.transformer_engine import installation  # noqa: F401  it fills the table
-from bapo_rehearsal.transformer_engine.extension import (
-    KERNELS,
-    MaskType,
-    calls,
-    make_extension,
-    observers,
-)
+from bapo_rehearsal.transformer_engine.extension import KERNELS, MaskType, calls, make_extension, observers
 from bapo_rehearsal.transformer_engine.layers import positions_of
 
 BOUNDS = (0, 3, 8)
@@ -36,20 +30,9 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def gemm(a: Tensor, transposed_a: bool, b: Tensor, transposed_b: bool, **rest: Any) -> Any:
     names = {"out": None, "bias": None, "is_grad": False, "accumulate": False, **rest}
-    operands = (
-        a,
-        transposed_a,
-        b,
-        transposed_b,
-        names["out"],
-        None,
-        None,
-        names["bias"],
-        BFLOAT16,
-        False,
-        None,
-    )
-    return KERNELS["generic_gemm"](*operands, names["is_grad"], NOTHING, 0, names["accumulate"], False)
+    operands = (a, transposed_a, b, transposed_b, names["out"], None, None, names["bias"], BFLOAT16, False)
+    ends = (None, names["is_grad"], NOTHING, 0, names["accumulate"], False)
+    return KERNELS["generic_gemm"](*operands, *ends)
 
 
 def test_linear_layer_gemms_by_hand() -> None:
@@ -88,11 +71,12 @@ def test_rms_norm() -> None:
     torch.testing.assert_close(grads, [x.grad, weight.grad])
 
 
-def test_positions_under_context_parallelism_by_hand() -> None:
-    bounds = torch.tensor([0, 8, 12])
-    assert positions_of(bounds, 1, 0).tolist() == [*range(8), *range(4)]
-    assert positions_of(bounds, 2, 0).tolist() == [0, 1, 6, 7, 0, 3]
-    assert positions_of(bounds, 2, 1).tolist() == [2, 3, 4, 5, 1, 2]
+@pytest.mark.parametrize(
+    ("size", "rank", "positions"),
+    [(1, 0, [*range(8), *range(4)]), (2, 0, [0, 1, 6, 7, 0, 3]), (2, 1, [2, 3, 4, 5, 1, 2])],
+)
+def test_positions_under_context_parallelism_by_hand(size: int, rank: int, positions: list[int]) -> None:
+    assert positions_of(torch.tensor([0, 8, 12]), size, rank).tolist() == positions
 
 
 def test_rope_rotates_forward_and_back() -> None:

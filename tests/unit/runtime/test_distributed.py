@@ -32,19 +32,26 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+def set_all(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def torchrun() -> list[str]:
+    """What torchrun would have set."""
+    return [os.environ[name] for name in TORCHRUN]
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Task 5 of 8 in a step on two nodes, in a container, which has no scontrol."""
-    variables = {
-        "SLURM_PROCID": "5",
-        "SLURM_LOCALID": "1",
-        "SLURM_STEP_NUM_TASKS": "8",
-        "SLURM_STEP_NODELIST": "gpu[07-08]",
-        "SLURM_JOB_ID": "123456",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PATH", "/nowhere")
+    set_all(monkeypatch, SLURM_PROCID="5", SLURM_LOCALID="1", SLURM_STEP_NUM_TASKS="8")
+    set_all(monkeypatch, SLURM_STEP_NODELIST="gpu[07-08]", SLURM_JOB_ID="123456", PATH="/nowhere")
 
 
 @pytest.mark.parametrize(
@@ -94,10 +101,6 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
             free_port()
 
 
-def test_no_launcher() -> None:
-    assert launched_world_size() is None
-
-
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in zip(TORCHRUN, ("3", "3", "4", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
@@ -105,23 +108,21 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("step")
-def test_srun() -> None:
-    assert launched_world_size() == 8
-    assert [os.environ[name] for name in TORCHRUN] == ["5", "1", "8", "gpu07", "23456"]
-
-
-@pytest.mark.usefixtures("step")
-@pytest.mark.parametrize("name", [*TORCHRUN, "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"])
-def test_a_variable_that_is_empty_is_not_set(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As a script leaves it that exports what it does not know."""
-    monkeypatch.setenv(name, "")
-    assert launched_world_size() == 8
-    assert [os.environ[name] for name in TORCHRUN] == ["5", "1", "8", "gpu07", "23456"]
-
-
-def test_no_launcher_where_its_variables_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, "SLURM_STEP_NUM_TASKS"):
+@pytest.mark.parametrize("name", ["", *TORCHRUN, "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"])
+def test_srun_and_a_variable_that_is_empty(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As a script leaves it that exports what it does not know: it is not set."""
+    if name:
         monkeypatch.setenv(name, "")
+    assert launched_world_size() == 8
+    assert torchrun() == ["5", "1", "8", "gpu07", "23456"]
+
+
+def test_no_launcher_where_its_variables_are_empty_or_in_a_batch_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert launched_world_size() is None
+    set_all(monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="")
+    set_all(monkeypatch, **dict.fromkeys(TORCHRUN, ""))
     assert launched_world_size() is None
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="RANK is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
@@ -156,10 +157,9 @@ def test_srun_tells_the_ranks_of_this_node(
 def test_pyxis_sets_the_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """For images with a PYTORCH_VERSION, such as NVIDIA's. A step of one task is not a launcher then,
     either."""
-    for name, value in {"PYTORCH_VERSION": "2.13", "RANK": "5", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, PYTORCH_VERSION="2.13", RANK="5", LOCAL_RANK="1")
     assert launched_world_size() == 8
-    assert [os.environ[name] for name in TORCHRUN] == ["5", "1", "8", "gpu07", "23456"]
+    assert torchrun() == ["5", "1", "8", "gpu07", "23456"]
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
@@ -171,28 +171,15 @@ def test_pyxis_sets_the_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("step")
 def test_srun_with_a_meeting_point_of_the_job_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "4444")
+    set_all(monkeypatch, MASTER_ADDR="10.0.0.1", MASTER_PORT="4444")
     assert launched_world_size() == 8
-    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "4444")
-
-
-def test_a_batch_script_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "8")
-    assert launched_world_size() is None
+    assert torchrun()[3:] == ["10.0.0.1", "4444"]
 
 
 @pytest.mark.usefixtures("step")
 def test_a_step_without_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[07")
     with pytest.raises(ConfigError, match=r"unknown \('gpu\[07' is not a list .*: set RANK and MASTER_ADDR"):
-        launched_world_size()
-
-
-def test_half_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
         launched_world_size()
 
 
@@ -265,8 +252,7 @@ run_processes(worker, (), 2)
 
 
 def test_the_exit_code_with_a_reason_wins_though_another_rank_fails_first() -> None:
-    command = [sys.executable, "-c", WHY]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_python(WHY)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "error: a field is wrong"
 
@@ -280,18 +266,12 @@ def network(monkeypatch: pytest.MonkeyPatch, step: None) -> None:
     """A node with a slow and a fast network, in a step on two nodes."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
-    monkeypatch.setenv("SLURMD_NODENAME", "gpu07")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("MASTER_ADDR", "gpu07")
+    set_all(
+        monkeypatch, SLURM_STEP_NUM_NODES="2", SLURMD_NODENAME="gpu07", WORLD_SIZE="8", MASTER_ADDR="gpu07"
+    )
     addresses = {"eth0": "192.168.0.7", "ib0": "10.1.0.7", "ib1": "10.1.0.8", "lo": "127.0.0.1"}
-    found = {
-        name: [
-            SimpleNamespace(family=socket.AF_INET6, address="::1"),
-            SimpleNamespace(family=socket.AF_INET, address=one),
-        ]
-        for name, one in addresses.items()
-    }
+    other = SimpleNamespace(family=socket.AF_INET6, address="::1")
+    found = {n: [other, SimpleNamespace(family=socket.AF_INET, address=a)] for n, a in addresses.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
     monkeypatch.setattr(distributed, "_address_towards", ROUTES.get)
 
@@ -376,8 +356,7 @@ run_processes(worker, (), 2)
 @pytest.mark.integration
 def test_ranks_may_open_more_files_than_a_login_shell() -> None:
     """Thirty groups of two take gloo 150 descriptors; the groups of a rank among 128 take 600."""
-    command = [sys.executable, "-c", MANY_GROUPS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_python(MANY_GROUPS)
     assert done.returncode == 0, done.stderr
 
 
@@ -424,7 +403,6 @@ cli.main()
 @pytest.mark.integration
 @pytest.mark.parametrize("error", ["RuntimeError('no memory left')", "ConfigError('no memory left')"])
 def test_a_failing_rank_reports_its_error_and_exits(error: str) -> None:
-    command = [sys.executable, "-c", FAILING_RANK.replace("{error}", error)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_python(FAILING_RANK.replace("{error}", error))
     assert done.returncode == 1
     assert "no memory left" in done.stderr

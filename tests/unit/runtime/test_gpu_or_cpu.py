@@ -16,6 +16,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.runtime import device
 from bapo_megatron.runtime.device import gpu_problem, gpu_signs, prepare_device, uses_gpu
+from tests.support.executables import executable
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12040)."
 
@@ -36,13 +37,6 @@ def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     device.driver_gpus.cache_clear()
 
 
-def fake_driver(machine: Path, text: str) -> None:
-    """An nvidia-smi of one line of shell."""
-    path = machine / "bin/nvidia-smi"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def init() -> None:
         raise error
@@ -52,16 +46,20 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def test_a_machine_without_a_gpu_computes_on_its_cpu(bare_machine: Path) -> None:
     (bare_machine / "dev/nvidiactl").touch()  # no GPU
-    fake_driver(bare_machine, "echo 'NVIDIA-SMI has failed'; exit 9")
+    executable(bare_machine / "bin/nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
     assert list(gpu_signs()) == []
     assert not uses_gpu()
     assert gpu_problem() is None
 
 
 @pytest.mark.parametrize(
-    "name", ["SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS"]
+    ("name", "value"),
+    [
+        *((f"SLURM_{name}", "8") for name in ("GPUS", "GPUS_PER_NODE", "GPUS_ON_NODE", "JOB_GPUS")),
+        ("SLURM_GPUS", "h100:8"),
+        ("SLURM_JOB_GPUS", "0,1"),
+    ],
 )
-@pytest.mark.parametrize("value", ["8", "h100:8", "0,1"])
 def test_a_job_that_asked_for_gpus(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     assert list(gpu_signs()) == [f"{name}={value}"]
@@ -78,7 +76,7 @@ def test_a_job_without_gpus(value: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_signs_of_the_machine(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (bare_machine / "dev/nvidia3").touch()
     (bare_machine / "gpus/0000:18:00.0").mkdir()
-    fake_driver(bare_machine, "echo NVIDIA H100; echo NVIDIA H100")
+    executable(bare_machine / "bin/nvidia-smi", "echo NVIDIA H100; echo NVIDIA H100")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert list(gpu_signs()) == [
         "CUDA_VISIBLE_DEVICES=3",
@@ -110,25 +108,23 @@ def test_cuda_that_cannot_be_used_is_refused_with_its_reason(
 
 
 def test_a_cpu_build_on_a_machine_with_a_gpu(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_driver(bare_machine, "echo NVIDIA H100")
+    executable(bare_machine / "bin/nvidia-smi", "echo NVIDIA H100")
     fail_with(monkeypatch, AssertionError("Torch not compiled with CUDA enabled"))
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "Torch not compiled with CUDA enabled. Install a CUDA build" in str(gpu_problem())
 
 
-def test_a_gpu_that_works_is_used(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_works_is_used_unless_the_cpu_is_asked_for(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (bare_machine / "dev/nvidia0").touch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert uses_gpu()
     assert gpu_problem() is None
     monkeypatch.setenv("BAPO_DEVICE", "cpu")
-    assert not uses_gpu()
-
-
-def test_the_cpu_can_be_asked_for(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (bare_machine / "dev/nvidia0").touch()
-    monkeypatch.setenv("BAPO_DEVICE", "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert not uses_gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not uses_gpu()
     assert gpu_problem() is None
     prepare_device()
@@ -169,7 +165,7 @@ def test_kernels_are_compiled_on_the_own_machine(
     for name in (*names, "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # restored at the end
         del os.environ[name]
-    fake_driver(bare_machine, f"touch {tmp_path}/asked; echo NVIDIA H100")
+    executable(bare_machine / "bin/nvidia-smi", f"touch {tmp_path}/asked; echo NVIDIA H100")
     assert prepared() == [None, None], "a machine without a GPU"
     assert not (tmp_path / "asked").exists()  # every command would wait for it
     (bare_machine / "dev/nvidia0").touch()

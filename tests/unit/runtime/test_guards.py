@@ -57,7 +57,12 @@ def ends_in(monkeypatch: pytest.MonkeyPatch, seconds: int) -> PreemptionSignal:
     return PreemptionSignal()
 
 
-def test_without_a_job_end_the_run_is_not_preempted(clock: Clock) -> None:
+@pytest.mark.parametrize("told", [None, "", "0", "UNLIMITED"])
+def test_without_a_job_end_the_run_is_not_preempted(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, told: str | None
+) -> None:
+    if told is not None:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", told)
     watched = PreemptionSignal()
     for _ in range(3):
         clock.now += 1e6
@@ -95,12 +100,6 @@ def test_the_end_that_the_script_knows_comes_before_slurms(
     """Slurm moves the end of a job that it preempts."""
     monkeypatch.setenv("BAPO_END_TIME", str(int(START) + 10_000))
     assert ends_in(monkeypatch, 10).reason() is None
-
-
-@pytest.mark.parametrize("told", ["", "0", "UNLIMITED"])
-def test_an_invalid_job_end_is_ignored(clock: Clock, monkeypatch: pytest.MonkeyPatch, told: str) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", told)
-    assert PreemptionSignal().reason() is None
 
 
 def test_a_moved_end_is_heeded(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -281,13 +280,6 @@ if __name__ == "__main__":
 SHORT = """resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); torch.zeros(2**40)"""
 
 
-def run(harm: str, heeding: bool = False) -> tuple[int, str]:
-    """Exit code and stderr of two ranks, of which the second comes to harm."""
-    command = [sys.executable, "-c", RUN.format(harm=harm, heeding=heeding)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    return done.returncode, done.stderr
-
-
 def test_a_gpu_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "5")
     told = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 3 has 1.1 GiB free."
@@ -302,16 +294,25 @@ def test_a_gpu_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value.__cause__) == told
 
 
-@pytest.mark.parametrize("words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "NCCL: CUDA out of memory"])
-def test_libraries_of_cuda(words: str) -> None:
-    with pytest.raises(OutOfMemoryError, match="no GPU memory left"), naming_memory():
-        raise RuntimeError(words)
+def fail(error: Exception) -> Callable[[], object]:
+    def work() -> None:
+        raise error
+
+    return work
 
 
-def test_a_machine_without_memory() -> None:
-    for ask in (lambda: torch.zeros(2**50), lambda: bytearray(2**60)):
-        with pytest.raises(OutOfMemoryError, match="has no memory left; fewer processes"), naming_memory():
-            ask()
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        (lambda: torch.zeros(2**50), "has no memory left; fewer processes"),
+        (lambda: bytearray(2**60), "has no memory left; fewer processes"),
+        (fail(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")), "no GPU memory left"),
+        (fail(RuntimeError("NCCL: CUDA out of memory")), "no GPU memory left"),
+    ],
+)
+def test_a_machine_or_a_library_of_cuda_without_memory(work: Callable[[], object], told: str) -> None:
+    with pytest.raises(OutOfMemoryError, match=told), naming_memory():
+        work()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape"), ConfigError("out of memory"), OSError(28, "full")])
@@ -329,27 +330,23 @@ def test_how_a_process_ended() -> None:
     assert death(-signal.SIGSEGV) == "killed by SIGSEGV"
 
 
-def test_a_rank_whose_allocation_fails_ends_the_others() -> None:
-    code, said = run(SHORT)
-    assert code == 1, said
-    assert f"OutOfMemoryError: rank 1 on {socket.gethostname()} has no memory left" in said
-    assert "allocate memory" in said.splitlines()[-1] + said.splitlines()[-2]
-
-
-def test_a_rank_that_is_killed_ends_the_others() -> None:
-    code, said = run("os.kill(os.getpid(), signal.SIGKILL)")
-    assert code == 128 + signal.SIGKILL, said
-    assert said.splitlines()[-1].startswith(
-        "error: rank 1 was killed by SIGKILL, most likely because the machine"
-    )
-
-
-@pytest.mark.parametrize("heeding", [True, False])
-def test_a_rank_that_a_signal_to_stop_ends(heeding: bool) -> None:
-    """One of a run was still starting: it heeds them later. A warm start's, which never does, was killed."""
-    code, said = run("os.kill(os.getpid(), signal.SIGTERM)", heeding)
-    expected = (
-        (85, "stopped: told to stop before the run began") if heeding else (143, "rank 1 was killed by")
-    )
-    assert code == expected[0], said
-    assert expected[1] in said.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("harm", "heeding", "code", "told"),
+    [
+        (SHORT, False, 1, f"OutOfMemoryError: rank 1 on {socket.gethostname()} has no memory left"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            False,
+            128 + signal.SIGKILL,
+            "error: rank 1 was killed by SIGKILL, most likely because the machine",
+        ),
+        # One of a run was still starting: it heeds them later. A warm start's, which never does, was killed.
+        ("os.kill(os.getpid(), signal.SIGTERM)", True, 85, "stopped: told to stop before the run began"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", False, 143, "rank 1 was killed by"),
+    ],
+)
+def test_a_rank_that_comes_to_harm_ends_the_others(harm: str, heeding: bool, code: int, told: str) -> None:
+    command = [sys.executable, "-c", RUN.format(harm=harm, heeding=heeding)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == code, done.stderr
+    assert told in done.stderr

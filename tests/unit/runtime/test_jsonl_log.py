@@ -6,10 +6,6 @@ import errno
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
-import time
 import tracemalloc
 from contextlib import closing
 from datetime import UTC, datetime
@@ -70,33 +66,18 @@ def test_a_kill_at_any_byte_costs_the_last_line_at_most(
     assert steps_in(path) == [*[1, 2, 3][:whole], 9]
 
 
-def test_lines_reach_the_file_before_the_process_is_killed(path: Path) -> None:
-    code = (
-        "import sys, time; from pathlib import Path; from bapo_megatron.runtime.jsonl_log import JsonlLog\n"
-        "log = JsonlLog(Path(sys.argv[1])); log.append({'step': 1}); log.append({'step': 2}); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, str(path)])
-    try:
-        deadline = time.monotonic() + 30
-        while not (path.exists() and path.read_bytes().count(b"\n") == 2):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert steps_in(path) == [1, 2]
-
-
 def test_infinities_and_nan_are_null(path: Path) -> None:
     with closing(JsonlLog(path)) as log:
         log.append({"step": 1, "a": math.inf, "b": [math.nan, {"c": -math.inf}], "d": 0.5})
-    assert path.read_text() == '{"step": 1, "a": null, "b": [null, {"c": null}], "d": 0.5}\n'
+        # Before the log is closed: a kill costs nothing.
+        assert path.read_text() == '{"step": 1, "a": null, "b": [null, {"c": null}], "d": 0.5}\n'
 
 
 def test_rewind_keeps_the_steps_up_to_the_given_one(path: Path) -> None:
     write_steps(path, 1, 2, 2, 3, 4)
     kept = path.read_bytes().split(b"\n")[:3]
     with closing(JsonlLog(path)) as log:
+        log.rewind(4)
         log.rewind(2)
         assert path.read_bytes().split(b"\n")[:-1] == kept
         log.append({"step": 3})
@@ -123,15 +104,6 @@ def test_rewind_reads_no_more_than_the_steps_that_it_drops(
     log.close()
     assert [row["step"] for row in read_jsonl(path)] == list(range(1, 1990))
     assert peak < 1_000_000  # of 8 MB
-
-
-def test_rewind_of_a_new_log_and_to_its_end_changes_nothing(path: Path) -> None:
-    with closing(JsonlLog(path)) as log:
-        log.rewind(0)
-        log.append({"step": 1})
-        log.rewind(1)
-        log.append({"step": 2})
-    assert steps_in(path) == [1, 2]
 
 
 def test_rewind_refuses_lines_without_a_step(path: Path) -> None:

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from bapo_megatron.runtime.text_table import text_table
 
-
-def test_columns_are_aligned() -> None:
-    rows = [("a", "1.5", "x"), ("long name", "22.25", "")]
-    assert text_table(rows, right={1}) == ["a            1.5  x", "long name  22.25"]
+TEXT = "[bold]" + "word " * 200 + ":smile:"
 
 
-def test_heads_stand_above_a_rule() -> None:
-    assert text_table([("log-probs", "ok")], heads=("quantity", "?")) == [
-        "quantity   ?",
-        "---------- --",
-        "log-probs  ok",
-    ]
-
-
-def test_cells_are_neither_markup_nor_cut_nor_wrapped() -> None:
-    text = "[bold]" + "word " * 200 + ":smile:"
-    assert text_table([("a", text)]) == [f"a  {text}"]
+@pytest.mark.parametrize(
+    ("rows", "given", "expected"),
+    [
+        ([], {}, []),
+        ([("a", "1"), ("bc", "")], {"indent": 2}, ["  a   1", "  bc"]),
+        (
+            [("a", "1.5", "x"), ("long name", "22.25", "")],
+            {"right": {1}},
+            ["a            1.5  x", "long name  22.25"],
+        ),
+        (
+            [("log-probs", "ok")],
+            {"heads": ("quantity", "?")},
+            ["quantity   ?", "---------- --", "log-probs  ok"],
+        ),
+        ([("a", TEXT)], {}, [f"a  {TEXT}"]),  # neither markup nor cut nor wrapped
+        ([("\u6a21\u578b", "1"), ("abcd", "2")], {}, ["\u6a21\u578b  1", "abcd  2"]),  # two cells each
+    ],
+)
+def test_columns_are_aligned(rows: list[tuple[str, ...]], given: dict[str, Any], expected: list[str]) -> None:
+    assert text_table(rows, **given) == expected
 
 
 @pytest.mark.parametrize(("variable", "value"), [("FORCE_COLOR", "1"), ("COLUMNS", "10")])
@@ -64,14 +72,6 @@ def test_no_character_of_a_cell_is_lost(text: str, shown: str) -> None:
     assert text_table([(text, "1")]) == [f"{shown}  1"]
 
 
-def test_an_indented_table() -> None:
-    assert text_table([("a", "1"), ("bc", "")], indent=2) == ["  a   1", "  bc"]
-
-
-def test_no_rows() -> None:
-    assert text_table([]) == []
-
-
 def test_rich_is_imported_when_a_table_is_drawn() -> None:
     """It takes a tenth of a second, which most commands can do without."""
     script = (
@@ -79,7 +79,3 @@ def test_rich_is_imported_when_a_table_is_drawn() -> None:
         "text_table([('a',)]); print('rich' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", script], text=True).split() == ["False", "True"]
-
-
-def test_wide_characters_take_two_cells() -> None:
-    assert text_table([("\u6a21\u578b", "1"), ("abcd", "2")]) == ["\u6a21\u578b  1", "abcd  2"]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.executables import executable
+
 SLURM = Path(__file__).parents[3] / "slurm"
 NO_PAUSES = "sleep() { :; }\n"
 """Put before lines that would look ten times, a second apart, for a node that is down."""
@@ -18,11 +20,8 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
     """Runs lines of bash after the library, in job 7 whose run is ``tmp_path``."""
-    (tmp_path / "bin").mkdir()
     for name, text in (("squeue", "echo RUNNING"), ("sinfo", "true"), ("scontrol", "exit 1")):
-        command = tmp_path / "bin" / name
-        command.write_text(f"#!/bin/sh\n{text}\n")
-        command.chmod(0o755)
+        executable(tmp_path / "bin" / name, text)
 
     def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {

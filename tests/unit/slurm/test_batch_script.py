@@ -20,6 +20,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import AnsweringChild
+from tests.support.executables import executable
 
 pytestmark = pytest.mark.integration
 
@@ -117,9 +118,8 @@ def test_a_tasks_variables_are_stronger_than_the_images(tmp_path: Path) -> None:
     """pyxis gives a task the image's value of a variable that both have."""
     cluster = replace(PYXIS, environment={"NCCL_DEBUG": "a b", "HF_TOKEN": "secret"})
     job = ClusterJob(load_recipe(RECIPE, RunConfig), cluster, RECIPE, (), ROOT, ROOT / "slurm")
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$NCCL_DEBUG|$BAPO_SGLANG_PYTHON|$*"\nenv | grep -c secret\n')
-    python.chmod(0o755)
+    shown = 'echo "$NCCL_DEBUG|$BAPO_SGLANG_PYTHON|$*"\nenv | grep -c secret'
+    python = executable(tmp_path / "python", shown)
     image = {"NCCL_DEBUG": "of the image", "BAPO_SGLANG_PYTHON": "of the image"}
     mine = {**job.settings(), "BAPO_LIB": f"{ROOT}/slurm/lib", "BAPO_PYTHON": str(python), **image}
     command = ["bash", str(ROOT / "slurm/task.sh"), "probe", "--gpus=8"]

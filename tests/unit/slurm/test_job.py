@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.executables import executable
 from tests.unit.slurm.conftest import SLURM, Shell
 
 
@@ -23,9 +24,7 @@ def run_rank(
 ) -> subprocess.CompletedProcess[str]:
     """Run rank 3, whose interpreter is the script ``program``. ``lines``: what bash reads before task.sh."""
     (folder / "ended").mkdir(exist_ok=True)
-    rank, begin = folder / "rank", folder / "begin"
-    rank.write_text(f"#!/bin/bash\n{program}\n")
-    rank.chmod(0o755)
+    rank, begin = executable(folder / "rank", program), folder / "begin"
     begin.write_text(lines)
     environment = {
         "PATH": os.environ["PATH"],
@@ -145,9 +144,7 @@ def test_the_script_of_a_job_is_readable_by_its_user_alone(
 ) -> None:
     """The cluster file's [environment], with its tokens, is in it, on a file system that all share."""
     (tmp_path / "logs").mkdir()
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text('#!/bin/sh\ngrep -q TOKEN "$2" && echo 4711\n')
-    sbatch.chmod(0o755)
+    executable(tmp_path / "sbatch", 'grep -q TOKEN "$2" && echo 4711')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(launch, "script_of", lambda job: "export HF_TOKEN=hf_secret\n")
     monkeypatch.setattr(sys, "argv", ["launch.py"])
@@ -163,11 +160,7 @@ def test_the_script_of_a_job_is_readable_by_its_user_alone(
 
 @pytest.mark.parametrize(
     ("said", "number"),
-    [
-        ("4711\n", "4711"),
-        ("4711;cluster\n", "4711"),
-        ("Welcome.\nA project: 12 hours\n\n4711\n", "4711"),
-    ],
+    [("4711\n", "4711"), ("4711;cluster\n", "4711"), ("Welcome.\nA project: 12 hours\n\n4711\n", "4711")],
 )
 def test_the_number_of_a_job_is_found_after_a_sites_own_words(
     launch: ModuleType, said: str, number: str

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.executables import executable
+
 PATH = Path(__file__).parents[3] / "slurm/probe.py"
 
 
@@ -28,12 +30,6 @@ def probe() -> ModuleType:
     return module
 
 
-def fake_driver(folder: Path, text: str) -> None:
-    path = folder / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
 @pytest.mark.parametrize(
     ("driver", "told"),
     [
@@ -45,7 +41,7 @@ def fake_driver(folder: Path, text: str) -> None:
 def test_gpus(
     probe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, told: str | None
 ) -> None:
-    fake_driver(tmp_path, driver)
+    executable(tmp_path / "nvidia-smi", driver)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     found = list(probe.local_problems(probe.Needs(gpus=2, memory_gb=0, disk_gb=0), tmp_path))
     assert found == ([told] if told else [])
@@ -227,10 +223,7 @@ def test_a_clock_an_hour_off_is_detected(probe: ModuleType, tmp_path: Path) -> N
     starts = {"127.0.0.2": 30.0, "127.0.0.3": 120.0, "127.0.0.4": 0.0, "127.0.0.5": 60.0}
     off = {"127.0.0.4": 3600.0, "127.0.0.5": -3600.0}
     lines = verdict(probe, tmp_path, starts, ahead_s=off).splitlines()
-    assert lines == [
-        "127.0.0.4 clock: +3600.0 s, 5 allowed",
-        "127.0.0.5 clock: -3600.0 s, 5 allowed",
-    ]
+    assert lines == ["127.0.0.4 clock: +3600.0 s, 5 allowed", "127.0.0.5 clock: -3600.0 s, 5 allowed"]
 
 
 def test_a_gpu_that_torch_cannot_use_makes_its_node_bad(
@@ -252,52 +245,43 @@ def test_a_failed_all_reduce_is_reported_within_its_deadline(probe: ModuleType, 
 
 
 NODES = ["n1", "n2", "n3"]
+WELL = {node: {"all_reduce": "ok"} for node in NODES}
+OFF = {"n2": ["clock: +9.0 s, 5 allowed"]}
+CLOCKS = {
+    "n1": {"clock_ahead_s": {"n2": -9.0, "n3": 0.1}},
+    "n2": {"clock_ahead_s": {"n1": 9.0, "n3": 9.1}},
+    "n3": {"clock_ahead_s": {"n1": -0.1, "n2": -9.1}},
+}
+TWO_CLOCKS = {"n1": {"clock_ahead_s": {"n2": -9.0}}, "n2": {"clock_ahead_s": {"n1": 9.0}}}
+CUT_OFF = {"unreachable": ["n2"]}
 
 
-def test_a_healthy_group_has_no_bad_nodes(probe: ModuleType) -> None:
-    found = [probe.Findings(node, all_reduce="ok") for node in NODES]
-    assert probe.judge(found, NODES, probe.Needs()) == {}
-
-
-def test_silent_nodes_and_nodes_with_problems_are_bad(probe: ModuleType) -> None:
-    found = [probe.Findings("n1", problems=["GPUs: 7, 8 expected"]), probe.Findings("n3")]
-    bad = probe.judge(found, NODES, probe.Needs())
-    assert bad == {"n1": ["GPUs: 7, 8 expected"], "n2": ["no answer"]}
-
-
-def test_an_unreachable_node_is_bad_and_not_the_nodes_that_report_it(probe: ModuleType) -> None:
-    found = [
-        probe.Findings("n1", unreachable=["n2"]),
-        probe.Findings("n2"),
-        probe.Findings("n3", unreachable=["n2"]),
-    ]
-    assert probe.judge(found, NODES, probe.Needs()) == {"n2": ["network: 2 of 2 other nodes cannot reach it"]}
-    found[2].unreachable.clear()
-    assert probe.judge(found, NODES, probe.Needs()) == {}  # one of two is not a majority
-
-
-def test_the_node_whose_clock_differs_from_the_others_is_bad(probe: ModuleType) -> None:
-    found = [
-        probe.Findings("n1", clock_ahead_s={"n2": -9.0, "n3": 0.1}),
-        probe.Findings("n2", clock_ahead_s={"n1": 9.0, "n3": 9.1}),
-        probe.Findings("n3", clock_ahead_s={"n1": -0.1, "n2": -9.1}),
-    ]
-    assert probe.judge(found, NODES, probe.Needs()) == {"n2": ["clock: +9.0 s, 5 allowed"]}
-    assert probe.judge(found, NODES, probe.Needs(clock_s=10)) == {}
-
-
-def test_with_two_nodes_the_clock_of_the_first_is_the_reference(probe: ModuleType) -> None:
-    found = [
-        probe.Findings("n1", clock_ahead_s={"n2": -9.0}),
-        probe.Findings("n2", clock_ahead_s={"n1": 9.0}),
-    ]
-    assert probe.judge(found, NODES[:2], probe.Needs()) == {"n2": ["clock: +9.0 s, 5 allowed"]}
-
-
-def test_an_all_reduce_that_fails_on_one_node_or_on_all(probe: ModuleType) -> None:
-    found = [probe.Findings(node, all_reduce="ok") for node in NODES]
-    found[1].all_reduce = "the sum is 5, not 6"
-    assert probe.judge(found, NODES, probe.Needs()) == {"n2": ["all-reduce: the sum is 5, not 6"]}
-    for one in found:
-        one.all_reduce = "DistBackendError: timeout"
-    assert probe.judge(found, NODES, probe.Needs()) == {"*": ["all-reduce: DistBackendError: timeout"]}
+@pytest.mark.parametrize(
+    ("found", "nodes", "clock_s", "bad"),
+    [
+        (WELL, NODES, 5, {}),
+        ({"n1": {"problems": ["GPUs: 7"]}, "n3": {}}, NODES, 5, {"n1": ["GPUs: 7"], "n2": ["no answer"]}),
+        # One that cannot be reached is bad, and not the nodes that report it; one of two is not a majority.
+        (
+            {"n1": CUT_OFF, "n2": {}, "n3": CUT_OFF},
+            NODES,
+            5,
+            {"n2": ["network: 2 of 2 other nodes cannot reach it"]},
+        ),
+        ({"n1": CUT_OFF, "n2": {}, "n3": {}}, NODES, 5, {}),
+        (CLOCKS, NODES, 5, OFF),
+        (CLOCKS, NODES, 10, {}),
+        (TWO_CLOCKS, NODES[:2], 5, OFF),  # the first one's is the reference
+        (WELL | {"n2": {"all_reduce": "5, not 6"}}, NODES, 5, {"n2": ["all-reduce: 5, not 6"]}),
+        ({node: {"all_reduce": "timeout"} for node in NODES}, NODES, 5, {"*": ["all-reduce: timeout"]}),
+    ],
+)
+def test_which_nodes_are_judged_bad(
+    probe: ModuleType,
+    found: dict[str, dict[str, Any]],
+    nodes: list[str],
+    clock_s: float,
+    bad: dict[str, list[str]],
+) -> None:
+    findings = [probe.Findings(node, **own) for node, own in found.items()]
+    assert probe.judge(findings, nodes, probe.Needs(clock_s=clock_s)) == bad

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from bapo_megatron.rollout.engines.sglang_launch.api_key import make_key_file, read_key_file
+from tests.support.executables import executable
 
 pytestmark = pytest.mark.integration
 
@@ -71,6 +72,12 @@ def task(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         process.wait()
 
 
+def interpreter(folder: Path, instead: str, python: str = "$REAL_PYTHON") -> str:
+    """A Python that does something else, or first, where a server is to be started."""
+    text = f'[ "$2" != bapo_megatron.cli ] || {instead}\nexec "{python}" "$@"'
+    return str(executable(folder / "python", text))
+
+
 def until(condition: Callable[[], bool], log: Path) -> None:
     deadline = time.monotonic() + 120
     while not condition():
@@ -106,11 +113,9 @@ def test_a_server_that_hangs_is_ended_and_started_again(task: Callable[[str], Pa
 
 def test_a_server_that_hangs_before_it_is_ready_is_ended(task: Callable[[str], Path], tmp_path: Path) -> None:
     """With what it has started: a scheduler that still imports would keep its GPU."""
-    interpreter, started = tmp_path / "python", tmp_path / "started"
+    started = tmp_path / "started"
     hangs = f"exec env BAPO_SERVER_START_S=1 sh -c 'sleep 1000 & echo $! >>{started}; wait'"
-    interpreter.write_text(f'#!/bin/sh\n[ "$2" != bapo_megatron.cli ] || {hangs}\nexec "$REAL_PYTHON" "$@"\n')
-    interpreter.chmod(0o755)
-    log = task(str(interpreter))
+    log = task(interpreter(tmp_path, hangs))
     until(lambda: events_of(tmp_path).count("server_ended") == 2, log)
     assert "was not ready in 1 s" in log.read_text()
     until(lambda: not psutil.pid_exists(int(started.read_text().split()[0])), log)
@@ -119,29 +124,18 @@ def test_a_server_that_hangs_before_it_is_ready_is_ended(task: Callable[[str], P
 
 def test_a_server_with_a_key_of_its_own_is_registered(task: Callable[[str], Path], tmp_path: Path) -> None:
     """The recipe names its file; the job does not read the recipe."""
-    interpreter = tmp_path / "python"
-    interpreter.write_text(
-        f'#!/bin/sh\n[ "$2" != bapo_megatron.cli ] || export BAPO_SGLANG_API_KEY_FILE={tmp_path}/key\n'
-        f'exec {ROOT}/tests/slurm/bin/python-stand-in "$@"\n'
-    )
-    interpreter.chmod(0o755)
-    log = task(str(interpreter))
+    key = f"export BAPO_SGLANG_API_KEY_FILE={tmp_path}/key"
+    log = task(interpreter(tmp_path, key, f"{ROOT}/tests/slurm/bin/python-stand-in"))
     until(lambda: '"state": "ready"' in state_of(tmp_path), log)
     assert not (tmp_path / "run/api_key").exists()
 
 
 def test_another_program_on_the_port_is_not_registered(task: Callable[[str], Path], tmp_path: Path) -> None:
     """The other program answers every request, with and without a key, while the job's own server runs."""
-    interpreter = tmp_path / "python"
     (tmp_path / "thief.py").write_text(THIEF)
-    interpreter.write_text(
-        '#!/bin/sh\n[ "$2" != bapo_megatron.cli ] || exec "$REAL_PYTHON" '
-        f'{tmp_path}/thief.py "$@"\nexec "$REAL_PYTHON" "$@"\n'
-    )
-    interpreter.chmod(0o755)
     (tmp_path / "run").mkdir()
     make_key_file(tmp_path / "run/api_key")
-    log = task(str(interpreter))
+    log = task(interpreter(tmp_path, f'exec "$REAL_PYTHON" {tmp_path}/thief.py "$@"'))
     until(lambda: "http://127.0.0.1" in log.read_text() and ": asks for no key" in log.read_text(), log)
     assert '"state": "starting"' in state_of(tmp_path)
 

@@ -16,6 +16,7 @@ from bapo_megatron.commands.cluster.run_job import read_job_state
 from bapo_megatron.runtime.guards import LATE
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import JOB_END, RunPaths
+from tests.support.executables import executable
 from tests.unit.slurm.conftest import NO_PAUSES
 
 pytestmark = pytest.mark.integration
@@ -93,14 +94,10 @@ def test_crashes_and_time_limits_have_separate_retry_budgets(shell: Shell, tmp_p
         assert may_requeue(shell, kind, **limits) == answer
     state = read_job_state(tmp_path)
     assert state is not None
-    assert state.requeues == {
+    assert {kind: n for kind, n in state.requeues.items() if n} == {
         "crash": 2,
         "preemption": 1,
         "time_limit": 1,
-        "node": 0,
-        "storage": 0,
-        "engines": 0,
-        "health": 0,
     }
 
 
@@ -115,22 +112,15 @@ def test_a_few_preemptions_may_come_before_a_checkpoint(shell: Shell, tmp_path: 
     assert may_requeue(shell, "preemption", BAPO_MAX_IDLE="2") == "yes"
 
 
-def test_a_time_limit_without_a_newer_checkpoint(shell: Shell) -> None:
-    """Ranks that ended well had nothing newer to save: sampling continues from the journal. Others would fail
-    in the same way again."""
-
-    def again(code: int) -> str:
-        script = f'bapo_read_state; why=$(bapo_may_requeue time_limit {code}) && echo yes || echo "$why"'
-        return shell(script, BAPO_MAX_IDLE="2").stdout.strip()
-
-    assert [again(85) for _ in range(3)] == ["yes"] * 3
-    assert again(85).startswith("time_limit, and no newer checkpoint than step 0")
-    assert again(137).startswith("time_limit, and no newer checkpoint than step 0")
-
-
-def test_a_save_that_was_given_up_is_not_tried_again_and_again(shell: Shell) -> None:
-    script = "bapo_read_state; bapo_may_requeue time_limit 137 >/dev/null && echo yes || echo no"
-    assert [shell(script).stdout.strip() for _ in range(2)] == ["yes", "no"]
+@pytest.mark.parametrize(
+    ("codes", "answers"), [([85, 85, 85, 85, 137], ["yes"] * 3 + ["no"] * 2), ([137, 137], ["yes", "no"])]
+)
+def test_a_time_limit_without_a_newer_checkpoint(shell: Shell, codes: list[int], answers: list[str]) -> None:
+    """Ranks that ended well had nothing newer to save: sampling continues from the journal. Others,
+    whose save was given up, would fail in the same way again."""
+    script = "bapo_read_state; bapo_may_requeue time_limit {} >/dev/null && echo yes || echo no"
+    found = [shell(script.format(code), BAPO_MAX_IDLE="2").stdout.strip() for code in codes]
+    assert found == answers
 
 
 def test_another_job_begins_with_full_budgets(shell: Shell) -> None:
@@ -220,31 +210,31 @@ BUSY = """
 """A Slurm command that a busy controller refuses twice; then it does what follows its name."""
 
 
-def test_a_job_asks_for_its_end_until_slurm_answers(shell: Shell) -> None:
+SILENT, NO_LIMIT = "squeue() { return 1; }", "squeue() { echo N/A UNLIMITED; }"
+ISO = "squeue() { [[ ${SLURM_TIME_FORMAT:-} = standard ]] && echo 2001-09-09T01:46:40 1:00 || echo 01:46; }"
+BERLIN = "CET-1CEST,M3.5.0,M10.5.0/3"
+
+
+@pytest.mark.parametrize(
+    ("squeue", "variables", "end"),
+    [
+        (BUSY % ("squeue", "echo 2001-09-09T01:46:40 30:00"), {"TZ": "UTC"}, "1000000000 30:00"),
+        (SILENT, {"BAPO_SLURM_WAIT_S": "0"}, "0 "),
+        (SILENT, {"BAPO_SLURM_WAIT_S": "0", "SLURM_JOB_END_TIME": "1700000000"}, "1700000000 "),
+        (NO_LIMIT, {"SLURM_JOB_END_TIME": "1700000000"}, "0 UNLIMITED"),
+        (ISO, {"TZ": "UTC", "SLURM_TIME_FORMAT": "%H:%M"}, "1000000000 1:00"),  # the user's
+        # 25 October 2026, half past two in Berlin, in summer time and an hour later.
+        *(
+            (f"squeue() {{ date -d @{end} +%FT%T; }}", {"TZ": BERLIN}, f"{end} ")
+            for end in (1792888200, 1792891800)
+        ),
+    ],
+)
+def test_a_job_asks_for_its_end_until_slurm_answers(
+    shell: Shell, squeue: str, variables: dict[str, str], end: str
+) -> None:
     """No answer is not an end: `date -d ""` is the last midnight, at which every rank would have to stop."""
-    assert shell(
-        BUSY % ("squeue", "echo 2001-09-09T01:46:40 30:00") + "bapo_end_time bapo_ask", TZ="UTC"
-    ).stdout == ("1000000000 30:00\n")
-    asked = "bapo_end_time bapo_ask"
-    silent, none = f"squeue() {{ return 1; }}; {asked}", f"squeue() {{ echo N/A UNLIMITED; }}; {asked}"
-    assert shell(silent, BAPO_SLURM_WAIT_S="0").stdout == "0 \n"
-    assert shell(silent, BAPO_SLURM_WAIT_S="0", SLURM_JOB_END_TIME="1700000000").stdout == "1700000000 \n"
-    assert shell(none, SLURM_JOB_END_TIME="1700000000").stdout == "0 UNLIMITED\n"
-
-
-def test_the_users_format_of_times_does_not_change_a_jobs_end(shell: Shell) -> None:
-    script = """
-        squeue() { [[ ${SLURM_TIME_FORMAT:-} = standard ]] && echo 2001-09-09T01:46:40 1:00 || echo 01:46; }
-        bapo_end_time bapo_ask
-    """
-    assert shell(script, TZ="UTC", SLURM_TIME_FORMAT="%H:%M").stdout == "1000000000 1:00\n"
-
-
-@pytest.mark.parametrize("end", ["1792888200", "1792891800"])
-def test_a_job_may_end_in_the_hour_that_is_there_twice(shell: Shell, end: str) -> None:
-    """25 October 2026, half past two in Berlin, in summer time and an hour later."""
-    script = f"squeue() {{ date -d @{end} +%FT%T; }}; bapo_end_time bapo_ask"
-    assert shell(script, TZ="CET-1CEST,M3.5.0,M10.5.0/3").stdout == f"{end} \n"
+    assert shell(f"{squeue}\nbapo_end_time bapo_ask", **variables).stdout == f"{end}\n"
 
 
 def test_another_time_limit_moves_the_end_a_preemption_does_not(shell: Shell, tmp_path: Path) -> None:
@@ -317,9 +307,8 @@ IMAGE = """
 def test_the_cluster_files_variables_win_over_the_images_in_helper_jobs(
     shell: Shell, tmp_path: Path, script: str
 ) -> None:
-    say = tmp_path / "say"
-    say.write_text('#!/bin/sh\necho "$NCCL_DEBUG $OF_IMAGE ${TMPDIR-none} $PYTHONPATH"\ntest -w "$HOME"\n')
-    say.chmod(0o755)
+    shown = 'echo "$NCCL_DEBUG $OF_IMAGE ${TMPDIR-none} $PYTHONPATH"\ntest -w "$HOME"'
+    say = executable(tmp_path / "say", shown)
     words = {"eval": "100 aime24", "evaluate": f"{say}", "convert": "bapo-ckpt inspect"}[script]
     found = shell(
         f"{IMAGE}\nset -- {tmp_path} {words}\n. {SLURM}/{script}.sbatch",
@@ -357,10 +346,8 @@ def test_a_node_without_a_command_of_slurms_is_not_asked_again(shell: Shell, tmp
 
 def test_a_users_defaults_of_squeue_do_not_change_a_jobs_answers(shell: Shell, tmp_path: Path) -> None:
     """SQUEUE_STATES=PENDING hides every running job: none would be requeued."""
-    (tmp_path / "bin/squeue").write_text('#!/bin/sh\n[ -n "$SQUEUE_STATES" ] || echo RUNNING\n')
-    (tmp_path / "bin/sinfo").write_text(
-        '#!/bin/sh\n[ -z "$SINFO_PARTITION" ] && [ "$1" = -a ] && echo n1\ntrue\n'
-    )
+    executable(tmp_path / "bin/squeue", '[ -n "$SQUEUE_STATES" ] || echo RUNNING')
+    executable(tmp_path / "bin/sinfo", '[ -z "$SINFO_PARTITION" ] && [ "$1" = -a ] && echo n1; true')
     found = shell("bapo_kind_of_end 1", SQUEUE_STATES="PENDING", SINFO_PARTITION="cpu")
     assert found.stdout == "node\n"
 
@@ -576,13 +563,8 @@ def test_a_site_may_wait_longer_for_processes_that_it_kills(
 
 def test_a_job_that_another_job_submits_has_its_own_nodes(shell: Shell) -> None:
     """As `checkpoint.after_export` may do: sbatch hands the variables of the run's job on."""
-    other = {
-        "SLURM_HET_SIZE": "2",
-        "SLURM_JOB_ID_HET_GROUP_0": "5",
-        "SLURM_JOB_NODELIST_HET_GROUP_0": "n7",
-        "SLURM_TRES_PER_TASK": "cpu=12",
-        "SLURM_CPUS_PER_TASK": "1",
-    }
+    group = {"SLURM_JOB_ID_HET_GROUP_0": "5", "SLURM_JOB_NODELIST_HET_GROUP_0": "n7"}
+    other = {"SLURM_HET_SIZE": "2", "SLURM_TRES_PER_TASK": "cpu=12", "SLURM_CPUS_PER_TASK": "1", **group}
     script = """
         scontrol() { tr , '\\n' <<<"$3"; }
         bapo_srun_flags 0 eval
@@ -611,12 +593,18 @@ def test_settings_are_checked(shell: Shell, name: str, value: str) -> None:
     assert (found.returncode, found.stderr.strip()) == (2, f"error: {name}={value} must be a whole number")
 
 
+def entry(run: Path, name: str, age_s: float = 0, job: int = 7, state: str = "ready") -> None:
+    """A server's, written ``age_s`` ago."""
+    path = run / f"engines/{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'{{"url": "http://{name}:1", "node": "{name}", "job": {job}, "state": "{state}"}}\n')
+    os.utime(path, (path.stat().st_mtime - age_s,) * 2)
+
+
 def test_servers_are_alive_while_they_renew_their_entries(shell: Shell, tmp_path: Path) -> None:
-    (tmp_path / "engines").mkdir()
-    for name, state, age in (("a", "ready", 0), ("b", "ready", 100), ("c", "starting", 0)):
-        path = tmp_path / f"engines/{name}.json"
-        path.write_text(json.dumps({"url": f"http://{name}:1", "job": 7, "state": state}))
-        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    entry(tmp_path, "a")
+    entry(tmp_path, "b", age_s=100)
+    entry(tmp_path, "c", state="starting")
     assert shell("bapo_engines_alive").stdout.split() == ["http://a:1"]
     shell("bapo_forget_engines")
     assert not list((tmp_path / "engines").iterdir())
@@ -624,22 +612,17 @@ def test_servers_are_alive_while_they_renew_their_entries(shell: Shell, tmp_path
 
 def test_the_clock_of_a_file_server_may_be_off(shell: Shell, tmp_path: Path) -> None:
     """It stamps the entries: by the node's clock an hour ahead all servers would be silent for an hour."""
-    (tmp_path / "engines").mkdir()
-    for name, age in (("a", 3600), ("b", 3700)):
-        path = tmp_path / f"engines/{name}.json"
-        path.write_text(json.dumps({"url": f"http://{name}:1", "job": 7, "state": "ready"}))
-        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    entry(tmp_path, "a", age_s=3600)
+    entry(tmp_path, "b", age_s=3700)
     script = 'touch() { command touch -d "1 hour ago" "$1"; }; bapo_engines_alive'
     assert shell(script).stdout.split() == ["http://a:1"]
 
 
 def test_servers_that_start_late_join_a_run_that_has_begun(shell: Shell, tmp_path: Path) -> None:
     """Else a day of sixteen nodes would sample with the one server that was ready in time."""
-    (tmp_path / "engines").mkdir()
-    for name, state, job in (("a", "ready", 7), ("b", "starting", 7), ("c", "down", 7), ("d", "starting", 5)):
-        text = f'{{"url": "http://{name}:1", "node": "{name}", "job": {job}, "state": "{state}"}}\n'
-        (tmp_path / f"engines/{name}.json").write_text(text)
-        os.utime(tmp_path / f"engines/{name}.json", (1e9, 1e9) if state != "ready" else None)
+    entry(tmp_path, "a")
+    for name, state, job in (("b", "starting", 7), ("c", "down", 7), ("d", "starting", 5)):
+        entry(tmp_path, name, 1e8, job, state)
     (tmp_path / "logs").mkdir()
     begin = "BAPO_LOGS=$BAPO_RUN/logs BAPO_EXPECTED=3 BAPO_TRAINER=$$; "
     script = f'{begin}bapo_await_engines; cat "$BAPO_LOGS/engines"'
@@ -684,16 +667,12 @@ def test_the_steps_of_a_start_share_one_container(shell: Shell) -> None:
     assert "container" not in shell(named).stdout
 
 
-def test_tasks_get_the_jobs_variables_where_jobs_begin_without_the_users(shell: Shell) -> None:
-    """`sbatch --export=NONE`, the rule of some sites, leaves SLURM_EXPORT_ENV=NONE for every srun."""
-    for role in ("probe", "trainer", "rollout"):
-        assert "--export=ALL" in shell(f'bapo_srun_flags 0 {role}; echo "${{bapo_flags[@]}}"').stdout.split()
-
-
-def test_the_ranks_of_a_node_are_neighbours(shell: Shell) -> None:
-    """SLURM_DISTRIBUTION=cyclic would put the ranks of a tensor group on as many nodes."""
+def test_tasks_get_the_jobs_variables_and_the_ranks_of_a_node_are_neighbours(shell: Shell) -> None:
+    """`sbatch --export=NONE`, the rule of some sites, leaves SLURM_EXPORT_ENV=NONE for every srun.
+    SLURM_DISTRIBUTION=cyclic would put the ranks of a tensor group on as many nodes."""
     for role, blocks in (("probe", False), ("trainer", True), ("rollout", False)):
         found = shell(f'bapo_srun_flags 0 {role}; echo "${{bapo_flags[@]}}"', SLURM_DISTRIBUTION="cyclic")
+        assert "--export=ALL" in found.stdout.split()
         assert ("--distribution=block" in found.stdout.split()) is blocks
 
 
@@ -804,9 +783,8 @@ def test_a_second_job_leaves_the_state_of_the_first_alone(
 
 
 def test_the_container_is_removed_unless_the_job_is_about_to_end(shell: Shell, tmp_path: Path) -> None:
-    for name, text in (("srun", f'echo "$*" >>{tmp_path}/calls'), ("scontrol", "echo n1; echo n2")):
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    executable(tmp_path / "bin/srun", f'echo "$*" >>{tmp_path}/calls')
+    executable(tmp_path / "bin/scontrol", "echo n1; echo n2")
     name = "BAPO_CONTAINER_NAME=bapo-7-0; "
     soon = shell(
         name + "BAPO_END=$(($(date +%s) + 100)); bapo_remove_containers", BAPO_CONTAINER="/images/a.sqsh"
@@ -818,10 +796,11 @@ def test_the_container_is_removed_unless_the_job_is_about_to_end(shell: Shell, t
     (call,) = (tmp_path / "calls").read_text().splitlines()
     assert call.endswith("--ntasks=2 --output=/dev/null enroot remove -f pyxis_bapo-7-0")
     kept = "bapo-7-0 bapo-7-1 bapo-7-2 bapo-71-0 other"
-    (tmp_path / "bin/srun").write_text('#!/bin/bash\nexec "${@: -3}"\n')
-    listing = f"[ $1 != list ] || printf 'pyxis_%s\\n' {kept}; echo $* >>{tmp_path}/removed"
-    (tmp_path / "bin/enroot").write_text(f"#!/bin/sh\n{listing}\n")
-    (tmp_path / "bin/enroot").chmod(0o755)
+    executable(tmp_path / "bin/srun", 'exec "${@: -3}"')
+    executable(
+        tmp_path / "bin/enroot",
+        f"[ $1 != list ] || printf 'pyxis_%s\\n' {kept}; echo $* >>{tmp_path}/removed",
+    )
     old = "BAPO_CONTAINER_NAME=bapo-7-2; BAPO_END=0; bapo_remove_containers old"
     assert shell(old, BAPO_CONTAINER="/images/a.sqsh").returncode == 0
     removed = (tmp_path / "removed").read_text().splitlines()

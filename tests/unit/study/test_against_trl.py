@@ -33,21 +33,9 @@ DEMO = against_trl.MODELS["demo"]
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
-    return Case(
-        "demo",
-        Settings(
-            model=tmp_path,
-            prompts=tmp_path / "prompts.jsonl",
-            folder=tmp_path,
-            core=0,
-            steps=3,
-            prompts_per_step=2,
-            group_size=16,
-            response_tokens=8,
-            updates=1,
-            micro_batch=4,
-        ),
-    )
+    places = {"model": tmp_path, "prompts": tmp_path / "prompts.jsonl", "folder": tmp_path}
+    sizes = {"prompts_per_step": 2, "group_size": 16, "response_tokens": 8, "updates": 1, "micro_batch": 4}
+    return Case("demo", Settings(core=0, steps=3, **places, **sizes))
 
 
 def test_micro_batches_of_an_update(case: Case) -> None:

@@ -24,33 +24,6 @@ def endless(run_dir: Path) -> ForkedCommand:
     return start_bapo("train", "recipes/demo_cpu.py", "--steps=9999", f"--run-dir={run_dir}")
 
 
-def test_its_output_and_exit_code_come_back(tmp_path: Path) -> None:
-    command = start_bapo("train", "absent.py", directory=tmp_path)
-    assert command.communicate(DEADLINE_S) == (b"error: recipe absent.py does not exist\n", None)
-    assert command.returncode == command.wait() == command.poll() == 2
-    assert command.communicate(DEADLINE_S)[0]  # as often as one likes
-
-
-def test_it_has_the_directory_and_the_variables_of_the_test(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WHO_ASKS", "a test")
-    (tmp_path / "here.py").write_text("import os\nraise SystemExit(os.environ['WHO_ASKS'] + os.getcwd())\n")
-    command = start_bapo("train", "here.py", directory=tmp_path)
-    assert f"a test{tmp_path}" in command.communicate(DEADLINE_S)[0].decode()
-    assert command.returncode == 2
-
-
-def test_a_signal_reaches_it_and_its_end_is_told(tmp_path: Path) -> None:
-    command = endless(tmp_path / "run")
-    assert command.poll() is None
-    with pytest.raises(subprocess.TimeoutExpired):
-        command.wait(0.01)
-    assert os.getpgid(command.pid) == os.getsid(command.pid) == command.pid
-    os.killpg(command.pid, signal.SIGKILL)
-    assert command.wait(DEADLINE_S) == -signal.SIGKILL
-
-
 def test_another_copy_of_the_project_has_its_own_server(tmp_path: Path) -> None:
     """One that inherits the session's variable would run this copy's code."""
     ours, theirs = (forked_commands._name("session", root) for root in (ROOT, tmp_path))

@@ -95,9 +95,6 @@ def test_nobody_is_idle_while_tests_are_left() -> None:
     assert sorted(test for tests in shares for test in tests) == sorted(SLURM[:1] + FILES)
     assert all(shares)
     assert all(dealt(SLURM, 3))
-
-
-def test_two_workers_take_everything() -> None:
     assert sorted(test for tests in dealt(SLURM + FILES, 2) for test in tests) == sorted(SLURM + FILES)
 
 

@@ -69,14 +69,16 @@ async def together(calls: list[Any]) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
+def act(pool: WorkerPool, file: Path, name: str, of: CallKind | None = None, **more: Any) -> Any:
+    """A call whose first try takes long, so that it is in flight when its worker ends."""
+    return pool.call(of or kind("act"), {"name": name, "file": str(file), "first_s": 1000, **more})
+
+
 async def noted(file: Path, count: int) -> list[str]:
     """The lines of ``file``, once there are ``count``."""
     while not file.exists() or len(file.read_text().splitlines()) < count:
         await asyncio.sleep(0.01)
     return file.read_text().splitlines()
-
-
-# --- many at a time ------------------------------------------------------------------------------
 
 
 async def test_a_thousand_calls_await_in_one_process() -> None:
@@ -104,7 +106,6 @@ async def test_async_calls_go_to_the_worker_with_fewest() -> None:
 
 async def test_plain_functions_run_one_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "notes"
-
     async with pooling(kind="plain") as pool:
         questions = [{"name": str(n), "file": str(file), "wait_s": 0.02} for n in range(5)]
         found = await asyncio.gather(*(pool.call(kind("plain"), question) for question in questions))
@@ -116,13 +117,9 @@ async def test_plain_functions_run_one_at_a_time(tmp_path: Path) -> None:
 
 async def test_questions_and_answers_may_be_large() -> None:
     text = "a" * (3 << 20)
-
     async with pooling(workers=3) as pool:
         found = await asyncio.gather(*(pool.call(kind("answer_and_die"), f"{text}{n}") for n in range(3)))
     assert found == [f"{text}{n}" for n in range(3)]
-
-
-# --- functions that fail -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,9 +151,6 @@ async def test_a_question_that_is_no_json_is_the_callers_mistake() -> None:
         assert (await pool.call(kind("count"), "a"))[1] == 1
 
 
-# --- time ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("function", "question"), [("wait", 1000), ("heed_no_cancel", None)])
 @pytest.mark.parametrize("repeatable", [True, False])
 async def test_an_async_call_past_its_time_costs_itself(
@@ -172,13 +166,10 @@ async def test_an_async_call_past_its_time_costs_itself(
 async def test_a_call_that_holds_its_worker_costs_the_others_nothing(tmp_path: Path) -> None:
     """It blocks the event loop, so none of the worker's clocks runs: the pool kills it."""
     file = tmp_path / "notes"
-
     async with pooling() as pool:
-        question = {"file": str(file), "first_s": 1000}
-        names = ("a", "b", "c")
-        innocent = [asyncio.create_task(pool.call(kind("act"), {"name": name, **question})) for name in names]
+        innocent = [asyncio.create_task(act(pool, file, name)) for name in ("a", "b", "c")]
         await noted(file, 3)
-        blocking = pool.call(kind("act", 0.5, grace_s=0.5), {"name": "blocker", **question})
+        blocking = act(pool, file, "blocker", kind("act", 0.5, grace_s=0.5))
         (blocker, *others) = await together([blocking, *innocent])
     assert str(blocker) == "act: time: no answer within 0.5 s"
     assert others == ["a", "b", "c"]
@@ -189,7 +180,6 @@ async def test_a_call_that_holds_its_worker_costs_the_others_nothing(tmp_path: P
 
 async def test_a_plain_function_past_its_time_costs_itself(tmp_path: Path) -> None:
     question = {"name": "slow", "file": str(tmp_path / "notes"), "wait_s": 1000}
-
     async with pooling(kind="plain") as pool:
         quick = {**question, "name": "quick", "wait_s": 0}
         slow = pool.call(kind("plain", 1.0, repeatable=False), question)
@@ -211,17 +201,13 @@ async def test_the_start_of_a_worker_is_nobodys_time(tmp_path: Path, workers: in
     assert failures(results) == [None] * 3
 
 
-# --- workers that end ----------------------------------------------------------------------------
-
-
 async def test_five_in_flight_one_of_which_kills(tmp_path: Path) -> None:
     """All are asked again alone; the killer kills two workers of its own, and has failed."""
     file = tmp_path / "notes"
     names = ["a", "b", "killer", "c", "d"]
 
     async with pooling() as pool:
-        question = {"file": str(file), "begins_at": 5, "first_s": 1000}
-        results = await together([pool.call(kind("act"), {"name": name, **question}) for name in names])
+        results = await together([act(pool, file, name, begins_at=5) for name in names])
     assert str(results.pop(2)) == "act: died: signal SIGKILL"
     assert results == ["a", "b", "c", "d"]
     lines = file.read_text().splitlines()
@@ -232,7 +218,6 @@ async def test_five_in_flight_one_of_which_kills(tmp_path: Path) -> None:
 async def test_what_may_not_be_repeated_fails_by_name(tmp_path: Path) -> None:
     """Nothing is done twice: each line of the notes stands there once."""
     file = tmp_path / "notes"
-
     async with pooling() as pool:
         question = {"file": str(file), "begins_at": 3, "first_s": 1000}
         once = kind("act", repeatable=False)
@@ -251,12 +236,8 @@ async def test_what_may_not_be_repeated_fails_by_name(tmp_path: Path) -> None:
 async def test_suspects_come_back_few_at_a_time(tmp_path: Path) -> None:
     """24 calls of a killed worker: three at a time, and a new call waits until they are done."""
     file = tmp_path / "notes"
-
     async with pooling() as pool:
-        question = {"file": str(file), "first_s": 1000, "lot": 3}
-        calls = [
-            asyncio.create_task(pool.call(kind("act"), {"name": f"call{n}", **question})) for n in range(24)
-        ]
+        calls = [asyncio.create_task(act(pool, file, f"call{n}", lot=3)) for n in range(24)]
         await noted(file, 24)
         os.kill(killed := pids_of(pool)[0], signal.SIGKILL)
         until = time.monotonic() + 60
@@ -272,10 +253,8 @@ async def test_suspects_come_back_few_at_a_time(tmp_path: Path) -> None:
 
 async def test_another_worker_goes_on_while_a_suspect_waits_for_its_next(tmp_path: Path) -> None:
     file = tmp_path / "notes"
-
     async with pooling(2, starts=str(tmp_path / "starts"), start_s=3) as pool:
-        question = {"file": str(file), "first_s": 1000}
-        suspect = asyncio.create_task(pool.call(kind("act"), {"name": "a", **question}))
+        suspect = asyncio.create_task(act(pool, file, "a"))
         await noted(file, 1)
         other = pids_of(pool)[1]
         os.kill(pids_of(pool)[0], signal.SIGKILL)
@@ -333,9 +312,6 @@ async def test_no_answer_is_lost_or_given_to_another() -> None:
     assert sorted(answers) == list(range(600))
 
 
-# --- objects -------------------------------------------------------------------------------------
-
-
 async def test_calls_of_one_holder_go_to_one_worker() -> None:
     async with pooling(workers=2) as pool:
         step = kind("count", repeatable=False)
@@ -380,12 +356,8 @@ async def test_a_call_that_waits_for_a_lost_object_is_told(tmp_path: Path) -> No
     assert again[1] == 1
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-
 async def test_memory_of_a_plain_call_has_a_limit(tmp_path: Path) -> None:
     question = {"name": "a", "file": str(tmp_path / "notes")}
-
     async with pooling(kind="plain", memory_mb=512) as pool:
         with pytest.raises(CallFailed, match="^plain: raised: MemoryError"):
             await pool.call(kind("plain"), {**question, "eats": 10 << 30})
@@ -394,11 +366,9 @@ async def test_memory_of_a_plain_call_has_a_limit(tmp_path: Path) -> None:
 
 async def test_a_call_without_memory_beside_others_is_asked_again_alone(tmp_path: Path) -> None:
     file = tmp_path / "notes"
-
     async with pooling(memory_mb=512) as pool:
-        question = {"file": str(file), "begins_at": 3, "first_s": 1}
-        names = ("a", "hog", "b")
-        a, hog, b = await together([pool.call(kind("act"), {"name": name, **question}) for name in names])
+        calls = [act(pool, file, name, begins_at=3, first_s=1) for name in ("a", "hog", "b")]
+        a, hog, b = await together(calls)
     assert (a, b, str(hog)) == ("a", "b", "act: raised: MemoryError()")
     assert file.read_text().splitlines() == ["a 1", "hog 2", "b 3", "hog 1"]
 
@@ -412,9 +382,6 @@ async def test_a_process_whose_memory_is_full_is_replaced() -> None:
         assert await pool.call(kind("keep"), 200 << 20) is None
         assert await beside == pid
         assert pid not in pids_of(pool)
-
-
-# --- start and end -------------------------------------------------------------------------------
 
 
 async def test_a_cancelled_call_leaves_its_place() -> None:
@@ -466,12 +433,10 @@ async def test_a_place_that_cannot_start_a_worker_leaves_its_calls_to_the_others
     monkeypatch.setattr(pools, "RESTART_PAUSE_S", 1000.0)
     starts, file = tmp_path / "starts", tmp_path / "notes"
     broken = Path(f"{starts}.broken")
-
-    (tmp_path / "starts").write_text("")
+    starts.write_text("")
     async with pooling(workers=2, starts=str(starts)) as pool:
         broken.touch()
-        question = {"name": "a", "file": str(file), "first_s": 1000}
-        suspect = asyncio.create_task(pool.call(kind("act"), question))
+        suspect = asyncio.create_task(act(pool, file, "a"))
         await noted(file, 1)
         first, second = pids_of(pool)
         os.kill(first, signal.SIGKILL)
@@ -489,14 +454,10 @@ async def test_closing_ends_what_runs_hangs_or_starts(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     starts, file = tmp_path / "starts", tmp_path / "notes"
-
     program = WorkerProgram(COMMAND, {"kind": "async", "starts": str(starts), "start_s": 1000})
     pool = WorkerPool(program, 1)
     await pool.start()
-    question = {"file": str(file), "first_s": 1000}
-    calls = [
-        asyncio.create_task(pool.call(kind("act"), {"name": name, **question})) for name in ("a", "blocker")
-    ]
+    calls = [asyncio.create_task(act(pool, file, name)) for name in ("a", "blocker")]
     await noted(file, 2)
     os.kill(pids_of(pool)[0], signal.SIGKILL)
     await noted(starts, 2)  # the second process begins a start that does not end
@@ -524,7 +485,6 @@ async def test_a_start_that_is_cancelled_leaves_nothing(
         return made
 
     monkeypatch.setattr(process, "_make", slow)
-
     starting = asyncio.create_task(
         process.WorkerProcess.start(WorkerProgram(COMMAND, {"kind": "async"}), lambda _: None)
     )

@@ -187,6 +187,7 @@ class EndlessSampler:
 
     def __init__(self, stops: bool) -> None:
         self.asked: list[int] = []
+        self.kept_from: list[int] = []
         self._stops = stops
 
     def next_batch(self, step: int, wait_s: float) -> StepHeader | None:
@@ -200,7 +201,8 @@ class EndlessSampler:
     def state(self) -> dict[str, Any]:
         return {"place": 7}
 
-    def checkpointed(self, oldest: int) -> None: ...
+    def checkpointed(self, oldest: int) -> None:
+        self.kept_from.append(oldest)
 
 
 def test_ranks_meet_regularly_while_rank_0_waits_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,11 +322,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_preemption_while_waiting_for_the_sampler_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch)
     run, _ = run_with()
-    run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
+    run.sampler = sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
     run.preemption = Asked(at=2)  # type: ignore[assignment]
     with pytest.raises(Preempted, match="told to stop; saved after step 3$"):
         next_batch(run, 4)
     assert [moment for moment, _ in run.checkpoints.begun] == [(3, 0)]  # type: ignore[attr-defined]
+    assert sampler.kept_from == [0], "the journal since the oldest checkpoint, not the newest"
 
 
 def test_a_partly_trained_step_resumes_after_its_last_update(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -163,6 +164,15 @@ def test_a_buffer_is_as_large_as_the_largest_bucket_of_its_type(monkeypatch: pyt
         (torch.bfloat16, 6),
         (torch.float32, 2),
     }
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_gradient_norm_that_is_not_finite_makes_no_step(norm: float) -> None:
+    optimizer = Mock(chained_optimizers=[])
+    optimizer.get_grad_norm.return_value = norm
+    with pytest.raises(FloatingPointError, match=f"^the gradient norm is {norm}$"):
+        host_optimizer.clipped_step(optimizer, 1.0)
+    optimizer.step_with_ready_grads.assert_not_called()
 
 
 def test_thread_count_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def test_a_retryable_failure_is_retried(first: Answer, caplog: pytest.LogCapture
 
 
 def test_a_pause_that_the_server_asks_for_is_kept_or_the_call_given_up() -> None:
-    with judge_server(says({}, 429, **{"Retry-After": "3000"}), judged("Score: 1")) as server:
+    with judge_server(says({}, 429, **{"Retry-After": "45"}), judged("Score: 1")) as server:
         found = scored(server, one(), give_up_s=30.0)
     assert (found.failure, found.place) == ("endpoint", "HTTP 429")
     assert len(server.bodies) == 1

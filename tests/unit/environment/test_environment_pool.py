@@ -260,7 +260,7 @@ async def test_an_object_that_is_not_where_its_episode_is_is_not_asked(replies: 
 
 
 async def test_the_clock_of_an_episode_is_hard() -> None:
-    async with playing(config("Async", episode_limit_s=5.0)) as player:
+    async with playing(config("Async", step_limit_s=9.0, episode_limit_s=5.0)) as player:
         await player.say("e", "a")
         player.seconds["e"] = 5.0
         found = await player.say("e", "b")

@@ -246,14 +246,25 @@ async def test_the_random_states_of_finished_episodes_are_forgotten() -> None:
     assert [*kept, set(episodes._random._states)] == [{"open"}, set()]
 
 
+@pytest.mark.parametrize("replies", [0, 2])
+async def test_an_object_that_is_not_where_its_episode_is_is_not_asked(replies: int) -> None:
+    """It has given one answer; the journal of the run has less, or more."""
+    episodes = Episodes(Dice, {})
+    task = {"messages": [], "episode": "e"}
+    await episodes.resume({"task": task, "turns": [["sampled", "roll"]], "note": None})
+    assert await episodes.step({"episode": "e", "replies": replies, "turn": ["roll"]}) == {"missing": True}
+    assert not episodes._held
+
+
 async def test_the_clock_of_an_episode_is_hard() -> None:
-    async with playing(config("Async", episode_limit_s=5.0)) as player:
+    async with playing(config("Async", step_limit_s=9.0, episode_limit_s=5.0)) as player:
         await player.say("e", "a")
         player.seconds["e"] = 5.0
         found = await player.say("e", "b")
         assert (found.failure, found.detail) == ("time", "its steps took environment.episode_limit_s=5 s")
         player.seconds["f"] = 4.5
-        assert (await player.say("f", "hang")).failure == "time"
+        found = await player.say("f", "hang")
+        assert (found.failure, found.detail) == ("time", "no answer within 0.5 s")
 
 
 async def test_a_forgotten_or_cancelled_episode_is_closed(tmp_path: Path) -> None:

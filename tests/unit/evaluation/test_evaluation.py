@@ -103,7 +103,7 @@ def test_the_metrics_by_hand() -> None:
 
 def test_a_response_that_could_not_be_scored_is_neither_right_nor_wrong() -> None:
     """Problem 0: one of one is right, and one is not judged. 1: one of two. 2: none is judged."""
-    failed = {"failure": "endpoint"}
+    failed = {"failure": "endpoint", "tokens": 40}
     found = score(
         [judged(0, 0, True), judged(0, 1, False, **failed), judged(1, 0, True), judged(1, 1, False)]
         + [judged(2, sample, False, **failed) for sample in (0, 1)],
@@ -113,6 +113,7 @@ def test_a_response_that_could_not_be_scored_is_neither_right_nor_wrong() -> Non
     assert found["avg@2"] == found["pass@1"] == 0.75
     assert found["pass@2"] == 1.0, "of problem 1 alone"
     assert (found["pass@2_low"], found["pass@2_high"]) == (1.0, 1.0)
+    assert (found["response_tokens/right"], found["response_tokens/wrong"]) == (10, 10)
     assert found["rerun_std"] is None
     nothing = score([judged(0, 0, False, **failed)], pass_at=(1,))
     assert (nothing["avg@1"], nothing["pass@1"], nothing["detectable_difference"]) == (None, None, None)

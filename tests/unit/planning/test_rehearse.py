@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from bapo_megatron.config import (
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import Job, PlanOptions
 from bapo_megatron.runtime.files import check_output_file
-from bapo_rehearsal.job import RehearseOptions, choose_layers, packs_of, ranks_of, rehearse_job
+from bapo_rehearsal.job import RehearseOptions, choose_layers, packs_of, ranks_of, rehearse, rehearse_job
 from bapo_rehearsal.program import sequence_lengths
 from bapo_rehearsal.rank import RankRehearsal
 from bapo_rehearsal.records import Call, LargeTensor, Peak, RankRequest, RankResult, Wait
@@ -65,6 +66,32 @@ def test_a_rank_names_its_phases_but_among_all_ranks(
     rank.meter = SimpleNamespace(during=lambda _name: nullcontext())  # type: ignore[assignment]
     with rank._phase("update 1"):
         assert capsys.readouterr().err.endswith("rank 0: update 1 ...\n")
+
+
+def test_a_rank_that_ends_without_a_result_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rehearse_rank(request: RankRequest, layers: str) -> RankResult:
+        if request.rank == 0:
+            raise RuntimeError("no such module")
+        if request.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return RankResult(request.rank, request.place, layers, request.packs)
+
+    monkeypatch.setitem(sys.modules, "bapo_rehearsal.rank", SimpleNamespace(rehearse_rank=rehearse_rank))
+    monkeypatch.setattr("bapo_rehearsal.job.prepare_layers", lambda _layers: None)
+    monkeypatch.setattr("bapo_rehearsal.job.find_spec", lambda _name: None)  # so that it forks this process
+    told: list[int] = []
+    run = job(FOUR).run
+    results = rehearse(
+        [RankRequest(run, rank, 1) for rank in range(3)],
+        workers=2,
+        on_result=lambda one: told.append(one.rank),
+    )
+    assert [one.error for one in results] == [
+        "its process failed; see above",
+        "its process was killed by signal 9",
+        None,
+    ]
+    assert sorted(told) == [0, 1, 2]
 
 
 def test_packs_fill_the_pipeline() -> None:

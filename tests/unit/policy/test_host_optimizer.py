@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -151,6 +152,15 @@ def test_no_buffer_is_used_before_its_last_copy_is_done(monkeypatch: pytest.Monk
         "current after send",
     ]
     assert all(math.isclose(one.weights.item(), 0.9, rel_tol=1e-5) for one in shards)
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_gradient_norm_that_is_not_finite_makes_no_step(norm: float) -> None:
+    optimizer = Mock(chained_optimizers=[])
+    optimizer.get_grad_norm.return_value = norm
+    with pytest.raises(FloatingPointError, match=f"^the gradient norm is {norm}$"):
+        host_optimizer.clipped_step(optimizer, 1.0)
+    optimizer.step_with_ready_grads.assert_not_called()
 
 
 def test_thread_count_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

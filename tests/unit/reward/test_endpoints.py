@@ -178,6 +178,13 @@ def test_a_retryable_failure_is_retried(first: Answer, caplog: pytest.LogCapture
     assert server.url in line.message
 
 
+def test_a_pause_that_the_server_asks_for_is_kept_or_the_call_given_up() -> None:
+    with judge_server(says({}, 429, **{"Retry-After": "45"}), judged("Score: 1")) as server:
+        found = scored(server, one(), give_up_s=30.0)
+    assert (found.failure, found.place) == ("endpoint", "HTTP 429")
+    assert len(server.bodies) == 1
+
+
 def test_an_answer_that_does_not_end_is_given_up() -> None:
     with judge_server(hang_midway, judged("Score: 1")) as server:
         assert scored(server, one(), timeout_s=1.0).reward == 1.0

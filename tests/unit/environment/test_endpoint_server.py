@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from bapo_megatron.environment import PROMPT_TOOLS, Reply, SampledTurn, Task
+from bapo_megatron.environment.adapters import conversation
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.protocols import chat, server
 from tests.support.scripted_episodes import play
@@ -67,8 +68,9 @@ TURN = {"role": "assistant", "content": "3"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
-def test_requests_by_hand() -> None:
+def test_requests_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls in OpenAI's form, a tool's answer as the observation, and a reason for each refusal."""
+    monkeypatch.setattr(conversation, "FIRST_S", 0.01)
     second = [QUESTION, TURN, {"role": "tool", "content": "2"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "Guess my number."}]}]
     found = asked(

@@ -20,7 +20,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import Piece, TextDecoder
 from bapo_megatron.rollout.sampler.step_batches import read_example, steps_in
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.types import FinishReason, Rollout
+from bapo_megatron.types import GIVEN, FinishReason, Rollout
 
 MOST_TOKENS = 1000
 """Most tokens of a block that are shown: half of them from its start, half from its end."""
@@ -28,7 +28,8 @@ MOST_TOKENS = 1000
 _SHORT = 600
 """Most tokens of a conversation that is open when the page opens."""
 
-Speaker = Literal["prompt", "model", "environment"]
+Speaker = Literal["prompt", "model", "environment", "repeated"]
+"""``repeated``: a turn of the model that trains in another branch."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,12 @@ def _branch(
     ids_R, mask_R = found.token_ids_R, found.loss_mask_R
     if mask_R is None:
         mask_R = np.ones(len(ids_R), np.bool_)
-    own = max(0, shared - len(ids_P))
-    turns = list(_turns(ids_R[own:], mask_R[own:]))
+    own, is_given_R = max(0, shared - len(ids_P)), found.versions_R == GIVEN
+    turns = list(_turns(ids_R[own:], mask_R[own:], is_given_R[own:]))
     blocks = [_block("prompt", ids_P[shared:], decoder)] if shared < len(ids_P) else []
     blocks += [_block(who, ids, decoder) for who, ids in turns]
+    if not found.has_prompt and is_given_R[: own + 1].all():  # nobody has answered yet
+        blocks[0] = replace(blocks[0], speaker="prompt")
     sampled = sum(who == "model" for who, _ in turns)
     name = f"Step {step}"
     if len(branches) > 1:
@@ -127,7 +130,7 @@ def _branch(
         name += f", behind {shared:,} tokens of branch {parent + 1}" if parent is not None else ""
     said = (
         f"{name}: reward {number(float(found.reward))}, {sampled} turn{'' if sampled == 1 else 's'}, "
-        f"{len(ids_R):,} tokens, {np.count_nonzero(~mask_R):,} of them given, "
+        f"{len(ids_R):,} tokens, {np.count_nonzero(is_given_R):,} of them given, "
         f"{_end(found.finish_reason, mask_R)}"
     )
     return Conversation(said, blocks, len(ids_P) + len(ids_R) - shared <= _SHORT)
@@ -138,11 +141,13 @@ def _end(reason: FinishReason, mask_R: np.ndarray) -> str:
     return "ended by a stop token" if reason == "stop" and mask_R.all() else EPISODE_ENDS[reason]
 
 
-def _turns(ids_R: np.ndarray, mask_R: np.ndarray) -> Iterator[tuple[Speaker, np.ndarray]]:
+def _turns(
+    ids_R: np.ndarray, mask_R: np.ndarray, is_given_R: np.ndarray
+) -> Iterator[tuple[Speaker, np.ndarray]]:
     at = 0
-    for is_sampled, tokens in groupby(mask_R.tolist()):
+    for (is_sampled, is_given), tokens in groupby(zip(mask_R.tolist(), is_given_R.tolist(), strict=True)):
         end = at + sum(1 for _ in tokens)
-        yield "model" if is_sampled else "environment", ids_R[at:end]
+        yield "model" if is_sampled else "environment" if is_given else "repeated", ids_R[at:end]
         at = end
 
 

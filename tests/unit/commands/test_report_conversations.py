@@ -21,7 +21,7 @@ from bapo_megatron.commands.report.data import MetricTable, RunRecord, read_run
 from bapo_megatron.commands.report.page import write_report
 from bapo_megatron.commands.report.panels import DISTRIBUTIONS, PANELS
 from bapo_megatron.rollout.sampler.step_batches import step_path, write_step
-from bapo_megatron.types import FinishReason, Group, Prompt, Rollout, StepBatch
+from bapo_megatron.types import GIVEN, FinishReason, Group, Prompt, Rollout, StepBatch
 from tests.support.pages import ROOT
 from tests.unit.commands.test_report import check_harmless, make_hostile, write_config, write_lines
 
@@ -39,8 +39,8 @@ def rollout(*turns: str, reward: float = 1.0, reason: FinishReason = "stop") -> 
     """A response of turns, sampled and given by turns."""
     parts = [ids(turn) for turn in turns]
     mask_R = np.concatenate([np.full(len(part), place % 2 == 0) for place, part in enumerate(parts)])
-    tokens_R, zeros_R = np.concatenate(parts), np.zeros(len(mask_R))
-    columns = (tokens_R, zeros_R.astype(np.float32), zeros_R.astype(np.int32))
+    tokens_R, versions_R = np.concatenate(parts), np.where(mask_R, 0, GIVEN).astype(np.int32)
+    columns = (tokens_R, np.zeros(len(mask_R), np.float32), versions_R)
     return Rollout(*columns, loss_mask_R=mask_R, finish_reason=reason, reward=reward)
 
 
@@ -264,7 +264,9 @@ def test_branches_are_a_tree(tmp_path: Path) -> None:
     """A second conversation from the first turn, without what it shares, and one with a prompt of its own."""
     first = asked()
     other = rollout("755+180<|im_end|>", FRAME.format("7"), "7<|im_end|>", reward=0.5)
-    own = rollout("", "1+1=", "2<|im_end|>", reward=0.5)
+    own = rollout("", "1+1=", "2<|im_end|>", "5", "3", reward=0.5)
+    mask_R = np.arange(len(own.token_ids_R)) >= len(own.token_ids_R) - len(ids("3"))
+    own = replace(own, loss_mask_R=mask_R)
     group = Group(
         Prompt(0, ids("755+180="), "935", "sums"),
         (first, replace(own, branch=1, has_prompt=False), replace(other, branch=2)),
@@ -281,4 +283,6 @@ def test_branches_are_a_tree(tmp_path: Path) -> None:
     said = ["".join(text for block in one.blocks for text, _ in block.pieces) for one in found]
     assert said[1].endswith("7<|im_end|>\n<|im_start|>assistant\n7<|im_end|>")
     assert "755" not in said[1], "what it shares is shown once"
-    assert said[2] == "1+1=2<|im_end|>"
+    assert said[2] == "1+1=2<|im_end|>53"
+    assert [block.speaker for block in found[2].blocks] == ["prompt", "repeated", "environment", "model"]
+    assert ", 1 turn, " in found[2].title

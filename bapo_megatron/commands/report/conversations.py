@@ -28,8 +28,7 @@ MOST_TOKENS = 1000
 _SHORT = 600
 """Most tokens of a conversation that is open when the page opens."""
 
-Speaker = Literal["prompt", "model", "environment", "repeated"]
-"""``repeated``: a turn of the model that trains in another branch."""
+Speaker = Literal["prompt", "model", "environment"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def _branch(
     if mask_R is None:
         mask_R = np.ones(len(ids_R), np.bool_)
     own, is_given_R = max(0, shared - len(ids_P)), found.versions_R == GIVEN
-    turns = list(_turns(ids_R[own:], mask_R[own:], is_given_R[own:]))
+    turns = list(_turns(ids_R[own:], mask_R[own:]))
     blocks = [_block("prompt", ids_P[shared:], decoder)] if shared < len(ids_P) else []
     blocks += [_block(who, ids, decoder) for who, ids in turns]
     if not found.has_prompt and is_given_R[: own + 1].all():  # nobody has answered yet
@@ -141,13 +140,11 @@ def _end(reason: FinishReason, mask_R: np.ndarray) -> str:
     return "ended by a stop token" if reason == "stop" and mask_R.all() else EPISODE_ENDS[reason]
 
 
-def _turns(
-    ids_R: np.ndarray, mask_R: np.ndarray, is_given_R: np.ndarray
-) -> Iterator[tuple[Speaker, np.ndarray]]:
+def _turns(ids_R: np.ndarray, mask_R: np.ndarray) -> Iterator[tuple[Speaker, np.ndarray]]:
     at = 0
-    for (is_sampled, is_given), tokens in groupby(zip(mask_R.tolist(), is_given_R.tolist(), strict=True)):
+    for is_sampled, tokens in groupby(mask_R.tolist()):
         end = at + sum(1 for _ in tokens)
-        yield "model" if is_sampled else "environment" if is_given else "repeated", ids_R[at:end]
+        yield "model" if is_sampled else "environment", ids_R[at:end]
         at = end
 
 

@@ -264,9 +264,7 @@ def test_branches_are_a_tree(tmp_path: Path) -> None:
     """A second conversation from the first turn, without what it shares, and one with a prompt of its own."""
     first = asked()
     other = rollout("755+180<|im_end|>", FRAME.format("7"), "7<|im_end|>", reward=0.5)
-    own = rollout("", "1+1=", "2<|im_end|>", "5", "3", reward=0.5)
-    mask_R = np.arange(len(own.token_ids_R)) >= len(own.token_ids_R) - len(ids("3"))
-    own = replace(own, loss_mask_R=mask_R)
+    own = rollout("", "1+1=", "2<|im_end|>", reward=0.5)
     group = Group(
         Prompt(0, ids("755+180="), "935", "sums"),
         (first, replace(own, branch=1, has_prompt=False), replace(other, branch=2)),
@@ -283,6 +281,8 @@ def test_branches_are_a_tree(tmp_path: Path) -> None:
     said = ["".join(text for block in one.blocks for text, _ in block.pieces) for one in found]
     assert said[1].endswith("7<|im_end|>\n<|im_start|>assistant\n7<|im_end|>")
     assert "755" not in said[1], "what it shares is shown once"
-    assert said[2] == "1+1=2<|im_end|>53"
-    assert [block.speaker for block in found[2].blocks] == ["prompt", "repeated", "environment", "model"]
-    assert ", 1 turn, " in found[2].title
+    assert said[2] == "1+1=2<|im_end|>"
+    assert [[block.speaker for block in one.blocks] for one in found[1:]] == [
+        ["environment", "model"],
+        ["prompt", "model"],
+    ]

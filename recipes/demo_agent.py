@@ -5,7 +5,13 @@
 Model, problems, reward and settings are those of demo_real_tools.py. What asks the model is another program
 (demo/agent.py), a process for each episode: it speaks OpenAI's chat completions, with streams, knows nothing
 of the training, and answers expressions as a user. Its log of each episode is in logs/agents of the run.
-What held-out answers gain by it was not measured: those of demo_real_tools.py rose to 99 % and more.
+
+Behind a value it forgets the question of the worked example: a rewritten history. So an episode with a call
+is a tree of two branches, which the report shows; the second has a prompt of its own, of 90 tokens, within
+`max_response_tokens`.
+
+What held-out answers gain by it was not measured: those of demo_real_tools.py rose to 99 % and more. Of six
+responses to a product before training all asked the calculator, and four were right.
 
 Preset: `paper()`, as of demo_real_tools.py.
 """
@@ -49,7 +55,7 @@ def recipe() -> RunConfig:
         model=ModelConfig(hf_path=Path("models/SmolLM2-135M-Instruct"), dtype="float32"),
         data=DataConfig(path=DATA / "train.jsonl", max_prompt_tokens=128),
         reward=RewardConfig(function="reasoning_gym", workers=1),
-        rollout=RolloutConfig(prompts_per_step=4, group_size=8, temperature=1.0, max_response_tokens=48),
+        rollout=RolloutConfig(prompts_per_step=4, group_size=8, temperature=1.0, max_response_tokens=112),
         environment=EnvironmentConfig(
             function="bapo_megatron.environment.adapters.endpoint:EndpointEnvironment",
             settings={"command": [sys.executable, str(Path(__file__).parent / "demo/agent.py")]},

@@ -265,7 +265,7 @@ class AlgorithmConfig:
     loss_mean: Literal["token", "sequence", "constant"] = "token"
     """Mean of the loss. `token`: over the tokens of the update. `sequence`: first within each response, then
     over responses. `constant`: over responses, each one's sum divided by `rollout.max_response_tokens` (Dr.
-    GRPO)."""
+    GRPO). Each branch of an episode counts as a response; with `branch_reward=split` episodes count alike."""
     advantage_settings: Settings = field(default_factory=dict, kw_only=True)
     """Settings of the advantage, e.g. `{"weights": {"correct": 1, "format": 0.5}}` of `gdpo`. As a flag one
     JSON object, which replaces the recipe's."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -290,6 +291,25 @@ def stop_ids(traits: Traits, tokenizer: Any) -> tuple[int, ...]:
             )
         stops.append(int(ids[0]))
     return tuple(stops)
+
+
+def command_problem(config: EnvironmentConfig, traits: Traits) -> str | None:
+    """Why this machine cannot start the command of an agent program; None if it may, or there is none."""
+    if traits.settings_type != f"{own_settings.__name__}:{own_settings.AgentSettings.__name__}":
+        return None
+    program, *arguments = command = config.settings["command"]
+    if shutil.which(program) is None:
+        missing = f"{program} is not a program here: give one of PATH, or the path of an executable file"
+    elif (
+        Path(program).name.startswith("python")
+        and arguments
+        and not arguments[0].startswith("-")
+        and not Path(arguments[0]).exists()
+    ):
+        missing = f"{arguments[0]} is not there: relative paths begin in {Path.cwd()}"
+    else:
+        return None
+    return f"environment.settings.command={command}: {missing}"
 
 
 def interpreter_problem(python: Path | None) -> str | None:

@@ -2,7 +2,8 @@
 
 It could be in any language, and knows nothing of the training: it reads a task on standard input, asks the
 endpoint of OPENAI_BASE_URL for chat completions, answers an expression with its value, and ends at the first
-message that is none. It prints no reward: the run's function judges the model's last turn.
+message that is none. It forgets old messages, as agents do whose context is full: its history is rewritten.
+It prints no reward: the run's function judges the model's last turn.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import re
 import sys
 import urllib.request
 
-EXPRESSION = re.compile(r"\s*-?\d{1,9}(\s*[-+*]\s*-?\d{1,9}){1,9}\s*")
+NUMBER = r"-?(0|[1-9]\d{0,8})"  # Python takes no 012
+EXPRESSION = re.compile(rf"\s*{NUMBER}(\s*[-+*]\s*{NUMBER}){{1,9}}\s*")
+
+KEPT = 5
+"""Messages that it remembers, with the first."""
 
 
 def ask(messages: list[dict[str, str]]) -> str:
@@ -39,6 +44,7 @@ def main() -> None:
     while EXPRESSION.fullmatch(said := ask(messages)):
         value = str(eval(said))  # digits and three operators
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": value}]
+        messages[1:-KEPT] = []
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """A few harms of tests/support/chaos.py; more by ``python -m tests.support.chaos --minutes 60``, and
-``--kills 200 --tools async --folder FOLDER``."""
+``--kills 200 --tools async --folder FOLDER``, ``--tools agent``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from tests.support.chaos import COLOCATED, harm_and_check, with_tools
+from tests.support.chaos import COLOCATED, harm_and_check, with_agents, with_tools
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -68,3 +68,18 @@ def test_a_run_with_faulty_tools_loses_nothing(
     assert found["trained"] > 0
     assert found["fault slow"] > 0
     assert found["answers in the journal"] > 20
+
+
+def test_a_run_with_agent_programs_loses_nothing(tmp_path: Path) -> None:
+    """Killed while programs cancel streams, ask several at a time, and are answered."""
+    harms, arrows = (
+        ("kill an agent program", "kill everything"),
+        ("a stream is cancelled", "a program is answered"),
+    )
+    target = with_agents(tmp_path, "local")
+    found = harm_and_check(tmp_path, harms, random.Random(9), LIGHT, arrows, target)
+    assert all(found[kind] == 1 for kind in harms), found
+    assert found["trained"] > 0
+    assert found["asked again, after a kill"] > 0
+    assert found["cancels"] > 0
+    assert found["failed"] <= 1

@@ -1,11 +1,12 @@
 """A run that is killed many times, at random moments, against one that never was: the same bits at the end.
 
-    python -m tests.support.campaign --kills 200 [--seed 0]
+    python -m tests.support.campaign --kills 200 [--seed 0] [--agent]
 
 Two processes train the demo with the local engine. All of it, one rank, or the sampler is killed with -9, or
 it is told to stop by a signal; then the same command is started again. At the end metrics, updates and
 weights must be those of the run that was left alone, and an audit must find every token of the journal in one
 place: trained on, dropped for a reason, or kept for a later step. Only the segments in flight are in none.
+``--agent``: the policy is asked by an agent program (unruly_agent.py), whose worker is killed, too.
 """
 
 from __future__ import annotations
@@ -19,33 +20,42 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from bapo_megatron import cli
+from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.sampler.step_batches import steps_in
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.accounts import check_run
+from tests.support.agent_accounts import check_agents
+from tests.support.chaos import AGENT, agent_flags
 from tests.support.fork_server import import_all
 from tests.support.metrics import results
-from tests.support.processes import ranks_of, sampler_of
+from tests.support.processes import environments_of, ranks_of, sampler_of
 from tests.support.raw_journal import keeping_logs
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
-    *("train", "recipes/demo_cpu.py", "--parallel.data=2", "--checkpoint.every=2"),
-    *(f"--model.hf-path={ROOT / 'recipes/demo/policy'}", "--rollout.max-response-tokens=64"),
-    *("--evaluation.every=0", "--reward.workers=1"),
-    *("--rollout.prompts-per-step=4", "--rollout.group-size=4", "--optimizer.lr=2e-4"),
+    *("--parallel.data=2", "--checkpoint.every=2", "--evaluation.every=0", "--reward.workers=1"),
+    *("--rollout.prompts-per-step=4", "--rollout.group-size=4"),
     *("--algorithm.bounds.target=0.65", "--algorithm.reuse-epochs=2"),
+)
+POLICY = ROOT / "recipes/demo/policy_tools"
+AGENT_RECIPE = "recipes/demo_tools_cpu.py"
+PLAIN_FLAGS = (
+    *(f"--model.hf-path={ROOT / 'recipes/demo/policy'}", "--rollout.max-response-tokens=64"),
+    "--optimizer.lr=2e-4",
 )
 STEPS_A_KILL = 1.5
 """Steps of the run for each kill: there must be something left to harm."""
 WHILE_STARTING = 0.25
 """Share of the kills that come before a run has begun to sample."""
 HARMS = {"kill all": 4, "kill rank 0": 2, "kill rank 1": 2, "kill the sampler": 2, "SIGUSR1": 1, "SIGTERM": 1}
+AGENT_HARMS = {**HARMS, "kill an environment worker": 3}
 PHASES = ("starting", "sampling", "updating", "saving")
 INTERRUPTED = 85
 
@@ -64,9 +74,9 @@ class Outcome:
 
     def table(self) -> str:
         """For people, in Markdown."""
-        phases = [phase for phase in PHASES if any(self.kills[harm, phase] for harm in HARMS)]
+        phases = [phase for phase in PHASES if any(self.kills[harm, phase] for harm in AGENT_HARMS)]
         lines = ["| |" + "".join(f" {phase} |" for phase in phases), "|---|" + "---:|" * len(phases)]
-        for harm in HARMS:
+        for harm in AGENT_HARMS:
             cells = "".join(f" {self.kills[harm, phase]} |" for phase in phases)
             lines.append(f"| {harm} |{cells}")
         tokens = ", ".join(
@@ -74,19 +84,21 @@ class Outcome:
         )
         lines += ["", f"{self.starts} starts, {self.repeated} steps made again."]
         lines += [f"Tokens of the journal: {tokens}; lost: 0. Results equal bit for bit."]
+        lines += [f"Of an agent's journal: {dict(self.tokens)}"] * ("turns" in self.tokens)
         return "\n".join(lines)
 
 
 class Life:
     """One process of the command, forked from this one, so that nothing is imported again."""
 
-    def __init__(self, run_dir: Path, steps: int) -> None:
+    def __init__(self, run_dir: Path, words: Sequence[str]) -> None:
+        """``words``: the recipe and its flags."""
         self.began = time.time()
         self._run_dir = run_dir
         self._code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _live([*FLAGS, f"--steps={steps}", f"--run-dir={run_dir}"], run_dir.with_suffix(".log"))
+            _live(["train", *words, f"--run-dir={run_dir}"], run_dir.with_suffix(".log"))
 
     def code(self) -> int | None:
         """Its exit code, negative for a signal; None while it lives."""
@@ -129,6 +141,10 @@ class Life:
         elif kind == "kill the sampler":
             if found := sampler_of(self.pid):
                 found.kill()
+            return
+        elif kind == "kill an environment worker":
+            for worker in environments_of(self.pid):
+                worker.kill()
             return
         else:
             os.kill(self.pid, getattr(signal, kind))
@@ -174,24 +190,39 @@ def last_step(run_dir: Path, name: str) -> int:
     return int(rows[-1]["step"]) if rows else 0
 
 
-def campaign(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> Outcome:
+def words_of(folder: Path, is_agent: bool) -> tuple[str, ...]:
+    """The recipe and the flags of a campaign in ``folder``."""
+    if not is_agent:
+        return ("recipes/demo_cpu.py", *FLAGS, *PLAIN_FLAGS)
+    # One thing at a time: requests that come together come in any order, which is that of an episode's rows.
+    settings = {"command": [sys.executable, str(AGENT), str(folder / "asked.log"), "in-turn"]}
+    return (AGENT_RECIPE, *FLAGS, *agent_flags(settings), "--optimizer.lr=1e-5")
+
+
+def campaign(
+    folder: Path, kills: int, seed: int, say: Callable[[str], None], is_agent: bool = False
+) -> Outcome:
     """Harm a run ``kills`` times, let it end, and hold it to one that was left alone."""
     chance, steps = random.Random(seed), max(6, int(STEPS_A_KILL * kills))
+    words = (*words_of(folder, is_agent), f"--steps={steps}")
     whole, harmed = folder / "whole", folder / "harmed"
-    alone = Life(whole, steps)
+    alone = Life(whole, words)
     assert alone.wait(3600) == 0, whole.with_suffix(".log").read_text()[-3000:]
     start_s = _seconds(read_jsonl(whole / "events.jsonl")[0]["time"]) - alone.began
     step_s = statistics.median(row["time/step_s"] for row in read_jsonl(whole / "metrics.jsonl"))
     outcome = Outcome()
     with keeping_logs(harmed / "journal", kept := harmed.with_suffix(".kept")):
         while (done := sum(outcome.kills.values())) < kills and last_step(harmed, "metrics.jsonl") < steps:
-            _harmed_life(harmed, steps, chance, outcome, (start_s, step_s))
+            _harmed_life(harmed, words, chance, outcome, (start_s, step_s))
             say(f"{done} of {kills} kills before step {last_step(harmed, 'metrics.jsonl')} of {steps}")
         assert done >= kills, "the run was done before it was harmed so often"
-        while (code := Life(harmed, steps).wait(3600)) != 0:
+        while (code := Life(harmed, words).wait(3600)) != 0:
             assert code == INTERRUPTED, harmed.with_suffix(".log").read_text()[-3000:]
     outcome.starts += 1
-    outcome.tokens = check_run(harmed, kept, cut_steps=True).totals()
+    books = check_run(harmed, kept, cut_steps=True)
+    outcome.tokens = books.totals()
+    if is_agent:  # both runs have told their programs the same
+        outcome.tokens += check_agents(folder / "asked.log", books.episodes, load_tokenizer(POLICY), 0)
     for name in ("metrics.jsonl", "updates.jsonl"):
         assert not (found := _difference(harmed, whole, name)), found
     ours, theirs = ((run / "export/model.safetensors").read_bytes() for run in (harmed, whole))
@@ -211,7 +242,7 @@ def _difference(harmed: Path, whole: Path, name: str) -> str:
 
 
 def _harmed_life(
-    run_dir: Path, steps: int, chance: random.Random, outcome: Outcome, spans_s: tuple[float, float]
+    run_dir: Path, words: Sequence[str], chance: random.Random, outcome: Outcome, spans_s: tuple[float, float]
 ) -> None:
     """Start the run, harm it at a random moment, and note what it cost.
 
@@ -220,9 +251,10 @@ def _harmed_life(
     start, and of a step.
     """
     before = last_step(run_dir, "metrics.jsonl")
-    life = Life(run_dir, steps)
+    life, steps = Life(run_dir, words), int(words[-1].partition("=")[2])
     outcome.starts += 1
-    [kind] = chance.choices(list(HARMS), list(HARMS.values()))
+    harms = AGENT_HARMS if words[0] == AGENT_RECIPE else HARMS
+    [kind] = chance.choices(list(harms), list(harms.values()))
     starting = chance.random() < WHILE_STARTING
     while not starting and life.code() is None and life.phase() == "starting":
         time.sleep(0.05)
@@ -238,7 +270,7 @@ def _harmed_life(
     phase = life.phase()
     life.harm(kind)
     outcome.kills[kind, phase] += 1
-    if kind == "kill the sampler":
+    if kind in ("kill the sampler", "kill an environment worker"):
         time.sleep(chance.uniform(0, spans_s[1]))
         life.harm("kill all")
         outcome.kills["kill all", phase] += 1
@@ -250,11 +282,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="an empty folder for the runs, which stay there")
+    parser.add_argument("--agent", action="store_true")
     given = parser.parse_args()
     import_all()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
-        outcome = campaign(folder, given.kills, given.seed, lambda text: print(text, flush=True))
+        say = partial(print, flush=True)
+        outcome = campaign(folder, given.kills, given.seed, say, given.agent)
     print(outcome.table())
 
 

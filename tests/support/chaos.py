@@ -3,6 +3,7 @@
     python -m tests.support.chaos --minutes 30 [--seed 0] [--sync broadcast]
     python -m tests.support.chaos --kills 200 --colocated [--sync ipc] [--minutes 90]
     python -m tests.support.chaos --kills 200 --tools async --folder FOLDER [--minutes 60]
+    python -m tests.support.chaos --kills 200 --tools agent --folder FOLDER [--engine local]
 
 Servers, the sampler and the trainer are killed with -9, servers and the sampler are stopped for a while with
 SIGSTOP. Then the run continues in peace for a few steps, and its journal is audited (tests/support/audit.py):
@@ -15,6 +16,8 @@ has answered a call that leads from one state to the next (``ARROWS``), or the t
 ``--tools``: the demo with a calculator that fails as tools do (faulty_tools.py). Workers of environments are
 killed, too, and the audit hears what the tools say (tool_accounts.py). Given a folder, the same command goes
 on with its run until ``--kills`` are reached, and writes benchmarks/results/tool_kills.md after each session.
+``agent``: an agent program in the calculator's place (unruly_agent.py), which is killed, too, and its own
+accounts (agent_accounts.py); the results are printed.
 """
 
 from __future__ import annotations
@@ -32,16 +35,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.accounts import check_run
+from tests.support.agent_accounts import check_agents
 from tests.support.forked_commands import start_bapo
 from tests.support.harm_ledger import Ledger
 from tests.support.processes import environments_of, sampler_of, servers_of
@@ -89,9 +94,23 @@ TOOL_ARROWS = {
     "checkpoint": b'"saving"',
 }
 """What a kill waits for in a run with tools: a line of the tools' log, or of the run's."""
+AGENT_KILLS = (*KILLS, "kill a server", *["kill an environment worker", "kill an agent program"] * 2)
+AGENT_ARROWS = {
+    "a program asks": b'"what": "asked"',
+    "a stream is cancelled": b'"what": "cancels"',
+    "a program disconnects": b'"what": "disconnects"',
+    "a program is answered": b'"what": "answered"',
+    "update": b"\n",
+    "checkpoint": b'"saving"',
+}
+AGENT = ROOT / "tests/support/unruly_agent.py"
+SMALL = (
+    *("--rollout.prompts-per-step=2", "--rollout.group-size=3", "--algorithm.updates-per-epoch=1"),
+    *("--reward.workers=1", "--environment.workers=1"),
+)
+"""A program for each episode, and many starts: a step is to be short."""
 STEP_LIMIT_S = 6
 TOOL_FLAGS = (
-    f"--environment.step-limit-s={STEP_LIMIT_S}",
     *("--environment.workers=2", "--evaluation.every=0", "--rollout.keep-steps=None"),
     *("--rollout.engine=sglang", "--rollout.max-oversampling=1.5", "--optimizer.lr=1e-5"),
 )
@@ -107,7 +126,9 @@ class Target:
     recipe: Path = RECIPE
     flags: tuple[str, ...] = ()
     tools_log: Path | None = None
-    """What the tools note, if it has tools."""
+    """What the tools note, if it has tools, or its agent programs."""
+    arrows: Mapping[str, bytes] = field(default_factory=dict)
+    """What a kill waits for: lines of ``tools_log``."""
 
 
 def with_tools(folder: Path, kind: str) -> Target:
@@ -115,8 +136,27 @@ def with_tools(folder: Path, kind: str) -> Target:
     log = folder / "tools.log"
     settings = json.dumps({"log": str(log), "limit_s": STEP_LIMIT_S})
     function = f"tests.support.faulty_tools:{kind.title()}Faulty"
-    flags = (f"--environment.function={function}", f"--environment.settings={settings}")
-    return Target(ROOT / "recipes/demo_tools_cpu.py", (*TOOL_FLAGS, *flags), log)
+    flags = (
+        *(f"--environment.function={function}", f"--environment.settings={settings}"),
+        f"--environment.step-limit-s={STEP_LIMIT_S}",
+    )
+    return Target(ROOT / "recipes/demo_tools_cpu.py", (*TOOL_FLAGS, *flags), log, TOOL_ARROWS)
+
+
+def with_agents(folder: Path, engine: str) -> Target:
+    """The demo's policy, asked by an agent program that rewrites its history and ends its requests."""
+    log = folder / "tools.log"
+    flags = agent_flags({"command": [sys.executable, str(AGENT), str(log)]})
+    flags = (*TOOL_FLAGS, *SMALL, *flags, f"--rollout.engine={engine}")
+    return Target(ROOT / "recipes/demo_tools_cpu.py", flags, log, AGENT_ARROWS)
+
+
+def agent_flags(settings: dict[str, Any]) -> tuple[str, ...]:
+    """The flags of a run with agent programs."""
+    return (
+        "--environment.function=bapo_megatron.environment.adapters.endpoint:EndpointEnvironment",
+        *(f"--environment.settings={json.dumps(settings)}", "--environment.max-turns=8"),
+    )
 
 
 class Run:
@@ -159,6 +199,8 @@ class Run:
                 sampler.resume()
         elif kind == "kill an environment worker" and (workers := environments_of(self.process.pid)):
             chance.choice(workers).kill()
+        elif kind == "kill an agent program" and (programs := environments_of(self.process.pid, str(AGENT))):
+            chance.choice(programs).kill()
         elif kind == "kill the trainer":
             self.process.kill()  # alone: the sampler and the servers must notice
         elif kind == "kill everything":
@@ -186,8 +228,8 @@ class Run:
         if arrow in ("update", "checkpoint"):
             log = {"update": "updates.jsonl", "checkpoint": "events.jsonl"}[arrow]
             return [self.run_dir / log], TOOL_ARROWS[arrow]
-        if arrow in TOOL_ARROWS and self.target.tools_log:
-            return [self.target.tools_log], TOOL_ARROWS[arrow]
+        if arrow in self.target.arrows and self.target.tools_log:
+            return [self.target.tools_log], self.target.arrows[arrow]
         return sorted((self.run_dir / "logs").glob("server-*.log")), b"POST /" + arrow.encode()
 
     def wait_for_steps(self, more: int, limit_s: float) -> None:
@@ -231,14 +273,24 @@ def main() -> None:
     parser.add_argument("--sync", choices=("disk", "broadcast", "ipc"), default="disk")
     parser.add_argument("--colocated", action="store_true")
     parser.add_argument("--kills", type=int, default=sys.maxsize)
-    parser.add_argument("--tools", choices=("async", "plain"))
+    parser.add_argument("--tools", choices=("async", "plain", "agent"))
+    parser.add_argument("--engine", choices=("sglang", "local"), default="sglang", help="of agents' runs")
     parser.add_argument("--folder", type=Path, help="of a campaign with tools, new or to be continued")
     given = parser.parse_args()
     if (given.tools is None) != (given.folder is None):
         parser.error("--tools and --folder go together")
     minutes = given.minutes or (30 if given.kills == sys.maxsize else math.inf)
     if given.tools:
-        harm_tools(given.folder, given.tools, given.kills, minutes, given.seed)
+        folder = given.folder.absolute()
+        is_agent = given.tools == "agent"
+        target = with_agents(folder, given.engine) if is_agent else with_tools(folder, given.tools)
+        ledger = harm_tools(folder, target, given.kills, minutes, given.seed)
+        if not is_agent:
+            from benchmarks.common import machine, write  # which import torch and Megatron
+
+            command = f"python -m tests.support.chaos --tools {given.tools} --kills {given.kills}"
+            command += f" --folder FOLDER --seed {given.seed}"
+            write("tool_kills", ledger.page(command, given.kills, machine()))
         return
     with tempfile.TemporaryDirectory() as folder:
         chance, sync = random.Random(given.seed), f"--rollout.sglang.sync={given.sync}"
@@ -250,23 +302,20 @@ def main() -> None:
             harm_and_check(Path(folder), harms, chance, [sync])
 
 
-def harm_tools(folder: Path, kind: str, kills: int, minutes: float, seed: int) -> None:
+def harm_tools(folder: Path, target: Target, kills: int, minutes: float, seed: int) -> Ledger:
     """A session of a campaign with tools: until the folder's run has had so many kills, or time is over."""
-    target = with_tools(folder.absolute(), kind)
     ledger = Ledger(folder, [*FLAGS, *target.flags])
     before, began = ledger.kills, time.monotonic()
     if before >= kills:
         raise SystemExit(f"{folder} has had {before} kills")
     of_session = f"{seed}.{before}"
     chance = random.Random(of_session)
-    harms = islice(harms_for(minutes, chance, TOOL_KILLS), kills - before)
-    found = harm_and_check(folder, harms, chance, (), [*TOOL_ARROWS], target, ledger)
+    kinds = AGENT_KILLS if target.arrows is AGENT_ARROWS else TOOL_KILLS
+    harms = islice(harms_for(minutes, chance, kinds), kills - before)
+    found = harm_and_check(folder, harms, chance, (), [*target.arrows], target, ledger)
     spent = (time.monotonic() - began) / 60
     ledger.close_session(seed=of_session, minutes=spent, found={**found, "kills": ledger.kills})
-    from benchmarks.common import machine, write  # which import torch and Megatron
-
-    command = f"python -m tests.support.chaos --tools {kind} --kills {kills} --folder FOLDER --seed {seed}"
-    write("tool_kills", ledger.page(command, kills, machine()))
+    return ledger
 
 
 def harms_for(minutes: float, chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
@@ -316,7 +365,13 @@ def harm_and_check(
     done += Counter({"steps": check_steps(run.run_dir)}) + found.totals()
     if target.tools_log:
         model = json.loads((run.run_dir / "config.json").read_text())["config"]["model.hf_path"]
-        done += check_tools(target.tools_log, found.episodes, load_tokenizer(Path(model)))
+        tokenizer = load_tokenizer(Path(model))
+        if target.arrows is AGENT_ARROWS:
+            harms_done = [row["kind"] for row in ledger.harms] if ledger else [*done.elements()]
+            killed = harms_done.count("kill an agent program")
+            done += check_agents(target.tools_log, found.episodes, tokenizer, killed)
+        else:
+            done += check_tools(target.tools_log, found.episodes, tokenizer)
         assert not done["dropped_restarted"], "an environment that is played again gave another answer"
     check_replay(folder, target)
     print(dict(done), flush=True)

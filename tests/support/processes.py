@@ -49,12 +49,12 @@ def sampler_of(pid: int) -> psutil.Process | None:
     return None
 
 
-def environments_of(pid: int) -> list[psutil.Process]:
-    """The workers of environments of the run whose first process is ``pid``."""
+def environments_of(pid: int, program: str = "bapo_megatron.environment.worker") -> list[psutil.Process]:
+    """The workers of environments of the run whose first process is ``pid``, or another program of its."""
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         try:
-            if "bapo_megatron.environment.worker" in child.cmdline():
+            if program in child.cmdline():
                 found.append(child)
         except (psutil.Error, OSError):  # it has just ended
             continue

@@ -20,7 +20,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import Piece, TextDecoder
 from bapo_megatron.rollout.sampler.step_batches import read_example, steps_in
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.types import FinishReason, Rollout
+from bapo_megatron.types import GIVEN, FinishReason, Rollout
 
 MOST_TOKENS = 1000
 """Most tokens of a block that are shown: half of them from its start, half from its end."""
@@ -118,10 +118,12 @@ def _branch(
     ids_R, mask_R = branch.token_ids_R, branch.loss_mask_R
     if mask_R is None:
         mask_R = np.ones(len(ids_R), np.bool_)
-    own = max(0, shared - len(ids_P))
+    own, is_given_R = max(0, shared - len(ids_P)), branch.versions_R == GIVEN
     turns = list(_turns(ids_R[own:], mask_R[own:]))
     blocks = [_block("prompt", ids_P[shared:], decoder)] if shared < len(ids_P) else []
     blocks += [_block(who, ids, decoder) for who, ids in turns]
+    if not branch.has_prompt and is_given_R[: own + 1].all():  # nobody has answered yet
+        blocks[0] = replace(blocks[0], speaker="prompt")
     sampled = sum(who == "model" for who, _ in turns)
     name = f"Step {step}"
     if len(branches) > 1:
@@ -129,7 +131,7 @@ def _branch(
         name += f", behind {shared:,} tokens of branch {parent + 1}" if parent is not None else ""
     said = (
         f"{name}: reward {number(float(branch.reward))}, {sampled} turn{'' if sampled == 1 else 's'}, "
-        f"{len(ids_R):,} tokens, {np.count_nonzero(~mask_R):,} of them given, "
+        f"{len(ids_R):,} tokens, {np.count_nonzero(is_given_R):,} of them given, "
         f"{_end(branch.finish_reason, mask_R)}"
     )
     return Conversation(said, blocks, len(ids_P) + len(ids_R) - shared <= _SHORT)

@@ -309,6 +309,7 @@ EPISODE_ENDS: dict[FinishReason, str] = {
 _ROWS = (
     ("turns of a response, mean", "turns_mean", number),
     ("turns of a response, most", "turns_max", number),
+    ("branches of a response, mean", "branches_mean", number),
     ("answers to a response", "steps_mean", number),
     ("given tokens", "given_share", percent),
     ("failed environments in a step", "failures", number),

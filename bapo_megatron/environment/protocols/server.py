@@ -68,8 +68,8 @@ class _Question:
 
 class EpisodeQuestions:
     """The questions of an episode. Each is asked once, whoever asks it again: a retry (``Idempotency-Key``,
-    or ``x-stainless-retry-count`` of OpenAI's and Anthropic's clients), or the same request after its client
-    was gone. Made for an episode by ``EndpointEnvironment``, kept by its key."""
+    or ``x-stainless-retry-count`` of OpenAI's and Anthropic's clients), or the same request where no
+    answer was written. Made for an episode by ``EndpointEnvironment``, kept by its key."""
 
     def __init__(self, ask: Callable[[ChatRequest], Awaitable[SampledTurn]]) -> None:
         """``ask``: the model's turn for a request. Raises ``Refused``."""

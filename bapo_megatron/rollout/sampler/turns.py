@@ -25,6 +25,7 @@ from bapo_megatron.environment.pool import (
     EnvironmentPool,
     Question,
     StepResult,
+    command_problem,
     interpreter_problem,
     read_traits,
     stop_ids,
@@ -283,6 +284,8 @@ def check_environment(
     if problem := interpreter_problem(environment.python):
         raise ConfigError(problem)
     traits = read_traits(environment)
+    if problem := command_problem(environment, traits):
+        raise ConfigError(problem)
     stop_ids(traits, tokenizer)
     template = ObservationTemplate(tokenizer, traits.role, stop_token_ids(model, tokenizer), traits.tools)
     history: History = "sampled" if environment.history == "sampled" else "template"

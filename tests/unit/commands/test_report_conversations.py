@@ -20,7 +20,7 @@ from bapo_megatron.commands.report.conversations import MOST_TOKENS, conversatio
 from bapo_megatron.commands.report.data import MetricTable, RunRecord
 from bapo_megatron.commands.report.page import write_report
 from bapo_megatron.rollout.sampler.step_batches import step_path, write_step
-from bapo_megatron.types import FinishReason, Group, Prompt, Rollout, StepBatch
+from bapo_megatron.types import GIVEN, FinishReason, Group, Prompt, Rollout, StepBatch
 from tests.support.pages import ROOT
 from tests.unit.commands.test_report import (
     check_harmless,
@@ -46,8 +46,8 @@ def rollout(*turns: str, reward: float = 1.0, reason: FinishReason = "stop") -> 
     """A response of turns, sampled and given by turns."""
     parts = [ids(turn) for turn in turns]
     mask_R = np.concatenate([np.full(len(part), place % 2 == 0) for place, part in enumerate(parts)])
-    tokens_R, zeros_R = np.concatenate(parts), np.zeros(len(mask_R))
-    columns = (tokens_R, zeros_R.astype(np.float32), zeros_R.astype(np.int32))
+    tokens_R, versions_R = np.concatenate(parts), np.where(mask_R, 0, GIVEN).astype(np.int32)
+    columns = (tokens_R, np.zeros(len(mask_R), np.float32), versions_R)
     return Rollout(*columns, loss_mask_R=mask_R, finish_reason=reason, reward=reward)
 
 
@@ -249,3 +249,7 @@ def test_branches_are_a_tree(tmp_path: Path) -> None:
     assert said[1].endswith("7<|im_end|>\n<|im_start|>assistant\n7<|im_end|>")
     assert "755" not in said[1], "what it shares is shown once"
     assert said[2] == "1+1=2<|im_end|>"
+    assert [[block.speaker for block in one.blocks] for one in found[1:]] == [
+        ["environment", "model"],
+        ["prompt", "model"],
+    ]

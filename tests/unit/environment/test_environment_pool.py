@@ -21,11 +21,13 @@ from bapo_megatron.config.sources import EnvironmentConfig
 from bapo_megatron.environment import Task, Turn
 from bapo_megatron.environment import pool as pools
 from bapo_megatron.environment import settings as own_settings
+from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.pool import (
     EnvironmentPool,
     Question,
     StepResult,
     Traits,
+    command_problem,
     interpreter_problem,
     read_traits,
     stop_ids,
@@ -33,11 +35,14 @@ from bapo_megatron.environment.pool import (
 from bapo_megatron.environment.tools.calculator import Calculator
 from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.sampler.turns import check_environment
+from tests.support.chat_templates import demo_tokenizer
 from tests.support.environments import Dice
 
 pytestmark = pytest.mark.integration
 
 LONG_S = 300.0
+AGENT = f"{EndpointEnvironment.__module__}:EndpointEnvironment"
 
 
 def config(name: str, **fields: Any) -> EnvironmentConfig:
@@ -358,6 +363,27 @@ def test_a_wrong_class_is_refused_in_words(function: str, text: str) -> None:
 def test_settings_of_a_shipped_environment(kind: str, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=rf"^environment\.settings\.{text}"):
         pools._check_settings(EnvironmentConfig("x:Y", settings), f"{own_settings.__name__}:{kind}Settings")
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["agnet", "x"], r"=\['agnet', 'x'\]: agnet is not a program here: give one of PATH"),
+        ([sys.executable, "agnet.py"], r"=.*: agnet\.py is not there: relative paths begin in /"),
+    ],
+)
+def test_the_program_of_an_agent_is_there_before_a_run(command: list[str], problem: str) -> None:
+    asked = EnvironmentConfig(AGENT, {"command": command})
+    with pytest.raises(ConfigError, match=rf"^environment\.settings\.command{problem}"):
+        check_environment(asked, Path("recipes/demo/policy"), demo_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "command", [[sys.executable, __file__], [sys.executable, "-m", "x"], ["cat", "x.py"]]
+)
+def test_what_an_agents_program_opens_is_its_own_business(command: list[str]) -> None:
+    asked = EnvironmentConfig(AGENT, {"command": command})
+    assert command_problem(asked, read_traits(asked)) is None
 
 
 def test_settings_are_refused_before_a_run(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.algo.advantages import dr_grpo
+from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import samples_of
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler import turns
@@ -272,7 +273,8 @@ def test_a_step_file_keeps_branches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("share", "first"), [("whole", 0.5), ("split", 0.5 / 3)])
 def test_an_episode_counts_once_in_its_group(tmp_path: Path, share: Any, first: float) -> None:
-    """Rewards 1 and 0: the mean is 1/2, however many branches the first one has."""
+    """Rewards 1 and 0: the mean is 1/2, however many branches the first one has. In a mean over responses its
+    branches count as many, or, with a part of its advantage each, as one."""
     stored(tmp_path)
     columns = StepColumns(read_header(tmp_path, 1))
     columns.open()
@@ -281,4 +283,8 @@ def test_an_episode_counts_once_in_its_group(tmp_path: Path, share: Any, first: 
     assert [one.loaded().token_ids.tolist()[0] for one in samples] == [50, 100, 100, 100]
     assert [one.positions for one in samples] == [one.loaded().positions for one in samples]
     assert sum(one.loaded().predicted_tokens for one in samples) == 8 + 2
+    [pack] = pack_samples(samples, 64, loss_mean="sequence")
+    share_T = pack.weight_T * pack.advantage_T * pack.mask_T
+    positive, negative = float(share_T.clamp(min=0).sum()), float(share_T.clamp(max=0).sum())
+    assert positive == pytest.approx(-negative * (3 if share == "whole" else 1))
     columns.close()

@@ -32,10 +32,11 @@ from tests.support.fork_server import import_all
 from tests.support.metrics import results
 from tests.support.processes import ranks_of, sampler_of
 from tests.support.raw_journal import keeping_logs
+from tests.support.short_runs import SUMS
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
-    *("train", "recipes/demo_cpu.py", "--parallel.data=2", "--checkpoint.every=2"),
+    *("train", "recipes/demo_cpu.py", "--parallel.data=2", "--checkpoint.every=2", SUMS),
     *(f"--model.hf-path={ROOT / 'recipes/demo/policy'}", "--rollout.max-response-tokens=64"),
     *("--evaluation.every=0", "--reward.workers=1"),
     *("--rollout.prompts-per-step=4", "--rollout.group-size=4", "--optimizer.lr=2e-4"),

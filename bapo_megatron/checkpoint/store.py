@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron import __version__
 from bapo_megatron.config import CheckpointConfig
@@ -211,6 +210,8 @@ class _PendingCheckpoint:
 
     def _finish_parts(self) -> None:
         """Finish the write of each folder. An error is raised on rank 0 first (see ``_RANK_0_FIRST_S``)."""
+        from torch.distributed.checkpoint.api import CheckpointException  # which takes a second, with sympy
+
         try:
             for saving in self._savings:
                 saving.finish()

@@ -8,7 +8,7 @@ and end them with the block.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,22 +20,15 @@ from bapo_megatron.algo.advantages import Advantage, build_advantage
 from bapo_megatron.checkpoint.exports import AfterExport, StepExports
 from bapo_megatron.checkpoint.run_directory import (
     has_steps,
-    known_suites,
     plain_values,
     store_config,
 )
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import RolloutConfig, RunConfig
-from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.problem_sets import (
-    NO_TOOLS,
-    Suite,
     control_tokens_text,
     load_problems,
-    load_suite,
 )
-from bapo_megatron.data.prompts import Tools
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.weight_files import left_out_text
@@ -57,6 +50,7 @@ from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.trainer.records.recorder import Recorder, recorded_end, sending_events
 from bapo_megatron.trainer.reference import load_reference, store_reference
 from bapo_megatron.trainer.resume import Begun, PartialStep, ResumePoint, check_restored, find_resume_point
+from bapo_megatron.trainer.suites import load_suites
 from bapo_megatron.trainer.update_loss import UpdateLoss
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -319,29 +313,6 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
         # The sampler closes before its servers: else every server's end would be a lost engine.
         with closing(SamplerClient(setup, on_sampler_event)) as sampler:
             yield sampler, servers
-
-
-def load_suites(
-    config: RunConfig, tokenizer: Any, tools: Mapping[str, Tools] = NO_TOOLS
-) -> tuple[Suite, ...]:
-    """Evaluation suites of a run, tokenized; none if it has no evaluations.
-
-    ``tools``: of the environments, by source. ConfigError if a suite does not exist, `reward.function` cannot
-    score it (but for suites of the run's earlier steps), or two have one name.
-    """
-    if not config.evaluation.every:
-        return ()
-    known, limit = known_suites(config.directory), config.data.max_prompt_tokens
-    reward = config.reward.function, "--reward.function"
-    tools_of_suite = lambda suite: tools.get(config.source_of_suite(suite), ())  # noqa: E731
-    suites = [
-        load_suite(name, tokenizer, limit, SUITES, *reward, tools_of_suite, name in known)
-        for name in config.evaluation.suites
-    ]
-    names = [suite.name for suite in suites]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"evaluation.suites: two of them have one name ({', '.join(names)})")
-    return tuple(suites)
 
 
 def build_weight_sync(

@@ -52,10 +52,9 @@ from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.event_targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.build import load_suites
 from bapo_megatron.trainer.kernel_check import missing_package
 from bapo_megatron.trainer.reference import FIELD as REFERENCE_FIELD
-from bapo_megatron.trainer.sft import load_solutions
+from bapo_megatron.trainer.suites import load_suites
 from bapo_megatron.trainer.update_loss import checked_loss
 
 
@@ -185,6 +184,8 @@ def check_sft(config: SftConfig) -> None:
     config.check()
     tokenizer = check_model(config.model, config.parallel)
     check_export_output(config.output)
+    from bapo_megatron.trainer.sft import load_solutions  # with megatron-core, which takes seconds
+
     load_solutions(config, tokenizer)
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bapo_megatron.config import ParallelConfig, RunConfig
-from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.config import ParallelConfig
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
-from bapo_megatron.planning.job import Job, PlanOptions, shape_folder
+from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.memory import FIXED, stage_memory
 from bapo_megatron.policy import offload
 from bapo_rehearsal.job import rehearse
@@ -19,7 +16,7 @@ from bapo_rehearsal.records import RankRequest, RankResult
 from bapo_rehearsal.results import collective_mismatches
 from tests.distributed.test_rehearsal import contents, unlike
 from tests.support.cluster_recipes import cluster_recipe
-from tests.support.rehearsals import TOKENS, colocated, expert_run, real_ranks
+from tests.support.rehearsals import TOKENS, colocated, expert_run, real_ranks, shortened
 from tests.support.shapes import activation_bytes_per_token
 from tests.support.tiers import slow_but
 
@@ -100,28 +97,13 @@ WORKSPACES = 4 * 33_555_456
 """Bytes of Transformer Engine's workspaces for grouped products, which the plan has in its reserve."""
 
 
-def shortened(name: str, folder: Path) -> Job:
-    """The recipe with few layers of its model, at its own layout and lengths."""
-    path = cluster_recipe(name)
-    run = load_recipe(path, RunConfig)
-    layers, stages = RECIPES[name]
-    config = json.loads((shape_folder(path, run.model.hf_path) / "config.json").read_text())
-    config.get("text_config", config)["num_hidden_layers"] = layers
-    (folder / "config.json").write_text(json.dumps(config))
-    run = replace(
-        run,
-        model=replace(run.model, hf_path=folder),
-        parallel=replace(run.parallel, pipeline_layers=stages),
-    )
-    return Job(run, read_model_shape(folder), PlanOptions())
-
-
 @pytest.mark.slow
 def test_the_recipes_run_and_the_plan_agrees(tmp_path: Path) -> None:
     jobs: dict[str, Job] = {}
     for name in RECIPES:
         (folder := tmp_path / name).mkdir()
-        jobs[name] = shortened(name, folder)
+        layers, stages = RECIPES[name]
+        jobs[name] = shortened(cluster_recipe(name), layers, folder, stages)
     requests = []
     for job in jobs.values():
         packs = job.parallel.pipeline + 1 if job.parallel.pipeline > 1 else 1

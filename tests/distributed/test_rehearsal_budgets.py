@@ -1,5 +1,6 @@
 """Budgets of the paper's recipes: a change that costs 2 GB of a GPU's memory or ten host waits fails here.
 
+Two recipes are rehearsed whole, which holds the plan's sums over layers; the others with few of theirs.
 If a change is worth its price, put what the rehearsal finds into the table. The plan is held against the same
 rehearsals.
 """
@@ -22,6 +23,7 @@ from bapo_rehearsal.job import RehearseOptions, packs_of, ranks_of, rehearse
 from bapo_rehearsal.records import RankRequest
 from bapo_rehearsal.results import rehearsal_dict
 from tests.support.cluster_recipes import cluster_recipe
+from tests.support.rehearsals import shortened
 from tests.support.shapes import activation_bytes_per_token
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -36,19 +38,21 @@ class Budget:
     update_gb: float
     save_gb: float
     waits: int
+    layers: int = 0
+    """Layers of its model that are rehearsed. 0: all, which take half a second of a core each."""
 
 
 BUDGETS = {
-    "bp_math_32b_64k": Budget(48.2, 30.9, 4),
+    "bp_math_32b_64k": Budget(8.8, 5.3, 4, layers=8),
     "partial_rollout_7b": Budget(48.5, 34.4, 4),
-    "r1_distill_qwen_14b_16k": Budget(51.6, 33.3, 4),
-    "octothinker_llama_3b": Budget(23.4, 14.5, 4),
-    "r1_distill_qwen_32b": Budget(57.3, 24.7, 20),
+    "r1_distill_qwen_14b_16k": Budget(13.1, 8.6, 4, layers=8),
+    "octothinker_llama_3b": Budget(9.5, 5.5, 4, layers=8),
+    "r1_distill_qwen_32b": Budget(15.6, 7.2, 20, layers=16),
     "qwen3_4b_8k": Budget(42.3, 18.2, 4),
-    "qwen3_5_4b_8k": Budget(53.1, 19.1, 4),
-    "qwen3_8b_16k": Budget(50.4, 24.6, 4),
-    "qwen3_8_27b_32k": Budget(54.7, 30.6, 20),
-    "qwen3_32b_two_nodes": Budget(51.0, 24.6, 138),
+    "qwen3_5_4b_8k": Budget(19.3, 7.1, 4, layers=8),
+    "qwen3_8b_16k": Budget(16.3, 8.5, 4, layers=8),
+    "qwen3_8_27b_32k": Budget(16.7, 10.2, 20, layers=16),
+    "qwen3_32b_two_nodes": Budget(9.4, 4.3, 26, layers=8),
 }
 """Not of bp_math_7b_64k, the first with fewer ranks, and r1_distill_qwen_7b_8k, laid out as qwen3_8b_16k.
 
@@ -83,6 +87,12 @@ def of_recipe(path: Path) -> Rehearsal:
     return Rehearsal(Job(run, read_model_shape(folder), PlanOptions()), folder)
 
 
+def of_budget(name: str, folder: Path) -> Rehearsal:
+    """A recipe of the table, with as many layers as its budget is of."""
+    path, layers = cluster_recipe(name), BUDGETS[name].layers
+    return Rehearsal(shortened(path, layers, folder), folder) if layers else of_recipe(path)
+
+
 def of_layers(shape: str, recompute: Any, context: int, layers: int, folder: Path) -> Rehearsal:
     """A recipe of 64k tokens, with a few layers of another model, and as long sequences as it has GPUs."""
     config = json.loads((ROOT / f"recipes/shapes/{shape}/config.json").read_text())
@@ -108,7 +118,7 @@ def with_teacher(plain: Rehearsal) -> Rehearsal:
 @pytest.fixture(scope="module")
 def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]:
     """All of this file in one go, as what they import takes as long as some of them."""
-    recipes = {name: of_recipe(cluster_recipe(name)) for name in BUDGETS}
+    recipes = {name: of_budget(name, tmp_path_factory.mktemp("shape")) for name in BUDGETS}
     recipes["gpu_study"] = of_recipe(ROOT / "studies/gpu_study/recipe.py")
     shapes = {
         f"{case}, {layers} layers": of_layers(*case, layers, tmp_path_factory.mktemp("shape"))
@@ -130,38 +140,44 @@ def test_a_recipe_stays_within_its_budget_and_the_plan_agrees(
     recipe: str, rehearsals: dict[str, Rehearsal]
 ) -> None:
     budget, found = BUDGETS[recipe], rehearsals[recipe].found
+    is_whole = not budget.layers
+    more = 2 if is_whole else 0.25  # a share of two that is smaller than that of the layers
     peak_gb, kinds_gb = found["peak_gb"], found["ranks"][0]["kinds_gb"]["update 2"]
     assert found["misfits"] == []
-    assert peak_gb["update 2"] < budget.update_gb + 2
-    assert peak_gb["save"] < budget.save_gb + 2
-    assert found["host_waits_per_update"] < budget.waits + 10
+    assert peak_gb["update 2"] < budget.update_gb + more
+    assert peak_gb["save"] < budget.save_gb + more
+    assert found["host_waits_per_update"] < budget.waits + (10 if is_whole else 5)
     plan_of = rehearsals[recipe].job
     plan = stage_memory(plan_of, 0)
     for kind in ("weights", "gradients", "optimizer"):
         assert getattr(plan, kind) == pytest.approx(1e9 * kinds_gb.get(kind, 0), rel=0.001), kind
-    assert plan.training - plan.reserve == pytest.approx(1e9 * peak_gb["update 2"], rel=0.03)
+    within = 0.03 if is_whole else 0.06  # of few layers one chunk of logits is much
+    assert plan.training - plan.reserve == pytest.approx(1e9 * peak_gb["update 2"], rel=within)
     assert plan.syncing - FIXED == pytest.approx(1e9 * peak_gb["weight sync"], rel=0.03)
     if plan.serving:
         _check_turns(rehearsals[recipe])
     on_host = found["ranks"][0]["host_gb"]
     highest = "load" if plan_of.host_optimizer else "sample" if plan.serving else "save"
     written = on_host[highest] * 1e9 * plan_of.gpus_on_node
-    assert 0.95 * written < host_bytes(plan_of) < 1.35 * written  # or one parameter more, the largest
+    # Or one parameter more, the largest: that of few layers is as much as they are.
+    assert 0.95 * written < host_bytes(plan_of) < (1.35 if is_whole else 2.1) * written
     # The plan is of the rank that must join the largest parameter, the rehearsal of the first one. No rank of
     # a 4B must: its embedding, 15 % of Qwen3.5-4B, lies within one rank's share.
-    assert 1e9 * peak_gb["save"] < 1.01 * (plan.saving - FIXED) < 1.15e9 * peak_gb["save"]
+    share = (plan.saving - FIXED) / (1e9 * peak_gb["save"])
+    assert (0.99 if is_whole else 0.95) < share < (1.14 if is_whole else 1.35)
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_5_4b_8k", "qwen3_8_27b_32k"])
 def test_the_plan_of_a_hybrid_agrees_on_each_stage(recipe: str, rehearsals: dict[str, Rehearsal]) -> None:
-    """Within 2 %, which the tensors that the kernels of Gated DeltaNet keep for themselves are more than."""
+    """Within 2 %, which the tensors that the kernels of Gated DeltaNet keep for themselves are more than;
+    a weight sync of few layers within 2.5 %."""
     ranks = rehearsals[recipe].found["ranks"]
     stages = {rank["place"]["stage"]: rank for rank in ranks}
     assert list(stages) == list(range(rehearsals[recipe].job.parallel.pipeline))
     for stage, rank in stages.items():
         plan = stage_memory(rehearsals[recipe].job, stage)
         assert plan.training - plan.reserve == pytest.approx(1e9 * rank["peak_gb"]["update 2"], rel=0.02)
-        assert plan.syncing - FIXED == pytest.approx(1e9 * rank["peak_gb"]["weight sync"], rel=0.02)
+        assert plan.syncing - FIXED == pytest.approx(1e9 * rank["peak_gb"]["weight sync"], rel=0.025)
 
 
 def _check_turns(rehearsal: Rehearsal) -> None:

@@ -19,11 +19,12 @@ from bapo_megatron.trainer.checks import EXPERT_NAMES
 from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 from tests.support.metrics import results
 from tests.support.models import EXPERT_HYBRID, save_tiny_model
-from tests.support.short_runs import LIMIT_S, exported, finish, wait_for_steps
+from tests.support.short_runs import LIMIT_S, SUMS, exported, finish, wait_for_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SHORT = (
+    SUMS,
     "--steps=4",
     "--checkpoint.every=2",
     *("--evaluation.every=0", "--reward.workers=1"),

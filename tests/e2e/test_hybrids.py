@@ -16,12 +16,13 @@ from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from tests.support.forked_commands import start_bapo
-from tests.support.short_runs import exported, finish
+from tests.support.short_runs import SUMS, exported, finish
 from tests.unit.data.test_demo_task import make_task
 
 pytestmark = pytest.mark.e2e
 
 SHORT = (
+    SUMS,
     "--steps=2",
     "--checkpoint.every=2",
     *("--evaluation.every=0", "--reward.workers=1"),

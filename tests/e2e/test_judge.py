@@ -26,7 +26,7 @@ from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ROOT, start_bapo
 from tests.support.judge_server import JudgeServer, completion, judge_server, says
-from tests.support.short_runs import finish, output_of, start
+from tests.support.short_runs import SUMS, finish, output_of, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -96,7 +96,7 @@ def test_a_run_is_scored_by_a_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 TEACHER = ROOT / "recipes/demo/policy"
 SHORT = ["--steps=2", "--rollout.prompts-per-step=4", "--rollout.group-size=4", "--evaluation.every=0"]
-SHORT += ["--reward.workers=1"]
+SHORT += ["--reward.workers=1", SUMS]
 
 
 @pytest.fixture

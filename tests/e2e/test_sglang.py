@@ -14,11 +14,12 @@ from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 from tests.support.processes import servers_of
+from tests.support.short_runs import SUMS
 
 pytestmark = pytest.mark.e2e
 
 SHORT = ["--steps=3", "--rollout.prompts-per-step=6", "--rollout.group-size=4", "--checkpoint.every=1"]
-SHORT += ["--reward.workers=1", "--evaluation.every=0"]
+SHORT += ["--reward.workers=1", "--evaluation.every=0", SUMS]
 
 
 @pytest.fixture(autouse=True, scope="module")

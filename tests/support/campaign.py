@@ -37,6 +37,7 @@ from tests.support.fork_server import import_all
 from tests.support.metrics import results
 from tests.support.processes import environments_of, ranks_of, sampler_of
 from tests.support.raw_journal import keeping_logs
+from tests.support.short_runs import SUMS
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
@@ -48,7 +49,7 @@ POLICY = ROOT / "recipes/demo/policy_tools"
 AGENT_RECIPE = "recipes/demo_tools_cpu.py"
 PLAIN_FLAGS = (
     *(f"--model.hf-path={ROOT / 'recipes/demo/policy'}", "--rollout.max-response-tokens=64"),
-    "--optimizer.lr=2e-4",
+    *("--optimizer.lr=2e-4", SUMS),
 )
 STEPS_A_KILL = 1.5
 """Steps of the run for each kill: there must be something left to harm."""

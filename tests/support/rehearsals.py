@@ -27,8 +27,10 @@ from bapo_megatron.config import (
     RunConfig,
     SglangConfig,
 )
+from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.planning.job import Job, PlanOptions, shape_folder
 from bapo_megatron.types import COLUMNS
 from bapo_rehearsal.checkpoints import staged_save
 from bapo_rehearsal.fake.process_group import Collectives, group_kinds
@@ -110,6 +112,21 @@ def small_run(folder: Path, parallel: ParallelConfig, layers: int = 2, **batch: 
         algorithm=AlgorithmConfig(bounds=balanced(), updates_per_epoch=1),
         batch=replace(BatchConfig(pack_tokens=TOKENS, logprob_chunk_tokens=256), **batch),
     )
+
+
+def shortened(path: Path, layers: int, folder: Path, stages: tuple[int, ...] = ()) -> Job:
+    """The job of a recipe at its own layout and lengths, with ``layers`` of its model: a config.json in
+    ``folder``. ``stages``: the layers of each pipeline stage, where they differ."""
+    run = load_recipe(path, RunConfig)
+    config = json.loads((shape_folder(path, run.model.hf_path) / "config.json").read_text())
+    config.get("text_config", config)["num_hidden_layers"] = layers
+    (folder / "config.json").write_text(json.dumps(config))
+    run = replace(
+        run,
+        model=replace(run.model, hf_path=folder),
+        parallel=replace(run.parallel, pipeline_layers=stages),
+    )
+    return Job(run, read_model_shape(folder), PlanOptions())
 
 
 class RandomWeights:

@@ -23,6 +23,8 @@ LIMIT_S = 900
 TWO = ("--parallel.data=2",)
 TWO_JUDGES = ("--reward.workers=2",)
 """Scores come in another order than they were asked for, which one worker never does."""
+SUMS = f"--data.path={ROOT / 'tests/fixtures/sums.jsonl'}"
+"""200 of the demo's 1,500 problems: to read all of them takes a start half a second of a core."""
 SHORT = [
     f"--model.hf-path={ROOT / 'recipes/demo/policy'}",  # bounds end inside their ranges at this target
     "--rollout.max-response-tokens=64",
@@ -40,7 +42,8 @@ SHORT = [
 
 def start(run_dir: Path, *flags: str, launcher: tuple[str, ...] = ()) -> Command:
     """``bapo train`` with the short demo, forked; or in interpreters that ``launcher`` starts."""
-    words = ["train", "recipes/demo_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags]
+    data = () if any(flag.startswith("--data.") for flag in flags) else (SUMS,)
+    words = ["train", "recipes/demo_cpu.py", *SHORT, *data, f"--run-dir={run_dir}", *flags]
     if not launcher:
         return start_bapo(*words)
     return subprocess.Popen(

@@ -12,9 +12,9 @@ import pytest
 from bapo_rehearsal.te_sources import te_version
 from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
-from tests.support.short_runs import SHORT, exported
+from tests.support.short_runs import SHORT, SUMS, exported
 
-FLAGS = [*(flag for flag in SHORT if not flag.startswith("--steps")), "--steps=2"]
+FLAGS = [SUMS, *(flag for flag in SHORT if not flag.startswith("--steps")), "--steps=2"]
 
 
 @pytest.mark.slow

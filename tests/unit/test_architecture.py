@@ -301,6 +301,13 @@ def test_bounds_need_no_torch() -> None:
     assert "torch" not in {name.split(".")[0] for name in imports(PACKAGE / "algo/bounds.py")}
 
 
+def test_a_preflight_imports_no_megatron() -> None:
+    """It refuses a run three seconds sooner, and `bapo doctor` calls it in a process of its own."""
+    heavy = "{'megatron', 'sympy', 'transformers', 'torch._dynamo'}"
+    script = f"import sys, bapo_megatron.trainer.preflight; print({heavy} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True) == "set()\n"
+
+
 def test_the_table_of_names_needs_no_torch() -> None:
     """The tools for checkpoints start at once and in little memory."""
     script = "import sys, bapo_megatron.hf.parameter_map; print({'torch', 'numpy'} & set(sys.modules))"

@@ -17,7 +17,7 @@ from bapo_megatron.environment import PROMPT_TOOLS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.turns import check_environment, check_environments, tools_of
-from bapo_megatron.trainer.build import load_suites
+from bapo_megatron.trainer.suites import load_suites
 from tests.support.chat_templates import FOLDERS, demo_tokenizer, family_tokenizer
 from tests.support.environments import Described
 from tests.support.episodes import EpisodeWorld

@@ -57,7 +57,7 @@ from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
 from bapo_megatron.rollout.sampler.response import MOST_LOSSES, Sampling
-from bapo_megatron.trainer.build import load_suites
+from bapo_megatron.trainer.suites import load_suites
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt
 from checkpoints_tools.formats.locate import Format
 from checkpoints_tools.hf_to_megatron import to_megatron

@@ -116,13 +116,12 @@ $(VENV)/.done: setup.py $(PINS) Makefile
 	touch $@
 
 # SGLang in an environment of its own: it pins packages that this project's environment must not have.
-# --no-compile, here and below: byte code takes pip a minute of a core, and most of it is never imported.
 sglang: $(SGLANG_VENV)/.done
 
 $(SGLANG_VENV)/.done: $(SGLANG_PINS) Makefile
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile $(TORCH_FLAGS) "$(TORCH)"
-	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $(SGLANG_PINS)
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) "$(TORCH)"
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(SGLANG_PINS)
 	touch $@
 
 # NeMo-Run too: leptonai, which it needs, wants an older anyio than transformers does.
@@ -130,7 +129,7 @@ nemo-run: $(NEMO_RUN_VENV)/.done
 
 $(NEMO_RUN_VENV)/.done: $(NEMO_RUN_PINS) Makefile
 	$(PYTHON) -m venv $(NEMO_RUN_VENV)
-	$(NEMO_RUN_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $(NEMO_RUN_PINS)
+	$(NEMO_RUN_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(NEMO_RUN_PINS)
 	touch $@
 
 trackers: $(TRACKERS)/.done

@@ -209,6 +209,9 @@ cluster-check:
 image:
 	IMAGE="$(IMAGE)" CLUSTER_ARCH="$(CLUSTER_ARCH)" bash cluster/make_image.sh
 
+# On the CPUs, also of a machine with GPUs.
+demo demo-moe demo-hybrid demo-tools demo-real demo-real-tools demo-agent: export BAPO_DEVICE = cpu
+
 demo: setup
 	$(BIN)/bapo train recipes/demo_cpu.py --run-dir $(DEMO_RUN)
 	$(BIN)/bapo report $(DEMO_RUN)

@@ -142,15 +142,19 @@ def find_shape(recipe: Path, hf_path: Path) -> ModelShape:
     return read_model_shape(shape_folder(recipe, hf_path))
 
 
+_RECIPES = Path(__file__).parents[2] / "recipes"
+
+
 def shape_folder(recipe: Path, hf_path: Path) -> Path:
-    """The folder that holds the model's config.json: its own, or else ``shapes/NAME`` beside the recipe, or
-    beside the recipe's folder. ConfigError if none has one."""
-    beside = recipe.parent / "shapes" / hf_path.name
-    for folder in (hf_path, beside, recipe.absolute().parent.parent / "shapes" / hf_path.name):
+    """The folder that holds the model's config.json: its own, or else ``shapes/NAME`` beside the recipe, beside
+    the recipe's folder, or in recipes/ of this checkout. ConfigError if none has one."""
+    places = (recipe.parent, recipe.absolute().parent.parent, _RECIPES)
+    folders = [hf_path, *(place / "shapes" / hf_path.name for place in places)]
+    for folder in folders:
         if (folder / "config.json").is_file():
             return folder
     raise ConfigError(
-        f"model.hf_path={hf_path} has no config.json, and {beside} has none either: "
+        f"model.hf_path={hf_path} has no config.json, and {folders[1]} has none either: "
         f"put the model's config.json into one of them (this needs no weights)"
     )
 

@@ -682,6 +682,7 @@ def test_comparison_is_sorted_and_fits() -> None:
 
 def test_a_shape_is_found_or_asked_for(tmp_path: Path) -> None:
     assert find_shape(RECIPE, Path("anywhere/DeepSeek-R1-Distill-Qwen-32B")) == BIG
+    assert find_shape(tmp_path / "my_run.py", Path("models/DeepSeek-R1-Distill-Qwen-32B")) == BIG
     with pytest.raises(ConfigError, match="needs no weights"):
         find_shape(RECIPE, tmp_path / "unknown")
 

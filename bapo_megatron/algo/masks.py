@@ -157,17 +157,17 @@ def build_masks(algorithm: Any) -> list[tuple[str, Mask]]:
 def taken_out(label: str, mask: Mask, response: Response) -> np.ndarray:
     """What ``mask`` takes out of a response, bool [N]. ConfigError if it fails or answers anything else."""
     try:
-        mask_T = np.asarray(mask(response))
+        taken = np.asarray(mask(response))
     except ConfigError:
         raise
     except Exception as error:  # a user's function raises what it likes
         raise ConfigError(f"algorithm.masks: {label} failed with {error!r}; mend it") from error
-    if mask_T.dtype != np.bool_ or mask_T.shape not in ((), (response.tokens,)):
+    if taken.dtype != np.bool_ or taken.shape not in ((), (response.tokens,)):
         raise ConfigError(
             f"algorithm.masks: {label} must return True or False, or one of them for each of the "
-            f"{response.tokens} trained tokens, not {mask_T.dtype} of shape {list(mask_T.shape)}"
+            f"{response.tokens} trained tokens, not {taken.dtype} of shape {list(taken.shape)}"
         )
-    return np.broadcast_to(mask_T, (response.tokens,))
+    return np.broadcast_to(taken, (response.tokens,))
 
 
 def check_masks(algorithm: Any) -> None:

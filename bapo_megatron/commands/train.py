@@ -62,7 +62,7 @@ def _train(arguments: Sequence[str]) -> int | None:
         processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
         process = partial(train_process, fork=fork)
         check_run(config, read_dataset=first, fork=fork)
-        import bapo_megatron.train  # noqa: F401  # once for all ranks, which are forked
+        import bapo_megatron.train  # noqa: F401  # once for all ranks, where they are forked
 
     # Last: it makes the run directory, which a refused configuration must not leave behind.
     check_writable(config.directory)

@@ -160,8 +160,8 @@ def _busiest(
     lengths: ResponseLengths, share: int, responses: int, slots: int, prompt: float
 ) -> tuple[float, float]:
     """Decode steps of the busiest engine, and KV entries that it reads. Cached for the layout search."""
-    longest = lengths.busiest_engine_lengths(share, responses)
-    return decode_steps(longest, slots), read_tokens(longest, prompt)
+    busiest = lengths.busiest_engine_lengths(share, responses)
+    return decode_steps(busiest, slots), read_tokens(busiest, prompt)
 
 
 @dataclass(frozen=True)

@@ -146,8 +146,8 @@ _RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def shape_folder(recipe: Path, hf_path: Path) -> Path:
-    """The folder that holds the model's config.json: its own, or else ``shapes/NAME`` beside the recipe, beside
-    the recipe's folder, or in recipes/ of this checkout. ConfigError if none has one."""
+    """The folder that holds the model's config.json: its own, or else ``shapes/NAME`` beside the recipe,
+    beside its folder, or in recipes/ of this checkout. ConfigError if none has one."""
     places = (recipe.parent, recipe.absolute().parent.parent, _RECIPES)
     folders = [hf_path, *(place / "shapes" / hf_path.name for place in places)]
     for folder in folders:

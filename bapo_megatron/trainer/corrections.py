@@ -103,11 +103,9 @@ def corrected(
     before = [sample for group in groups for sample in group]
     masks, weighs = masks_of(algorithm), algorithm.importance_cap is not None
     width = len(Remaining._fields) + 2 * len(masks)
-    numbers = measured_once(
-        policy, before, lambda sample_result: measure(sample_result, masks, weighs), width
-    )
+    numbers = measured_once(policy, before, lambda sample: measure(sample, masks, weighs), width)
     results = [Remaining(*row[: len(Remaining._fields)]) for row in numbers]
-    samples = [sample_result.of(sample, masks) for sample_result, sample in zip(results, before, strict=True)]
+    samples = [result.of(sample, masks) for result, sample in zip(results, before, strict=True)]
     kept = [
         bool(now.predicted_tokens or not was.predicted_tokens)
         for now, was in zip(samples, before, strict=True)
@@ -122,15 +120,13 @@ def corrected(
             for sample, keep in zip(samples, kept, strict=True)
         ]
     left = iter(zip(samples, kept, strict=True))
-    remaining = [
-        [sample_result for sample_result, keep in (next(left) for _ in group) if keep] for group in groups
-    ]
+    remaining = [[sample for sample, keep in (next(left) for _ in group) if keep] for group in groups]
     tokens = sum(sample.predicted_tokens for sample in before)
     values = _shares(
         kept,
         tokens,
-        [sample_result.predicted for sample_result in results],
-        [sample_result.weight for sample_result in results],
+        [result.predicted for result in results],
+        [result.weight for result in results],
     )
     taken = [row[len(Remaining._fields) :] for row in numbers]
     return remaining, {**dict(zip(METRICS, values, strict=True)), **shares(algorithm, taken, tokens)}

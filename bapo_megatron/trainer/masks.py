@@ -86,11 +86,11 @@ def shares(algorithm: AlgorithmConfig, taken: Sequence[Sequence[float]], tokens:
     """The metrics ``mask_names``, from what each mask took of each sample of an update of ``tokens``."""
     names, count = mask_names(algorithm), len(taken)
     sums = np.array(taken, np.float64).sum(0)[-len(names) :] if taken and names else np.zeros(len(names))
-    shares: Metrics = {}
+    shares_of: Metrics = {}
     for place, name in enumerate(names):
         whole = tokens if name.endswith("_tokens") else count
-        shares[name] = float(sums[place]) / whole if whole else None
-    return shares
+        shares_of[name] = float(sums[place]) / whole if whole else None
+    return shares_of
 
 
 def _response(sample: TrainingSample, keep_N: np.ndarray, load: Callable[[], Sample]) -> Response:

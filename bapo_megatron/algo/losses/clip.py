@@ -65,12 +65,12 @@ def group_of_sequences(trained_tokens: tuple[int, ...], bounds_tokens: int) -> t
     intervals = max(1, round(total / bounds_tokens))
     ends = accumulate(trained_tokens)
     # In integers, so that no layout rounds differently: (end - tokens / 2) * intervals / total.
-    ranges = [
+    places = [
         min(intervals - 1, (2 * end - tokens) * intervals // max(1, 2 * total))
         for end, tokens in zip(ends, trained_tokens, strict=True)
     ]
-    numbers = {interval: number for number, interval in enumerate(dict.fromkeys(ranges))}
-    return tuple(numbers[interval] for interval in ranges)
+    numbers = {interval: number for number, interval in enumerate(dict.fromkeys(places))}
+    return tuple(numbers[interval] for interval in places)
 
 
 def group_count(batch: MicroBatch, bounds_tokens: int) -> int:

@@ -84,9 +84,9 @@ def _first_rows(config: RunConfig, passed: Sequence[object]) -> Mapping[str, Pro
     from bapo_megatron.data.prompts import PromptSet
 
     first: dict[str, Prompt] = {}
-    for prompts in (check.prompts for check in passed if isinstance(check, PromptSet)):
+    for prompts in (result.prompts for result in passed if isinstance(result, PromptSet)):
         first |= {prompt.source: prompt for prompt in reversed(prompts)}
-    suites = [suite for check in passed if isinstance(check, tuple) for suite in check]
+    suites = [suite for result in passed if isinstance(result, tuple) for suite in result]
     for suite in suites:
         if isinstance(suite, Suite):
             first.setdefault(config.source_of_suite(suite.name), suite.prompts[0])

@@ -122,7 +122,7 @@ def _branch(
     turns = list(_turns(ids_R[own:], mask_R[own:]))
     blocks = [_block("prompt", ids_P[shared:], decoder)] if shared < len(ids_P) else []
     blocks += [_block(who, ids, decoder) for who, ids in turns]
-    if not branch.has_prompt and is_given_R[: own + 1].all():  # nobody has answered yet
+    if blocks and not branch.has_prompt and is_given_R[: own + 1].all():  # nobody has answered yet
         blocks[0] = replace(blocks[0], speaker="prompt")
     sampled = sum(who == "model" for who, _ in turns)
     name = f"Step {step}"

@@ -8,7 +8,6 @@ request beside others. That each question comes here once, also where its client
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,6 @@ from bapo_megatron.environment.tools.calls import answer_part, results, tool_cal
 
 Ask = Callable[[Callable[[int], Reply]], Awaitable[tuple[int, SampledTurn]]]
 """``LoopEnvironment.question``."""
-
-FIRST_S = 5.0
-"""Time that requests wait for the dataset's prompt, where another one comes before it: programs may ask
-several at a time."""
 
 _SHOWN = 100
 """Characters of a message that a refusal shows."""
@@ -99,7 +94,7 @@ class Conversation:
         behind the last turn as an observation. ``ask``: asks the policy. ``tools``: those that the chat
         template has written into the prompt."""
         self._prompt, self._role, self._ask, self._tools = read_messages(prompt), role, ask, [*tools]
-        self._begun = asyncio.Event()
+        self._has_begun = False
         self._roots: dict[str, _Place] = {}
         """By the tools of a conversation: other tools are another beginning."""
         self._spoken: list[_Spoken] = []
@@ -111,17 +106,11 @@ class Conversation:
         has_own = tools == self._tools
         if not question or question[-1]["role"] == "assistant":
             raise Refused(400, "it ends with no message for the model to answer")
-        if question == self._prompt and has_own:
-            self._begun.set()
-        try:
-            async with asyncio.timeout(FIRST_S):
-                await self._begun.wait()
-        except TimeoutError:
-            if question != self._prompt:
-                reason = f"is not the dataset's prompt, but {_shown(question)}"
-            else:
-                reason = f"has other tools than the prompt: {_NO_TOOLS}"
-            raise Refused(409, f"its first request {reason}") from None
+        if not self._has_begun and question != self._prompt:
+            raise Refused(409, f"its first request is not the dataset's prompt, but {_shown(question)}")
+        if not self._has_begun and not has_own:
+            raise Refused(409, f"its first request has other tools than the prompt: {_NO_TOOLS}")
+        self._has_begun = True
         context = self._found(question, tools)
 
         def reply(turns: int) -> Reply:

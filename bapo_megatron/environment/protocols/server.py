@@ -198,7 +198,7 @@ async def _deliver(
             await response.prepare(request)
         await response.write(protocol.ping if is_stream else b" ")
     try:
-        answered = answer.result()
+        turn = answer.result()
     except Refused as refused:
         if not response.prepared:
             raise
@@ -206,8 +206,8 @@ async def _deliver(
             raise ConnectionError("refused after it was kept alive") from refused
         parts = [protocol.error_event(refused)]
     else:
-        whole = json.dumps(protocol.whole(answered, body)).encode() if not is_stream else b""
-        parts = list(protocol.events(answered, body)) if is_stream else [whole]
+        whole = json.dumps(protocol.whole(turn, body)).encode() if not is_stream else b""
+        parts = list(protocol.events(turn, body)) if is_stream else [whole]
     if not response.prepared:
         await response.prepare(request)
     for part in parts:

@@ -53,17 +53,17 @@ async def open_pool(
     return pool
 
 
-def _check_transport(engine: str, sync: str, engines: Sequence[Engine]) -> None:
+def _check_transport(backend: str, sync: str, engines: Sequence[Engine]) -> None:
     """Raise ConfigError if an engine does not take weights by ``sync``."""
     transport = TRANSPORTS[sync]
     call = "wake" if transport.colocated else "load"
-    for own in engines:
-        if transport.protocol and sync not in getattr(own, "transports", ()):
+    for engine in engines:
+        if transport.protocol and sync not in getattr(engine, "transports", ()):
             raise ConfigError(
-                f"rollout.engine={engine}, sync={sync}: {type(own).__name__}.transports does not name it: "
-                f"use sync=disk, or take WeightParts in {call} (interfaces.{transport.protocol}), in place "
-                f"of begin_update, begin_wake and the methods that followed them, which nothing calls any "
-                f"more; leave_group and join_group have no timeout_s now"
+                f"rollout.engine={backend}, sync={sync}: {type(engine).__name__}.transports does not name "
+                f"it: use sync=disk, or take WeightParts in {call} (interfaces.{transport.protocol}), in "
+                f"place of begin_update, begin_wake and the methods that followed them, which nothing calls "
+                f"any more; leave_group and join_group have no timeout_s now"
             )
 
 

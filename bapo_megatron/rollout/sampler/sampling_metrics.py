@@ -116,8 +116,8 @@ def rollout_metrics(
     return {
         "reward/mean": _array_mean(rewards),
         "reward/correct_fraction": _array_mean(correct),
-        "reward/solved_none": _array_mean(np.array([not summary.any() for summary in correct_by_group])),
-        "reward/solved_all": _array_mean(np.array([summary.all() for summary in correct_by_group])),
+        "reward/solved_none": _array_mean(np.array([not correct_G.any() for correct_G in correct_by_group])),
+        "reward/solved_all": _array_mean(np.array([correct_G.all() for correct_G in correct_by_group])),
         "reward/failures": float(failures),
         "reward/failed_fraction": failures / responses if responses else None,
         "reward/timeouts": float(sum(group.failures.count("time") for group in groups)),

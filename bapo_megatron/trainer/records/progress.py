@@ -57,7 +57,7 @@ def numbered_line(step: int, total_steps: int, parts: Sequence[str]) -> str:
 def notes(metrics: Metrics) -> list[str]:
     """Notes on a step: scores and environments that failed and groups that were dropped since the step
     before, and the reason why it made no update."""
-    notes: list[str] = []
+    parts: list[str] = []
     scored, all_failed = (
         metrics.get("rollout/groups_sampled"),
         _sampled(metrics, "reward/failed_fraction") == 1.0,
@@ -65,13 +65,13 @@ def notes(metrics: Metrics) -> list[str]:
     failed, uniform = _failed(metrics), metrics.get("rollout/groups_dropped") or 0.0
     unscored = metrics.get("rollout/groups_failed") or 0.0
     if not all_failed:
-        notes.extend(failed)
+        parts.extend(failed)
         if scored and 0 < uniform + unscored < scored:
-            notes.append(_kept(metrics, scored, scored - uniform - unscored))
+            parts.append(_kept(metrics, scored, scored - uniform - unscored))
     if stale := metrics.get("rollout/groups_stale"):
-        notes.append(f"{stale:.0f} groups too old")
+        parts.append(f"{stale:.0f} groups too old")
     if metrics.get("policy/updates") != 0.0:
-        return notes
+        return parts
     if all_failed:
         why = "all " + ", ".join(failed)
     elif metrics.get("rollout/groups"):
@@ -82,7 +82,7 @@ def notes(metrics: Metrics) -> list[str]:
         why = f"{uniform:.0f} groups uniform, {unscored:.0f} with too few scores"
     else:
         why = "no group is left"
-    return [*notes, f"no update: {why}"]
+    return [*parts, f"no update: {why}"]
 
 
 def _kept(metrics: Metrics, scored: float, kept: float) -> str:

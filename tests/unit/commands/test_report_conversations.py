@@ -232,6 +232,17 @@ def test_plots_and_table_of_episodes(tmp_path: Path) -> None:
     assert 'alt="Reward by answer by step"' in write_report([tmp_path]).read_text()
 
 
+def test_a_branch_may_have_no_tokens_of_its_own(tmp_path: Path) -> None:
+    """An unfinished one, which another branch begins with."""
+    whole = replace(rollout("", "1+1=", "2<|im_end|>"), branch=1, has_prompt=False)
+    part = replace(rollout("", "1+1="), branch=2, has_prompt=False)
+    run = write_run(tmp_path, {1: asked()})
+    group = Group(Prompt(0, ids("755+180="), "935", "sums"), (asked(), whole, part))
+    write_step(tmp_path / "journal", 1, StepBatch((group,), {}))
+    blocks = [[block.speaker for block in conversation.blocks] for conversation in conversations(run)]
+    assert [] in blocks
+
+
 def test_branches_are_a_tree(tmp_path: Path) -> None:
     """A second conversation from the first turn, without what it shares, and one with a prompt of its own."""
     first = asked()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import numpy as np
@@ -59,25 +58,6 @@ def test_branches_over_kills() -> None:
     assert replies[3].context.messages[1] == {"role": "assistant", "turn": 1}
     assert replies[4].context is not None
     assert replies[4].context.messages[1] == {"role": "assistant", "turn": 5}, "as it was sampled, anywhere"
-
-
-@pytest.mark.parametrize("others", [[[user("left")], [user("right")]], [[PROMPT]]])
-def test_first_requests_may_come_together(others: list[list[dict[str, Any]]]) -> None:
-    """The dataset's prompt is the first, whichever of them came first."""
-    asked: list[str | None] = []
-
-    async def ask(reply: Any) -> Any:
-        asked.append(reply(len(asked)).observation)
-        await asyncio.sleep(0)
-        return len(asked), "5"
-
-    async def talk() -> None:
-        conversation = Conversation([PROMPT], "user", ask)
-        await asyncio.gather(*(conversation.answer(one) for one in [*others, [PROMPT]]))
-
-    asyncio.run(talk())
-    contents = [json.loads(one)["messages"][0]["content"] for one in asked[1:] if one]
-    assert [asked[0], *contents] == ["", *(one[0]["content"] for one in others)]
 
 
 CODER = "<tool_call><function=add><parameter=a>\n{}\n</parameter></function></tool_call>"

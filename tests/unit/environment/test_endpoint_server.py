@@ -12,7 +12,6 @@ import aiohttp
 import pytest
 
 from bapo_megatron.environment import PROMPT_TOOLS, Reply, SampledTurn, Task
-from bapo_megatron.environment.adapters import conversation
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.protocols import chat, server
 from tests.support.scripted_episodes import play
@@ -81,9 +80,8 @@ BY_HAND: list[tuple[Any, int, str]] = [
 ]
 
 
-def test_requests_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_by_hand() -> None:
     """Calls in OpenAI's form, a tool's answer as the observation, and a reason for each refusal."""
-    monkeypatch.setattr(conversation, "FIRST_S", 0.01)
     turns = ["I add. " + CALL, "Again.", "Other.", "Done.", "Bare."]
     found = asked([body for body, _, _ in BY_HAND], turns)
     for (status, answer), (body, expected, said) in zip(found, BY_HAND, strict=True):

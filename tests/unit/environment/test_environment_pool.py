@@ -370,6 +370,7 @@ def test_settings_of_a_shipped_environment(kind: str, settings: dict[str, Any], 
     [
         (["agnet", "x"], r"=\['agnet', 'x'\]: agnet is not a program here: give one of PATH"),
         ([sys.executable, "agnet.py"], r"=.*: agnet\.py is not there: relative paths begin in /"),
+        ([sys.executable, "-u", "agnet.py"], r"=.*: agnet\.py is not there"),
     ],
 )
 def test_the_program_of_an_agent_is_there_before_a_run(command: list[str], problem: str) -> None:
@@ -379,7 +380,7 @@ def test_the_program_of_an_agent_is_there_before_a_run(command: list[str], probl
 
 
 @pytest.mark.parametrize(
-    "command", [[sys.executable, __file__], [sys.executable, "-m", "x"], ["cat", "x.py"]]
+    "command", [[sys.executable, __file__], [sys.executable, "-m", "x"], [sys.executable], ["cat", "x.py"]]
 )
 def test_what_an_agents_program_opens_is_its_own_business(command: list[str]) -> None:
     asked = EnvironmentConfig(AGENT, {"command": command})

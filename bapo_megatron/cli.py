@@ -1,7 +1,7 @@
-"""Command line ``bapo``: the table of commands, and the exit code of a command's errors.
+"""The ``bapo`` command line: table of commands and exit codes.
 
-``main`` is the console script. ConfigError, Preempted and RunStopped become one message and an exit code; any
-other error prints its traceback, with exit code 1. A command's module is imported only when it runs.
+``main`` is the console script. ConfigError, Preempted and RunStopped print one message; any other error
+prints its traceback and exits with 1. A command's module is imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ COMMANDS = {
     "eval": "bapo_megatron.evaluation.command:eval_command",
     "doctor": "bapo_megatron.commands.doctor.doctor:run_doctor",
 }
-"""Dispatch table: each command's function, as ``module:name``. The function takes the arguments and returns
-the exit code, or None for 0."""
-# Modules are named, not imported: help must answer at once, and processes that write checkpoints import this
-# module again.
+"""Each command's function as ``module:name``; it takes the arguments, returns the exit code or None for 0."""
+# Names instead of imports: help must be fast, and processes that write checkpoints import this module again.
 
 USAGE = """\
 usage: bapo COMMAND ...
@@ -75,16 +73,16 @@ _GOES_ON = {
     "sft": "; nothing is saved before its end, the same command begins anew",
     "eval": "; the same command continues where it stopped",
 }
-"""What Ctrl-C leaves of a command that has work to lose."""
+"""What Ctrl-C prints for commands that can lose work."""
 
 REMOVED = {
     "study": "the studies are done, docs/results.md has their results; for their code `git checkout f6aa2582`"
 }
-"""Commands of earlier versions, with what to do instead."""
+"""Commands of earlier versions, each with its replacement."""
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command in ``sys.argv`` and exit with its code."""
     try:
         code = run(sys.argv[1:])
     except Exception:
@@ -94,12 +92,11 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command.
+    """Run one command and return its exit code.
 
-    The exit code: 0 done, 1 a plan or rehearsal does not fit or the doctor has found a problem, 2 bad input,
-    3 the run cannot continue now, 4 its file system fails, 85 it was told to stop and is saved, 130
-    interrupted, 128 + N a rank was killed by signal N; other errors propagate.
-    ``verify-parallel`` ends with SystemExit(1) where a layout differs.
+    0 done, 1 a plan or rehearsal does not fit or the doctor found a problem, 2 bad input, 3 the run cannot
+    continue, 4 its file system failed, 85 stopped and saved, 130 interrupted, 128 + N a rank was killed by
+    signal N. Other errors propagate. ``verify-parallel`` raises SystemExit(1) if a layout differs.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -110,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
         if arguments[0] not in COMMANDS:
             raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
         if arguments[0] == "data":
-            set_default("HF_HUB_OFFLINE", "0")  # its sources may be on the hub
+            set_default("HF_HUB_OFFLINE", "0")  # sources may be on the hub
         prepare_device()  # before anything imports torch, which reads these variables once
         silence_libraries()
         module, _, function = COMMANDS[arguments[0]].partition(":")

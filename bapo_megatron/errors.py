@@ -1,6 +1,6 @@
-"""Exceptions of the command line: each is reported as one message without a traceback, with an exit code.
+"""Exceptions that the command line reports as one message without a traceback, each with an exit code.
 
-``runtime/exit_codes.py`` prints them. Any other exception is a traceback and exit code 1.
+``runtime/exit_codes.py`` prints them. Any other exception prints a traceback and exits with 1.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import NoReturn
 
 
 class ConfigError(Exception):
-    """Wrong input: a recipe, flag or file; exit code 2. The message names what is wrong and the fix."""
+    """Wrong input (a recipe, flag or file); exit code 2. The message names the mistake and the fix."""
 
 
 def printable(text: str) -> str:
-    """Terminal-safe text: ``text`` with every control character escaped, except line ends and tabs.
-
-    Texts of files and models could otherwise move the cursor, set the window's title or hide other output.
-    """
+    """Return ``text`` with every control character escaped except line ends and tabs. Text from files and
+    models could otherwise move the cursor, set the window title or hide other output."""
     return "".join(
         char.encode("unicode_escape").decode()
         if char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -29,7 +27,7 @@ def printable(text: str) -> str:
 
 
 def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
-    """Usage error: print ``usage`` and exit 0 if help is asked for, else raise ConfigError with it."""
+    """Print ``usage`` and exit 0 if the arguments ask for help; otherwise raise ConfigError with it."""
     if {"-h", "--help"} & set(arguments):
         print(usage)
         sys.exit(0)
@@ -37,30 +35,26 @@ def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
 
 
 class GapError(ConfigError):
-    """Engine mismatch: log-probs of engine and trainer differ by more than a limit; no restart helps.
-
-    Raised on every rank.
-    """
+    """Engine mismatch: log-probs of engine and trainer differ too much. Raised on every rank; no retry
+    helps."""
 
 
 class CheckpointError(ConfigError):
-    """Incomplete or damaged checkpoint, or unsafe file of a checkpoint or model folder."""
+    """Incomplete or damaged checkpoint, or unsafe file in a checkpoint or model folder."""
 
 
 class ResumeError(ConfigError):
-    """Failed resume check: the loaded state differs from the saved state. No step was made."""
+    """Failed resume check: the loaded state differs from the saved state. No step has run."""
 
 
 class Preempted(Exception):
-    """Preemption: the run was told to stop, and is saved; exit code 85. Raised on every rank."""
+    """Requested stop of a run, which is saved; exit code 85. Raised on every rank."""
 
 
 class RunStopped(Exception):
-    """Stop of a run that cannot continue now (full disk, lost engines); exit code 3.
-
-    The same command continues the run from its last checkpoint.
-    """
+    """Stop of a run that cannot continue (full disk, lost engines); exit code 3. The same command resumes it
+    from its last checkpoint."""
 
 
 class StorageFailed(RunStopped):
-    """Storage failure: the run's file system fails or hangs; exit code 4, at which a job is requeued."""
+    """Failing or hanging file system of a run; exit code 4, which requeues the job."""

@@ -1,8 +1,7 @@
-"""The protocols between a run's replaceable parts: policy, engines, sampler, weight sync.
+"""Protocols between a run's replaceable parts: policy, engines, sampler, weight sync.
 
-The folders ``policy``, ``rollout`` and ``checkpoint`` never import each other: these are the contracts
-between them, and ``trainer/build.py`` connects the objects. "Collective": every rank must make the call, in
-the same order.
+The folders ``policy``, ``rollout`` and ``checkpoint`` never import each other; ``trainer/build.py`` connects
+their objects through these contracts. "Collective": every rank must make the call, in the same order.
 """
 
 from __future__ import annotations
@@ -21,209 +20,187 @@ from bapo_megatron.types import (
     WeightParts,
 )
 
-if TYPE_CHECKING:  # commands that start nothing import this module, too, and torch takes a second
+if TYPE_CHECKING:  # torch takes a second to import, and light commands import this module
     from torch import Tensor
 
     from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenStats, UpdateResult
 
 NamedTensors = Iterator[tuple[str, "Tensor"]]
-"""An iterator over weights: Hugging Face name and whole tensor."""
+"""Iterator over weights: Hugging Face name and whole tensor."""
 
 Confirm = Callable[[str], Awaitable[None]]
-"""A digest check: an engine awaits it, with the hash of its new weights, before it samples from them. Raises
-if they are not those that were sent, or not those of the other engines."""
+"""Digest check, which an engine awaits with the hash of its new weights before it samples from them. Raises
+if they differ from the sent weights or from the other engines' weights."""
 
 
 class Saving(Protocol):
-    """A checkpoint write in progress, made by ``Policy.save``: training continues meanwhile.
-
-    Each rank polls ``is_written``; when it is true on all of them, all call ``finish``.
-    """
+    """Checkpoint write in progress, returned by ``Policy.save``; training continues meanwhile. Each rank
+    polls ``is_written``; once it is true on all ranks, all call ``finish``."""
 
     def is_written(self) -> bool:
-        """Whether this rank's part is on disk, or has failed. Local; does not wait."""
+        """Return whether this rank's part is on disk or has failed. Local; does not wait."""
 
     def finish(self) -> None:
-        """Commit the checkpoint, when all ranks' parts are written. Collective; raises if one failed."""
+        """Commit the checkpoint once all ranks' parts are written. Collective; raises if a part failed."""
 
 
 class Policy(Protocol):
-    """The trained model (the actor), an object on each rank; its parallelism hides behind packs and sums.
+    """The trained model (the actor), one object per rank; packs and sums hide its parallelism.
 
-    A pack is a micro-batch of concatenated sequences (``MicroBatch``). All methods but ``load_reference``,
-    ``offload`` and ``reload`` are collective, properties local; ``hf_weights``, ``log_probs`` and
-    ``reference_log_probs`` only within a replica, the ranks that hold one copy of the model. With experts cut
-    over replicas (EP, ETP) ``log_probs`` and ``reference_log_probs`` are collective over all ranks, with as
-    many packs on each, and ``hf_weights`` needs ``give_experts`` of the others. ``MegatronPolicy`` is it.
+    A pack is a micro-batch of concatenated sequences (``MicroBatch``). Properties are local. Methods are
+    collective except ``load_reference``, ``offload`` and ``reload``; ``hf_weights``, ``log_probs`` and
+    ``reference_log_probs`` are collective only within a replica (the ranks that hold one copy of the model).
+    With experts split over replicas (EP, ETP), ``log_probs`` and ``reference_log_probs`` are collective over
+    all ranks and need the same number of packs on each, and ``hf_weights`` needs ``give_experts`` on the
+    other replicas. Implemented by ``MegatronPolicy``.
     """
 
     version: int
-    """Optimizer steps made since the run began."""
+    """Number of optimizer steps since the run began."""
 
     @property
     def data_rank(self) -> int:
-        """The data-parallel rank: which replica of the model this process belongs to."""
+        """Data-parallel rank: the replica of the model that holds this process."""
 
     @property
     def has_experts(self) -> bool:
-        """Whether the model is a mixture of experts, whose updates have ``UpdateResult.experts``."""
+        """Whether the model is a mixture of experts; its updates then have ``UpdateResult.experts``."""
 
     @property
     def pack_layout(self) -> PackLayout:
-        """The constraints of this rank's packs."""
+        """Constraints on this rank's packs."""
 
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """Forward pass: the sum of ``fn`` over the packs of all ranks, float64, equal on every rank."""
+        """Return the sum of ``fn`` over all ranks' packs by a forward pass: float64, equal on every rank."""
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """``token_sums`` at pi_old, whose log-probs are a column of the packs: no forward pass."""
+        """``token_sums`` at pi_old, from the log-probs stored in the packs: no forward pass."""
 
     def log_probs(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
-        """Log-probs and entropies of this rank's packs, at the rollout temperature.
-
-        ``trained_only``: zeros for tokens whose mask is 0.
-        """
+        """Return log-probs and entropies of this rank's packs at the rollout temperature; with
+        ``trained_only``, zeros for tokens with mask 0."""
 
     def load_reference(self, folder: Path) -> None:
         """Load the frozen reference policy, an HF folder of the policy's shape, into host memory. Local."""
 
     def reference_digest(self) -> list[str]:
-        """Digests of the reference's weights, as the weights' of ``state_digest``. Collective."""
+        """Return digests of the reference weights, computed as in ``state_digest``. Collective."""
 
     def reference_log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
-        """``log_probs`` of the trained tokens at the reference's weights; the policy's stay, bit for bit."""
+        """``log_probs`` of the trained tokens at the reference weights; the policy's own weights stay as they
+        are."""
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
-        """All-reduce (sum) over data parallel ranks; the result is on the CPU of every rank. Collective.
-
-        The ranks of one replica must give the same ``values``.
-        """
+        """All-reduce (sum) ``values`` over data-parallel ranks; returns the sum on the CPU of every rank.
+        Collective. The ranks of one replica must pass the same ``values``."""
 
     def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
-        """One optimizer step on element 0 of ``loss``, divided by the update's count of unmasked tokens.
-
-        FloatingPointError, on every rank and without a step, for a loss or a gradient norm that is not
-        finite.
-        """
+        """Make one optimizer step on element 0 of ``loss``, divided by the update's count of unmasked tokens.
+        Raises FloatingPointError on every rank, without a step, for a non-finite loss or gradient norm."""
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the last update, 0 before the first."""
+        """Learning rate of the last update; 0 before the first."""
 
     def state_digest(self) -> dict[str, list[str]]:
-        """Digests of the bits of weights and optimizer, equal at every layout and on every rank. Collective.
-
-        A name has one digest if all copies agree, else one for each different copy.
-        """
+        """Return bit digests of weights and optimizer, equal at every layout and on every rank. Collective. A
+        name has one digest if all copies agree, otherwise one per distinct copy."""
 
     def hf_weights(self) -> NamedTensors:
-        """All-gather of the weights, one whole tensor at a time. Collective within a replica: each of its
-        ranks must run the iterator to its end, also after an error."""
+        """Return an iterator that all-gathers the weights, one whole tensor at a time. Collective within a
+        replica: each of its ranks must exhaust it, even after an error."""
 
     def give_experts(self) -> None:
-        """Take part in the ``hf_weights`` of another replica, which may lack experts of this one (EP, ETP).
-
-        Where one replica runs ``hf_weights``, the ranks of all others call this. Nothing without experts.
-        """
+        """Send this replica's experts to another replica that runs ``hf_weights`` (EP, ETP). While one
+        replica runs ``hf_weights``, the ranks of all others call this. Does nothing without experts."""
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Offload weights and optimizer to the host and free the gradients; returns the device bytes freed.
+        """Offload weights and optimizer to the host and free the gradients; return the freed device bytes.
 
-        Until ``reload`` a method that reads weights or optimizer raises RuntimeError. ``keep_weights``: the
-        weights stay, and ``hf_weights`` works, until a second call without it. A checkpoint write in progress
-        is not disturbed. No effect if all is offloaded already.
+        Until ``reload``, methods that read weights or optimizer raise RuntimeError. ``keep_weights`` leaves
+        the weights on the device, and ``hf_weights`` works, until a second call without it. A checkpoint
+        write in progress continues. Does nothing if everything is offloaded already.
         """
 
     def reload(self) -> None:
-        """Bring the state back from the host, bit for bit. No effect if nothing is offloaded."""
+        """Restore the state from the host, bit for bit. Does nothing if nothing is offloaded."""
 
     def save(self, path: Path) -> Saving:
         """Begin an asynchronous checkpoint of model and optimizer in the folder ``path``. Collective."""
 
     def load(self, path: Path, version: int) -> None:
-        """Load a checkpoint that ``save`` wrote at ``version``, at any layout. Collective.
-
-        CheckpointError, on every rank, if it is damaged.
-        """
+        """Load a checkpoint that ``save`` wrote at ``version``, at any layout. Collective. Raises
+        CheckpointError on every rank if it is damaged."""
 
 
 class Engine(Protocol):
-    """An inference engine with a copy of the policy's weights: one server, or a model in this process.
+    """Inference engine with a copy of the policy's weights: a server, or a model in this process.
 
-    All calls are async and come from one event loop, that of the engine pool. A call that fails raises, and
-    leaves the engine in an unknown state; but a ValueError of ``generate`` is the request's fault alone.
-    Abilities of some engines: ``ReceivesBroadcast``, ``ReleasesMemory``, ``ReceivesHandles``. New weights
-    take one call by every transport, ``load`` or, of an engine that sleeps, ``wake``: it begins an update,
-    receives, confirms, resumes. tests/contract holds every engine (``LocalEngine``, ``SglangEngine``) to it.
+    All calls are async and come from the engine pool's event loop. A call that raises leaves the engine in an
+    unknown state, except for ValueError from ``generate``, which blames the request. Optional abilities are
+    ``ReceivesBroadcast``, ``ReleasesMemory`` and ``ReceivesHandles``. With every transport one call updates
+    the weights (``load``, or ``wake`` for a sleeping engine): it begins the update, receives, confirms and
+    resumes. tests/contract tests every engine (``LocalEngine``, ``SglangEngine``) against this protocol.
     """
 
     name: str
-    """Unique name: the address of the server, if there is one."""
+    """Unique name: the server's address, if there is one."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample the answer to one request. ValueError if it is malformed: no engine would take it."""
+        """Sample the answer to one request. Raises ValueError if the request is malformed."""
 
     async def abort(self) -> None:
-        """Abort the requests in flight: each returns its tokens so far, with finish reason ``abort``."""
+        """Abort the requests in flight; each returns its tokens so far with finish reason ``abort``."""
 
     async def pause(self) -> None:
         """Stop sampling at the next token boundary; requests in flight wait."""
 
     async def resume(self) -> None:
-        """Continue to sample after ``pause``."""
+        """Resume sampling after ``pause``."""
 
     async def load(self, folder: Path, /, version: int, confirm: Confirm) -> None:
-        """Load the weights of an HF folder. Requests in flight continue; later tokens carry ``version``.
-
-        The engine awaits ``confirm`` with the weights' digest before it samples from them. A call that is
-        cancelled ends at once, and leaves the weights unknown.
-        """
+        """Load the weights of an HF folder. Requests in flight continue; later tokens carry ``version``. The
+        engine awaits ``confirm`` with the weights' digest before it samples from them. A cancelled call ends
+        immediately and leaves the weights unknown."""
 
     async def weight_version(self) -> int:
-        """The version of the weights that were loaded last; 0 before any load."""
+        """Return the version of the last loaded weights; 0 before any load."""
 
     async def is_alive(self) -> bool:
-        """Health check: whether the engine answers, also while paused. Never raises, never takes long."""
+        """Return whether the engine answers, even while paused. Never raises and returns quickly."""
 
     async def close(self) -> None:
-        """Release the client's resources in this process. A server keeps running."""
+        """Release the client's resources in this process; a server keeps running."""
 
 
 @runtime_checkable
 class ReceivesBroadcast(Engine, Protocol):
-    """A receiver of weight broadcasts: an ``Engine`` that is some ranks of the trainer's broadcast group.
-
-    ``leave_group`` and ``join_group`` are called once, then ``load`` for each version.
-    """
+    """``Engine`` that receives weight broadcasts as one or more ranks of the trainer's broadcast group.
+    ``leave_group`` and ``join_group`` are called once, then ``load`` for each version."""
 
     transports: Collection[str]
-    """The transports of weights that it takes beside folders: ``broadcast``, ``ipc``."""
+    """Supported weight transports besides folders: ``broadcast``, ``ipc``."""
     broadcast_ranks: int
     """Number of the engine's ranks in the group: its tensor-parallel size."""
 
     async def leave_group(self, name: str) -> None:
-        """Leave the group of that name, if the engine is in one."""
+        """Leave the group ``name``, if the engine is a member."""
 
     async def join_group(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Join the sender's group as the ranks from ``first_rank`` on. Returns when all ranks have joined."""
+        """Join the sender's group as ranks from ``first_rank``; return when all ranks have joined."""
 
     async def load(self, weights: Path | WeightParts, /, version: int, confirm: Confirm) -> None:
-        """``Engine.load`` also of buckets that are broadcast.
-
-        Before it asks for the first it pauses, and aborts requests that nobody waits for. It sets ``version``
-        after ``confirm``.
-        """
+        """``Engine.load`` that also accepts broadcast buckets. Before requesting the first bucket it pauses
+        and aborts requests without a waiting caller. It sets ``version`` after ``confirm``."""
 
 
 @runtime_checkable
 class ReleasesMemory(Engine, Protocol):
-    """A colocated ``Engine``: it releases its GPU memory while the policy trains on the same GPU.
-
-    After an error of either call its memory is in an unknown state, and its server must be ended.
-    """
+    """Colocated ``Engine``: releases its GPU memory while the policy trains on the same GPU. After an error
+    in either call its memory is in an unknown state, and its server must be killed."""
 
     async def release_memory(self) -> None:
-        """Abort the requests in flight and release the memory. It may return before the memory is free."""
+        """Abort the requests in flight and release the memory. May return before the memory is free."""
 
     async def wake(self, folder: Path, /, version: int, confirm: Confirm) -> None:
         """Reclaim the memory, ``load`` the weights of an HF folder, and resume sampling."""
@@ -231,89 +208,74 @@ class ReleasesMemory(Engine, Protocol):
 
 @runtime_checkable
 class ReceivesHandles(ReleasesMemory, Protocol):
-    """A receiver of weights by CUDA IPC: a colocated engine that maps the trainer's memory by handles."""
+    """Colocated engine that receives weights by CUDA IPC: it maps the trainer's memory by handles."""
 
     transports: Collection[str]
-    """As of ``ReceivesBroadcast``."""
+    """See ``ReceivesBroadcast``."""
 
     async def wake(self, weights: Path | WeightParts, /, version: int, confirm: Confirm) -> None:
-        """``ReleasesMemory.wake`` also of memory handles.
-
-        Before it asks for the first it reclaims the memory of the weights, and the rest after ``confirm``:
-        the trainer holds its own weights on the same GPU until then.
-        """
+        """``ReleasesMemory.wake`` that also accepts memory handles. Reclaims the weights' memory before the
+        first part and the rest after ``confirm``: until then the trainer's weights are on the same GPU."""
 
 
 class Need(Enum):
-    """A sampler's request to the trainer, in place of the answer of ``next_batch`` or ``evaluated``."""
+    """A sampler's request to the trainer, in place of an answer of ``next_batch`` or ``evaluated``."""
 
     WEIGHTS = "weights"
-    """The current weights once more: no engine has them."""
+    """Send the current weights again: no engine has them."""
 
 
 class Sampler(Protocol):
-    """The rollout sampler: turns prompts into finished, rewarded groups, and samples held-out evaluations.
+    """Rollout sampler: turns prompts into finished, rewarded groups and samples held-out evaluations.
 
-    On rank 0 only. Calls block, and sampling continues between them: ``start`` comes first, ``next_batch``
-    and ``evaluated`` are polled. RunStopped if the run cannot continue, without engines or on a full disk,
-    say. ``SamplerClient`` and, for a replay, ``ReplaySampler`` implement it.
+    On rank 0 only. Calls block, and sampling continues between them: call ``start`` first, then poll
+    ``next_batch`` and ``evaluated``. Raises RunStopped if the run cannot continue (no engines, full disk).
+    Implemented by ``SamplerClient`` and, for a replay, ``ReplaySampler``.
     """
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
-        """Start sampling for ``first_step``. ``state``: the sampler's part of the checkpoint before it."""
+        """Start sampling for ``first_step``. ``state``: the sampler's part of the previous checkpoint."""
 
     def next_batch(self, step: int, wait_s: float) -> StepHeader | Need | None:
-        """The header of the batch of ``step``; None if it is not ready within ``wait_s`` seconds.
-
-        ``Need.WEIGHTS``: no engine works, and one needs the current weights once more. A repeated call for
-        the same step, also after a restart, gets the same groups.
-        """
+        """Return the header of the batch of ``step``; None if it is not ready within ``wait_s`` seconds.
+        ``Need.WEIGHTS``: no engine works, and one needs the current weights again. A repeated call for a
+        step, even after a restart, returns the same groups."""
 
     def evaluated(self, step: int, wait_s: float) -> Path | Need | None:
-        """The file of the responses to held-out problems at the weights of ``step``.
-
-        For an evaluation that is due; None and ``Need.WEIGHTS`` as from ``next_batch``.
-        """
+        """Return the file of responses to the held-out problems at the weights of ``step``, a step with an
+        evaluation. None and ``Need.WEIGHTS`` as in ``next_batch``."""
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
-        """Load the weights in ``folder``, made by the updates of ``step``, into the engines."""
+        """Load the weights in ``folder``, the result of the updates of ``step``, into the engines."""
 
     def state(self) -> dict[str, Any]:
-        """The sampler's part of a checkpoint, plain JSON."""
+        """Return the sampler's part of a checkpoint, as JSON values."""
 
     def checkpointed(self, oldest: int) -> None:
-        """Garbage collection after a checkpoint: delete journal files that a resume from step ``oldest``, the
-        oldest checkpoint that is kept, does not need."""
+        """Delete journal files that a resume from step ``oldest``, the oldest checkpoint's, does not need."""
 
     def close(self) -> None:
         """Stop sampling and release all resources."""
 
 
 class WeightSync(Protocol):
-    """Weight synchronization, from the policy to the engines: the sender of a transport.
-
-    ``push`` is called before the first step, after the updates of every step, and again when the sampler
-    answers ``Need.WEIGHTS``.
-    """
+    """Sender of the policy's weights to the engines, one class per transport. ``push`` is called before the
+    first step, after each step's updates, and when the sampler returns ``Need.WEIGHTS``."""
 
     def push(self, policy: Policy, step: int) -> None:
-        """Send the weights of ``policy.version``, made by the updates of ``step``, to every working engine.
-
-        Colocated engines load them when they wake, lost ones when they recover. Collective, and blocking; a
-        failed broadcast or IPC transfer falls back to disk. All ranks raise if the disk fails, too.
-        """
+        """Send the weights of ``policy.version``, the result of the updates of ``step``, to every working
+        engine. Colocated engines load them on waking, lost engines on recovery. Collective and blocking. A
+        failed broadcast or IPC transfer falls back to disk; all ranks raise if the disk fails, too."""
 
 
 @runtime_checkable
 class HandsOver(WeightSync, Protocol):
-    """A ``WeightSync`` whose weights arrive when colocated engines wake, in the GPU hand-over.
-
-    ``push`` only announces them. All calls are collective.
-    """
+    """``WeightSync`` that transfers weights when colocated engines wake, in the GPU hand-over. ``push`` only
+    announces them. All calls are collective."""
 
     def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
-        """Transfer the weights to sleeping engines; returns the names of those that have them, on every rank.
-        They do not sample yet. The others must be ended."""
+        """Transfer the weights to sleeping engines; return, on every rank, the names of the engines that have
+        them. These do not sample yet; the others must be killed."""
 
     def write(self, policy: Policy) -> None:
-        """Fallback: write the weights to disk, and have the engines load them from there."""
+        """Fallback: write the weights to disk and let the engines load them from there."""

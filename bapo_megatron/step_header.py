@@ -1,7 +1,6 @@
-"""The data types of a step's header, which rank 0 broadcasts, and of routes: no per-token columns.
+"""Data types of a step's header, which rank 0 broadcasts, and of routes; no per-token columns.
 
-Apart from ``types.py`` for their number; users may import these names from there, too. Imports no torch. Used
-by ``types.py``, ``planning/memory.py``, ``planning/sizes.py`` and ``bapo_rehearsal/program.py``.
+Users may import these names from ``types.py``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,31 +15,29 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RouteShape:
-    """The shape of routes, the experts that tokens took: [tokens, ``layers``, ``per_token``].
-
-    The row of a token is that of the position that predicts it. It has the dtype's largest value throughout
-    where the route is unknown: no expert has that number, or else a route would have the expert twice.
-    """
+    """Shape of routes (the experts that tokens took): [tokens, ``layers``, ``per_token``]. A token's row
+    belongs to the position that predicts it. An unknown route holds the dtype's largest value throughout: no
+    expert has that number, or no known route has it twice."""
 
     layers: int
     per_token: int
     experts: int
-    """Experts of a layer."""
+    """Number of experts per layer."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """uint8 up to 256 experts, uint16 above."""
+        """uint8 up to 256 experts (255 if ``per_token`` is 1), uint16 above."""
         fits = self.experts < 256 + (self.per_token > 1)
         return np.dtype(np.uint8 if fits else np.uint16)
 
 
 @dataclass(frozen=True)
 class StoredRoutes:
-    """The place of a response's routes in the file of a step's routes: a sample is sent without them."""
+    """Location of a response's routes in a step's routes file; samples travel without their routes."""
 
     file: Path
     first: int
-    """The row of its first token."""
+    """Row of its first token."""
     tokens: int
     layers: int
     per_token: int
@@ -50,68 +47,65 @@ class StoredRoutes:
 
 
 class VersionSpan(NamedTuple):
-    """Weight versions of tokens in four numbers: all that ages and on-policy checks need.
-
-    Part of a ``ResponseHeader``, and ``Sample.versions`` of a sample in memory.
-    """
+    """Weight versions of tokens in four numbers, sufficient for ages and on-policy checks. Part of
+    ``ResponseHeader``, and ``Sample.versions`` in memory."""
 
     tokens: int
     oldest: int
-    """As ``newest`` 0 without tokens."""
+    """Like ``newest``, 0 without tokens."""
     newest: int
     total: int
     """Sum over the tokens."""
 
     @classmethod
     def of(cls, versions_R: np.ndarray) -> VersionSpan:
-        """The span of these versions."""
+        """Return the span of ``versions_R``."""
         if not len(versions_R):
             return cls(0, 0, 0, 0)
         total = int(versions_R.sum(dtype=np.int64))
         return cls(len(versions_R), int(versions_R.min()), int(versions_R.max()), total)
 
     def is_only(self, version: int) -> bool:
-        """Whether ``version`` sampled every token."""
+        """Return whether ``version`` sampled every token."""
         return not self.tokens or self.oldest == self.newest == version
 
 
 class ResponseHeader(NamedTuple):
-    """The numbers of a response that every rank needs: for advantages, packing plan, normalizers, ages."""
+    """Numbers of a response that every rank needs for advantages, packing plan, normalizers and ages."""
 
     reward: float
     trained_tokens: int
     predicted_tokens: int
-    """Trained tokens without the first token of an empty prompt, which no position predicts."""
+    """Trained tokens, except the first token after an empty prompt, which no position predicts."""
     tokens: int
-    """Number of the response's tokens, trained on or not."""
+    """Response tokens, trained or not."""
     versions: VersionSpan
-    """Of the tokens that are trained on."""
+    """Span of the trained tokens."""
     checksum: int
-    """CRC-32 of the prompt's ids and all columns, with which a rank verifies what it reads."""
+    """CRC-32 of the prompt ids and all columns; verifies what a rank reads."""
     has_teacher_log_probs: bool = False
-    """Whether it has log-probs of the teacher."""
     routes: StoredRoutes | None = None
-    """Where its routes are; None if it was sampled without."""
+    """Location of its routes; None if it was sampled without."""
     is_cut: bool = False
-    """Whether it was cut at ``rollout.max_response_tokens``, or another branch of its episode was."""
+    """Whether it, or another branch of its episode, was cut at ``rollout.max_response_tokens``."""
     named_rewards: Mapping[str, float] = {}
-    """The named rewards of which its reward is made; none where the reward function gives a number."""
+    """The named parts of its reward; empty if the reward function returns a number."""
     branch: int = 0
-    """As of ``Rollout``, as is ``has_prompt``."""
+    """As in ``Rollout``, like ``has_prompt``."""
     has_prompt: bool = True
 
 
 class GroupHeader(NamedTuple):
-    """A group without its tokens: source and length of its prompt, headers of its responses."""
+    """A group without its tokens: source and length of its prompt, and response headers."""
 
     source: str
     prompt_tokens: int
     responses: tuple[ResponseHeader, ...]
-    """Several of an episode with branches, one after the other."""
+    """Headers of an episode's branches are consecutive."""
 
     @property
     def episodes(self) -> list[list[ResponseHeader]]:
-        """The responses of each episode; its reward, that of each of them, counts once."""
+        """The responses of each episode; its reward, which all its branches carry, counts once."""
         found: list[list[ResponseHeader]] = []
         for one in self.responses:
             if one.branch == 0:
@@ -121,26 +115,22 @@ class GroupHeader(NamedTuple):
 
 
 class ColumnFile(NamedTuple):
-    """A file of per-token columns, as rank 0 has read it: how others find it whole, and where its values are.
-
-    Part of a ``StepHeader``, opened by ``StepColumns``.
-    """
+    """Description of a per-token column file, which lets other ranks verify that they see the whole file and
+    locate its values. Part of ``StepHeader``, opened by ``StepColumns``."""
 
     path: Path
     size: int
     """Bytes."""
     tail: str
-    """SHA-256 of its last bytes, where a zip file has the CRC-32 of everything in it."""
+    """SHA-256 of its last bytes, which in a zip file hold the CRC-32 of every member."""
     columns: dict[str, tuple[int, str]]
-    """For each array the offset of its first value in bytes, and its dtype as numpy writes it."""
+    """For each array the byte offset of its first value and its numpy dtype string."""
 
 
 @dataclass(frozen=True)
 class StepHeader:
-    """A step's batch without its per-token columns, about 50 bytes a response: rank 0 broadcasts it.
-
-    Equal on every rank. Advantages and packs come later.
-    """
+    """A step's batch without per-token columns, about 50 bytes per response. Rank 0 broadcasts it; equal on
+    every rank. Without advantages and packs."""
 
     groups: tuple[GroupHeader, ...]
     metrics: dict[str, float | None]

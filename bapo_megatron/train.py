@@ -1,11 +1,11 @@
-"""The training loop, which every rank runs; data flows one way, once per step:
+"""Training loop, which every rank runs; data flows one way, once per step:
 
-prompts -> rollouts -> rewards -> advantages -> packed micro-batches -> bounds -> loss -> optimizer
--> weights to the engines -> checkpoint -> metrics
+    prompts -> rollouts -> rewards -> advantages -> packed micro-batches -> bounds -> loss -> optimizer
+    -> weights to the engines -> checkpoint -> metrics
 
-All functions here are collective. What ends a run is raised on every rank: Preempted, RunStopped (after a
-checkpoint, where one can be made), ConfigError (GapError is one), FloatingPointError. ``trainer/build.py``
-makes the ``Run``.
+All functions here are collective. Exceptions that end a run are raised on every rank: Preempted and
+RunStopped (after a checkpoint, if possible), ConfigError (including GapError), FloatingPointError.
+``trainer/build.py`` builds the ``Run``.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ from bapo_megatron.types import Metrics, StepHeader
 
 
 def train(run: Run) -> None:
-    """Training loop over the steps that are left, the same on every rank. Collective.
-
-    Preempted, after a checkpoint, if the run is asked to stop; RunStopped if it cannot continue.
-    """
+    """Train the remaining steps of a run. Collective. Raises Preempted, after a checkpoint, if the run is
+    asked to stop; RunStopped if it cannot continue."""
     for step in range(run.first_step, run.config.steps + 1):
         evaluate_if_due(run, step - 1)
         clock = StepClock()
@@ -60,10 +58,10 @@ def train(run: Run) -> None:
         with profiled(run.config, step), closing(batch):
             updates = train_on(run, step, batch)
             clock.lap("update")
-            run.sync.push(run.policy, step)  # while the policy has the GPUs: an offloaded one has no weights
+            run.sync.push(run.policy, step)  # while the policy has the GPUs: offloaded it has no weights
             clock.lap("sync")
         _record(run, step, batch.header, updates, clock)
-        check_updates(run, step, updates)  # after `_record`: a check that stops the run leaves its numbers
+        check_updates(run, step, updates)  # after `_record`: a check that stops the run leaves its metrics
         if step % run.config.checkpoint.every == 0 or step == run.config.steps:
             begin_checkpoint(run, step)
         finalize_checkpoint(run, wait=step == run.config.steps)
@@ -72,27 +70,23 @@ def train(run: Run) -> None:
 
 
 def next_batch(run: Run, step: int) -> StepColumns:
-    """Training batch of ``step``, on every rank. RunStopped, after a checkpoint, if there will be none.
-
-    Rank 0 broadcasts the header; each rank reads the columns of its own samples when it packs them.
-    """
+    """Return the training batch of ``step``, on every rank. Rank 0 broadcasts the header; each rank reads the
+    columns of its own samples when packing. Raises RunStopped, after a checkpoint, if no batch will come."""
     header: StepHeader = wait_for_sampler(run, step - 1, lambda sampler: sampler.next_batch(step, WAIT_S))
     return open_columns(run, step - 1, header)
 
 
 def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
-    """The updates of ``step`` on its batch: reuse_epochs passes of updates_per_epoch updates; their metrics.
-
-    A step that a checkpoint within it holds partly continues after its last finished update. Collective.
-    """
+    """Train ``step`` on its batch: reuse_epochs passes of updates_per_epoch updates; return the updates'
+    metrics. Continues a partly trained step after its last finished update. Collective."""
     algorithm = run.config.algorithm
     version, done = run.partial_step or PartialStep(run.policy.version, [])
     run.partial_step = None
     uses = algorithm.reuse_epochs, algorithm.updates_per_epoch
     parts = updates_of_step(training_samples(run, step, batch), *uses, run.config.seed, step)
     for epoch, part in parts[len(done) :]:
-        run.watchdog.beat()  # each update is progress, also in a step that cannot be cut
-        # With the trainer's pi_old no checkpoint lies within a step: a resumed run could not compute it.
+        run.watchdog.beat()  # each update is progress, even in a step that cannot be split
+        # With the trainer's pi_old there is no checkpoint within a step: a resumed run could not compute it.
         if done and algorithm.old_log_probs == "rollout":
             stop_if_preempted(run, step - 1, PartialStep(version, done))
         done.append({"epoch": epoch, **update(run, part, version)})
@@ -100,10 +94,8 @@ def train_on(run: Run, step: int, batch: TrainingBatch) -> list[Metrics]:
 
 
 def training_samples(run: Run, step: int, batch: TrainingBatch) -> Sequence[Sequence[TrainingSample]]:
-    """The samples of ``step``, group by group, with every column that the loss needs. Collective.
-
-    ConfigError or RunStopped, on every rank, for stored rollouts that lack one.
-    """
+    """Return the samples of ``step``, by group, with every column that the loss needs. Collective. Raises
+    ConfigError or RunStopped, on every rank, if stored rollouts lack one."""
     config, algorithm = run.config, run.config.algorithm
     check_stored_routes(config.rollout, step, batch.header)
     if algorithm.distillation.enabled:
@@ -114,9 +106,9 @@ def training_samples(run: Run, step: int, batch: TrainingBatch) -> Sequence[Sequ
     )
     if algorithm.old_log_probs == "trainer":
         cap, level = algorithm.importance_cap, algorithm.importance_level
-        # Before the first update: pi_old of all updates of the step is the policy at the step's start.
+        # Before the first update, because pi_old of all updates is the policy at the start of the step.
         groups = with_old_log_probs(run.policy, groups, config.batch.pack_tokens, cap, level)
-    if algorithm.reference_kl.enabled:  # after pi_old, at which a penalty in the reward is taken
+    if algorithm.reference_kl.enabled:  # after pi_old, which a penalty in the reward needs
         penalty, pack = algorithm.reference_kl, config.batch.pack_tokens
         shares = run.advantage, algorithm.branch_reward
         groups = with_reference(run.policy, groups, batch.header, penalty, pack, *shares)
@@ -124,11 +116,9 @@ def training_samples(run: Run, step: int, batch: TrainingBatch) -> Sequence[Sequ
 
 
 def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: int) -> Metrics:
-    """One update: reject responses, pack the rest, search the bounds, step the optimizer; its metrics.
-
-    ``step_version``: the policy's version at the start of the step. Collective. FloatingPointError, on every
-    rank, for log-probs, a loss or a gradient norm that is not finite.
-    """
+    """Reject responses, pack the others, search the bounds and step the optimizer; return the update's
+    metrics. ``step_version``: policy version at the start of the step. Collective. Raises FloatingPointError,
+    on every rank, if log-probs, loss or gradient norm are not finite."""
     policy, config = run.policy, run.config
     samples = [sample for group in groups for sample in group]
     if config.algorithm.old_log_probs == "trainer":
@@ -153,10 +143,8 @@ def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: i
 
 
 def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
-    """Metrics of a skipped update, whose responses are all rejected: only those of the corrections exist.
-
-    No optimizer step is taken: the policy, its version, the optimizer and the schedule stay as they are.
-    """
+    """Return the metrics of an update with all responses rejected: only the corrections' metrics have values.
+    No optimizer step: policy, version, optimizer and schedule stay unchanged."""
     if run.recorder:
         run.recorder.all_rejected(run.policy.version + 1, rejected)
     names = [*update_names(run), "policy/grad_norm", "policy/lr"]
@@ -164,7 +152,7 @@ def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
 
 
 def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
-    """One optimizer step on ``packs``, this rank's micro-batches, with the update's loss; its metrics."""
+    """Make one optimizer step on ``packs``, this rank's micro-batches; return the update's metrics."""
     loss, _ = run.update_loss.loss(run.policy, packs, on_policy)
     result = run.policy.update(packs, loss)
     return {
@@ -177,7 +165,6 @@ def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
 
 
 def _record(run: Run, step: int, header: StepHeader, updates: Sequence[Metrics], clock: StepClock) -> None:
-    """Rank 0's metrics of ``step``, written to all logs."""
     if run.recorder:
         metrics = step_metrics(header, updates, clock, update_names(run))
         run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})

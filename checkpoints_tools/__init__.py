@@ -1,6 +1,6 @@
-"""Checkpoint tools: convert, reshard, inspect, compare, without building a model.
+"""Checkpoint tools: convert, reshard, inspect and compare checkpoints without building a model.
 
-The Python API of ``bapo-ckpt``. Bytes move from file to file; it needs no GPU and no process group.
+The Python API of ``bapo-ckpt``. Bytes move from file to file, without a GPU or process group.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MODULES = {
     "to_hf": "megatron_to_hf",
     **dict.fromkeys(("FileCheck", "Verification", "verify", "verify_files"), "verification"),
 }
-"""The module of each public name. None has the name of a module: an import of that would take its place."""
+"""Module of each public name. No name equals a module's: importing that module would replace it."""
 
 
 def __getattr__(name: str) -> Any:
-    """Lazy import of a public name: help answers at once, and a command loads only what it uses."""
+    """Import a public name lazily: help answers at once, and a command loads only what it uses."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

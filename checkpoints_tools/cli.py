@@ -1,7 +1,7 @@
 """Entry point of the ``bapo-ckpt`` command line: dispatch and exit codes.
 
-ConfigError, CheckpointError included, becomes one message and exit code 2. SIGTERM ends with 143, after the
-removal of what is half written.
+ConfigError, including CheckpointError, becomes one message and exit code 2. SIGTERM ends with 143, after
+removing half-written output.
 """
 
 from __future__ import annotations
@@ -29,28 +29,25 @@ usage: bapo-ckpt COMMAND ...
 
 def main() -> None:
     """Entry point of the console script."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes half-written output
     if sys.argv[1:2] in (["inspect"], ["verify"]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `bapo-ckpt inspect ... | head` ends quietly
-    # A conversion continues where nobody reads its lines any more: `... 2>&1 | tee log`, and tee is gone.
+    # A conversion continues if nobody reads its lines any more: `... 2>&1 | tee log`, and tee is gone.
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
-    except OSError:  # at the interpreter's exit it would change the exit code
+    except OSError:  # at exit it would change the exit code
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; returns the exit code: 0 done, 1 verify found a difference or damage, 2 bad input or
-    a file that cannot be read or written, 130 interrupted.
-
-    Other errors propagate.
-    """
+    """Run one command; return the exit code: 0 done, 1 verify found a difference or damage, 2 bad input or an
+    unreadable or unwritable file, 130 interrupted. Other errors propagate."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 2
-    import tyro  # help answers without it
+    import tyro  # not needed for help
 
     from checkpoints_tools.commands import COMMANDS
 

@@ -1,7 +1,6 @@
-"""Commands of ``bapo-ckpt``: the flags of each, and its call of the Python API.
+"""Commands of ``bapo-ckpt``: their flags, and their calls of the Python API. Used by ``cli.py``.
 
-A command imports what others do not need when it runs: start-up is a good part of a small conversion. Used
-by ``cli.py``.
+Each command imports only what it uses: start-up is a large part of a small conversion.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from checkpoints_tools.megatron_to_hf import to_hf
 
 
 class Command(Protocol):
-    """Command protocol: the parsed arguments of a command, which can run it."""
+    """Parsed arguments of a command, which can run it."""
 
     def run(self) -> int:
         """Run the command. Returns the exit code."""
@@ -39,7 +38,7 @@ class Flags:
     """Threads that copy; 0 for one per processor, but 4 to 8."""
 
     def settings(self) -> Settings:
-        """The flags as settings of the Python API."""
+        """Return the flags as settings of the Python API."""
         return Settings(self.overwrite, self.dry_run, self.threads, progress=True)
 
 
@@ -214,7 +213,7 @@ class Reshard:
 
 
 def _tell(result: Conversion) -> None:
-    """Print what was written; it is there, also where nobody reads this."""
+    """Print what was written. Failing to print is no error: the output exists."""
     with suppress(OSError):
         print(printable(str(result)), flush=True)
 

@@ -1,6 +1,6 @@
-"""Conversion driver of all formats: space check, then the copy of a plan into an atomic output folder.
+"""Conversion driver of all formats: checks space, then copies a plan into an atomic output folder.
 
-``to_megatron``, ``reshard`` and ``to_hf`` make the plan, with the files that a model carries along, and call
+``to_megatron``, ``reshard`` and ``to_hf`` make the plan, including files to carry along, and call
 ``convert``.
 """
 
@@ -24,7 +24,7 @@ from checkpoints_tools.formats.torch_dist import OPTIMIZER
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a conversion or verification, common to all formats; plain data."""
+    """Settings of a conversion or verification, common to all formats."""
 
     overwrite: bool = False
     """Replace an output that is a checkpoint."""
@@ -43,8 +43,8 @@ class Settings:
             )
 
     def thread_count(self) -> int:
-        """The number of threads that copy."""
-        return self.threads or min(8, max(4, len(os.sched_getaffinity(0))))  # they wait for the disk, too
+        """Return the number of copying threads."""
+        return self.threads or min(8, max(4, len(os.sched_getaffinity(0))))  # threads wait for the disk, too
 
 
 DEFAULTS = Settings()
@@ -52,21 +52,21 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion, as plain data and text: what was written, or in a dry run would be."""
+    """Result of a conversion, or in a dry run its plan, with its text."""
 
     source: Path
     output: Path
     tensors: int
-    """Tensors of the model."""
+    """Number of model tensors."""
     parameters: int
-    """Elements of the model's tensors."""
+    """Number of elements of the model's tensors."""
     states: int
-    """Tensors of the optimizer's state."""
+    """Number of tensors of the optimizer's state."""
     nbytes: int
-    """Bytes of the output's files."""
+    """Bytes of the output files."""
     files: int
     free: int
-    """Bytes that were free before it."""
+    """Free bytes before the conversion."""
 
     def __str__(self) -> str:
         optimizer = f", {self.states} tensors of the optimizer" if self.states else ""
@@ -81,10 +81,8 @@ class Conversion:
 def convert(
     source: Path, tensors: Mapping[str, BlockTensor], plan: OutputPlan, output: Path, settings: Settings
 ) -> Conversion:
-    """Execute an output plan, whose paths lie in ``temporary_folder(output)``.
-
-    ConfigError if the disk lacks the space, before or during the copy; nothing is left behind.
-    """
+    """Execute an output plan, whose paths are in ``temporary_folder(output)``; return the result. Raises
+    ConfigError, leaving nothing behind, if the disk lacks space before or during the copy."""
     free = check_space(output, plan.nbytes - holes(tensors) // _shrinking(tensors, plan))
     weights = [tensor for name, tensor in plan.tensors.items() if not name.startswith(OPTIMIZER)]
     result = Conversion(
@@ -100,25 +98,23 @@ def convert(
     if settings.dry_run:
         return result
     total = sum(tensor.nbytes for tensor in plan.tensors.values())
-    # The last line comes after the output is in its place.
+    # The last progress line comes after the output is in place.
     with byte_progress(total, settings.progress) as done, atomic_output(output):
-        plan.create()  # files of zeros first: the copy skips the source's holes
+        plan.create()  # zero-filled files: the copy skips the source's holes
         copy_tensors(tensors, plan.tensors, settings.thread_count(), done)
         plan.complete()
     return result
 
 
 def _shrinking(tensors: Mapping[str, BlockTensor], plan: OutputPlan) -> int:
-    """How many times smaller an element may be in the output: so much less than its size a hole spares."""
+    """Return how many times smaller an element may be in the output, which divides the space a hole saves."""
     pairs = {(tensors[name].dtype, placed.dtype) for name, placed in plan.tensors.items()}
     return max(1, *(ITEM_BYTES[read] // ITEM_BYTES[written] for read, written in pairs))
 
 
 def carried_beside(folder: Path, checkpoint: Path) -> dict[Path, Path]:
-    """``carried_files`` and the index of a sharded model, by their paths in a Megatron checkpoint.
-
-    The index keeps the division into safetensors files for a conversion back.
-    """
+    """Return ``carried_files`` and a sharded model's index, by their paths in a Megatron checkpoint. The
+    index keeps the division into safetensors files for converting back."""
     carried = carried_files(folder)
     if (folder / INDEX).is_file():
         carried[INDEX] = folder / INDEX

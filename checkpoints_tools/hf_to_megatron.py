@@ -1,8 +1,8 @@
-"""Conversions to torch_dist, megatron-core's format: of a Hugging Face folder, or of a checkpoint (reshard).
+"""Conversions to torch_dist, megatron-core's format: from a Hugging Face folder, or a checkpoint (reshard).
 
 ``bapo-ckpt to-megatron`` and ``reshard``; the output appears whole or not at all. A resharded checkpoint has
-another grid of chunks or padding of the vocabulary, and stacked keys: all layers of a parameter under one.
-The trainer loads torch_dist at any parallel layout as it is: that needs no reshard.
+another grid of chunks or vocabulary padding, and stacked keys, one per parameter for all layers. The trainer
+loads torch_dist at any parallel layout without a reshard.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from checkpoints_tools.formats.safetensors_folder import (
 from checkpoints_tools.formats.torch_dist import OPTIMIZER, OPTIMIZER_STATES, RESHARDABLE, TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
 
-# Megatron-LM's name for weights that no training run of its own has saved: it then asks for no optimizer.
+# Megatron-LM's name for weights that none of its training runs saved; it then requires no optimizer.
 _RELEASE = "release"
 _CONTENT = "content_metadata"
 _LAYERS_APART = "non_homogeneous_layers"
 
 
 def to_megatron(hf_folder: Path, output: Path, grid: int = 8, settings: Settings = DEFAULTS) -> Conversion:
-    """Write ``output/release/`` in torch_dist and the tracker file that names it.
+    """Write ``output/release/`` in torch_dist and its tracker file; return the result.
 
-    ``grid`` is the number of pieces into which a matrix is cut, so that a TP rank need not read all of it:
-    the largest TP that will load the checkpoint. Config and tokenizer go along, in ``release/hf``.
-    ConfigError and CheckpointError before anything is written, but for a disk that fills up.
+    ``grid``: number of pieces of a matrix, the largest TP that will load it while reading only its part.
+    Config and tokenizer are copied to ``release/hf``. Raises ConfigError and CheckpointError before writing
+    anything, except if the disk fills up.
     """
     _check_grid(grid)
     output = check_output(output, settings.overwrite, [hf_folder])
@@ -73,8 +73,8 @@ def reshard(
     """Write ``output`` with a folder ``iter_XXXXXXX`` (``release`` without an iteration) and its tracker.
 
     ``grid``: pieces of each matrix. The vocabulary is padded to a multiple of ``vocabulary_multiple``. The
-    optimizer is resharded, too, unless ``weights_only``. ConfigError, before anything is written, for an
-    optimizer that cannot be converted, and CheckpointError for a damaged source.
+    optimizer is resharded, too, unless ``weights_only``. Raises ConfigError before writing anything for an
+    optimizer that cannot be converted, CheckpointError for a damaged source.
     """
     _check_grid(grid)
     if vocabulary_multiple is not None and vocabulary_multiple < 1:
@@ -98,7 +98,7 @@ def reshard(
 
 
 def _check_source(source: OpenedCheckpoint, weights_only: bool) -> None:
-    """ConfigError for an optimizer that would be lost, and for what another command does."""
+    """Raise ConfigError for an optimizer that would be lost, or a source for another command."""
     content, folder = source.content, source.location.folder
     if content is None:
         raise ConfigError(f"{folder} is a Hugging Face folder; bapo-ckpt to-megatron makes torch_dist of it")
@@ -116,11 +116,11 @@ def _check_source(source: OpenedCheckpoint, weights_only: bool) -> None:
 
 
 def _contents(source: OpenedCheckpoint, weights_only: bool) -> Contents:
-    """Contents besides the weights: all that a torch_dist source has, or what a new checkpoint needs."""
+    """Return contents besides the weights: everything in a torch_dist source, or a new checkpoint's needs."""
     content = source.content
     if weights_only or not isinstance(content, TorchDist):
         return Contents(_new_common(source.shape, source.location.iteration or 0))
-    # Layers' own states have keys as the layers have, so they fit only where these stay the same.
+    # Layers' own states have the layers' keys, so they fit only if these stay the same.
     same_keys = _has_our_keys(content) and not content.prefix
     with ChunkFiles() as files:
         objects = {
@@ -134,7 +134,7 @@ def _contents(source: OpenedCheckpoint, weights_only: bool) -> Contents:
 
 
 def _optimizer_tensors(source: OpenedCheckpoint) -> dict[str, BlockTensor]:
-    """The optimizer's state, each tensor named by its key's prefix and by the weight that it is of."""
+    """Return the optimizer's state, each tensor named by its state's prefix and its weight."""
     return {
         f"{OPTIMIZER}{state}.{name}": replace(tensor, name=f"{OPTIMIZER}{state}.{name}")
         for state, tensors in source.optimizer().items()
@@ -143,10 +143,8 @@ def _optimizer_tensors(source: OpenedCheckpoint) -> dict[str, BlockTensor]:
 
 
 def common_for_stacked(source: TorchDist) -> bytes:
-    """The common state of the resharded checkpoint; the source's bytes, if its keys are stacked already.
-
-    CheckpointError for an object that the pickle writer cannot write.
-    """
+    """Return the common state of the resharded checkpoint; the source's bytes if its keys are already
+    stacked. Raises CheckpointError for an object that the pickle writer does not support."""
     common = source.common
     if _has_our_keys(source):
         with common.place.file.open("rb") as file:
@@ -167,18 +165,18 @@ def common_for_stacked(source: TorchDist) -> bytes:
 
 
 def _has_our_keys(source: TorchDist) -> bool:
-    """Whether the layout of the layers is the one that is written."""
+    """Whether the source's layer layout is the one to be written."""
     return source.layout == ("stacked" if source.shape.is_uniform else "per_layer")
 
 
 def _rules(shape: ModelShape) -> dict[str, bool]:
-    """The rules by which our keys are made; megatron-core reads them from the common state."""
+    """Return the rules of our keys, which megatron-core reads from the common state."""
     rules = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return rules if shape.is_uniform else {**rules, _LAYERS_APART: True}
 
 
 def _as_written(value: Any) -> Any:
-    """A value of the pickle reader as objects of the pickle writer. CheckpointError if there are none."""
+    """Convert a value of the pickle reader for the pickle writer. Raises CheckpointError if impossible."""
     if isinstance(value, dict):
         return {key: _as_written(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -198,7 +196,7 @@ def _as_written(value: Any) -> Any:
 def _carry_untrained(
     plan: OutputPlan, reference: Path, shape: ModelShape, folder: Path
 ) -> dict[str, BlockTensor]:
-    """Plan a file of the tensors that are not trained, in ``folder/hf``; the tensors."""
+    """Plan a file in ``folder/hf`` of the untrained tensors; return them."""
     untrained = untrained_tensors(reference, shape)
     if untrained:
         files = dict.fromkeys(untrained, UNTRAINED)
@@ -216,10 +214,10 @@ def _check_grid(grid: int) -> None:
 
 
 def _model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
-    """The tensors of a Hugging Face folder. CheckpointError names missing, unknown and misshapen ones.
+    """Return a Hugging Face folder's tensors. Raises CheckpointError for missing, unknown or misshapen ones.
 
-    Tied models are often stored with a copy of the embedding as the output layer: an equal copy is left out,
-    an unequal one is refused.
+    Tied models are often stored with a copy of the embedding as output layer: an equal copy is dropped, an
+    unequal one is an error.
     """
     tensors = read_safetensors_folder(folder)
     if problems := tensor_problems({name: tensor.shape for name, tensor in tensors.items()}, shape):
@@ -230,7 +228,7 @@ def _model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
 
 
 def _new_common(shape: ModelShape, iteration: int = 0) -> bytes:
-    """The common state of a checkpoint without an optimizer."""
+    """Return the common state of a checkpoint without an optimizer."""
     namespace = Instance(Name("argparse", "Namespace"), arguments(shape))
     return object_archive(
         {"checkpoint_version": 3.0, "iteration": iteration, _CONTENT: _rules(shape), "args": namespace}
@@ -238,7 +236,7 @@ def _new_common(shape: ModelShape, iteration: int = 0) -> bytes:
 
 
 def arguments(shape: ModelShape) -> Mapping[str, Any]:
-    """Megatron-LM's arguments of a model, which it reads from a checkpoint or compares with its own."""
+    """Return a model's Megatron-LM arguments, which Megatron-LM reads from a checkpoint or compares."""
     return {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,

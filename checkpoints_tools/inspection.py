@@ -1,6 +1,6 @@
-"""Checkpoint inspection: format, origin, model, optimizer, sizes, and a tree of keys; and its text.
+"""Checkpoint inspection: format, origin, model, optimizer, sizes, and a tree of keys; with its text.
 
-Only metadata is read, no weights: an inspection is quick and cannot find damaged weights. `verify` can.
+Reads only metadata, no weights, so it is fast and cannot find damaged weights; `verify` can.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
 from checkpoints_tools.formats.torch_dist import VOCABULARY, find_prefix, layers_layout, optimizer_format
 
 OBJECT = "object"
-"""The dtype of a key that is not a tensor."""
+"""dtype of a key that is not a tensor."""
 
 _EMBEDDINGS = (VOCABULARY[0], EMBEDDING)
 
-# A layer, the place of an object on its grid, a state of the optimizer.
+# A layer, an object's place on its grid, an optimizer state.
 _MEMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=/shard_)\d+|(?<=optimizer\.state\.)[a-z0-9_]+")
-# How processes were laid out: in Megatron's arguments, and in a line of text.
+# Parallel layout: fields of Megatron's arguments, and short names.
 _PARALLEL = {
     "tensor": ("tensor_model_parallel_size", "TP"),
     "pipeline": ("pipeline_model_parallel_size", "PP"),
@@ -48,64 +48,64 @@ _PARALLEL = {
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """A group of keys that differ in numbers, such as the layer, or in the state of the optimizer alone."""
+    """Group of keys that differ only in numbers, such as the layer, or in the optimizer state."""
 
     key: str
-    """The keys' common name, with ``*`` for what differs."""
+    """Common name of the keys, with ``*`` for the differences."""
     dtype: str
-    """Type of the elements, or OBJECT."""
+    """Element type, or OBJECT."""
     shape: tuple[int, ...]
     count: int
     chunks: int
-    """Chunks in which each key is stored."""
+    """Number of chunks per key."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of ``inspect_checkpoint``: plain data; sizes in bytes."""
+    """Result of ``inspect_checkpoint``; sizes in bytes."""
 
     folder: str
     format: str
     layout: str | None
-    """How layers are kept: stacked, per_layer, singleton; of mp_rank folders, whose shards the keys are; None
-    of a Hugging Face folder."""
+    """Layer layout: stacked, per_layer, singleton; for mp_rank folders, the owner of the shards; None for a
+    Hugging Face folder."""
     common_state: str | None
-    """Where the common state of a torch_dist folder is: the file ``common.pt``, or an object's key (from
+    """Location of a torch_dist folder's common state: the file ``common.pt`` or an object's key (from
     megatron-core 0.19 on)."""
     iteration: int | None
     written_at: dict[str, Any]
-    """Sizes of the process groups of the run that wrote it, and ``pipeline_layers``: layers of each model
-    chunk, a list in the model's order. As far as it says."""
+    """Sizes of the writing run's process groups, and ``pipeline_layers``, layers per model chunk in model
+    order; as far as stored."""
     model: dict[str, Any] | None
-    """The fields of config.json that shape the model; None if the checkpoint carries none."""
+    """Fields of config.json that shape the model; None if the checkpoint has none."""
     parameters: int
-    """Parameters of the model where it is known, else elements of the weights as stored on all ranks."""
+    """Model parameters if known, otherwise elements of the weights on all ranks."""
     dtypes: dict[str, int]
-    """Bytes of the weights by type."""
+    """Bytes of weights by type."""
     vocabulary_rows: int | None
-    """Rows of the embedding as stored, with padding."""
+    """Rows of the embedding as stored, padding included."""
     optimizer: str | None
-    """Format of the optimizer's state; None without one."""
+    """Optimizer format; None without one."""
     optimizer_bytes: int
     total_bytes: int
     """Bytes of all files."""
     keys: tuple[KeyGroup, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """All fields as JSON values."""
+        """Return all fields as JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class _Content:
-    """The content of a checkpoint that an inspection needs, in any format."""
+    """Content of a checkpoint of any format that an inspection needs."""
 
     layout: str | None
     common: Mapping[str, Any]
     weights: tuple[GlobalTensor, ...]
     optimizer: str | None
     other_shards: tuple[GlobalTensor, ...] = ()
-    """Shards of other tensor ranks: they count as bytes, their keys are those of the first."""
+    """Shards of other tensor ranks: their bytes count, their keys are the first rank's."""
     optimizer_tensors: tuple[GlobalTensor, ...] = ()
     objects: tuple[str, ...] = ()
     ranks: Mapping[str, int] | None = None
@@ -113,11 +113,8 @@ class _Content:
 
 
 def inspect_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> Inspection:
-    """Inspect the checkpoint that ``path`` means (``locate.py``).
-
-    ``reference`` names the folder of config.json for a checkpoint that carries none. CheckpointError if there
-    is not a checkpoint, or if what describes it is damaged.
-    """
+    """Inspect the checkpoint that ``path`` names (``locate.py``). ``reference``: folder of config.json for a
+    checkpoint without one. Raises CheckpointError if there is no checkpoint or its metadata is damaged."""
     location = locate(path, step)
     content = _READERS[location.format](location.folder)
     model, parameters = _model(location, reference)
@@ -201,7 +198,7 @@ _READERS = {Format.TORCH_DIST: _read_torch_dist, Format.MP_RANK: _read_mp_rank, 
 
 
 def _model(location: Location, reference: Path | None) -> tuple[dict[str, Any] | None, int | None]:
-    """The model's shape and number of parameters; None twice where the checkpoint says nothing of it."""
+    """Return the model's shape and number of parameters; None twice if the checkpoint does not say."""
     try:
         folder = hf_reference(location, reference)
     except CheckpointError:
@@ -216,13 +213,13 @@ def _model(location: Location, reference: Path | None) -> tuple[dict[str, Any] |
 
 
 def _iteration(location: Location, common: Mapping[str, Any]) -> int | None:
-    """Iteration of the checkpoint, from its folder's name or else from its own metadata."""
+    """Return the checkpoint's iteration, from its folder's name or its metadata."""
     stored = common.get("iteration")
     return location.iteration if location.iteration is not None or type(stored) is not int else stored
 
 
 def _written_at(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Parallel layout that wrote the checkpoint, from our metadata or else from Megatron-LM's arguments."""
+    """Return the parallel layout that wrote the checkpoint, from our metadata or Megatron-LM's arguments."""
     arguments, ours = common.get("args"), common.get("written_at")
     layout: dict[str, Any] = {}
     if isinstance(ours, dict):
@@ -251,7 +248,7 @@ _Node: TypeAlias = "dict[str, _Node | None]"
 
 
 def as_text(inspection: Inspection) -> str:
-    """The inspection as text: the facts, one a line, then the keys as a tree."""
+    """Return the inspection as text: facts, one per line, then the keys as a tree."""
     return "\n".join([*text_table(list(_facts(inspection))), "keys", *_tree(inspection.keys)])
 
 
@@ -276,7 +273,7 @@ def _facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _layout_text(written_at: Mapping[str, Any]) -> str:
-    """The layout in a line; those of experts, and the layers of chunks, where they are not the usual ones."""
+    """Return the layout in a line; layouts of experts and chunk layers only if unusual."""
     shown = [
         f"{_PARALLEL[name][1]}{size}"
         for name, size in written_at.items()
@@ -301,7 +298,7 @@ def _model_text(inspection: Inspection) -> str:
 
 
 def _tree(groups: Iterable[KeyGroup]) -> Iterator[str]:
-    """Keys by their dotted parts, those without a sibling on one line."""
+    """Yield the tree of dotted keys; those without a sibling share a line."""
     root: _Node = {}
     for group in groups:
         *folders, name = group.key.split(".")

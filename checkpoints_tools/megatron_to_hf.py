@@ -1,6 +1,6 @@
-"""Megatron-to-HF conversion: a checkpoint as a Hugging Face folder that transformers and engines load.
+"""Megatron-to-HF conversion: from a checkpoint to a Hugging Face folder for transformers and engines.
 
-For ``bapo-ckpt to-hf``, exports and evaluations.
+Used by ``bapo-ckpt to-hf``, exports and evaluations.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ def plan_hf_folder(
     most_bytes: int,
     weight_map: Mapping[str, str] | None = None,
 ) -> OutputPlan:
-    """Plan of a Hugging Face ``folder`` with ``tensors``, and with what ``model`` has beside its weights.
+    """Return the plan of a Hugging Face ``folder`` with ``tensors`` and everything in ``model`` but its
+    weights.
 
-    ``kinds``: types of the weights before they are quantized, for config.json. The others: as of
-    ``plan_safetensors``.
+    ``kinds``: types of the weights before quantization, for config.json. Others: see ``plan_safetensors``.
     """
     index = read_file_inside(model, INDEX) if (model / INDEX).is_file() else None
     written = _as_written(tensors, model, read_model_shape(model))
@@ -132,7 +132,7 @@ def plan_hf_folder(
 
 
 def _masters(opened: OpenedCheckpoint) -> dict[str, BlockTensor]:
-    """The fp32 master weights of the optimizer."""
+    """Return the optimizer's fp32 master weights."""
     if not isinstance(opened.content, TorchDist):
         raise ConfigError(
             f"{opened.location.folder} is of format {opened.location.format}, whose optimizer is not read; "
@@ -142,7 +142,7 @@ def _masters(opened: OpenedCheckpoint) -> dict[str, BlockTensor]:
 
 
 def _in_fp8(shape: ModelShape) -> set[str]:
-    """Names of the matrices that are quantized. ConfigError if the model has none that can be."""
+    """Return the names of the matrices to quantize. Raises ConfigError if there are none."""
     if names := quantized_names(hf_tensors(shape)):
         return names
     raise ConfigError(
@@ -152,8 +152,8 @@ def _in_fp8(shape: ModelShape) -> set[str]:
 
 
 def _as_written(tensors: Planned, model: Path, shape: ModelShape) -> Planned:
-    """The tensors of the folder: experts fused or apart, as in that of the model where the family may; in fp8
-    apart."""
+    """Return the folder's tensors, with experts fused or apart as in the model folder where the family allows
+    both; apart in fp8."""
     form = FAMILIES[shape.family].experts
     if form == "apart" or any(dtype == FP8 for dtype, _ in tensors.values()):
         return tensors
@@ -165,10 +165,8 @@ def _as_written(tensors: Planned, model: Path, shape: ModelShape) -> Planned:
 
 
 def _weight_map(model: Path, tensors: Iterable[str], in_fp8: Iterable[str]) -> dict[str, str] | None:
-    """The safetensors file of each tensor in the reference folder; scales that are not there go with theirs.
-
-    None if the folder has no weights, or fused experts that are written one by one.
-    """
+    """Return each tensor's safetensors file in the reference folder; missing scales go with their weights.
+    None if the folder has no weights, or has fused experts that are written one by one."""
     if (model / INDEX).is_file():
         stored = read_weight_map(model) or {}
         if not set(tensors) <= set(stored):

@@ -1,7 +1,7 @@
-"""Verification: two checkpoints of any formats bit for bit, or the files of a run's against its manifest.
+"""Verification: compares two checkpoints of any formats bit for bit, or a run's files with their manifest.
 
-The optimizer's state is compared only where both have it. ``verify_files`` finds a changed bit without a
-second copy, as after a transfer to another cluster; the trainer does the same at a start (``checkpoint/``).
+The optimizer's state is compared only if both have it. ``verify_files`` finds changed bits without a second
+copy, for example after a transfer; the trainer does the same at a start (``checkpoint/``).
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _READ_BYTES = 1 << 20
 
 @dataclass
 class Verification:
-    """The result of ``verify``, filled tensor by tensor; as text it is what is printed."""
+    """Result of ``verify``, filled tensor by tensor; its text is what is printed."""
 
     first: Path
     second: Path
     tensors: int = 0
     nbytes: int = 0
-    """Bytes compared: the weights, and the optimizer's state where both checkpoints have it."""
+    """Bytes compared: weights, and optimizer state if both have it."""
     differences: list[Difference] = field(default_factory=list)
     digests: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """SHA-256 of each tensor's elements, in the first and in the second; only where asked for."""
+    """SHA-256 of each tensor's elements, in the first and the second; only on request."""
     optimizer: str = ""
-    """Whether the optimizer's state was compared, and why not."""
+    """Whether the optimizer's state was compared, or why not."""
 
     @property
     def equal(self) -> bool:
-        """Whether every tensor is in both, with the same type, shape and bits."""
+        """Whether both have the same tensors, with equal types, shapes and bits."""
         return not self.differences
 
     def as_json(self) -> dict[str, Any]:
@@ -93,11 +93,11 @@ def verify(
     weights_only: bool = False,
     settings: Settings = DEFAULTS,
 ) -> Verification:
-    """Compare the checkpoints that two paths name, tensor by tensor under their Hugging Face names.
+    """Compare the checkpoints at two paths, tensor by tensor under their Hugging Face names.
 
-    ``reference`` is the folder of config.json for a checkpoint that carries none; without it, the other's is
-    taken. Vocabulary padding and copies of tied tensors do not count. The optimizer's state is compared where
-    both have it, unless ``weights_only``. CheckpointError if one of them cannot be read.
+    ``reference``: folder of config.json for a checkpoint without one; by default the other's. Vocabulary
+    padding and copies of tied tensors do not count. Optimizer states are compared if both have one, unless
+    ``weights_only``. Raises CheckpointError if one of them cannot be read.
     """
     here, there = _open(first, second, reference, step)
     pairs = {"": (_comparable(here, there), _comparable(there, here))}
@@ -124,12 +124,12 @@ def verify(
 def _open(
     first: Path, second: Path, given: Path | None, step: str
 ) -> tuple[OpenedCheckpoint, OpenedCheckpoint]:
-    """Open both checkpoints; one without a config.json is read with that of the other."""
+    """Open both checkpoints; one without a config.json is read with the other's."""
     references: list[Path | None] = []
     for path in (first, second):
         location = locate(path, step)
         try:
-            # A checkpoint's own config.json comes first: another's would hide a difference in shape.
+            # A checkpoint's own config.json comes first: another could hide a difference in shape.
             references.append(hf_reference(location, None))
         except CheckpointError:
             references.append(given)
@@ -141,14 +141,14 @@ def _open(
 
 
 def _comparable(own: OpenedCheckpoint, other: OpenedCheckpoint) -> dict[str, BlockTensor]:
-    """The tensors of a checkpoint; without those that are not trained where the other is Megatron's."""
+    """Return a checkpoint's tensors, without untrained ones if the other is Megatron's."""
     if other.content is None or not own.shape.untrained:
         return own.tensors
     return {name: tensor for name, tensor in own.tensors.items() if not name.startswith(own.shape.untrained)}
 
 
 def _optimizer_not_compared(here: OpenedCheckpoint, there: OpenedCheckpoint) -> str:
-    """Why the optimizers cannot be compared; empty if they can."""
+    """Return why the optimizers cannot be compared; "" if they can."""
     for name, checkpoint in (("first", here), ("second", there)):
         if checkpoint.location.format is Format.HF:
             return f"not compared, the {name} is a Hugging Face folder"
@@ -159,14 +159,14 @@ def _optimizer_not_compared(here: OpenedCheckpoint, there: OpenedCheckpoint) -> 
 
 @dataclass(frozen=True)
 class FileCheck:
-    """The result of a file check, as plain data and text. Made by ``verify_files``."""
+    """Result of a file check by ``verify_files``, with its text."""
 
     folder: Path
-    """The checkpoint: the folder of the manifest."""
+    """Checkpoint folder, with the manifest."""
     files: int
     nbytes: int
     damaged: tuple[str, ...]
-    """Names of files that are not what the manifest says."""
+    """Names of files that differ from the manifest."""
 
     def as_json(self) -> dict[str, Any]:
         """All fields as JSON values."""
@@ -180,10 +180,10 @@ class FileCheck:
 
 
 def verify_files(path: Path, step: str = LATEST, settings: Settings = DEFAULTS) -> FileCheck:
-    """Check every file of the run's checkpoint that ``path`` and ``step`` name. It reads all of them.
+    """Check, by reading, every file of the run's checkpoint at ``path`` and ``step``.
 
-    CheckpointError if it is not a run's, which has no manifest, or if a file is missing or of another size: a
-    newest checkpoint that is not whole is not passed over.
+    Raises CheckpointError if it is not a run's, which has no manifest, or if a file is missing or of another
+    size: an incomplete newest checkpoint is not skipped.
     """
     folder = locate(newest_named(path) if step == LATEST else path, step).folder
     if folder.name != POLICY or not (folder.parent / MANIFEST).is_file():

@@ -1,11 +1,11 @@
-"""Advantages of a step's responses: the built-in ones, and the parts from which a user writes his own.
+"""Advantages of a step's responses: the built-in ones, and building blocks for custom ones.
 
-An advantage is a function from ``Rewards``, the numbers of a step's responses, to one value for each; with
-``each_group`` it sees one group at a time, the responses to a prompt. Arguments after the first are its
-settings, ``algorithm.advantage_settings``. ``build_advantage`` makes the one of a run. Rank 0 computes, and
-all ranks take its values: before the first update of a step, with the penalties of a reference in the reward.
+An advantage maps ``Rewards``, the numbers of a step's responses, to one value per response; with
+``each_group`` it sees one group at a time, the responses to a prompt. Further arguments are its settings,
+``algorithm.advantage_settings``. ``build_advantage`` creates a run's advantage. Rank 0 computes the values
+and sends them to all ranks, before a step's first update, with reference penalties in the reward.
 
-Pure functions on numpy arrays. The sampler asks ``is_uniform`` once a group is scored. Legend: ``_N``
+Pure functions on numpy arrays. The sampler calls ``is_uniform`` after scoring a group. Legend: ``_N``
 responses of a step, ``_G`` of a group.
 """
 
@@ -23,46 +23,42 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.step_header import GroupHeader
 
 BranchReward = Literal["whole", "split"]
-"""What each branch of an episode gets of its advantage; see ``AlgorithmConfig.branch_reward``."""
+"""Share of an episode's advantage for each of its branches; see ``AlgorithmConfig.branch_reward``."""
 
 STD_EPSILON = 1e-6
-"""Epsilon of a standard deviation: nearly equal rewards give no huge advantages."""
+"""Added to a standard deviation: nearly equal rewards give no huge advantages."""
 
 ROUNDING = 2.0**-22
-"""Relative difference of rewards that counts as none, two roundings of float32: 0.1 + 0.2 and 0.3, or a score
-that a model's server gave as float32 beside the same one."""
+"""Relative difference below which rewards count as equal, two float32 roundings: 0.1 + 0.2 and 0.3, or a
+model server's float32 score and its float64 value."""
 
 SMALLEST_DIFFERENCE = 1e-12
-"""Difference of rewards that counts as none, however small they are: 0.1 + 0.2 - 0.3 and 0."""
+"""Absolute difference below which rewards count as equal: 0.1 + 0.2 - 0.3 and 0."""
 
 LARGEST_REWARD = 1e18
-"""Largest size of a reward: its square, which the standard deviation and losses need, is a float32."""
+"""Largest absolute reward: its square, needed by standard deviation and losses, fits float32."""
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of a step's responses, and what else an advantage may depend on: one value for each, [N].
-
-    Plain data. The responses of a group lie together.
-    """
+    """Rewards of a step's responses and other advantage inputs, one each, [N]; groups are contiguous."""
 
     reward_N: np.ndarray
     """float64, with all penalties."""
     group_N: np.ndarray
-    """Number of its group: responses to one prompt have the same."""
+    """Group number, equal for responses to one prompt."""
     tokens_N: np.ndarray
-    """Number of tokens that are trained on."""
+    """Number of trained tokens."""
     cut_N: np.ndarray
-    """bool: it was cut at ``rollout.max_response_tokens``."""
+    """bool: cut at ``rollout.max_response_tokens``."""
     source_N: np.ndarray
-    """Name of its source among ``data.sources``; empty in a run of one file."""
+    """Name of the source in ``data.sources``; empty in a single-file run."""
     named: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """The named rewards that the reward function gave, by name, float64 [N]; none of one that gives a number.
-    A response without one of them has 0 there."""
+    """Named rewards of the reward function, float64 [N], 0 where missing; empty if it returns a number."""
 
     @classmethod
     def of(cls, *groups: Sequence[float], tokens: int = 1, **named: Sequence[float]) -> Rewards:
-        """Rewards of ``groups``, each a list of numbers, for tests: all of ``tokens`` tokens, none cut."""
+        """Rewards of ``groups``, each a list of numbers, for tests: all with ``tokens`` tokens, none cut."""
         count = sum(map(len, groups))
         return cls(
             np.array([reward for group in groups for reward in group], np.float64),
@@ -75,7 +71,7 @@ class Rewards:
 
     @classmethod
     def of_step(cls, groups: Sequence[GroupHeader]) -> Rewards:
-        """Rewards of a step, from its header. An episode with branches counts once, with all its tokens."""
+        """Rewards of a step from its header. An episode with branches counts once, with all its tokens."""
         each = [(n, group.source, rows) for n, group in enumerate(groups) for rows in group.episodes]
         first = [rows[0] for _, _, rows in each]
         names = sorted({name for sample in first for name in sample.named_rewards})
@@ -89,7 +85,6 @@ class Rewards:
         )
 
     def groups(self) -> Iterator[Rewards]:
-        """The rewards of each group, in order."""
         bounds = np.flatnonzero(np.diff(self.group_N)) + 1
         for index in np.split(np.arange(len(self.reward_N)), bounds) if len(self.reward_N) else ():
             yield self._at(index)
@@ -101,11 +96,11 @@ class Rewards:
 
 
 Advantage = Callable[[Rewards], np.ndarray]
-"""An advantage: from the responses of a step to float values [N]."""
+"""Maps a step's responses to float values [N]."""
 
 
 def each_group(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Decorator of an advantage that is computed group by group: ``function`` gets the ``Rewards`` of one."""
+    """Decorate a group-wise advantage: ``function`` receives the ``Rewards`` of one group."""
 
     @functools.wraps(function)
     def of_all(rewards: Rewards, **settings: Any) -> np.ndarray:
@@ -122,8 +117,8 @@ def each_group(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]
 def grpo(group: Rewards) -> np.ndarray:
     """GRPO's advantage (arXiv 2402.03300): ``A_i = (R_i - mean(R)) / (std(R) + 1e-6)``.
 
-    The standard deviation is that of a sample (over G - 1): GRPO's paper does not say which, and this is
-    what torch.std, and with it verl, TRL and the published code of BAPO, compute.
+    The paper does not define the standard deviation; this is the sample one (over G - 1), as in torch.std and
+    therefore verl, TRL and BAPO's published code.
     """
     return _normalized(group.reward_N)
 
@@ -136,18 +131,17 @@ def dr_grpo(group: Rewards) -> np.ndarray:
 
 @each_group
 def rloo(group: Rewards) -> np.ndarray:
-    """RLOO's advantage (arXiv 2402.14740): ``A_i = R_i - mean_{j != i} R_j``, which is
-    ``(R_i - mean(R)) G / (G - 1)``."""
+    """RLOO's advantage (arXiv 2402.14740), ``R_i - mean_{j != i} R_j = (R_i - mean(R)) G / (G - 1)``."""
     count = len(group.reward_N)
     return centered(group.reward_N) * (count / max(1, count - 1))
 
 
 @each_group
 def grpo_leave_one_out(group: Rewards) -> np.ndarray:
-    """GRPO with a response's own reward left out of the mean and the deviation (NeMo-RL's
-    ``use_leave_one_out_baseline``): ``A_i = (R_i - mean_{j != i} R_j) / (std_{j != i} R_j + 1e-6)``.
+    """GRPO without a response's own reward in mean and deviation (NeMo-RL's ``use_leave_one_out_baseline``).
 
-    Where the others' rewards are equal, or there is only one, nothing is divided.
+    ``A_i = (R_i - mean_{j != i} R_j) / (std_{j != i} R_j + 1e-6)``; without the division if the other rewards
+    are equal, or there is only one.
     """
     advantage_G = rloo(group)
     for index in range(len(advantage_G)):
@@ -160,23 +154,22 @@ def grpo_leave_one_out(group: Rewards) -> np.ndarray:
 def reinforce_plus_plus(rewards: Rewards) -> np.ndarray:
     """REINFORCE++'s advantage (arXiv 2501.03262): the reward, normalized over all tokens of the step.
 
-    A response counts once for each of its tokens, as in verl's ``reinforce_plus_plus`` without discount:
-    ``A_i = (R_i - m) / sqrt(v + 1e-8)``, with the tokens' mean m and sample variance v.
+    ``A_i = (R_i - m) / sqrt(v + 1e-8)``, with the tokens' mean m and sample variance v: a response counts
+    once per token, as in verl's ``reinforce_plus_plus`` without discount.
     """
     return whitened(rewards.reward_N, rewards.tokens_N)
 
 
 def reinforce_plus_plus_baseline(rewards: Rewards) -> np.ndarray:
-    """REINFORCE++ with the group's mean as a baseline: ``R_i - mean(R)``, normalized over all tokens."""
+    """REINFORCE++ with the group mean as baseline: ``R_i - mean(R)``, normalized over all tokens."""
     return whitened(dr_grpo(rewards), rewards.tokens_N)
 
 
 def gdpo(rewards: Rewards, weights: dict[str, float] | None = None) -> np.ndarray:
-    """GDPO's advantage (arXiv 2601.05242), of several rewards: each is normalized in its group, as ``grpo``
-    does; their weighted sum over the step's responses: ``A_i = (S_i - mean(S)) / (std(S) + 1e-6)``.
+    """GDPO's advantage (arXiv 2601.05242) of several rewards, each normalized in its group as in ``grpo``.
 
-    ``weights``: of the named rewards that count; None: all of them, alike. Penalties of the reward count
-    nowhere.
+    Their weighted sum S is normalized over the step's responses: ``A_i = (S_i - mean(S)) / (std(S) + 1e-6)``.
+    ``weights``: of the named rewards that count; None: all, equally. Reward penalties have no effect.
     """
     weights = dict.fromkeys(rewards.named, 1.0) if weights is None else weights
     missing = sorted(weights.keys() - set(rewards.named))
@@ -195,12 +188,12 @@ def gdpo(rewards: Rewards, weights: dict[str, float] | None = None) -> np.ndarra
 
 
 def centered(value_N: np.ndarray) -> np.ndarray:
-    """``x - mean(x)``; exactly 0 where all are equal, whose mean may differ from them in the last bit."""
+    """``x - mean(x)``; exactly 0 if all are equal, where the mean may differ in the last bit."""
     return np.zeros(value_N.shape) if is_uniform(value_N) else value_N - value_N.mean()
 
 
 def whitened(value_N: np.ndarray, tokens_N: np.ndarray) -> np.ndarray:
-    """``(x - m) / sqrt(v + 1e-8)``, each value as often as it has tokens: verl's ``masked_whiten``."""
+    """``(x - m) / sqrt(v + 1e-8)``, each value weighted by its tokens: verl's ``masked_whiten``."""
     tokens = tokens_N.sum()
     if not tokens or is_uniform(value_N):
         return np.zeros(value_N.shape)
@@ -218,8 +211,7 @@ def _normalized(value_N: np.ndarray) -> np.ndarray:
 def branch_advantages(
     groups: Sequence[GroupHeader], value_N: np.ndarray, branch_reward: BranchReward = "whole"
 ) -> list[float]:
-    """Advantages of a step's responses, from those of its episodes, ``value_N``: an episode with branches has
-    a response for each."""
+    """Advantages of a step's responses from those of its episodes, ``value_N``: one response per branch."""
     branches = [len(rows) for group in groups for rows in group.episodes]
     return [
         value / (count if branch_reward == "split" else 1)
@@ -229,10 +221,10 @@ def branch_advantages(
 
 
 def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:
-    """Whether all rewards of a group are equal, but for ``ROUNDING`` and ``SMALLEST_DIFFERENCE``: every
-    advantage of a group is then zero, and so is its policy gradient.
+    """Whether all rewards of a group are equal up to ``ROUNDING`` and ``SMALLEST_DIFFERENCE``.
 
-    Dynamic sampling (DAPO): with ``rollout.drop_uniform_groups`` the sampler drops such groups.
+    Every advantage in the group is then zero, and so is its policy gradient: with
+    ``rollout.drop_uniform_groups`` the sampler drops it (DAPO's dynamic sampling).
     """
     if len(rewards) == 0:
         return True
@@ -244,10 +236,10 @@ def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:
 
 
 def build_advantage(algorithm: Any) -> Advantage:
-    """The advantage of an ``AlgorithmConfig``, with its settings; its values are float32 and finite.
+    """The advantage of an ``AlgorithmConfig``, with its settings; returns finite float32 values.
 
-    ConfigError for an unknown one or a setting that it does not take; at a call for a function that fails,
-    or gives other than one finite number for each response. ValueError for rewards that are not finite.
+    Raises ConfigError for an unknown name or setting; a call raises ConfigError if the function fails or does
+    not return one finite number per response, ValueError for rewards that are not finite or too large.
     """
     name = algorithm.advantage
     function = load_part("algorithm.advantage", name, algorithm.advantage_settings, ADVANTAGES)
@@ -259,7 +251,7 @@ def build_advantage(algorithm: Any) -> Advantage:
                 value_N = np.asarray(np.asarray(function(rewards), np.float64), np.float32)
         except ConfigError:
             raise
-        except Exception as error:  # a user's function raises what it likes
+        except Exception as error:  # a user's function can raise anything
             raise ConfigError(f"algorithm.advantage={name} failed with {error!r}; mend it") from error
         is_what = "others" if value_N.shape != rewards.reward_N.shape else None
         if not is_what and not np.isfinite(value_N).all():
@@ -275,18 +267,18 @@ def build_advantage(algorithm: Any) -> Advantage:
 
 
 class _AnyName(dict[str, np.ndarray]):
-    """Named rewards of the responses of a trial, of some names; each other name has the same."""
+    """Named rewards of trial responses; a name outside the dict has the same values."""
 
     def __missing__(self, name: str) -> np.ndarray:
         return next(iter(self.values()))
 
 
 def check_advantage(algorithm: Any) -> None:
-    """Preflight of the advantage: ConfigError as of ``build_advantage``, also for what two groups show."""
+    """Preflight of the advantage: also calls a custom one on a trial of two groups. Raises ConfigError."""
     trial = Rewards.of([0.0, 1.0], [1.0, 1.0], tokens=2)
     advantage = build_advantage(algorithm)
     if ":" in algorithm.advantage:
-        # The names that the rewards will have are those of its settings, such as weights, if any are known.
+        # Infer the reward names from the settings, such as weights, if possible.
         of_settings = (
             setting for setting in algorithm.advantage_settings.values() if isinstance(setting, dict)
         )

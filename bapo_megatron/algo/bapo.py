@@ -1,8 +1,7 @@
 """Public names of BAPO (arXiv 2510.18927): settings, presets and search, and the functions on tensors.
 
-``bounds.py`` has the former, ``surrogate.py`` the latter, which is imported when one of its names is asked
-for: a recipe takes a preset from here, and without torch a command that only reads the recipe answers at
-once.
+The former are in ``bounds.py``, the latter in ``surrogate.py``, imported lazily: recipes take presets from
+here, and commands that only read a recipe start faster without torch.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Name of ``surrogate.py``. AttributeError for one that is not public."""
+    """Return a public name of ``surrogate.py``; raise AttributeError for any other."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("bapo_megatron.algo.surrogate"), name)

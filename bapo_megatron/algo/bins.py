@@ -1,6 +1,6 @@
-"""Bins of metrics over tokens: buckets of staleness, and bins of the importance ratio.
+"""Bins of token metrics: staleness buckets and importance-ratio bins.
 
-Apart from the measurements, which need torch: reports name their metrics by the same bins.
+Separate from the measurements, which need torch: reports use the same bin names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
 """Buckets of total staleness, in updates. Widths double: one more update matters less to an old token."""
 
 RATIO_EDGES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.98, 1.02, 1.1, 1.2, 1.5, 2.0, 3.0)
-"""Edges of the ratio bins of Figs. 5 and 10; a bin holds its lower edge. None is at 1, where rounding
-would decide."""
+"""Edges of the ratio bins (Figs. 5 and 10), lower edge inclusive. None at 1, where rounding would decide."""
 
 RATIO_BINS = (
     f"below_{RATIO_EDGES[0]}",

@@ -1,10 +1,9 @@
 """Clipping bounds of BAPO: settings (``BoundsConfig``), presets, and the search of Algorithm 1.
 
-The search is a pure function of one sum for each candidate of a bound, 53 with the paper's ranges;
-``surrogate.py`` computes the sums, ``losses/clip.py`` and ``bapo verify-parallel`` call the search. Same sums
-on every rank give the same bounds. Recipes take settings and presets, reports describe them. Imports no
-torch. Invalid settings: ``BoundsConfig.problems``. Too few sums: ValueError; sums that are not finite,
-because the policy is broken: FloatingPointError.
+The search is a pure function of one sum per candidate bound, 53 with the paper's ranges; ``surrogate.py``
+computes the sums. Equal sums on every rank give equal bounds. ``BoundsConfig.problems`` lists invalid
+settings. The search raises ValueError for a wrong number of sums and FloatingPointError for non-finite sums
+(a broken policy). Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ Weight = Literal["rollout_probability", "uniform"]
 Order = Literal["high_first", "low_first"]
 
 PAPER_TOKENS = 16384
-"""Tokens of a micro-batch of the authors' example script: dynamic batches at verl's default
-(``ppo_max_token_len_per_gpu``), of which in October 2025 each GPU searched its own (WooooDyy/BAPO at 820d9c0;
-since 3b8389c of January 2026 all GPUs search theirs together)."""
+"""Tokens per micro-batch in the authors' example script: verl's default for dynamic batches
+(``ppo_max_token_len_per_gpu``). In October 2025 each GPU searched its own micro-batches (WooooDyy/BAPO at
+820d9c0); since 3b8389c of January 2026 all GPUs search theirs together."""
 
 MOST_CANDIDATES = 10_000
-"""Most steps of a range: a mistyped step would make a search of millions of sums."""
+"""Largest number of steps in a range: a mistyped step would create millions of sums."""
 
 
 class FloatArray(Protocol):
-    """Protocol of a 1-D tensor or array of floats, which ``search_bounds`` takes without importing torch."""
+    """Protocol of a 1-D float tensor or array, so that ``search_bounds`` needs no torch."""
 
     def tolist(self) -> list[float]:
         """The elements as Python floats."""
@@ -80,22 +79,21 @@ class BoundsConfig:
 
     @property
     def grouped(self) -> bool:
-        """Whether an update has several searches, one for each group of about ``bounds_tokens`` tokens."""
+        """Whether an update has several searches, one per group of about ``bounds_tokens`` tokens."""
         return self.scope == "micro_batch" and self.bounds_tokens is not None
 
     @property
     def sums_over(self) -> Literal["update", "lagged", "micro_batch"]:
-        """Scope of the sums behind the search: search groups need those of the whole update."""
+        """Scope of the sums for the search: search groups need sums of the whole update."""
         return "update" if self.grouped else self.scope
 
     @property
     def searches_update(self) -> bool:
-        """Whether the loss needs the sums of a whole update before its backward passes: not where bounds are
-        fixed, of the update before, or of each micro-batch."""
+        """Whether the loss needs a whole update's sums before its backward passes."""
         return sum_count(self) > 2 and self.sums_over == "update"
 
     def problems(self) -> Iterator[str]:
-        """Invalid fields, each as ``field=value`` with the fix; nothing for a valid config."""
+        """Yield invalid fields as ``field=value`` with the fix."""
         yield from _range_problems("low", self.low_start, self.low_end, self.low_step)
         yield from _range_problems("high", self.high_start, self.high_end, self.high_step)
         if self.low_end >= self.high_start:
@@ -109,7 +107,6 @@ class BoundsConfig:
         yield from self._part_problems()
 
     def _part_problems(self) -> Iterator[str]:
-        """Invalid sizes of the search groups."""
         if self.bounds_tokens is not None and self.bounds_tokens < 1:
             yield f"bounds_tokens={self.bounds_tokens} must be at least 1, or None for the packs"
         if self.bounds_tokens is not None and self.scope != "micro_batch":
@@ -135,23 +132,20 @@ def _range_problems(bound: str, start: float, end: float, step: float) -> Iterat
 
 @dataclass(frozen=True)
 class Bounds:
-    """Clipping bounds that ``search_bounds`` has found, with the outcome of the search. Plain data.
-
-    Of one update, or of one part of it (``BoundsConfig.scope``); equal on every rank.
-    """
+    """Bounds found by ``search_bounds`` for an update or part of it, and the outcome; equal on every rank."""
 
     low: float  # c_low
-    """Tokens with negative advantage are clipped at ratios up to this."""
+    """Clips tokens with negative advantage at ratios up to this."""
     high: float  # c_high
-    """Tokens with positive advantage are clipped at ratios from this on."""
+    """Clips tokens with positive advantage at ratios from this on."""
     contribution: float = 0.0  # rho
-    """Contribution of the positive tokens at these bounds; ``inf`` where its denominator is zero."""
+    """Contribution of the positive tokens at these bounds; ``inf`` if its denominator is zero."""
     rounds: int = 0
-    """Moves of a bound that the search made."""
+    """Number of moves in the search."""
     reached: bool = False
-    """True if the contribution is at least the target."""
+    """Whether the contribution is at least the target."""
     dual_clip: float | None = None
-    """Dual clip of the config: a part of the loss, not of the search."""
+    """The config's dual clip: used by the loss, not by the search."""
 
 
 def low_values(config: BoundsConfig) -> list[float]:
@@ -165,10 +159,10 @@ def high_values(config: BoundsConfig) -> list[float]:
 
 
 def _grid(start: float, end: float, step: float) -> list[float]:
-    """Grid of candidates ``start + k step``, k = 0, 1, ..., rounded to twelve digits.
+    """Candidates ``start + k step``, k = 0, 1, ..., rounded to twelve digits.
 
-    A range that the step does not divide ends on the last whole step. By multiplication: repeated addition
-    drifts, and stops short of the end.
+    A range that the step does not divide ends on the last whole step. Multiplies, because repeated addition
+    drifts and stops short of the end.
     """
     if end <= start:
         return [start]
@@ -177,15 +171,15 @@ def _grid(start: float, end: float, step: float) -> list[float]:
 
 
 def sum_count(config: BoundsConfig) -> int:
-    """Length H + L of the contribution sums, one for each candidate: 37 + 16 = 53 with the paper's ranges."""
+    """Length H + L of the contribution sums, one per candidate: 37 + 16 = 53 with the paper's ranges."""
     return len(high_values(config)) + len(low_values(config))
 
 
 def positive_share(positive: float, negative: float, kind: Share) -> float:
-    """Contribution rho of the positive tokens (Eq. 8): ``P / (P + N)``, from the sums P and N of both signs.
+    """Contribution rho of the positive tokens (Eq. 8), ``P / (P + N)``, from the sums P and N of both signs.
 
-    ``absolute``: as above. ``signed``: P / abs(P - N) (Eq. 8 to the letter). ``ratio``: P / N. A positive
-    sum over 0 is ``inf``; 0 over 0 is 0.
+    ``absolute``: as above. ``signed``: P / abs(P - N) (Eq. 8 to the letter). ``ratio``: P / N. A positive sum
+    over 0 is ``inf``; 0 over 0 is 0.
     """
     denominator = {
         "absolute": positive + negative,
@@ -198,20 +192,19 @@ def positive_share(positive: float, negative: float, kind: Share) -> float:
 
 
 def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> Bounds:
-    """Search of the bounds (Algorithm 1, lines 9 to 17): the first pair with ``rho >= target``, from [H + L].
+    """Search the bounds (Algorithm 1, lines 9 to 17): the first pair with ``rho >= target``.
 
     Args:
-        sums: ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]``, the sums of the positive
-            and the magnitudes of the negative tokens at every candidate; a sequence or a 1-D tensor.
-        config: the candidates, the target, the share and the order of the moves.
+        sums: [H + L], ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]``: the sum over
+            positive tokens and the magnitude over negative ones at every candidate; a sequence or 1-D tensor.
+        config: candidates, target, share and order of the moves.
 
     Returns:
-        The first pair of bounds whose contribution reaches the target, or the last pair. Where all sums
-        are zero the bounds stay at their starts.
+        The first pair of bounds that reaches the target, or the last pair; the starts if all sums are zero.
 
     Raises:
-        ValueError: if there are not ``sum_count(config)`` sums.
-        FloatingPointError: if one of them is not finite.
+        ValueError: unless there are ``sum_count(config)`` sums.
+        FloatingPointError: if a sum is not finite.
     """
     positive, negative = _checked(sums, config)
     lows, highs = low_values(config), high_values(config)
@@ -240,7 +233,7 @@ def _checked(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> tuple[
 
 
 def search_path(config: BoundsConfig) -> Iterator[tuple[int, int]]:
-    """Candidate pairs of the search, as indices (c_low, c_high): one bound to its end, then the other."""
+    """Yield the search's candidate pairs as indices (c_low, c_high): one bound to its end, then the other."""
     lows, highs = len(low_values(config)), len(high_values(config))
     if config.order == "high_first":
         yield from ((0, high) for high in range(highs))
@@ -251,21 +244,22 @@ def search_path(config: BoundsConfig) -> Iterator[tuple[int, int]]:
 
 
 def paper(tokens: int = PAPER_TOKENS) -> BoundsConfig:
-    """Preset of the paper as its figures read: ``balanced`` in each micro-batch, ranges of Sec. 5.1.
+    """Preset of the paper as its figures read, the default: ``balanced`` in each micro-batch.
 
-    The default of a run. Figs. 4, 8 and 9 decide the share (absolute) and the order, and speak for the
-    gradient and for a search in each micro-batch: docs/algorithm.md, "Which reading", says how sure each is.
+    Figs. 4, 8 and 9 determine the share (absolute) and the order, and favour the gradient measure and a
+    search per micro-batch; docs/algorithm.md, "Which reading", rates the evidence. Ranges are those of Sec.
+    5.1.
 
     Args:
-        tokens: about how many tokens a search sees. The paper does not say; 16384 is what the authors'
-            example script, whose responses have up to 8k tokens, gave a GPU. A search must see several
-            responses to balance anything, so longer responses need more.
+        tokens: approximate tokens per search. The paper gives no number; 16384 is the per-GPU value of the
+            authors' example script, with responses of up to 8k tokens. A search must see several responses to
+            balance anything, so longer responses need more.
     """
     return replace(balanced(), scope="micro_batch", bounds_tokens=tokens)
 
 
 def eq8_literal() -> BoundsConfig:
-    """Preset of Eq. 8 and Algorithm 1 to the letter. The paper's own figures refute its share."""
+    """Preset of Eq. 8 and Algorithm 1 to the letter. The paper's own figures contradict its share."""
     return BoundsConfig(measure="surrogate", share="signed", weight="rollout_probability")
 
 
@@ -275,16 +269,16 @@ def balanced() -> BoundsConfig:
 
 
 def floored() -> BoundsConfig:
-    """Preset of our own: ``balanced`` with c_low from 0.8: it clips every negative token that GRPO clips."""
+    """Our own preset: ``balanced`` with c_low from 0.8, which clips every negative token that GRPO clips."""
     return replace(balanced(), low_start=0.8)
 
 
 def published_code() -> BoundsConfig:
     """Preset of the authors' repository (WooooDyy/BAPO, recipe/bapo/config/bapo_trainer.yaml).
 
-    The target 1.0 of P / N is the one of that file and of the default of its config class; the example
-    script there sets 0.5, c_low in [0.8, 0.95] and a step of 0.1 for c_high. That code ends a range that
-    its step does not divide with a shorter step; ours ends on the last whole step. Its own ranges divide.
+    The target 1.0 of P / N is from that file and its config class; the example script sets 0.5, c_low in
+    [0.8, 0.95] and a c_high step of 0.1. Where a step does not divide a range, that code ends with a shorter
+    step, this one on the last whole step. These ranges divide.
     """
     return BoundsConfig(
         measure="surrogate",
@@ -319,7 +313,7 @@ def clip_higher() -> BoundsConfig:
 
 
 def describe(config: BoundsConfig) -> str:
-    """One-line description of ``config``: fixed bounds, or the preset's name and settings of the search."""
+    """One-line description of ``config``: fixed bounds, or the preset's name and search settings."""
     if sum_count(config) == 2:
         return f"fixed at {config.low_start:g} and {config.high_start:g}"
     size = f" of about {config.bounds_tokens} tokens" if config.grouped else ""
@@ -328,7 +322,7 @@ def describe(config: BoundsConfig) -> str:
 
 
 def preset_name(config: BoundsConfig) -> str | None:
-    """Name of the preset that equals ``config``; None if none does."""
+    """Name of the preset equal to ``config``, or None."""
     if config.grouped and config.bounds_tokens and config == paper(config.bounds_tokens):
         return paper.__name__
     presets = (eq8_literal, balanced, floored, published_code, grpo, clip_higher)

@@ -1,18 +1,16 @@
-"""Off-policy corrections that combine with any loss: rejection of responses, truncated importance weights.
+"""Off-policy corrections for any loss: rejection of responses, truncated importance weights.
 
-``trainer/corrections.py`` applies both on the host before packing, alike on every rank. Each limit of the
-rejection is on one of two ratios:
+``trainer/corrections.py`` applies both on the host before packing, identically on every rank. Each rejection
+limit applies to one of two ratios:
 
 - ``pi_old / pi_rollout``, trainer against engine at the start of a step: known before its updates;
-- ``pi / pi_rollout``, the policy in training: measured before an update, by a forward pass unless
-  the ratio is known.
+- ``pi / pi_rollout``, the policy in training: measured before an update, by a forward pass unless known.
 
-No token of a rejected response is trained on in that update; only the metrics ``corrections/rejected_*`` of
-the update count it. With ``algorithm.importance_cap`` the weights (TIS) multiply the tokens' weights in the
-loss.
+An update trains no token of a rejected response; only its ``corrections/rejected_*`` metrics count it. With
+``algorithm.importance_cap`` the weights (TIS) multiply the tokens' weights in the loss.
 
-Pure functions on numpy arrays and numbers. Commands read the settings, so numpy is imported late. Legend:
-``_R`` tokens of a response, ``_N`` those that are trained on.
+Pure functions on numpy arrays and numbers. numpy is imported late because commands read the settings. Legend:
+``_R`` tokens of a response, ``_N`` its trained tokens.
 """
 
 from __future__ import annotations
@@ -56,16 +54,16 @@ class CorrectionsConfig:
 
     @property
     def rejects(self) -> bool:
-        """Whether any limit is set, so that responses may be rejected."""
+        """Whether any limit is set."""
         return self.compares_old or self.off_policy_delta is not None
 
 
 def is_outside(log_ratio_N: np.ndarray, config: CorrectionsConfig) -> bool:
     """Rejection rule on ``pi_old / pi_rollout``: geometric mean over [N], or one token, outside its range.
 
-    The range of the geometric mean is verl's ``rollout_rs=seq_mean_k1``, that of the worst token its former
-    veto (github.com/verl-project/verl, ``rollout_corr_helper.py``). A ratio on a limit is inside; a response
-    without tokens is, too. A nan is outside any limit. ``log_ratio_N``: ``log(pi_old / pi_rollout)``, nats.
+    The mean's range is verl's ``rollout_rs=seq_mean_k1``, the worst token's its former veto
+    (github.com/verl-project/verl, ``rollout_corr_helper.py``). A ratio on a limit is inside, and so is a
+    response without tokens; a nan is outside. ``log_ratio_N``: ``log(pi_old / pi_rollout)``, nats.
     """
     if not len(log_ratio_N):
         return False
@@ -84,10 +82,9 @@ def _within(log_ratio: float, low: float | None, high: float | None) -> bool:
 
 
 def is_off_policy(advantage: float, mean_gap: float, delta: float) -> bool:
-    """Off-policy sequence mask, ``A < 0 and mean_t log(pi_rollout / pi) > delta``: whether it rejects.
+    """Off-policy sequence mask: reject if ``A < 0 and mean_t log(pi_rollout / pi) > delta``.
 
-    DeepSeek-V3.2 (arXiv 2512.02556, Eq. 9). ``mean_gap``: the mean over the response's tokens, nats; 0
-    without tokens.
+    DeepSeek-V3.2 (arXiv 2512.02556, Eq. 9). ``mean_gap``: the mean over the response's tokens, nats.
     """
     return advantage < 0 and not mean_gap <= delta  # nan is above any limit
 
@@ -95,13 +92,11 @@ def is_off_policy(advantage: float, mean_gap: float, delta: float) -> bool:
 def truncated_importance(
     old_log_prob_R: np.ndarray, rollout_log_prob_R: np.ndarray, cap: float
 ) -> np.ndarray:
-    """Truncated importance weights ``w_t = min(pi_old / pi_rollout, cap)`` of the tokens, [R].
+    """Truncated importance weights ``w_t = min(pi_old / pi_rollout, cap)`` of the tokens, float32 [R].
 
-    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the separation
-    of the behaviour policy from the policy that the ratio starts at is that of Hilton et al., "Batch
-    size-invariance for policy optimization" (arXiv 2110.00641).
-
-    float32. From log pi_old and log pi_rollout, nats; ``cap``: the largest weight, above 0.
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; Hilton et al.,
+    "Batch size-invariance for policy optimization" (arXiv 2110.00641), separate the behaviour policy from the
+    ratio's reference policy. Log-probs in nats; ``cap`` above 0.
     """
     return _truncated(_log_weight(old_log_prob_R, rollout_log_prob_R), cap)
 
@@ -109,13 +104,10 @@ def truncated_importance(
 def truncated_sequence_importance(
     old_log_prob_R: np.ndarray, rollout_log_prob_R: np.ndarray, trained_R: np.ndarray, cap: float
 ) -> np.ndarray:
-    """Truncated importance weight of a response: ``w = min(prod_t pi_old / pi_rollout, cap)``, [R].
+    """Truncated importance weight of a response, ``w = min(prod_t pi_old / pi_rollout, cap)``, float32 [R].
 
-    The product is over the response's trained tokens: verl's ``rollout_is=sequence``, TRL's
-    ``sequence_truncate``. The longer the response, the further the product is from 1.
-
-    Otherwise as ``truncated_importance``, with one number for all tokens. ``trained_R``: bool, the trained
-    tokens.
+    The product is over the tokens in ``trained_R`` (bool): verl's ``rollout_is=sequence``, TRL's
+    ``sequence_truncate``. The longer the response, the further it is from 1. All tokens get the same weight.
     """
     import numpy as np
 

@@ -1,6 +1,6 @@
-"""Diagnostics of an update by kinds of tokens: age, quadrant of advantage and probability, ratio, source.
+"""Diagnostics of an update by kind of token: age, quadrant of advantage and probability, ratio, source.
 
-**Staleness** (off-policy lag) is the age of a token in updates, by its three causes:
+**Staleness** (off-policy lag) is a token's age in updates, by its three causes:
 
     staleness = v - version = (v - v0) + (v0 - n) + (n - version)
                                reuse      queue      segment
@@ -8,8 +8,8 @@
 ``version`` sampled the token, ``v`` trains on it, ``v0`` is the version at the start of the step, and ``n``
 the newest version in the token's group. Reuse: updates that this step has already made on its batch. Queue:
 updates while the finished group waited for the step. Segment: updates while the group was unfinished (partial
-rollouts: a response is sampled in segments, under several versions). ``train.py`` calls ``age_metrics``
-before an update, on the host; ``STALENESS`` measures the same tokens in its packs, by buckets of age.
+rollouts: segments of a response come from several versions). ``train.py`` calls ``age_metrics`` on the host
+before an update; ``STALENESS`` measures the same tokens in their packs, by age bucket.
 
 **Quadrants** are those of the Entropy-Clip Rule (Eq. 6, Definition 1 of arXiv 2510.18927): a token has *high*
 probability if ``log pi(y) > E[log pi] = -H``, the mean over its own next-token distribution
@@ -18,17 +18,16 @@ probability if ``log pi(y) > E[log pi] = -H``, the mean over its own next-token 
 
     effect = -m g A (log pi(y) + H)
 
-with ``m`` the weight in the loss and ``g`` the loss's own factor of the gradient (``LossTerms.gradient_T``;
-BAPO's is the ratio where the token has a gradient, Eq. 7, else 0). ``X`` is 1 where ``g`` is not 0, else 0.
-The mean effect estimates minus the covariance of Eq. 6, whose constant drops out because ``log pi + H`` has
-mean zero. Derivation: docs/off_policy.md. Effects above 0 expand the entropy, those below contract it.
+with ``m`` the weight in the loss and ``g`` the loss's gradient factor (``LossTerms.gradient_T``; for BAPO the
+ratio where the token has a gradient, Eq. 7, otherwise 0). ``X`` is 1 where ``g`` is not 0, otherwise 0. The
+mean effect estimates minus the covariance of Eq. 6, whose constant drops out because ``log pi + H`` has mean
+zero (docs/off_policy.md). Effects above 0 expand the entropy, effects below 0 contract it.
 
-**Sources** are those of a run with ``data.sources``. The contribution of one is the share of tokens with
-positive advantage in its gradient mass, whatever ``bounds.measure`` and ``bounds.share`` are. A token's mass
-is ``m |g| |A|``.
+**Sources** come from ``data.sources``. A source's contribution is the share of positive-advantage tokens in
+its gradient mass, whatever ``bounds.measure`` and ``bounds.share`` are. A token's mass is ``m |g| |A|``.
 
-Legend: ``_T`` tokens of a pack, ``_R`` tokens of a response, ``_B`` buckets of staleness, ``_C`` classes of
-tokens, ``_V`` values, ``_S`` sources, the first row for tokens of none.
+Legend: ``_T`` tokens of a pack, ``_R`` tokens of a response, ``_B`` staleness buckets, ``_C`` token classes,
+``_V`` values, ``_S`` sources, with a first row for tokens without one.
 """
 
 from __future__ import annotations
@@ -53,19 +52,18 @@ BUCKET_SUMS = len(BUCKETS) * len(_BUCKET_VALUES)
 AGE_METRICS = tuple(
     f"staleness/{name}" for name in ("mean", "max", "reuse_mean", "queue_mean", "segment_mean")
 )
-"""Names of the metrics of ``age_metrics``."""
 
 
 def age_metrics(groups: Sequence[Sequence[VersionSpan]], version: int, step_version: int) -> Metrics:
     """Staleness of an update's tokens: mean, maximum, and the means of its three parts, in updates.
 
     Args:
-        groups: for each group, for each response the span of the versions that sampled its tokens.
+        groups: for each group and response, the span of versions that sampled its tokens.
         version: version of the policy in training.
-        step_version: version of the policy at the beginning of the step.
+        step_version: version of the policy at the start of the step.
 
     Returns:
-        ``AGE_METRICS``, in updates, each a mean or maximum over tokens; None where there are no tokens.
+        ``AGE_METRICS``, each a mean or maximum over tokens; None without tokens.
     """
     tokens = behind = spread = oldest = 0
     for group in groups:
@@ -84,7 +82,7 @@ def age_metrics(groups: Sequence[Sequence[VersionSpan]], version: int, step_vers
 
 
 def bucket_of(staleness_T: Tensor) -> Tensor:
-    """Index into ``BUCKETS`` (int64) of each token, from its staleness in updates; below 0 counts as 0."""
+    """``BUCKETS`` index (int64) of each token, from its staleness in updates; negative counts as 0."""
     return torch.bucketize(
         staleness_T, constant_on(staleness_T.device, _BUCKET_STARTS, torch.int64), right=True
     )
@@ -96,9 +94,8 @@ def bucket_sums(
 ) -> Tensor:
     """Sums over the tokens of each staleness bucket: tokens, clipped tokens, |log ratio|, entropy.
 
-    float64 [B * 4], additive over packs and ranks, from the staleness in updates (below 0, as where rollouts
-    of another run are newer, counts as 0), the tokens that are in the loss and clipped, and log-ratios and
-    entropies in nats.
+    Returns float64 [B * 4], additive over packs and ranks. Staleness is in updates (negative, as for rollouts
+    of another run, counts as 0), log-ratios and entropies in nats.
     """
     columns = (live_T, clipped_T, log_ratio_T.abs(), entropy_T)
     values_T4 = torch.stack([torch.where(live_T, column_T, 0).double() for column_T in columns], dim=1)
@@ -109,8 +106,8 @@ def bucket_sums(
 def bucket_metrics(sums: Tensor) -> Metrics:
     """Metrics ``staleness/BUCKET/...`` from the (reduced) ``bucket_sums``.
 
-    ``tokens`` is the bucket's share of all tokens (0 where there are none); ``clipped``, ``ratio_gap`` and
-    ``entropy`` are means over the bucket's tokens, None where it has none.
+    ``tokens`` is the bucket's share of all tokens; ``clipped``, ``ratio_gap`` and ``entropy`` are means over
+    its tokens, None without tokens.
     """
     rows = sums.reshape(len(BUCKETS), len(_BUCKET_VALUES)).tolist()
     total = max(sum(row[0] for row in rows), 1.0)
@@ -132,7 +129,7 @@ STALENESS = Measurement("staleness", BUCKET_SUMS, _buckets_of, lambda sums, _upd
 """The measurement ``staleness/BUCKET/...``: tokens, clipping, ratio gap and entropy by staleness bucket."""
 
 QUADRANTS = ("negative_low", "negative_high", "positive_low", "positive_high")
-"""Sign of the advantage, and probability. The second and the third expand the entropy."""
+"""Sign of the advantage, and probability. The middle two expand the entropy."""
 
 EXPANDING = ("negative_high", "positive_low")
 
@@ -179,12 +176,12 @@ def diagnostic_metrics(sums: Tensor) -> Metrics:
     """Diagnostic metrics of an update from the (reduced) ``diagnostic_sums``; None without tokens.
 
     - ``quadrant/Q/tokens``, ``quadrant/Q/contribution``: the quadrant's share of the tokens, and of the
-      gradient mass ``sum m g |A|``; ``quadrant/Q/clipped``: the share of its own tokens that is clipped
+      gradient mass ``sum m g |A|``; ``quadrant/Q/clipped``: the clipped share of its own tokens
     - ``entropy_rule/covariance``: ``Cov(log pi, A X)`` over tokens, Eq. 6 as a plain covariance
     - ``entropy_rule/effect``: mean first-order effect on the entropy, in nats for a step of size 1
-    - ``polarity/...``: the share of tokens and contribution of the two quadrants that expand the entropy
-      (``EXPANDING``); the effects of these, and of all other tokens
-    - ``staleness/B/clipped_Q``, ``.../covariance``, ``.../effect``: the same within a bucket of staleness
+    - ``polarity/...``: token share and contribution of the two quadrants that expand the entropy
+      (``EXPANDING``); their effect, and the effect of all other tokens
+    - ``staleness/B/clipped_Q``, ``.../covariance``, ``.../effect``: the same within a staleness bucket
     - ``ratio/BIN/tokens``: share of the tokens; ``.../probability``, ``.../entropy``: means over the bin
     """
     table_BCV = sums[:_TABLE_SUMS].reshape(_TABLE)
@@ -198,7 +195,7 @@ def diagnostic_metrics(sums: Tensor) -> Metrics:
 
 
 def _summed(row_T: Tensor, rows: int, columns: tuple[Tensor, ...]) -> Tensor:
-    """Sums of the columns over the tokens of each row: [rows columns]."""
+    """Sums of the columns over each row's tokens: [rows columns]."""
     values_TV = torch.stack(columns, dim=1)
     return values_TV.new_zeros(rows, len(columns)).index_add_(0, row_T, values_TV).flatten()
 
@@ -223,7 +220,7 @@ def _quadrant_metrics(table_CV: Tensor) -> Metrics:
 
 
 def _rule(values: Tensor, prefix: str) -> Metrics:
-    """The entropy rule (Eq. 6) of tokens with the sums ``values``: covariance and mean effect."""
+    """Entropy rule (Eq. 6) of tokens with the sums ``values``: covariance and mean effect."""
     tokens, _, _, effect, log_prob, advantage, product = values.tolist()
     covariance = None if not tokens else product / tokens - (log_prob / tokens) * (advantage / tokens)
     return {f"{prefix}/covariance": covariance, f"{prefix}/effect": share(effect, tokens)}
@@ -242,7 +239,7 @@ def _profile_metrics(profile: Tensor) -> Metrics:
 DIAGNOSTICS = Measurement(
     "diagnostics", DIAGNOSTIC_SUMS, diagnostic_sums, lambda sums, _update: diagnostic_metrics(sums)
 )
-"""Quadrants, entropy rule and ratios of the tokens of an update."""
+"""The measurement of an update's quadrants, entropy rule and ratios."""
 
 _SOURCE_VALUES = (
     *("tokens", "positive", "clipped_high", "clipped_low", "entropy"),
@@ -251,7 +248,7 @@ _SOURCE_VALUES = (
 
 
 def by_source(names: Sequence[str]) -> Measurement:
-    """The measurement ``source/NAME/...`` of each of the sources ``names``, numbered in this order.
+    """Measurement ``source/NAME/...`` for each of the sources ``names``, numbered in this order.
 
     - ``policy/tokens``, ``policy/entropy``: number of its tokens, and their mean entropy
     - ``token_share``, ``gradient_share``: its share of the update's tokens, and of the gradient mass
@@ -279,7 +276,7 @@ def by_source(names: Sequence[str]) -> Measurement:
 
 @torch.no_grad()
 def source_sums(view: PackView, rows: int) -> Tensor:
-    """Sums over the tokens of each source: float64 [S, values], additive over packs and ranks."""
+    """Sums over each source's tokens: float64 [S, values], additive over packs and ranks."""
     batch, terms = view.batch, view.terms
     fields = (view.log_ratio_T, batch.advantage_T, batch.weight_T, view.stats.entropy_T, terms.gradient_T)
     log_ratio_T, advantage_T, weight_T, entropy_T, gradient_T = unmasked(batch.mask_T, *fields)

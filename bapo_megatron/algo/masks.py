@@ -1,12 +1,12 @@
-"""Masks: rules that take a response, or tokens of it, out of an update before it is packed.
+"""Masks: rules that remove a response, or tokens of it, from an update before packing.
 
-A mask is a function from a ``Response`` to what it takes out: True or False for the whole, or a bool for each
-of its trained tokens, [N]. Its arguments after the first are its settings; ``algorithm.masks`` lists those of
-a run, built-in and the user's. Each sees what those before it have left. One replica asks, and all ranks have
-its answer (``trainer/masks.py``): it must depend on its argument alone.
+A mask maps a ``Response`` to what it removes: True or False for the whole, or a bool for each trained token,
+[N]. Further arguments are its settings; ``algorithm.masks`` lists a run's masks, built-in and custom. Each
+sees what earlier masks left. One replica evaluates them and all ranks use its answer (``trainer/masks.py``):
+a mask must depend only on its argument.
 
-What is taken out counts nowhere in the update: no search, no metric but ``masks/``, and not in the number
-that the loss is divided by. It has counted in the advantages.
+Removed tokens count nowhere in the update: in no search, no metric except ``masks/``, and not in the loss's
+divisor. They have counted in the advantages.
 
 Pure functions on numpy arrays. Legend: ``_N`` trained tokens of a response.
 """
@@ -28,17 +28,17 @@ from bapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Response:
-    """A response as a mask sees it. Values of tokens are read from disk at first use."""
+    """A response as a mask sees it. Token values are read from disk at first use."""
 
     advantage: float
     tokens: int
-    """Number of its trained tokens."""
+    """Number of trained tokens."""
     is_cut: bool
     """Whether it was cut at ``rollout.max_response_tokens``."""
     source: int
-    """Number of its source among ``data.sources``; -1 without sources."""
+    """Index of its source in ``data.sources``; -1 without sources."""
     read: Callable[[], tuple[np.ndarray, np.ndarray]]
-    """Reads the log-probs of its trained tokens: of the engine and of pi_old."""
+    """Reads the log-probs of its trained tokens: the engine's and pi_old's."""
 
     @cached_property
     def _log_probs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -46,26 +46,25 @@ class Response:
 
     @property
     def rollout_log_prob_N(self) -> np.ndarray:
-        """log pi_rollout by the engine that sampled, nats, float64."""
+        """log pi_rollout from the sampling engine, nats, float64."""
         return self._log_probs[0]
 
     @property
     def log_ratio_N(self) -> np.ndarray:
-        """log(pi_old / pi_rollout), trainer against engine at the start of the step, nats, float64; 0 with
-        ``algorithm.old_log_probs=rollout``."""
+        """log(pi_old / pi_rollout), nats, float64; 0 with ``algorithm.old_log_probs=rollout``."""
         rollout_N, old_N = self._log_probs
         return np.asarray(old_N - rollout_N)
 
 
 Mask = Callable[[Response], bool | np.ndarray]
-"""A mask with its settings: what it takes out of a response."""
+"""A mask with its settings bound: maps a response to what it removes."""
 
 
 # --- built-in masks ----------------------------------------------------------------------------------
 
 
 def cut_responses(response: Response) -> bool:
-    """Overlong filtering (DAPO, arXiv 2503.14476): the responses that were cut at the limit of tokens.
+    """Overlong filtering (DAPO, arXiv 2503.14476): removes responses cut at the token limit.
 
     TRL's ``mask_truncated_completions``, NeMo-RL's ``overlong_filtering``.
     """
@@ -75,19 +74,19 @@ def cut_responses(response: Response) -> bool:
 def icepop(
     response: Response, low: Annotated[float, Gt(0)] = 0.5, high: Annotated[float, Gt(0)] = 5.0
 ) -> np.ndarray:
-    """IcePop (arXiv 2510.18855): the tokens with ``pi_old / pi_rollout`` outside ``low`` to ``high``.
+    """IcePop (arXiv 2510.18855): removes tokens with ``pi_old / pi_rollout`` outside ``low`` to ``high``.
 
-    IcePop multiplies the others by that ratio: ``importance_cap`` = ``high`` does.
+    IcePop multiplies the other tokens by that ratio, as ``importance_cap`` = ``high`` does.
     """
     log_ratio_N = response.log_ratio_N
     return np.asarray(~((log_ratio_N >= math.log(low)) & (log_ratio_N <= math.log(high))))
 
 
 def second_moment(response: Response, tau: Annotated[float, Gt(0)] = 0.04) -> np.ndarray:
-    """M2PO's mask (arXiv 2510.01161, Algorithm 1) of trainer against engine, response by response.
+    """M2PO's mask (arXiv 2510.01161, Algorithm 1) on trainer against engine, per response.
 
-    The tokens with the largest ``(log pi_old / pi_rollout)^2``, until the mean of the others is at most
-    ``tau``. The loss ``m2po`` masks so by the ratio of the policy in training, in the whole update.
+    Removes the tokens with the largest ``(log pi_old / pi_rollout)^2`` until the mean of the rest is at most
+    ``tau``. The loss ``m2po`` masks by the ratio of the policy in training, over the whole update.
     """
     square_N = response.log_ratio_N**2
     order = np.argsort(square_N, kind="stable")
@@ -119,12 +118,11 @@ def rollout_rs(
     high: Annotated[float, Gt(0)],
     low: Annotated[float, Gt(0)] | None = None,
 ) -> bool | np.ndarray:
-    """verl's ``rollout_rs``: tokens, or responses by their sum, mean or maximum, whose estimate of the KL of
-    engine and trainer is beyond a limit.
+    """verl's ``rollout_rs``: removes tokens, or responses by sum, mean or maximum, by their KL estimate.
 
-    With ``r = pi_old / pi_rollout``, its logarithm limited to 20: k1 = -log r, k2 = (log r)^2 / 2, k3 =
-    r - 1 - log r. k2 and k3 may be up to ``high``; k1 from log(low) to log(high): limits of ``1 / r``, as in
-    verl's code. Its ``rollout_rs_threshold`` is ``low_high`` or ``high``.
+    With ``r = pi_old / pi_rollout``, its logarithm limited to 20: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1
+    - log r. k2 and k3 may be up to ``high``; k1 from log(low) to log(high): limits of ``1 / r``, as in verl's
+    code. Its ``rollout_rs_threshold`` is ``low_high`` or ``high``.
     """
     level, _, estimator = kind.rpartition("_")
     log_ratio_N = response.log_ratio_N.clip(-20.0, 20.0)
@@ -147,7 +145,7 @@ def rollout_rs(
 
 
 def build_masks(algorithm: Any) -> list[tuple[str, Mask]]:
-    """Masks of an ``AlgorithmConfig``, with their names in metrics. ConfigError for an unknown one."""
+    """The masks of an ``AlgorithmConfig``, with their metric names. Raises ConfigError for an unknown one."""
     return [
         (part.label, load_part(f"algorithm.masks[{number}]", part.name, part.settings, MASKS))
         for number, part in enumerate(algorithm.masks)
@@ -155,12 +153,12 @@ def build_masks(algorithm: Any) -> list[tuple[str, Mask]]:
 
 
 def taken_out(label: str, mask: Mask, response: Response) -> np.ndarray:
-    """What ``mask`` takes out of a response, bool [N]. ConfigError if it fails or answers anything else."""
+    """What ``mask`` removes from a response, bool [N]. Raises ConfigError if it fails or misbehaves."""
     try:
         taken = np.asarray(mask(response))
     except ConfigError:
         raise
-    except Exception as error:  # a user's function raises what it likes
+    except Exception as error:  # a user's function can raise anything
         raise ConfigError(f"algorithm.masks: {label} failed with {error!r}; mend it") from error
     if taken.dtype != np.bool_ or taken.shape not in ((), (response.tokens,)):
         raise ConfigError(
@@ -171,7 +169,7 @@ def taken_out(label: str, mask: Mask, response: Response) -> np.ndarray:
 
 
 def check_masks(algorithm: Any) -> None:
-    """Preflight of the masks: ConfigError as of ``build_masks``, also for what a response shows."""
+    """Preflight of the masks on trial responses. Raises ConfigError."""
     log_probs: Sequence[np.ndarray] = (np.array([-1.0, -2.0, -0.5]), np.array([-1.1, -1.9, -0.5]))
     for label, mask in build_masks(algorithm):
         for is_cut in (False, True):

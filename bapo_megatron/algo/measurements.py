@@ -1,22 +1,20 @@
 """Measurements of an update: additive sums over its tokens, and the metrics computed from them.
 
-Every rank computes the sums of its own packs, at the weights before the update; the policy all-reduces them
-with the loss, and the metrics are computed from the result (``algo/objective.py``). A new metric is one
-entry: write a ``Measurement`` (or a ``token_mean``) and add it to ``MEASUREMENTS`` there, or to the
-``measurements`` of a loss.
+Every rank computes the sums of its own packs, with the weights before the update; the policy all-reduces them
+with the loss, and ``algo/objective.py`` computes the metrics from the result. To add a metric, write a
+``Measurement`` (or a ``token_mean``) and add it to ``MEASUREMENTS`` there, or to a loss's ``measurements``.
+Those here treat all tokens alike; ``diagnostics.py`` has those by kind of token.
 
-Here are those of all tokens alike; ``diagnostics.py`` has those by kinds of tokens.
-
-**Raised tokens** have ``r = pi / pi_old > 1.2``, GRPO's upper bound. A higher c_high acts on the positive
-ones among them: in a run without any, or with only likely ones, no c_high can keep the entropy up (Figs. 5
-and 10 of arXiv 2510.18927).
+**Raised tokens** have ``r = pi / pi_old > 1.2``, GRPO's upper bound. A higher c_high affects the positive
+ones: without any, or with only likely ones, no c_high can keep the entropy up (Figs. 5 and 10 of arXiv
+2510.18927).
 
 **Engine gap** (train-inference mismatch): engine and trainer compute one function with different kernels, in
-different orders, perhaps at different precisions. The difference makes on-policy data slightly off-policy. A
-large or growing gap may show an error: weights that did not arrive, another temperature, a broken kernel. The
-limits are checked by ``check_engine_gap`` in trainer/checks.py.
+different orders, perhaps at different precisions, which makes on-policy data slightly off-policy. A large or
+growing gap can reveal an error: missing weight updates, another temperature, a broken kernel.
+``check_engine_gap`` in trainer/checks.py checks the limits.
 
-Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_K`` those of them that count.
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_K`` its tokens in the loss.
 """
 
 from __future__ import annotations
@@ -36,43 +34,34 @@ from bapo_megatron.types import Metrics
 
 
 class LossTerms(NamedTuple):
-    """Result of ``Loss.terms`` for a pack or a chunk of it, as plain data: loss, and terms of each token.
-
-    The policy minimizes the loss; measurements read the terms.
-    """
+    """Result of ``Loss.terms`` for a pack or chunk: the loss to minimize, and per-token terms to measure."""
 
     loss: Tensor
-    """float64 scalar, differentiable in ``stats.log_prob_T``: the sum over the pack's tokens, each with its
-    ``weight_T``. The optimizer step divides it by the update's count of tokens."""
+    """float64 scalar, differentiable in ``stats.log_prob_T``: ``weight_T``-weighted sum over the tokens."""
     gradient_T: Tensor
-    """Gradient factor ``g`` of each token, ``d loss / d log pi = -weight A g``; 0 where the token has no
-    gradient. PPO's: the ratio, or 0 where it is clipped."""
+    """Gradient factor ``g``, ``d loss / d log pi = -weight A g``, 0 without gradient; for PPO the ratio."""
     clipped_T: Tensor
-    """bool: the tokens that the loss clips, for the clip fractions."""
+    """bool: tokens clipped by the loss, for the clip fractions."""
 
 
 @dataclass(frozen=True)
 class PackView:
-    """Input of ``Measurement.sums``: one pack, or a chunk of it, with its loss terms, without gradients.
-
-    Plain data; ``live_T`` and ``log_ratio_T`` are computed once, when they are asked for. ``Objective`` makes
-    one for each chunk.
-    """
+    """Input of ``Measurement.sums``: one pack, or a chunk of it, with its loss terms, without gradients."""
 
     stats: TokenStats
     """Log-probs and entropies under the policy in training, nats."""
     batch: MicroBatch
     """Mask, weights, advantages and versions."""
     terms: LossTerms
-    """The loss's per-token terms of the pack."""
+    """The loss's per-token terms."""
     found: Any
-    """The result of the loss's search; None for a loss without one."""
+    """The result of the loss's search; None without one."""
     version: int
-    """Version of the policy in training: staleness counts from it."""
+    """Version of the policy in training, the reference for staleness."""
 
     @cached_property
     def live_T(self) -> Tensor:
-        """bool: the tokens in the loss, whose mask is not 0."""
+        """bool: the tokens in the loss (mask not 0)."""
         return self.batch.mask_T != 0
 
     @cached_property
@@ -83,48 +72,47 @@ class PackView:
 
 @dataclass(frozen=True)
 class UpdateSums:
-    """Input of ``Measurement.metrics``, as plain data: sums of a whole update, over all packs and ranks."""
+    """Input of ``Measurement.metrics``: sums of a whole update, over all packs and ranks."""
 
     tokens: float
-    """Tokens in the loss, at least 1: a divisor."""
+    """Tokens in the loss, at least 1 because it is a divisor."""
     found: Any
-    """The result of a search before the update; None if there was none, or the update itself searches."""
+    """The result of a search before the update; None without one, or if the update itself searches."""
     parts: Mapping[str, Tensor]
-    """The summed vector of each measurement, and of the search under ``SEARCH``."""
+    """The summed vector of each measurement, and the search's under ``SEARCH``."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement, as two functions: sums of one pack, and metrics from their total over packs and ranks.
+    """Two functions: sums of one pack, and metrics from their total over packs and ranks.
 
-    ``sums`` is called in every chunk of every pack, and should not make the host wait for a GPU.
+    ``sums`` runs for every chunk of every pack and should not make the host wait for a GPU.
     """
 
     name: str
     """Unique among the measurements of an objective."""
     size: int
-    """Length of its vector."""
+    """Length of the vector."""
     sums: Callable[[PackView], Tensor]
-    """The vector [size] of one pack, additive over packs and ranks; masked tokens must count nowhere."""
+    """The vector [size] of one pack, additive over packs and ranks; masked tokens must not count."""
     metrics: Callable[[Tensor, UpdateSums], Metrics]
-    """Metrics under the names of the log, from the vector summed over the update; None where one does not
-    exist, as a share of no tokens."""
+    """Metrics by log name, from the summed vector; None where undefined, such as a share of no tokens."""
 
 
 SEARCH = "search"
-"""Name of the sums of a loss's search in ``UpdateSums.parts``."""
+"""Key of a loss's search sums in ``UpdateSums.parts``."""
 
 
 def share(part: float, whole: float) -> float | None:
-    """The metric ``part / whole``; None where the whole is 0."""
+    """The metric ``part / whole``; None if the whole is 0."""
     return part / whole if whole else None
 
 
 def token_mean(name: str, values: Callable[[PackView], Tensor]) -> Measurement:
-    """Measurement of a token mean: the metric ``name`` is the mean of ``values`` over the tokens in the loss.
+    """Measurement of the metric ``name``, the mean of ``values`` over the tokens in the loss.
 
-    ``values`` gives one value for each token of a pack, [T]; masked ones are left out here. Or it gives [K]
-    values of the tokens in the loss alone, which makes the host wait on a GPU.
+    ``values`` returns one value per token of a pack, [T], whose masked ones are ignored; or [K] values for
+    the tokens in the loss only, which makes the host wait on a GPU.
     """
 
     def sums(view: PackView) -> Tensor:
@@ -146,8 +134,8 @@ def ratio_moments(stats: TokenStats, batch: MicroBatch) -> Tensor:
 def effective_sample_size(sums: Tensor) -> float:
     """Normalised effective sample size ``(sum r)^2 / (n sum r^2)``, in (0, 1], from the (reduced) sums.
 
-    1 where all ratios are equal, as on-policy, and without tokens; 1 / n where a single ratio outweighs all
-    others. The share of n equally weighted tokens whose mean would have the same variance (Kish 1965).
+    1 if all ratios are equal, as on-policy, and without tokens; 1 / n if a single ratio outweighs all others.
+    The share of n equally weighted tokens whose mean would have the same variance (Kish 1965).
     """
     total, squares, count = sums.tolist()
     return total**2 / (count * squares) if count else 1.0
@@ -162,8 +150,8 @@ def gate_mean(name: str) -> Measurement:
 def clip_sums(clipped_T: Tensor, advantage_T: Tensor, mask_T: Tensor) -> Tensor:
     """Token counts for ``clip_fractions``: float64 [5], additive over packs and ranks.
 
-    ``[tokens, positive tokens, negative tokens, positive clipped, negative clipped]``, where a token counts
-    once if its mask is not 0, and positive and negative are signs of advantage.
+    ``[tokens, positive tokens, negative tokens, positive clipped, negative clipped]``, by sign of the
+    advantage, over tokens with a mask other than 0.
     """
     live_T = mask_T != 0
     positive_T, negative_T = live_T & (advantage_T > 0), live_T & (advantage_T < 0)
@@ -187,7 +175,7 @@ def _clipped_of(view: PackView) -> Tensor:
 
 
 CLIPPING = Measurement("clipping", 5, _clipped_of, lambda sums, _update: {**clip_fractions(sums)})
-"""The clip fractions of the loss in use."""
+"""The clip fractions of the current loss."""
 
 RAISED = 1.2
 """Ratio above which a token is raised."""
@@ -219,7 +207,7 @@ def _raised_metrics(sums: Tensor, update: UpdateSums) -> Metrics:
 
 
 RAISED_TOKENS = Measurement("raised", 4, _raised_sums, _raised_metrics)
-"""The share of tokens above a ratio of 1.2, and their mean probability under the old policy."""
+"""Share of tokens above a ratio of 1.2, and their mean probability under the old policy."""
 
 EFFECTIVE_SAMPLE_SIZE = Measurement(
     "ess",
@@ -227,7 +215,7 @@ EFFECTIVE_SAMPLE_SIZE = Measurement(
     lambda view: ratio_moments(view.stats, view.batch),
     lambda sums, _update: {"policy/ess": effective_sample_size(sums)},
 )
-"""The normalised effective sample size of an update's ratios."""
+"""Normalised effective sample size of an update's ratios."""
 
 _PER_OCTAVE = 4
 _GAP_EDGES = tuple(2.0 ** (number / _PER_OCTAVE) for number in range(-20 * _PER_OCTAVE, 5 * _PER_OCTAVE + 1))
@@ -241,9 +229,9 @@ GAP_SUMS = 2 + len(_GAP_EDGES) + 1
 def gap_sums(log_prob_T: Tensor, rollout_log_prob_T: Tensor, same_weights_T: Tensor) -> Tensor:
     """Count, sum and histogram of ``|log pi_trainer - log pi_rollout|``: float64 [GAP_SUMS].
 
-    A maximum is not additive over packs and ranks, a histogram is: its last bin with tokens gives the maximum
-    to the width of a bin. Log-probs by trainer and engine in nats; ``same_weights_T``: bool, the tokens in
-    the loss that the present weights sampled.
+    A maximum is not additive over packs and ranks, but a histogram is: its last non-empty bin gives the
+    maximum to a bin width. Log-probs are in nats; ``same_weights_T``: bool, tokens in the loss sampled by the
+    current weights.
     """
     gap_T = (log_prob_T.double() - rollout_log_prob_T.double()).abs()
     bin_T = torch.bucketize(gap_T, constant_on(gap_T.device, _GAP_EDGES))
@@ -255,8 +243,8 @@ def gap_sums(log_prob_T: Tensor, rollout_log_prob_T: Tensor, same_weights_T: Ten
 def gap_metrics(sums: Tensor) -> Metrics:
     """Mean and maximum engine gap in nats, from (reduced) ``gap_sums``; None without tokens.
 
-    The maximum is the upper edge of its bin, so it is never below the true one and at most 19 % above
-    (2^(1/4)). Gaps up to 2^-20 are reported as 2^-20, gaps above 32 as inf.
+    The maximum is its bin's upper edge, so at least the true one and at most 19 % above it (2^(1/4)). Gaps up
+    to 2^-20 are reported as 2^-20, gaps above 32 as inf.
     """
     count, total, *histogram = sums.tolist()
     if not count:
@@ -280,8 +268,7 @@ def _gaps_of_own_keys(view: PackView) -> Tensor:
 
 
 ENGINE_GAP = Measurement("engine_gap", GAP_SUMS, _gaps_of, lambda sums, _update: gap_metrics(sums))
-"""The engine gap over the tokens that the present weights sampled."""
+"""The engine gap over tokens sampled by the current weights."""
 
 ENGINE_GAP_OF_OWN_KEYS = replace(ENGINE_GAP, sums=_gaps_of_own_keys)
-"""The same without responses that older weights began: for engines that keep those keys and values, with
-which the trainer has nothing to compare."""
+"""``ENGINE_GAP`` for engines that keep keys and values of older weights: without responses begun by those."""

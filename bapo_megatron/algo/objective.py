@@ -1,10 +1,8 @@
 """Objective of an update: one additive vector ``[loss, tokens, sums of measurements, sums of the search]``.
 
-The policy computes it in the forward pass of the update, and sums it over packs and ranks with one reduction;
-loss and metrics of the update are read from the sum. Nothing here makes the host wait for a GPU: the output
-layer asks for the vector in every chunk of a pack.
-
-Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
+The policy computes it in the update's forward pass and sums it over packs and ranks with one reduction; the
+sum gives the update's loss and metrics. The output layer requests it for every chunk of a pack, so nothing
+here makes the host wait for a GPU. Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 """
 
 from __future__ import annotations
@@ -36,10 +34,7 @@ from bapo_megatron.types import Metrics
 
 
 def _kl_T(view: PackView) -> Tensor:
-    """KL(rollout || policy) estimate (k3) of each token: ``q - 1 - log q``, ``q = pi / pi_rollout``, [T].
-
-    The denominator is pi_rollout, which sampled, also where the loss's ratio has another one.
-    """
+    """k3 estimate of KL(rollout || policy) per token, [T]: ``q - 1 - log q``, ``q = pi / pi_rollout``."""
     log_q_T = (view.stats.log_prob_T - view.batch.rollout_log_prob_T).double()
     return log_q_T.exp() - 1 - log_q_T
 
@@ -52,16 +47,17 @@ MEASUREMENTS = (
     *(ENTROPY, KL, RATIO_GAP, EFFECTIVE_SAMPLE_SIZE),
     *(CLIPPING, ENGINE_GAP, STALENESS, DIAGNOSTICS, RAISED_TOKENS),
 )
-"""Measurements of every update, whatever its loss."""
+"""Measurements of every update, for any loss."""
 
 
 class Objective:
-    """Objective of an update: one vector of sums, with a pack's loss and all that metrics and search need.
+    """Objective of an update: one vector of sums, with a pack's loss and all inputs of metrics and search.
 
-    The policy calls the function that ``token_fn`` makes for each chunk of a pack, minimizes element 0,
-    summed over packs and ranks and divided by the number of trained tokens, and adds the vectors; ``metrics``
-    reads the total. It keeps no state between updates and makes no collective calls. ValueError if two
-    measurements have one name, or one gives sums of another length.
+    The policy calls the function returned by ``token_fn`` for each chunk of a pack, minimizes element 0,
+    summed over packs and ranks and divided by the number of trained tokens, and adds up the vectors;
+    ``metrics`` reads the total. It keeps no state between updates and makes no collective calls. The
+    constructor raises ValueError if two measurements share a name, a call if one returns a vector of the
+    wrong length.
     """
 
     def __init__(
@@ -73,12 +69,10 @@ class Objective:
         keeps_keys: bool = False,
         terms: Mapping[str, Term] | None = None,
     ) -> None:
-        """``sources``: names of the run's sources, each with metrics of its own; none for one file.
-
-        ``reference``: the KL penalty to a reference policy, a term of the loss or a metric alone; None: none.
-        ``distillation``: the KL to a teacher, a term of the loss; None: none. ``keeps_keys``: whether engines
-        keep keys and values of older weights (``on_update=in_place``). ``terms``: of ``algorithm.terms``.
-        """
+        """``sources``: names of the run's sources, each with its own metrics; empty for a single file.
+        ``reference``: KL penalty to a reference policy, a loss term or only a metric. ``distillation``: KL to
+        a teacher, a loss term. ``keeps_keys``: whether engines keep keys and values of older weights
+        (``on_update=in_place``). ``terms``: those of ``algorithm.terms``."""
         self.loss = loss
         terms = terms or {}
         self._terms = [*kl_terms(reference, distillation), *terms.values()]
@@ -89,7 +83,7 @@ class Objective:
         ]
         self._measurements: list[Measurement] = [
             *always[:first],
-            *loss.measurements,  # the metrics of a loss stand beside its clip fractions
+            *loss.measurements,  # a loss's metrics follow its clip fractions
             *always[first:],
             *([reference_measurement(reference)] if reference is not None and reference.enabled else []),
             *([distillation_measurement(distillation)] if distillation and distillation.enabled else []),
@@ -106,14 +100,14 @@ class Objective:
         self._parts[SEARCH] = slice(self._width, None)
 
     def token_fn(self, found: object, version: int) -> TokenFn:
-        """Token function (``types.TokenFn``) of a pack's vector; element 0, the loss, is differentiable.
+        """Return a token function (``types.TokenFn``) of a pack's vector; element 0, the loss, has gradients.
 
-        ``found``: the result of the loss's search. ``version``: that of the policy in training.
+        ``found``: the result of the loss's search. ``version``: of the policy in training.
         """
         search = self.loss.search
 
         def sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
-            # A policy loss that reads the entropy takes it as a constant; terms differentiate it.
+            # To a policy loss the entropy is a constant; terms differentiate it.
             terms = self.loss.terms(stats._replace(entropy_T=stats.entropy_T.detach()), batch, found)
             loss = terms.loss
             for term in self._terms:
@@ -129,9 +123,9 @@ class Objective:
         return sums
 
     def metrics(self, sums: Tensor, found: object) -> Metrics:
-        """Metrics of an update from the reduced vector, in the order of the measurements.
+        """Metrics of an update from the reduced vector, in measurement order.
 
-        ``found`` as in ``token_fn``; None where each micro-batch had a search of its own.
+        ``found`` as in ``token_fn``; None if each micro-batch had its own search.
         """
         parts = {name: sums[place] for name, place in self._parts.items()}
         update = UpdateSums(max(float(sums[1]), 1.0), found, parts)
@@ -141,12 +135,12 @@ class Objective:
         return metrics
 
     def metric_names(self) -> list[str]:
-        """Names of the metrics of an update, those of ``age_metrics`` included."""
+        """Names of an update's metrics, including those of ``age_metrics``."""
         width = self._width + (self.loss.search.size if self.loss.search else 0)
         return [*self.metrics(torch.zeros(width, dtype=torch.float64), None), *AGE_METRICS]
 
     def search_sums(self, sums: Tensor) -> Tensor:
-        """The sums of the loss's search in the (reduced) vector, at the weights before the update."""
+        """The loss's search sums in the (reduced) vector, at the weights before the update."""
         return sums[self._parts[SEARCH]]
 
     def mean_entropy(self, sums: Tensor) -> float:
@@ -155,7 +149,7 @@ class Objective:
 
 
 def _checked_sums(measurement: Measurement, view: PackView) -> Tensor:
-    """Sums of a measurement for one pack. ValueError if their number is not its ``size``."""
+    """Return a measurement's sums for one pack; raise ValueError unless there are ``size`` of them."""
     sums = measurement.sums(view)
     if sums.shape != (measurement.size,):
         raise ValueError(f"measurement {measurement.name}: sums {list(sums.shape)}, size={measurement.size}")

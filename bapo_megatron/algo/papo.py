@@ -3,12 +3,11 @@
     polarity = -sign(A (log pi(y) + H))
     A' = A w_expanding  where the polarity is +1,   A w_contracting  where it is -1
 
-The polarity is the sign of the first-order effect that a policy-gradient step on the token ``y`` has on the
-entropy ``H`` of its next-token distribution. +1 expands the entropy: likely tokens with A < 0, unlikely ones
-with A > 0. -1 contracts it. The weights follow the run's entropy (``papo_schedule.py``). With
-``algorithm.polarity.enabled`` ``trainer/update_loss.py`` wraps the search and the loss of each update in it.
-
-The published abstract gives the idea; polarity and weights are derived in docs/losses.md.
+The polarity is the sign of the first-order effect of a policy-gradient step on the token ``y`` on the entropy
+``H`` of its next-token distribution. +1 expands the entropy: likely tokens with A < 0, unlikely ones with A >
+0. -1 contracts it. The weights follow the run's entropy (``papo_schedule.py``). With
+``algorithm.polarity.enabled`` ``trainer/update_loss.py`` wraps each update's search and loss in it. The
+published abstract gives the idea; docs/losses.md derives polarity and weights.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 """
@@ -29,17 +28,17 @@ from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tensor:
     """Polarity of each token, ``-sign(A (log pi(y) + H))``, [T]: the sign of its effect on the entropy.
 
-    From log pi(y) of the sampled token and the entropy of pi, in nats. 1 expands the entropy, -1 contracts
-    it, 0 where the advantage is 0. A token with ``log pi(y) = -H`` counts as likely.
+    Inputs are log pi(y) of the sampled token and the entropy of pi, in nats. 1 expands the entropy, -1
+    contracts it; 0 where the advantage is 0. A token with ``log pi(y) = -H`` counts as likely.
     """
     return torch.where(likely(log_prob_T, entropy_T), -1.0, 1.0) * torch.sign(advantage_T)
 
 
 def reweighted(fn: TokenFn, weights: BranchWeights) -> TokenFn:
-    """PAPO's advantage transform: ``fn`` on ``A' = A w``, with ``w`` by the token's polarity.
+    """Return PAPO's transform of ``fn``: on ``A' = A w``, with ``w`` by the token's polarity.
 
-    The weights are constants of the loss: no gradient passes through the polarity. Advantages keep their
-    signs, so the same bound clips a token as before.
+    The weights are constants without gradient. They keep the signs of advantages, so the same bound clips a
+    token.
     """
 
     def transformed(stats: TokenStats, batch: MicroBatch) -> Tensor:

@@ -1,9 +1,9 @@
-"""PAPO's schedule: the weights of entropy-expanding and entropy-contracting advantages, from a run's entropy.
+"""PAPO's schedule: weights of entropy-expanding and -contracting advantages, from a run's entropy.
 
     w = 1 + strength phase  (expanding),    w = 1 - strength phase  (contracting)
 
-The phase, -1 to 1, says how far the moving average of the run's entropy is below its target. For
-``trainer/update_loss.py``, which also keeps the schedule's state in checkpoints. Imports no torch.
+The phase, -1 to 1, measures how far the moving average of the run's entropy is below its target.
+``trainer/update_loss.py`` uses the schedule and checkpoints its state. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PapoConfig:
 
 
 class BranchWeights(NamedTuple):
-    """PAPO's weights: factors of the advantages of entropy-expanding and -contracting tokens. Plain data."""
+    """PAPO's weights: factors of the advantages of entropy-expanding and -contracting tokens."""
 
     expanding: float
     contracting: float
@@ -44,7 +44,7 @@ class BranchWeights(NamedTuple):
 def phase(entropy: float, target: float, band: float) -> float:
     """Phase of an entropy, -1 to 1: ``clip((target - entropy) / (band target), -1, 1)``; 1 is far too low.
 
-    ``entropy``, ``target``: nats per token; at a target of 0 the phase is 0.
+    ``entropy``, ``target``: nats per token; the phase is 0 at a target of 0.
     """
     if target <= 0:
         return 0.0
@@ -52,10 +52,10 @@ def phase(entropy: float, target: float, band: float) -> float:
 
 
 class PapoSchedule:
-    """PAPO's schedule of one run: gives the weights of its next update, from the entropies of earlier ones.
+    """PAPO's schedule of one run: the next update's weights, from the entropies of earlier updates.
 
     ``UpdateLoss`` reads ``weights`` before an update and calls ``observe`` after it, on every rank with the
-    same entropy. State for checkpoints: ``state`` and ``load_state``.
+    same entropy. Checkpoints hold its ``state``.
     """
 
     def __init__(self, config: PapoConfig) -> None:
@@ -77,18 +77,18 @@ class PapoSchedule:
         return BranchWeights(1.0 + change, 1.0 - change)
 
     def observe(self, entropy: float) -> None:
-        """Update the moving average with an update's mean entropy, nats per token, at the weights before."""
+        """Update the moving average with an update's mean entropy, nats per token, at its initial weights."""
         if self._target is None:
             self._target = entropy
         memory = self._config.memory
         self._entropy = entropy if self._entropy is None else memory * self._entropy + (1 - memory) * entropy
 
     def state(self) -> dict[str, Any] | None:
-        """State for a checkpoint, plain JSON; None before the first update."""
+        """State for a checkpoint, as JSON types; None before the first update."""
         return None if self._entropy is None else {"entropy": self._entropy, "target": self._target}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Restore ``state``. A target in the configuration replaces the stored one."""
+        """Restore ``state``. A configured target replaces the stored one."""
         if state is not None:
             self._entropy = state["entropy"]
             self._target = self._config.target_entropy or state["target"]

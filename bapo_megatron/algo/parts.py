@@ -1,7 +1,7 @@
-"""Registry of a method's own parts beside its loss: advantages, masks and terms of the loss, by name.
+"""Registry of a method's parts other than its loss: advantages, masks and loss terms, by name.
 
-A part is built in, or a function of a user's file, ``package.module:name``. Its arguments after the first
-ones are its settings. Imports no torch: what is registered is known where a plan is made.
+A part is built in or a custom function, ``package.module:name``. Its trailing arguments are its settings.
+Imports no torch, so that planning can use the registry.
 """
 
 from __future__ import annotations
@@ -29,24 +29,22 @@ ADVANTAGES = _registered(
     "reinforce_plus_plus_baseline",
     "gdpo",
 )
-"""The registered advantages: their functions by name."""
+"""Registered advantages: dotted paths of their functions, by name."""
 
 CENTERED_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
-"""Those that add up to 0 in each group, and are 0 in one whose rewards are equal."""
+"""Advantages that sum to 0 in each group, and are 0 in a group of equal rewards."""
 
 
 MASKS = _registered("masks", "cut_responses", "icepop", "second_moment", "rollout_rs")
-"""The registered masks."""
 
 RATIO_MASKS = ("icepop", "second_moment", "rollout_rs")
-"""Those that compare trainer and engine: they need a pi_old of the trainer."""
+"""Masks that compare trainer and engine: they need the trainer's pi_old."""
 
 TERMS = _registered("terms", "entropy_bonus")
-"""The registered terms of the loss."""
 
 
 def part_path(field: str, name: str, known: Mapping[str, str]) -> str:
-    """Dotted path of a part, by its registered name or as given. ConfigError for another name."""
+    """Dotted path of a part, from its registered name or as given. Raises ConfigError for any other name."""
     if name in known:
         return known[name]
     if ":" not in name:
@@ -60,11 +58,11 @@ def part_path(field: str, name: str, known: Mapping[str, str]) -> str:
 def load_part(
     field: str, name: str, settings: Mapping[str, Any], known: Mapping[str, str], arguments: int = 1
 ) -> Callable[..., Any]:
-    """Function of a part with its settings: ConfigError if it cannot be imported, or does not take one.
+    """Load a part's function and bind its settings. Raises ConfigError if the import or a setting fails.
 
-    ``arguments``: number of those before the settings.
+    ``arguments``: number of arguments before the settings.
     """
     function = load_dotted_path(field, part_path(field, name, known), "function", name)
-    owned = f"{field}.settings" if field.endswith("]") else f"{field}_settings"  # of an entry of a list
+    owned = f"{field}.settings" if field.endswith("]") else f"{field}_settings"  # a list entry
     check_settings(owned, f"{field}={name}", settings_of(function, arguments), settings)
     return partial(function, **settings)

@@ -4,28 +4,27 @@
     loss = policy loss + beta sum_t weight_t k_t     place=loss (GRPO)
     R    = R_outcome   - beta sum_t k_t              place=reward (PPO): k at pi_old, before the advantages
 
-With the teacher's log-probs for pi_ref the term in the loss is on-policy distillation (arXiv 2306.13649).
+With the teacher's log-probs for pi_ref the loss term is on-policy distillation (arXiv 2306.13649). The
+estimators are Schulman's (2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html): for tokens of
+pi, k1 and k3 have the mean KL(pi || pi_ref), and k2 nearly. k3 in the loss is GRPO's (arXiv 2402.03300, Eq.
+4), k1 in the reward is RLHF PPO's (arXiv 1909.08593, Eq. 2).
 
-The estimators are Schulman's (2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html): for
-tokens of pi all but k2 have the mean KL(pi || pi_ref), and k2 nearly. k3 in the loss is GRPO's (arXiv
-2402.03300, Eq. 4), k1 in the reward that of PPO in RLHF (arXiv 1909.08593, Eq. 2).
-
-What is a good estimate of a number need not have a good gradient (arXiv 2506.09477; arXiv 2510.01555). With
-respect to log pi of the token:
+A good estimate of the value need not have a good gradient (arXiv 2506.09477; arXiv 2510.01555). The
+derivatives by log pi of the token are
 
     k1: 1        k2: log(pi / pi_ref)        k3: 1 - q
 
-For tokens of pi the mean gradient is that of KL(pi || pi_ref), in each token's state, with k2; with k3 it is
-that of KL(pi_ref || pi), which equals it to first order near the reference; with k1 it is 0. A penalty in the
-reward is not a loss: with k1 its policy gradient is that of KL over whole responses, up to the scale that the
-group's advantages give to any reward.
+For tokens of pi the mean gradient with k2 is that of KL(pi || pi_ref) in each token's state; with k3 that of
+KL(pi_ref || pi), equal to first order near the reference; with k1 it is 0. A penalty in the reward is not a
+loss: with k1 its policy gradient is that of KL over whole responses, up to the scale of the group's
+advantages.
 
-Tokens are those of the policy that sampled them, and without ``unbiased`` the loss has no factor pi / pi_old,
-as in GRPO: updates after the first of a step weigh tokens as the old policy samples them. With it the term
-is ``r k``, r = pi / pi_old. The mean of its gradient, ``r (k + dk)``, over tokens of pi_old is in each state
-the gradient of E[k] over those of pi: with k3, ``r log(pi / pi_ref)``, that of KL(pi || pi_ref), also at
-r = 1. States stay those of the old policy. ``importance_cap`` corrects from pi_rollout to pi_old, since the
-weight is that of the policy loss.
+Tokens come from the sampling policy, and without ``unbiased`` the loss has no factor pi / pi_old, as in GRPO:
+a step's updates after the first weigh tokens as sampled by the old policy. With it the term is ``r k``, r =
+pi / pi_old. The mean of its gradient, ``r (k + dk)``, over tokens of pi_old is in each state the gradient of
+E[k] over tokens of pi: with k3, ``r log(pi / pi_ref)``, that of KL(pi || pi_ref), even at r = 1. States
+remain those of the old policy. ``importance_cap`` corrects from pi_rollout to pi_old, because the weight is
+the policy loss's.
 
 ``algo/objective.py`` adds the loss and the metrics; ``trainer/reference.py`` changes the rewards. Pure
 functions. Legend: ``_T`` tokens of a pack (a micro-batch), ``_N`` trained tokens of a response.
@@ -49,11 +48,11 @@ from bapo_megatron.types import Metrics
 def kl_estimate(
     log_prob_T: Tensor, reference_log_prob_T: Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> Tensor:
-    """Estimate of KL(pi || pi_ref), ``-log q``, ``(log q)^2 / 2`` or ``q - 1 - log q``, of each token, [T].
+    """Estimate of KL(pi || pi_ref) for each token, [T]: ``-log q``, ``(log q)^2 / 2`` or ``q - 1 - log q``.
 
     ``q = pi_ref / pi``, from log-probs of the sampled token in nats, float64. Differentiable in
-    ``log_prob_T``. k3 takes log q as at most 20 (``LOG_RATIO_LIMIT``), so that it stays finite; a token
-    beyond that has no gradient.
+    ``log_prob_T``. k3 limits log q to 20 (``LOG_RATIO_LIMIT``) to stay finite; a token beyond that has no
+    gradient.
     """
     log_q_T = reference_log_prob_T - log_prob_T
     if estimator == "k1":
@@ -69,9 +68,9 @@ def kl_loss(
 ) -> Tensor:
     """KL loss of one pack, ``beta sum_t weight_t k_t``, a float64 scalar, differentiable in the log-probs.
 
-    With ``config.unbiased`` each ``k_t`` is multiplied by pi / pi_old. ``other_T``: log-probs of the
-    reference or the teacher, nats. The weights are those of the policy loss: importance weights, and those of
-    a mean over sequences. The optimizer step divides both losses by the same count of tokens.
+    ``config.unbiased`` multiplies each ``k_t`` by pi / pi_old. ``other_T``: log-probs of the reference or the
+    teacher, nats. Weights (importance weights, sequence means) and the divisor in the optimizer step are the
+    policy loss's.
     """
     log_prob_T, other_T, weight_T = unmasked(batch.mask_T, stats.log_prob_T, other_T, batch.weight_T)
     estimate_T = kl_estimate(log_prob_T, other_T, config.estimator)
@@ -84,7 +83,7 @@ def kl_loss(
 def response_penalty(
     old_log_prob_N: Tensor, reference_log_prob_N: Tensor, config: ReferenceKlConfig
 ) -> float:
-    """Penalty of a response, ``beta sum_t k_t``, which its reward loses: k at pi_old, over trained tokens.
+    """Penalty subtracted from a response's reward, ``beta sum_t k_t``: k at pi_old, over trained tokens.
 
     With k1 the sum is log(pi_old / pi_ref) of the whole response. ``_N``: log-probs in nats.
     """
@@ -93,11 +92,11 @@ def response_penalty(
 
 
 def reference_measurement(config: ReferenceKlConfig) -> Measurement:
-    """Measurement of the distance to the reference, means over the tokens in the loss, in nats:
+    """Measurement of the distance to the reference, means over the tokens in the loss, in nats.
 
-    - ``reference_kl/k1``, ``reference_kl/k3``: estimates of KL at the weights before the update
-    - ``reference_kl/penalty``: beta times the estimate that the run uses: in the loss with the tokens'
-      weights, so that it is its part of ``policy/loss``; in the reward at pi_old
+    - ``reference_kl/k1``, ``reference_kl/k3``: KL estimates at the weights before the update
+    - ``reference_kl/penalty``: beta times the configured estimate: in the loss with the tokens' weights, as
+      its part of ``policy/loss``; in the reward at pi_old
     """
 
     def penalty(view: PackView) -> Tensor:
@@ -111,9 +110,9 @@ def reference_measurement(config: ReferenceKlConfig) -> Measurement:
 
 
 def distillation_measurement(config: DistillationConfig) -> Measurement:
-    """Measurement of the distance to the teacher, means over the tokens in the loss, in nats:
+    """Measurement of the distance to the teacher, means over the tokens in the loss, in nats.
 
-    - ``distillation/k1``, ``distillation/k3``: estimates of KL at the weights before the update
+    - ``distillation/k1``, ``distillation/k3``: KL estimates at the weights before the update
     - ``distillation/loss``: its part of ``policy/loss``
     """
 
@@ -129,7 +128,7 @@ def _distance(
     other: Callable[[MicroBatch], Tensor],
     cost: Callable[[PackView], Tensor],
 ) -> Measurement:
-    """Measurement of k1 and k3 to the log-probs ``other``, and of the ``cost`` that the run has from them."""
+    """Measurement of k1 and k3 to the log-probs ``other``, and of the resulting ``cost``."""
     names = [f"{name}/{metric}" for metric in ("k1", "k3", cost_name)]
 
     def sums(view: PackView) -> Tensor:

@@ -1,7 +1,8 @@
 """Settings of the KL terms: to a frozen reference policy, and to a frozen teacher (distillation).
 
-``algorithm.reference_kl`` and ``algorithm.distillation`` of a recipe. ``reference_kl.py`` has the formulas,
-``trainer/reference.py`` the reference, ``rollout/sampler/teacher.py`` the teacher. Imports no torch.
+Recipe sections ``algorithm.reference_kl`` and ``algorithm.distillation``. ``reference_kl.py`` has the
+formulas, ``trainer/reference.py`` the reference, ``rollout/sampler/teacher.py`` the teacher. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ class ReferenceKlConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a penalty, and so a reference."""
+        """Whether there is a penalty, and therefore a reference."""
         return self.coefficient > 0
 
     @property
     def in_loss(self) -> bool:
-        """Whether the penalty is a term of the loss."""
+        """Whether the penalty is a loss term."""
         return self.enabled and self.place == "loss"
 
     @property
     def in_reward(self) -> bool:
-        """Whether the penalty is a part of the reward."""
+        """Whether the penalty is part of the reward."""
         return self.enabled and self.place == "reward"
 
 

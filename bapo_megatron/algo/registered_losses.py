@@ -1,7 +1,7 @@
-"""The registered losses, and what of them is known without torch, with which they are defined.
+"""The registered losses, and their properties that need no torch.
 
-``losses`` makes a loss. A plan and the checks before a submission need only what is here: torch takes seconds
-to import, and is not on every machine that submits. ``algorithm`` is a run's ``AlgorithmConfig``.
+``losses`` creates a loss. A plan and the checks before a submission need only this module: torch takes
+seconds to import and is missing on some submitting machines. ``algorithm`` is a run's ``AlgorithmConfig``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from bapo_megatron.algo.bounds import PAPER_TOKENS, BoundsConfig, fixed, paper, 
 from bapo_megatron.errors import ConfigError
 
 BoundsUse = Literal["searched", "fixed", "unused"]
-"""Use of ``algorithm.bounds`` by a loss: see ``losses.Loss.bounds``."""
+"""A loss's use of ``algorithm.bounds``: see ``losses.Loss.bounds``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RegisteredLoss:
-    """A registered loss: the dotted path of its class, and what that says of bounds and of its search."""
+    """A registered loss: its class's dotted path, its use of bounds and its search."""
 
     path: str
     bounds: BoundsUse = "unused"
@@ -41,11 +41,10 @@ LOSSES = {
     "p3o": RegisteredLoss(f"{_FOLDER}.update_losses:P3o", searches_ratio=True),
     "vespo": RegisteredLoss(f"{_FOLDER}.update_losses:Vespo", searches_ratio=True),
 }
-"""The registered losses by name."""
 
 
 def loss_path(name: str) -> str:
-    """Dotted path of a loss, by its registered name or as given. ConfigError for another name."""
+    """Dotted path of a loss, from its registered name or as given. Raises ConfigError for any other name."""
     if name in LOSSES:
         return LOSSES[name].path
     if ":" not in name:
@@ -57,14 +56,14 @@ def loss_path(name: str) -> str:
 
 
 def check_registered(algorithm: Any, hold_forwards: bool) -> None:
-    """Check of a registered loss but for its settings. ConfigError for other bounds, or a needless hold."""
+    """Raise ConfigError unless a registered loss uses the bounds settings and held forwards."""
     check_bounds(algorithm, LOSSES[algorithm.loss].bounds)
     if hold_forwards:
         check_held_forwards(algorithm, searches_update(algorithm))
 
 
 def check_bounds(algorithm: Any, use: BoundsUse) -> None:
-    """Check that the loss reads what ``algorithm.bounds`` sets. ConfigError with what it would ignore."""
+    """Raise ConfigError, with the ignored fields, unless the loss reads what ``algorithm.bounds`` sets."""
     bounds, loss = algorithm.bounds, algorithm.loss
     if use == "fixed" and (bounds.low_start, bounds.high_start) != (bounds.low_end, bounds.high_end):
         raise ConfigError(
@@ -73,7 +72,7 @@ def check_bounds(algorithm: Any, use: BoundsUse) -> None:
             "algorithm.bounds=fixed(low, high)"
         )
     read = fixed(bounds.low_start, bounds.high_start) if use == "fixed" else BoundsConfig()
-    usual = paper(bounds.bounds_tokens or PAPER_TOKENS)  # the default: another loss may leave it as it is
+    usual = paper(bounds.bounds_tokens or PAPER_TOKENS)  # the default, which other losses may leave unchanged
     ignored = [
         f"algorithm.bounds.{item.name}={getattr(bounds, item.name)}"
         for item in dataclasses.fields(bounds)
@@ -88,7 +87,7 @@ def check_bounds(algorithm: Any, use: BoundsUse) -> None:
 
 
 def check_held_forwards(algorithm: Any, searches: bool) -> None:
-    """Check of ``batch.hold_forwards``: ConfigError unless the loss ``searches`` whole updates."""
+    """Raise ConfigError for ``batch.hold_forwards`` unless the loss ``searches`` whole updates."""
     if not searches:
         is_fixed = algorithm.loss == "clip" and sum_count(algorithm.bounds) == 2
         name = algorithm.loss + (" with fixed bounds" if is_fixed else "")
@@ -101,7 +100,7 @@ def check_held_forwards(algorithm: Any, searches: bool) -> None:
 def searches_update(algorithm: Any) -> bool:
     """Whether the loss searches a whole update before its backward passes.
 
-    True for one by a dotted path, the dearer case: it may be there on the machines of the run alone.
+    True, the costlier case, for a dotted path, which may exist only on the run's machines.
     """
     if algorithm.loss == "clip":
         return bool(algorithm.bounds.searches_update)
@@ -109,8 +108,8 @@ def searches_update(algorithm: Any) -> bool:
 
 
 def measures_ratio(algorithm: Any) -> bool:
-    """Whether the loss searches ratios that engine and trainer differ by: never taken for known.
+    """Whether the loss searches ratios that differ between engine and trainer, and are therefore never known.
 
-    True for one by a dotted path, the dearer case.
+    True, the costlier case, for a dotted path.
     """
     return ":" in algorithm.loss or LOSSES[algorithm.loss].searches_ratio

@@ -1,11 +1,9 @@
-"""Sequence-level statistics of an update: ``sum_t log r_t`` and the like, and token counts, [2 S].
+"""Sequence-level statistics of an update: sums such as ``sum_t log r_t``, and token counts, [2 S].
 
-For losses with a ratio of the whole response (GSPO, VESPO), and for rejection. A call may see a part of a
-response: a chunk of the output layer, a context-parallel rank's share. So the caller first adds up the sums
-of every sequence over packs and ranks, and each token then gets its sequence's value by ``batch.sequence_T``.
-Nothing here makes the host wait for a GPU, but for the first copy of the values to it.
-
-Legend: ``_T`` tokens of a pack, ``_S`` sequences of the update.
+For losses with a whole-response ratio (GSPO, VESPO) and for rejection. A call may see part of a response (a
+chunk of the output layer, a context-parallel share), so the caller first sums over packs and ranks; each
+token then gets its sequence's value by ``batch.sequence_T``. Only the first copy of the values to a GPU makes
+the host wait. Legend: ``_T`` tokens of a pack, ``_S`` sequences of the update.
 """
 
 from __future__ import annotations
@@ -18,52 +16,43 @@ from bapo_megatron.tensor_types import MicroBatch, TokenStats
 
 @torch.no_grad()
 def sequence_sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
-    """Token function of ``sum_t log(pi / pi_old)`` and the number of tokens of each sequence, [2 S].
-
-    Returns:
-        float64 [2 S]: the S sums in nats, then the S counts of tokens whose mask is not 0. Additive over
-        chunks, packs and ranks.
-    """
+    """Token function of ``sum_t log(pi / pi_old)`` (nats) and the token count per sequence, float64 [2 S]."""
     return sums_by_sequence(stats.log_prob_T - batch.old_log_prob_T, batch)
 
 
 @torch.no_grad()
 def sums_by_sequence(value_T: Tensor, batch: MicroBatch) -> Tensor:
-    """Sum of ``value_T`` over each sequence, and the number of its tokens: float64 [2 S], additive.
-
-    A token whose mask is 0 counts in neither, whatever it holds.
-    """
+    """Sum of ``value_T`` over each sequence, and its token count: float64 [2 S], additive; ignores masked."""
     live_T = batch.mask_T != 0
     pair = torch.stack([torch.where(live_T, value_T, 0.0).double(), live_T.double()])
-    sums = pair.new_zeros(2, batch.sequences + 1)  # the first column takes the tokens of no sequence
+    sums = pair.new_zeros(2, batch.sequences + 1)  # the first column is for tokens of no sequence
     return sums.index_add_(1, batch.sequence_T + 1, pair)[:, 1:].flatten()
 
 
 def sequence_means(sums: Tensor) -> Tensor:
     """Mean of each sequence, sum / count, [S], from the (reduced) vector [2 S]; 0 without tokens.
 
-    Of ``sequence_sums`` it is the logarithm of the geometric mean of the sequence's ratios.
+    For ``sequence_sums``, the log of the geometric mean of the sequence's ratios.
     """
     totals_S, tokens_S = sums.chunk(2)
     return totals_S / tokens_S.clamp(min=1)
 
 
 class PerSequence:
-    """Table of per-sequence values of an update, [S], that are looked up for each token, [T].
+    """Table of an update's per-sequence values, [S], looked up for each token, [T].
 
-    The values are copied once to each device that needs them: a copy to a GPU makes the host wait, and every
-    chunk of a pack looks them up.
+    Copied once per device: a copy to a GPU makes the host wait, and every chunk of a pack looks values up.
     """
 
     def __init__(self, values_S: Tensor) -> None:
         """``values_S``: float64 [S], in the order of ``batch.sequence_T``."""
         self.values_S = values_S
-        # The zero is for the tokens of no sequence, whose index is -1.
+        # The zero is for tokens of no sequence, with index -1.
         first = torch.cat([values_S.new_zeros(1), values_S])
         self._copies = {first.device: first}
 
     def of_tokens(self, batch: MicroBatch, outside: float = 0.0) -> Tensor:
-        """Value of each token's sequence, [T]; ``outside`` where a token's mask is 0."""
+        """Value of each token's sequence, [T]; ``outside`` where masked."""
         device = batch.mask_T.device
         if device not in self._copies:
             self._copies[device] = next(iter(self._copies.values())).to(device)

@@ -1,9 +1,9 @@
 """Validator of settings against annotations such as ``Annotated[float, Gt(0)]``: names, types and ranges.
 
-One for all that a user sets: the fields of a configuration (``wrong_types``, ``out_of_range``) and of a
-command's options (``out_of_range``), the arguments of a loss, a reward or an environment
-(``check_settings``), the tables of a cluster file (``table_problems``). An error is one line with the field
-and, in most, its value and the fix. Rules between fields are in ``config/validation.py``.
+One implementation for all user settings: configuration fields (``wrong_types``, ``out_of_range``), command
+options (``out_of_range``), arguments of a loss, reward or environment (``check_settings``), and tables of a
+cluster file (``table_problems``). An error is one line with the field and, usually, its value and the fix.
+``config/validation.py`` has the rules between fields.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _TYPES: dict[Any, str] = {
 
 
 def type_problem(value: Any, annotation: Any) -> str | None:
-    """Type error of a value, as the end of a sentence (``must be a number``); None if its type is right."""
+    """Type error of a value, as the end of a sentence (``must be a number``); None if there is none."""
     allowed = members(annotation)
-    wrong = isinstance(value, bool) and not {bool, Any} & set(allowed)  # which for Python is a number
+    wrong = isinstance(value, bool) and not {bool, Any} & set(allowed)  # a bool is a number in Python
     try:
         check_type(value, annotation)
     except TypeCheckError:
@@ -67,7 +67,7 @@ def _in_words(kind: Any) -> str:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """Types that an annotation allows: those of a union, or itself."""
+    """The types allowed by an annotation: a union's members, or the annotation itself."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     union = get_origin(annotation) in (Union, types.UnionType)
@@ -75,13 +75,12 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def range_words(annotation: Any) -> str:
-    """Range of an annotation in words, ``at least 0 and below 1``; empty if it has none."""
+    """The range of an annotation in words, ``at least 0 and below 1``; empty without one."""
     return " and ".join(f"{words} {bound}" for words, _, bound in _limits(annotation))
 
 
 def range_problem(value: Any, annotation: Any) -> str | None:
-    """Range error of a number, a text or a list, as the end of a sentence; None if it is in range, or none of
-    these."""
+    """Range error of a number, text or list, as the end of a sentence; None if there is none."""
     if not isinstance(value, (int, float, str, list)):
         return None
     if isinstance(value, (int, float)) and not math.isfinite(value):
@@ -92,7 +91,7 @@ def range_problem(value: Any, annotation: Any) -> str | None:
 
 
 def _limits(annotation: Any) -> list[tuple[str, Callable[[Any, Any], bool], Any]]:
-    """Limits of an annotation: words, comparison and bound of each."""
+    """Words, comparison and bound of each limit of an annotation."""
     metadata = getattr(annotation, "__metadata__", ())
     return [
         (*_LIMITS[type(limit)], *dataclasses.astuple(limit)) for limit in metadata if type(limit) in _LIMITS
@@ -103,24 +102,21 @@ def _limits(annotation: Any) -> list[tuple[str, Callable[[Any, Any], bool], Any]
 
 
 def wrong_types(config: object) -> Iterator[str]:
-    """Type errors: fields whose value does not have the annotated type, as a recipe may set it."""
+    """Yield type errors: fields with a value of another type than annotated, as a recipe may set it."""
     for path, value, annotation in _checked(config):
         if problem := type_problem(value, annotation):
             yield f"{path}={value!r} {problem}"
 
 
 def out_of_range(config: object, equals: str = "=") -> Iterator[str]:
-    """Range errors: numbers that are not finite, or outside the annotated range of their field.
-
-    ``equals``: the sign between name and value, as the user writes it.
-    """
+    """Yield numbers not finite or outside their field's range. ``equals``: sign between name and value."""
     for path, value, annotation in _checked(config):
         if problem := range_problem(value, annotation):
             yield f"{path}{equals}{value} {problem}"
 
 
 def fields_of(config: object, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted name, value and annotation of every field of nested dataclasses, outer ones first."""
+    """Yield dotted name, value and annotation of every field of nested dataclasses, outer ones first."""
     annotations = _annotations(type(config))  # type: ignore[arg-type]  # a class is hashable
     for item in dataclasses.fields(config):  # type: ignore[arg-type]
         value, path = getattr(config, item.name), f"{prefix}{item.name}"
@@ -131,13 +127,12 @@ def fields_of(config: object, prefix: str = "") -> Iterator[tuple[str, Any, Any]
 
 @functools.cache
 def _annotations(kind: type) -> dict[str, Any]:
-    """Resolved annotations of a dataclass, cached: the layout search of ``bapo plan`` checks thousands of
-    configurations."""
+    """Resolved annotations of a dataclass, cached: ``bapo plan`` checks thousands of configurations."""
     return get_type_hints(kind, include_extras=True)
 
 
 def _checked(config: object) -> Iterator[tuple[str, Any, Any]]:
-    """``fields_of``, and those of the dataclasses in lists, such as ``data.sources[0].weight``."""
+    """``fields_of``, including dataclasses in lists, such as ``data.sources[0].weight``."""
     for path, value, annotation in fields_of(config):
         yield path, value, annotation
         for number, item in enumerate(value if isinstance(value, tuple) else ()):
@@ -150,34 +145,33 @@ def _checked(config: object) -> Iterator[tuple[str, Any, Any]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a loss, a reward, ..., as plain data: a constructor's argument with type and default."""
+    """A setting: a constructor argument with type and default."""
 
     name: str
     annotation: Any
     default: Any
-    """``inspect.Parameter.empty`` for a setting that must be given."""
+    """``inspect.Parameter.empty`` for a required setting."""
 
     @property
     def needed(self) -> bool:
-        """Whether the setting has no default."""
         return self.default is inspect.Parameter.empty
 
     def __str__(self) -> str:
-        """Description of the setting: ``temperature: float above 0, default 1.0``."""
+        """Describe the setting: ``temperature: float above 0, default 1.0``."""
         words = " ".join(filter(None, (_type_words(self.annotation), range_words(self.annotation))))
         return f"{self.name}: {words}, " + ("needed" if self.needed else f"default {self.default!r}")
 
     def problem(self, value: Any) -> str | None:
-        """Error of a value, as the end of a sentence; None for a valid one."""
+        """Error of a value, as the end of a sentence; None if it is valid."""
         return type_problem(value, self.annotation) or range_problem(value, self.annotation)
 
 
 def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
-    """Settings of a loss, in order: the arguments of its constructor after ``algorithm``.
+    """Settings of a loss, in order: its constructor's arguments after ``algorithm``.
 
     Args:
-        build: the class, or a ``functools.partial`` of it, whose values are then the defaults.
-        skip: number of first arguments that are not settings.
+        build: the class, or a ``functools.partial`` of it, whose values become the defaults.
+        skip: number of leading arguments that are not settings.
     """
     parameters = list(inspect.signature(build).parameters.values())[skip:]
     cls: type = getattr(build, "func", build)  # type: ignore[arg-type]
@@ -186,17 +180,16 @@ def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
     for parameter in parameters:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             default = parameter.default
-            if repr(default) == "<factory>":  # a dataclass's, in place of what its factory makes
+            if repr(default) == "<factory>":  # a dataclass factory: use its value
                 default = factories[parameter.name].default_factory()
             settings.append(Setting(parameter.name, hints.get(parameter.name, _type_of(default)), default))
     return settings
 
 
 def check_settings(field: str, owner: str, taken: list[Setting], settings: Mapping[str, Any]) -> None:
-    """Validate ``settings`` against those ``taken``: ConfigError with every unknown, invalid or missing one.
+    """Validate ``settings`` against ``taken``; raise ConfigError with every unknown, invalid or missing one.
 
-    ``field``: the configuration field that holds them. ``owner``: whose they are, for messages:
-    ``algorithm.loss=sapo``.
+    ``field``: the configuration field. ``owner``: the settings' owner, for messages: ``algorithm.loss=sapo``.
     """
     if problems := list(_problems(field, owner, taken, settings)):
         raise ConfigError("\n".join(problems))
@@ -218,11 +211,11 @@ def _problems(field: str, owner: str, taken: list[Setting], settings: Mapping[st
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """Annotations of the constructor's arguments; none if a name in them cannot be resolved."""
+    """Annotations of the constructor's arguments; empty if a name in them cannot be resolved."""
     try:
         called = cls.__init__ if inspect.isclass(cls) else cls  # type: ignore[misc]
         return get_type_hints(called, include_extras=True)
-    except NameError:  # an import for the type checker alone
+    except NameError:  # a type-checking-only import
         return {}
 
 
@@ -243,10 +236,7 @@ def _type_words(annotation: Any) -> str:
 
 
 def table_problems(kind: type, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Errors of a table that is to become the dataclass ``kind``: a field's name, and the sentence's rest.
-
-    Unknown names, missing ones, and values of a wrong type; nested dataclasses are tables, too.
-    """
+    """Yield errors of a (nested) table for the dataclass ``kind``: field name and rest of the sentence."""
     hints = get_type_hints(kind)
     fields = {item.name: item for item in dataclasses.fields(kind)}
     for name, value in table.items():

@@ -2,19 +2,19 @@
 
     r_t = pi_theta / pi_old,    loss = -sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)
 
-``pi_old`` is the rollout's policy, or with ``algorithm.old_log_probs=trainer`` the trainer's own at the
-start of the step. ``pi_rollout`` is always the policy that sampled: it is the weight in Eq. 8.
+``pi_old`` is the rollout policy, or with ``algorithm.old_log_probs=trainer`` the trainer's own at the start
+of the step. ``pi_rollout`` is always the sampling policy, the weight in Eq. 8.
 
-Pure functions on tensors, which ``losses/clip.py`` calls for chunks of a pack (a micro-batch of packed
-sequences). The settings and the search are in ``bounds.py``. Sums are additive: the policy adds them over
-packs and all-reduces them over ranks before the search. They come from histograms of log r whose bin edges
-are the candidates of the bounds: cumulative sums over the bins give the sum at every candidate.
+Pure functions on tensors, called by ``losses/clip.py`` for chunks of a pack (a micro-batch of packed
+sequences); ``bounds.py`` has settings and search. Sums are additive: the policy adds them over packs and
+all-reduces them over ranks before the search. They come from histograms of log r with the candidate bounds as
+bin edges: cumulative sums over the bins give the sum at every candidate.
 
-A token is clipped by its float64 ``log r`` against ``math.log(bound)``, and a token exactly on a bound is
-clipped. So the search and the loss agree about every token.
+A token is clipped by its float64 ``log r`` against ``math.log(bound)``, inclusively, in both the search and
+the loss, so that they agree on every token.
 
 Legend: ``_T`` tokens of a pack. Per token: ``log r``, the advantage ``A``, and a mask, which is 0 for tokens
-outside the loss (whatever their other fields hold, nan and inf included) and else the token's weight.
+outside the loss (whose other fields may be anything, nan and inf included) or else the token's weight.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from bapo_megatron.algo.bounds import (
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, constant_on, ratio, selects, unmasked
 
 CHUNK_TOKENS = 2**16
-"""Chunk size on a CPU, in tokens: their float64 copies stay in the cache. Other devices take all at once."""
+"""Chunk size on a CPU, in tokens: their float64 copies fit the cache. Other devices take all at once."""
 
 _NEGATIVE, _POSITIVE = 0, 1
 
 
 class TokenBounds(NamedTuple):
-    """Per-token clipping bounds, [T] each, where search groups have their own: in place of one ``Bounds``."""
+    """Per-token clipping bounds, [T] each, for search groups: replaces one ``Bounds``."""
 
     low_T: Tensor  # c_low
     high_T: Tensor  # c_high
     log_low_T: Tensor
-    """``math.log`` of c_low, float64: log r is compared with it."""
+    """``math.log`` of c_low, float64, compared with log r."""
     log_high_T: Tensor
     dual_clip: float | None
 
     @classmethod
     def of(cls, groups: Sequence[Bounds], group_T: Tensor) -> TokenBounds:
-        """Bounds of each token, from those of each search group and the group of each token."""
+        """Look up each token's bounds from its search group's."""
         values = [(bounds.low, bounds.high, math.log(bounds.low), math.log(bounds.high)) for bounds in groups]
         table = constant_on(group_T.device, tuple(itertools.chain.from_iterable(values))).reshape(-1, 4)
         low_T, high_T, log_low_T, log_high_T = table[group_T].unbind(-1)
@@ -69,7 +69,7 @@ def policy_loss(
 
     With a dual clip ``c`` a token with ``A < 0`` and ``r > c`` has the value ``c A``. float64, differentiable
     in ``log_ratio_T``; the gradient is exactly zero at tokens that are clipped, masked or beyond
-    ``LOG_RATIO_LIMIT``. ValueError if shapes differ.
+    ``LOG_RATIO_LIMIT``. Raises ValueError if shapes differ.
     """
     check_shapes(log_ratio_T, advantage_T, mask_T)
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
@@ -90,7 +90,7 @@ def clipped_tokens(
 ) -> Tensor:
     """Clipped tokens, bool [T]: ``A > 0 and r >= c_high``, or ``A < 0 and r <= c_low``; not the dual clip.
 
-    ValueError if shapes differ.
+    Raises ValueError if shapes differ.
     """
     check_shapes(log_ratio_T, advantage_T, mask_T)
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
@@ -104,7 +104,7 @@ def gradient_factor(
 ) -> Tensor:
     """Gradient factor ``g = r X`` of each token (Eq. 7), float64 [T]: ``d loss / d log pi = -mask A g``.
 
-    ``X`` is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, else 1.
+    ``X`` is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, otherwise 1.
     """
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
@@ -115,7 +115,7 @@ def gradient_factor(
 
 
 def _clipped(log_ratio_T: Tensor, advantage_T: Tensor, bounds: Bounds | TokenBounds) -> tuple[Tensor, Tensor]:
-    """Masks of the tokens clipped above (A > 0) and below (A < 0); nan is in neither and reaches the loss."""
+    """Masks of tokens clipped above (A > 0) and below (A < 0); nan is in neither and reaches the loss."""
     if isinstance(bounds, TokenBounds):
         above_T, below_T = log_ratio_T >= bounds.log_high_T, log_ratio_T <= bounds.log_low_T
     else:
@@ -133,23 +133,22 @@ def contribution_sums(
     group_T: Tensor | None = None,
     groups: int = 1,
 ) -> Tensor:
-    """Contribution sums (Eq. 8): ``P(c_high) = sum_{A>0} w A min(r, c_high)``, ``N(c_low)``: [H + L].
+    """Contribution sums (Eq. 8) at every candidate of both bounds, [H + L]: P per c_high, N per c_low.
 
-    At every candidate of both bounds, in one pass. With ``w = mask pi_rollout`` or ``w = mask``
-    (``config.weight``) and ``r = pi_theta / pi_old``, by ``config.measure``:
+    With ``w = mask pi_rollout`` or ``w = mask`` (``config.weight``) and ``r = pi_theta / pi_old``, by
+    ``config.measure``:
 
     - ``surrogate`` (Eq. 8): ``P(c_high) = sum_{A > 0} w A min(r, c_high)`` and
       ``N(c_low) = sum_{A < 0} w |A| max(r, c_low)``
     - ``gradient`` (Eq. 5): ``P(c_high) = sum_{A > 0, r < c_high} w A r`` and
       ``N(c_low) = sum_{A < 0, r > c_low} w |A| r``
 
-    ``rollout_log_prob_T``, ``log pi_rollout``, is read if the weight asks for it. With ``group_T``, the group
-    of each token, there is such a vector for each of the ``groups``, one after the other.
+    ``rollout_log_prob_T``, ``log pi_rollout``, matters only if the weight uses it. With ``group_T``, the
+    group of each token, returns the vectors of all ``groups``, one after the other.
 
     Returns:
-        float64 ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]`` on the device of the
-        input. Additive: sums of parts of a batch add up to those of the batch. A nan in a token of the loss
-        makes all of them nan.
+        float64 ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]`` on the inputs' device,
+        additive over parts of a batch. A nan in a token of the loss makes all of them nan.
 
     Raises:
         ValueError: if shapes differ, or the candidates of c_low and c_high overlap.
@@ -169,14 +168,13 @@ def histograms(
 ) -> Tensor:
     """Histograms of ``w |A| r`` and ``w |A|`` over log r, with the candidates of the bounds as bin edges.
 
-    With ``group_T``, the index of each token's group below ``groups``, there is a histogram for each group.
-
-    Fast path: most tokens are clipped by no candidate. They all belong to the middle bin, which needs plain
-    sums alone; only the other tokens are sorted into bins.
+    With ``group_T``, each token's group index below ``groups``, there is one histogram per group. Without it
+    a fast path handles tokens that no candidate clips, usually most: they share the middle bin, which needs
+    only plain sums, so only the other tokens are sorted into bins.
 
     Returns:
-        float64 [2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1], before it [groups] if there are
-        any: all that the sums at every candidate need, under either measure.
+        float64 [2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1], preceded by [groups] if grouped:
+        sufficient for the sums at every candidate, under either measure.
     """
     check_shapes(log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
     fields = [field.reshape(-1) for field in (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)]
@@ -199,7 +197,7 @@ def histograms(
 
 
 def _binned(fields: Sequence[Tensor], weight: Weight, edges: Tensor, group_T: Tensor, groups: int) -> Tensor:
-    """Slow path of ``histograms``: every token is sorted into its bin, for groups."""
+    """Slow path of ``histograms`` for groups: sorts every token into its bin."""
     bins = 2 * (len(edges) + 1)
     histogram = edges.new_zeros(2, groups * bins)
     _add_clipped(histogram, fields, weight, edges, group_T * bins)
@@ -212,11 +210,11 @@ def _add_unclipped(
 ) -> Tensor:
     """Fast path: add ``w |A| r`` of the unclipped tokens to ``middle`` [2 (negative; positive)].
 
-    Nearly all the time of the sums goes here. So it works in place, and multiplies masked tokens with 0
-    instead of selecting the others; a token where that does not give 0 is left out.
+    Nearly all the time of the sums is spent here, so it works in place and multiplies masked tokens by 0
+    instead of selecting the others.
 
     Returns:
-        bool [tokens]: those left out, which a candidate may clip, and those with a nan or inf, masked or not.
+        bool [tokens]: those left out, which a candidate may clip or which have a nan or inf, masked or not.
     """
     log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
     log_ratio_T = log_ratio_T.to(torch.float64, copy=True)
@@ -235,7 +233,7 @@ def _add_unclipped(
 
 
 def _left_out(fields: Sequence[Tensor], left_out_T: Tensor, chunk: int) -> Iterator[Sequence[Tensor]]:
-    """Fields of the tokens left out, ``chunk`` at a time; on a GPU all tokens, with the others masked."""
+    """Yield the fields of the tokens left out, ``chunk`` at a time; on a GPU all tokens, others masked."""
     if selects(left_out_T.device):
         for positions in left_out_T.nonzero().squeeze(1).split(chunk):
             yield [field_T.index_select(0, positions) for field_T in fields]
@@ -244,7 +242,7 @@ def _left_out(fields: Sequence[Tensor], left_out_T: Tensor, chunk: int) -> Itera
 
 
 def _ordered_sum(value_T: Tensor) -> Tensor:
-    """Sequential sum in the order of the tokens: zeros among them do not change its rounding."""
+    """Sequential sum in token order: zeros in between do not change its rounding."""
     return value_T.cumsum_(0)[-1:].sum()
 
 
@@ -258,8 +256,7 @@ def _add_clipped(
     """Slow path: add ``w |A| r`` and ``w |A|`` of any tokens to the bins of ``histogram``.
 
     Args:
-        histogram: [2 (w |A| r; w |A|), 2 * (candidates + 1)], first the negative tokens; of every group,
-            where there are groups.
+        histogram: [2 (w |A| r; w |A|), 2 * (candidates + 1)], negative tokens first, for every group.
         first_T: the first bin of each token's group; None: 0.
     """
     log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
@@ -290,27 +287,27 @@ def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
         high, low = (constant_on(histogram.device, tuple(bounds)) for bounds in (highs, lows))
         positive = positive + high * since[..., mass, _POSITIVE, len(lows) + 1 :]
         negative = negative + low * up_to[..., mass, _NEGATIVE, : len(lows)]
-    # A nan must not hide in a bin that no candidate counts.
+    # A nan must not hide in a bin ignored by every candidate.
     return torch.cat([positive, negative], -1) + 0.0 * histogram.sum()
 
 
 def _thresholds(config: BoundsConfig) -> tuple[list[float], list[float]]:
-    """Thresholds of log r: from them on a token is unclipped by each c_low, and clipped by each c_high."""
+    """Thresholds of log r from which a token is unclipped by each c_low, and clipped by each c_high."""
     lows, highs = low_values(config), high_values(config)
     if lows[-1] >= highs[0]:
         raise ValueError(f"candidates of c_low (to {lows[-1]}) and c_high (from {highs[0]}) overlap")
-    # Unclipped by c_low is log r > log c_low, that is from the next float on.
+    # Unclipped by c_low means log r > log c_low, that is, from the next float on.
     return [math.nextafter(math.log(low), math.inf) for low in lows], [math.log(high) for high in highs]
 
 
 @functools.lru_cache(maxsize=16)
 def _edges(config: BoundsConfig) -> tuple[float, ...]:
-    """Bin edges: all thresholds, ascending; a bin holds its lower edge."""
+    """Bin edges: all thresholds, ascending; a bin contains its lower edge."""
     lows, highs = _thresholds(config)
     return (*lows, *highs)
 
 
 def _unclipped(config: BoundsConfig) -> tuple[float, float]:
-    """Range of log r that no candidate clips, for either sign of the advantage."""
+    """Range of log r clipped by no candidate, for either sign of the advantage."""
     lows, highs = _thresholds(config)
     return lows[-1], math.nextafter(highs[0], -math.inf)

@@ -1,13 +1,12 @@
-"""Terms of the loss: what is added to the policy's loss, token by token.
+"""Terms added to the policy loss, token by token.
 
-A term is a function from the ``TokenStats`` and the ``MicroBatch`` of some tokens to a cost of each, [T],
-differentiable in log-probs and entropies. Its arguments after these are its settings; ``algorithm.terms``
-lists those of a run, built-in or the user's. The loss gets ``sum_t weight_t cost_t``, with the weights of
-the policy's loss, divided by the same number of tokens. The KL to a reference and to a teacher are terms, too
-(``reference_kl.py``): they have settings of their own.
+A term maps the ``TokenStats`` and the ``MicroBatch`` of some tokens to a cost per token, [T], differentiable
+in log-probs and entropies. Further arguments are its settings; ``algorithm.terms`` lists a run's terms,
+built-in or custom. The loss gains ``sum_t weight_t cost_t``, with the policy loss's weights and divisor. The
+KL to a reference and to a teacher are also terms, with their own settings (``reference_kl.py``).
 
-A call may see a part of a sequence: the cost of a token may depend on that token alone. Legend: ``_T`` tokens
-of a pack (a micro-batch of packed sequences).
+A call may see part of a sequence: a token's cost may depend only on that token. Legend: ``_T`` tokens of a
+pack (a micro-batch of packed sequences).
 """
 
 from __future__ import annotations
@@ -28,24 +27,21 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
 
 Term = Callable[[TokenStats, MicroBatch], Tensor]
-"""A term of the loss with its settings: from a pack to its float64 sum, a scalar with gradient."""
+"""A loss term with its settings bound: maps a pack to its float64 sum, a scalar with gradient."""
 
 
 def entropy_bonus(
     stats: TokenStats, batch: MicroBatch, coefficient: Annotated[float, Gt(0)] = 0.001
 ) -> Tensor:
-    """Entropy bonus, ``-coefficient H``: the exact entropy of the next-token distribution, and its gradient.
+    """Entropy bonus, ``-coefficient H``: the exact entropy of the next-token distribution, with its gradient.
 
-    verl's ``entropy_coeff``, slime's ``--entropy-coef``. The entropy is that at the rollout temperature.
+    verl's ``entropy_coeff``, slime's ``--entropy-coef``. The entropy is at the rollout temperature.
     """
     return -coefficient * stats.entropy_T
 
 
 def build_terms(algorithm: Any) -> dict[str, Term]:
-    """The terms of an ``AlgorithmConfig`` by their names in metrics, those of ``algorithm.terms``.
-
-    ConfigError for an unknown one or setting.
-    """
+    """The terms of ``algorithm.terms`` by metric name. Raises ConfigError for an unknown one or setting."""
     return {
         part.label: _summed(
             part.label, load_part(f"algorithm.terms[{number}]", part.name, part.settings, TERMS, 2)
@@ -55,7 +51,7 @@ def build_terms(algorithm: Any) -> dict[str, Term]:
 
 
 def kl_terms(reference: ReferenceKlConfig | None, distillation: DistillationConfig | None) -> list[Term]:
-    """The terms of the KL to a reference policy and to a teacher, where they are in the loss."""
+    """The loss terms for the KL to a reference policy and to a teacher, if enabled."""
     terms: list[Term] = []
     if reference is not None and reference.in_loss:
         terms.append(lambda stats, batch: kl_loss(stats, batch, batch.reference_log_prob_T, reference))
@@ -80,7 +76,7 @@ def _summed(label: str, cost: Callable[[TokenStats, MicroBatch], Tensor]) -> Ter
 
 
 def term_measurement(label: str, term: Term) -> Measurement:
-    """Measurement of a term: ``terms/NAME``, its part of ``policy/loss`` at the weights before the update."""
+    """Measurement ``terms/NAME`` of a term: its part of ``policy/loss`` at the weights before the update."""
 
     def sums(view: PackView) -> Tensor:
         return term(view.stats, view.batch)[None]
@@ -92,7 +88,7 @@ def term_measurement(label: str, term: Term) -> Measurement:
 
 
 def check_terms(algorithm: Any) -> None:
-    """Preflight of the terms: ConfigError as of ``build_terms``, also for what a pack of two tokens shows."""
+    """Preflight of the terms on a pack of two tokens. Raises ConfigError, also without a gradient."""
     batch = MicroBatch.of((0, 2), ((0, 0, 2),), 1, mask_T=torch.ones(2), weight_T=torch.ones(2))
     stats = TokenStats(*(torch.tensor([-1.0, -2.0], requires_grad=True) for _ in range(2)))
     for label, term in build_terms(algorithm).items():
@@ -100,7 +96,7 @@ def check_terms(algorithm: Any) -> None:
             value = term(stats, batch)
         except ConfigError:
             raise
-        except Exception as error:  # a user's function raises what it likes
+        except Exception as error:  # a user's function can raise anything
             raise ConfigError(f"algorithm.terms: {label} failed with {error!r}; mend it") from error
         if not value.requires_grad:
             raise ConfigError(

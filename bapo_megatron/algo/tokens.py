@@ -1,7 +1,6 @@
 """Per-token math of losses and metrics: importance ratio, masking, masked sums, high-probability tokens.
 
-Functions on tensors of any device, written so that the host does not wait for a GPU. The losses and
-measurements of ``algo/`` call them.
+Functions on tensors of any device that do not make the host wait for a GPU.
 """
 
 from __future__ import annotations
@@ -22,15 +21,12 @@ ROUNDING = 1e-4
 def constant_on(
     device: torch.device, values: tuple[float, ...], dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """Cached constant tensor of ``values`` on ``device``, shared by all packs: do not write into it.
-
-    A copy to a GPU in each chunk would make the host wait.
-    """
+    """Constant tensor of ``values`` on ``device``, cached to save blocking GPU copies: do not modify it."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 def unmasked(mask_T: Tensor, *fields: Tensor) -> list[Tensor]:
-    """Fields as float64, with 0 at masked tokens (by ``where``, not by a product: 0 * nan is nan)."""
+    """Fields as float64, with 0 at masked tokens (``where``, because the product 0 * nan is nan)."""
     live_T = mask_T != 0
     return [torch.where(live_T, field_T, 0.0).double() for field_T in fields]
 
@@ -38,13 +34,13 @@ def unmasked(mask_T: Tensor, *fields: Tensor) -> list[Tensor]:
 def selects(device: torch.device) -> bool:
     """Whether masked sums select tokens by index (CPU, faster) or mask them (GPU).
 
-    On a GPU a selection would make the host wait, in every chunk, for the number of selected tokens.
+    On a GPU a selection would make the host wait for the number of selected tokens.
     """
     return device.type == "cpu"
 
 
 def live_sum(value_T: Tensor, live_T: Tensor) -> Tensor:
-    """Masked sum in float64: ``value_T`` over the tokens where ``live_T``, whatever the others hold."""
+    """Float64 sum of ``value_T`` over the tokens where ``live_T``, whatever the others hold."""
     if selects(value_T.device):
         return value_T[live_T].double().sum()
     return torch.where(live_T, value_T, 0.0).double().sum()
@@ -58,14 +54,13 @@ def ratio(log_ratio_T: Tensor) -> Tensor:
 def likely(log_prob_T: Tensor, entropy_T: Tensor) -> Tensor:
     """High-probability tokens, ``log pi(y) > -H`` (BAPO's Definition 1), bool [T], up to rounding.
 
-    For most tokens of a language model the policy is almost certain: both sides are 0 up to rounding, and
-    the token counts as likely.
+    For most tokens the policy is almost certain: both sides are 0 up to rounding, and the token is likely.
     """
     return log_prob_T + entropy_T > -ROUNDING
 
 
 def check_shapes(*fields: Tensor) -> None:
-    """Check that all fields have the same shape; ValueError if not."""
+    """Raise ValueError unless all fields have the same shape."""
     shapes = [tuple(field.shape) for field in fields]
     if len(set(shapes)) > 1:
         raise ValueError(f"the fields of the tokens differ in shape: {shapes}")

@@ -1,6 +1,6 @@
-"""Export of a policy: its streamed weights as a Hugging Face folder, by the plan of ``bapo-ckpt to-hf``.
+"""Export of a policy's streamed weights as a Hugging Face folder, by the plan of ``bapo-ckpt to-hf``.
 
-For the final policy of a run and of SFT. Exports of checkpoints: ``exports.py``.
+For the final policy of a run and of SFT; ``exports.py`` exports checkpoints.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from checkpoints_tools.core.atomic_output import OutputPlan
 from checkpoints_tools.formats.safetensors_folder import untrained_tensors
 from checkpoints_tools.megatron_to_hf import plan_hf_folder
 
-_WRITER = "bapo"  # of an export, in its mark
+_WRITER = "bapo"  # the writer's name in an export's mark
 
 _SHARD_BYTES = 4 * 2**30
 
@@ -42,10 +42,9 @@ def export_hf(
 ) -> None:
     """Export ``weights`` as a Hugging Face folder, with copies of ``reference``'s config and tokenizer.
 
-    Collective: every rank runs the iterator, rank 0 writes, and holds one tensor in host memory. ``output``
-    appears whole at the end; an earlier export is replaced, anything else there is refused (ConfigError).
-    ValueError for weights that are not the model's, or not all of one type. RunStopped if the disk does not
-    take them.
+    Collective: every rank exhausts the iterator; rank 0 writes, holding one tensor in host memory. ``output``
+    appears complete at the end and replaces an earlier export; any other content raises ConfigError. Raises
+    ValueError if the weights are not the model's or have several dtypes, RunStopped if a write fails.
     """
     if dist.get_rank() == 0:
         check_export_output(output)
@@ -80,17 +79,17 @@ def _write_tensor(plan: OutputPlan, name: str, tensor: Tensor) -> None:
 
 
 def check_export_output(output: Path) -> None:
-    """Preflight of an export's folder: ConfigError if ``output`` exists and is not an earlier export."""
+    """Preflight: raise ConfigError if ``output`` exists and is not an earlier export."""
     check_replaceable(output, _WRITER, foreign)
     check_aside(output, replaced_folder(output), _WRITER, foreign)
 
 
 def keep_others(output: Path) -> list[Path]:
-    """Rename foreign content at the place of an export, so that it is kept; the new names."""
+    """Rename foreign content at the place of an export to keep it; return the new names."""
     places = [output, *([replaced_folder(output)] if os.path.lexists(output) else [])]
     return [kept for place in places if (kept := move_foreign_aside(place, foreign)) is not None]
 
 
 def foreign(folder: Path) -> str | None:
-    """Foreign content of ``folder``, in words; None if an export wrote all of it."""
+    """Return a description of foreign content in ``folder``; None if an export wrote all of it."""
     return foreign_content(folder, _WRITER)

@@ -1,19 +1,19 @@
-"""Background exports of checkpoints to Hugging Face folders while training continues, and the user's hook.
+"""Background exports of checkpoints to Hugging Face folders during training, and the user's hook.
 
-    exports/step_000120/   config, tokenizer, safetensors: whole or absent
+    exports/step_000120/   config, tokenizer, safetensors: complete or absent
 
-With ``checkpoint.export_every``, on rank 0: a process of low priority converts one checkpoint at a time from
-file to file; the trainer does not wait for it. One more checkpoint waits, and a newer one replaces it. So at
-most two checkpoints are kept from deletion, however slow the disk is. The process is
+With ``checkpoint.export_every``, on rank 0, a low-priority process converts one checkpoint at a time from
+file to file; the trainer does not wait. One more checkpoint is queued, and a newer one replaces it, so at
+most two checkpoints are protected from deletion, however slow the disk is. The process is
 
     python -m bapo_megatron.checkpoint.exports CHECKPOINT OUTPUT MODEL PARENT
 
-It imports no torch, so it needs tens of megabytes for a model of any size, and ends with the trainer.
+It imports no torch, needs tens of megabytes for any model size, and ends with the trainer.
 
-``checkpoint.after_export`` is the user's command for each export, such as an upload. One runs at a time, in a
-process of its own; a failure is an event and a warning, and does not fail the run. RUN/after_export.json
-lists the exports for which it has succeeded; for every other one the next start runs it again. Delivery is at
-least once: a kill may come between the end of a command and the note of it.
+``checkpoint.after_export`` is the user's command for each export, such as an upload. One runs at a time in
+its own process; a failure is an event and a warning, and does not fail the run. RUN/after_export.json lists
+the exports with a successful command; the next start runs the others again. Delivery is at least once: a kill
+may come between a command's end and its record.
 """
 
 from __future__ import annotations
@@ -40,50 +40,43 @@ from checkpoints_tools import Settings, to_hf
 from checkpoints_tools.core.atomic_output import foreign, replaced_folder
 
 _CLEANING_S = 20.0
-"""Seconds that a terminated process may take to remove its half-written output."""
+"""Seconds for a terminated process to remove its partial output."""
 _NICENESS = 19
-"""The lowest CPU priority; the kernel derives the disk priority from it."""
+"""Lowest CPU priority; the kernel derives the disk priority from it."""
 _THREADS = 2
 
 OnEvent = Callable[[dict[str, Any]], None]
-"""Records an event: its kind and its fields."""
+"""Records an event: its kind and fields."""
 
 
 class StepExports:
-    """Background exports of one run, one at a time, on rank 0: one more waits, and a newer one replaces it.
-
-    A failed one is an event and a warning, and does not end the run. Only ``close`` waits. Made by
-    ``trainer/build.py``; the training loop polls it.
-    """
+    """Background exports of one run, on rank 0: one runs, one more is queued, and a newer one replaces it. A
+    failed export is an event and a warning. Only ``close`` waits. The training loop polls it."""
 
     def __init__(
         self, paths: RunPaths, model: Path, every: int, on_event: OnEvent, after: AfterExport | None = None
     ) -> None:
-        """``model``: the Hugging Face folder that the run started from. ``every``: steps; 0 for none.
-        ``after``: the export hook; closed with this."""
+        """``model``: Hugging Face folder that the run started from. ``every``: interval in steps; 0 for no
+        exports. ``after``: export hook, closed with this object."""
         self._paths, self._model, self._every, self._on_event = paths, model, every, on_event
         self.after = after
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._process: subprocess.Popen[str] | None = None
         self._ended: Future[tuple[int, str, float]] | None = None
         self._step = 0
-        """The step in the process."""
         self._next: int | None = None
-        """The queued step."""
 
     def is_using(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` is being exported or queued, and must not be deleted."""
+        """Return whether the checkpoint of ``step`` is being exported or queued and must not be deleted."""
         return step == self._next or (self._process is not None and step == self._step)
 
     def is_busy(self) -> bool:
-        """Whether an export or its hook runs or is queued."""
+        """Return whether an export or its hook is running or queued."""
         return self._process is not None or (self.after is not None and self.after.is_busy())
 
     def resume(self, steps: Iterable[int]) -> None:
-        """Queue the missing exports: the newest two of ``steps``, which have checkpoints; and their hooks.
-
-        Called once, at a start of the run. Deletes half-written exports of a killed process.
-        """
+        """Queue missing exports of the newest two of ``steps``, which have checkpoints, and missing hooks.
+        Call once, at a start of the run. Deletes partial exports of a killed process."""
         from bapo_megatron.checkpoint.store import delete_hidden  # imports torch
 
         for leftover in step_leftovers(self._paths.step_exports, ".bapo-ckpt.tmp"):
@@ -96,7 +89,7 @@ class StepExports:
             self.after.resume()
 
     def offer(self, step: int) -> None:
-        """Begin or queue the export of the complete checkpoint of ``step``, if ``every`` asks for it."""
+        """Begin or queue the export of the complete checkpoint of ``step``, if ``every`` selects it."""
         if not self._is_due(step):
             return
         if self._process is None:
@@ -107,7 +100,7 @@ class StepExports:
         self._next = step
 
     def poll(self) -> None:
-        """Record the end of an export or hook, and start the queued ones."""
+        """Record the end of an export or hook, and start queued ones."""
         self._poll_export()
         if self.after:
             self.after.poll()
@@ -132,7 +125,7 @@ class StepExports:
             self._start(waiting)
 
     def close(self) -> None:
-        """Terminate the running export (after 20 s: kill it) and its hook; a resumed run starts both."""
+        """Terminate the running export (kill it after 20 s) and its hook; a resumed run starts both again."""
         if self.after:
             self.after.close()
         if self._process is not None:
@@ -149,7 +142,7 @@ class StepExports:
     def _start(self, step: int) -> None:
         folders = self._paths.checkpoint(step), self._paths.step_export(step), self._model
         arguments = [*map(str, folders), str(os.getpid())]
-        # Its own session: signals to the run's process group do not reach it, `close` ends it.
+        # In its own session: signals to the run's process group do not reach it; `close` ends it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bapo_megatron.checkpoint.exports", *arguments],
             stdin=subprocess.DEVNULL,
@@ -165,7 +158,7 @@ class StepExports:
 
 
 def _wait(process: subprocess.Popen[str], began: float) -> tuple[int, str, float]:
-    """Exit code, stderr and seconds of a process, once it has ended."""
+    """Wait for a process; return its exit code, stderr and seconds."""
     stderr = process.communicate()[1]
     return process.returncode, stderr, time.perf_counter() - began
 
@@ -174,12 +167,9 @@ def _wait(process: subprocess.Popen[str], began: float) -> tuple[int, str, float
 
 
 class AfterExport:
-    """Queue of export hooks of one run, by the exports' steps, on rank 0. No method waits for a command.
-
-    ``exported`` and ``exported_last`` queue; ``poll`` starts the next command and records the end of one (an
-    event; RUN/after_export.json). ``StepExports`` polls and closes it. A failed command is tried again by the
-    next start of the run, not by this one. Made by ``trainer/build.py`` if the setting is there.
-    """
+    """Queue of a run's export hooks, by step, on rank 0. No method waits for a command. ``exported`` and
+    ``exported_last`` queue; ``poll`` starts the next command and records a finished one (event,
+    RUN/after_export.json). ``StepExports`` polls and closes it. The next start retries failed commands."""
 
     def __init__(
         self,
@@ -190,7 +180,7 @@ class AfterExport:
         limit_minutes: float,
         on_event: OnEvent,
     ) -> None:
-        """``last_step``: the run's last step, whose hook gets `RUN/export` and not exports/step_NNNNNN."""
+        """``last_step``: the run's last step; its hook gets `RUN/export` instead of exports/step_NNNNNN."""
         self._paths, self._run_name, self._on_event = paths, run_name, on_event
         self._last_step = last_step
         self._words, self._limit_minutes = command_words(command), limit_minutes
@@ -201,26 +191,25 @@ class AfterExport:
         """Step and start of the running command."""
 
     def is_busy(self) -> bool:
-        """Whether a command runs or is queued."""
+        """Return whether a command is running or queued."""
         return self._running is not None or bool(self._waiting)
 
     def resume(self) -> None:
-        """Queue the exports of earlier starts whose command has not succeeded, oldest first."""
+        """Queue exports of earlier starts without a successful command, oldest first."""
         for (step, updates), folder in sorted(step_entries(self._paths.step_exports)):
             is_due = not updates and step != self._last_step and step_name(step) not in self._done
             if is_due and (folder / "config.json").exists():
                 self._add(step)
 
     def exported(self, step: int) -> None:
-        """Queue the new export of ``step``, and start its command if none runs; not for the last step."""
+        """Queue the new export of ``step`` unless it is the last step; start its command if none is
+        running."""
         if step != self._last_step:
             self._again(step)
 
     def exported_last(self, is_new: bool) -> None:
-        """Queue the final export, if its command has not succeeded yet.
-
-        ``is_new``: it was just written, so the command runs again even if it has succeeded for this step.
-        """
+        """Queue the final export, if its command has not succeeded yet. ``is_new``: it was just written, so
+        its command runs even after an earlier success."""
         if is_new:
             self._again(self._last_step)
         elif step_name(self._last_step) not in self._done:
@@ -238,14 +227,14 @@ class AfterExport:
             self._start(self._waiting.pop(0))
 
     def close(self) -> None:
-        """Kill the running command with its descendants, and empty the queue; the next start runs them."""
+        """Kill the running command with its descendants and empty the queue; the next start runs them."""
         if self._running:
             self._running.close()
             self._running = None
         self._waiting.clear()
 
     def _again(self, step: int) -> None:
-        # The note goes first: a kill before the command's end must not leave the export as done.
+        # Remove the record first: a kill before the command's end must not leave the export as done.
         if step_name(step) in self._done:
             self._note(self._done - {step_name(step)})
         self._add(step)
@@ -279,7 +268,7 @@ class AfterExport:
         if code != 0:
             self._failed(seconds, running.failure(code, f"{self._limit_minutes:g} min"))
             return
-        self._note(self._done | {step_name(self._step)})  # durable before the event says done
+        self._note(self._done | {step_name(self._step)})  # durable before the event
         self._on_event({"kind": "after_export_done", **self._about(seconds=round(seconds, 3))})
 
     def _failed(self, seconds: float, reason: str) -> None:
@@ -295,7 +284,7 @@ class AfterExport:
             )
 
     def _about(self, **more: Any) -> dict[str, Any]:
-        """Fields of an event of the running command, or of the one that has just ended."""
+        """Return event fields of the running command, or of the one that just ended."""
         return {"export": step_name(self._step), "step": self._step, **more}
 
     def _note(self, done: set[str]) -> None:
@@ -310,7 +299,7 @@ def _filled(word: str, values: dict[str, str]) -> str:
 
 
 def _stored(path: Path) -> set[str]:
-    """Stored names of exports that are done; none if the file is missing or unreadable, so all run again."""
+    """Return the stored names of finished exports; empty if the file is unreadable, so all run again."""
     try:
         return set(map(str, json.loads(path.read_text())["done"]))
     except (OSError, ValueError, KeyError, TypeError):
@@ -321,16 +310,14 @@ def _stored(path: Path) -> set[str]:
 
 
 def main(checkpoint: str, output: str, model: str, parent: str) -> int:
-    """Convert ``checkpoint`` to the HF folder ``output``, with config and tokenizer of ``model``.
-
-    ``parent``: process id of the trainer, with which this process ends. Returns the exit code.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the half-written output is removed on the way
-    die_with_parent(parent=int(parent))  # else a restarted trainer could export to the same folder at once
-    os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)  # os.nice would add it to that of the trainer
+    """Convert ``checkpoint`` to the HF folder ``output``, with config and tokenizer of ``model``; return the
+    exit code. ``parent``: the trainer's process id; this process ends with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the partial output on exit
+    die_with_parent(parent=int(parent))  # otherwise a restarted trainer could export to the same folder
+    os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)  # os.nice would add to the trainer's niceness
     try:
-        # Outputs with somebody's files, or of an earlier version without a mark, are renamed and kept. The
-        # replaced folder only where the output exists: else `to_hf` gives it the output's name again.
+        # Rename and keep outputs with foreign files, or of an earlier version without a mark. The replaced
+        # folder only if the output exists: otherwise `to_hf` restores the output's name.
         if os.path.lexists(output):
             move_foreign_aside(replaced_folder(Path(output)), foreign)
         move_foreign_aside(Path(output), foreign)

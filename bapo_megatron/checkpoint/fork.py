@@ -1,10 +1,10 @@
-"""Fork (``--fork``): a new run from a checkpoint of another, with its weights, optimizer and data position.
+"""Fork (``--fork``): new run from another run's checkpoint, with its weights, optimizer and data position.
 
     NEW/checkpoints/step_000120/   the other run's checkpoint: hard links to its files, or copies
     NEW/fork.json                  its origin (``fork_record.py``)
 
-``check_fork`` is the preflight, before process groups exist; ``make_fork`` is called by every rank, before
-the new run looks for its checkpoint. The other run may be training, and is only read.
+``check_fork`` is the preflight, before process groups exist; every rank calls ``make_fork`` before the new
+run searches for its checkpoint. The other run may be training and is only read.
 """
 
 from __future__ import annotations
@@ -38,20 +38,18 @@ from bapo_megatron.runtime.storage import writing
 T = TypeVar("T")
 
 _MEET_S = 5.0
-"""Seconds that rank 0 copies before the ranks meet again, so that no collective times out."""
+"""Seconds that rank 0 copies before the ranks synchronize again, so that no collective times out."""
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a refused hard link, after which a copy is tried."""
+"""Errors of a refused hard link; a copy is tried next."""
 
 
 # --- preflight ---
 
 
 def check_fork(config: RunConfig, source: ForkSource | None) -> None:
-    """Preflight of ``--fork`` and of a run directory that holds a fork: ConfigError if it cannot be made.
-
-    A directory that is this fork already is resumed, even if the other run is gone.
-    """
+    """Preflight: raise ConfigError if ``--fork`` or a run directory with a fork cannot be used. A directory
+    that already is this fork is resumed, even if the other run is gone."""
     fork, is_begun = read_fork(config.directory), _has_checkpoint(config.paths)
     if source is None:
         if fork and not is_begun:
@@ -70,7 +68,7 @@ def check_fork(config: RunConfig, source: ForkSource | None) -> None:
 
 
 def _same_source(directory: Path, fork: Fork, source: ForkSource) -> ForkSource:
-    """``source`` with the step of ``fork``; ConfigError if it names another checkpoint."""
+    """Return ``source`` with the step of ``fork``; raise ConfigError if it names another checkpoint."""
     same_run = str(source.run.resolve()) == fork.origin.run
     if not same_run or source.step not in (None, fork.origin.step):
         raise ConfigError(
@@ -113,16 +111,14 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
 
 
 def _sizes(shape: ModelShape) -> dict[str, object]:
-    """What determines the names and shapes of a model's tensors, by its name in messages."""
+    """Return the sizes that determine a model's tensor names and shapes, by their names in messages."""
     sizes = {name: getattr(shape, name) for name in ("layers", "hidden", "ffn", "vocab", "tied")}
     return sizes | {name: size for kind in shape.kinds for name, size in kind.sizes().items()}
 
 
 def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
-    """Candidate checkpoints of ``source``, by step, without those ``refused``; ConfigError if there is none.
-
-    A checkpoint within a step is not a candidate: the batch of its step belongs to the other run.
-    """
+    """Return the candidate checkpoints of ``source`` by step, except ``refused``; raise ConfigError if none
+    is left. A checkpoint within a step is no candidate: the batch of its step belongs to the other run."""
     entries = dict(newest_first(source.paths.checkpoints))
     whole = {step: path for (step, updates), path in entries.items() if not updates}
     left = {step: path for step, path in sorted(whole.items()) if step not in refused}
@@ -151,10 +147,8 @@ def _has_checkpoint(paths: RunPaths) -> bool:
 
 def make_fork(config: RunConfig, source: ForkSource) -> None:
     """Make the run directory a fork of ``source``, unless it is one; its lock must be held. Collective.
-
-    If ``source`` gives no step, a checkpoint that is damaged, or that the other run deletes meanwhile, is
-    passed over with a message. ConfigError if none is left; RunStopped if the disk is full or fails.
-    """
+    Without a step in ``source``, damaged checkpoints, or ones that the other run deletes meanwhile, are
+    skipped with a message. Raises ConfigError if none is left; RunStopped if the disk is full or fails."""
     paths = config.paths
     fork = broadcast_from_main(read_fork(paths.root) if is_main() else None)
     if fork is not None:
@@ -172,19 +166,19 @@ def make_fork(config: RunConfig, source: ForkSource) -> None:
         if is_main():
             passed = f"--fork {source}: passing over the checkpoint of step {step}: {problem}"
             print(printable(passed), flush=True)
-    # Published last: until then the checkpoint has a hidden name, and a killed process leaves no run behind.
+    # Publish last: until then the checkpoint has a hidden name, and a killed process leaves no run.
     _on_main(lambda: _publish(paths, source, hidden, step))
 
 
 def _copied(checkpoint: Path, paths: RunPaths, step: int) -> tuple[Path, str | None]:
-    """Hidden, verified copy of ``checkpoint`` at ``paths``; or the reason of a failure. Collective."""
+    """Copy and verify ``checkpoint`` under a hidden name; return its path and any failure. Collective."""
     final = paths.checkpoint(step)
     hidden = final.with_name(f".{final.name}.{broadcast_from_main(uuid.uuid4().hex[:8])}.tmp")
     return hidden, _on_main(lambda: _place(checkpoint, hidden, paths)) or _damage(hidden, step)
 
 
 def _on_main(action: Callable[[], T]) -> T:
-    """Result of a long ``action`` on rank 0, on every rank; the ranks meet every few seconds. Collective."""
+    """Return, on every rank, the result of a long ``action`` on rank 0, synchronizing often. Collective."""
     if dist.get_world_size() == 1:
         return action()
     with ThreadPoolExecutor(1, thread_name_prefix="fork") as pool:
@@ -200,7 +194,7 @@ def _is_done(future: Future[T]) -> bool:
 
 
 def _place(checkpoint: Path, hidden: Path, paths: RunPaths) -> str | None:
-    """Link or copy the files of ``checkpoint`` into the folder ``hidden``, durably; or why that failed."""
+    """Link or copy the files of ``checkpoint`` durably into ``hidden``; return why that failed, or None."""
     clear_leftovers(paths)
     files, problem = manifest_of(checkpoint)
     if problem is not None:
@@ -221,13 +215,12 @@ def _place(checkpoint: Path, hidden: Path, paths: RunPaths) -> str | None:
         remove_folder(hidden)
         return str(error) if checkpoint.exists() else "its run has deleted it"
     except BaseException:
-        remove_folder(hidden, ignore_errors=True)  # or a full disk stays full
+        remove_folder(hidden, ignore_errors=True)  # otherwise a full disk stays full
         raise
     return None
 
 
 def _link(source: Path, target: Path) -> None:
-    """Hard link ``target`` to a file; a copy where the file system refuses the link."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:
@@ -238,11 +231,11 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _damage(folder: Path, step: int) -> str | None:
-    """Damage of a copied checkpoint, whose folder is then removed; None if it is whole. Collective."""
+    """Return the damage of a copied checkpoint and delete its folder; None if it is intact. Collective."""
     try:
         read_checkpoint(folder, (step, 0))
     except CheckpointError as error:
-        dist.barrier()  # no rank still reads the folder that rank 0 removes
+        dist.barrier()  # before rank 0 removes the folder, no rank may still read it
         if is_main():
             remove_folder(folder)
         return str(error)
@@ -250,7 +243,6 @@ def _damage(folder: Path, step: int) -> str | None:
 
 
 def _publish(paths: RunPaths, source: ForkSource, hidden: Path, step: int) -> None:
-    """Publish the fork: write fork.json, then rename the checkpoint to its final name."""
     other, final = source.run.resolve(), paths.checkpoint(step)
     fork = Fork(
         Origin(str(other), step),
@@ -258,7 +250,7 @@ def _publish(paths: RunPaths, source: ForkSource, hidden: Path, step: int) -> No
         read_config(other) or {},
         before.lineage if (before := read_fork(other)) else (),
     )
-    # fork.json first: a checkpoint without it would be taken for one that the run has written itself.
+    # fork.json first: without it the checkpoint would look like the run's own.
     with writing("the record of a fork", paths.fork):
         write_fork(paths, fork)
         hidden.rename(final)

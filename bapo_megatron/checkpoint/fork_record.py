@@ -1,7 +1,7 @@
-"""Fork record, ``fork.json``: the origin of a forked run, and the settings of the run that it came from.
+"""Fork record, ``fork.json``: a forked run's origin and the other run's settings.
 
-Written once by ``fork.py``, read by every start of the fork and by reports; ConfigError if it cannot be read.
-The other run is not read again: it may continue, move or be deleted. Nothing here is collective.
+``fork.py`` writes it once; every start of the fork and reports read it. Raises ConfigError if it cannot be
+read. The other run is not read again: it may continue, move or be deleted. Nothing here is collective.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 _FORMAT = 1
 _SHOWN = 80
-"""Characters of a value in a message."""
+"""Most characters of a value in a message."""
 
 
 @dataclass(frozen=True)
 class ForkSource:
-    """Value of ``--fork``, as plain data: a run and a step of it."""
+    """Value of ``--fork``: a run and one of its steps."""
 
     run: Path
     step: int | None
-    """None: its newest whole checkpoint between two steps."""
+    """None: newest whole checkpoint between two steps."""
 
     @classmethod
     def of(cls, text: str) -> ForkSource:
-        """Parse ``RUN`` or ``RUN:STEP``; a directory whose own name ends in `:STEP` is a RUN."""
+        """Parse ``RUN`` or ``RUN:STEP``; an existing directory with a name ending in `:STEP` is a RUN."""
         run, colon, step = text.rpartition(":")
         if colon and run and step.isascii() and step.isdigit() and not Path(text).is_dir():
             return cls(Path(run), int(step))
@@ -50,7 +50,7 @@ class ForkSource:
 
     @property
     def paths(self) -> RunPaths:
-        """The paths in the other run's directory."""
+        """Paths in the other run's directory."""
         return RunPaths(self.run)
 
     def __str__(self) -> str:
@@ -59,10 +59,10 @@ class ForkSource:
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a fork, as plain data: a run and the step of its checkpoint. Part of ``Fork``."""
+    """Origin of a fork: a run and the step of its checkpoint."""
 
     run: str
-    """The absolute path of the other run's directory."""
+    """Absolute path of the other run's directory."""
     step: int
 
     def __str__(self) -> str:
@@ -71,23 +71,23 @@ class Origin:
 
 @dataclass(frozen=True)
 class Fork:
-    """Content of ``fork.json``, as plain data: origin, manifest digest, settings and ancestors of a fork."""
+    """Content of ``fork.json``: origin, manifest digest, settings and ancestors of a fork."""
 
     origin: Origin
     manifest_sha256: str
-    """SHA-256 of the checkpoint's manifest, which holds the digests of all of its files."""
+    """SHA-256 of the checkpoint's manifest, which contains the digests of all its files."""
     settings: dict[str, Any]
     """The other run's configuration by dotted names."""
     ancestors: tuple[Origin, ...] = ()
-    """Origins of the other run, if it is a fork itself, the nearest first."""
+    """Origins of the other run, if it is a fork, nearest first."""
 
     @property
     def lineage(self) -> tuple[Origin, ...]:
-        """Origin and ancestors, the nearest first."""
+        """Origin and ancestors, nearest first."""
         return self.origin, *self.ancestors
 
     def changed(self, settings: dict[str, Any]) -> list[Change]:
-        """Changed settings: fields of ``settings``, by dotted names, that differ from the other run's."""
+        """Return the fields of ``settings``, by dotted names, that differ from the other run's."""
         return [change for change in differences(settings, self.settings) if change[0] not in NOT_SETTINGS]
 
 
@@ -97,8 +97,7 @@ def write_fork(paths: RunPaths, fork: Fork) -> None:
 
 
 def read_fork(run_dir: Path) -> Fork | None:
-    """Read ``fork.json`` of a run directory; None if the run is not a fork, ConfigError if it cannot be
-    read."""
+    """Return the content of ``fork.json``, None if there is none; raise ConfigError if it is unreadable."""
     path = RunPaths(run_dir).fork
     if not path.exists():
         return None
@@ -121,19 +120,18 @@ def read_fork(run_dir: Path) -> Fork | None:
 
 
 def changes_algorithm(config: RunConfig, fork: Fork) -> bool:
-    """Whether the fork changes the algorithm, so that its state between updates may not fit."""
+    """Return whether the fork changes the algorithm, so that its state between updates may not fit."""
     names = _changed_names(config, fork, ("algorithm.",))
     return any(not name.startswith(("algorithm.gap_", "algorithm.on_gap")) for name in names)
 
 
 def _changed_names(config: RunConfig, fork: Fork, fields: Iterable[str]) -> list[str]:
-    """Names among ``fields`` (``is_among``) that differ from the other run's."""
     return [name for name, *_ in fork.changed(plain_values(config)) if is_among(name, fields)]
 
 
 def changed_data(config: RunConfig, fork: Fork) -> str | None:
-    """Changed data settings of a fork, in words, which change its prompts; None if there are none."""
-    # The sampler itself compares the number of prompts that a limit of their length leaves out.
+    """Return a text of the fork's changed data settings that change its prompts; None if there are none."""
+    # The sampler itself compares the number of prompts excluded by the length limit.
     told = [
         f"{name} is {now}, and was {then}"
         for name, then, now in fork.changed(plain_values(config))
@@ -144,7 +142,7 @@ def changed_data(config: RunConfig, fork: Fork) -> str | None:
 
 
 def _order_of(name: str, value: Any) -> Any:
-    """What a field of the data says of the order of prompts: files by where they lie, and no rewards."""
+    """Return the part of a data field that determines the order of prompts: file paths and weights."""
     if name == "data.path":
         return Path(str(value)).resolve()
     if name == "data.sources" and value:
@@ -153,11 +151,9 @@ def _order_of(name: str, value: Any) -> Any:
 
 
 def may_differ(config: RunConfig, fork: Fork) -> set[str]:
-    """Parts of the resume check (``resume_check.py``) that may differ at a fork's first start.
-
-    The sampler's position is the fork's own. The learning rate follows the fork's schedule, and the canary's
-    log-probs its temperature and model folder. Weights and optimizer must be equal.
-    """
+    """Return the parts of the resume check (``resume_check.py``) that may differ at a fork's first start. The
+    sampler's position is the fork's own. The learning rate follows the fork's schedule; the canary's
+    log-probs follow its temperature and model folder. Weights and optimizer must be equal."""
     names = {"sampler"}
     if _changed_names(config, fork, RATE_FIELDS):
         names.add("learning_rate")
@@ -170,7 +166,7 @@ def may_differ(config: RunConfig, fork: Fork) -> set[str]:
 
 
 def lineage_text(run_dir: Path) -> str | None:
-    """Lineage of a forked run, in words, with its changed settings; None for no fork."""
+    """Return a text of a forked run's lineage and changed settings; None if it is not a fork."""
     fork = read_fork(run_dir)
     if fork is None:
         return None
@@ -185,7 +181,7 @@ def _plain(value: object) -> str:
 
 
 def _change(now: str, then: str) -> str:
-    """Two values of a setting; of long ones the part that differs."""
+    """Return both values of a setting as text, of long ones the part that differs."""
     if max(len(now), len(then)) > _SHOWN:
         pairs = enumerate(zip(now, then, strict=False))
         differs = next((place for place, (a, b) in pairs if a != b), min(len(now), len(then)))

@@ -1,9 +1,9 @@
-"""Checkpoint reader: finds the newest whole checkpoint, every byte verified against its manifest.
+"""Checkpoint reader: finds the newest whole checkpoint, with every byte verified against its manifest.
 
-Every rank calls it at a start, and reads its share of the files; a damaged checkpoint is a CheckpointError on
-all ranks. One that cannot be read now is none (no right to read, a file system that fails): ConfigError or
-FailingDiskError, on the rank that meets it, since the run would continue from an older one and delete it. It
-returns the state of the training loop (trainer.json); ``Policy.load`` loads model and optimizer.
+Every rank calls it at a start and reads its share of the files. A damaged checkpoint raises CheckpointError
+on all ranks. An unreadable one (permissions, failing file system) raises ConfigError or FailingDiskError on
+the rank that meets it, because the run would otherwise continue from an older one and delete it. The result
+holds the training loop's state (trainer.json); ``Policy.load`` loads model and optimizer.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Mom
 from bapo_megatron.runtime.storage import check_readable
 
 READERS = 4
-"""Files that a rank verifies in parallel."""
+"""Files that a rank verifies concurrently."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk, as plain data, equal on every rank. Its policy is not loaded yet."""
+    """A verified checkpoint on disk, equal on every rank. Its policy is not loaded yet."""
 
     path: Path
     moment: Moment
     trainer: dict[str, Any]
-    """The state of the training loop, as given to ``CheckpointStore.begin``."""
+    """State of the training loop, as passed to ``CheckpointStore.begin``."""
     passed_over: tuple[str, ...] = ()
-    """Newer checkpoints, each with the reason why it was passed over."""
+    """Newer, damaged checkpoints, each with its damage."""
 
     @property
     def step(self) -> int:
-        """The last finished step."""
+        """Last finished step."""
         return self.moment[0]
 
     @property
     def policy(self) -> Path:
-        """The folder of the model and the optimizer."""
+        """Folder of the model and the optimizer."""
         return self.path / POLICY
 
 
 def latest_checkpoint(paths: RunPaths) -> Checkpoint | None:
-    """The newest whole checkpoint of a run; None if it never had one. Collective: each rank reads its share.
+    """Return a run's newest whole checkpoint; None if it never had one. Collective.
 
-    A damaged checkpoint is skipped with a message. CheckpointError, on every rank, if all are damaged, or if
-    their folder is empty though the run has recorded one (a disk that is not mounted): a start at step 1
-    would erase the run's record, and only its user may decide that.
+    Skips a damaged checkpoint with a message. Raises CheckpointError, on every rank, if all are damaged, or
+    if their folder is empty but the run has recorded one (an unmounted disk): a start at step 1 would erase
+    the run's record, which only the user may decide.
     """
     folder = paths.checkpoints
     problems: list[str] = []
@@ -82,20 +82,18 @@ def latest_checkpoint(paths: RunPaths) -> Checkpoint | None:
 
 
 def _recorded_step(events: Path) -> int | None:
-    """Step of the last checkpoint that the run has recorded since it began at step 1; None for none."""
+    """Return the step of the last recorded checkpoint since the run began at step 1; None without one."""
     step = None
     for number, line in enumerate(whole_lines(events) if events.exists() else (), 1):
-        if b'"start"' in line or b'"checkpoint"' in line:  # of a long run's events few
+        if b'"start"' in line or b'"checkpoint"' in line:  # few of a long run's events
             row = parse_line(line, events, number)
             step = {"start": None, "checkpoint": row.get("step")}.get(str(row.get("kind")), step)
     return step
 
 
 def newest_first(folder: Path) -> list[tuple[Moment, Path]]:
-    """The checkpoints in ``folder``, the newest first, not looked into.
-
-    ConfigError or FailingDiskError for a folder that cannot be listed: it is not an empty one.
-    """
+    """Return the unverified checkpoints in ``folder``, newest first. Raises ConfigError or FailingDiskError
+    if the folder cannot be listed."""
     try:
         return sorted(step_entries(folder), reverse=True)
     except OSError as error:
@@ -104,7 +102,8 @@ def newest_first(folder: Path) -> list[tuple[Moment, Path]]:
 
 
 def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
-    """Verify and read the checkpoint in ``path``; CheckpointError on every rank alike. Collective."""
+    """Verify and return the checkpoint in ``path``; raise CheckpointError on all ranks if damaged.
+    Collective."""
     files, problem = broadcast_from_main(manifest_of(path) if is_main() else None)
     if damage := problem or next(filter(None, all_gather(_first_damage(path, files))), None):
         raise CheckpointError(damage)
@@ -115,7 +114,7 @@ def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
 
 
 def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
-    """State of the training loop (trainer.json); or the reason why it cannot be read."""
+    """Return the state of the training loop (trainer.json), and the reason if it cannot be read."""
     try:
         state = json.loads(read_file_inside(path, TRAINER_STATE))
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
@@ -125,7 +124,7 @@ def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def manifest_of(path: Path) -> tuple[Digests, str | None]:
-    """Digests in the manifest, the largest file first; or why it cannot be used. Not collective."""
+    """Return the manifest's digests, largest file first, and why it cannot be used, if so. Not collective."""
     try:
         files = dict(json.loads(read_file_inside(path, MANIFEST))["files"])
         return dict(sorted(files.items(), key=lambda item: -item[1]["bytes"])), None
@@ -139,7 +138,7 @@ def manifest_of(path: Path) -> tuple[Digests, str | None]:
 
 
 def _first_damage(path: Path, files: Digests) -> str | None:
-    """Damage of the first bad file in this rank's share, every n-th file of n ranks; None without damage."""
+    """Return the first damage in this rank's share, every n-th file of n ranks; None without damage."""
     mine = list(files)[dist.get_rank() :: dist.get_world_size()]
     with ThreadPoolExecutor(READERS, thread_name_prefix="verify") as pool:
         return next(filter(None, pool.map(lambda name: _damage(path, name, files[name]), mine)), None)

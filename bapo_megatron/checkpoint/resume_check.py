@@ -1,16 +1,16 @@
-"""Resume check: compares the restored state of a resumed run with the fingerprint in its checkpoint.
+"""Resume check: compares a resumed run's restored state with the fingerprint in its checkpoint.
 
 The fingerprint is taken at the save, and measured again before the first step of a resumed run:
 
-- the digests of the bits of weights and optimizer, which must be equal, at every layout;
-- the log-probs of a canary, a few random sequences: the same model code, temperature and kernels. They differ
-  by rounding, and are compared with a tolerance; of a mixture of experts with given routes, because rounding
-  decides where two experts are nearly as likely;
-- the policy's version, the learning rate, the sampler's position.
+- bit digests of weights and optimizer, which must be equal at every layout;
+- log-probs of a canary, a few random sequences: the same model code, temperature and kernels. They differ by
+  rounding and are compared with a tolerance. A mixture of experts is measured with given routes, because
+  rounding decides between nearly equal experts;
+- policy version, learning rate and sampler position.
 
-To measure it is collective, and costs a forward pass over 192 tokens and a digest of the whole state.
-Differences are returned, not raised; ``trainer/resume.py`` raises ResumeError for those that
-``RunConfig.accept_resume_mismatch`` does not accept, once and by name.
+Measuring it is collective, and costs a forward pass over 192 tokens and a digest of the whole state. This
+module returns differences; ``trainer/resume.py`` raises ResumeError for those that
+``RunConfig.accept_resume_mismatch`` does not name.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 
 _TOKENS, _LONGEST, _SEED = 192, 64, 20
 _NOISE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Tolerance of the canary, by the dtype of the weights: mean |log-prob now - log-prob then|, in nats.
+"""Tolerance of the canary, by weight dtype: mean |log-prob now - log-prob then|, in nats.
 
-Another layout, kernel or machine adds in another order, which moves each log-prob by noise of some standard
-deviation s. Of normal noise the mean over n tokens is sqrt(2 / pi) s = 0.80 s, give or take 0.60 s / sqrt(n).
-In bfloat16 s is 0.02 to 0.05: over the canary's 150 tokens or more the mean is at most 0.040 +- 0.003, and
-the tolerance is 2.5 times that. In float32 s is below 1e-4."""
+Another layout, kernel or machine changes the order of sums, which moves each log-prob by noise with standard
+deviation s. The mean of n normal |noise| values is sqrt(2 / pi) s = 0.80 s +- 0.60 s / sqrt(n). In bfloat16 s
+is 0.02 to 0.05, so over the canary's 150 tokens or more the mean is at most 0.040 +- 0.003, and the tolerance
+is 2.5 times that. In float32 s is below 1e-4.
+"""
 
 _WHAT = {
     "version": "version of the policy",
@@ -54,7 +55,7 @@ _WHAT = {
 """Descriptions of the differences, by their names in ``accept_resume_mismatch``."""
 
 Fingerprint = dict[str, Any]
-"""Result of ``state_fingerprint``: plain JSON."""
+"""Result of ``state_fingerprint``, as JSON values."""
 
 
 def state_fingerprint(
@@ -63,10 +64,8 @@ def state_fingerprint(
     sampler: dict[str, Any] | None,
     compared_with: Fingerprint | None = None,
 ) -> Fingerprint:
-    """Fingerprint of the present state, equal on every rank. ``sampler``: the sampler's state. Collective.
-
-    ``compared_with``: that of a checkpoint; one of an earlier version has a canary without routes.
-    """
+    """Return the fingerprint of the present state, equal on every rank. ``sampler``: its state. Collective.
+    ``compared_with``: a checkpoint's fingerprint; in an earlier version its canary has no routes."""
     model, samples = read_model_shape(config.model.hf_path), with_token_indices(_canary(config))
     is_routed = model.experts is not None and (compared_with is None or _has_routes(compared_with))
     if is_routed:
@@ -87,11 +86,9 @@ def state_fingerprint(
 
 
 def fingerprint_differences(config: RunConfig, stored: Fingerprint, current: Fingerprint) -> dict[str, str]:
-    """Differences between the checkpoint's fingerprint and the one measured now: a line for each, by name.
-
-    The learning rate may differ if a field that determines it was allowed to change. A checkpoint of an
-    earlier version of the program has no digests of bits; of its canary it has sums.
-    """
+    """Return a line for each difference between the checkpoint's and the present fingerprint, by name. The
+    learning rate may differ if a field that determines it was allowed to change. A checkpoint of an earlier
+    version has no bit digests, and sums in place of the canary's log-probs."""
     lines = {}
     if current["version"] != stored["version"]:
         lines["version"] = _line(stored["version"], current["version"])
@@ -114,12 +111,11 @@ def fingerprint_differences(config: RunConfig, stored: Fingerprint, current: Fin
 
 
 def has_digests(stored: Fingerprint) -> bool:
-    """Whether a checkpoint's fingerprint has digests of bits; those of earlier versions have none."""
+    """Return whether a checkpoint's fingerprint has bit digests; earlier versions have none."""
     return "state" in stored
 
 
 def _has_routes(stored: Fingerprint) -> bool:
-    """Whether the canary of a checkpoint's fingerprint was measured with random routes."""
     return isinstance(stored["canary"], dict) and "routes" in stored["canary"]
 
 
@@ -128,11 +124,8 @@ def _line(stored: object, current: object) -> str:
 
 
 def _bit_differences(stored: Fingerprint, current: Fingerprint) -> dict[str, str]:
-    """Differences of the bit digests, of the weights and of the optimizer.
-
-    Of a replicated tensor the checkpoint holds the first replica; now every replica must equal it. If the
-    dtype of the weights was changed, their bits are not compared.
-    """
+    """Return the differences of the bit digests. For a replicated tensor the checkpoint's first replica
+    counts, and every present replica must equal it. Skips weights if their dtype was changed."""
     groups: dict[str, list[str]] = {"weights": [], "optimizer": []}
     for name, (first, *_) in stored["state"].items():
         now = current["state"].get(name, [])
@@ -145,7 +138,6 @@ def _bit_differences(stored: Fingerprint, current: Fingerprint) -> dict[str, str
 def _canary_difference(
     config: RunConfig, stored: dict[str, list[float]], current: dict[str, list[float]]
 ) -> dict[str, str]:
-    """Difference of the canary, if its log-probs differ by more than the tolerance."""
     then, now = np.array(stored["log_probs"], float), np.array(current["log_probs"], float)
     if then.shape != now.shape:
         return {"canary": _line(f"{len(then)} tokens", len(now))}
@@ -156,11 +148,11 @@ def _canary_difference(
 
 
 def _sums_difference(config: RunConfig, stored: list[float], log_probs: list[float]) -> dict[str, str]:
-    """Difference of the canary of an earlier version, which stored sums of l, l^2 and l a over its tokens.
+    """Return the difference of an earlier version's canary, stored as sums of l, l^2 and l a over its tokens.
 
     l is a log-prob and a the advantage. Noise n_t moves the sums by at most sum |n_t|, sum |n_t| (2 |l_t| +
-    |n_t|) and sum |n_t a_t|: the tolerance is each with the noise that is tolerated, and grows with the sum
-    of the magnitudes, not with the sum, which nearly cancels.
+    |n_t|) and sum |n_t a_t|: each is the tolerance, at the tolerated noise. They grow with the sum of the
+    magnitudes, not with the sum, which nearly cancels.
     """
     sequences = _canary(config)
     value_T = np.array(log_probs, float)
@@ -180,7 +172,7 @@ def _sums_difference(config: RunConfig, stored: list[float], log_probs: list[flo
 
 
 def _canary(config: RunConfig) -> list[CanarySequence]:
-    """The canary's random sequences, the same in every run of a model."""
+    """Return the canary's random sequences, equal in every run of a model."""
     vocabulary = read_model_shape(config.model.hf_path).vocab
     longest = min(_LONGEST, config.batch.pack_tokens)
     spec = CanarySpec(seed=_SEED, tokens=_TOKENS, longest=longest, vocab=vocabulary)
@@ -188,10 +180,8 @@ def _canary(config: RunConfig) -> list[CanarySequence]:
 
 
 def _by_number(tokens: int) -> TokenFn:
-    """Token function: the log-probs of a pack, each at its index in the canary (``with_token_indices``).
-
-    Every index occurs once in all packs: the sum over ranks adds zeros to it, and is exact.
-    """
+    """Return a token function: a pack's log-probs, each at its index in the canary (``with_token_indices``).
+    Every index occurs once in all packs, so the sum over ranks adds only zeros and is exact."""
 
     def place(stats: TokenStats, pack: MicroBatch) -> torch.Tensor:
         log_prob_T = stats.log_prob_T.double() * pack.mask_T

@@ -1,8 +1,7 @@
-"""Run directory: its lock, its stored configuration, and the rules which settings may change on a resume.
+"""Run directory: its lock, its stored configuration, and the rules for changing settings on a resume.
 
-The checks are preflight, without side effects but the new directory and its lock file; the lock is held by
-rank 0 while the run lasts. ConfigError for everything that is refused. ``runtime/run_paths.py`` has the names
-of the files.
+The checks are preflight: they only create the directory and its lock file. Rank 0 holds the lock during the
+run. Refusals raise ConfigError. File names: ``runtime/run_paths.py``.
 """
 
 from __future__ import annotations
@@ -27,34 +26,33 @@ from bapo_megatron.runtime.files import open_lock, write_atomically
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
 FORMAT = 2
-"""Format version of the run directory; another version is refused."""
+"""Format version of the run directory; other versions are refused."""
 
 _REQUEUED_WAIT_S, _LOOK_S = 180.0, 1.0
-"""Longest wait of a requeued job for the lock, in seconds, and the time between two looks. A file server may
-keep the lock of a node that died for two minutes (NFS: 90 s)."""
+"""Longest wait of a requeued job for the lock, and polling interval, in seconds. A file server may keep a
+dead node's lock for two minutes (NFS: 90 s)."""
 
 _CONFIG_BYTES = 64 << 20
-"""Most bytes of config.json that are read."""
 
 _SAMPLES_ONLY = "rollout_only"
-"""Entry of config.json: whether it is a run of ``bapo train --rollout-only``."""
+"""Entry of config.json: whether it is a ``bapo train --rollout-only`` run."""
 
 _DEFAULT_PRESET = "default_preset"
-"""Entry of config.json: that the run began when recipes had the preset ``paper``. Runs of before lack it."""
+"""Entry of config.json, missing in runs that began before recipes had the preset ``paper``."""
 
 _FORMER = balanced()
-"""The preset that recipes had before. It differs from ``paper`` by ``scope`` and ``bounds_tokens`` alone."""
+"""Preset of recipes before ``paper``; differs from it only by ``scope`` and ``bounds_tokens``."""
 
 _DEFAULT_ON_FAILURE = "default_on_failure"
-"""Entry of config.json: that the run began when failed scores were left out. Runs of before lack it."""
+"""Entry of config.json, missing in runs that began before failed scores were left out."""
 
 _DEFAULT_FUSED = "default_fused"
-"""Entry of config.json: that the run began when AdamW was fused on a CPU. Runs of before lack it."""
+"""Entry of config.json, missing in runs that began before AdamW was fused on a CPU."""
 
 _FUSED = "optimizer.fused"
 
 THREADS = "threads"
-"""Field whose stored value is kept if a resume gives none: sums on a CPU depend on it."""
+"""Field that keeps its stored value if a resume gives none, because CPU sums depend on it."""
 
 _ADDED: dict[str, Any] = {
     "algorithm.loss": "clip",
@@ -121,25 +119,23 @@ _ADDED: dict[str, Any] = {
     "reward.outage_minutes": 30.0,
     "reward.math_allow_operations": False,  # was True then; a resumed run scores as new runs do
 }
-"""Fields that older run directories lack, with the value that was in force then."""
+"""Fields that older run directories lack, with their value at that time."""
 
 _ADDED_TO_SOURCES: dict[str, Any] = {"reward": None, "environment": None}
-"""The same for the entries of ``data.sources``."""
+"""The same for entries of ``data.sources``."""
 
 _ENVIRONMENT = "environment."
-"""Prefix of the fields that a source's own environment has, too."""
 
 Change = tuple[str, Any, Any]
-"""A changed field: its name, its stored value, its value now."""
+"""A changed field: name, stored value, present value."""
 
 NOT_SETTINGS = ("name", "run_dir", "allow_change", "accept_resume_mismatch", "logging.note")
-"""Fields that belong to one run or one start of it; a comparison of two runs leaves them out."""
+"""Fields specific to a run or a start, excluded from comparisons of two runs."""
 
 RATE_FIELDS = ("optimizer.", "steps", "algorithm.reuse_epochs", "algorithm.updates_per_epoch")
-"""Fields that determine the learning rate of an update, as ``is_among`` reads them."""
+"""Fields that determine an update's learning rate, in the notation of ``is_among``."""
 
-# Fields that may differ when a run continues: its length, place, speed, logging and deadlines, but not what
-# it computes.
+# Fields that may change on a resume: length, place, speed, logging and deadlines, not computed values.
 _STEPS = "steps"
 _MAY_CHANGE = (
     *(_STEPS, "name", "run_dir", "allow_change", "accept_resume_mismatch", "hang_minutes"),
@@ -158,7 +154,7 @@ _MAY_NOT_CHANGE = ("rollout.sglang.on_update",)  # it decides which keys and val
 
 
 def check_writable(directory: Path) -> None:
-    """Preflight of the run directory: ConfigError if it cannot be created or written to."""
+    """Preflight: create the run directory; raise ConfigError if it cannot be created or written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         open_lock(RunPaths(directory).lock).close()
@@ -168,11 +164,8 @@ def check_writable(directory: Path) -> None:
 
 @contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
-    """Context manager: the lock of a run directory, for one process.
-
-    ConfigError if it is held (at once, but in a requeued job), or if the file system has no locks;
-    StorageFailed if it gives none now.
-    """
+    """Context manager: hold the lock of a run directory. Raises ConfigError if it is held (after a wait in a
+    requeued job) or the file system has no locks, StorageFailed if the lock server does not answer."""
     with open_lock(RunPaths(directory).lock) as lock:
         try:
             _take(lock)
@@ -185,14 +178,14 @@ def only_writer(directory: Path) -> Iterator[None]:
                     "so two jobs could write to one run: mount it with locks (Lustre: -o flock), or name "
                     "another directory"
                 ) from None
-            if error.errno == errno.ENOLCK:  # of NFS: its lock server does not answer
+            if error.errno == errno.ENOLCK:  # the NFS lock server does not answer
                 raise StorageFailed(f"the run directory {directory}: {error.strerror}") from None
             raise
         yield
 
 
 def _take(lock: BinaryIO) -> None:
-    """Lock the file. BlockingIOError if it is held: at once, or in a requeued job at the end of the wait."""
+    """Lock the file. Raises BlockingIOError if it is held, in a requeued job after a wait."""
     is_requeued = (environment_variable("BAPO_RESTART") or "0") != "0"
     deadline = time.monotonic() + (_REQUEUED_WAIT_S if is_requeued else 0.0)
     while True:
@@ -205,11 +198,9 @@ def _take(lock: BinaryIO) -> None:
 
 
 def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
-    """Preflight of a resume: ConfigError with every changed setting that may not change.
-
-    A directory without a finished step fits any settings. ConfigError also if a training run would continue
-    one of ``--rollout-only`` (``samples_only``), or the reverse, or end at a step that it has passed.
-    """
+    """Preflight of a resume: raise ConfigError with every changed setting that may not change. A directory
+    without a finished step fits any settings. Also raises ConfigError if a training run would continue a
+    ``--rollout-only`` run (``samples_only``) or vice versa, or end at a step that it has passed."""
     stored = _stored(config.directory)
     _check_kind(config.paths, stored or {}, samples_only)
     _check_last_step(config)
@@ -231,7 +222,7 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
 
 
 def _check_last_step(config: RunConfig) -> None:
-    """ConfigError for a later checkpoint: its weights would be exported as those of ``steps``."""
+    """Raise ConfigError for a checkpoint after ``steps``, whose weights would be exported as the result."""
     entries = step_entries(config.paths.checkpoints)
     newest = max((moment for moment, path in entries if (path / MANIFEST).is_file()), default=(0, 0))
     if newest > (config.steps, 0):
@@ -245,23 +236,20 @@ def _check_last_step(config: RunConfig) -> None:
 
 
 def has_steps(directory: Path) -> bool:
-    """Whether a step of the run was finished."""
+    """Return whether the run has finished a step."""
     metrics = RunPaths(directory).metrics
     return metrics.exists() and metrics.stat().st_size > 0
 
 
 def known_suites(directory: Path) -> list[str]:
-    """Names of the evaluation suites of a run's last start; none before its first step."""
+    """Return the evaluation suites of a run's last start; empty before its first step."""
     stored = read_config(directory) if has_steps(directory) else None
     return list((stored or {}).get("evaluation.suites") or [])
 
 
 def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The settings of an older run that continues as it began, and a line for each default that changed
-    since.
-
-    Unchanged, without lines, for every other run, and where ``allow_change`` names the fields.
-    """
+    """Return the settings with which an older run continues as it began, and a line per default changed
+    since. Returns ``config`` without lines for all other runs, and if ``allow_change`` names the fields."""
     stored, lines = _stored(config.directory), []
     if stored is None or not has_steps(config.directory):
         return config, []
@@ -272,13 +260,13 @@ def with_former_defaults(config: RunConfig) -> tuple[RunConfig, list[str]]:
             config, line = former
             lines.append(line)
     if _DEFAULT_FUSED not in stored and not then[_FUSED] and _FUSED not in config.allow_change:
-        # Without a line: on a GPU it changes nothing, and on a CPU last bits and a fraction of the time.
+        # Without a line: no change on a GPU; on a CPU only the last bits and slightly the time.
         config = replace(config, optimizer=replace(config.optimizer, fused=False))
     return config, lines
 
 
 def _with_former_preset(config: RunConfig, then: dict[str, Any]) -> tuple[RunConfig, str] | None:
-    """The preset ``balanced`` in place of ``paper``, which the command and the recipe now ask for."""
+    """Return the settings with preset ``balanced`` instead of ``paper``, and the line; None if unaffected."""
     bounds, names = config.algorithm.bounds, ("algorithm.bounds.scope", "algorithm.bounds.bounds_tokens")
     is_former = tuple(then.get(name) for name in names) == (_FORMER.scope, _FORMER.bounds_tokens)
     if not is_former or not bounds.grouped or set(names) & set(config.allow_change):
@@ -293,7 +281,7 @@ def _with_former_preset(config: RunConfig, then: dict[str, Any]) -> tuple[RunCon
 
 
 def _with_former_failures(config: RunConfig, then: dict[str, Any]) -> tuple[RunConfig, str] | None:
-    """The reward ``failed`` for responses that could not be scored."""
+    """Return the settings with reward ``failed`` for failed scores, and the line; None if unaffected."""
     name, reward = "reward.on_failure", config.reward
     if then[name] == reward.on_failure or then[name] != "value" or name in config.allow_change:
         return None
@@ -306,7 +294,6 @@ def _with_former_failures(config: RunConfig, then: dict[str, Any]) -> tuple[RunC
 
 
 def _check_kind(paths: RunPaths, stored: dict[str, Any], samples_only: bool) -> None:
-    """ConfigError if the directory is of the other kind: of training, or of ``--rollout-only``."""
     if stored.get(_SAMPLES_ONLY) and not samples_only:
         raise ConfigError(
             f"{paths.root} holds the rollouts of a run with --rollout-only, which training would mix with "
@@ -321,7 +308,7 @@ def _check_kind(paths: RunPaths, stored: dict[str, Any], samples_only: bool) -> 
 
 
 def differences(ours: dict[str, Any], stored: dict[str, Any]) -> list[Change]:
-    """Changed fields between two configurations by dotted names, sorted by name."""
+    """Return the changed fields between two configurations by dotted names, sorted by name."""
     return [
         (name, stored.get(name), ours.get(name))
         for name in sorted(stored.keys() | ours.keys())
@@ -330,7 +317,6 @@ def differences(ours: dict[str, Any], stored: dict[str, Any]) -> list[Change]:
 
 
 def _may_change(change: Change, config: RunConfig) -> bool:
-    """Whether a field may change so on a resume."""
     name, then, now = change
     if name in config.allow_change or (name == THREADS and now is None):
         return True
@@ -340,17 +326,17 @@ def _may_change(change: Change, config: RunConfig) -> bool:
     if name == "data.sources":  # only limits, workers and the like of environments
         return _without_limits(then) == _without_limits(now)
     if name == _STEPS and config.optimizer.decay != "constant":
-        return False  # the decay is stretched over the steps: with more steps it is another schedule
+        return False  # the decay spans all steps: more steps change the schedule
     return is_among(name, _MAY_CHANGE) and name not in _MAY_NOT_CHANGE
 
 
 def is_among(name: str, fields: Iterable[str]) -> bool:
-    """Whether a field is one of ``fields``, of which those that end with a dot or underscore are prefixes."""
+    """Return whether a field is among ``fields``; entries ending in a dot or underscore are prefixes."""
     return any(name == field or (field.endswith((".", "_")) and name.startswith(field)) for field in fields)
 
 
 def _without_limits(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sources without those fields of their environments that may change."""
+    """Return the sources without the environment fields that may change."""
     return [
         {
             **source,
@@ -362,12 +348,12 @@ def _without_limits(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def changed_settings(config: RunConfig, before: dict[str, Any] | None) -> list[Change]:
-    """Changed fields of ``config`` against the settings of the run's last start; none for a new run."""
+    """Return the fields of ``config`` that differ from the last start's settings; empty for a new run."""
     return differences(plain_values(config), before) if before else []
 
 
 def check_partial_step(changed: list[Change], config: RunConfig) -> None:
-    """ConfigError if the algorithm or seed changes in the middle of a partly trained step."""
+    """Raise ConfigError if the algorithm or seed changes within a partly trained step."""
     names = {name for name, *_ in changed} & set(config.allow_change)
     if named := sorted(name for name in names if name.startswith("algorithm.") or name == "seed"):
         raise ConfigError(
@@ -377,13 +363,11 @@ def check_partial_step(changed: list[Change], config: RunConfig) -> None:
 
 
 def store_config(config: RunConfig, samples_only: bool = False) -> None:
-    """Write the resolved configuration into the run directory, atomically; on rank 0, at each start.
-
-    ``samples_only``: the run is one of ``--rollout-only``.
-    """
+    """Write the resolved configuration into the run directory atomically; on rank 0, at each start.
+    ``samples_only``: it is a ``--rollout-only`` run."""
     before = _stored(config.directory)
     kind: dict[str, Any] = {_SAMPLES_ONLY: True} if samples_only else {}
-    # A run of before a present default keeps that it is one, also after its continuation was stored.
+    # An older run keeps lacking the marks after a resume.
     marks = (_DEFAULT_PRESET, "paper"), (_DEFAULT_ON_FAILURE, "leave_out"), (_DEFAULT_FUSED, True)
     for mark, default in marks:
         if before is None or mark in before or not has_steps(config.directory):
@@ -393,16 +377,14 @@ def store_config(config: RunConfig, samples_only: bool = False) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
-    """The stored configuration by dotted names, with every field of today. None if there is no run.
-
-    ConfigError if it cannot be read, or is of another format version.
-    """
+    """Return the stored configuration by dotted names, with every present field. None if there is no run.
+    Raises ConfigError if it cannot be read or has another format version."""
     stored = _stored(directory)
     return with_present_fields(stored["config"]) if stored else None
 
 
 def _stored(directory: Path) -> dict[str, Any] | None:
-    """Content of config.json; None if there is no run."""
+    """Return the content of config.json; None if there is no run."""
     path = RunPaths(directory).config
     if not path.exists():
         return None
@@ -418,17 +400,14 @@ def _stored(directory: Path) -> dict[str, Any] | None:
 
 
 def with_present_fields(stored: dict[str, Any]) -> dict[str, Any]:
-    """Migration of a stored configuration: defaults of fields that were added, without those that are gone.
-
-    A field that is gone stays where its value was not its default.
-    """
+    """Return a migrated stored configuration, with defaults for added fields and without removed fields. A
+    removed field stays if its value was not its default."""
     fields = {**_ADDED, **without_removed(stored)}
     fields["data.sources"] = [_present_source(source) for source in fields["data.sources"]]
     return fields
 
 
 def _present_source(stored: dict[str, Any]) -> dict[str, Any]:
-    """An entry of ``data.sources`` with every field of today, its environment's too."""
     fields = {**_ADDED_TO_SOURCES, **stored}
     if fields["environment"] is not None:
         added = {n.removeprefix(_ENVIRONMENT): v for n, v in _ADDED.items() if n.startswith(_ENVIRONMENT)}
@@ -437,7 +416,7 @@ def _present_source(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:
-    """Values of a configuration by dotted names, as plain JSON."""
+    """Return the values of a configuration by dotted names, as JSON values."""
     values: dict[str, Any] = json.loads(json.dumps(flat(config), default=_plain))
     return values
 

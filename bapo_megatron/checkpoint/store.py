@@ -1,12 +1,12 @@
-"""Checkpoint store of a run: asynchronous saves, one at a time, and the deletion of old checkpoints.
+"""Checkpoint store of a run: asynchronous saves, one at a time, and deletion of old checkpoints.
 
     checkpoints/step_000120/             policy/ (torch_dist)  trainer.json  manifest.json
     checkpoints/step_000120_update_003/  in the middle of step 121, after 3 of its updates
 
-A checkpoint is written under a hidden name: the ranks' parts, then digests, both in the background; then rank
-0 writes the manifest, with the size and the digest of every other file, and renames the folder while the
-others wait. A folder without a matching manifest is not a checkpoint. The trainer decides when to save
-(``trainer/flow_control.py``), the reader of a resumed run is ``reader.py``.
+A checkpoint is written under a hidden name: first the ranks' parts, then digests, both in the background;
+then rank 0 writes the manifest, with the size and digest of every other file, and renames the folder while
+the others wait. A folder without a matching manifest is not a checkpoint. ``trainer/flow_control.py`` decides
+when to save; ``reader.py`` reads checkpoints.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from bapo_megatron.runtime.storage import OldFiles, check_readable, writing
 
 _POLL_S = 0.05
 _RANK_0_FIRST_S = 120.0
-"""Seconds that other ranks wait for rank 0 to end the run after a failed save: torch gives the reason to
-rank 0 alone, and the process that fails first decides the exit code."""
+"""Seconds that other ranks wait for rank 0 to end the run after a failed save: torch reports the reason only
+on rank 0, and the first failing process decides the exit code."""
 
 Digests = dict[str, dict[str, Any]]
 """Size and SHA-256 by file name."""
@@ -52,22 +52,19 @@ Digests = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished save, as plain data: what ``CheckpointStore.finalize`` returns, equal on every rank."""
+    """A finished save, returned by ``CheckpointStore.finalize``; equal on every rank."""
 
     step: int
     updates: int
-    """Updates of the following step that it contains; 0 at the end of a step."""
+    """Finished updates of the following step; 0 at the end of a step."""
     seconds: float
-    """Time from the start of the save until it was on disk with its digests, on the slowest rank."""
+    """Seconds from the start of the save until it was on disk with its digests, on the slowest rank."""
 
 
 class CheckpointStore:
-    """Checkpoint store of one run, on every rank: begins, finalizes and deletes checkpoints.
-
-    After ``begin`` call ``finalize`` until it returns the save; both are collective, the other methods are
-    for rank 0. RunStopped, on the rank that meets it, if the disk is full or fails. Made by
-    ``trainer/build.py``.
-    """
+    """Checkpoint store of one run, on every rank: begins, finalizes and deletes checkpoints. After ``begin``
+    call ``finalize`` until it returns the save; both are collective, the other methods are for rank 0. Raises
+    RunStopped, on the rank that meets it, if the disk is full or fails."""
 
     def __init__(
         self,
@@ -78,28 +75,22 @@ class CheckpointStore:
         is_in_use: Callable[[int], bool] = lambda step: False,
         old: OldFiles | None = None,
     ) -> None:
-        """The store of the run at ``paths``.
-
-        ``newest``: (step, updates) of the checkpoint that the run continues from; (0, 0) for none.
-        ``scores``: the validation score of each step, for ``keep_best``; needed on rank 0 alone.
-        ``is_in_use``: whether an export still reads the checkpoint of a step; asked on rank 0 alone.
-        ``old``: deletes old checkpoints, on rank 0 alone.
-        """
+        """``newest``: (step, updates) of the checkpoint that the run continues from; (0, 0) for none. Rank 0
+        only: ``scores``, the validation score of each step, for ``keep_best``; ``is_in_use``, whether an
+        export still reads a step's checkpoint; ``old``, which deletes old checkpoints."""
         self._paths, self._config = paths, config
         self._scores, self._is_in_use = scores or {}, is_in_use
         self._old = old or OldFiles()
         self._pending: _PendingCheckpoint | None = None
         self.newest = newest
-        """The newest checkpoint that was begun, or that the run continues from."""
+        """Newest checkpoint that was begun or that the run continues from."""
 
     def begin(
         self, moment: Moment, folders: Mapping[str, Callable[[Path], Saving]], trainer: dict[str, Any]
     ) -> None:
-        """Begin the asynchronous save of the checkpoint of ``moment``; the one before must be finalized.
-
-        ``folders``: for the name of each folder of the checkpoint the function that begins to write it.
-        ``trainer``: content of trainer.json. Older checkpoints stay if the save fails.
-        """
+        """Begin the asynchronous save of the checkpoint of ``moment``; the previous save must be finalized.
+        ``folders``: for each folder name the function that begins to write it. ``trainer``: content of
+        trainer.json. Older checkpoints stay if the save fails."""
         assert self._pending is None, "finalize the checkpoint before"
         final = self._paths.checkpoint(*moment)
         temporary = final.with_name(f".{final.name}.{broadcast_from_main(uuid.uuid4().hex[:8])}.tmp")
@@ -111,11 +102,8 @@ class CheckpointStore:
         self._pending, self.newest = _PendingCheckpoint(savings, temporary, final, about), moment
 
     def finalize(self, wait: bool) -> Saved | None:
-        """Complete the pending save if all ranks have written their parts; ``wait`` blocks until they have.
-
-        Returns the finished save, once; None while it is pending or if there is none. A complete save also
-        deletes old checkpoints.
-        """
+        """Complete the pending save if all ranks have written their parts (``wait``: once they have), and
+        delete old checkpoints. Return the finished save once; None if pending or without a save."""
         pending = self._pending
         if pending is None:
             return None
@@ -126,27 +114,25 @@ class CheckpointStore:
                     return None
                 sleep(_POLL_S)
             self._pending = None
-            _on_main(self.delete_old)  # only now: until the new one is durable the old ones are needed
+            _on_main(self.delete_old)  # only now: the old ones are needed until the new one is durable
         return Saved(step, updates, pending.seconds)
 
     def record_score(self, step: int, score: float) -> None:
-        """Record the validation score of the weights of ``step``, for ``keep_best``."""
+        """Record the validation score of the weights after ``step``, for ``keep_best``."""
         self._scores[step] = score
 
     def oldest_step(self) -> int:
-        """The step of the oldest checkpoint; 0 if there is none."""
+        """Return the step of the oldest checkpoint; 0 if there is none."""
         return min((step for (step, _), _ in step_entries(self._paths.checkpoints)), default=0)
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint at their end, in order, up to the newest checkpoint."""
+        """Return the steps with a checkpoint at their end, in order, up to the newest checkpoint."""
         moments = [moment for moment, _ in step_entries(self._paths.checkpoints)]
         return sorted(step for step, updates in moments if not updates and step <= self.newest[0])
 
     def delete_old(self) -> None:
-        """Retention policy: delete the checkpoints that ``config`` does not keep. On rank 0 alone.
-
-        Checkpoints later than the newest are deleted, too: the resume has passed over them as damaged.
-        """
+        """Delete the checkpoints that ``config`` does not keep, on rank 0. Also deletes checkpoints later
+        than the newest: the resume has skipped them as damaged."""
         entries = sorted(step_entries(self._paths.checkpoints))
         kept = [moment for moment, _ in entries if moment <= self.newest]
         whole_steps = [step for step, updates in kept if not updates]
@@ -158,7 +144,7 @@ class CheckpointStore:
                 _remove(path, self._old)
 
     def _milestones(self, steps: Sequence[int]) -> set[int]:
-        """Steps that ``keep_every`` and ``keep_best`` keep; of equal scores the latest."""
+        """Return the steps that ``keep_every`` and ``keep_best`` keep; among equal scores the latest."""
         every, best = self._config.keep_every, self._config.keep_best
         scored = sorted((self._scores[step], step) for step in steps if step in self._scores)
         milestones = {step for _, step in scored[-best:]} if best else set()
@@ -170,28 +156,24 @@ class CheckpointStore:
 
 
 class _PendingCheckpoint:
-    """Asynchronous save of one checkpoint, made when it begins; all ranks make the same calls in one order.
-
-    ``advance`` is polled until it returns True: then the checkpoint is on disk under its name. Errors of a
-    write are raised by ``advance``, on rank 0 first. A process that ends before leaves a hidden folder
-    behind.
-    """
+    """Asynchronous save of one checkpoint, begun on construction; all ranks make the same calls in one order.
+    Poll ``advance`` until it returns True: the checkpoint is then on disk under its name. ``advance`` raises
+    write errors, on rank 0 first. A process that ends earlier leaves a hidden folder."""
 
     def __init__(
         self, savings: Sequence[Saving], temporary: Path, final: Path, about: dict[str, Any]
     ) -> None:
-        """``savings``: the background write of each folder, in ``temporary``, which is renamed to ``final``.
-        ``about``: fields of the manifest besides the files."""
+        """``savings``: background write of each folder in ``temporary``, which is renamed to ``final``.
+        ``about``: manifest fields besides the files."""
         self._savings, self._temporary, self.final = savings, temporary, final
         self._about = about
         self._began = perf_counter()
         self.seconds = 0.0
-        """Time from the start of the save until it was on disk with its digests, on the slowest rank."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="digests")
         self._digests: Future[tuple[Digests, float]] | None = None
 
     def advance(self) -> bool:
-        """Advance the save as far as all ranks can without waiting; True once it is complete. Collective."""
+        """Advance the save as far as possible without waiting; return whether it is complete. Collective."""
         if self._digests is None:
             if not _on_every_rank(all(saving.is_written() for saving in self._savings)):
                 return False
@@ -209,8 +191,8 @@ class _PendingCheckpoint:
         return True
 
     def _finish_parts(self) -> None:
-        """Finish the write of each folder. An error is raised on rank 0 first (see ``_RANK_0_FIRST_S``)."""
-        from torch.distributed.checkpoint.api import CheckpointException  # which takes a second, with sympy
+        """Finish the write of each folder; errors are raised on rank 0 first (see ``_RANK_0_FIRST_S``)."""
+        from torch.distributed.checkpoint.api import CheckpointException  # takes a second, with sympy
 
         try:
             for saving in self._savings:
@@ -222,7 +204,7 @@ class _PendingCheckpoint:
             raise
 
     def _sync_and_digest(self, files: list[Path]) -> tuple[Digests, float]:
-        """The digests of ``files``, each synced to disk, and the seconds since the checkpoint was begun."""
+        """Sync ``files`` to disk; return their digests, and the seconds since the save began."""
         digests = {}
         for path in files:
             sync_file(path)
@@ -230,13 +212,12 @@ class _PendingCheckpoint:
         return digests, perf_counter() - self._began
 
     def _publish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, then rename the folder to its final name, durably."""
-        # The manifest last, and every folder synced before the rename: after a power failure the final name
-        # has all files or does not exist.
+        # Write the manifest last and sync every folder before the rename: after a power failure the final
+        # name has all files or does not exist.
         write_atomically(self._temporary / MANIFEST, json.dumps(manifest, indent=2))
         for folder in [self._temporary, *(path for path in self._temporary.rglob("*") if path.is_dir())]:
             sync_folder(folder)
-        if os.path.lexists(self.final):  # a damaged one, or the run was resumed from an older one
+        if os.path.lexists(self.final):  # a damaged one, or the run resumed from an older one
             _remove(self.final, OldFiles())
         if os.path.lexists(self.final):
             raise RunStopped(
@@ -248,11 +229,11 @@ class _PendingCheckpoint:
 
 
 def _files_of_all_ranks(folder: Path) -> list[Path]:
-    """Every file below ``folder``, in one order on every rank. Collective.
+    """Return every file below ``folder``, in one order on every rank. Collective.
 
-    A node of NFS may list a folder as it was up to a minute ago, without files that other nodes have written
-    since; it knows those of its own ranks. So no single list will do, nor one for each rank: a file on none
-    of them would be in no manifest, unchecked at a resume and left out of a fork.
+    An NFS node may list a folder as it was up to a minute ago, without other nodes' recent files, but knows
+    its own ranks' files. So neither rank 0's list nor each rank's own list suffices: a file missing there
+    would be in no manifest, unchecked at a resume and missing in a fork.
     """
     own = set(_files_below(folder))
     known: set[str] = broadcast_from_main(own)
@@ -262,8 +243,8 @@ def _files_of_all_ranks(folder: Path) -> list[Path]:
 def _files_below(folder: Path) -> Iterator[str]:
     for place, _, names in os.walk(folder, onerror=_raise):
         for name in names:
-            # NFS keeps a deleted file under such a name while a process has it open, and no longer: in a
-            # manifest it would be a missing file at the next start.
+            # NFS keeps a deleted file under such a name while a process has it open: in a manifest it would
+            # be a missing file at the next start.
             if not name.startswith(".nfs"):
                 yield str((Path(place) / name).relative_to(folder))
 
@@ -273,17 +254,15 @@ def _raise(error: OSError) -> None:
 
 
 def _on_main(action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0; the other ranks wait at a barrier. Collective.
-
-    An error on rank 0 ends its process, and the launcher then ends the others.
-    """
+    """Run ``action`` on rank 0 while the other ranks wait at a barrier. Collective. An error on rank 0 ends
+    its process, and the launcher then ends the others."""
     if is_main():
         action()
     dist.barrier()
 
 
 def clear_leftovers(paths: RunPaths, old: OldFiles | None = None) -> None:
-    """Delete the leftovers of a killed process or a full disk: half-written and half-deleted checkpoints."""
+    """Delete half-written and half-deleted checkpoints of a killed process or a full disk."""
     folder = paths.checkpoints
     try:
         leftovers = list(step_leftovers(folder))
@@ -295,9 +274,9 @@ def clear_leftovers(paths: RunPaths, old: OldFiles | None = None) -> None:
 
 
 def _remove(path: Path, old: OldFiles) -> None:
-    """Delete a checkpoint; of a link the link alone. A plain file keeps its hidden name. One that cannot be
-    renamed stays whole."""
-    # A name of its own: what could not be deleted before may still have the plain one.
+    """Delete a checkpoint, or only the link if it is one. A plain file keeps its hidden name; a checkpoint
+    that cannot be renamed stays intact."""
+    # A unique name, because an earlier failed deletion may still have the plain one.
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.deleted")
     with old.deleting(path):
         path.rename(hidden)  # first: a kill leaves no half-deleted checkpoint under its name
@@ -305,22 +284,18 @@ def _remove(path: Path, old: OldFiles) -> None:
 
 
 def delete_hidden(path: Path, old: OldFiles | None = None) -> None:
-    """Delete a hidden folder: a checkpoint's, or a half-written export (``exports.py``).
-
-    One that cannot be deleted stays, with a warning: on NFS a file that a process of this node has open comes
-    back under another name. FailingDiskError for a file system that fails.
-    """
+    """Delete a hidden checkpoint or partial export. A failed deletion only warns (on NFS an open file returns
+    under another name). Raises FailingDiskError if the file system fails."""
     with (old or OldFiles()).deleting(path):
         remove_folder(path)
 
 
 def digest(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file."""
+    """Return the size and SHA-256 of a file."""
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _on_every_rank(value: bool) -> bool:
-    """Whether ``value`` is true on every rank. Collective."""
     on_all = torch.tensor([value], dtype=torch.int32)
     dist.all_reduce(on_all, dist.ReduceOp.MIN)
     return bool(on_all.item())

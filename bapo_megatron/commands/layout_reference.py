@@ -1,9 +1,8 @@
 """Layout references (``--save``, ``--certificate``): a batch, one layout's outputs on it, and the comparison.
 
-The file is an npz archive. It holds the inputs themselves (token ids, rollout log-probs, advantages), not
-only their seed, so a comparison never depends on how a later version draws them. A comparison has a row for
-each quantity, in the order of computation: the first that differs is nearest to the cause; later ones may
-follow from it.
+The file is an npz archive. It stores the inputs themselves (token ids, rollout log-probs, advantages), not
+just a seed, so a comparison does not depend on how a later version draws them. A comparison has one row per
+quantity in order of computation: the first that differs is closest to the cause.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.types import RESPONSE_COLUMNS, ResponseTokens
 
 FORMAT = 1
-"""Version of the file format; a file of another version is refused."""
+"""File format version; files of another version are rejected."""
 
 _ARRAYS = {name: column.array for name, column in RESPONSE_COLUMNS.items() if name != "token_ids_R"}
-"""The arrays of the responses' columns, by field; token ids are stored with those of the prompts."""
-_ARRAYS["log_probs_R"] = "rollout_log_probs"  # log_probs are those of the layout
+"""Array of each response column, by field; token ids are stored with the prompts'."""
+_ARRAYS["log_probs_R"] = "rollout_log_probs"  # log_probs are the layout's
 
 _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Per-token outputs of one layout: log-probs and entropies, an array for each sample, [positions]."""
+    """Per-token outputs of one layout: log-probs and entropies, one array [positions] per sample."""
 
     log_probs: list[np.ndarray]
     """Natural logs, float32."""
@@ -58,26 +57,26 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of one layout over the batch, taken as one update: sums, bounds, loss, gradient norm."""
+    """Totals of one layout over the batch as one update: sums, bounds, loss, gradient norm."""
 
     sums: np.ndarray
-    """float64: the contribution sums at every candidate (``contribution_sums``)."""
+    """Contribution sums at every candidate (``contribution_sums``), float64."""
     low: float
-    """The bound c_low that the search found from ``sums``."""
+    """Bound c_low, found by the search from ``sums``."""
     high: float
-    """The bound c_high."""
+    """Bound c_high."""
     loss: float
-    """Mean over the response tokens, at the bounds of the reference."""
+    """Mean over response tokens, at the reference's bounds."""
     grad_norm: float
-    """Norm of that loss's gradient, before clipping."""
+    """Norm of the loss's gradient before clipping."""
 
 
 @dataclass(frozen=True)
 class LayoutReference:
-    """Content of a layout reference: a batch, and the outputs and totals that one layout computes on it."""
+    """Content of a layout reference: a batch, and one layout's outputs and totals on it."""
 
     identity: dict[str, Any]
-    """Fields that two references must share to be comparable, as flat JSON values."""
+    """Fields that must be equal in comparable references, as flat JSON values."""
     made: dict[str, Any]
     """Layout and versions; printed, not compared."""
     samples: list[Sample]
@@ -86,7 +85,7 @@ class LayoutReference:
 
 
 def write_layout_reference(path: Path, reference: LayoutReference) -> None:
-    """Write the layout reference to ``path``, atomically. Its folder must exist."""
+    """Write the layout reference atomically to ``path``, in an existing folder."""
     about = {"format": FORMAT, "identity": reference.identity, "made": reference.made}
     totals = reference.totals
     buffer = io.BytesIO()
@@ -103,10 +102,10 @@ def write_layout_reference(path: Path, reference: LayoutReference) -> None:
 
 
 def read_layout_reference(path: Path) -> LayoutReference:
-    """The layout reference in ``path``. ConfigError if it is absent, damaged or of another format."""
+    """Read a layout reference. Raises ConfigError if it is missing, damaged or of another format."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            columns = {name: stored[name] for name in stored.files}  # reading all checks every CRC
+            columns = {name: stored[name] for name in stored.files}  # reading all arrays checks every CRC
         about = json.loads(str(columns["about"]))
         version = about["format"]
         if version == FORMAT:
@@ -119,7 +118,7 @@ def read_layout_reference(path: Path) -> LayoutReference:
 
 
 def identity_differences(reference: LayoutReference, identity: dict[str, Any]) -> list[str]:
-    """Fields in which ``identity`` differs from the reference's, a line with both values for each."""
+    """Return a line with both values for each field in which ``identity`` differs from the reference's."""
     stored = without_removed(reference.identity)
     return [
         f"{name}: {stored.get(name)!r} in the certificate, {identity.get(name)!r} here"
@@ -177,12 +176,12 @@ def _split(column: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Allowed differences: ``absolute + relative * abs(reference)``; fields as of ``ToleranceConfig``.
+    """Allowed differences ``absolute + relative * abs(reference)``; fields as in ``ToleranceConfig``.
 
-    The defaults are those of float32. A log-prob is a difference of numbers of the size of the logits, so it
-    is never more exact than they are. The absolute part, and that of the norm, cover the largest float32
-    errors against float64 on a canary of random tokens: 3.3e-4 nats and 2.2e-4 of the norm, measured with
-    transformers' Llama and SmolLM2-135M, whose first activations of a sequence are large.
+    The defaults are for float32. A log-prob is a difference of numbers of the logits' size, so it is never
+    more exact than they are. The absolute parts cover the largest float32 errors against float64 on a canary
+    of random tokens: 3.3e-4 nats and 2.2e-4 of the norm, measured with transformers' Llama and SmolLM2-135M,
+    whose first activations of a sequence are large.
     """
 
     token_relative: float = 1e-5
@@ -190,18 +189,18 @@ class Tolerances:
     token_mean: float = math.inf
     total_relative: float = 1e-5
     norm_relative: float = 5e-4
-    """In the gradient norm errors of the backward pass add up."""
+    """The gradient norm accumulates errors of the backward pass."""
     total_absolute: float = 2e-6
 
 
-# Activations and logits of bfloat16 have 8 significant bits, and layouts add up in other orders. What sound
-# layouts of the demo's policy differ by is in docs/doctor.md; only float32 makes a sharp check.
+# bfloat16 activations and logits have 8 significant bits, and layouts sum in different orders: docs/doctor.md
+# has the differences of sound layouts. Only a float32 check is sharp.
 TOLERANCES = {"float32": Tolerances(), "bfloat16": Tolerances(0.05, 0.5, 0.1, 0.25, 0.25, 5e-3)}
 
 
 @dataclass(frozen=True)
 class QuantityRow:
-    """Row of the comparison, as plain data: a quantity, its difference between the layouts, its tolerance."""
+    """Row of the comparison: a quantity, its difference between the layouts, and its tolerance."""
 
     quantity: str
     reference: str
@@ -211,7 +210,7 @@ class QuantityRow:
     tolerance: str
     verdict: Literal["ok", "tie", "DIFFERS"]
     detail: str = ""
-    """Where the quantity differs first, or why a difference is a tie."""
+    """Where the quantity differs first, or why the difference is a tie."""
 
 
 def compare_layouts(
@@ -221,9 +220,9 @@ def compare_layouts(
     config: BoundsConfig,
     tolerances: Tolerances,
 ) -> list[QuantityRow]:
-    """The comparison, one row for each quantity, upstream first. ``config`` is that of both searches."""
+    """Return the comparison, one row per quantity, upstream first. Both searches use ``config``."""
     samples, said = reference.samples, reference.tokens
-    # Files of earlier versions have sums of other readings behind those of the search.
+    # Files of earlier versions have other sums after the search's.
     ours, theirs = totals, replace(reference.totals, sums=reference.totals.sums[: sum_count(config)])
     relative, absolute = tolerances.total_relative, tolerances.total_absolute
     names, norm = _sum_names(config), tolerances.norm_relative
@@ -238,12 +237,12 @@ def compare_layouts(
 
 
 def first_differing_row(rows: Sequence[QuantityRow]) -> QuantityRow | None:
-    """The most upstream row that differs; later ones may be consequences of it."""
+    """Return the most upstream differing row, or None; later ones may follow from it."""
     return next((row for row in rows if row.verdict == "DIFFERS"), None)
 
 
 def comparison_table(rows: Sequence[QuantityRow]) -> str:
-    """The comparison as an aligned table."""
+    """Return the comparison as an aligned table."""
     heads = ("quantity", "reference", "this layout", "worst abs", "worst rel", "tolerance", "ok")
     cells = []
     for row in rows:
@@ -253,7 +252,7 @@ def comparison_table(rows: Sequence[QuantityRow]) -> str:
 
 
 def first_not_finite(tokens: TokenOutputs, samples: Sequence[Sample]) -> str | None:
-    """The place of the first log-prob that is nan or inf; None if all are finite."""
+    """Return the place of the first log-prob that is nan or inf; None if all are finite."""
     bad = np.flatnonzero(~np.isfinite(np.concatenate(tokens.log_probs)))
     return _place(int(bad[0]), samples) if len(bad) else None
 
@@ -360,11 +359,11 @@ def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
 
 
 def _tie_reason(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> str:
-    """Reason for a tie: unequal bounds that follow from sums which agree; empty if it is not a tie.
+    """Return why unequal bounds are a tie, i.e. follow from sums that agree; "" if they are not a tie.
 
     The search stops at the first pair of bounds whose contribution reaches the target. Where one search
-    stopped and the other continued, both contributions must lie so near the target that the tolerated
-    difference of P and of N (each once) carries them across it.
+    stopped and the other continued, both contributions must be so close to the target that the tolerated
+    differences of P and N can carry them across it.
     """
     sums = [totals.sums for totals in (theirs, ours)]
     if not all(np.isfinite(total).all() for total in sums):
@@ -373,7 +372,7 @@ def _tie_reason(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
     if [(total.low, total.high) for total in searched] != [
         (total.low, total.high) for total in (theirs, ours)
     ]:
-        return ""  # a search that does not follow from its own sums
+        return ""  # the bounds do not follow from their own sums
     earlier = min(searched, key=lambda bounds: bounds.rounds)
     contributions = [_contribution(total, earlier, config) for total in sums]
     reach = 2 * tolerances.total_relative * config.target
@@ -403,6 +402,6 @@ def _stated(relative: float, absolute: float, mean: float = math.inf) -> str:
 
 
 def not_measured(totals: Totals) -> Totals:
-    """Totals of nan in the shape of ``totals``, for a layout whose log-probs are not finite."""
+    """Return nan totals in the shape of ``totals``, for a layout whose log-probs are not finite."""
     sums = np.full_like(totals.sums, np.nan)
     return Totals(sums, low=math.nan, high=math.nan, loss=math.nan, grad_norm=math.nan)

@@ -1,6 +1,6 @@
-"""``bapo plan``: does a recipe fit, and how fast is it, by arithmetic.
+"""``bapo plan``: whether a recipe fits and how fast it runs, by arithmetic.
 
-It needs neither a GPU nor weights: it reads the recipe and the model's config.json. ConfigError for a recipe
+Needs neither a GPU nor weights: reads the recipe and the model's config.json. Raises ConfigError for a recipe
 that cannot be planned.
 """
 
@@ -32,7 +32,7 @@ class PlanCommand:
 
 
 def plan_command(arguments: Sequence[str]) -> int:
-    """Print the plan of the recipe. Exit code 1 if it does not fit, else 0."""
+    """Print the recipe's plan; return 0 if it fits, else 1."""
     recipe, command = recipe_command("plan", PlanCommand, arguments)
     command.options.check()
     job = sound_job(command.run, recipe, command.options)
@@ -47,7 +47,7 @@ def plan_command(arguments: Sequence[str]) -> int:
 
 
 def sound_job(run: RunConfig, recipe: Path, options: PlanOptions) -> Job:
-    """The job of a recipe. ConfigError with everything that keeps it from being planned or rehearsed."""
+    """Return the recipe's job. Raises ConfigError listing everything that prevents a plan or rehearsal."""
     job = Job(run, find_shape(recipe, run.model.hf_path), options)
     if wrong := problems(job):
         raise ConfigError("\n".join(wrong))

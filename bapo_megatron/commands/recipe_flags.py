@@ -1,7 +1,7 @@
-"""Parser of the command line ``bapo COMMAND RECIPE [flags]``: flags override the recipe's fields.
+"""Parser of ``bapo COMMAND RECIPE [flags]``: flags override the recipe's fields.
 
-Every command with a recipe uses it. Loading runs the recipe, a Python file. ConfigError for a wrong recipe; a
-wrong flag, ``--help`` or no argument at all prints and exits.
+Every command that takes a recipe uses it. Loading runs the recipe, a Python file. Raises ConfigError for a
+wrong recipe; prints and exits for a wrong flag, ``--help`` or no argument.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ C = TypeVar("C")
 
 
 def recipe_config(command: str, kind: type[C], arguments: Sequence[str]) -> C:
-    """The recipe's configuration, overridden by the flags. ConfigError if it is not of the class ``kind``."""
+    """Return the recipe's configuration with flags applied. Raises ConfigError if it is not a ``kind``."""
     from bapo_megatron.config.recipe import load_recipe
 
     recipe = recipe_path(command, arguments)
@@ -29,7 +29,7 @@ def recipe_config(command: str, kind: type[C], arguments: Sequence[str]) -> C:
 
 
 def recipe_command(command: str, whole: Callable[[RunConfig], C], arguments: Sequence[str]) -> tuple[Path, C]:
-    """The recipe, and its configuration with a command's own fields (``whole``), overridden by the flags."""
+    """Return the recipe's path and, with flags applied, its configuration wrapped by ``whole``."""
     from bapo_megatron.config import RunConfig, load_recipe
 
     recipe = recipe_path(command, arguments)
@@ -37,7 +37,7 @@ def recipe_command(command: str, whole: Callable[[RunConfig], C], arguments: Seq
 
 
 def recipe_path(command: str, arguments: Sequence[str]) -> Path:
-    """The path of the recipe, the first argument. Prints the usage and exits for --help or no argument."""
+    """Return the recipe's path, the first argument. Prints the usage and exits for --help or no argument."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: bapo {command} RECIPE [flags]\n\n`bapo {command} RECIPE --help` lists the flags.")
         sys.exit(0 if arguments else 2)
@@ -47,7 +47,7 @@ def recipe_path(command: str, arguments: Sequence[str]) -> Path:
 
 
 def parse_flags(command: str, recipe: Path, default: C, arguments: Sequence[str]) -> C:
-    """The dataclass ``default`` with its fields overridden by the flags after the recipe."""
+    """Return ``default`` with its fields overridden by the flags after the recipe."""
     from bapo_megatron.config.flags import parse_options
     from bapo_megatron.config.removed import removed_settings
 
@@ -60,7 +60,7 @@ def parse_flags(command: str, recipe: Path, default: C, arguments: Sequence[str]
 
 
 def _with_named_data(default: C, arguments: Sequence[str]) -> C:
-    """Defaults without ``data.path`` if a flag names ``data.sources``, and the other way round."""
+    """Drop ``data.path`` from the defaults if a flag sets ``data.sources``, and vice versa."""
     flags = {word.partition("=")[0].removeprefix("--") for word in arguments}
     whole: Any = default
     run = getattr(whole, "run", whole)  # a command with flags of its own wraps the recipe
@@ -73,10 +73,10 @@ def _with_named_data(default: C, arguments: Sequence[str]) -> C:
 
 
 def check_names(config: RunConfig, own_code: bool = False) -> None:
-    """Check of registered names: engine, loss, and their settings. ConfigError for an unknown one.
+    """Check engine, loss, advantage, masks, terms and endpoint settings. Raises ConfigError for an unknown
+    name.
 
-    ``own_code``: dotted paths are imported and checked, too, as a run does. Else they are not: the module may
-    exist on the run's machines alone.
+    ``own_code``: also import and check dotted paths; their modules may exist only on the run's machines.
     """
     from bapo_megatron.reward.endpoint_settings import KINDS, read_settings
     from bapo_megatron.rollout.engines.backend import engine_backend
@@ -92,7 +92,7 @@ def check_names(config: RunConfig, own_code: bool = False) -> None:
 
 
 def _check_loss(config: RunConfig, own_code: bool) -> None:
-    """Check of the loss: of a registered one without torch, but for the settings that its class declares."""
+    """Check the loss; needs torch only for settings, which the loss class declares, or for own code."""
     from bapo_megatron.algo.registered_losses import LOSSES, check_registered, loss_path
 
     algorithm = config.algorithm
@@ -112,7 +112,7 @@ def _check_loss(config: RunConfig, own_code: bool) -> None:
 
 
 def _check_parts(algorithm: AlgorithmConfig, own_code: bool) -> None:
-    """Check of advantage, masks and terms: without ``own_code`` where all of a kind are registered."""
+    """Check advantage, masks and terms; without ``own_code`` only kinds whose names are all registered."""
     from bapo_megatron.algo.advantages import check_advantage
     from bapo_megatron.algo.masks import check_masks
 
@@ -132,7 +132,7 @@ def _check_parts(algorithm: AlgorithmConfig, own_code: bool) -> None:
 
 
 def _check_own_code(config: RunConfig) -> None:
-    """Check of the user's rewards and environments, but those with an interpreter of their own."""
+    """Import and check the user's rewards and environments, except those with their own interpreter."""
     from bapo_megatron.environment.pool import read_traits
     from bapo_megatron.reward.functions import check_functions
 

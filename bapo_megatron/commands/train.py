@@ -1,8 +1,8 @@
-"""``bapo train``, ``sft``, ``verify-parallel``, ``rollout-server``: commands, entry points, a run's end.
+"""``bapo train``, ``sft``, ``verify-parallel``, ``rollout-server``: commands, process entry points, a run's
+end.
 
-The commands check everything before a process group exists, then run as one rank under a launcher, or start
-the layout's processes. ``bapo train``, given again, continues a run. Preempted and RunStopped propagate to
-``cli.py``.
+The commands check everything before a process group exists, then run as one rank under a launcher or start
+the layout's processes. Repeating ``bapo train`` continues a run. ``cli.py`` handles Preempted and RunStopped.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ _POLL_S = 1.0
 
 
 def train_command(arguments: Sequence[str]) -> int | None:
-    """Check the run, then train, or sample with ``--rollout-only``; the exit code, None for 0.
-
-    Runs as one rank under a launcher; otherwise starts the layout's ranks itself and waits for them.
-    """
+    """Check the run, then train, or sample with ``--rollout-only``. Returns the exit code; None means 0. Runs
+    as one rank under a launcher; otherwise starts the layout's ranks and waits for them."""
     from bapo_megatron.runtime.exit_codes import handling, stop_at_once
 
-    # Before torch is imported: loading and checking take minutes, and a stop signal then must end with 85.
+    # Before importing torch: loading and checking take minutes, and a stop signal then must end with 85.
     with handling(stop_at_once):
         return _train(arguments)
 
@@ -64,7 +62,7 @@ def _train(arguments: Sequence[str]) -> int | None:
         check_run(config, read_dataset=first, fork=fork)
         import bapo_megatron.train  # noqa: F401  # once for all ranks, where they are forked
 
-    # Last: it makes the run directory, which a refused configuration must not leave behind.
+    # Last: it creates the run directory, which a rejected configuration must not leave behind.
     check_writable(config.directory)
     try:
         if launched is not None:
@@ -80,7 +78,7 @@ def _train(arguments: Sequence[str]) -> int | None:
 
 
 def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
-    """Entry point of one training rank: process group, run directory's lock, training loop, export."""
+    """Entry point of one training rank: process group, run directory lock, training loop, export."""
     from bapo_megatron.checkpoint.fork import make_fork
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.rollout.engines.backend import engine_backend
@@ -89,10 +87,10 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
     from bapo_megatron.trainer.build import open_run
     from bapo_megatron.trainer.resume import pin_threads, read_begun
 
-    if config.rollout.replay is None:  # which has no engines
+    if config.rollout.replay is None:  # a replay has no engines
         engine_backend(config.rollout.engine).prepare_process(config.rollout, should_have_gpu())
-    # Stop signals first: one that comes while process groups are made must not kill a single rank. The lock
-    # after them: the process group says which rank holds it.
+    # Stop signals first: one that arrives while process groups form must not kill a single rank. The lock
+    # after them: the process group determines which rank holds it.
     with _process_guards(config) as preemption, parallel_processes(config.parallel), _run_lock(config):
         if fork is not None:
             make_fork(config, fork)  # under the lock, and before the run reads its directory
@@ -107,15 +105,15 @@ def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
 
 
 def finish(run: Run) -> None:
-    """End of a run: export the policy, unless an earlier start has; print the summary; wait for exports.
+    """Finish a run: export the policy unless already exported, print the summary, wait for exports.
 
-    It also waits for ``checkpoint.after_export``. Collective, after the last step. Preempted if the run is
-    asked to stop before the exports are done.
+    Also waits for ``checkpoint.after_export``. Collective, after the last step. Raises Preempted if the run
+    is asked to stop before the exports are done.
     """
     from bapo_megatron.runtime.distributed import broadcast_from_main
     from bapo_megatron.trainer.flow_control import bring_policy_back
 
-    bring_policy_back(run)  # engines have the GPUs after the evaluation of the last step
+    bring_policy_back(run)  # after the last evaluation engines have the GPUs
     output = run.config.paths.export
     is_exported = broadcast_from_main(run.recorder is not None and run.recorder.is_exported(output))
     if not is_exported:
@@ -129,7 +127,7 @@ def finish(run: Run) -> None:
 
 
 def _export(run: Run, output: Path) -> None:
-    """Write the final policy as a Hugging Face folder, and record it. Collective."""
+    """Write the final policy as a Hugging Face folder and record it. Collective."""
     from bapo_megatron.checkpoint.export import export_hf, keep_others
     from bapo_megatron.runtime.distributed import is_main
 
@@ -141,10 +139,8 @@ def _export(run: Run, output: Path) -> None:
 
 
 def wait_for_exports(run: Run) -> None:
-    """Wait until no export and no ``after_export`` command runs; then delete old checkpoints. Collective.
-
-    Preempted if the run is asked to stop meanwhile.
-    """
+    """Wait for running exports and ``after_export`` commands, then delete old checkpoints. Collective. Raises
+    Preempted if the run is asked to stop meanwhile."""
     from bapo_megatron.runtime.distributed import broadcast_from_main
     from bapo_megatron.trainer.flow_control import stop_if_preempted
 
@@ -159,7 +155,7 @@ def wait_for_exports(run: Run) -> None:
         if run.exports:
             run.exports.poll()
     if run.exports:
-        run.checkpoints.delete_old()  # only now: exports read their checkpoints
+        run.checkpoints.delete_old()  # exports read their checkpoints
 
 
 def _summary(run: Run) -> str:
@@ -167,7 +163,7 @@ def _summary(run: Run) -> str:
 
     paths = run.config.paths
     metrics = read_metrics(paths.metrics)
-    figures, updates = headline(metrics), metrics.known("policy/updates").sum()  # a fork's own
+    figures, updates = headline(metrics), metrics.known("policy/updates").sum()  # in a fork, its own
     first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
     return (
         f"reward {first} -> {last} in {figures['steps']} steps, {updates:.0f} updates\n"
@@ -177,7 +173,7 @@ def _summary(run: Run) -> str:
 
 
 def rollout_only_process(config: RunConfig) -> None:
-    """Entry point of one rank of ``--rollout-only``. Rank 0 samples; ranks of a launcher beside it wait."""
+    """Entry point of one ``--rollout-only`` rank. Rank 0 samples; a launcher's other ranks wait."""
     from bapo_megatron.runtime.distributed import process_group
     from bapo_megatron.trainer.resume import pin_threads, read_begun
     from bapo_megatron.trainer.rollout_only import sample_steps
@@ -193,7 +189,7 @@ def rollout_only_process(config: RunConfig) -> None:
 
 @contextmanager
 def _process_guards(config: RunConfig) -> Iterator[PreemptionSignal]:
-    """Guards of a run's process: stop signals, and readable errors for lack of memory and for disk errors."""
+    """Guard a run's process: stop signals, and readable errors for out-of-memory and disk errors."""
     from bapo_megatron.runtime.guards import PreemptionSignal, naming_memory
     from bapo_megatron.runtime.storage import writing
 
@@ -205,7 +201,7 @@ def _process_guards(config: RunConfig) -> Iterator[PreemptionSignal]:
 
 
 def _run_lock(config: RunConfig) -> AbstractContextManager[None]:
-    """Lock of the run directory, held by rank 0."""
+    """Return the run directory lock, which only rank 0 holds."""
     from bapo_megatron.checkpoint.run_directory import only_writer
     from bapo_megatron.runtime.distributed import is_main
 
@@ -216,10 +212,8 @@ def _run_lock(config: RunConfig) -> AbstractContextManager[None]:
 
 
 def sft_command(arguments: Sequence[str]) -> None:
-    """``bapo sft RECIPE [flags]``: a supervised warm start, written as a Hugging Face folder.
-
-    It saves nothing before its end: one that is killed begins anew.
-    """
+    """``bapo sft RECIPE [flags]``: a supervised warm start, written as a Hugging Face folder. Saves nothing
+    before its end; if killed, it starts over."""
     from bapo_megatron.config import SftConfig
 
     config = recipe_config("sft", SftConfig, arguments)
@@ -239,7 +233,7 @@ def sft_command(arguments: Sequence[str]) -> None:
 
 
 def sft_process(config: SftConfig) -> None:
-    """Entry point of one SFT rank: process group, training, export of the model."""
+    """Entry point of one SFT rank: process group, training, model export."""
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.runtime.storage import writing
     from bapo_megatron.trainer.sft import run_sft
@@ -253,7 +247,7 @@ def sft_process(config: SftConfig) -> None:
 
 
 def verify_command(arguments: Sequence[str]) -> None:
-    """``bapo verify-parallel RECIPE [flags]``: SystemExit(1) if the layout differs from its reference."""
+    """``bapo verify-parallel RECIPE [flags]``. Raises SystemExit(1) if the layout fails the check."""
     from bapo_megatron.commands.verify_flags import VerifyConfig
 
     _, config = recipe_command("verify-parallel", VerifyConfig.of, arguments)
@@ -267,13 +261,11 @@ def verify_command(arguments: Sequence[str]) -> None:
 
 
 def rollout_server_command(arguments: Sequence[str]) -> None:
-    """``bapo rollout-server RECIPE [flags]``: an SGLang server with the recipe's model, until it ends.
-
-    A run finds it by ``rollout.sglang.urls``. Slurm jobs start their servers with it.
-    """
+    """``bapo rollout-server RECIPE [flags]``: run an SGLang server of the recipe's model until it ends. Runs
+    use it through ``rollout.sglang.urls``; Slurm jobs start their servers with it."""
     from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, serve
 
-    # A Slurm job gives its servers the trainer's flags; a server ignores --rollout-only and --fork.
+    # A Slurm job passes the trainer's flags to its servers, which ignore --rollout-only and --fork.
     _, command = recipe_command("rollout-server", ServeCommand, list(_server_flags(arguments)))
     command.run.check()
 

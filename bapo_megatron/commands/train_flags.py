@@ -1,4 +1,4 @@
-"""Flags of ``bapo train`` and ``bapo submit`` beside the recipe's fields, and the configuration they make."""
+"""Flags of ``bapo train`` and ``bapo submit`` besides the recipe's fields, and their configuration."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class TrainCommand:
 
 
 class TrainRequest(NamedTuple):
-    """Parsed request of ``bapo train``: the run's configuration, with the mode's changes, and the mode."""
+    """Parsed ``bapo train`` command line: the configuration with the mode's changes, and the mode."""
 
     run: RunConfig
     samples_only: bool = False
     """Whether the run samples without a trainer (``--rollout-only``)."""
     fork: ForkSource | None = None
-    """The checkpoint of another run that this run begins at."""
+    """Checkpoint of another run from which this run starts."""
 
 
 def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
-    """The request of a recipe and flags. ConfigError for contradicting flags or a run without rollouts."""
+    """Return a parsed request. Raises ConfigError for contradicting flags or a replay without rollouts."""
     _, parsed = recipe_command(command, TrainCommand, arguments)
     run, options = parsed.run, parsed.options
     if options.rollout_only and options.train_only is not None:
@@ -72,7 +72,7 @@ def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
 
 
 def _continued(run: RunConfig) -> RunConfig:
-    """The run, with what it began with before today's defaults; it is said on the first rank."""
+    """Return the run with the defaults that it began with, and report them on the first rank."""
     run, lines = with_former_defaults(run)
     for line in lines if _speaks() else ():
         print(line, file=sys.stderr, flush=True)
@@ -80,12 +80,12 @@ def _continued(run: RunConfig) -> RunConfig:
 
 
 def _speaks() -> bool:
-    """Whether this process is alone, or the first of a launcher's."""
+    """Whether this process is alone or the launcher's first."""
     return (environment_variable("RANK") or environment_variable("SLURM_PROCID") or "0") == "0"
 
 
 def rollout_only_config(run: RunConfig) -> RunConfig:
-    """Configuration of a sampling-only run: a directory of its own, no evaluations, ``steps`` may grow."""
+    """Return the configuration of a sampling-only run: own directory, no evaluations, ``steps`` may grow."""
     if run.rollout.replay is not None:
         raise ConfigError(
             f"--rollout-only samples, and rollout.replay={run.rollout.replay} gives stored rollouts instead: "
@@ -104,7 +104,7 @@ def rollout_only_config(run: RunConfig) -> RunConfig:
 
 
 def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
-    """Configuration of a training-only run on the stored rollouts of ``named``; at most their steps."""
+    """Return the configuration of training only on the rollouts of ``named``, for at most their steps."""
     if len(named) > 1:
         raise ConfigError(f"--train-only takes one run, not {' '.join(map(str, named))}")
     replayed = run.rollout.replay
@@ -129,7 +129,7 @@ def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
 
 
 def _stored_steps(run_dir: Path) -> int:
-    """Number of steps with stored rollouts, counted from step 1 without a gap."""
+    """Return how many steps have stored rollouts, counted from step 1 up to the first gap."""
     from bapo_megatron.rollout.sampler.step_batches import step_path  # with numpy, which flags do not need
 
     journal, steps = RunPaths(run_dir).journal, 0

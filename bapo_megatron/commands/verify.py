@@ -1,11 +1,11 @@
-"""The check of ``bapo verify-parallel``: log-probs, bounds, loss and gradient norm of a canary batch.
+"""The ``bapo verify-parallel`` check: log-probs, bounds, loss and gradient norm of a canary batch.
 
-The canary batch is random sequences, so it needs the recipe and the model, but no dataset, tokenizer or run
-directory. A check writes a layout reference (``--save``), compares with one (``--certificate``), or both.
-Without either the command measures the layout of ``--reference.*`` first (by default one process), then the
-recipe's, each in new processes, and compares them; under a launcher it runs in the launcher's processes.
-The loss is ``clip``, BAPO's, whatever ``algorithm.loss`` is, with ``algorithm.terms``. A check makes one
-update, to measure the gradient norm, unless log-probs are not finite; the updated weights are discarded.
+The canary batch is random sequences, so the check needs the recipe and the model, but no dataset, tokenizer
+or run directory. It writes a layout reference (``--save``), compares with one (``--certificate``), or both.
+With neither, it measures first the layout of ``--reference.*`` (by default one process), then the recipe's,
+each in new processes, and compares them. Under a launcher it runs in the launcher's processes. The loss is
+``clip``, BAPO's, whatever ``algorithm.loss`` is, with ``algorithm.terms``. To measure the gradient norm the
+check makes one update, unless log-probs are not finite, and discards the updated weights.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _BySample = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
 def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> TokenOutputs:
-    """Log-probs and entropies of ``samples`` at every predicting position, equal on all ranks. Collective."""
+    """Return log-probs and entropies at every predicting position, equal on all ranks. Collective."""
     packs = _packs(policy, config, samples)
     mine: _BySample = {}
     for pack, stats in zip(packs, policy.log_probs(packs), strict=True):
@@ -82,7 +82,7 @@ def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample])
             log_prob, entropy = (values[start : start + length].cpu().numpy().copy() for values in stats)
             mine[index] = (log_prob, entropy)
     by_sample: _BySample = {}
-    for ranks in gather(mine):  # all ranks of one replica have the same values
+    for ranks in gather(mine):  # ranks of one replica have the same values
         by_sample = {**ranks, **by_sample}
     ordered = broadcast_from_main([by_sample[index] for index in range(len(samples))] if is_main() else None)
     return TokenOutputs([log_prob for log_prob, _ in ordered], [entropy for _, entropy in ordered])
@@ -91,12 +91,11 @@ def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample])
 def measure_totals(
     policy: Policy, config: RunConfig, samples: Sequence[Sample], at: Bounds | None = None
 ) -> Totals:
-    """The totals of one update by BAPO's loss and the run's terms on ``samples``. Equal on every rank.
-    Collective.
+    """Return the totals of one update on ``samples`` by BAPO's loss and the run's terms, equal on all ranks.
 
-    The bounds are searched on the whole update, also under ``scope: micro_batch``, where they would depend
-    on the packs. Loss and gradient are taken ``at`` the bounds given (the reference's), or else at the
-    bounds found, so that each quantity is judged by itself.
+    Collective; changes the policy's weights. The bounds are searched on the whole update even under ``scope:
+    micro_batch``, where they would depend on the packs. Loss and gradient are taken ``at`` the given bounds
+    (the reference's), or else at the bounds found, so that each quantity is judged separately.
     """
     packs = _packs(policy, config, samples)
     bounds = replace(config.algorithm.bounds, bounds_tokens=None)
@@ -123,12 +122,12 @@ def _packs(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> list
 
 
 def model_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 (the first 16 digits) of ``config.json``, and of samples of the weight files.
+    """Return SHA-256 digests (16 hex digits) of ``config.json`` and of samples of the weight files.
 
-    Of each file of the model's weights the digest covers the name, the size, and 64 places of 4 KiB, evenly
-    spaced from the first byte (the header: tensor names, types, shapes) to the last. So any other training
-    run's weights differ, and a 60 GB model takes a second. A change of a few single numbers can be missed,
-    and the same weights in differently cut files count as another model.
+    The weight digest covers each file's name, size, and 64 places of 4 KiB, evenly spaced from the first byte
+    (the header: tensor names, types, shapes) to the last. It takes a second for a 60 GB model and tells
+    training runs apart, but can miss a change of a few numbers, and differs if the same weights are split
+    otherwise.
     """
     weights = hashlib.sha256()
     for path in weight_files(folder):
@@ -143,7 +142,7 @@ def model_digests(folder: Path) -> dict[str, str]:
 
 
 def run_verify(config: VerifyConfig) -> None:
-    """Check the layout, in as many processes as it needs. SystemExit(1) if it differs from the reference."""
+    """Check the layout in the processes it needs. Raises SystemExit(1) if it differs from its reference."""
     launched = launched_world_size()
     processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
     check_verify(config, launched is not None)
@@ -167,7 +166,7 @@ def _run_both_layouts(config: VerifyConfig, processes: int) -> None:
 
 
 def verify_process(config: VerifyConfig) -> None:
-    """One rank of a layout's check. SystemExit(1), on every rank, if the layout differs."""
+    """Entry point of one rank. Raises SystemExit(1) on every rank if the layout differs."""
     silence_libraries()
     with parallel_processes(config.parallel):
         code = verify_layout(config)
@@ -176,7 +175,7 @@ def verify_process(config: VerifyConfig) -> None:
 
 
 def check_verify(config: VerifyConfig, launched: bool) -> None:
-    """Check the configuration before any process group exists; ConfigError for the first mistake."""
+    """Check the configuration before any process group exists. Raises ConfigError for the first mistake."""
     config.check()
     if launched and config.runs_reference:
         raise ConfigError(
@@ -219,10 +218,8 @@ def _check_reference(config: VerifyConfig) -> None:
 
 
 def verify_layout(config: VerifyConfig) -> int:
-    """Measure the recipe's layout, then write it as a reference or compare it with one. Collective.
-
-    Returns the exit code, equal on every rank: 0 if written or all quantities agree, 1 if any differs.
-    """
+    """Measure the recipe's layout, then write it as a reference or compare it with one. Collective. Returns
+    the exit code, equal on every rank: 1 if any quantity differs, else 0."""
     reference = None if config.certificate is None else _matching_reference(config.certificate, config)
     check_kernels(config.model, config.parallel)
     policy = build_policy(config)
@@ -238,7 +235,7 @@ def verify_layout(config: VerifyConfig) -> int:
 def measure_layout(
     policy: Policy, config: VerifyConfig, reference: LayoutReference | None
 ) -> LayoutReference:
-    """Measure this layout on the canary batch or the reference's samples. Collective; makes an update."""
+    """Measure this layout on the canary batch, or the reference's samples. Collective; makes an update."""
     bounds = config.algorithm.bounds
     sequences = [] if reference else canary_sequences(config.canary, bounds)
     samples = reference.samples if reference else unscored(sequences)
@@ -270,16 +267,16 @@ def _matching_reference(path: Path, config: VerifyConfig) -> LayoutReference:
 
 
 def _identity(config: VerifyConfig) -> dict[str, Any]:
-    """Identity of a measurement: model, canary and objective, which must be equal in both layouts."""
+    """Return a measurement's identity, equal in comparable layouts: model, canary and objective."""
     has_experts = read_model_shape(config.model.hf_path).experts is not None
     named: dict[str, dict[str, Any]] = {
         "model": {**model_digests(config.model.hf_path), "dtype": config.model.dtype},
-        # A certificate of an earlier version has the routers' own routes, which rounding decides.
+        # Certificates of earlier versions have the routers' own routes, which depend on rounding.
         "canary": {**dataclasses.asdict(config.canary), **({"routes": "random"} if has_experts else {})},
         "rollout": {"temperature": config.rollout.temperature},
         "algorithm": {"loss_mean": config.algorithm.loss_mean, **flat(config.algorithm.bounds, "bounds.")},
     }
-    if config.algorithm.loss_mean == "constant":  # which divides by it
+    if config.algorithm.loss_mean == "constant":  # it is the divisor
         named["rollout"]["max_response_tokens"] = config.rollout.max_response_tokens
     if config.algorithm.terms:
         named["algorithm"]["terms"] = [dataclasses.asdict(term) for term in config.algorithm.terms]

@@ -1,6 +1,6 @@
-"""Configuration of ``bapo verify-parallel``: the recipe's, with the fields that the layout check adds.
+"""Configuration of ``bapo verify-parallel``: the recipe's fields and those of the layout check.
 
-Without torch, so that ``--help`` answers at once.
+Imports no torch, so ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class VerifyConfig(RunConfig):
 
     @classmethod
     def of(cls, run: RunConfig) -> VerifyConfig:
-        """The configuration that checks ``run``, with the fields of the check at their defaults."""
+        """Return the configuration that checks ``run``, with the check's fields at their defaults."""
         return cls(**{item.name: getattr(run, item.name) for item in dataclasses.fields(run)})
 
     @property

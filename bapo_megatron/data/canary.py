@@ -1,14 +1,14 @@
 """Canary batch: random sequences for ``bapo verify-parallel`` and the resume check, without a dataset.
 
-Random tokens are improbable under any model, so realistic rollout log-probs cannot be drawn beforehand. They
-are the log-probs that the reference layout measured, minus a drawn log-ratio; every other layout reads the
-same numbers from the layout reference. So all layouts get equal inputs.
+Random tokens are improbable under any model, so realistic rollout log-probs cannot be drawn in advance. They
+are the reference layout's measured log-probs minus a drawn log-ratio; other layouts read them from the layout
+reference, so all layouts get equal inputs.
 
-The log-ratios and advantages are drawn so that the result does not depend on rounding: no ratio lies near a
-bound that the search tries, and the search stops between two of these, after it has moved. Nor does it depend
-on the ties of routers: of a mixture of experts every position has a random route, which is replayed, since
-layouts round differently, and two experts that are nearly as likely would change places. The router's
-probabilities weigh the experts of a route, so they are compared; its choice is not.
+Log-ratios and advantages are drawn so that results do not depend on rounding: no ratio is close to a bound
+that the search tries, and the search stops between two of these, after it has moved. Nor do results depend on
+router ties, where rounding could swap two almost equally likely experts: in a mixture of experts every
+position replays a random route. The router's probabilities weigh a route's experts, so they are compared; its
+choice is not.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.types import RouteShape
 
 _SPREAD = 0.6
-"""Standard deviation of the drawn log-ratios: some tokens in every interval between candidates."""
+"""Standard deviation of the drawn log-ratios, to place tokens in every interval between candidates."""
 
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """Parameters of a canary batch, as plain data; the same spec draws the same batch."""
+    """Parameters of a canary batch; equal specs draw equal batches."""
 
     seed: int
     tokens: int
-    """Tokens of all sequences together, up to a remainder below two tokens."""
+    """Tokens of all sequences together, minus a remainder of less than two."""
     longest: int
     """Tokens of the longest sequence."""
     vocab: int
@@ -45,17 +45,17 @@ class CanarySpec:
 
 @dataclass(frozen=True)
 class CanarySequence:
-    """Random sequence of the canary batch, before it has rollout log-probs (``scored``)."""
+    """Random sequence of the canary batch, before ``scored`` adds rollout log-probs."""
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""
     log_ratio_R: np.ndarray
-    """Drawn log-ratio of each response token at the reference layout, float64: log pi - log pi_rollout."""
+    """Drawn log-ratio, log pi - log pi_rollout, of each response token at the reference layout, float64."""
     advantage: float
 
 
 def canary_sequences(spec: CanarySpec, bounds: BoundsConfig) -> list[CanarySequence]:
-    """Draw the canary batch of ``spec``: a sequence of 2 tokens, one of the longest, others in between."""
+    """Draw the canary batch of ``spec``: one sequence of 2 tokens, one of the longest, others in between."""
     generator = np.random.default_rng([spec.seed, spec.tokens, spec.longest, spec.vocab])
     return [
         _sequence(generator, length, 1.0 if number % 2 else -1.0, spec.vocab, bounds)
@@ -64,15 +64,13 @@ def canary_sequences(spec: CanarySpec, bounds: BoundsConfig) -> list[CanarySeque
 
 
 def unscored(sequences: Sequence[CanarySequence]) -> list[Sample]:
-    """Samples with zeros as rollout log-probs, for the reference layout's first forward pass."""
+    """Return samples with zeros as rollout log-probs, for the reference layout's first forward pass."""
     return [_sample(sequence, np.zeros(len(sequence.log_ratio_R), np.float32)) for sequence in sequences]
 
 
 def with_token_indices(sequences: Sequence[CanarySequence]) -> list[Sample]:
-    """Samples with the index 0, 1, ... of each response token of the batch in place of its rollout log-prob.
-
-    The index identifies a token in any pack and on any rank.
-    """
+    """Return samples with each response token's index (0, 1, ...) as its rollout log-prob. The index
+    identifies a token in any pack and on any rank."""
     ends = np.cumsum([len(sequence.log_ratio_R) for sequence in sequences])
     return [
         _sample(sequence, np.arange(end - len(sequence.log_ratio_R), end, dtype=np.float32))
@@ -81,10 +79,8 @@ def with_token_indices(sequences: Sequence[CanarySequence]) -> list[Sample]:
 
 
 def with_random_routes(samples: Sequence[Sample], seed: int, model: ModelShape) -> list[Sample]:
-    """The samples with a random route for each position, those of the prompt, too; the same for one ``seed``.
-
-    Each expert of a layer is as likely. Samples of a ``model`` without experts stay as they are.
-    """
+    """Return the samples with a random route for each position, prompts included; deterministic in ``seed``.
+    All experts of a layer are equally likely. Samples of a ``model`` without experts stay unchanged."""
     if model.experts is None:
         return list(samples)
     shape, routed = RouteShape(model.layers, model.experts.per_token, model.experts.count), []
@@ -92,7 +88,7 @@ def with_random_routes(samples: Sequence[Sample], seed: int, model: ModelShape) 
         generator = np.random.default_rng([seed, number])
         places = (sample.positions, shape.layers, 1)
         first = generator.integers(0, shape.experts, places)
-        # Steps that go once round the experts at most: no expert twice.
+        # Steps go around the experts at most once, so no expert repeats.
         step = generator.integers(1, shape.experts // shape.per_token + 1, places)
         routes = (first + step * np.arange(shape.per_token)) % shape.experts
         routed.append(dataclasses.replace(sample, routes_R=routes.astype(shape.dtype)))
@@ -102,7 +98,7 @@ def with_random_routes(samples: Sequence[Sample], seed: int, model: ModelShape) 
 def scored(
     sequences: Sequence[CanarySequence], log_probs: Sequence[np.ndarray], bounds: BoundsConfig, loss_mean: str
 ) -> list[Sample]:
-    """Samples with rollout log-probs: those that the reference measured, minus the drawn log-ratios."""
+    """Return samples with rollout log-probs: the reference's measured ones minus the drawn log-ratios."""
     samples = [
         _sample(one, (log_prob[-len(one.log_ratio_R) :] - one.log_ratio_R).astype(np.float32))
         for one, log_prob in zip(sequences, log_probs, strict=True)
@@ -136,7 +132,7 @@ def _sequence(
 
 
 def _off_the_edges(log_ratio_R: np.ndarray, bounds: BoundsConfig) -> np.ndarray:
-    """Log-ratios away from rounding: each moved into the middle half of its bin between candidate bounds."""
+    """Move each log-ratio into the middle half of its bin between candidate bounds, away from rounding."""
     candidates = [*low_values(bounds), *high_values(bounds)]
     edges = np.log(sorted({*candidates, bounds.dual_clip or candidates[-1]}))
     edges = np.concatenate([edges[:1] - 1.0, edges, edges[-1:] + 1.0])
@@ -155,11 +151,11 @@ def _sample(sequence: CanarySequence, rollout_log_prob_R: np.ndarray) -> Sample:
 def _positive_scale(
     sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
 ) -> float:
-    """Scale of the positive advantages with which the search moves, and stops between two candidates.
+    """Return the scale of positive advantages with which the search moves, and stops between two candidates.
 
-    The sums P are linear in it. With it the target lies halfway (in P / N) between the best pair of bounds
-    so far and the next better one, about three quarters along the search, where both bounds have moved.
-    1 where no pair is better than the first (fixed bounds), or one sign has no weight.
+    The sums P are linear in it. It puts the target halfway (in P / N) between the best pair of bounds so far
+    and the next better one, about three quarters along the search, where both bounds have moved. 1 if no pair
+    is better than the first (fixed bounds), or one sign has no weight.
     """
     sums = _sums(sequences, samples, bounds, loss_mean)
     highs = len(high_values(bounds))
@@ -181,7 +177,7 @@ def _positive_scale(
 def _sums(
     sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
 ) -> list[float]:
-    """Contribution sums of the batch, up to a common factor, computed from the log-ratios."""
+    """Return the batch's contribution sums, up to a common factor, from the log-ratios."""
     counts = [sample.response_tokens for sample in samples]
     weights = [1.0 / count if loss_mean == "sequence" else 1.0 for count in counts]
     log_ratio, advantage, rollout_log_prob, weight = (
@@ -198,7 +194,7 @@ def _sums(
 
 
 def _quotient_at_target(target: float, share: Share) -> float:
-    """Smallest P / N at which the contribution reaches ``target``."""
+    """Return the smallest P / N at which the contribution reaches ``target``."""
     if share == "absolute":
         return target / (1 - target)
     return target / (1 + target) if share == "signed" else target

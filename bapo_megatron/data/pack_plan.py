@@ -1,20 +1,18 @@
 """Packing plan (bin packing, load balancing): assigns documents to packs, and packs to data-parallel ranks.
 
-Its goals are few packs and equal cost on all ranks. A document of n tokens costs n + quadratic * n^2, in
-units of one token's linear work; the second term is attention's. The plan is a pure function of lengths and
-layout, in integers, whose sums do not depend on their order. So every rank computes the same plan without
-communication.
+Goals: few packs, and equal cost on all ranks. A document of n tokens costs n + quadratic * n^2, in units of
+one token's linear work; the second term is attention. The plan is a pure function of lengths and layout, in
+integers, whose sums do not depend on order: every rank computes the same plan without communication.
 
-1. Best fit gives the number of packs. Into that many, rounded up to the layout's multiple, documents go
-   longest first, each to the cheapest pack with room (longest processing time first); if one finds no room,
-   best fit's own packs are taken.
-2. Packs are dealt to the ranks, each the same number.
-3. Ranks are balanced by exchanges of documents and packs, then the packs within each rank: the heaviest
-   group exchanges with a lighter one. Two groups weighing H > L that shift the weight s from one to the other
-   differ by |(H - L) - 2 s| afterwards; the exchange is the feasible one with the smallest such difference.
+1. Best fit gives the number of packs, rounded up to the layout's multiple. Documents go longest first to the
+   cheapest pack with room (longest processing time first); if one finds no room, best fit's packs are used.
+2. Packs are dealt to the ranks, equally many each.
+3. Exchanges of documents and packs balance the ranks, then the packs within each rank: the heaviest group
+   exchanges with a lighter one. If two groups weighing H > L shift the weight s, they differ by
+   |(H - L) - 2 s| afterwards; the feasible exchange with the smallest such difference is made.
 
-Packs of one length (``fixed_length``) have the same linear cost, full or not. So there step 1 counts tokens,
-which keeps the common length short, and the other steps count attention's part alone.
+Packs of one length (``fixed_length``) have the same linear cost, full or not. There step 1 counts tokens,
+which keeps the common length short, and the other steps count only attention.
 """
 
 from __future__ import annotations
@@ -28,43 +26,43 @@ import numpy as np
 from bapo_megatron.types import PackLayout
 
 Pack = list[int]
-"""Indices of the documents of a pack."""
+"""Indices of a pack's documents."""
 
 MAX_WORK = 10_000_000
-"""Limit of the document pairs that a call compares: some tenths of a second. Unlike a time limit it stops
-every rank at the same plan."""
+"""Limit of document pairs compared per call, some tenths of a second. Unlike a time limit it stops every rank
+at the same plan."""
 _CALL = 5_000
-"""Fixed cost of comparing two groups, as a number of document pairs."""
+"""Fixed cost of comparing two groups, in document pairs."""
 
 _NOTHING = -1
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents to pack: the lengths and weights (compute) of all, and the capacity of a pack."""
+    """Documents to pack: their lengths and weights (compute), and a pack's capacity."""
 
     tokens: np.ndarray
-    """Tokens of each document in a pack, int64."""
+    """Tokens of each document, padding included, int64."""
     weights: np.ndarray
-    """Weight (compute) of each document, int64; groups are brought to equal sums of it."""
+    """Weight (compute) of each document, int64; groups get equal sums of it."""
     capacity: int
-    """Tokens that a pack holds."""
+    """Capacity of a pack in tokens."""
 
     def weight(self, pack: Pack) -> int:
         return int(self.weights[pack].sum())
 
 
 class _Exchange(NamedTuple):
-    """An exchange between two groups: of two documents (or one and ``_NOTHING``), or of two packs."""
+    """Exchange between two groups: of two documents (or one and ``_NOTHING``), or of two packs."""
 
     difference: int
-    """Difference of the two groups' weights afterwards."""
+    """Weight difference of the groups afterwards."""
     shift: int
     """Weight that leaves the heavier group."""
     packs: tuple[int, int]
-    """Numbers of the packs within their groups."""
+    """Indices of the packs within their groups."""
     documents: tuple[int, int] | None
-    """Documents to exchange; None: the packs themselves are exchanged."""
+    """Documents to exchange; None exchanges whole packs."""
 
 
 def balance(groups: list[list[Pack]], documents: Documents, slack: float, work: int = MAX_WORK) -> None:
@@ -94,7 +92,7 @@ def _size(group: list[Pack]) -> int:
 
 
 def _best(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> _Exchange | None:
-    """Exchange with the smallest remaining difference, if that is below ``gap``, else None."""
+    """Return the exchange with the smallest remaining difference, or None if that is not below ``gap``."""
     candidates = _of_packs(heavy, light, gap, documents), _of_documents(heavy, light, gap, documents)
     best = min(candidates, key=lambda exchange: exchange.difference)
     return best if best.difference < gap else None
@@ -108,7 +106,7 @@ def _of_packs(heavy: list[Pack], light: list[Pack], gap: int, documents: Documen
 
 
 def _of_documents(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> _Exchange:
-    """Best exchange of one document for another, or for none, where both packs have room."""
+    """Return the best exchange of one document for another, or for none, with room in both packs."""
     a, b = _choices(heavy, documents), _choices(light, documents)
     longer = np.subtract.outer(a.tokens, b.tokens)
     shift = np.subtract.outer(a.weights, b.weights)
@@ -120,14 +118,14 @@ def _of_documents(heavy: list[Pack], light: list[Pack], gap: int, documents: Doc
 
 
 class _Choices(NamedTuple):
-    """Exchange candidates of a group: each document, and for each pack the empty candidate ``_NOTHING``."""
+    """Exchange candidates of a group: each document, and per pack the empty candidate ``_NOTHING``."""
 
     document: np.ndarray
     pack: np.ndarray
     tokens: np.ndarray
     weights: np.ndarray
     room: np.ndarray
-    """Free tokens of the candidate's pack."""
+    """Free tokens in the candidate's pack."""
 
 
 def _choices(group: Sequence[Pack], documents: Documents) -> _Choices:
@@ -158,16 +156,15 @@ def _apply(heavy: list[Pack], light: list[Pack], exchange: _Exchange) -> None:
             target.append(document)
 
 
-# Totals that differ from their mean by less than this share are balanced.
+# Totals within this share of their mean are balanced.
 _RANK_TOLERANCE, _PACK_TOLERANCE = 0.001, 0.01
 
 
 def plan_packs(lengths: Sequence[int], pack_tokens: int, layout: PackLayout) -> list[list[Pack]]:
-    """Packing plan: indices of documents, for each pack of each rank.
+    """Return the packing plan: document indices for each pack of each rank.
 
-    Every rank has the same number of packs, a multiple of ``count_multiple``; packs are empty when there are
-    fewer documents than packs. ``lengths`` are those of the documents in a pack, their padding included.
-    ValueError if one is longer than ``pack_tokens``, rounded down to ``length_multiple``.
+    Every rank has the same number of packs, a multiple of ``count_multiple``; packs may be empty. ``lengths``
+    include padding. Raises ValueError if one exceeds ``pack_tokens`` rounded down to ``length_multiple``.
     """
     capacity = pack_tokens // layout.length_multiple * layout.length_multiple
     _check_fit(max(lengths, default=0), capacity, pack_tokens, layout)
@@ -191,9 +188,9 @@ def _check_fit(longest: int, capacity: int, pack_tokens: int, layout: PackLayout
 
 
 def _fewest_packs(tokens: np.ndarray, weights: np.ndarray, capacity: int, layout: PackLayout) -> list[Pack]:
-    """Step 1: packs of similar weight, as few as best fit needs; if one overflows, best fit's own packs."""
+    """Step 1: return packs of similar weight, as few as best fit needs, or best fit's if one overflows."""
     step = layout.data_size * layout.count_multiple
-    # A weight that falls with the tokens makes the fullest pack with room the lightest: best fit.
+    # With weights that fall with tokens the fullest pack with room is the lightest: best fit.
     tight = [pack for pack in _fill(tokens, -tokens, len(tokens), capacity) or [] if pack]
     number = -(-max(1, len(tight)) // step) * step
     tight += [[] for _ in range(number - len(tight))]
@@ -201,7 +198,7 @@ def _fewest_packs(tokens: np.ndarray, weights: np.ndarray, capacity: int, layout
 
 
 def _fill(tokens: np.ndarray, weights: np.ndarray, number: int, capacity: int) -> list[Pack] | None:
-    """Documents dealt longest first, each to the lightest pack with room; None if one finds no room."""
+    """Deal documents longest first, each to the lightest pack with room; None if one finds no room."""
     packs: list[Pack] = [[] for _ in range(number)]
     filled, weight = np.zeros((2, number), dtype=np.int64)
     for index in np.argsort(-tokens, kind="stable").tolist():
@@ -218,7 +215,7 @@ def _fill(tokens: np.ndarray, weights: np.ndarray, number: int, capacity: int) -
 def _one_length(
     packs: list[Pack], tokens: np.ndarray, costs: np.ndarray, capacity: int, multiple: int
 ) -> Documents:
-    """Make the fullest pack as short as possible, in place; its length is the capacity of the result."""
+    """Shorten the fullest pack as far as possible, in place; its length is the result's capacity."""
     slack = _RANK_TOLERANCE * float(tokens.sum()) / len(packs)
     balance([[pack] for pack in packs], Documents(tokens, tokens, capacity), slack)
     fullest = max(int(tokens[pack].sum()) for pack in packs)
@@ -232,13 +229,13 @@ def _over_ranks(packs: list[Pack], documents: Documents, ranks: int, cost: float
         balance([[pack] for pack in rank], documents, _PACK_TOLERANCE * cost / len(packs), MAX_WORK // ranks)
         for pack in rank:
             pack.sort(key=lambda index: (-documents.tokens[index], index))
-        # The heaviest pack first: a run that will be out of memory fails in its first forward pass.
+        # Heaviest pack first, so that running out of memory happens in the first forward pass.
         rank.sort(key=lambda pack: (-documents.weight(pack), pack))
     return plan
 
 
 def _deal(packs: list[Pack], documents: Documents, ranks: int) -> list[list[Pack]]:
-    """Packs dealt to ranks in rounds, heaviest first; within a round the heavier goes to the lighter rank."""
+    """Deal packs to ranks in rounds, heaviest first; within a round heavier packs go to lighter ranks."""
     plan: list[list[Pack]] = [[] for _ in range(ranks)]
     weights = [0] * ranks
     ordered = sorted(packs, key=documents.weight, reverse=True)

@@ -1,11 +1,11 @@
 """Sequence packing: turns samples into balanced ``thd`` micro-batches.
 
-The shift to predicting positions happens here, once: a sample of n tokens has n - 1 of them, and position i
-holds token i as input and token i + 1 as label, with all per-token columns of that label. All ranks compute
-the same plan from the same numbers (``pack_plan.py``), and each builds its own packs without communication:
-of a ``StoredSample`` only the ranks that pack it read the columns.
+The only shift to predicting positions is here: a sample of n tokens has n - 1, and position i has token i as
+input and token i + 1 as label, with all per-token columns of that label. All ranks compute the same plan from
+the same numbers (``pack_plan.py``), and each builds its own packs without communication: only ranks that pack
+a ``StoredSample`` read its columns.
 
-Shapes: ``_R`` tokens of a response, ``_T`` tokens of a pack, ``_N`` tokens of a response that are trained on.
+Shapes: ``_R`` tokens of a response, ``_T`` tokens of a pack, ``_N`` trained tokens of a response.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from bapo_megatron.types import GIVEN, PackLayout
 T = TypeVar("T")
 
 UNKNOWN_BYTE = unknown_expert(np.uint8)
-"""The mark of an unknown route in a pack of bytes; in one of int16, which uint16 becomes, it is -1."""
+"""Mark of an unknown route in a pack of bytes; in int16, which replaces uint16, it is -1."""
 
-# Padding is cut into documents of at most this many tokens, so that attention over it stays cheap.
+# Longest document of padding, which keeps attention over padding cheap.
 _PADDING_DOCUMENT = 512
 
 
 def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -> list[list[T]]:
-    """Mini-batches of a step: groups in random order, spread evenly over at most ``updates`` updates.
+    """Return a step's mini-batches: groups in random order, spread evenly over at most ``updates`` updates.
 
-    Groups are not split: within one, advantages sum to zero, so every update has both signs, unless
+    Groups are not split: a group's advantages sum to zero, so every update has both signs, unless
     ``algorithm.corrections`` later reject all responses of one sign.
     """
     order = np.random.default_rng(list(seed)).permutation(len(groups))
@@ -48,7 +48,7 @@ def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -
 def updates_of_step(
     groups: Sequence[T], epochs: int, updates: int, seed: int, step: int
 ) -> list[tuple[int, list[T]]]:
-    """All updates of ``step``, in order, each with the number of its pass: every pass is split anew."""
+    """Return all updates of ``step`` in order, each with its pass number; every pass is split anew."""
     return [
         (epoch, part)
         for epoch in range(epochs)
@@ -63,11 +63,11 @@ def pack_samples(
     layout: PackLayout | None = None,
     max_response_tokens: int = 1,
 ) -> list[MicroBatch]:
-    """Pack the samples of an update into this rank's micro-batches; every rank has the same number.
+    """Pack an update's samples into this rank's micro-batches; every rank has the same number.
 
     A pack is at most ``pack_tokens`` long, rounded down to the layout's length multiple. A rank without
-    samples gets a dummy pack of one such multiple. Loads the samples of this rank's packs alone. ValueError
-    if a sample does not fit. ``loss_mean``: that of ``AlgorithmConfig``; with `constant` it divides by
+    samples gets a dummy pack of one such multiple. Loads only the samples of this rank's packs. Raises
+    ValueError if a sample does not fit. ``loss_mean``: see ``AlgorithmConfig``; `constant` divides by
     ``max_response_tokens``.
     """
     layout = layout or PackLayout()
@@ -78,7 +78,7 @@ def pack_samples(
     weights = _loss_weights(samples, loss_mean, max_response_tokens)
     trained_tokens = tuple(sample.trained_tokens for sample in samples)
     packs = (_build(samples, weights, pack, shortest, layout) for pack in plan[layout.data_rank])
-    # The same for all ranks: one without samples of this kind must have the column, too.
+    # Equal on all ranks: one without such samples must have the column, too.
     if rows := [row for sample in samples if (row := sample.route_row) is not None]:
         packs = (_with_routes(pack, samples, rows[0]) for pack in packs)
     sources = tuple(sample.source for sample in samples)
@@ -91,13 +91,14 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _loss_weights(samples: Sequence[TrainingSample], loss_mean: str, constant: int) -> list[float]:
-    """Loss weight of each sample's tokens: 1, or for a mean over sequences ``(sum_j n_j / N) / n_i``.
+    """Return each sample's token weight in the loss: 1, or for a mean over sequences ``(sum_j n_j / N) /
+    n_i``.
 
     For `constant` ``n_i`` is the same number for all sequences (Dr. GRPO, arXiv 2503.20783).
 
     The loss sum is then divided by the number of trained tokens. With N sequences of n_i trained tokens,
     sum_i (1 / N) sum_t l_it / n_i = (1 / sum_j n_j) sum_i sum_t l_it * (sum_j n_j / N) / n_i.
-    A sequence without trained tokens is none of the N: it has no mean, and would only shrink the step.
+    A sequence without trained tokens is not one of the N: it has no mean, and would only shrink the step.
     """
     if loss_mean == "token":
         return [1.0] * len(samples)
@@ -113,12 +114,12 @@ def _build(
     shortest: int,
     layout: PackLayout,
 ) -> MicroBatch:
-    """Micro-batch of the samples ``members``, padded to at least ``shortest`` tokens and never empty."""
+    """Return the micro-batch of ``members``, padded to at least ``shortest`` tokens and never empty."""
     bounds, rows = [0], []
     for index in members:
         positions = samples[index].positions
         rows.append((index, bounds[-1], positions))
-        if positions:  # documents without tokens are left out of the attention kernel's bounds
+        if positions:  # the attention kernel's bounds skip empty documents
             bounds.append(bounds[-1] + _round_up(positions, layout.document_multiple))
     length = _round_up(max(1, shortest, bounds[-1]), layout.length_multiple)
     documents = list(pairwise(bounds))
@@ -134,7 +135,7 @@ def _build(
 
 
 def _with_routes(pack: MicroBatch, samples: Sequence[TrainingSample], row: RouteRow) -> MicroBatch:
-    """The pack with the column of routes, read for its own samples. ``row``: ``Sample.route_row``."""
+    """Return the pack with its samples' routes. ``row``: ``Sample.route_row``."""
     layers, per_token, dtype = row
     route_TLK = np.full((pack.token_T.numel(), layers, per_token), unknown_expert(dtype), dtype)
     replays = True
@@ -145,7 +146,7 @@ def _with_routes(pack: MicroBatch, samples: Sequence[TrainingSample], row: Route
         replays = sample.replays_routes
         routes_R = sample.load_routes()
         assert routes_R is not None
-        # The row of a token is that of the position which predicts it; the first token may have none.
+        # A token's row belongs to the position that predicts it; the first token may have none.
         count = min(len(routes_R), positions)
         route_TLK[start + positions - count : start + positions] = routes_R[len(routes_R) - count :]
     signed = route_TLK.view(np.int16) if dtype == np.uint16 else route_TLK  # torch indexes no uint16
@@ -158,10 +159,8 @@ def _padding_bounds(start: int, end: int, multiple: int) -> list[int]:
 
 
 def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, ArrayLike]:
-    """Per-token columns (``tensor_types.COLUMNS``) of a response: for each an array [R], or one scalar.
-
-    ``index``: index of the sample in the update. ``weight``: loss weight of its tokens.
-    """
+    """Return a response's per-token columns (``tensor_types.COLUMNS``): each an array [R] or a scalar.
+    ``index``: the sample's index in the update. ``weight``: loss weight of its tokens."""
     importance_R = 1.0 if sample.importance_R is None else sample.importance_R
     old_log_probs_R = sample.log_probs_R if sample.old_log_probs_R is None else sample.old_log_probs_R
     teacher_R = 0.0 if sample.teacher_log_probs_R is None else sample.teacher_log_probs_R
@@ -181,7 +180,7 @@ def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, Arra
 
 
 def _oldest(versions_R: np.ndarray) -> np.ndarray:
-    """For each token the oldest version up to it, of the tokens that a policy sampled."""
+    """Return for each token the oldest version among the sampled tokens up to it."""
     sampled_R = np.where(versions_R == GIVEN, np.iinfo(versions_R.dtype).max, versions_R)
     oldest_R: np.ndarray = np.minimum.accumulate(sampled_R)
     return oldest_R

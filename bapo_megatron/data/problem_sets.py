@@ -1,8 +1,8 @@
 """Problem sets, loaded for their reward: a run's training problems, and evaluation suites.
 
-Training problems come from one file or from several sources (``data.sources``), suites by their names, from
-folders that ``bapo data prepare`` wrote, or from files. All rows are tokenized. ConfigError for the first row
-that is invalid, or cannot be scored.
+Training problems come from one file or several sources (``data.sources``); suites from folders of `bapo data
+prepare`, by name, or from files. All rows are tokenized. Raises ConfigError for the first row that is invalid
+or cannot be scored.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from bapo_megatron.runtime.files import sha256_of
 from bapo_megatron.types import Prompt
 
 REWARD_FUNCTION = "math_or_code"
-"""Default reward function of `bapo eval`: math or code, by the form of each ground truth."""
+"""Default reward of `bapo eval`: math or code, by each ground truth's form."""
 
 NO_TOOLS: Mapping[str, Tools] = MappingProxyType({})
-"""Of environments that describe none."""
+"""Tools of environments that describe none."""
 
 
 def load_problems(
@@ -43,10 +43,10 @@ def load_problems(
     tools: Mapping[str, Tools] = NO_TOOLS,
     begun: bool = False,
 ) -> PromptSet:
-    """Load the training problems, tokenized; each ground truth is valid for its reward function.
+    """Load the training problems, tokenized, with valid ground truths for their reward functions.
 
-    ``reward_function``: that of sources without one of their own. ``tools``: of the environments, by source
-    (``RunConfig.environments``). ``begun``: whether the run has steps, as in ``ground_truth_check``.
+    ``reward_function``: default of sources. ``tools``: environments' tools by source
+    (``RunConfig.environments``). ``begun``: whether the run has steps, as in ``ground_truth_check``. Raises
     ConfigError as ``load_prompts``.
     """
 
@@ -70,7 +70,7 @@ def load_problems(
 
 
 def control_tokens_text(prompts: Sequence[Prompt], tokenizer: Any) -> str | None:
-    """The text of a warning of prompts that spell a control token, as rendered ones do; None if none does."""
+    """Return a warning about prompts that spell a control token, as rendered ones do, or None."""
     spelled = [(one, spelled_control_token(one.messages, tokenizer)) for one in prompts]
     spelling = [(prompt, token) for prompt, token in spelled if token]
     if not spelling:
@@ -85,7 +85,7 @@ def control_tokens_text(prompts: Sequence[Prompt], tokenizer: Any) -> str | None
 
 
 def missing_files(data: DataConfig) -> Iterator[str]:
-    """Errors of the training data's files that do not exist, as ``load_problems`` raises them one by one."""
+    """Yield errors of missing training files, which ``load_problems`` would raise one at a time."""
     for source in data.files:
         if not source.file.is_file():
             field = f"data.sources[{source.name}].path" if data.sources else "data.path"
@@ -101,16 +101,16 @@ def _tools_digest(tools: Mapping[str, Tools]) -> str:
 
 
 def mixed(source: SourceConfig, prompts: PromptSet) -> MixedSource:
-    """Source of a mixture, from its configuration and its loaded prompts."""
+    """Return a mixture's source from its configuration and loaded prompts."""
     return MixedSource(source.name, len(prompts.prompts), source.weight, sha256_of(source.file))
 
 
 def _named(source: SourceConfig, load: Callable[[SourceConfig, str], PromptSet]) -> PromptSet:
-    """Prompts of one source of several, with its name, in messages, too."""
+    """Return the prompts of one of several sources, with its name in prompts and error messages."""
     flag = "--reward.function" if source.reward is None else f"data.sources[{source.name}].reward"
     try:
         loaded = load(source, flag)
-    except ConfigError as error:  # its message names `data.path`
+    except ConfigError as error:  # the message names `data.path`
         field = f"data.sources[{source.name}].path"
         told = str(error).replace(f"data.path={source.file}", f"{field}={source.file}")
         named = source.name in told
@@ -134,7 +134,7 @@ def _load(
 
 @dataclass(frozen=True)
 class Suite:
-    """Evaluation suite: the tokenized problems of one benchmark, none of which is left out."""
+    """Evaluation suite: all tokenized problems of one benchmark."""
 
     name: str
     path: Path
@@ -152,11 +152,11 @@ def load_suite(
     tools_of: Callable[[str], Tools] = lambda _suite: (),
     begun: bool = False,
 ) -> Suite:
-    """Load the evaluation suite of the name or at the path ``text``; names are folders in ``folder``.
+    """Load the evaluation suite named ``text``, a folder in ``folder``, or at that path.
 
-    ConfigError if it does not exist, if a row is wrong for ``reward_function``, or if a prompt is too long:
-    nothing is left out. ``reward_flag`` is the flag that names another reward. ``tools_of``: from the suite's
-    name to the tools of its environment. ``begun``: for a run with steps, as in ``load_problems``.
+    Raises ConfigError if it does not exist, if a row is invalid for ``reward_function``, or if a prompt is
+    too long: nothing is dropped. ``reward_flag``: flag that names another reward. ``tools_of``: maps the
+    suite's name to its environment's tools. ``begun``: for a run with steps, as in ``load_problems``.
     """
     path = suite_path(text, folder)
     name = path.parent.name if path.name == DATA_FILE else path.stem
@@ -164,7 +164,7 @@ def load_suite(
         loaded = _load(
             path, reward_function, reward_flag, tokenizer, max_prompt_tokens, tools_of(name), begun
         )
-    except ConfigError as error:  # its message names the fields of a run
+    except ConfigError as error:  # the message names the fields of a run
         told = str(error).replace(f"data.path={path}", f"suite {text}, {path}")
         told = told.replace("data.max_prompt_tokens", "max_prompt_tokens")
         raise ConfigError(told.replace("reward.function=", f"{reward_flag.removeprefix('--')}=")) from error
@@ -177,17 +177,17 @@ def load_suite(
 
 
 def programs_of(suite: Suite, reward_function: str) -> frozenset[int]:
-    """Numbers of the problems of a suite that ask for a program: a box in a response is not an answer to
-    them."""
+    """Return indices of a suite's problems that ask for a program, which a boxed response does not answer."""
     if not runs_code(reward_function):
         return frozenset()
     return frozenset(number for number, prompt in enumerate(suite.prompts) if is_tests(prompt.ground_truth))
 
 
 def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> None:
-    """Check of the data card: ConfigError if the file was prepared for a reward that reads no boxed answers.
+    """Raise ConfigError if the data card says that the file was prepared for a reward without boxed answers.
 
-    Its ground truths may be any text: the built-in ``reward_function`` would score every response as wrong.
+    Its ground truths may be any text, so the built-in ``reward_function`` would score every response as
+    wrong.
     """
     card = path.with_name(CARD_FILE)
     if path.name != DATA_FILE or not card.is_file() or reward_function not in BOXED_REWARDS:
@@ -203,7 +203,7 @@ def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> No
 
 
 def suite_path(text: str, folder: Path) -> Path:
-    """File of a suite. ConfigError, with the command that makes one, if there is none."""
+    """Return a suite's file. Raises ConfigError, with the command that makes one, if there is none."""
     named = folder / text / DATA_FILE
     for path in (named, Path(text) / DATA_FILE, Path(text)):
         if path.is_file():

@@ -1,8 +1,8 @@
-"""Prompt dataset: reads and tokenizes files of problems, and orders them reproducibly and resumably.
+"""Prompt dataset: reads and tokenizes problem files, and orders them reproducibly and resumably.
 
-A row has the fields of Skywork-OR1-RL-Data: ``prompt`` (chat messages), ``reward_model.ground_truth``,
-``data_source`` and ``extra_info``. The whole file is held in memory. ConfigError for the first invalid row.
-The sampler and SFT take prompts in the order of ``data_order``, which mixes several sources by weight.
+A row has Skywork-OR1-RL-Data's fields: ``prompt`` (chat messages), ``reward_model.ground_truth``,
+``data_source`` and ``extra_info``. The whole file is kept in memory. Raises ConfigError for the first invalid
+row. The sampler and SFT take prompts in the order of ``data_order``, which mixes sources by weight.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.types import Prompt
 
 _END_TOKENS = 16
-"""Number of last tokens that contain ``<think>`` and white space, also where it is not a token of its own."""
+"""Number of final tokens that contain ``<think>`` and white space, even if it is several tokens."""
 
 Tools = Sequence[Mapping[str, Any]]
-"""Schemas of the tools of an environment, which the chat template writes into prompts; empty: none."""
+"""Schemas of an environment's tools, which the chat template writes into prompts."""
 
 CheckGroundTruth = Callable[[str], str | None]
 CheckExtraInfo = Callable[[dict[str, Any]], str | None]
-"""Validators of a row's ground truth and ``extra_info``: its error, or None."""
+"""Validators of a row's ground truth and ``extra_info``: return its error, or None."""
 
 
 @dataclass(frozen=True)
 class MixedSource:
-    """A source of a mixture of training files: its name, weight, number of prompts and digest."""
+    """Source of a mixture of training files: name, weight, number of prompts and digest."""
 
     name: str
     prompts: int
-    """Usable prompts; the run's dataset concatenates those of all sources."""
+    """Number of usable prompts; the run's dataset concatenates those of all sources."""
     weight: float
     sha256: str
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Usable prompts of a dataset, tokenized and filtered; plain data, all of it in memory."""
+    """Usable prompts of a dataset, tokenized and filtered, all in memory."""
 
     prompts: tuple[Prompt, ...]
     too_long: int
-    """Rows left out because their prompt has more tokens than the run allows."""
+    """Rows dropped for prompts longer than the run allows."""
     found: int
     """Prompts before the difficulty filter."""
     sources: tuple[MixedSource, ...] = ()
-    """Sources of the prompts, in their order; none for a single file."""
+    """Sources of the prompts in order; empty for a single file."""
     tools_sha256: str = ""
-    """Digest of the tools that the prompts describe; empty without any."""
+    """Digest of the tools described in the prompts; empty without any."""
 
 
 def load_prompts(
@@ -80,9 +80,9 @@ def load_prompts(
 ) -> PromptSet:
     """Load a dataset: read a JSONL or parquet file and tokenize its prompts with the chat template.
 
-    ``tools``: of the environment that answers their responses, if it describes some. ``begun``: for a run
-    with steps, whose prompts stay as they are, also those about images. Raises ConfigError that names file,
-    row (the first is 0), field and fix.
+    ``tools``: those of the environment that answers the responses. ``begun``: for a run with steps, whose
+    prompts stay, even those about images. Raises ConfigError naming file, row (the first is 0), field and
+    fix.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model.hf_path: its tokenizer has no chat_template; add a chat_template.jinja")
@@ -118,7 +118,7 @@ def load_prompts(
 
 
 def equal_prompts_problem(prompts: Sequence[np.ndarray]) -> str | None:
-    """Error if all of several prompts are equal, token by token; None if they are not."""
+    """Return the error if all of several prompts are equal, token by token, else None."""
     if len(prompts) < 2 or any(not np.array_equal(prompts[0], other) for other in prompts[1:]):
         return None
     return (
@@ -147,29 +147,29 @@ def _prompt(number: int, row: Row, tokenizer: Any, several: bool, tools: Tools) 
 
 
 def ends_in_thinking(tokenizer: Any, ids: np.ndarray) -> bool:
-    """Whether what the model is given ends with a thinking part that its chat template has opened."""
+    """Whether the model's input ends with a thinking part opened by its chat template."""
     end: str = tokenizer.decode(ids[-_END_TOKENS:].tolist(), skip_special_tokens=False)
     return end.rstrip().endswith(THINKING)
 
 
 def prompt_token_ids(messages: list[dict[str, Any]], tokenizer: Any, tools: Tools = ()) -> np.ndarray:
-    """Token ids of the messages in the chat template, int32; what a message says is text, no control token.
-    RowError if the template refuses them."""
+    """Return the messages' token ids in the chat template, int32, without control tokens from message texts.
+    Raises RowError if the template refuses them."""
     try:
         ids = chat_template_of(tokenizer).token_ids(messages, tools)
-    except Exception as error:  # a template raises whatever its author chose
+    except Exception as error:  # templates raise anything
         raise RowError(f"prompt is refused by the tokenizer's chat template: {error}") from error
     return np.asarray(ids, np.int32)
 
 
 def check_template(tokenizer: Any, field: str) -> None:
-    """Check of a chat template: ConfigError, with ``field``, if it ignores the messages."""
+    """Raise ConfigError, with ``field``, if a chat template ignores the messages."""
     try:
         first, other = (
             prompt_token_ids([{"role": "user", "content": text}], tokenizer)
             for text in ("1+1=", "What is love?")
         )
-    except RowError:  # it wants other roles: the rows will show
+    except RowError:  # it needs other roles: the rows will show
         return
     if np.array_equal(first, other):
         raise ConfigError(
@@ -179,11 +179,10 @@ def check_template(tokenizer: Any, field: str) -> None:
 
 
 class PromptOrder:
-    """Data order: endless epochs over the prompts, each once an epoch, shuffled or in the file's order.
+    """Data order: endless epochs over the prompts, shuffled or in file order.
 
-    The order of an epoch is a function of (seed, epoch, stream) and the number of prompts, so the position
-    to resume from is one number, the count of prompts taken. ``stream`` separates orders of one seed; 0
-    counts as none.
+    An epoch's order depends only on (seed, epoch, stream) and the number of prompts, so the count of prompts
+    taken is the position to resume from. ``stream`` separates orders of one seed; 0 means none.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool, stream: int = 0) -> None:
@@ -194,7 +193,7 @@ class PromptOrder:
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     def take(self, taken: int, count: int) -> list[tuple[int, int]]:
-        """The next ``count`` pairs of (epoch, index of the prompt) after the first ``taken``."""
+        """Return ``count`` pairs of (epoch, prompt index) after the first ``taken``."""
         return [self._place(number) for number in range(taken, taken + count)]
 
     def _place(self, number: int) -> tuple[int, int]:
@@ -208,7 +207,7 @@ class PromptOrder:
 
 
 def mixture_settings(sources: Sequence[MixedSource]) -> dict[str, Any]:
-    """Settings that fix a mixture's order, by name: a journal refuses others. One None without a mixture."""
+    """Return the settings, by name, that fix a mixture's order (journals reject others)."""
     if not sources:
         return {"data.sources": None}
     settings: dict[str, Any] = {"data.sources": [source.name for source in sources]}
@@ -225,17 +224,15 @@ class ProportionalInterleaving:
     """Proportional interleaving of sources, an endless sequence of indices: deterministic, by weight.
 
     Source i has a share w_i of the prompts (w_i = weight_i / sum of weights). Of every first n prompts it has
-    n w_i, to within 1 - 1 / (2 k - 2) of a prompt for k > 1 sources. In general no rule is better
-    (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i
-    prompts taken from source i before the n-th, the n-th comes from the source which, among those with
+    n w_i, to within 1 - 1 / (2 k - 2) of a prompt for k > 1 sources; in general no rule is better (R.
+    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i prompts
+    taken from source i before the n-th, the n-th comes from the source which, among those with
 
         n w_i - x_i >= 1 / (2 k - 2),
 
-    has the smallest (1 - 1 / (2 k - 2) - (n w_i - x_i)) / w_i: the earliest deadline. All of it is computed
-    exactly, in integers and fractions, and nothing is random.
-
-    Weights count as the decimal numbers that they print as, so that 0.1 is a tenth. It remembers its last
-    place, so that asking for places in order is cheap; the answers do not depend on it.
+    has the smallest (1 - 1 / (2 k - 2) - (n w_i - x_i)) / w_i: the earliest deadline. Computed exactly, in
+    integers and fractions, without randomness. Weights count as the decimal numbers they print as, so 0.1 is
+    a tenth. It remembers its last place, which makes access in order cheap and changes no result.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -248,9 +245,9 @@ class ProportionalInterleaving:
         self._taken, self._counts = 0, [0] * len(self._weights)
 
     def next_after(self, taken: int) -> tuple[int, int]:
-        """Source after the first ``taken`` places, and how often it was chosen before."""
+        """Return the source after the first ``taken`` places, and how often it was chosen before."""
         if taken < self._taken or taken - self._taken >= self._total:
-            periods = taken // self._total  # after each of them all shares are exact
+            periods = taken // self._total  # after each period all shares are exact
             self._taken, self._counts = periods * self._total, [periods * weight for weight in self._weights]
         while self._taken < taken:
             self._counts[self._choice()] += 1
@@ -259,7 +256,7 @@ class ProportionalInterleaving:
         return choice, self._counts[choice]
 
     def _choice(self) -> int:
-        """Source of the next place. All inequalities are multiplied by ``total`` (2 k - 2)."""
+        """Return the source of the next place. All inequalities are multiplied by ``total`` (2 k - 2)."""
         sources = len(self._weights)
         if sources == 1:
             return 0
@@ -275,10 +272,8 @@ class ProportionalInterleaving:
 
 
 class Mixture:
-    """Data order of several sources: each in endless epochs of its own (may be shuffled), mixed by weight.
-
-    The position to resume from is one number, the count of prompts taken, as with ``PromptOrder``.
-    """
+    """Data order of several sources: each in its own endless epochs (optionally shuffled), mixed by weight.
+    As in ``PromptOrder``, the count of prompts taken is the position to resume from."""
 
     def __init__(self, sources: Sequence[MixedSource], seed: int, shuffle: bool) -> None:
         self._chairman = ProportionalInterleaving([source.weight for source in sources])
@@ -288,7 +283,7 @@ class Mixture:
         self._starts = [sum(source.prompts for source in sources[:number]) for number in range(len(sources))]
 
     def take(self, taken: int, count: int) -> list[tuple[int, int]]:
-        """The ``count`` pairs of (epoch of the source, index of the prompt) after the first ``taken``."""
+        """Return ``count`` pairs of (source's epoch, prompt index) after the first ``taken``."""
         return [self._place(number) for number in range(taken, taken + count)]
 
     def _place(self, number: int) -> tuple[int, int]:
@@ -300,5 +295,5 @@ class Mixture:
 def data_order(
     prompts: int, sources: Sequence[MixedSource], seed: int, shuffle: bool
 ) -> PromptOrder | Mixture:
-    """Data order of a run: of its one file, or of several sources."""
+    """Return a run's data order, of one file or several sources."""
     return Mixture(sources, seed, shuffle) if sources else PromptOrder(prompts, seed, shuffle)

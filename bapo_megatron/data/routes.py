@@ -1,11 +1,10 @@
-"""Routes, the experts that tokens took when they were sampled: their check, and the files of a step's routes.
+"""Routes (the experts of sampled tokens): their check, and the files of a step's routes.
 
     RUN/journal/step_000001.routes.npy      uint8 (uint16 if experts need it) [tokens of the step, layers, K]
 
-With ``rollout.route_replay`` the sampler writes one beside each step file, which has the CRC of every
-response's rows; K is the number of experts of a token. A rank maps it and
-reads those of its own samples. Numpy alone, no loop over tokens: a sampler handles hundreds of thousands a
-second.
+With ``rollout.route_replay`` the sampler writes one beside each step file, which stores a CRC per response; K
+is the number of experts per token. A rank maps it and reads only its samples' rows. Uses only numpy, without
+loops over tokens: a sampler handles hundreds of thousands a second.
 """
 
 from __future__ import annotations
@@ -24,25 +23,21 @@ from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.types import RouteShape, StoredRoutes
 
 WAIT_S = 60.0
-"""Longest wait for a file that another machine has written: a shared file system may show it late."""
+"""Longest wait for a file from another machine, seconds: a shared file system may show it late."""
 
 _BLOCK = 1 << 16
-"""Rows that are checked at a time: what fits a processor's cache."""
+"""Rows checked at a time, to fit a processor's cache."""
 
 
 def unknown_expert(dtype: np.dtype[Any] | type[np.unsignedinteger[Any]]) -> int:
-    """The number that stands throughout the row of an unknown route: the dtype's largest.
-
-    A token's route is known in all layers or in none.
-    """
+    """Return the number that fills the row of an unknown route: the dtype's largest. A token's route is known
+    in all layers or in none."""
     return int(np.iinfo(np.dtype(dtype)).max)
 
 
 def route_problem(routes: np.ndarray, shape: RouteShape) -> str | None:
-    """Why an engine's routes are none of a model with this ``shape``: out of range, or an expert twice.
-
-    ``routes``: [tokens, layers, per_token], as they are stored. None if nothing is wrong.
-    """
+    """Return why an engine's routes are invalid for a model with ``shape``: out of range, or an expert twice.
+    ``routes``: [tokens, layers, per_token], as stored. None if valid."""
     rows = routes.reshape(-1, shape.per_token)
     for start in range(0, len(rows), _BLOCK):
         columns = np.ascontiguousarray(rows[start : start + _BLOCK].T)
@@ -61,10 +56,8 @@ def route_problem(routes: np.ndarray, shape: RouteShape) -> str | None:
 
 
 def write_routes(path: Path, parts: Sequence[np.ndarray]) -> list[int]:
-    """Write the routes of a step's responses, end to end, atomically; returns the CRC of each part.
-
-    ``parts``: [tokens of the response, layers, per_token] each, of one dtype. OSError if the disk fails.
-    """
+    """Write a step's routes, response after response, atomically; return the CRC of each part. ``parts``:
+    [tokens of the response, layers, per_token] each, of one dtype. Raises OSError if the disk fails."""
     header, first = BytesIO(), parts[0]
     shape = (sum(map(len, parts)), *first.shape[1:])
     described = {"descr": first.dtype.str, "fortran_order": False, "shape": shape}
@@ -75,17 +68,17 @@ def write_routes(path: Path, parts: Sequence[np.ndarray]) -> list[int]:
 
 
 def read_routes(stored: StoredRoutes, wait_s: float = WAIT_S) -> np.ndarray:
-    """The routes of one response [tokens, layers, per_token], mapped from the file of its step.
+    """Return one response's routes [tokens, layers, per_token], mapped from its step's file.
 
-    Waits at most ``wait_s`` for the file. StorageFailed if it is not there, is another file, or its rows are
-    not those that were written.
+    Waits at most ``wait_s`` for the file. Raises StorageFailed if it is missing or another file, or if rows
+    differ from those written.
     """
     path, deadline = stored.file, time.monotonic() + wait_s
     while True:
         try:
             whole = np.load(path, mmap_mode="r", allow_pickle=False)
             break
-        except (OSError, ValueError) as error:  # not there yet, or not as long as its header says
+        except (OSError, ValueError) as error:  # missing yet, or shorter than its header says
             if time.monotonic() > deadline:
                 raise StorageFailed(
                     f"{path}: the routes cannot be read after {wait_s:g} s: {error}; every rank must see the "

@@ -1,8 +1,8 @@
-"""Rows of a dataset: the one reader of files, validated fields, and the difficulty filter.
+"""Rows of a dataset: the only reader of dataset files, field validation, and the difficulty filter.
 
-``iterate_rows`` gives the rows of a JSONL, JSON or parquet file one after the other, ``read_rows`` all of
-them. ConfigError for a bad file, RowError for a field that is not as in Skywork-OR1-RL-Data's schema. A row's
-difficulty, by which too easy and too hard problems are dropped, is a number in its ``extra_info``.
+``iterate_rows`` yields the rows of a JSONL, JSON or parquet file, ``read_rows`` returns all. Raises
+ConfigError for a bad file, RowError for a field that violates Skywork-OR1-RL-Data's schema. A row's
+difficulty, a number in its ``extra_info``, serves to drop too easy and too hard problems.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Message = dict[str, Any]
-"""A chat message: role, content, and what else its template reads (name, tool_calls, tool_call_id)."""
+"""Chat message: role, content, and other fields of the template (name, tool_calls, tool_call_id)."""
 
 FORMATS = (".jsonl", ".json", ".parquet")
-"""File name endings. What a JSON file holds, objects or one list, is seen from its first value."""
+"""File name endings; a JSON file's first value shows whether it has objects or one list."""
 _GZIP, _GZIP_ENDING = b"\x1f\x8b", ".gz"
 
 PARQUET_ROWS = 256
-"""Rows of a parquet file that are read at a time: rows of code problems have megabytes of tests."""
+"""Parquet rows read at a time: rows of code problems have megabytes of tests."""
 
 MAX_DEPTH = 100
-"""Limit of nested lists and objects: pickle, by which prompts travel, ends at a few hundred."""
+"""Limit of nested lists and objects: pickle, which transports prompts, ends at a few hundred."""
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z|\\\Z)|[\[{\]}]', re.DOTALL)
-r"""A string, or a bracket outside of strings. An unterminated string extends to the end of the line: else
-every quote in it would be tried as a beginning."""
+r"""A string, or a bracket outside strings. An unterminated string extends to the end of the line: otherwise
+every quote in it would be tried as a start."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns of what a prompt shows, as verl has them, beside places such as ``<image>`` in its text."""
+"""Columns of media in a prompt, as in verl, referenced by places such as ``<image>`` in its text."""
 _DECODER, _NO_BLANK = json.JSONDecoder(), re.compile(r"\S")
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows in the order of the file. ConfigError for a missing, empty or invalid file."""
+    """Return all rows in file order. Raises ConfigError for a missing, empty or invalid file."""
     path = Path(path)
     if not path.is_file():
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
@@ -62,15 +62,13 @@ def read_rows(path: Path) -> list[Row]:
         )
     try:
         return list(iterate_rows(path))
-    except ConfigError as error:  # its message begins with the path
+    except ConfigError as error:  # the message begins with the path
         raise ConfigError(f"data.path={error}") from error
 
 
 def iterate_rows(path: Path) -> Iterator[Row]:
-    """Rows in the order of the file, one at a time, with the values that are written there.
-
-    ConfigError, which begins with the path, for a file that is empty or cannot be read.
-    """
+    """Yield rows in file order, with values as written. Raises ConfigError, which begins with the path, for
+    an empty or unreadable file."""
     read = _parquet if ending_of(path) == ".parquet" else _json
     number = -1
     for number, row in enumerate(read(path)):
@@ -82,7 +80,7 @@ def iterate_rows(path: Path) -> Iterator[Row]:
 
 
 def ending_of(path: Path) -> str:
-    """The one of ``FORMATS`` that a file's name ends with; of JSON, ``.gz`` may follow. ConfigError."""
+    """Return the one of ``FORMATS`` that ends the file name, before ``.gz`` for JSON. Raises ConfigError."""
     ending = path.suffix
     if ending == _GZIP_ENDING and (inner := Path(path.stem).suffix) != ".parquet":
         ending = inner
@@ -101,14 +99,14 @@ def _json(path: Path) -> Iterator[Any]:
                 number += len(rows)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}, row {number} (the first is 0): cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError too
+    except (ValueError, RecursionError) as error:  # including UnicodeDecodeError
         form = "" if number else "; a file of rows has one object a line, or is one list of objects"
         why = f"{error.msg}, {_place(error)}" if isinstance(error, json.JSONDecodeError) else error
         raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {why}{form}") from error
 
 
 def _values(lines: Iterable[tuple[str, int]]) -> Iterator[Any]:
-    """JSON values, one behind the other: on a line of its own, several on one, or over many (``jq .``)."""
+    """Yield successive JSON values, one or several per line, or spanning lines (``jq .``)."""
     waiting: list[str] = []
     for line, depth in lines:
         waiting.append(line)
@@ -131,14 +129,14 @@ def _place(error: json.JSONDecodeError) -> str:
 
 
 def _text(path: Path) -> TextIO:
-    """A file of UTF-8, open, also compressed by gzip, without the mark of the byte order before it."""
+    """Open a UTF-8 file, perhaps gzipped, skipping a byte order mark."""
     with path.open("rb") as file:
         zipped = file.read(len(_GZIP)) == _GZIP
     return gzip.open(path, "rt", encoding="utf-8-sig") if zipped else path.open(encoding="utf-8-sig")
 
 
 def _within_depth(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Depth check of a JSON file: its lines, each with the number of brackets that are open behind it."""
+    """Check a JSON file's depth; yield its lines, each with the number of brackets still open."""
     depth = 0
     for number, line in enumerate(lines, start=1):
         for token in _BRACKETS.finditer(line):
@@ -152,31 +150,29 @@ def _within_depth(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, int]]
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    import pyarrow.parquet  # takes a while, and only this function needs it
+    import pyarrow.parquet  # slow, and needed only here
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(PARQUET_ROWS):
                 yield from rows_of(batch)
-    except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:  # not UTF-8, too
+    except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:  # including invalid UTF-8
         raise ConfigError(f"{path}: cannot be read as parquet: {error}") from error
 
 
 def rows_of(table: pyarrow.Table | pyarrow.RecordBatch) -> Iterator[Row]:
-    """Rows of an Arrow table, whose objects have the keys of their own row alone.
-
-    Arrow gives an object the keys of all rows, and those that it lacks the value None.
-    """
+    """Yield an Arrow table's rows, whose objects have only their own row's keys. Arrow gives objects the keys
+    of all rows, with None for those they lack."""
     columns = {field.name: _own_keys(field.type) for field in table.schema}
     for row in table.to_pylist():
         yield {name: columns[name](value) for name, value in row.items()}
 
 
 def _own_keys(kind: pyarrow.DataType) -> Callable[[Any], Any]:
-    """What makes a plain value of one that Arrow gives for a column of this type."""
+    """Return the converter of Arrow values of a column type to plain values."""
     import pyarrow
 
-    if isinstance(kind, pyarrow.JsonType):  # what ``datasets`` writes for objects that differ
+    if isinstance(kind, pyarrow.JsonType):  # ``datasets`` writes this for objects that differ
         return lambda text: None if text is None else json.loads(text)
     if isinstance(kind, pyarrow.StructType):
         keys = {field.name: _own_keys(field.type) for field in kind}
@@ -192,7 +188,7 @@ def _unchanged(value: Any) -> Any:
 
 
 def digest_of_rows(rows: Iterable[Row]) -> str:
-    """SHA-256 of rows as JSON, a line each."""
+    """Return the SHA-256 of rows as JSON lines."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -200,15 +196,15 @@ def digest_of_rows(rows: Iterable[Row]) -> str:
 
 
 _RAW = {"problem", "question"}
-"""Columns of a raw dataset, which `bapo data prepare` converts."""
+"""Columns of a raw dataset, to be converted by `bapo data prepare`."""
 
 
 class RowError(Exception):
-    """Invalid dataset row; callers add the file and the row's number, and raise ConfigError or count it."""
+    """Raised for an invalid row; callers add file and row number, and raise ConfigError or count it."""
 
 
 def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
-    """Value of ``row[name]``. RowError if it is not of type ``kind``."""
+    """Return ``row[name]``. Raises RowError if it is not of type ``kind``."""
     value = row.get(name)
     if not isinstance(value, kind):
         problem = "missing" if value is None else f"of type {type(value).__name__}"
@@ -217,7 +213,7 @@ def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
 
 
 def _whole(name: str, text: str) -> str:
-    """The text. RowError if it has half of a character, a lone surrogate, which no file can hold."""
+    """Return the text. Raises RowError for half a character, a lone surrogate, which no file can hold."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -227,8 +223,8 @@ def _whole(name: str, text: str) -> str:
 
 
 def messages_of(row: Row) -> list[Message]:
-    """Chat messages of the row's ``prompt``, with all fields that have a value; of a turn that only calls
-    tools the content may be missing. RowError if there are none or one is empty."""
+    """Return the chat messages of a row's ``prompt``, with all fields that have a value; a turn that only
+    calls tools may lack content. Raises RowError if there are none or one is empty."""
     if "prompt" not in row and _RAW & {name.lower() for name in row}:
         raise RowError(
             f"prompt is missing; the row has {', '.join(sorted(row))}: `bapo data prepare FILE --output DIR` "
@@ -255,7 +251,7 @@ def _message_of(message_value: Any) -> Message:
 
 
 def media_problem(row: Row, messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """The error of a row whose prompt is about what it shows: only its text reaches the model. Else None."""
+    """Return the error if the prompt is about its media, since only text reaches the model; else None."""
     for name in _MEDIA:
         place = f"<{name.removesuffix('s')}>"
         if row.get(name) not in (None, []) and any(place in message["content"] for message in messages):
@@ -264,14 +260,12 @@ def media_problem(row: Row, messages: Sequence[Mapping[str, Any]]) -> str | None
 
 
 def ground_truth_of(row: Row, several: bool = False) -> str:
-    """Ground truth of the row, ``reward_model.ground_truth``, as text: one answer, or the tests of a program.
-
-    ``several``: for a user's reward function, which gets lists, objects and other values as JSON text.
-    """
+    """Return the ground truth, ``reward_model.ground_truth``, as text: one answer, or a program's tests.
+    ``several``: for a user's reward function, which receives lists, objects and other values as JSON text."""
     value = field_of(row, "reward_model", dict, 'an object with "ground_truth"').get("ground_truth")
     answer = _json_of(value) if are_tests(value) else _unwrapped(value, several)
     if isinstance(answer, float) and answer.is_integer() and not several:
-        answer = int(answer)  # a column of whole numbers in which one is missing is one of floats
+        answer = int(answer)  # a missing value turns a column of integers into floats
     if isinstance(answer, int) and not isinstance(answer, bool):
         answer = str(answer)
     if several and isinstance(answer, (bool, float, list, dict)):
@@ -285,12 +279,11 @@ def ground_truth_of(row: Row, several: bool = False) -> str:
 
 
 _OWN = "; your own reward function takes any JSON value (--reward module:function of `bapo data prepare`)"
-"""Hint at a ground truth that no built-in reward reads."""
+"""Hint for a ground truth that no built-in reward reads."""
 
 
 def _json_of(value: Any) -> str:
-    """The JSON text of a ground truth; empty for one that is missing: an object without a value, or NaN,
-    which pandas has in place of a missing value."""
+    """Return a ground truth as JSON text; "" if missing: an object without values, or pandas' NaN."""
     plain = _without_none(value)
     try:
         return "" if plain == {} else json.dumps(plain, ensure_ascii=False, default=str, allow_nan=False)
@@ -299,22 +292,22 @@ def _json_of(value: Any) -> str:
 
 
 def _without_none(value: Any) -> Any:
-    """The value, of an object without the keys that have none."""
+    """Return the value; if an object, without keys whose value is None."""
     if isinstance(value, dict):
         return {key: inner for key, inner in value.items() if inner is not None}
     return value
 
 
 def _reader_of(text: str, several: bool) -> Callable[[str], Any] | None:
-    """What reads a text that begins as a list of texts; not Python's form, for a user's reward function."""
+    """Return the parser of a text that begins as a list of texts; Python's form is not for user rewards."""
     if text.lstrip().startswith('["'):
         return json.loads
     return ast.literal_eval if text.lstrip().startswith("['") and not several else None
 
 
 def _unwrapped(value: object, several: bool) -> object:
-    """Answer inside ``'["34"]'``, Skywork's form of some answers, or ``"['34']"``, a list that was written as
-    Python; any other value unchanged."""
+    """Return the answer inside ``'["34"]'``, Skywork's form of some answers, or ``"['34']"``, a Python list;
+    any other value unchanged."""
     inner: object = value
     if isinstance(value, str) and (read := _reader_of(value, several)):
         try:
@@ -323,19 +316,19 @@ def _unwrapped(value: object, several: bool) -> object:
             return value
     if isinstance(inner, list) and all(isinstance(item, str) for item in inner):
         if len(inner) > 1 and all(item.lstrip().startswith("assert") for item in inner):
-            return json.dumps(inner)  # the tests of a code problem
+            return json.dumps(inner)  # tests of a code problem
         if len(inner) == 1:
             return inner[0]
         if several:
             return value if isinstance(value, str) else json.dumps(inner, ensure_ascii=False)
-        # Several in Python's form are left to the check of ground truths: runs began with them.
+        # Several in Python's form are left to the ground truth check: earlier runs began with them.
         if not (isinstance(value, str) and value.lstrip().startswith("['")):
             raise RowError(f"reward_model.ground_truth is {value!r}, {len(inner)} answers; give one")
     return value
 
 
 def extra_info_of(row: Row, others: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """The row's ``extra_info``, with its ``others`` columns, as plain JSON; no keys without a value."""
+    """Return ``extra_info`` and the ``others`` columns as plain JSON, without keys that have no value."""
     info = row.get("extra_info")
     if info is not None and not isinstance(info, dict):
         raise RowError(f"extra_info is of type {type(info).__name__}; it must be an object")
@@ -343,7 +336,7 @@ def extra_info_of(row: Row, others: Mapping[str, Any] = MappingProxyType({})) ->
 
 
 def _plain(name: str, value: dict[str, Any]) -> dict[str, Any]:
-    """The object as JSON, without keys that have no value: None, or NaN, which pandas has in its place."""
+    """Return the object as JSON, without keys whose value is None or NaN (pandas' missing value)."""
 
     def constant(text: str) -> None:
         if text != "NaN":
@@ -355,10 +348,10 @@ def _plain(name: str, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def within_difficulty(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Prompt, ...]:
-    """Prompts whose ``data.difficulty`` is between its bounds, both included; all if it is not set.
+    """Return the prompts whose ``data.difficulty`` is within its bounds, inclusive; all if it is not set.
 
     Skywork-OR1-RL-Data has ``model_difficulty.DeepSeek-R1-Distill-Qwen-7B`` and the like in ``extra_info``.
-    Prompts without the number are left out. Raises ConfigError if none is left.
+    Drops prompts without the number. Raises ConfigError if none is left.
     """
     if data.difficulty is None:
         return tuple(prompts)
@@ -379,10 +372,8 @@ def within_difficulty(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Prom
 
 
 def difficulty_of(info: Any, path: str) -> float | None:
-    """Difficulty at the dotted ``path``; keys may have dots themselves, as names of models do.
-
-    A number, or a text with one: ``0.96875``, as OpenMathReasoning has it, or ``7/8``.
-    """
+    """Return the difficulty at the dotted ``path``, whose keys may contain dots, as model names do. A number,
+    or a text with one: ``0.96875``, as in OpenMathReasoning, or ``7/8``."""
     if isinstance(info, dict):
         for key, value in info.items():
             if key == path:
@@ -396,7 +387,7 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
-        # Not all texts as a Fraction, which takes minutes for "1e99999999"; a ratio has no exponent.
+        # Fraction takes minutes for "1e99999999"; a ratio has no exponent.
         number = float(Fraction(value.strip()) if isinstance(value, str) and "/" in value else value)
     except (ValueError, ZeroDivisionError, OverflowError):  # "n/a"
         return None

@@ -1,6 +1,6 @@
-"""Training samples: sequences with an advantage, in memory or in a step's file, and how a batch becomes them.
+"""Training samples: sequences with an advantage, in memory or in a step's file, built from a step's batch.
 
-Every rank has the numbers of all samples, and reads the columns of those that it packs (``packing.py``).
+Every rank has the numbers of all samples, and reads only the columns of those that it packs (``packing.py``).
 
 Shapes: ``_R`` tokens of a response.
 """
@@ -28,18 +28,18 @@ from bapo_megatron.types import (
 RouteReplay = Literal["off", "measure", "replay"]
 
 RouteRow = tuple[int, int, np.dtype[Any]]
-"""Layers and experts of a token, and the dtype of its routes."""
+"""Layers and experts per token, and the dtype of its routes."""
 
 
 class TrainingBatch(Protocol):
-    """A step's batch on one rank: the header, and columns on request. ``StepColumns`` implements it."""
+    """A step's batch on one rank: the header, and columns on request. Implemented by ``StepColumns``."""
 
     @property
     def header(self) -> StepHeader:
-        """The numbers of all responses, equal on every rank."""
+        """Numbers of all responses, equal on every rank."""
 
     def read(self, group: int, response: int) -> tuple[np.ndarray, ResponseTokens]:
-        """Token ids of a group's prompt, and the tokens of one of its responses, by their numbers."""
+        """Return the token ids of a group's prompt, and the tokens of one of its responses, by number."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,21 @@ class _TokenIds:
 
 @dataclass(frozen=True)
 class Sample(ResponseColumns, _TokenIds):
-    """Training sequence, as plain data: a prompt and a response with its advantage.
+    """Training sequence: a prompt and a response with its advantage and all columns of the response.
 
-    It has all columns of the response. ValueError for a loss mask that has not one value for each token of
-    the response. Positional arguments: token ids, log-probs, versions, advantage.
+    Raises ValueError unless a loss mask has one value per response token. Positional arguments: token ids,
+    log-probs, versions, advantage.
     """
 
     advantage: float
     old_log_probs_R: np.ndarray | None = None
     """Log-probs under pi_old, the ratio's denominator, float32; None: ``log_probs_R``."""
     importance_R: np.ndarray | None = None
-    """Importance weights: factors of each token's weight in the loss, float32; None: 1."""
+    """Importance weights, factors of the token weights in the loss, float32; None: 1."""
     source: int = -1
     """Index of its source among ``data.sources``; -1 without sources."""
     reference_log_probs_R: np.ndarray | None = None
-    """Log-probs under the frozen reference policy, float32; None in a run without one."""
+    """Log-probs under the frozen reference policy, float32; None without one."""
     replays_routes: bool = True
     """See ``MicroBatch``."""
     is_cut: bool = False
@@ -79,19 +79,19 @@ class Sample(ResponseColumns, _TokenIds):
 
     @property
     def response_tokens(self) -> int:
-        """Tokens of the response, trained on or not."""
+        """Number of response tokens, trained on or not."""
         return len(self.log_probs_R)
 
     @property
     def trained_R(self) -> np.ndarray:
-        """Loss mask of the response, bool [R]: the tokens that are trained on."""
+        """Loss mask of the response, bool [R]; True for tokens that are trained on."""
         if self.loss_mask_R is None:
             return np.ones(self.response_tokens, np.bool_)
         return self.loss_mask_R.astype(np.bool_)
 
     @property
     def predicted_R(self) -> np.ndarray:
-        """``trained_R`` without the first token of the sample, which no position predicts."""
+        """``trained_R`` without the sample's first token, which no position predicts."""
         predicted_R = self.trained_R
         predicted_R[: max(0, len(predicted_R) - self.positions)] = False
         return predicted_R
@@ -108,32 +108,32 @@ class Sample(ResponseColumns, _TokenIds):
 
     @property
     def positions(self) -> int:
-        """Number of predicting positions, the sample's length in a pack."""
+        """Number of predicting positions, i.e. the sample's length in a pack."""
         return len(self.token_ids) - 1
 
     @property
     def versions(self) -> VersionSpan:
-        """Weight versions of the tokens that are trained on."""
+        """Weight versions of the trained tokens."""
         return VersionSpan.of(self.versions_R[self.trained_R])
 
     @property
     def route_row(self) -> RouteRow | None:
-        """Layers and experts of a token, and the dtype of its routes; None if it has none."""
+        """Layers and experts per token, and the dtype of its routes; None if it has none."""
         return None if self.routes_R is None else (*self.routes_R.shape[1:], self.routes_R.dtype)
 
     def load_routes(self) -> np.ndarray | None:
-        """Routes of its tokens, [R, layers, per_token]; None if it has none."""
+        """Return its tokens' routes, [R, layers, per_token]; None if it has none."""
         return self.routes_R
 
     def without_routes(self) -> Sample:
-        """The sample without routes: the routers choose."""
+        """Return the sample without routes, so that the routers choose."""
         return replace(self, routes_R=None)
 
     def loaded(self) -> Sample:
         return self
 
     def changed(self, change: Callable[[Sample], Sample]) -> Sample:
-        """The sample with columns that ``change`` adds wherever it is loaded. It must keep the numbers."""
+        """Return the sample with ``change`` applied to its columns. Must keep the numbers."""
         return change(self)
 
     def masked(
@@ -150,8 +150,8 @@ class Sample(ResponseColumns, _TokenIds):
 class StoredSample:
     """Training sequence in a step's file: its numbers on every rank, its columns where it is packed.
 
-    ``loaded`` reads them anew at each call, because the updates of a step give a sample to different ranks,
-    and costs a read of the response. StorageFailed, on this rank alone, if they cannot be read.
+    ``loaded`` reads the response's columns at each call, since a step's updates give a sample to different
+    ranks. Raises StorageFailed, on this rank only, if they cannot be read.
     """
 
     response: ResponseHeader
@@ -161,7 +161,7 @@ class StoredSample:
     advantage: float
     source: int = -1
     route_replay: RouteReplay = "off"
-    """What is made of its routes; `off`: they are left where they are."""
+    """Use of its routes; `off` leaves them unread."""
     changes: tuple[Callable[[Sample], Sample], ...] = ()
 
     @property
@@ -202,14 +202,14 @@ class StoredSample:
         return None if self.route_replay == "off" else self.response.routes
 
     def load_routes(self) -> np.ndarray | None:
-        """StorageFailed, on this rank alone, if they cannot be read."""
+        """Raise StorageFailed, on this rank only, if they cannot be read."""
         return None if self._routes is None else read_routes(self._routes)
 
     def without_routes(self) -> StoredSample:
         return replace(self, route_replay="off")
 
     def loaded(self) -> Sample:
-        """The sample with its columns, and with all changes."""
+        """Return the sample with its columns and all changes."""
         ids_P, tokens = self.read()
         sample = Sample(
             token_ids=np.concatenate([ids_P, tokens.token_ids_R]),
@@ -223,7 +223,7 @@ class StoredSample:
         return sample
 
     def changed(self, change: Callable[[Sample], Sample]) -> StoredSample:
-        """The sample with ``change`` after those that it has."""
+        """Return the sample with ``change`` after its earlier changes."""
         return replace(self, changes=(*self.changes, change))
 
     def masked(
@@ -244,7 +244,7 @@ class StoredSample:
 TrainingSample = Sample | StoredSample
 """Training sequence as every rank sees it: its numbers, and on request its columns (``loaded``).
 
-Code asks for the columns of samples that this rank packs, and of no others.
+Code requests columns only of samples that this rank packs.
 """
 
 
@@ -255,12 +255,11 @@ def samples_of(
     route_replay: RouteReplay = "off",
     branch_reward: BranchReward = "whole",
 ) -> list[list[StoredSample]]:
-    """Samples of a step, group by group, with the values of ``advantage``. Reads no column.
+    """Return a step's samples by group, with the values of ``advantage``. Reads no column.
 
-    ``advantage``: as ``build_advantage`` makes it; a branch of an episode is a sample, with its share of the
-    episode's advantage as of ``branch_reward``. ``sources``: names of the run's sources; a sample gets the
-    index of its own. ``route_replay``: what is made of the rollouts' routes; `off`: they are left where they
-    are.
+    ``advantage``: from ``build_advantage``; each branch of an episode is a sample, with a share of the
+    episode's advantage by ``branch_reward``. ``sources``: names of the run's sources, which samples index.
+    ``route_replay``: use of the rollouts' routes; `off` leaves them unread.
     """
     samples = []
     groups = batch.header.groups

@@ -1,10 +1,9 @@
-"""Environments: what answers the turns of a model, a tool, a game or a user.
+"""Environments: tools, games or users that answer the model's turns.
 
-The interface: the class that a user subclasses, and the data that goes in and out; ``from
-bapo_megatron.environment import Environment`` is the import of users' files. With an environment a response
-is an *episode*: turns that the model samples, and between them observations that it is given. Only the
-standard library is imported: an environment may run in an interpreter of its own, which has neither numpy nor
-torch.
+This is the interface: the class that a user subclasses (``from bapo_megatron.environment import
+Environment``) and its input and output data. With an environment, a response is an *episode*: turns that the
+model samples, with observations between them. Imports only the standard library, since an environment may run
+in a separate interpreter without numpy and torch.
 """
 
 from __future__ import annotations
@@ -14,29 +13,29 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 Resume = Literal["replay", "restore", "never"]
-"""How a new object comes to where a lost one was; see ``Environment.resume``."""
+"""How a new object replaces a lost one; see ``Environment.resume``."""
 
 
 PROMPT_TOOLS = "prompt_tools"
-"""Field of a row's `extra_info`: schemas of tools that the chat template writes into its prompt, behind those
-of its environment's class. ``adapters/agent_rows.py`` writes it."""
+"""Field of a row's `extra_info`: tool schemas that the chat template writes into the prompt after those of
+the environment class. Written by ``adapters/agent_rows.py``."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What an environment knows of its episode: a row of the dataset, as plain data."""
+    """What an environment knows about its episode: a row of the dataset."""
 
     messages: list[dict[str, Any]]
-    """The chat messages of the prompt, role and content."""
+    """Chat messages of the prompt, with role and content."""
     ground_truth: str = ""
     data_source: str = ""
     extra_info: dict[str, Any] = field(default_factory=dict)
     episode: str = ""
-    """Name of the episode, unique in a run, the same after a kill: an idempotency key for outer effects."""
+    """Episode name, unique in a run and stable across restarts: an idempotency key for external effects."""
 
 
 class SampledToken(NamedTuple):
-    """A token that the model has sampled."""
+    """A token that the model sampled."""
 
     id: int
     text: str
@@ -44,67 +43,65 @@ class SampledToken(NamedTuple):
 
 
 class SampledTurn(str):
-    """The text of a turn of the model, with its tokens and the number of those before it where
-    ``Environment.wants_tokens`` is set."""
+    """Text of a model turn; with ``Environment.wants_tokens`` also its tokens and the prompt length."""
 
     prompt_tokens = 0
     tokens: Sequence[SampledToken] = ()
 
     @staticmethod
     def of(text: str, prompt_tokens: int = 0, tokens: Iterable[Sequence[Any]] = ()) -> SampledTurn:
-        """From what ``as_json`` has made."""
+        """Return the turn from the output of ``as_json``."""
         made = SampledTurn(text)
         made.prompt_tokens, made.tokens = prompt_tokens, [SampledToken(*token) for token in tokens]
         return made
 
     @staticmethod
     def as_json(text: str) -> list[Any]:
-        """The arguments of ``of``, as JSON has them; also of a text alone."""
+        """Return the arguments of ``of`` as JSON; accepts plain text, too."""
         return [text, *((text.prompt_tokens, text.tokens) if isinstance(text, SampledTurn) else ())]
 
 
 class Turn(NamedTuple):
-    """One turn of an episode so far, as the journal has it."""
+    """One turn of an episode, as stored in the journal."""
 
     kind: Literal["sampled", "given"]
     text: str
-    """A sampled turn, which may be a ``SampledTurn``, without the token that ended it; a given one as the
-    environment said it."""
+    """A sampled turn (possibly a ``SampledTurn``) without its end token, or an observation as given."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """A whole conversation that the model continues with."""
+    """A whole conversation that the model continues."""
 
     messages: Sequence[Mapping[str, Any]]
-    """Chat messages. ``{"role": "assistant", "turn": 3}`` is the model's third turn, as it was sampled."""
+    """Chat messages. ``{"role": "assistant", "turn": 3}`` is the model's third turn, as sampled."""
     after: int = 0
-    """The last turn up to which they repeat an earlier conversation, counted from 1; 0: none."""
+    """Last turn up to which the messages repeat an earlier conversation, counted from 1; 0: none."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Schemas of tools, which the chat template writes into it; None: those of the class."""
+    """Tool schemas that the chat template writes into the conversation; None: those of the class."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer of an environment to a turn of the model."""
+    """Environment response to a model turn."""
 
     observation: str | Sequence[str] | None
-    """What the model is given next, with mask 0 in training; of several texts, results of its calls, each is
-    a message where the chat template takes that, else a line. None: the episode is over."""
+    """Next input of the model, with mask 0 in training. Several texts (results of its calls) become one
+    message each if the chat template allows, else lines of one message. None ends the episode."""
     reward: float | None = None
-    """Rewards of an episode add up. None in all its replies: ``reward.function`` judges the last turn."""
+    """Rewards of an episode add up. If all replies have None, ``reward.function`` judges the last turn."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers for the step's metrics, by name; each is averaged over the episodes that report it."""
+    """Step metrics by name; each is averaged over the episodes that report it."""
     note: Any = None
-    """Plain JSON of at most 64 KiB and 100 levels, kept in the journal for ``restore``, which gets the last
-    that is not None."""
+    """Plain JSON of at most 64 KiB and 100 levels for the journal. ``restore`` gets the last that is not
+    None."""
     context: Context | None = None
-    """What the model answers next, where that is not its last turn and the observation: a branch of the
-    episode. ``observation`` is then a text that says which question it is, without the turns before it."""
+    """Conversation that the model answers next, if that does not continue the last turn: a branch of the
+    episode. ``observation`` is then text that identifies the question without the turns before it."""
 
     @property
     def text(self) -> str | None:
-        """The observation as the journal has it: of several texts, each is a line. TypeError for others."""
+        """Observation as in the journal: several texts become lines. Raises TypeError for other types."""
         said = self.observation
         if said is None or isinstance(said, str):
             return said
@@ -114,33 +111,30 @@ class Reply:
 
 
 class Environment:
-    """One episode. Made by a worker of environments for each response of ``environment.function``.
-
-    The object is a cache of its episode's turns. When its worker is gone, or the run was killed, a new object
-    is brought to the same place from the turns in the journal, in the way that ``resume`` says.
-    """
+    """One episode. An environment worker creates an object per response of ``environment.function``. The
+    object is a cache of its episode's turns. If its worker is lost or the run is killed, a new object is
+    rebuilt from the turns in the journal, as ``resume`` specifies."""
 
     role: ClassVar[Literal["tool", "user"]] = "tool"
-    """Chat role of its observations."""
     stops: ClassVar[tuple[str, ...]] = ()
-    """Texts of one token each that end a turn, besides the stop tokens of the model."""
+    """Single-token texts that end a turn, besides the model's stop tokens."""
     tools: ClassVar[tuple[Mapping[str, Any], ...]] = ()
-    """Schemas of its tools, as ``{"type": "function", "function": {"name": "add", "parameters": {}}}``, which
-    the model's chat template writes into each prompt. Empty: the prompts say themselves what there is."""
+    """Tool schemas, as ``{"type": "function", "function": {"name": "add", "parameters": {}}}``, which the
+    chat template writes into each prompt. Empty: the prompt text describes the tools."""
     resume: ClassVar[Resume] = "replay"
-    """`replay`: ``step`` is called again with each recorded turn, and must answer what it had answered.
-    `restore`: ``restore`` gets the turns and the last note; nothing is done twice but a step that was
-    interrupted. `never`: the response begins again."""
+    """`replay`: repeats ``step`` with each recorded turn, which must give the recorded answer. `restore`:
+    calls ``restore`` with the turns and the last note. `never`: the response starts over."""
     wants_tokens: ClassVar[bool] = False
-    """Whether the turns that ``step`` gets have their tokens, with log-probs (``SampledTurn``)."""
+    """Whether the turns that ``step`` gets carry tokens with log-probs (``SampledTurn``)."""
     settings_type: ClassVar[type | None] = None
-    """Dataclass of ``environment/settings.py`` that the settings must fit, checked before a run; a subclass
-    inherits it, if it has no ``__init__``, ``play`` or ``run`` of its own. None: they come as given."""
+    """Dataclass in ``environment/settings.py`` that checks the settings before a run. A subclass inherits it
+    unless it defines ``__init__``, ``play`` or ``run``. None: no check."""
     logs_dir: ClassVar[str | None] = None
-    """Folder of the run for logs of its programs; the worker sets it. None: there is none."""
+    """Run folder for program logs, set by the worker; None: no logs."""
     own_random: ClassVar[bool] = False
-    """Whether it draws from the global generators of ``random`` or numpy. Then each episode has states of its
-    own, and one step at a time runs in a worker: another episode's draws would make a replay diverge."""
+    """Whether it draws from the global generators of ``random`` or numpy. Each episode then has its own
+    states, and a worker runs one step at a time, since draws of another episode would make a replay
+    diverge."""
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         """``settings``: the object of ``environment.settings``. An error fails the response, not the run."""
@@ -148,24 +142,22 @@ class Environment:
         self.settings = settings
 
     def step(self, turn: str) -> Reply | Awaitable[Reply]:
-        """Answer a turn of the model. It may be ``async``: thousands then wait in one worker."""
+        """Answer a model turn. May be ``async``: one worker then holds thousands of waiting episodes."""
         raise NotImplementedError
 
     def again(self, turn: str, given: str) -> Reply | Awaitable[Reply]:
-        """``step`` in a replay. ``given``: the observation in the journal, which the reply must have."""
+        """Repeat ``step`` in a replay. ``given``: the recorded observation, which the reply must match."""
         return self.step(turn)
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
-        """Go to where the episode was after ``turns``, the last of which is given. ``note``: the last one."""
+        """Restore the state after ``turns``, which end with an observation. ``note``: the last note."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release what the episode holds. Called at its end, also after an error; not after a kill."""
+        """Release the episode's resources. Called at its end, even after an error, but not after a kill."""
 
 
 def unjudged(_prompt: Any, _response: str) -> float:
-    """Reward 0 of a response whose environment gave none: cut before its end, or never begun.
-
-    For ``reward.function``, where the environment gives all rewards and rows have no answer.
-    """
+    """Return reward 0, for a response whose environment gave none: cut before its end, or never started. For
+    ``reward.function`` if the environment gives all rewards and rows have no answer."""
     return 0.0

@@ -1,10 +1,9 @@
-"""Tokens of a whole conversation, in which the model's own turns stand as they were sampled.
+"""Tokens of a whole conversation that keep the model's own turns as sampled.
 
-An agent program that rewrites its history, or holds several conversations, asks with all its messages. The
-chat template renders them, with marks in place of the model's turns; where the template shows a turn as it
-is, the sampled ids stand in its place, and what is between two turns is tokenized by itself. A turn that the
-template writes otherwise (without its thoughts, say) is text like any other: what follows it is a branch that
-does not have the sampled turn.
+An agent program that rewrites its history, or holds several conversations, sends all messages in each
+request. The chat template renders them with marks in place of the model's turns. Where it shows a turn
+unchanged, the sampled ids replace the mark, and the text between turns is tokenized separately. A turn that
+the template rewrites (e.g. without its thoughts) is ordinary text, and starts a branch.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ _OPENED = f"{THINKING}\n"
 
 
 class RepeatedTurn(NamedTuple):
-    """A turn of the model, for a conversation that repeats it."""
+    """A model turn that a conversation repeats."""
 
     text: str
-    """Without the token that ended it."""
+    """Text without the end token."""
     ids: np.ndarray
-    """As sampled, int32, with that token."""
+    """Sampled ids, int32, with the end token."""
     is_opened: bool
-    """Whether the template had opened its thinking part: ``text`` begins inside it."""
+    """Whether the template opened the thinking part, so that ``text`` starts inside it."""
 
 
 class ConversationTokens:
-    """The rule for the tokens of conversations, for one tokenizer and its chat template. Stateless."""
+    """Tokenization of conversations for one tokenizer and its chat template. Stateless."""
 
     def __init__(
         self, tokenizer: Any, stop_token_ids: Sequence[int], tools: Sequence[Any], keeps_turns: bool
     ) -> None:
-        """``stop_token_ids``: the model's own. ``tools``: what the prompts' template was given.
-        ``keeps_turns``: sampled turns stay whatever the template makes of them (``history="sampled"``)."""
+        """``stop_token_ids``: the model's own. ``tools``: tools in the prompts. ``keeps_turns``: keep sampled
+        turns even if the template rewrites them (``history="sampled"``)."""
         self._chat, self._stops, self._tools = chat_template_of(tokenizer), frozenset(stop_token_ids), tools
         self.keeps_turns = keeps_turns
 
@@ -53,12 +52,12 @@ class ConversationTokens:
         tools: Sequence[Any] | None = None,
         behind: int = 0,
     ) -> np.ndarray:
-        """Token ids, int32, of a conversation up to where the model's next turn begins.
+        """Return the token ids, int32, of a conversation up to the start of the model's next turn.
 
         ``messages``: chat messages; ``{"role": "assistant", "turn": 3}`` is ``turns[3]``. ``from_prompt``:
-        the number of first messages that are the dataset's; what looks like an added token in others is text.
-        ``tools``: None: those of the prompts. ``behind``: the ids of what follows this turn alone; 0: of all.
-        Raises what the chat template raises; ValueError if it does not show the turn ``behind``.
+        number of leading messages from the dataset; in all others, text that looks like an added token stays
+        text. ``tools``: None for the prompts' tools. ``behind``: return only ids after this turn; 0: all.
+        Raises the chat template's errors, and ValueError if the template does not show the turn ``behind``.
         """
         cut = absent_mark(messages, *(turn.text for turn in turns.values()))
         shown = {
@@ -88,7 +87,7 @@ class ConversationTokens:
         return np.concatenate([*parts, self._encode(text, cut, drop)]).astype(np.int32)
 
     def _marked(self, turn: RepeatedTurn, mark: str) -> str:
-        """The turn with marks in place of its words: the template sees where its thoughts begin and end."""
+        """Return the turn with marks in place of its words, so that the template sees its thinking part."""
         if self.keeps_turns or not turn.text.strip():
             return (_OPENED if turn.is_opened else "") + mark
         text = (_OPENED if turn.is_opened else "") + turn.text
@@ -121,6 +120,6 @@ class ConversationTokens:
         return self._chat.rendered(said, cut, self._tools if tools is None else tools)
 
     def _encode(self, text: str, cut: str, drop: bool) -> np.ndarray:
-        """``drop``: without the first id, the end of a turn whose own ids have it."""
+        """Return the ids; ``drop`` omits a leading end token that the turn's own ids already have."""
         ids = self._chat.encode(text, cut)
         return np.array(ids[1:] if drop and ids[:1] and ids[0] in self._stops else ids, np.int32)

@@ -1,7 +1,6 @@
-"""Start of the worker program in another interpreter: ``PYTHON own_interpreter.py LIFELINE``.
+"""Start script of the worker program in another interpreter: ``PYTHON own_interpreter.py LIFELINE``.
 
-It makes this package importable there, and nothing else of the run's environment: the folder that holds the
-package may be one of site-packages, whose other packages belong to another version of Python.
+Makes only this package importable: its neighbours in site-packages may belong to another Python version.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def import_package() -> None:
-    """Import ``bapo_megatron`` from its folder, whose parent stays off the import path."""
+    """Import ``bapo_megatron`` from its folder without its parent on the import path."""
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != PACKAGE / "environment"]
     spec = importlib.util.spec_from_file_location(
         "bapo_megatron", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]

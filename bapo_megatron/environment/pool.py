@@ -1,15 +1,15 @@
-"""Environment pool: steps of episodes in worker processes, thousands at a time, and traits of their class.
+"""Environment pool: runs steps of thousands of concurrent episodes in worker processes, and reads class
+traits.
 
-No code of a user runs in the run's own process: before a run a worker reads the traits (``read_traits``). An
-episode's object stays in one worker, and is a cache: where it is gone, a new one is brought to the same place
-from the turns (``worker.py``). The pool is for one event loop. Failures are data. What a failure costs:
+User code never runs in the run's own process: before a run, a worker reads the traits (``read_traits``). An
+episode's object lives in one worker and is a cache: a lost object is rebuilt from the turns (``worker.py``).
+The pool serves one event loop. Failures are results:
 
-- A step that raises, or takes longer than ``environment.step_limit_s``, ends its own episode, as does the end
-  of ``environment.episode_limit_s``. Only the time of steps counts, no waiting for a place or a worker.
-- A step that ends its worker, or a plain one that cannot be interrupted, takes the objects of others along.
-  The steps in flight are then asked again of new objects, beside fewer and fewer others
-  (``workers/pool.py``), until who ends workers is alone, and fails. So a step may run twice; the name of the
-  episode is the key by which an outer effect can be made once.
+- A step that raises or exceeds ``environment.step_limit_s`` ends its own episode, and so does exceeding
+  ``environment.episode_limit_s``. Only step time counts, not waiting for a worker.
+- A step that ends its worker, or a plain step that cannot be interrupted, also loses the other objects there.
+  The pool then repeats the steps in flight on new objects, beside ever fewer others (``workers/pool.py``),
+  until the culprit runs alone and fails. So a step may run twice; the episode name is an idempotency key.
 """
 
 from __future__ import annotations
@@ -36,59 +36,56 @@ from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import START_LIMIT_S, WorkerProgram
 
 ASYNC_STEPS = 4000
-"""Most async steps at a time in a worker."""
+"""Maximum number of concurrent async steps in a worker."""
 
 CLOSE_S = 30.0
-"""Time limit of ``Environment.close``."""
 
 _ASYNC_GRACE_S, _PLAIN_GRACE_S = 15.0, 2.0
-"""Time past its limit until a step heeds its cancel, or ends if it is plain; else its worker is killed."""
+"""Seconds after its limit for an async step to handle its cancellation, or for a plain step to end."""
 
 Failure = Literal["raised", "time", "died", "diverged"]
-"""The step raised, took too long, or ended its worker; or the episode cannot be brought back to its place."""
+"""The step raised, timed out or ended its worker; or the episode could not be resumed."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A turn of the model that its environment is to answer, with what its episode was so far."""
+    """A model turn for the environment to answer, with the state of its episode."""
 
     task: Task
     turn: str
     replies: int
-    """Answers of the environment before this one."""
+    """Number of environment replies before this one."""
     turns: Callable[[], Sequence[Turn]]
-    """All turns, the last of which is ``turn``. Called only where a new object must be brought there."""
+    """Returns all turns, ending with ``turn``. Called only if a new object must be resumed."""
     note: Any = None
-    """The last note of the environment."""
     seconds: float = 0.0
-    """Time of the steps so far."""
+    """Total time of the steps so far."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Answer of an environment to a turn, or why there is none."""
+    """Environment reply to a turn, or its failure."""
 
     observation: str | None = None
-    """Of several messages, each is a line."""
+    """Several messages are lines."""
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     note: Any = None
     seconds: float = 0.0
     failure: Failure | None = None
     detail: str = ""
-    """Text of the failure."""
     traceback: str = ""
     place: str = ""
-    """Identity of a mistake in a user's code; see ``CallFailed``."""
+    """Identity of an error in user code; see ``CallFailed``."""
     messages: Sequence[str] = ()
-    """Those of the observation, if they are several."""
+    """Messages of the observation if there are several."""
     context: dict[str, Any] | None = None
-    """The fields of a ``Context``."""
+    """Fields of a ``Context``."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a run must know of ``environment.function`` before it starts. Plain data, made by a worker."""
+    """Properties of ``environment.function`` that a run needs before it starts, read by a worker."""
 
     role: Literal["tool", "user"]
     stops: tuple[str, ...]
@@ -98,11 +95,11 @@ class Traits:
     tools: tuple[dict[str, Any], ...] = ()
     wants_tokens: bool = False
     settings_type: str | None = None
-    """Where the dataclass of the settings is, ``package.module:Name``."""
+    """Settings dataclass as ``package.module:Name``."""
 
     @staticmethod
     def of(note: str) -> Traits:
-        """From the first note of the worker program."""
+        """Parse the first note of the worker program."""
         traits: dict[str, Any] = json.loads(note)
         return Traits(**{**traits, "stops": tuple(traits["stops"]), "tools": tuple(traits["tools"])})
 
@@ -113,22 +110,22 @@ class EnvironmentPool:
     def __init__(
         self, config: EnvironmentConfig, traits: Traits, repeats: bool = True, logs_dir: Path | None = None
     ) -> None:
-        """``repeats``: whether a step whose worker ended is asked again, as a run must: others shared it.
-        ``logs_dir``: for logs of programs."""
+        """``repeats``: retry a step whose worker ended, as a run must. ``logs_dir``: folder for program
+        logs."""
         self._config, self._repeats = config, repeats
         concurrency = 1 if traits.own_random else ASYNC_STEPS if traits.is_async else THREADS
         self._grace_s = _ASYNC_GRACE_S if traits.is_async else _PLAIN_GRACE_S
         self._workers = WorkerPool(worker_program(config, logs_dir), config.workers, concurrency)
         self._held: set[str] = set()
-        """Episodes whose object is in a worker, as far as is known."""
+        """Episodes believed to have an object in a worker."""
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Start all workers. ConfigError, ChildError or OSError, and then none runs."""
+        """Start all workers. On ConfigError, ChildError or OSError none keeps running."""
         await self._workers.start()
 
     async def step(self, question: Question) -> StepResult:
-        """The environment's answer to a turn. Whatever an environment does, this does not raise."""
+        """Return the environment's reply to a turn, or its failure; an environment cannot make it raise."""
         name = question.task.episode
         if self._left_s(question) <= 0:
             self.forget(name)
@@ -146,7 +143,7 @@ class EnvironmentPool:
             return StepResult(
                 failure=failed.failure, detail=failed.detail, traceback=failed.traceback, place=failed.place
             )
-        except asyncio.CancelledError:  # the worker closes the object of a cancelled step by itself
+        except asyncio.CancelledError:  # the worker closes the object of a cancelled step
             self._held.discard(name)
             self._workers.forget(name)
             raise
@@ -162,19 +159,19 @@ class EnvironmentPool:
         return StepResult(**answer)
 
     def forget(self, episode: str) -> None:
-        """Release the object of an episode: there will be no more steps of it."""
+        """Release an episode's object in the background: the episode has no more steps."""
         if episode in self._held:
             self._held.discard(episode)
             self._closing.add(task := asyncio.create_task(self.release(episode)))
             task.add_done_callback(self._closing.discard)
 
     async def release(self, episode: str) -> None:
-        """Close the object of an episode, and wait until that is done or has failed."""
+        """Close an episode's object, and wait until that succeeds or fails."""
         self._held.discard(episode)
         try:
             await self._workers.call(CallKind("close", CLOSE_S, repeatable=False), episode, episode)
         except CallFailed:
-            pass  # its object is gone
+            pass  # already lost
         finally:
             self._workers.forget(episode)
 
@@ -184,7 +181,7 @@ class EnvironmentPool:
         await self._workers.close()
 
     async def _held_step(self, question: Question) -> dict[str, Any] | None:
-        """The answer of the episode's object; None if that is gone. CallFailed."""
+        """Return the reply of the episode's object; None if the object is lost. Raises CallFailed."""
         name = question.task.episode
         asked = {"episode": name, "replies": question.replies, "turn": SampledTurn.as_json(question.turn)}
         kind = CallKind("step", self._limit_s(question), repeatable=False, grace_s=self._grace_s)
@@ -197,7 +194,7 @@ class EnvironmentPool:
         return None if "missing" in answer else answer
 
     async def _resumed(self, question: Question) -> dict[str, Any]:
-        """The answer of a new object, which is first brought to where the episode is. CallFailed."""
+        """Return the reply of a new object after resuming the episode. Raises CallFailed."""
         turns = await asyncio.to_thread(question.turns)
         lines = [[turn.kind, *SampledTurn.as_json(turn.text)] for turn in turns]
         asked = {"task": asdict(question.task), "turns": lines, "note": question.note}
@@ -209,7 +206,7 @@ class EnvironmentPool:
         except CallFailed as failed:
             if not (self._repeats and _may_be_anothers(failed)):
                 raise
-            # Now as a suspect, who is asked again beside fewer others.
+            # Now a suspect: retried beside fewer others.
             kind = CallKind("resume", limit_s, repeatable=True, grace_s=self._grace_s)
             answer = await self._workers.call(kind, asked, name)
         return answer
@@ -222,12 +219,12 @@ class EnvironmentPool:
 
 
 def _may_be_anothers(failed: CallFailed) -> bool:
-    """Whether another step may be at fault: one that ended the worker, or blocked its event loop."""
+    """Whether another step may have ended the worker or blocked its event loop."""
     return failed.failure == "died" or failed.beside > 0
 
 
 def worker_program(config: EnvironmentConfig, logs_dir: Path | None = None) -> WorkerProgram:
-    """How the workers of ``config`` start."""
+    """Return the worker program for ``config``."""
     settings = {
         "function": config.function,
         "settings": config.settings,
@@ -236,16 +233,13 @@ def worker_program(config: EnvironmentConfig, logs_dir: Path | None = None) -> W
     }
     if config.python is None:
         return WorkerProgram((sys.executable, "-m", "bapo_megatron.environment.worker"), settings)
-    # Not the run's import path: its packages are those that conflict.
+    # Without the run's import path, whose packages conflict.
     return WorkerProgram((str(config.python), own_interpreter.__file__), settings, os.environ)
 
 
 def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Traits:
-    """Start a worker, and read the traits of the class. Blocking, while it imports, for at most ``limit_s``.
-
-    ConfigError if there is no such class, it contradicts itself or takes other settings, or the interpreter
-    does not run.
-    """
+    """Start a worker and return the class traits. Blocks for at most ``limit_s`` while it imports. Raises
+    ConfigError if the class or its settings are invalid, or the interpreter does not run."""
     program = worker_program(config)
     environment = with_import_path(os.environ) if program.environment is None else program.environment
     try:
@@ -270,8 +264,8 @@ def read_traits(config: EnvironmentConfig, limit_s: float = START_LIMIT_S) -> Tr
 
 
 def _check_settings(config: EnvironmentConfig, kind: str | None) -> None:
-    """ConfigError for settings that do not fit the dataclass of a class of this package. Here, not in the
-    worker: an interpreter of its own has none of what checks them."""
+    """Raise ConfigError for settings that do not fit a dataclass of this package. Runs here, since a separate
+    interpreter may lack the checking packages."""
     module, _, name = (kind or "").partition(":")
     if module == own_settings.__name__:
         owner = f"environment.function={config.function}"
@@ -280,7 +274,7 @@ def _check_settings(config: EnvironmentConfig, kind: str | None) -> None:
 
 
 def stop_ids(traits: Traits, tokenizer: Any) -> tuple[int, ...]:
-    """The ids of the texts that end a turn. ConfigError for one that is not a single token."""
+    """Return the token ids of texts that end a turn. Raises ConfigError for a text of several tokens."""
     stops = []
     for text in traits.stops:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -300,7 +294,7 @@ _PYTHON_SWITCHES = frozenset({"-B", "-E", "-I", "-O", "-s", "-S", "-u"})
 
 
 def command_problem(config: EnvironmentConfig, traits: Traits) -> str | None:
-    """Why this machine cannot start the command of an agent program; None if it may, or there is none."""
+    """Return why this machine cannot start the command of an agent program, or None."""
     if traits.settings_type != f"{own_settings.__name__}:{own_settings.AgentSettings.__name__}":
         return None
     program, *arguments = command = config.settings["command"]
@@ -316,7 +310,7 @@ def command_problem(config: EnvironmentConfig, traits: Traits) -> str | None:
 
 
 def interpreter_problem(python: Path | None) -> str | None:
-    """Why ``environment.python`` cannot be an interpreter; None if it may be one."""
+    """Return why ``environment.python`` cannot be an interpreter, or None."""
     if python is not None and not os.access(python, os.X_OK):
         return f"environment.python={python} is not a program: give the path of a Python interpreter"
     return None

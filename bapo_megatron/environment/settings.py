@@ -1,7 +1,7 @@
-"""Settings of the built-in environments and adapters: what ``environment.settings`` may hold, and its ranges.
+"""Settings of built-in environments and adapters (``environment.settings``), with their ranges.
 
-``pool.read_traits`` checks them before a run, in the run's own process; so they are beside no import of an
-adapter's package. Only the standard library is needed: an environment may run in an interpreter of its own.
+``pool.read_traits`` checks them before a run in the run's own process, so they live apart from adapter
+imports. Needs only the standard library: an environment may run in a separate interpreter.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Annotated, Any, Literal
 
 from bapo_megatron.environment import Environment
 
-with contextlib.suppress(ImportError):  # not in an interpreter of its own, where nobody reads annotations
+with contextlib.suppress(ImportError):  # absent in a separate interpreter, which reads no annotations
     from annotated_types import Ge, Gt, MinLen
 
 READERS = frozenset({"__init__", "play", "run"})
-"""Methods in which environments read their settings; the last two are those of loops and of agents."""
+"""Methods in which environments read their settings; ``play`` belongs to loops, ``run`` to agents."""
 
 
 def settings_type(kind: type[Environment]) -> type | None:
-    """The dataclass of a class's settings: its own, or that of its base; None if there is none, or if the
-    class has one of ``READERS`` of its own, and may take other settings than its base."""
+    """Return the settings dataclass of a class or of its base. Returns None if there is none, or if the class
+    overrides one of ``READERS`` and so may take other settings than its base."""
     for base in kind.__mro__:
         if "settings_type" in vars(base):
             return base.settings_type  # type: ignore[attr-defined, no-any-return]

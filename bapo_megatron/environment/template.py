@@ -1,11 +1,11 @@
-"""Tokens of observations: what the model's chat template puts between two turns of the model.
+"""Tokens of observations: what the model's chat template puts between two model turns.
 
-Sampled tokens are never tokenized again. The ids of an observation are those of the *tail*: the text behind
-the assistant's content in the rendering of [user, assistant, observation] with a generation prompt, from the
-token that closes the model's turn to the place where its next turn begins. That is exact because a tokenizer
-splits a text at such a token first: ``ids(a + CLOSE + b) = ids(a) + [CLOSE] + ids(b)``. A template that
-writes earlier turns differently, once others follow, has no exact continuation: ``check_template`` finds it
-before a run starts. The sampler of a run with environments makes and checks one (docs/environments.md).
+Sampled tokens are never tokenized again. An observation's ids are those of the *tail*: in the rendering of
+[user, assistant, observation] with a generation prompt, the text after the assistant's content, from the
+token that closes the model's turn up to its next turn. This is exact because a tokenizer splits text at such
+a token first: ``ids(a + CLOSE + b) = ids(a) + [CLOSE] + ids(b)``. A template that rewrites earlier turns once
+others follow has no exact continuation; ``check_template`` detects it before a run. The sampler of a run with
+environments builds and checks the template (docs/environments.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.answer_text import THINKING, THOUGHT
 
 History = Literal["template", "sampled"]
-"""What the model is given of the turns before: what its template would write, or what was sampled."""
+"""Form in which the model sees its earlier turns: as its template writes them, or as sampled."""
 
 _QUESTION, _OBSERVATION, _SECOND = "What is 2+3?", "Bseen5c2dEnd", "Cseen9e4fEnd"
 _OTHER = {"tool": "user", "user": "tool"}
@@ -28,20 +28,16 @@ _ROUNDS = {
     "without thinking": ("First.", "Second."),
     "with thinking": (f"{THINKING}\nHm.\n{THOUGHT}\n\nFirst.", f"{THINKING}\nAh.\n{THOUGHT}\n\nSecond."),
 }
-"""The model's turns of the preflight."""
 _EMPTY_THOUGHTS = {
     "with an empty thinking part": tuple(f"{THINKING}\n\n{THOUGHT}\n\n{one}." for one in ("First", "Second"))
 }
-"""Turns that a model samples which was told not to think (Qwen3's ``/no_think``), or has learned not to."""
+"""Turns of a model told not to think (Qwen3's ``/no_think``), or trained not to."""
 _SHOWN = 10
-"""Tokens of both sequences that a message shows from where they differ."""
+"""Number of tokens that a message shows from each sequence, starting where they differ."""
 
 
 class ObservationTemplate:
-    """Tokens of the observations of one role, for one tokenizer and its chat template.
-
-    Made by ``check_template``'s caller, the sampler; stateless, so threads may share it.
-    """
+    """Tokens of observations with one role, for one tokenizer and its chat template. Stateless."""
 
     def __init__(
         self,
@@ -50,9 +46,9 @@ class ObservationTemplate:
         stop_token_ids: Sequence[int],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """``stop_token_ids``: the model's own ends of a turn, without ``Environment.stops``. ``tools``: what
-        the prompts' template was given. ConfigError if the template refuses the role, drops the observation,
-        or ends the model's turn with none of the stop tokens."""
+        """``stop_token_ids``: the model's own end tokens, without ``Environment.stops``. ``tools``: tools in
+        the prompts. Raises ConfigError if the template refuses the role, drops the observation, or ends the
+        model's turn with none of the stop tokens."""
         self._tokenizer, self.role, self._tools = tokenizer, role, list(tools) if tools else None
         self._stops = frozenset(stop_token_ids)
         self._chat = chat_template_of(tokenizer)
@@ -64,13 +60,12 @@ class ObservationTemplate:
         self._takes_several = self._takes_several and self._continues_several()
 
     def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
-        """Ids, int32, of what the model is given after a turn that ended with ``last_token``.
+        """Return the ids, int32, of the model's input after a turn that ended with ``last_token``.
 
-        They begin with the token that closes the turn, unless the turn ended with a stop token of the model;
-        a turn that ended with one of ``Environment.stops``, a tool call's last token, is closed. What looks
-        like an added token within the observation is text. Several texts, results of a turn's calls, are a
-        message each where the template continues that, else lines of one. Cost: a rendering and an encoding,
-        below 1 ms for a short observation.
+        They start with the token that closes the turn, unless the turn ended with a stop token of the model;
+        a turn that ended with one of ``Environment.stops`` gets closed. Text that looks like an added token
+        stays text. Several texts (results of a turn's calls) become a message each if the template continues
+        those, else lines of one message. Takes below 1 ms for a short observation.
         """
         texts = [observation] if isinstance(observation, str) else list(observation)
         if not self._takes_several:
@@ -80,19 +75,19 @@ class ObservationTemplate:
         return np.array(ids[1:] if last_token in self._stops else ids, np.int32)
 
     def with_role(self, role: str) -> ObservationTemplate:
-        """The same for observations of another role; ConfigError as for a new one."""
+        """Return the template for another role. Raises ConfigError like the constructor."""
         return ObservationTemplate(self._tokenizer, role, [*self._stops], self._tools)
 
     def prompt_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The rendering of messages up to where the model's turn begins."""
+        """Return the rendering of messages up to the start of the model's turn."""
         text: str = self._tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False, tools=self._tools
         )
         return text
 
     def difference(self, turns: Sequence[str], answers: int = 1) -> str | None:
-        """How an episode of these turns, each answered by so many messages, differs from its whole rendering;
-        None if it does not. ``turns``: contents of assistant messages."""
+        """Return how an episode of these turns (assistant contents), each followed by ``answers`` messages,
+        differs from its whole rendering; None if equal."""
         messages: list[dict[str, str]] = [{"role": "user", "content": _QUESTION}]
         prompt = self.prompt_text(messages)
         opened = _opened_thinking(prompt)
@@ -115,7 +110,7 @@ class ObservationTemplate:
         return f"at token {first} the episode has {shown[0]!r}, the template writes {shown[1]!r}"
 
     def check_tools(self) -> None:
-        """ConfigError if ``tools`` were given and the template does not write them into a prompt."""
+        """Raise ConfigError if the template does not write the given ``tools`` into a prompt."""
         if self._tools is None:
             return
         messages = [{"role": "user", "content": _QUESTION}]
@@ -130,7 +125,7 @@ class ObservationTemplate:
             )
 
     def _continues_several(self) -> bool:
-        """Whether the template shows two answers to one turn, and continues them wherever it does one."""
+        """Whether the template shows two answers to a turn, and continues them wherever it continues one."""
         try:
             tail = self._tail([_OBSERVATION, _SECOND])
         except ConfigError:
@@ -143,8 +138,8 @@ class ObservationTemplate:
         )
 
     def _tail(self, observations: Sequence[str], mark: str = "") -> str:
-        """The rendered text behind an assistant's content that ``observations`` follow, with ``mark`` in what
-        looks like an added token there. A template may still quote or trim them."""
+        """Return the rendered text after an assistant's content and with ``observations`` following, where
+        ``mark`` splits text that looks like an added token. A template may still quote or trim the texts."""
         turn = absent_mark("turn", observations)
         messages = [
             {"role": "user", "content": _QUESTION},
@@ -161,7 +156,7 @@ class ObservationTemplate:
         return tail
 
     def _close_of(self, tail: str) -> int:
-        """The id that ends the model's turn: the stop token that the tail begins with."""
+        """Return the stop token at the start of the tail, which ends the model's turn."""
         first = self._encode(tail)[0]
         if first not in self._stops:
             stops = sorted(str(self._tokenizer.convert_ids_to_tokens(token)) for token in self._stops)
@@ -179,12 +174,13 @@ class ObservationTemplate:
 def check_template(
     template: ObservationTemplate, model: str, history: History = "template", begun: bool = False
 ) -> None:
-    """Preflight of a run with environments: ConfigError if the chat template rewrites what was sampled.
+    """Check before a run that the chat template does not rewrite sampled turns. Raises ConfigError if it
+    does.
 
-    Two rounds of turn and observation, without a thinking part, with one and with an empty one, as far as the
-    template's generation prompt lets them occur, must be the whole rendering, token by token. ``model``: its
-    name for the message. ``history="sampled"`` keeps what was sampled, whatever the template would write, so
-    only the tools are checked. ``begun``: for what began when empty parts were not looked at.
+    Two rounds of turn and observation must equal the whole rendering token by token: without a thinking part,
+    with one, and with an empty one, as far as the generation prompt allows them. ``model``: name for the
+    message. ``history="sampled"`` keeps sampled turns in any case, so only the tools are checked. ``begun``:
+    the run started before empty thinking parts were checked.
     """
     template.check_tools()
     if history == "sampled":
@@ -201,7 +197,6 @@ def check_template(
 
 
 def _problem(template: ObservationTemplate, begun: bool = False) -> str | None:
-    """The first difference of two rounds; None if there is none."""
     for name, turns in _rounds_after(template.prompt_text([{"role": "user", "content": _QUESTION}]), begun):
         if problem := template.difference(turns):
             return f"of two rounds {name}, {problem}"
@@ -209,8 +204,8 @@ def _problem(template: ObservationTemplate, begun: bool = False) -> str | None:
 
 
 def _rounds_after(prompt: str, begun: bool) -> list[tuple[str, tuple[str, ...]]]:
-    """The rounds that can occur behind a generation prompt, which may have opened a thinking part, so that no
-    turn is without one, or written an empty one, so that no turn has another."""
+    """Return the rounds that can follow a generation prompt: it may have opened a thinking part, which every
+    turn then has, or written an empty one, so that no turn has another."""
     if _opened_thinking(prompt):
         return [("with thinking", _ROUNDS["with thinking"])]
     if prompt.rstrip().endswith(THOUGHT):
@@ -234,5 +229,5 @@ def _refusal(role: str, problem: str) -> str:
 
 
 def _opened_thinking(prompt: str) -> str:
-    """What the generation prompt has of a thinking part already: ``<think>`` and white space, or nothing."""
+    """Return the ``<think>`` and white space at the end of the generation prompt, or an empty string."""
     return prompt[prompt.rindex(THINKING) :] if prompt.rstrip().endswith(THINKING) else ""

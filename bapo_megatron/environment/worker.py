@@ -1,15 +1,13 @@
-"""Worker program of environments, ``python -m bapo_megatron.environment.worker LIFELINE``: holds episodes.
+"""Environment worker program, ``python -m bapo_megatron.environment.worker LIFELINE``: holds episodes.
 
     step     {episode, replies, turn}    {observation, reward, metrics, note, seconds}, or {"missing": true}
     resume   {task, turns, note}         the same, or {"diverged": why}
     close    the episode's name          null
 
-``resume`` begins an episode, or brings a new object to where it was, and then steps: the last of ``turns`` is
-the one that it answers; a turn is as ``SampledTurn.as_json`` has it. The settings are ``function``,
-``settings``, ``logs_dir`` and ``memory_limit_mb``. The first note of the program is the class's ``Traits`` as
-JSON. ``pool.py`` is at the other end. It needs no package but the standard library: a worker may run in an
-interpreter of its own. A class is checked when it is loaded
-(``problems``).
+``resume`` starts an episode, or rebuilds its object, and then answers the last of ``turns``; turns have the
+form of ``SampledTurn.as_json``. The settings are ``function``, ``settings``, ``logs_dir`` and
+``memory_limit_mb``. The program's first note holds the class ``Traits`` as JSON. ``pool.py`` is the client.
+Needs only the standard library, since a worker may run in a separate interpreter.
 """
 
 from __future__ import annotations
@@ -41,17 +39,17 @@ from bapo_megatron.workers.serving import Prepared, is_over, serve
 FIELD = "environment.function"
 
 THREADS = 32
-"""Plain steps at a time."""
+"""Maximum number of concurrent plain steps."""
 
 MOST_CHARACTERS = 4 << 20
-"""Longest observation."""
+"""Maximum observation length in characters."""
 
 NOTE_BYTES = 64 << 10
-"""Longest note, as JSON."""
+"""Maximum note size in bytes of JSON."""
 
 NOTE_LEVELS = 100
-"""Most lists and objects within each other in a note. Those of a policy's call have as many as it likes, and
-JSON is written and read at each place of the way to the journal and back by recursion."""
+"""Maximum nesting of lists and objects in a note. A policy's call may nest arbitrarily deep, and JSON is
+written and read recursively on the way to the journal and back."""
 
 
 def main() -> None:
@@ -81,22 +79,19 @@ def _prepared(settings: dict[str, Any]) -> Prepared:
 
 
 class Episodes:
-    """The environments of a worker, by the names of their episodes.
-
-    An object is taken out while it steps: after an error, or a step that was cancelled, nobody knows its
-    state, so it is closed and not put back.
-    """
+    """Environment objects of a worker, by episode name. An object is taken out while it steps. After an error
+    or a cancelled step its state is unknown, so it is closed and not put back."""
 
     def __init__(self, kind: type[Environment], settings: Mapping[str, Any]) -> None:
         self._kind, self._settings = kind, settings
         self._held: dict[str, tuple[int, Environment]] = {}
-        """The object of each episode, with the number of its replies so far."""
+        """Object of each episode, with the number of its replies so far."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
         self._is_async = is_async(kind)
         self._random = RandomStates() if kind.own_random else None
 
     async def step(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a turn, if the object is here, and has seen all turns before it."""
+        """Return the reply to a turn if the object is here and has seen all earlier turns."""
         name = question["episode"]
         if name not in self._held:
             return {"missing": True}
@@ -112,7 +107,7 @@ class Episodes:
             self._forget_random(name)
 
     async def resume(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer of a new object to the last turn, after it was brought there."""
+        """Create an object, bring it to the state before the last turn, and return its reply to that turn."""
         task, turns = Task(**question["task"]), [_turn(*turn) for turn in question["turns"]]
         *before, last = turns
         await self.close(task.episode)
@@ -134,7 +129,7 @@ class Episodes:
             self._forget_random(task.episode)
 
     def _forget_random(self, name: str) -> None:
-        """Forget the random state of an episode without an object: it is over, or begins again."""
+        """Forget the random state of an episode without an object, which is over or starts again."""
         if self._random and name not in self._held:
             self._random.forget(name)
 
@@ -149,7 +144,7 @@ class Episodes:
             began = time.monotonic()
             reply = await self._reply(environment.step, turn)
             if is_over():
-                raise asyncio.CancelledError  # nobody waits for this answer, or will ask the object again
+                raise asyncio.CancelledError  # nobody waits for this reply or uses the object again
             seconds = time.monotonic() - began
             answer = {**_checked(reply), "seconds": seconds}
         except BaseException:
@@ -162,7 +157,7 @@ class Episodes:
         return answer
 
     async def _brought(self, environment: Environment, before: list[Turn], note: Any) -> str | None:
-        """Bring a new object to where the lost one was; why that failed, or None."""
+        """Bring a new object to the state of the lost one. Returns why that failed, or None."""
         if self._kind.resume == "restore":
             await self._called(environment.restore, before, note)
             return None
@@ -180,13 +175,13 @@ class Episodes:
         return reply
 
     async def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``function`` returns: called here if the class is async, else in a thread."""
+        """Return the result of ``function``, called here if the class is async, else in a thread."""
         result = function(*arguments) if self._is_async else await self._in_thread(function, *arguments)
         return await result if inspect.isawaitable(result) else result
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A plain function's result. A cancel waits for its end, and a pool kills who does not heed one:
-        a thread cannot be ended, and one that hangs would hold its place for good."""
+        """Return a plain function's result. Cancellation waits for its end, since a thread cannot be ended;
+        the pool kills a worker that does not react."""
         future = asyncio.get_running_loop().run_in_executor(self._threads, _result, function, arguments)
         was_cancelled = False
         while not future.done():
@@ -214,18 +209,15 @@ class Episodes:
 
 
 class RandomStates:
-    """States of the global generators of ``random`` and numpy, for each episode its own.
-
-    They begin at a seed made of the episode's name, so a replay draws what was drawn. The pool sends one step
-    at a time.
-    """
+    """Per-episode states of the global generators of ``random`` and numpy. The seed derives from the
+    episode's name, so a replay repeats the draws. The pool sends one step at a time."""
 
     def __init__(self) -> None:
         self._states: dict[str, tuple[Any, Any]] = {}
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Put the episode's states in force, and keep them at the end."""
+        """Activate the episode's states, and save them at the end."""
         seed = zlib.crc32(name.encode())
         ours, theirs = self._states.get(name, (None, None))
         numpy = sys.modules.get("numpy")
@@ -249,12 +241,12 @@ def _turn(kind: Literal["sampled", "given"], text: str, *tokens: Any) -> Turn:
 def _result(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     try:
         return function(*arguments)
-    except StopIteration as error:  # a future does not take it
+    except StopIteration as error:  # a future does not accept it
         raise RuntimeError(f"{function} raised StopIteration") from error
 
 
 def _checked(reply: Reply) -> dict[str, Any]:
-    """A reply as JSON. TypeError or ValueError for one that cannot be used or kept."""
+    """Return a reply as JSON. Raises TypeError or ValueError for an unusable reply."""
     said, metrics = reply.text, {}
     if said is not None:
         if len(said) > MOST_CHARACTERS:
@@ -280,7 +272,7 @@ def _checked(reply: Reply) -> dict[str, Any]:
 
 
 def _plain(context: Context) -> dict[str, Any]:
-    """A conversation as JSON. TypeError or ValueError unless its messages are plain, and have roles."""
+    """Return a conversation as JSON. Raises TypeError or ValueError for invalid messages."""
     for message in context.messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TypeError(f"Reply.context has the message {repr(message)[:200]}: give each a role")
@@ -310,10 +302,8 @@ def _short(text: str | None) -> str:
 
 
 def load_environment(path: str, settings: Mapping[str, Any]) -> type[Environment]:
-    """The class that ``path`` names, ``package.module:Name`` or ``file.py:Name``.
-
-    ConfigError if it cannot be imported, is not an ``Environment``, or contradicts itself (``problems``).
-    """
+    """Return the class at ``path``, ``package.module:Name`` or ``file.py:Name``. Raises ConfigError if the
+    import fails, or the class is not a valid ``Environment`` (``problems``)."""
     file, _, name = path.rpartition(":")
     dotted = path
     if file.endswith(".py"):
@@ -330,7 +320,7 @@ def load_environment(path: str, settings: Mapping[str, Any]) -> type[Environment
 
 
 def problems(kind: type[Environment], settings: Mapping[str, Any]) -> Iterator[str]:
-    """Mistakes of a class: a step that is missing, values that its attributes must not have."""
+    """Yield the errors of a class: a missing step, invalid attribute values."""
     if kind.step is Environment.step:
         yield "it has no step(self, turn) of its own: define one that returns a Reply"
     if kind.role not in ("tool", "user"):
@@ -374,7 +364,7 @@ def is_async(kind: type[Environment]) -> bool:
 
 
 def _import_file(path: str, file: Path) -> None:
-    """Let ``file`` be found as the module of its name, and beside it what it imports."""
+    """Make ``file`` importable as the module of its name, together with its neighbours."""
     name, folder = file.stem, str(file.resolve().parent)
     if not file.is_file():
         raise ConfigError(f"{FIELD}={path}: there is no file {file.resolve()}; name one, or a dotted path")

@@ -1,8 +1,7 @@
 """Entry points of ``bapo eval CHECKPOINT`` and ``bapo eval compare A B``: flags in, text out.
 
-A comparison reads the folders that ``bapo eval`` wrote, and is paired, problem by problem; ConfigError if
-they cannot be compared. Shares are printed as points: 0.5 is 50.0. For ``--examples`` the suite's file must
-be as it was; ConfigError if it has changed.
+A comparison reads folders written by ``bapo eval`` and pairs problems; it raises ConfigError for incomparable
+ones. Shares are printed as points: 0.5 is 50.0. ``--examples`` needs the suite's unchanged file.
 """
 
 from __future__ import annotations
@@ -46,10 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """Comparison of one suite, as plain data: avg@n of evaluation A and of B.
-
-    ``a``, ``b``, the difference, its interval and the detectable one are shares of 1; differences are B - A.
-    """
+    """Comparison of one suite: avg@n of evaluations A and B. ``a``, ``b``, the difference, its interval and
+    the detectable one are shares of 1; differences are B - A."""
 
     suite: str
     problems: int
@@ -58,32 +55,28 @@ class Compared:
     b: float
     difference: float
     interval: Interval
-    """95 % bootstrap over problems."""
+    """95 % bootstrap interval over problems."""
     p_value: float
     """P-value of the exact paired sign-flip test over problems."""
     detectable: float | None
-    """Minimal detectable difference: a true difference that four of five comparisons would show. None where
-    all problems have the same difference."""
+    """True difference that 4 of 5 comparisons would show; None if all problems have the same difference."""
     better: int
-    """Problems that B solves more often than A."""
+    """Number of problems that B solves more often than A."""
     worse: int
     other_settings: tuple[str, ...]
-    """Settings besides the model that differ."""
+    """Differing settings besides the model."""
     left_out: int = 0
-    """Problems with a response that could not be scored, in A or in B: they are not compared."""
+    """Number of problems excluded because a response in A or B could not be scored."""
 
 
 def compare(a: Path, b: Path) -> list[Compared]:
-    """Paired comparison of every suite that both evaluations have.
-
-    ``a`` and ``b``: outputs of `bapo eval`, or the folders of one suite. ConfigError if one is not finished,
-    or if their problems differ.
-    """
+    """Return paired comparisons of every suite in both evaluations. ``a``, ``b``: outputs of `bapo eval`, or
+    folders of one suite. Raises ConfigError if one is not finished, or if their problems differ."""
     return [compare_suite(name, *folders) for name, folders in suites_of_both(a, b).items()]
 
 
 def suites_of_both(a: Path, b: Path) -> dict[str, tuple[Path, Path]]:
-    """The folders of each suite that both evaluations have, by its name. ConfigError if there is none."""
+    """Return the folders of each suite in both evaluations, by name. Raises ConfigError if there is none."""
     folders_a, folders_b = _suites(a), _suites(b)
     both = {name: (folder, folders_b[name]) for name, folder in folders_a.items() if name in folders_b}
     if not both:
@@ -103,7 +96,7 @@ def _suites(path: Path) -> dict[str, Path]:
 
 
 def compare_suite(name: str, a: Path, b: Path) -> Compared:
-    """Comparison of one suite in both evaluations."""
+    """Return the comparison of one suite. Raises ConfigError if its problems or rewards differ."""
     summary_a, summary_b = read_summary(a), read_summary(b)
     if summary_a["suite"]["sha256"] != summary_b["suite"]["sha256"]:
         raise ConfigError(f"suite {name}: {a} and {b} asked different problems (their files' SHA-256 differ)")
@@ -116,7 +109,7 @@ def compare_suite(name: str, a: Path, b: Path) -> Compared:
     problems = [p for p in range(int(summary_a["suite"]["problems"])) if p not in left_out]
     if not problems:
         raise ConfigError(f"suite {name}: each problem has a response that {a} or {b} could not score")
-    # In integers, so that equal sums are exactly equal.
+    # Integers, so that equal sums are exactly equal.
     unit = lcm(samples_a, samples_b)
     steps = [correct_b[p] * (unit // samples_b) - correct_a[p] * (unit // samples_a) for p in problems]
     difference_P = np.array(steps) / unit
@@ -147,17 +140,15 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     ours, theirs = flat_settings({"sampling": a["sampling"]}), flat_settings({"sampling": b["sampling"]})
     return [
         f"{name}: {ours.get(name)!r}, {theirs.get(name)!r}"
-        for name in {**ours, **theirs}  # an environment is among the settings only where there is one
+        for name in {**ours, **theirs}  # only some have environment settings
         if ours.get(name) != theirs.get(name)
     ]
 
 
 def examples_text(a: Path, b: Path, count: int) -> str:
-    """The first ``count`` problems of every suite of both evaluations, with the first response of A and of B.
-
-    Each text is on one line; the choice is not by outcome. ``a`` and ``b``: as for `compare`. ConfigError if
-    the suite's file is not what it was when A asked it.
-    """
+    """Return the first ``count`` problems of every suite in both evaluations, with the first responses of A
+    and B. Each text is on one line; the choice ignores outcomes. ``a``, ``b``: as in `compare`. Raises
+    ConfigError if the suite's file has changed since A."""
     lines = []
     for suite, folders in suites_of_both(a, b).items():
         questions = _questions(suite, folders[0], count)
@@ -188,11 +179,11 @@ def _questions(suite: str, folder: Path, count: int) -> list[str]:
 
 
 _LONGEST_EXAMPLE = 500
-"""Characters of a question or a response that an example shows."""
+"""Maximum number of characters that an example shows of a question or response."""
 
 
 def results_text(results: Results) -> str:
-    """The results of an evaluation as text, one block for each suite."""
+    """Return the results of an evaluation as text, one block per suite."""
     blocks = []
     for name, (folder, metrics) in results.items():
         lines = [f"{name}: {metrics['problems']} problems, {metrics['samples']} responses each"]
@@ -249,7 +240,7 @@ def _certainty(metrics: Metrics) -> list[str]:
 
 
 def comparison_text(comparisons: Sequence[Compared], a: str, b: str) -> str:
-    """The comparison of two evaluations as text, one block for each suite."""
+    """Return the comparison of two evaluations as text, one block per suite."""
     lines = [f"A: {a}", f"B: {b}"]
     for row in comparisons:
         low, high = row.interval
@@ -280,20 +271,20 @@ def _detectable(difference: float | None) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Untrusted text on one line, escaped; of a long one the end is kept."""
+    """Return untrusted text on one line, escaped and, if long, with its middle cut."""
     if len(text) > _LONGEST_EXAMPLE:
         text = f"{text[: _LONGEST_EXAMPLE // 2]} [...] {text[-_LONGEST_EXAMPLE // 2 :]}"
     return printable(text.strip()).replace("\n", " \u23ce ")
 
 
 def eval_command(arguments: Sequence[str]) -> None:
-    """Evaluate, and print the results; with ``compare`` first, two evaluations instead."""
+    """Evaluate and print the results; with ``compare`` as first argument, compare two evaluations instead."""
     if arguments[:1] == ["compare"]:
         _compare(arguments[1:])
         return
     options = parse_options(EvalOptions, "bapo eval", arguments)
 
-    from bapo_megatron.evaluation.run import evaluate  # after the flags: torch takes seconds
+    from bapo_megatron.evaluation.run import evaluate  # after the flags: torch takes seconds to import
 
     print(results_text(evaluate(options)), end="")
 

@@ -1,7 +1,4 @@
-"""Options of ``bapo eval``: its flags, their validation, and the run configuration for its engines.
-
-``check`` raises one ConfigError with every mistake that the flags show by themselves.
-"""
+"""Options of ``bapo eval``: its flags, their validation, and the run configuration for its engines."""
 
 from __future__ import annotations
 
@@ -102,7 +99,7 @@ class EvalOptions:
 
     @property
     def rollout(self) -> RolloutConfig:
-        """The sampling settings as the rollout section of a run's configuration."""
+        """Sampling settings as the rollout section of a run configuration."""
         return RolloutConfig(
             temperature=self.temperature,
             max_response_tokens=self.max_response_tokens,
@@ -112,7 +109,7 @@ class EvalOptions:
         )
 
     def check(self) -> None:
-        """ConfigError with every mistake that the fields show by themselves."""
+        """Raise one ConfigError with every error that the flags alone reveal."""
         raise_problems(list(self._problems()))
 
     def _problems(self) -> Iterator[str]:
@@ -137,9 +134,9 @@ class EvalOptions:
         yield from sandbox_problems("sandbox_url", self.sandbox_url)
 
     def run_config(self, model: Path, output: Path, longest_prompt: int, programs: bool = True) -> RunConfig:
-        """Run configuration for the engines, the pool and the sandbox of this evaluation.
+        """Return the run configuration for this evaluation's engines, pool and sandbox.
 
-        Servers get the context that ``longest_prompt`` tokens and a whole response need. ``programs``: some
+        Servers get the context for ``longest_prompt`` tokens and a whole response. ``programs``: some
         responses are programs, which need the sandbox.
         """
         limit_s = self.judge_limit_s
@@ -164,7 +161,8 @@ class EvalOptions:
         )
 
     def sampling(self) -> dict[str, Any]:
-        """Settings that responses depend on, besides model and problem; equal within one evaluation."""
+        """Return the settings that determine responses besides model and problem; equal within one
+        evaluation."""
         environment = self.environment
         within = {
             "function": environment.function,
@@ -195,7 +193,7 @@ class CompareOptions:
     """Problems of each suite to print with the first response of each evaluation: the suite's first ones."""
 
     def check(self) -> None:
-        """ConfigError for options that do not go together."""
+        """Raise ConfigError for options that exclude each other."""
         raise_problems(list(out_of_range(self)))
         if self.examples and self.json:
             raise ConfigError("--examples are text: leave --json out")

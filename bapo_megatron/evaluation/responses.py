@@ -2,9 +2,8 @@
 
     OUTPUT/SUITE/  settings.json  responses.jsonl (one a line)  summary.json (when complete)
 
-A response is on disk before it is counted, and is not sampled again. The last row of a problem and a sample
-counts: a response that could not be scored has another when it was scored again. A torn last line is cut off
-when the file is opened again.
+A response is on disk before it counts, and is not sampled again. The last row of a problem and sample counts:
+a rescored response has another row. A torn last line is cut off on reopening.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path", "code_
 
 
 class Responses(JsonlLog):
-    """File of responses, opened for appending by ``open_folder``, for one process."""
+    """Append-only response file of one process, opened by ``open_folder``."""
 
     def append_all(self, rows: Sequence[Row]) -> None:
-        """Append the rows durably (fsync). RunStopped if the disk does not take them."""
+        """Append the rows durably (fsync). Raises RunStopped if the disk refuses them."""
         for row in rows:
             self.append(row)
         with writing("a response", self.path):
@@ -46,10 +45,8 @@ class Responses(JsonlLog):
 
 @contextmanager
 def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
-    """Open and lock the responses in ``folder``, for an evaluation with ``settings``. A context manager.
-
-    ConfigError if the existing responses were sampled with other settings, or another process has the folder.
-    """
+    """Open and lock the responses in ``folder`` for an evaluation with ``settings``, and write the settings.
+    Raises ConfigError if existing responses have other settings, or another process holds the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
         if (folder / SETTINGS).exists():
@@ -85,7 +82,7 @@ def _check_settings(path: Path, settings: Row) -> None:
 
 
 def flat_settings(settings: Row) -> Row:
-    """Evaluation settings with one level of nesting flattened to dotted names."""
+    """Return evaluation settings with one level of nesting flattened to dotted names."""
     flat: Row = {}
     for name, value in settings.items():
         flat |= (
@@ -97,7 +94,7 @@ def flat_settings(settings: Row) -> Row:
 
 
 def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
-    """First ``samples`` responses of each problem, without their texts. A torn line does not count."""
+    """Return the first ``samples`` responses of each problem, without texts. Ignores a torn last line."""
     responses = {
         (response.problem, response.sample): response
         for response, _ in all_responses(path)
@@ -107,7 +104,7 @@ def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
 
 
 def first_responses(path: Path, problems: int) -> dict[int, tuple[str, bool]]:
-    """First response to each of the first ``problems`` problems: its text, and whether it is right."""
+    """Return text and correctness of the first response to each of the first ``problems`` problems."""
     return {
         response.problem: (text, response.correct)
         for response, text in all_responses(path)
@@ -116,7 +113,7 @@ def first_responses(path: Path, problems: int) -> dict[int, tuple[str, bool]]:
 
 
 def all_responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
-    """Each response with its text. ConfigError for a line that is none."""
+    """Yield each response with its text. Raises ConfigError for an invalid line."""
     for number, line in enumerate(whole_lines(path) if path.exists() else (), 1):
         try:
             row = json.loads(line)
@@ -130,13 +127,13 @@ def all_responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
 
 
 def write_summary(folder: Path, settings: Row, metrics: Row) -> None:
-    """Write the summary of the suite atomically."""
+    """Write the suite's summary atomically."""
     content = {**settings, "responses_sha256": sha256_of(folder / RESPONSES), "metrics": metrics}
     write_atomically(folder / SUMMARY, json.dumps(content, indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> Row:
-    """Read the summary of a finished suite. ConfigError if it is not finished."""
+    """Return the summary of a finished suite. Raises ConfigError if it is not finished."""
     path = folder / SUMMARY
     if not path.is_file():
         raise ConfigError(f"{folder} holds no {SUMMARY}: the evaluation is not finished; run it again")

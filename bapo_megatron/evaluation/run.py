@@ -1,9 +1,8 @@
 """Evaluation run: samples and scores the missing responses of each suite, and writes the summaries.
 
-``evaluate`` is ``bapo eval``. It starts the engines and the reward workers, which are those of a training run
-(``rollout/``, ``reward/``), and ends them; the same call continues where an earlier one stopped. The model is
-found first, and one that is not a Hugging Face folder is converted to one in the output, for this
-evaluation and later ones.
+``evaluate`` implements ``bapo eval``. It starts and ends the engines and reward workers of a training run
+(``rollout/``, ``reward/``); a repeated call continues an interrupted one. A model that is not a Hugging Face
+folder is first converted to one in the output, for this and later evaluations.
 """
 
 from __future__ import annotations
@@ -56,16 +55,13 @@ from checkpoints_tools.formats.locate import Format, Location, locate
 from checkpoints_tools.megatron_to_hf import to_hf
 
 Keep = Callable[[Sequence[Row]], None]
-"""Stores responses durably; it may block."""
+"""Stores responses durably; may block."""
 
 _LOOK_S = 1.0
 
 
 class SuiteSampler:
-    """Sampler of one suite's responses, in one event loop, of a started engine pool and reward pool.
-
-    ``ask`` returns when every response that it was asked for is scored and stored.
-    """
+    """Sampler of one suite's responses in one event loop, on a started engine pool and reward pool."""
 
     def __init__(
         self,
@@ -80,9 +76,9 @@ class SuiteSampler:
         turns: TurnTaker | None = None,
         name: str = "",
     ) -> None:
-        """``version``: of the weights to sample from; tokens of others are refused. ``lost_minutes``: longest
-        wait while no engine answers. ``right_from``: lowest score of a right response. ``turns``: of
-        the environment that answers them, if there is one. ``name``: of the suite, part of its episodes'."""
+        """``version``: version of the weights; tokens of other versions are refused. ``lost_minutes``:
+        maximum wait without any engine. ``right_from``: lowest score of a right response. ``turns``: turn
+        taker of the environment, if any. ``name``: suite name, part of episode names."""
         self._prompts, self._tokenizer = prompts, tokenizer
         self._pool, self._scorer, self._sampling, self._version = pool, scorer, sampling, version
         self._turns, self._name = turns, name
@@ -92,10 +88,8 @@ class SuiteSampler:
         self._failure: BaseException | None = None
 
     async def ask(self, places: Iterable[tuple[int, int]], keep: Keep) -> None:
-        """Sample a response for every (problem, sample), each given to ``keep`` when it is scored.
-
-        RunStopped if no engine answers for ``lost_minutes``, or one problem kills engine after engine.
-        """
+        """Sample and score a response for every (problem, sample), and store each with ``keep``. Raises
+        RunStopped if no engine answers for ``lost_minutes``, or one problem kills engine after engine."""
         waiting = deque(places)
         storing = asyncio.create_task(self._keep(len(waiting), keep))
         storing.add_done_callback(self._ended)
@@ -152,7 +146,6 @@ class SuiteSampler:
         self._judged.put_nowait({**asdict(judged), "text": text})
 
     async def _keep(self, count: int, keep: Keep) -> None:
-        """Store the scored responses, in batches, until all ``count`` are stored."""
         while count:
             rows = [await self._judged.get()]
             with suppress(asyncio.QueueEmpty):
@@ -163,22 +156,21 @@ class SuiteSampler:
 
 
 _FILES = (".safetensors", ".json", ".jinja", ".model")
-"""Endings of files in the model's digest: weights, configuration, tokenizer, chat template."""
+"""Suffixes of files in the model's digest: weights, configuration, tokenizer, chat template."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Model of an evaluation, as plain data: its HF folder, origin and digest."""
+    """Model of an evaluation: its HF folder, origin and digest."""
 
     folder: Path
     checkpoint: str
-    """Path of the checkpoint or HF folder that the model comes from."""
+    """Path of the original checkpoint or HF folder."""
     sha256: str
-    """SHA-256 of the model's files, see `model_digest`."""
 
 
 def output_of(location: Location) -> Path:
-    """Default output folder: ``evaluations/`` and a name that is unique to the checkpoint."""
+    """Return the default output folder: ``evaluations/`` and a name derived from the checkpoint path."""
     folder = location.folder.resolve()
     if folder.name == "policy" and location.format is not Format.HF:  # RUN/checkpoints/step_000120/policy
         return Path("evaluations") / f"{folder.parents[2].name}_{folder.parent.name}"
@@ -186,8 +178,7 @@ def output_of(location: Location) -> Path:
 
 
 def find_checkpoint(path: Path, step: str) -> Location:
-    """Locate the checkpoint of ``path`` and ``step``. CheckpointError or ConfigError if there is no usable
-    one."""
+    """Return the checkpoint at ``path`` and ``step``. Raises CheckpointError or ConfigError without one."""
     location = locate(path, step)
     if location.format is Format.HF:
         check_files_inside(location.folder)
@@ -197,17 +188,15 @@ def find_checkpoint(path: Path, step: str) -> Location:
 
 
 def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
-    """Hugging Face folder of the checkpoint: itself, or its conversion in ``output/model``.
-
-    An existing conversion is reused. ConfigError if it is another checkpoint's.
-    """
+    """Return the checkpoint's Hugging Face model: the folder itself, or its conversion in ``output/model``.
+    Reuses an existing conversion. Raises ConfigError if that has another origin."""
     source = str(location.folder.resolve())
     if location.format is Format.HF:
         return Model(location.folder, source, model_digest(location.folder))
     folder, note = output / "model", output / "model.json"
     output.mkdir(parents=True, exist_ok=True)
     with open_lock(output / ".model.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # elements of an array share it: the first converts
+        fcntl.flock(lock, fcntl.LOCK_EX)  # array jobs share it: the first converts
         if folder.exists():
             made_of = _made_of(note) or "an unknown checkpoint"
             if made_of != source:
@@ -222,7 +211,6 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
 
 
 def _made_of(note: Path) -> str | None:
-    """Checkpoint that a conversion's note names; None if it is no such note."""
     try:
         with note.open("rb") as file:
             content = json.loads(file.read(1 << 16))
@@ -232,10 +220,8 @@ def _made_of(note: Path) -> str | None:
 
 
 def model_digest(folder: Path) -> str:
-    """SHA-256 over the names and SHA-256 of weights, configuration and tokenizer files.
-
-    Safetensors files that are not part of the model, as ``hf/weight_files.py`` says, do not count.
-    """
+    """Return the SHA-256 over the names and SHA-256 of weights, configuration and tokenizer files. Ignores
+    safetensors files that are not part of the model (``hf/weight_files.py``)."""
     others = files_left_out(folder)
     paths = sorted(
         path
@@ -249,18 +235,15 @@ def model_digest(folder: Path) -> str:
 
 
 _VERSION = 1
-"""Weight version of the model in the engines; 0 is the version that they start with."""
+"""Weight version of the model in the engines; 0 is their initial version."""
 
 Results = dict[str, tuple[Path, Metrics]]
-"""Folder and metrics of each suite, by its name."""
+"""Folder and metrics of each suite, by name."""
 
 
 def evaluate(options: EvalOptions) -> Results:
-    """Evaluate: sample and score the missing responses, and compute the metrics.
-
-    ConfigError, before anything is sampled, for bad options. RunStopped if the engines are gone or the disk
-    is full: the same call continues it later.
-    """
+    """Sample and score the missing responses, and return folder and metrics of each suite. Raises ConfigError
+    for bad options before sampling, RunStopped if the engines are gone or the disk is full (resumable)."""
     options.check()
     if options.reward is not None:
         check_function(RewardConfig(function=options.reward, settings=options.reward_settings))
@@ -275,7 +258,7 @@ def evaluate(options: EvalOptions) -> Results:
     model = hf_model(location, options.hf_reference, output)
     engine_backend(options.engine, "--engine").check_weights(model.folder)
     tokenizer = load_tokenizer(model.folder)
-    # A model is evaluated as it was trained, also one of a run that had begun with an earlier version.
+    # begun=True: evaluate a model as trained, even by a run of an earlier version.
     tools = check_environment(options.environment, model.folder, tokenizer, begun=True)
     function, most_tokens = options.reward or REWARD_FUNCTION, options.max_prompt_tokens
     suites = [
@@ -331,7 +314,7 @@ def _finish(task: SuiteTask, options: EvalOptions) -> Metrics:
 def _sample(
     tasks: Sequence[SuiteTask], config: RunConfig, tokenizer: Any, finish: Callable[[SuiteTask], None]
 ) -> None:
-    """``finish`` is called with each suite as soon as all of its responses are there, and scored again."""
+    """Rescore unjudged responses, sample the missing ones, and call ``finish`` with each complete suite."""
     for task in tasks:
         if task.unjudged:
             prompts, log = task.suite.prompts, task.log
@@ -354,7 +337,7 @@ async def _ask(
     urls: Sequence[str],
     finish: Callable[[SuiteTask], None],
 ) -> None:
-    """Sample and score all suites, one after the other, with the same engines."""
+    """Sample and score all suites in sequence on the same engines."""
     rollout, folder = config.rollout, config.model.hf_path
     async with AsyncExitStack() as opened:
         scorer = RewardPool(config.reward, rollout.max_response_tokens)

@@ -2,8 +2,7 @@
 
 Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
 Problems are the random sample: intervals and tests are over problems, never over responses. Random numbers
-come from a seed. For ``bapo eval``, and for held-out evaluations during training, whose file of responses
-``evaluation_metrics`` reads.
+come from a seed. Held-out evaluations during training use ``evaluation_metrics``.
 """
 
 from __future__ import annotations
@@ -30,35 +29,32 @@ SIGNIFICANCE, POWER = 0.05, 0.8
 """Significance (two-sided) and power of the minimal detectable difference."""
 
 _ELEMENTS = 1 << 22
-"""Elements that the bootstrap draws at a time."""
 
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """Scored response to a problem, without its text; the stored form of one response."""
+    """Scored response to a problem, without its text."""
 
     problem: int
     """Row of the suite."""
     sample: int
     correct: bool
     answer: str | None
-    """Answer as `vote_of` extracts it; None if there is none."""
+    """Answer as `vote_of` extracts it, or None."""
     tokens: int
     finish_reason: FinishReason
     failure: str | None = None
-    """Failure to score it; then it is neither right nor wrong, and counts as unjudged. None on success."""
+    """Scoring failure: the response is neither right nor wrong, and counts as unjudged. None on success."""
 
 
 def vote_of(response: str, opens_thinking: bool = False) -> str | None:
-    """Vote of a response for maj@n: its last box after the thinking part, in normal form.
-
-    ``opens_thinking``: the chat template has opened that part in the prompt, as the reward knows it.
-    """
+    """Return the response's vote for maj@n: its last box after the thinking part, in normal form.
+    ``opens_thinking``: the chat template opened that part in the prompt."""
     return vote_for(final_answer(response, opens_thinking))
 
 
 def vote_for(answer: str | None) -> str | None:
-    """Vote for an answer: its normal form; None if there is none, or nothing in it."""
+    """Return an answer's normal form as its vote; None for an empty or missing answer."""
     return (answer_text(answer) or None) if answer is not None else None
 
 
@@ -69,18 +65,16 @@ def score(
     seed: int = 0,
     boxed: bool = True,
 ) -> Metrics:
-    """Metrics of a suite's responses; each problem must have the same number n.
+    """Return the metrics of a suite's responses; all problems must have the same number n.
 
-    A response that could not be scored counts in no share but ``unjudged``: those of a problem are of its
-    others, and a problem without any (for ``pass@k`` with fewer than k) is left out. None where no problem is
-    left. All are shares: ``avg@n`` mean correctness; ``pass@k`` for each k of ``pass_at``; ``maj@n``
-    majority vote, None if no response has an answer (programs); each with ``_low`` and ``_high``, its 95 %
-    interval over problems. ``maj@n_tied``: of problems, with a tie at the top. Of responses: ``truncated``,
-    ``unanswered`` (no box; None unless ``boxed``: programs need none, a reward of the user's may not),
-    ``unjudged``. ``response_tokens/...``: mean, median, 95th percentile, means of right and of wrong ones.
-    ``rerun_std``, ``detectable_difference`` (None where all problems have the same avg@n): see the functions
-    of these names; the latter for another model that is as uneven over the problems and independent of this
-    one. ValueError for missing or repeated samples.
+    Means over problems: ``avg@n`` correctness; ``pass@k`` for each k in ``pass_at``; ``maj@n`` majority vote,
+    None if no response has an answer (programs). They use only scored responses, exclude problems without any
+    (``pass@k``: with fewer than k), and have a 95 % interval, ``_low`` and ``_high``. A metric without
+    problems is None. ``maj@n_tied``: share of problems with a tie at the top. Shares of all responses:
+    ``truncated``, ``unanswered`` (no box; None unless ``boxed``), ``unjudged``. ``response_tokens/...``:
+    mean, median, 95th percentile, means of right and of wrong responses. ``rerun_std``,
+    ``detectable_difference``: see the functions; the latter assumes another, independent model with equal
+    variance over problems. Raises ValueError for missing or repeated samples.
     """
     by_problem = _by_problem(responses)
     samples = len(by_problem[0])
@@ -112,7 +106,6 @@ def score(
 
 
 def _means(columns: dict[str, list[float]], resamples: int, seed: int) -> Metrics:
-    """The mean of each column over its problems, and its interval; None for a column without problems."""
     means: Metrics = {}
     for problems in dict.fromkeys(len(values) for values in columns.values()):
         names = [name for name, values in columns.items() if len(values) == problems]
@@ -127,11 +120,9 @@ def _means(columns: dict[str, list[float]], resamples: int, seed: int) -> Metric
 
 
 def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
-    """Metrics of a held-out evaluation during training: ``eval/SUITE/...``, and ``eval/mean``.
-
-    ``path``: its file of responses. ``boxed``: as of ``score``, in suites whose rows do not say otherwise.
-    ``eval/mean``: the mean of avg@n over the suites in which a response could be scored.
-    """
+    """Return the metrics of a held-out evaluation during training: ``eval/SUITE/...`` and ``eval/mean``.
+    ``path``: response file. ``boxed``: as in ``score``, for suites whose rows do not override it.
+    ``eval/mean`` averages avg@n over the suites with scored responses."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     metrics: Metrics = {}
     means = []
@@ -149,7 +140,7 @@ def _scored(row: dict[str, Any]) -> ScoredResponse:
     fields = {
         name: row[name] for name in ("problem", "sample", "correct", "tokens", "finish_reason", "failure")
     }
-    # Rows of earlier versions have no answer; they do not say whether the prompt opened the thinking part.
+    # Rows of earlier versions lack the answer, and whether the prompt opened the thinking part.
     vote = vote_for(row["answer"]) if "answer" in row else vote_of(row["response"])
     return ScoredResponse(answer=vote, **fields)
 
@@ -188,37 +179,32 @@ def _about_responses(responses: Sequence[ScoredResponse]) -> Metrics:
 
 
 class Vote(NamedTuple):
-    """Outcome of a majority vote over the answers to one problem."""
+    """Result of a majority vote over the answers to one problem."""
 
     value: float
-    """Right: 1. Wrong, or no vote: 0. With a tie at the top, the share of the tied answers that are right:
-    the mean of a random choice."""
+    """1 if right, 0 if wrong or without votes; with a tie, the share of tied answers that are right."""
     tied: bool
 
 
 class Interval(NamedTuple):
-    """Ends of a confidence interval, 95 % by default."""
+    """Confidence interval, 95 % by default."""
 
     low: float
     high: float
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """pass@k: ``1 - C(n - c, k) / C(n, k)`` (Chen et al. 2021, Eq. 1), with c of n samples correct.
-
-    The unbiased estimate of the chance that one of k responses is right. ValueError unless 0 <= c <= n and
-    1 <= k <= n.
-    """
+    """pass@k: ``1 - C(n - c, k) / C(n, k)`` (Chen et al. 2021, Eq. 1), with c of n samples correct: unbiased
+    estimate of the probability that one of k is right. Raises ValueError unless 0 <= c <= n and 1 <= k <=
+    n."""
     if not (0 <= correct <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} of {correct} correct in {samples} samples does not exist")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> Vote:
-    """maj@n: whether the most frequent answer is right; None does not vote.
-
-    Answers are equal if their texts are. An answer is right if any response with it was scored as right.
-    """
+    """maj@n: whether the most frequent answer is right; None does not vote. Answers are compared as text. An
+    answer is right if any response with it was scored as right."""
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return Vote(0.0, False)
@@ -231,10 +217,8 @@ def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> Vot
 def bootstrap_intervals(
     values_PM: np.ndarray, resamples: int = RESAMPLES, seed: int = 0, confidence: float = CONFIDENCE
 ) -> list[Interval]:
-    """Bootstrap percentile interval of each column's mean over problems (Efron 1979): [M] from [P, M].
-
-    A column that is constant over the problems gets an interval of width 0.
-    """
+    """Bootstrap percentile interval of each column's mean over problems (Efron 1979): [M] from [P, M]. A
+    constant column gets an interval of width 0."""
     values_PM = np.asarray(values_PM, float)
     problems = len(values_PM)
     generator = np.random.default_rng(seed)
@@ -252,13 +236,13 @@ def bootstrap_intervals(
 def sign_flip_p_value(differences_P: Sequence[int]) -> float:
     """Exact two-sided p-value of the paired sign-flip (permutation) test on the sum of integer differences.
 
-    If the two models were equal, each problem's difference could as well have the other sign. The p-value is
-    the share of all 2^P choices of signs whose sum is at least as far from 0 as the observed one. The
-    distribution of the sum is computed by adding one problem after the other, not by random signs.
+    If the two models were equal, each problem's difference could equally have the other sign. The p-value is
+    the share of all 2^P sign choices whose sum is at least as far from 0 as the observed one. The
+    distribution of the sum is computed exactly, problem by problem.
     """
     steps = [abs(int(difference)) for difference in differences_P if difference]
     observed, reach = abs(sum(differences_P)), sum(steps)
-    share_of = np.zeros(2 * reach + 1)  # of the sum ``index - reach``
+    share_of = np.zeros(2 * reach + 1)  # index: sum + reach
     share_of[reach] = 1.0
     for step in steps:
         up, down = np.zeros_like(share_of), np.zeros_like(share_of)
@@ -270,11 +254,8 @@ def sign_flip_p_value(differences_P: Sequence[int]) -> float:
 
 def detectable_difference(difference_std: float, problems: int) -> float | None:
     """Minimal detectable difference of a paired test: ``(z(1 - SIGNIFICANCE / 2) + z(POWER)) std / sqrt(P)``.
-
-    That is 2.80 std / sqrt(P), with the standard deviation of the problems' differences; z is the quantile of
-    the normal distribution. None for a standard deviation of 0, of one problem, or of differences that are
-    all equal (a model that solves none): it does not say that any difference would be found.
-    """
+    Equals 2.80 std / sqrt(P), with the standard deviation of the problems' differences and the normal
+    quantile z. None for a standard deviation of 0, from which no sensitivity follows."""
     if not difference_std:
         return None
     normal = NormalDist()
@@ -284,16 +265,14 @@ def detectable_difference(difference_std: float, problems: int) -> float | None:
 
 
 def standard_deviation(values_P: Sequence[float] | np.ndarray) -> float:
-    """Sample standard deviation (divisor n - 1); 0 for a single value."""
+    """Return the sample standard deviation (divisor n - 1); 0 for a single value."""
     return float(np.std(values_P, ddof=1)) if len(values_P) > 1 else 0.0
 
 
 def rerun_std(samples_P: Sequence[int], correct_P: Sequence[int]) -> float | None:
-    """Seed noise of avg@n: ``sqrt(2 sum_p q_p (1 - q_p) / (n_p - 1)) / P`` with ``q_p = c_p / n_p``.
-
-    The standard deviation of the difference between two evaluations of one model with other seeds, from the
-    unbiased variance of each problem's mean. None if a problem has one sample.
-    """
+    """Seed noise of avg@n: ``sqrt(2 sum_p q_p (1 - q_p) / (n_p - 1)) / P`` with ``q_p = c_p / n_p``. Standard
+    deviation of the difference between two evaluations of one model with different seeds, from the unbiased
+    variance of each problem's mean. None if a problem has only one sample."""
     if min(samples_P, default=0) < 2:
         return None
     count_P = np.asarray(samples_P, float)

@@ -1,4 +1,4 @@
-"""One suite of an evaluation: the responses that it lacks, those to score again, and its progress."""
+"""One suite of an evaluation: its missing responses, those to rescore, and its progress."""
 
 from __future__ import annotations
 
@@ -19,24 +19,21 @@ from bapo_megatron.runtime.jsonl_log import Row
 
 @dataclass(frozen=True)
 class SuiteTask:
-    """One suite of an evaluation, and the responses that it lacks."""
+    """One suite of an evaluation, with its missing responses."""
 
     suite: Suite
     folder: Path
     settings: Row
     log: Responses
     places: list[tuple[int, int]]
-    """Problem and sample of each missing response."""
+    """(problem, sample) of each missing response."""
     unjudged: list[StoredResponse]
-    """Responses to score again."""
 
 
 def open_task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Row, output: Path) -> SuiteTask:
-    """Open the folder of a suite, until ``opened`` ends, and find what it lacks. ``model``: of its settings.
-
-    ConfigError if the responses that are there were sampled with other settings.
-    """
-    reward: dict[str, Any] = {}  # evaluations without one were stored before there was any
+    """Open a suite's folder until ``opened`` exits, and find its missing responses. ``model``: checkpoint and
+    digest for the settings. Raises ConfigError if existing responses have other settings."""
+    reward: dict[str, Any] = {}  # absent in older evaluations
     if options.reward is not None:
         asked = settings_of_scores(options.reward, options.reward_settings)
         about = {"function": options.reward, "correct": options.reward_correct}
@@ -77,7 +74,7 @@ def open_task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Row,
 
 
 class Progress:
-    """Progress of a suite: stores responses, and prints a progress line now and then."""
+    """Progress of a suite: stores responses and prints a line at every 5 % of them."""
 
     def __init__(self, task: SuiteTask) -> None:
         self._task, self._done, self._right, self._judged, self._shown = task, 0, 0, 0, 0

@@ -1,8 +1,8 @@
-"""Responses of an earlier evaluation that could not be scored: scored again by their stored texts.
+"""Rescores responses of an earlier evaluation that could not be scored, from their stored text.
 
-A judge was out, a test took too long. The engines are not asked again: another response in place of one whose
-scoring takes long would favour short ones. A response of an environment is scored by what that gave, so it is
-sampled again instead (``evaluation/suite_task.py``).
+A judge was down or a test timed out. Sampling again instead would favour short responses over those that take
+long to score. Environment responses are sampled again, since the environment scores them during the episode
+(``evaluation/suite_task.py``).
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from bapo_megatron.runtime.child_process import ChildError
 from bapo_megatron.types import Prompt
 
 StoredResponse = tuple[ScoredResponse, str]
-"""A response with its text."""
 
 
 def unjudged_responses(path: Path, samples: int) -> list[StoredResponse]:
-    """Responses among the first ``samples`` of each problem whose last row has a failure, in order."""
+    """Return responses among the first ``samples`` of each problem whose last row has a failure, in order."""
     unjudged: dict[tuple[int, int], StoredResponse] = {}
     for response, text in all_responses(path):
         if response.failure is None:
@@ -45,8 +44,8 @@ def score_again(
     log: Responses,
     report: Report,
 ) -> None:
-    """Score the responses of a suite, ``name``. Those that can be scored now are stored behind their former
-    rows, which they replace; how many is printed. Without a judge they stay what they were, which is told."""
+    """Rescore a suite's unjudged responses and append rows that replace those of newly scored ones. Prints
+    the number rescored; without a judge, prints why nothing changed."""
 
     async def with_pool() -> str:
         pool = RewardPool(config.reward, config.rollout.max_response_tokens)
@@ -71,7 +70,7 @@ async def scored_now(
     right_from: float,
     log: Responses,
 ) -> int:
-    """Number of the responses that ``scorer`` scores; each is stored as soon as it is."""
+    """Score and store the responses. Returns the number that ``scorer`` could score."""
 
     async def judge(response: ScoredResponse, text: str) -> bool:
         prompt = prompts[response.problem]

@@ -1,10 +1,10 @@
-"""Shape of a decoder (Qwen2, Qwen3 with and without experts, Llama 3) from config.json, and its FLOPs.
+"""Decoder shape (Qwen2, Qwen3 with and without experts, Llama 3) from config.json, and its FLOPs.
 
-ConfigError for a model that is not supported, or whose settings would change the computation silently.
+Raises ConfigError for an unsupported model, or settings that would silently change the computation.
 
-FLOPs are those of a forward pass, for the speeds of `bapo plan` and the cost by which packs are balanced (as
-for MFU). Matrix products (Chowdhery et al. 2022, PaLM, appendix B) and causal attention are counted; a
-multiply-add is two FLOPs. A backward pass costs twice the forward pass.
+Forward-pass FLOPs are the basis of `bapo plan`'s speeds and of the cost that balances packs. They count
+matrix products (Chowdhery et al. 2022, PaLM, appendix B) and causal attention; a multiply-add is two FLOPs. A
+backward pass costs twice the forward pass.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from bapo_megatron.layers.mlp import Experts
 from bapo_megatron.runtime.files import CHAT_TEMPLATES, check_files_inside, read_file_inside
 from bapo_megatron.runtime.written_folders import MARK
 
-# megatron-core takes the factor of Llama 3's RoPE scaling as an argument and fixes these three.
+# megatron-core takes the factor of Llama 3's RoPE scaling as an argument and hard-codes these three.
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 _WEIGHT_FILES = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt"),
     *(".gguf", ".h5", ".h5.index.json", ".msgpack", ".msgpack.index.json"),
     *(".onnx", ".onnx_data", ".ot", ".npz"),
-    "adapter_config.json",  # for it transformers, with peft, would load the model that it names
+    "adapter_config.json",  # with peft, transformers would load the model it names
 )
-"""Endings of files of a model's weights, in any format: beside other weights they would be untrained ones."""
+"""Endings of weight files in any format: beside other weights they would be the untrained ones."""
 
 _GENERATION_CONFIG = "generation_config.json"
 _NUMBER = "a number", (int, float)
@@ -48,7 +48,7 @@ _GENERATION = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER),
     "do_sample": ("true or false", (bool,)),
 }
-"""Fields of generation_config.json that engines read, with what each must be; null counts as missing."""
+"""generation_config.json fields read by engines, with their types; null counts as missing."""
 
 _LONGEST_BYTES = 1 << 24
 _MOST_LAYERS = 10_000
@@ -56,22 +56,21 @@ _MOST_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder: RMSNorm, RoPE, and what each of its layers is made of."""
+    """Shape of a decoder: RMSNorm, RoPE, and the kinds of its layers."""
 
     family: str
     hidden: int
     ffn: int
-    """Width of an MLP by config.json, of an expert where it has no other; no layer has it in a model of
-    experts alone."""
+    """MLP width from config.json, or an expert's; unused if all layers have experts."""
     vocab: int
     max_positions: int
     norm_eps: float
     rope_theta: float
     rope_scaling: float | None
-    """Factor of Llama 3's frequency scaling; None for none."""
+    """Factor of Llama 3's frequency scaling, or None."""
     tied: bool
     blocks: tuple[Block, ...]
-    """The different layers that the model has."""
+    """The distinct layers of the model."""
     pattern: tuple[int, ...]
     """Index of each layer's block."""
 
@@ -81,36 +80,34 @@ class ModelShape:
 
     @property
     def body(self) -> str:
-        """Prefix of the names of all its tensors but the output layer's."""
+        """Prefix of all tensor names except the output layer's."""
         return FAMILIES[self.family].body
 
     @property
     def untrained(self) -> tuple[str, ...]:
-        """Prefixes of tensors of its folder that are not trained."""
+        """Prefixes of untrained tensors in the folder."""
         return FAMILIES[self.family].untrained
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The different kinds of its layers."""
+        """The distinct kinds of its layers."""
         return tuple(dict.fromkeys(kind for block in self.blocks for kind in block.kinds))
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers are alike. Checkpoints then stack them; else each layer has keys of its own."""
+        """Whether all layers are alike. If so, checkpoints stack them; otherwise each has its own keys."""
         return len(self.blocks) == 1
 
     def block_of(self, layer: int | None) -> Block:
-        """The block of a layer; of None, which stands for the model, that of the first."""
+        """The block of a layer; for None, the whole model, the first one."""
         return self.blocks[self.pattern[layer or 0]]
 
     def layers_of(self, kind: Kind) -> tuple[int, ...]:
-        """The layers that have ``kind``."""
         having = [kind in block.kinds for block in self.blocks]
         return tuple(layer for layer, block in enumerate(self.pattern) if having[block])
 
     @property
     def attention(self) -> Attention:
-        """The attention of its layers, by which RoPE is made."""
         return next(kind for kind in self.kinds if isinstance(kind, Attention))
 
     @property
@@ -120,7 +117,7 @@ class ModelShape:
 
 
 def read_model_shape(folder: Path) -> ModelShape:
-    """Read the shape of the model in ``folder``. ConfigError if it is not supported."""
+    """Read the shape of the model in ``folder``. Raises ConfigError if it is unsupported."""
     check_files_inside(folder)
     path = folder / "config.json"
     try:
@@ -140,15 +137,14 @@ def read_model_shape(folder: Path) -> ModelShape:
 
 
 def read_text_config(folder: Path) -> tuple[Family, dict[str, Any]]:
-    """The family of the model in ``folder``, and the fields of its text model. Also of a model that is not
-    trained, as one of no family that embeds or adds anything."""
+    """Read the family and text-model fields of the model in ``folder``, even of an unsupported family."""
     config = json.loads(read_file_inside(folder, "config.json"))
     family = FAMILIES.get(config.get("model_type"), Family("another"))
     return family, family.text_config(config)
 
 
 def model_shape(config: dict[str, Any], source: str) -> ModelShape:
-    """Shape from a parsed config.json; ``source`` names it in errors."""
+    """Parse the shape from a decoded config.json; ``source`` names it in errors."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(f"{name} ({known_family.title})" for name, known_family in FAMILIES.items())
@@ -184,11 +180,11 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
 
 
 def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
-    """config.json with the dtype field set to that of its weights, if ``dtypes`` has a single one.
+    """config.json with its dtype field set to the weights' dtype, if ``dtypes`` has a single one.
 
-    transformers 4 names the field ``torch_dtype``, 5 ``dtype``; the existing ones are set. An fp8 folder's
-    loses its ``quantization_config``: the weights beside it are in fp8 no longer. A hybrid's gets what
-    servers read (``for_servers``). No other byte changes.
+    Sets the existing fields of transformers 4 (``torch_dtype``) and 5 (``dtype``). Removes
+    ``quantization_config``: the written weights are not in fp8. Adds the fields that servers need
+    (``for_servers``). Only these two change other bytes.
     """
     config = for_servers(without_quantization(config))
     if len(set(dtypes)) != 1:
@@ -202,9 +198,9 @@ def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
 
 
 def for_servers(config: bytes) -> bytes:
-    """config.json with the fields that SGLang needs and transformers left out; as it is where it lacks none.
+    """config.json with the fields needed by SGLang and omitted by transformers; unchanged if none is missing.
 
-    Also as it is for a hybrid that SGLang does not serve: ``SglangBackend.check_weights`` refuses it.
+    Also unchanged for a hybrid that SGLang does not serve: ``SglangBackend.check_weights`` rejects it.
     """
     fields = json.loads(config)
     family = FAMILIES.get(fields.get("model_type"))
@@ -212,16 +208,15 @@ def for_servers(config: bytes) -> bytes:
     with suppress(ValueError):
         if missing := fields_for_servers(own):
             own.update(missing)
-            return json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"  # as transformers writes it
+            return json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"  # in transformers' format
     return config
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
-    """Files of a model folder that go along with its weights wherever those are written: all others, and the
-    chat templates, by their paths in the folder.
+    """Files that accompany a model folder's weights, by relative path: all others, and chat templates.
 
-    CheckpointError for a link out of it, which would become part of the copy; ConfigError for a
-    generation_config.json that engines could not read.
+    Raises CheckpointError for a link out of the folder, which would enter the copy, and ConfigError for a
+    generation_config.json unreadable to engines.
     """
     check_files_inside(folder)
     check_generation_config(folder)
@@ -235,7 +230,7 @@ def carried_files(folder: Path) -> dict[str, Path]:
 
 
 def check_generation_config(folder: Path) -> None:
-    """Check of generation_config.json, if there is one: ConfigError with the file and the field."""
+    """Check generation_config.json, if present. Raises ConfigError with the file and the field."""
     path = folder / _GENERATION_CONFIG
     try:
         fields = json.loads(read_file_inside(folder, _GENERATION_CONFIG))
@@ -255,7 +250,7 @@ def check_generation_config(folder: Path) -> None:
 
 
 def problems_of(folder: Path, problems: Sequence[str]) -> str:
-    """Error message for problems of a model folder: the first eight."""
+    """Error message for a model folder's problems: the first eight."""
     more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
     return f"model folder {folder}:\n" + "\n".join(problems[:8]) + more
 
@@ -277,11 +272,11 @@ def _check_sizes(sizes: dict[str, int], most: int, source: str) -> None:
 
 
 def _rope(config: dict[str, Any], source: str) -> tuple[float, float | None]:
-    """RoPE's base, and the factor of Llama 3's scaling (None for none).
+    """RoPE's base, and the factor of Llama 3's scaling (or None).
 
-    transformers 5 writes ``rope_parameters``, earlier versions ``rope_theta`` and ``rope_scaling``. Where a
-    config has both, transformers 5 reads ``rope_scaling`` in place of ``rope_parameters``, transformers 4 the
-    old fields alone, and others the new one: ConfigError unless all of them find the same.
+    transformers 5 writes ``rope_parameters``, earlier versions ``rope_theta`` and ``rope_scaling``. If a
+    config has both, transformers 5 reads ``rope_scaling`` instead of ``rope_parameters``, transformers 4 only
+    the old fields, and other readers the new one. Raises ConfigError unless all agree.
     """
     old, new = (table(config, field) for field in ("rope_scaling", "rope_parameters"))
     base = config.get("rope_theta")
@@ -305,7 +300,7 @@ def _rope(config: dict[str, Any], source: str) -> tuple[float, float | None]:
 
 
 def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], source: str) -> float | None:
-    """Factor of Llama 3's scaling in the settings ``rope``; None for none. ConfigError for any other."""
+    """Factor of Llama 3's scaling in the settings ``rope``, or None. Raises ConfigError for others."""
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise ConfigError(f"{source}: RoPE settings of their own for {nested[0]!r:.80} are not supported")
     for where in (rope, config):
@@ -317,8 +312,8 @@ def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], source: str) -> 
         return None
     if kind != "llama3":
         raise ConfigError(f"{source}: RoPE scaling {kind!r} is not supported; supported are default, llama3")
-    # transformers takes the number of positions that stands beside the settings before theirs, and without
-    # either that of the model.
+    # transformers prefers the number of positions beside the settings to the one in them, and falls back to
+    # the model's.
     positions = "original_max_position_embeddings"
     fields = {positions: config.get("max_position_embeddings"), **rope}
     fields |= {positions: config[positions]} if config.get(positions) else {}
@@ -332,7 +327,7 @@ def _rope_scaling(rope: dict[str, Any], config: dict[str, Any], source: str) -> 
 
 
 def _refuse_variants(config: dict[str, Any], source: str) -> None:
-    """ConfigError for unsupported settings, which would silently change the model's function."""
+    """Raise ConfigError for unsupported settings, which would silently change the model's function."""
     refused = {
         "use_sliding_window": flag(config, "use_sliding_window"),
         "attention_bias": flag(config, "attention_bias"),
@@ -350,18 +345,18 @@ def _refuse_variants(config: dict[str, Any], source: str) -> None:
 
 
 def head_flops_per_token(shape: ModelShape) -> float:
-    """2 hidden vocab: forward FLOPs of the output layer for one token."""
+    """Forward FLOPs of the output layer for one token: 2 hidden vocab."""
     return 2.0 * shape.hidden * shape.vocab
 
 
 def linear_flops_per_token(shape: ModelShape) -> float:
-    """Forward FLOPs of all weight matrices for one token, output layer included, without attention scores."""
+    """Forward FLOPs of all weight matrices for one token: with output layer, without attention scores."""
     flops = ((len(shape.layers_of(kind)), kind.flops(shape.hidden)) for kind in shape.kinds)
     return sum(count * (own.linear + own.routed) for count, own in flops) + head_flops_per_token(shape)
 
 
 def attention_flops(shape: ModelShape, n: float) -> float:
-    """Forward FLOPs of causal attention for a sequence of ``n`` tokens, which grow with n^2."""
+    """Forward FLOPs of causal attention for a sequence of ``n`` tokens, proportional to n^2."""
     flops = ((len(shape.layers_of(kind)), kind.flops(shape.hidden)) for kind in shape.kinds)
     return sum(count * own.quadratic for count, own in flops) * n**2
 

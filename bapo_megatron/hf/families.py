@@ -1,7 +1,7 @@
-"""Families of models: what the layers of each are made of, by its config.json.
+"""Model families: the layers of each, from its config.json.
 
-Hybrids (Qwen3.5 to 3.8) have full attention in every fourth layer and Gated DeltaNet in the others. The
-hub's folders of them are multi-modal: the text model is trained, the rest travels along unchanged.
+Hybrids (Qwen3.5 to 3.8) have full attention in every fourth layer and Gated DeltaNet in the others. Their
+folders on the hub are multi-modal: the text model is trained, the rest is kept unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROTATED_BY_DEFAULT = 0.25
 
 
 def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
-    """Key and value heads; where the field is missing those of transformers' class of the family."""
+    """Key and value heads; if the field is missing, the default of the family's transformers class."""
     if "num_key_value_heads" not in config:
         return {"qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(family, heads)
     if config["num_key_value_heads"] is None and family != "qwen3_moe":
@@ -34,7 +34,7 @@ def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
 
 
 def _head_dim(config: dict[str, Any], family: str, hidden: int, heads: int) -> int:
-    """Width of a head; where the field is missing that of transformers' class of the family."""
+    """Width of a head; if the field is missing, the default of the family's transformers class."""
     if "head_dim" not in config and family == "qwen3":
         return 128
     if config.get("head_dim") is None:
@@ -43,7 +43,7 @@ def _head_dim(config: dict[str, Any], family: str, hidden: int, heads: int) -> i
 
 
 def dense_stack(config: dict[str, Any], qkv_bias: bool = False, qk_norm: bool = False) -> list[Block]:
-    """Layers of attention and an MLP."""
+    """Layers with attention and an MLP."""
     family, heads = config["model_type"], integer(config, "num_attention_heads")
     attention = Attention(
         heads=heads,
@@ -57,7 +57,6 @@ def dense_stack(config: dict[str, Any], qkv_bias: bool = False, qk_norm: bool = 
 
 
 def _expert_stack(config: dict[str, Any]) -> list[Block]:
-    """Layers with experts."""
     experts = Experts(**_expert_sizes(config), normalized=flag(config, "norm_topk_prob"))
     return [replace(block, mlp=experts) for block in dense_stack(config, qk_norm=True)]
 
@@ -76,7 +75,7 @@ def _dense_mlp(config: dict[str, Any]) -> Kind:
 
 
 def _shared_experts(config: dict[str, Any]) -> Kind:
-    """Experts and a shared one; the weights of a token's experts sum to 1 whatever config.json says."""
+    """Experts with a shared one; a token's expert weights always sum to 1."""
     if not flag({"norm_topk_prob": True, **config}, "norm_topk_prob"):
         raise ValueError("norm_topk_prob=false is not supported in this family")
     shared = integer(config, "shared_expert_intermediate_size")
@@ -86,7 +85,7 @@ def _shared_experts(config: dict[str, Any]) -> Kind:
 def _hybrid_stack(
     config: dict[str, Any], mlp_of: Callable[[dict[str, Any]], Kind] = _dense_mlp
 ) -> list[Block]:
-    """Layers of Gated DeltaNet, and of gated attention in some, each with an MLP or experts."""
+    """Layers with Gated DeltaNet, or gated attention in some, each with an MLP or experts."""
     count, hidden_dim = integer(config, "num_hidden_layers"), integer(config, "head_dim")
     names = {
         "key_heads": "linear_num_key_heads",
@@ -124,10 +123,10 @@ def _types_by_interval(every: int, count: int) -> list[str]:
 
 
 def fields_for_servers(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a hybrid's text config that SGLang reads and transformers leaves out; empty for others.
+    """Fields of a hybrid's text config that SGLang reads and transformers omits; empty for other models.
 
-    Servers read neither ``layer_types``, nor the part of a head that is rotated in ``rope_parameters``.
-    ValueError for a model that has full attention in other layers than every n-th.
+    Servers read neither ``layer_types`` nor the rotated part of a head in ``rope_parameters``. Raises
+    ValueError unless full attention is in every n-th layer and no other.
     """
     types = layer_types(config)
     if _LINEAR not in types:
@@ -145,7 +144,7 @@ def fields_for_servers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotated_part(config: dict[str, Any]) -> float:
-    """Part of a head that RoPE rotates: a quarter where the field is missing. ValueError if two differ."""
+    """Fraction of a head rotated by RoPE, a quarter by default. Raises ValueError if two fields differ."""
     places = (table(config, "rope_parameters"), table(config, "rope_scaling"), config)
     parts = {real(place, _PARTIAL) for place in places if place.get(_PARTIAL) is not None} or {
         _ROTATED_BY_DEFAULT
@@ -157,29 +156,28 @@ def _rotated_part(config: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Family:
-    """Family of models: how its config.json describes the layers."""
+    """Model family: how its config.json describes the layers."""
 
     title: str
     served: str | None = None
-    """Class whose servers have the layout of weights that the kinds of its layers say; None: unknown."""
+    """Server class with the weight layout described by the layer kinds; None: unknown."""
     stack: Callable[[dict[str, Any]], list[Block]] = dense_stack
-    """Each layer of the model that a config.json describes."""
+    """Returns each layer of the model in a config.json."""
     allows: tuple[str, ...] = ()
-    """Settings that ``_refuse_variants`` refuses in other families."""
+    """Settings rejected by ``_refuse_variants`` in other families."""
     text: str | None = None
-    """Field of a multi-modal config.json that describes the text model, which is trained."""
+    """Field of a multi-modal config.json with the text model, the trained part."""
     body: str = "model."
-    """Prefix of the names of all tensors but the output layer's."""
+    """Prefix of all tensor names except the output layer's."""
     experts: Literal["apart", "as_read", "fused"] = "apart"
-    """How folders that are written have a layer's experts: each in tensors of its own; as the model's folder
-    has them, else so, too; or else fused in two tensors, as on the hub."""
+    """Experts in written folders: in separate tensors; as in the model's folder; or fused in two tensors."""
     untrained: tuple[str, ...] = ()
-    """Prefixes of tensors that are not trained, but are part of the folder."""
+    """Prefixes of untrained tensors in the folder."""
     served_names: tuple[tuple[str, str], ...] = ()
-    """Parts of a tensor's Hugging Face name that are others on servers, with those."""
+    """Replacements, in order, that turn a Hugging Face tensor name into the servers'."""
 
     def text_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The fields of the text model. ValueError if two fields contradict each other."""
+        """Fields of the text model. Raises ValueError if two fields contradict each other."""
         if self.text is None:
             return config
         own = dict(table(config, self.text))
@@ -193,7 +191,7 @@ class Family:
 
 
 def layer_types(config: dict[str, Any]) -> list[str]:
-    """Attention of each layer; none where the field is missing. ValueError if it is not a list of texts."""
+    """Attention type of each layer; empty if missing. Raises ValueError unless it is a list of texts."""
     types = config.get("layer_types")
     if types is not None and not (isinstance(types, list) and all(isinstance(kind, str) for kind in types)):
         raise ValueError(f"layer_types={types!r:.80} is not a list of texts")
@@ -205,7 +203,7 @@ _SERVED_HYBRID = ((".self_attn.", "."), ("model.language_model.", "model."))
 
 
 def _hybrid_expert_stack(config: dict[str, Any]) -> list[Block]:
-    """Layers of Gated DeltaNet, and of gated attention in some, each with experts and a shared one."""
+    """Layers with Gated DeltaNet, or gated attention in some, each with experts and a shared one."""
     return _hybrid_stack(config, _shared_experts)
 
 

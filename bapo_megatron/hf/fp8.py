@@ -1,10 +1,9 @@
-"""Folders of fp8 weights with block scales: what config.json says of them, names and shapes of the scales.
+"""Folders of fp8 weights with block scales: their config.json fields, scale names and shapes.
 
 Such a folder (Qwen3.5-*-FP8, DeepSeek-V3) holds a matrix as float8_e4m3fn numbers q, and beside it
-``NAME_scale_inv`` with a number s for each block of 128 x 128: the weight is q s. At the right and lower
-edge of a matrix blocks may be smaller. Norms, embeddings, the output layer and routers stay bfloat16, as all
-of Gated DeltaNet does but its large projections.
-Nothing here needs torch.
+``NAME_scale_inv`` with a number s for each 128 x 128 block: the weight is q s. Blocks at the right and lower
+edge may be smaller. Norms, embeddings, output layer and routers stay bfloat16, as does Gated DeltaNet except
+its large projections. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.runtime.files import read_file_inside
 
 BLOCK = 128
-"""Rows and columns of a block that shares a scale."""
+"""Rows and columns of a block with one scale."""
 
 FP8 = "F8_E4M3"
-"""safetensors' name of float8_e4m3fn: 4 bits of exponent, 3 of mantissa, no infinity, at most 448."""
+"""safetensors' name of float8_e4m3fn: 4 exponent bits, 3 mantissa bits, no infinity, at most 448."""
 
 SCALE_TYPES = ("F32", "BF16")
-"""Types of scales: DeepSeek's and transformers' folders have float32, Qwen's bfloat16."""
+"""Scale types: float32 in DeepSeek's and transformers' folders, bfloat16 in Qwen's."""
 
 _FIELD, _SUFFIX = "quantization_config", "_scale_inv"
 _WRITTEN = {
@@ -36,15 +35,12 @@ _WRITTEN = {
 }
 _PROJECTION = re.compile(r".*(?:_proj|\.linear_attn\.in_proj_(?:qkv|z))\.weight")
 _ONE_IN_ENGINES = re.compile(r"(.*\.)(?:self_attn\.[qkv]_proj|linear_attn\.in_proj_(?:qkv|z))\.weight")
-"""The matrices of a layer that engines keep in one."""
+"""A layer's matrices that engines fuse."""
 _EXPERTS = re.compile(r"(\.mlp\.experts)\.\d+\.\w+$")
 
 
 def check_quantization(config: Mapping[str, Any], source: str) -> None:
-    """Refuse a quantization that is not read (ConfigError): any but fp8 with scales of 128 x 128 blocks.
-
-    ``config``: a parsed config.json; ``source`` names it in the message.
-    """
+    """Raise ConfigError, naming ``source``, for any quantization but fp8 with scales of 128 x 128 blocks."""
     asked = config.get(_FIELD)
     if not asked:
         return
@@ -70,26 +66,26 @@ def check_quantization(config: Mapping[str, Any], source: str) -> None:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether config.json says that a folder's weights are quantized; False where there is none."""
+    """Whether config.json declares a folder's weights quantized; False without a readable one."""
     try:
         config = json.loads(read_file_inside(folder, "config.json"))
     except (CheckpointError, OSError, ValueError, RecursionError):
-        return False  # the parser of the model's shape says what is wrong with it
+        return False  # the shape parser reports the error
     return isinstance(config, dict) and bool(config.get(_FIELD))
 
 
 def scale_name(weight: str) -> str:
-    """Name of a matrix's scales."""
+    """Name of a matrix's scale tensor."""
     return weight + _SUFFIX
 
 
 def weight_of_scale(name: str) -> str | None:
-    """Name of the matrix whose scales are under ``name``; None if they are not scales."""
+    """Name of the matrix with the scales ``name``; None if they are not scales."""
     return name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else None
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the scales of a matrix, or of a stack of matrices: the blocks that cover it."""
+    """Shape of the scales of a matrix or stack of matrices: the number of blocks."""
     *leading, rows, columns = shape
     return (*leading, -(-rows // BLOCK), -(-columns // BLOCK))
 
@@ -103,7 +99,7 @@ def scales_problem(
 ) -> str | None:
     """Problem of the matrix ``name`` and its scales, each as type and shape (None: missing); None if none.
 
-    ``stacked_rows``: as of ``fused_rows``. ``described``: whether config.json says that the folder is in fp8.
+    ``stacked_rows``: from ``fused_rows``. ``described``: whether config.json declares fp8.
     """
     if weight is None or (scales is not None and weight[0] != FP8):
         what = "is missing" if weight is None else f"is {weight[0]}, not {FP8}"
@@ -135,12 +131,11 @@ def scales_problem(
 
 
 def quantized_names(tensors: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Names of the matrices, of a model's tensors by shape, that an fp8 folder holds in fp8.
+    """Names of the matrices that an fp8 folder holds in fp8, from a model's tensors with shapes.
 
-    The projections of attention, MLPs and experts. One with a side above 128 that is not a multiple of it
-    stays
-    bfloat16: SGLang refuses such, and transformers cuts its blocks at other places without a word. With one
-    of the query, key and value projections the others stay, too: engines keep them in one matrix.
+    These are the projections of attention, MLPs and experts. One with a side above 128 that is not a multiple
+    of it stays bfloat16: SGLang rejects it, and transformers silently cuts other blocks. So do the matrices
+    that engines fuse with it (q, k and v; in_proj_qkv and z).
     """
     names = {name for name in tensors if _PROJECTION.fullmatch(name)}
     odd = {name for name in names if not all(n < BLOCK or n % BLOCK == 0 for n in tensors[name])}
@@ -152,7 +147,7 @@ def quantized_names(tensors: Mapping[str, tuple[int, ...]]) -> set[str]:
 def modules_in_bfloat16(tensors: Mapping[str, Any], quantized: set[str]) -> list[str]:
     """Modules that an fp8 folder leaves in bfloat16, for ``modules_to_not_convert``, in natural order.
 
-    Experts are one module there. The output layer is among them also where it is tied.
+    Experts count as one module there. The output layer is included even if tied.
     """
     weights = (name for name in tensors if name.endswith(".weight") and name not in quantized)
     modules = (_EXPERTS.sub(r"\1", name.removesuffix(".weight")) for name in weights)
@@ -160,7 +155,7 @@ def modules_in_bfloat16(tensors: Mapping[str, Any], quantized: set[str]) -> list
 
 
 def without_quantization(config: bytes) -> bytes:
-    """config.json without its ``quantization_config``, for weights in bfloat16; unchanged if it has none."""
+    """config.json without its ``quantization_config``, for bfloat16 weights; unchanged without one."""
     parsed = json.loads(config)
     if not isinstance(parsed, dict) or _FIELD not in parsed:
         return config
@@ -169,7 +164,7 @@ def without_quantization(config: bytes) -> bytes:
 
 
 def with_fp8(config: bytes, in_bfloat16: Sequence[str]) -> bytes:
-    """config.json of an fp8 folder, in which the modules ``in_bfloat16`` are not converted."""
+    """config.json of an fp8 folder that leaves the modules ``in_bfloat16`` unconverted."""
     parsed = json.loads(config)
     return _dumped({**parsed, _FIELD: {**_WRITTEN, "modules_to_not_convert": list(in_bfloat16)}})
 

@@ -1,8 +1,8 @@
-"""Parameter map: which Hugging Face tensors make up each megatron-core parameter, row by row.
+"""Parameter map: the Hugging Face tensors of each megatron-core parameter, row by row.
 
-A megatron parameter is its HF tensors cut into segments of rows and stacked. Weights in memory follow the
-table (``policy/weight_map.py``: loading, syncing), and so do weights in files (``checkpoints_tools``), which
-is why nothing here needs torch. What a layer has, its kinds say (``layers/``).
+A megatron parameter is its HF tensors cut into row segments and stacked. The table maps both weights in
+memory (``policy/weight_map.py``: loading, syncing) and in files (``checkpoints_tools``), so nothing here
+needs torch. The kinds of a layer define its parameters (``layers/``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from bapo_megatron.layers.mlp import EXPERTS
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 Shapes = dict[str, tuple[int, ...]]
-"""Shapes of tensors by their Hugging Face names."""
+"""Tensor shapes by Hugging Face name."""
 
 
 def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
-    """Parameter map of a model: from megatron names (``{layer}`` for the layer number) to mappings."""
+    """A model's parameter map: from megatron names (``{layer}`` for the layer number) to mappings."""
     embedding = plain(embedding_name(shape), (shape.vocab, shape.hidden), tp_dim=0)
     table = {"embedding.word_embeddings.weight": embedding}
     own = f"{shape.body}layers.{{layer}}."
@@ -31,7 +31,7 @@ def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
         for name, mapping in kind.parameters(shape.hidden).items():
             key = f"decoder.layers.{{layer}}.{name}"
             hf_names = tuple(own + hf_name for hf_name in mapping.hf_names)
-            others = table[key].layers if key in table else None  # a norm is of several kinds
+            others = table[key].layers if key in table else None  # several kinds share a norm
             if others and table[key].hf_shapes != mapping.hf_shapes:
                 raise ValueError(f"{key} has two shapes in layers of two kinds")
             served = mapping.served and own + mapping.served
@@ -50,7 +50,7 @@ def embedding_name(shape: ModelShape) -> str:
 
 
 def hf_tensors(shape: ModelShape) -> Shapes:
-    """All tensors of an HF folder of this model shape, with their shapes, in a natural order."""
+    """All tensors of a model's HF folder, with their shapes, in natural order."""
     expected: Shapes = {}
     for mapping in mapping_table(shape).values():
         for layer in mapping.places:
@@ -60,7 +60,7 @@ def hf_tensors(shape: ModelShape) -> Shapes:
 
 
 def kept_in_float32(shape: ModelShape) -> set[str]:
-    """Names of the tensors that are float32 in a model of any dtype."""
+    """Names of the tensors that stay float32 in a model of any dtype."""
     return {
         hf_name.format(layer=layer)
         for mapping in mapping_table(shape).values()
@@ -73,7 +73,7 @@ def kept_in_float32(shape: ModelShape) -> set[str]:
 def tensor_problems(found: Shapes, shape: ModelShape) -> list[str]:
     """Problems of a folder's tensors, ``found`` with their shapes: missing, unknown or misshapen.
 
-    Tied models are often stored with a copy of the embedding under the name of the output layer.
+    A tied model may contain a copy of the embedding under the output layer's name.
     """
     expected = hf_tensors(shape)
     known = {*expected, OUTPUT} if shape.tied else {*expected}
@@ -97,17 +97,16 @@ _OF_EXPERT = re.compile(r"(model\..*\.mlp\.experts\.)\d+\.(gate|up|down)_proj\.w
 
 
 def is_fused_experts(name: str) -> bool:
-    """Whether a Hugging Face tensor is one in which transformers has fused the experts of a layer."""
+    """Whether a Hugging Face tensor fuses a layer's experts, as in transformers."""
     return _FUSED_EXPERTS.fullmatch(name) is not None
 
 
 def expert_tensors(name: str, shape: Sequence[int]) -> dict[str, tuple[int, slice]]:
-    """The experts' own tensors in a fused one of transformers: name to expert and rows; {} for any other.
+    """The separate expert tensors in a fused one of transformers, name to expert and rows; otherwise {}.
 
     ``experts.gate_up_proj`` is [experts, 2 ffn, hidden], gate over up; ``experts.down_proj`` is [experts,
-    hidden, ffn]. transformers keeps experts so in memory, and in folders that it saves with
-    ``save_original_format=False``; so are the hub's folders of hybrids, but for those in fp8. All others have
-    a tensor for each expert.
+    hidden, ffn]. transformers fuses experts in memory and with ``save_original_format=False``; so do the
+    hub's hybrids except in fp8. All other folders have a tensor per expert.
     """
     match = _FUSED_EXPERTS.fullmatch(name)
     if match is None or len(shape) != 3:
@@ -123,7 +122,7 @@ def expert_tensors(name: str, shape: Sequence[int]) -> dict[str, tuple[int, slic
 
 
 def fused_experts(tensors: Iterable[str]) -> dict[str, list[str]]:
-    """The fused tensors of transformers that tensors of experts make up: those of each, in order."""
+    """transformers' fused tensors for the given expert tensors, each with its parts in order."""
     fused: dict[str, list[str]] = {}
     for name in tensors:
         if match := _OF_EXPERT.fullmatch(name):
@@ -133,13 +132,13 @@ def fused_experts(tensors: Iterable[str]) -> dict[str, list[str]]:
 
 
 def fused_rows(name: str, shape: Sequence[int]) -> int | None:
-    """Rows of each projection that a tensor of fused experts stacks; None for a tensor of one projection."""
+    """Rows of each projection stacked in a fused expert tensor; None for a single projection."""
     return next((own.start for _, own in expert_tensors(name, shape).values() if own.start), None)
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-# Transformer Engine fuses a norm into the linear layer that follows it and names it there. Checkpoints do
-# so too, whichever of the two wrote them (``Kind.norm_keys``).
+# Transformer Engine fuses a norm into the next linear layer and names it there. So do checkpoints, whoever
+# wrote them (``Kind.norm_keys``).
 _FUSED_NORM = re.compile(r"(self_attention|mlp)\.\w+\.layer_norm_weight")
 _NORMS = {"self_attention": "input_layernorm.weight", "mlp": "pre_mlp_layernorm.weight"}
 _LOCAL_EXPERT = re.compile(
@@ -150,10 +149,10 @@ _EXPERT = re.compile(r"mlp\.experts\.\d+\.")
 
 
 def canonical_name(name: str, first_layer: int, first_expert: int = 0) -> tuple[str, int | None]:
-    """Name in the parameter map of a model chunk's parameter, and its layer number in the whole model.
+    """Parameter-map name of a model chunk's parameter, and its layer number in the whole model.
 
-    ``first_layer``, ``first_expert``: numbers of the chunk's first layer and of the rank's first expert,
-    because each pipeline stage and each rank of EP counts from 0.
+    ``first_layer``, ``first_expert``: numbers of the chunk's first layer and the rank's first expert, because
+    each pipeline stage and EP rank counts from 0.
     """
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -167,11 +166,11 @@ def canonical_name(name: str, first_layer: int, first_expert: int = 0) -> tuple[
 
 
 def checkpoint_keys(name: str, block: Block, stacked: bool = True) -> tuple[str, ...]:
-    """Keys in torch_dist checkpoints of the parameter ``name`` of the map: as written, then by other writers.
+    """torch_dist checkpoint keys of the map's parameter ``name``: as written here, then by other writers.
 
-    ``block``: that of the layer. ``stacked``: all layers under one key, with a dimension for the layer in
-    front of the parameter's own; otherwise a key for each, with ``{layer}`` in it as in the table's name. All
-    experts are under one key in any case, with a dimension for the expert.
+    ``block``: the layer's. ``stacked``: all layers share one key, with a leading layer dimension; otherwise
+    each has its own, with ``{layer}`` as in ``name``. All experts always share one key, with an expert
+    dimension.
     """
     prefix, layer, suffix = name.partition("decoder.layers.{layer}.")
     if not layer:

@@ -1,6 +1,6 @@
-"""Reader of a Hugging Face folder: tensors by name, one at a time, from one safetensors file or many.
+"""Reader of a Hugging Face folder: tensors by name, one at a time, from one or more safetensors files.
 
-ConfigError for a folder or file that cannot be read; no link may lead out of the folder.
+Raises ConfigError for an unreadable folder or file; no link may lead out of the folder.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from bapo_megatron.runtime.files import FETCH_LFS, check_files_inside, is_lfs_po
 _ALL = slice(None)
 _TYPES = ("BF16", "F16", "F32", FP8)
 _ROWS = 4096
-"""Rows of embedding and output layer that are compared at once."""
+"""Rows of embedding and output layer per comparison."""
 
 
 class TensorReader(Protocol):
-    """Reader protocol: gives a model's tensors by their Hugging Face names, when a policy is built."""
+    """Reader protocol: a model's tensors by Hugging Face name, for building a policy."""
 
     def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
-        """Rows and columns of one tensor, fp8 as bfloat16; all of it where they are not given."""
+        """Read rows and columns of one tensor (default: all), fp8 as bfloat16."""
 
 
 class HfReader:
-    """Reader of one Hugging Face folder; files are opened when first needed, and stay open.
+    """Reader of one Hugging Face folder; files are opened on first use and stay open.
 
-    Fused experts are read as the tensors of each expert, fp8 weights as q s in bfloat16 (``fp8.py``).
+    Reads fused experts as separate tensors, and fp8 weights as q s in bfloat16 (``fp8.py``).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,13 +52,13 @@ class HfReader:
         self._weight_map = read_weight_map(folder)
         self._file_of = self._weight_map or dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         self._scale_files = {name: file for name, file in self._file_of.items() if weight_of_scale(name)}
-        """The file of each fp8 weight's scales, which are not tensors of the model."""
+        """The file of each scale tensor of fp8 weights, which the model's tensors do not include."""
         for name in self._scale_files:
             del self._file_of[name]
         self._within: dict[str, tuple[str, int, slice]] = {}
-        """Where an expert's tensor lies in a fused one: its name, expert and rows."""
+        """Place of an expert's tensor within a fused one: its name, expert and rows."""
         self.fused_experts = [name for name in self._file_of if is_fused_experts(name)]
-        """Names of the fused tensors, which SGLang would pass over."""
+        """Names of the fused tensors, which SGLang would skip."""
         for fused in self.fused_experts:
             for name, place in expert_tensors(fused, self.shape(fused)).items():
                 self._within[name] = (fused, *place)
@@ -66,7 +66,7 @@ class HfReader:
 
     @property
     def names(self) -> list[str]:
-        """Names of the model's tensors, sorted; of fused experts each expert's own."""
+        """Names of the model's tensors, sorted; separate ones for fused experts."""
         return sorted(set(self._file_of) - set(self.fused_experts))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class HfReader:
         return tuple(self._stored(name).get_shape())
 
     def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
-        """Rows and columns of one tensor, as stored, fp8 as bfloat16; no other bytes of it are read."""
+        """Read rows and columns of one tensor, as stored, fp8 as bfloat16; read no other bytes of it."""
         if name in self._within:
             fused, expert, own = self._within[name]
             first, last, _ = rows.indices(own.stop - own.start)
@@ -93,7 +93,7 @@ class HfReader:
         return tensor
 
     def _stored(self, name: str) -> Any:
-        """The slices of a tensor that the files hold under this name."""
+        """The slices of a stored tensor. Raises ConfigError if its file lacks it."""
         try:
             return self._file(self._file_of[name]).get_slice(name)
         except SafetensorError:
@@ -103,21 +103,21 @@ class HfReader:
             ) from None
 
     def _scales(self, name: str) -> Any:
-        """The slices of the scales of an fp8 tensor that the files hold under this name."""
+        """The slices of a stored fp8 tensor's scales. Raises ConfigError for invalid scales."""
         if problem := self._fp8_problem(name, described=True):
             raise ConfigError(problems_of(self.folder, [problem]))
         return self._file(self._scale_files[scale_name(name)]).get_slice(scale_name(name))
 
     def check_files(self) -> None:
-        """Check that each file of weights can be opened, and holds no tensor that the index leaves out."""
+        """Check that each weight file can be opened and contains no tensor outside the index."""
         for file in sorted({*self._file_of.values()}):
             self._file(file)
 
     def check(self, shape: ModelShape) -> None:
-        """Check the folder: ConfigError with each missing or unknown tensor, wrong shape and wrong type.
+        """Raise ConfigError with each missing or unknown tensor, wrong shape and wrong type of the folder.
 
-        Reads headers alone, but for a tied model that holds its embedding twice: the policy computes with
-        one of the two matrices, transformers with both, so they must be equal.
+        Reads only headers, except in a tied model with two copies of its embedding: the policy computes with
+        one of them, transformers with both, so they must be equal.
         """
         known = self.names
         problems = tensor_problems({name: self.shape(name) for name in known}, shape)
@@ -128,7 +128,7 @@ class HfReader:
             raise ConfigError(problems_of(self.folder, problems))
 
     def _type_problems(self) -> list[str]:
-        """Tensors of types whose numbers are not weights by themselves, such as those of a quantization."""
+        """Problems of tensors with types that are not weights by themselves, such as a quantization's."""
         types = {name: self._stored(name).get_dtype() for name in self._file_of if name not in self._within}
         return [
             f"tensor {name} is {kind}; supported are {', '.join(_TYPES)}"
@@ -137,7 +137,7 @@ class HfReader:
         ]
 
     def _unequal_copy(self, embedding: str) -> list[str]:
-        """The problem of an output layer that config.json ties to an embedding of other numbers."""
+        """The problem of a tied output layer that differs from the embedding."""
         shape = self.shape(embedding)
         if self.shape(OUTPUT) == shape:
             parts = (slice(row, row + _ROWS) for row in range(0, shape[0], _ROWS))
@@ -152,7 +152,6 @@ class HfReader:
         ]
 
     def _fp8_problems(self) -> list[str]:
-        """Problems of weights in fp8, and of their scales."""
         described = is_quantized(self.folder)
         weights = {weight_of_scale(name) or "" for name in self._scale_files}
         weights |= {name for name in self._file_of if name not in self._within}
@@ -188,10 +187,10 @@ class HfReader:
 
 
 def dequantized(part: Tensor, scales: Tensor, row: int = 0, column: int = 0) -> Tensor:
-    """Weights q s in bfloat16, of the float8_e4m3fn numbers q of a matrix's part and the matrix's scales s.
+    """Weights q s in bfloat16, from the float8_e4m3fn numbers q of part of a matrix and its scales s.
 
-    ``row``, ``column``: the part's first ones in the matrix. The product is one of float32 numbers, rounded
-    once, to nearest even. ConfigError for a scale that is not a finite number.
+    ``row``, ``column``: start of the part in the matrix. Multiplies in float32 and rounds once, to nearest
+    even. Raises ConfigError for a scale that is not finite.
     """
     scales = scales.float()
     if not scales.isfinite().all():

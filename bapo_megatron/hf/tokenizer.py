@@ -1,7 +1,7 @@
-"""Tokenizer of a Hugging Face folder, loaded offline and without running code of the folder.
+"""Tokenizer of a Hugging Face folder, loaded offline and without running its code.
 
-ConfigError for a folder without a usable one. A tokenizer.json counts before the class that transformers
-would choose. The first call imports transformers, which takes seconds; ``TextDecoder`` does not need it.
+Raises ConfigError for a folder without a usable tokenizer. A tokenizer.json overrides transformers' choice of
+class. The first call imports transformers, which takes seconds; ``TextDecoder`` does not need it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer in ``folder``. ConfigError if there is none, or it has no eos or chat template."""
+    """Load the tokenizer in ``folder``. Raises ConfigError if there is none, or no eos or chat template."""
     tokenizer = _read(folder)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.hf_path={folder}: the tokenizer has no eos token, so no response would end")
@@ -38,29 +38,28 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])((?:(?!\1)[^\\\n])*)\1\s*\)""")
-"""A chat template's question for today's date. A run that continues after midnight would continue its
-responses behind other prompts."""
+"""A chat template's call for today's date, which would change the prompts of a run across midnight."""
 
 
 def _date(call: re.Match[str]) -> str:
-    """The date that a template gets: Llama 3.1's, which is what Llama 3.2's writes without a clock."""
+    """The date given to a template: Llama 3.1's, which Llama 3.2's uses without a clock."""
     return repr(datetime(2024, 7, 26).strftime(call[2]))
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
-    """The tokens of the tokenizer in ``folder``, with their ids; it needs no chat template."""
+    """Read token ids by token of the tokenizer in ``folder``; it needs no chat template."""
     vocabulary: dict[str, int] = _read(folder).get_vocab()
     return vocabulary
 
 
 Piece = tuple[str, bool]
-"""A text, and whether it is that of special tokens."""
+"""A text, and whether it consists of special tokens."""
 
 
 class TextDecoder:
-    """A decoder of token ids for readers, with special tokens apart, out of a folder's tokenizer.json.
+    """Decoder of token ids for display, with special tokens separate, from a folder's tokenizer.json.
 
-    ConfigError for a folder without that file, or with one that cannot be read.
+    The constructor raises ConfigError if that file is missing or unreadable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -78,7 +77,7 @@ class TextDecoder:
         self._special = {number for number, token in added.items() if token.special}
 
     def pieces(self, ids: Sequence[int]) -> list[Piece]:
-        """The texts of runs of ordinary and of special tokens, in their order."""
+        """Decode runs of ordinary and of special tokens, in order."""
         return [
             (self._tokenizer.decode(list(run), skip_special_tokens=False), is_special)
             for is_special, run in groupby(ids, self._special.__contains__)
@@ -91,10 +90,10 @@ def _read(folder: Path) -> Any:
     if not folder.is_dir():
         raise ConfigError(f"model.hf_path={folder} is not a folder")
     check_files_inside(folder)
-    if not any((folder / name).exists() for name in _FILES):  # transformers would make up an empty one
+    if not any((folder / name).exists() for name in _FILES):  # transformers would create an empty one
         raise ConfigError(f"model.hf_path={folder} holds no tokenizer; expected one of {', '.join(_FILES)}")
     try:
-        # Without the setting transformers asks at the terminal whether code of the folder may run.
+        # Otherwise transformers asks at the terminal whether the folder's code may run.
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if _splits_as_its_file(tokenizer, folder):
             return tokenizer
@@ -115,10 +114,10 @@ _BPE = ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 
 
 def _splits_as_its_file(tokenizer: Any, folder: Path) -> bool:
-    """Whether a tokenizer splits texts as the folder's tokenizer.json says; True where there is none.
+    """Whether a tokenizer splits texts like the folder's tokenizer.json; True without one.
 
-    transformers 5 chooses a class by tokenizer_config.json and the model's family, and some classes (Qwen2's
-    for every Qwen2) have normalization and rules of their own, not those that the model was trained with.
+    transformers 5 chooses a class by tokenizer_config.json and model family, and some classes (Qwen2's for
+    every Qwen2) have their own normalization and rules instead of those used in training.
     """
     from tokenizers import Tokenizer
 
@@ -129,7 +128,7 @@ def _splits_as_its_file(tokenizer: Any, folder: Path) -> bool:
 
 
 def _rules(tokenizer: Any) -> list[Any]:
-    """Rules of a tokenizer of the tokenizers library by which a text becomes tokens, as plain data."""
+    """Rules that turn text into tokens, of a tokenizer of the tokenizers library."""
     steps = tokenizer.normalizer, tokenizer.pre_tokenizer
     states = [
         None if step is None else json.loads(step.__getstate__(), object_hook=_by_tokens) for step in steps
@@ -138,5 +137,5 @@ def _rules(tokenizer: Any) -> list[Any]:
 
 
 def _by_tokens(step: dict[str, Any]) -> dict[str, Any]:
-    """A step without what changes no token: the places of tokens in the text."""
+    """A step without options that affect no token: token offsets in the text."""
     return {name: value for name, value in step.items() if name != "trim_offsets"}

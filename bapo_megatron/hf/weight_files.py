@@ -1,9 +1,9 @@
-"""Weight files of a Hugging Face folder: which safetensors files, and which of their tensors, are the model.
+"""Weight files of a Hugging Face folder: the safetensors files and tensors that form the model.
 
-Where there is an index, it alone says so: transformers and SGLang pass over a safetensors file that it
-does not name (``mtp``, ``consolidated``, ``adapter_model``, another precision), and so does everything here.
-They would load a tensor that a named file holds and the index leaves out, so such an index is refused.
-Without an index ``model.safetensors`` is the model, as for transformers. Nothing here needs torch.
+If there is an index, it alone decides: transformers and SGLang skip a safetensors file missing from it
+(``mtp``, ``consolidated``, ``adapter_model``, another precision), and so does everything here. They would
+load a tensor that a listed file holds and the index omits, so such an index is rejected. Without an index
+``model.safetensors`` is the model, as for transformers. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SINGLE = "model.safetensors"
 
 
 def read_weight_map(folder: Path) -> dict[str, str] | None:
-    """Weight map of the folder's index: the file of each tensor; None if ``model.safetensors`` is the model.
+    """Read the folder's index: the file of each tensor; None if ``model.safetensors`` is the model.
 
-    CheckpointError for a folder without either, and for an index that names no files of the folder.
+    Raises CheckpointError if the folder has neither, or the index names a file outside it.
     """
     index, single = folder / INDEX, folder / SINGLE
     if not index.exists():
@@ -55,26 +55,26 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Files that hold the model's weights, sorted. They may be missing. Errors as of ``read_weight_map``."""
+    """Paths of the model's weight files, sorted, existing or not. Raises as ``read_weight_map``."""
     weight_map = read_weight_map(folder)
     return [folder / name for name in sorted({SINGLE} if weight_map is None else {*weight_map.values()})]
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of the model's weight files; 0 without a model. Errors as of ``read_weight_map``."""
+    """Bytes of the model's weight files; 0 without a model. Raises as ``read_weight_map``."""
     if not any((folder / name).exists() for name in (INDEX, SINGLE)):
         return 0
     return sum(path.stat().st_size for path in weight_files(folder) if path.exists())
 
 
 def files_left_out(folder: Path) -> list[str]:
-    """Names of safetensors files of the folder that are not the model's. Errors as of ``read_weight_map``."""
+    """Names of the folder's safetensors files that are not the model's. Raises as ``read_weight_map``."""
     own = {path.name for path in weight_files(folder)}
     return sorted(path.name for path in folder.glob("*.safetensors") if path.name not in own)
 
 
 def left_out_text(folder: Path) -> str | None:
-    """Sentence for the user about the files that are left out; None if there are none."""
+    """Message about ignored files; None without any."""
     if not (names := files_left_out(folder)):
         return None
     indexed = (folder / INDEX).exists()
@@ -84,9 +84,9 @@ def left_out_text(folder: Path) -> str | None:
 
 
 def check_shard(path: Path, names: Iterable[str], weight_map: Mapping[str, str]) -> None:
-    """Check that the index places all tensors ``held`` by the file there. CheckpointError for another.
+    """Raise CheckpointError unless the index places all tensors ``names`` in the file ``path``.
 
-    Libraries load every tensor of a file that the index names, whatever it says of the tensor.
+    Libraries load every tensor of a listed file, whatever the index says about it.
     """
     for name in names:
         if (placed := weight_map.get(name)) != path.name:
@@ -98,7 +98,7 @@ def check_shard(path: Path, names: Iterable[str], weight_map: Mapping[str, str])
 
 
 def missing_file(path: Path, weight_map: Mapping[str, str]) -> str:
-    """Error message for a missing file of weights that the index names."""
+    """Error message for a missing weight file listed in the index."""
     first, *others = sorted(name for name, file in weight_map.items() if file == path.name)
     more = f" and {len(others)} more" if others else ""
     return (
@@ -108,7 +108,7 @@ def missing_file(path: Path, weight_map: Mapping[str, str]) -> str:
 
 
 def json_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. ValueError for a key that stands there twice."""
+    """A JSON object from its pairs. Raises ValueError for a duplicate key."""
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]

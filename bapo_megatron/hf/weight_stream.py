@@ -1,12 +1,10 @@
-"""Streams of weights by name: their check, and a safetensors writer that several processes may share.
+"""Streams of named weights: validation, and a safetensors writer for several processes.
 
-For the weight sync by disk; the check also for exports and the loads of the local engine. A safetensors file
-(https://github.com/huggingface/safetensors) is the length of a JSON header in eight bytes, the header, which
-may end in spaces, then the tensors' bytes without gaps. The header has the offset of each tensor, so room is
-left for it, and it is written last. (Exports, whose tensors are known before, are planned files:
-``checkpoints_tools``.)
-
-Shapes (suffix of a name): ``_B`` bytes.
+Used for weight sync by disk; the validation also for exports and the local engine's loads. A safetensors file
+(https://github.com/huggingface/safetensors) is an eight-byte length of a JSON header, the header, which may
+end in spaces, then the tensors' bytes without gaps. The header contains each tensor's offset, so it is
+written last, into reserved space. (Exports know their tensors in advance and plan files:
+``checkpoints_tools``.) Suffix ``_B``: bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from torch import Tensor
 
 CHUNK_BYTES = 2**25
 CHUNKS = 12
-"""Most buffers: 384 MiB in a process, more than any tensor of a 32B model except the two embeddings."""
+"""Maximum number of buffers: 384 MiB, more than any tensor of a 32B model except the two embeddings."""
 
 _SHARD_BYTES = 2**30
 _HEADER_BYTES = 2**18
 _MOST_TENSORS = 1000
-"""Most tensors of a file: so many entries with names of up to 128 characters fit into the header."""
+"""Maximum tensors per file: the header has room for that many entries with names of up to 128 characters."""
 
 SAFETENSORS_TYPES = {
     torch.float32: "F32",
@@ -39,7 +37,7 @@ SAFETENSORS_TYPES = {
 
 
 class WrittenShard(NamedTuple):
-    """Complete file of some of a model's weights."""
+    """A complete file with some of a model's weights."""
 
     nbytes: int
     tensors: tuple[str, ...]
@@ -48,10 +46,10 @@ class WrittenShard(NamedTuple):
 def checked_weights(
     weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Check a stream of ``weights``; yields them without second names of tied tensors, which may be absent.
+    """Validate a stream of ``weights``; yield them without second names of tied tensors, which are optional.
 
-    ``aliases``: from a second name to the tensor's own. ValueError for a tensor that is unknown, given twice,
-    of another shape, unlike the one that it is tied to, or (at the end) missing.
+    ``aliases``: from a second name to the tensor's own. Raises ValueError for a tensor that is unknown,
+    duplicate, misshapen, different from its tied tensor, or (at the end) missing.
     """
     seen: set[str] = set()
     tied: dict[str, Tensor] = {}
@@ -86,11 +84,11 @@ def write_shards(
     writer: int = 0,
     writers: int = 1,
 ) -> dict[str, WrittenShard]:
-    """Write ``weights``, or one writer's share, to files of about ``shard_bytes``; what they hold, by name.
+    """Write ``weights``, or one writer's share, to files of about ``shard_bytes``; return their contents.
 
-    The files are ``model-00000.safetensors`` and so on; those of a writer have the numbers that are
-    ``writer`` modulo ``writers``. The folder lacks its index, which is of all writers' files. A thread writes
-    while the iterator continues. ValueError for a type that no model has.
+    The files are ``model-00000.safetensors`` onwards; a writer's have the numbers ``writer`` modulo
+    ``writers``. The index, which covers all writers' files, is not written. A thread writes while the
+    iterator continues. Raises ValueError for an unsupported dtype.
     """
     files = _Files(folder, shard_bytes, writer, writers)
     with BackgroundCopy(files) as copy:
@@ -105,10 +103,10 @@ def write_shards(
 def weights_of_writer(
     weights: Iterable[tuple[str, Tensor]], writer: int, writers: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of one of several writers: each tensor goes to the writer with the fewest bytes so far.
+    """Yield one writer's tensors: each tensor goes to the writer with the fewest bytes so far.
 
-    All writers see the same weights, so that each tensor has one writer. Their bytes differ by at most the
-    largest tensor.
+    All writers see the same weights, so each tensor has one writer. Their bytes differ by at most the largest
+    tensor.
     """
     shares = [0] * writers
     for name, tensor in weights:
@@ -119,10 +117,9 @@ def weights_of_writer(
 
 
 class _Files:
-    """Files of one writer, filled one after the other by the thread of ``BackgroundCopy``.
+    """Files of one writer, filled one after the other by ``BackgroundCopy``'s thread.
 
-    For each tensor ``begin``, then any number of ``append``; at the end ``close``, or ``abandon`` after an
-    error of either thread.
+    Per tensor ``begin``, then any number of ``append``; at the end ``close``, or ``abandon`` after an error.
     """
 
     def __init__(self, folder: Path, shard_bytes: int, writer: int, writers: int) -> None:
@@ -133,7 +130,7 @@ class _Files:
         self._shard: _Shard | None = None
 
     def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Begin a tensor, whose bytes follow, in the current file or the next one."""
+        """Begin a tensor in the current file or the next one; its bytes follow."""
         if self._shard is None or not self._shard.has_room(dtype, self._shard_bytes):
             self.close()
             self._shard = _Shard(self._folder / f"model-{self._number:05d}.safetensors")
@@ -141,7 +138,6 @@ class _Files:
         self._shard.begin(name, dtype, shape)
 
     def append(self, bytes_B: Tensor) -> None:
-        """The next bytes of the tensor that was begun."""
         assert self._shard is not None
         self._shard.append(bytes_B)
 
@@ -152,14 +148,14 @@ class _Files:
             self.written[shard.path.name] = shard.close()
 
     def abandon(self) -> None:
-        """Leave the current file without a header: no loader takes it."""
+        """Leave the current file without a header: no loader accepts it."""
         shard, self._shard = self._shard, None
         if shard is not None:
             shard.abandon()
 
 
 class _Shard:
-    """One safetensors file while it is written: its header in memory, its tensors' bytes on disk."""
+    """One safetensors file during writing: its header in memory, its tensors' bytes on disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -169,12 +165,12 @@ class _Shard:
         self._end = 0
 
     def has_room(self, dtype: torch.dtype, shard_bytes: int) -> bool:
-        """Whether the file is below its size, and the tensor would be aligned: loaders map it into memory."""
+        """Whether the file is below its size limit and the tensor would be aligned: loaders memory-map it."""
         is_small = self._end < shard_bytes and len(self._header) <= _MOST_TENSORS
         return is_small and self._end % dtype.itemsize == 0
 
     def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Note a tensor in the header; its bytes follow."""
+        """Add a tensor to the header; its bytes follow."""
         end = self._end + torch.Size(shape).numel() * dtype.itemsize
         self._header[name] = {
             "dtype": SAFETENSORS_TYPES[dtype],
@@ -184,11 +180,10 @@ class _Shard:
         self._end = end
 
     def append(self, bytes_B: Tensor) -> None:
-        """Write bytes of the tensor that was begun."""
         self._file.write(bytes_B.numpy().data)
 
     def close(self) -> WrittenShard:
-        """Write the header and close the file; returns what it holds."""
+        """Write the header, close the file and return its content."""
         header = json.dumps(self._header).encode().ljust(_HEADER_BYTES)
         with self._file:
             if len(header) > _HEADER_BYTES:
@@ -199,12 +194,11 @@ class _Shard:
         return WrittenShard(8 + _HEADER_BYTES + self._end, tensors)
 
     def abandon(self) -> None:
-        """Close the file as it is."""
         self._file.close()
 
 
 class _Chunk:
-    """Staging buffer with the bytes of a tensor, copied or in flight."""
+    """Staging buffer for bytes of a tensor, copied or in flight."""
 
     def __init__(self, pinned: bool) -> None:
         self._memory_B = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -212,31 +206,30 @@ class _Chunk:
         self._copied: torch.cuda.Event | None = None
 
     def fill(self, bytes_B: Tensor) -> None:
-        """Begin the copy. Later work of the source's stream may overwrite the source."""
+        """Begin the copy. Later work on the source's stream may overwrite the source."""
         self._held = len(bytes_B)
         self._memory_B[: self._held].copy_(bytes_B, non_blocking=True)
         if bytes_B.is_cuda:
             self._copied = torch.cuda.current_stream(bytes_B.device).record_event()
 
     def bytes_B(self) -> Tensor:
-        """Wait for the copy; its bytes."""
+        """Wait for the copy; return its bytes."""
         if self._copied is not None:
-            torch.cuda.set_device(self._copied.device)  # a thread begins with GPU 0: a context for nothing
+            torch.cuda.set_device(self._copied.device)  # a thread begins on GPU 0: avoid a context there
             self._copied.synchronize()
         return self._memory_B[: self._held]
 
 
 _Job = tuple[str, torch.dtype, tuple[int, ...]] | _Chunk | None
-"""Job of the thread: the begin of a tensor, some of its bytes, or the end."""
+"""A job of the thread: the begin of a tensor, some of its bytes, or the end."""
 
 
 class BackgroundCopy:
-    """Background copy to ``sink``: a context manager, at whose end the sink has all tensors.
+    """Background copy to ``sink``: a context manager; on exit the sink has all tensors.
 
-    It takes at most 384 MiB of buffers. A copy from a GPU into their pinned memory overlaps with the caller's
-    kernels, at the speed of the bus; for one into pageable memory the caller would wait, at a fraction of it.
-    An error of the block aborts the copy. An error of the sink is raised by the next ``add``, or at the end.
-    Made by ``write_shards``.
+    Uses at most 384 MiB of buffers. A copy from a GPU into pinned memory overlaps with the caller's kernels,
+    at bus speed; into pageable memory it would block the caller, at a fraction of it. An error in the block
+    aborts the copy. The next ``add``, or the exit, raises an error of the sink.
     """
 
     def __init__(self, sink: _Files) -> None:
@@ -263,10 +256,7 @@ class BackgroundCopy:
             raise self._error
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor. When this returns it may change, on a GPU by work of the current stream.
-
-        Waits while all buffers are in use.
-        """
+        """Copy a tensor, which may then change (on a GPU in the current stream). Waits for a free buffer."""
         self._jobs.put((name, tensor.dtype, tuple(tensor.shape)))
         bytes_B = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for piece_B in bytes_B.split(CHUNK_BYTES):
@@ -277,7 +267,7 @@ class BackgroundCopy:
             raise self._error
 
     def _take(self, pinned: bool) -> _Chunk:
-        """A free buffer; a new one while there are fewer than the limit."""
+        """Return a free buffer, or a new one below the limit."""
         if self._free.empty() and self._made < CHUNKS:
             self._made += 1
             return _Chunk(pinned)

@@ -1,6 +1,6 @@
-"""Kinds of layers: what a layer is made of, each kind taught in one file of this folder, without torch.
+"""Kinds of layers, each defined in one file of this folder, without torch.
 
-All shapes are *global*: those of a model that no parallelism has cut.
+All shapes are *global*: those of an unsharded model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bapo_megatron.layers.costs import Cut, Decoding, Flops, Place, Saved
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """Row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor."""
+    """Consecutive rows of one HF tensor within a fused Megatron parameter (QKV, gate-up)."""
 
     source: int
     """Index of the HF tensor among the parameter's."""
@@ -27,50 +27,50 @@ class RowSegment:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Mapping of one megatron parameter of a layer or the model: HF tensors, row segments, TP cut."""
+    """Mapping of one megatron parameter of a layer or the model: HF tensors, row segments, TP sharding."""
 
     hf_names: tuple[str, ...]
-    """Names of the HF tensors: a kind gives those within a layer, the parameter map adds ``{layer}``."""
+    """Names of the HF tensors: within a layer from a kind, with ``{layer}`` from the parameter map."""
     hf_shapes: tuple[tuple[int, ...], ...]
     segments: tuple[RowSegment, ...]
-    """Segments from the parameter's first row to its last. Each row of each HF tensor is in exactly one."""
+    """Segments from the parameter's first row to its last; each row of each HF tensor is in exactly one."""
     tp_dim: int | None
-    """Dimension that tensor parallelism cuts; None for a replicated parameter."""
+    """Dimension sharded by tensor parallelism; None for a replicated parameter."""
     sections: tuple[int, ...] = ()
-    """Rows of the stacked parts that are each cut on their own (gate and up); () for one of all rows."""
+    """Rows of the stacked parts that are sharded separately (gate and up); () for a single part."""
     section_keys: tuple[str, ...] = ()
-    """Endings of the parts' own keys in checkpoints of the singleton layout."""
+    """Endings of the parts' separate keys in singleton-layout checkpoints."""
     stored_apart: bool = False
-    """Whether the parts have keys of their own in checkpoints of every layout."""
+    """Whether the parts have separate keys in checkpoints of every layout."""
     expert: int | None = None
-    """Number of the parameter's expert, which one rank of EP has, and ETP cuts along ``tp_dim``. None: every
-    rank of EP has the parameter, and TP cuts it."""
+    """Expert index: one EP rank has the parameter, and ETP shards it along ``tp_dim``. None: every EP rank
+    has the parameter, and TP shards it."""
     served: str | None = None
-    """Name of the tensor in which SGLang's servers fuse the HF tensors, of all experts; None: as they are."""
+    """Name of the SGLang tensor that fuses the HF tensors, of all experts; None: not fused."""
     served_each: tuple[str, ...] = ()
-    """The same for each HF tensor, where servers fuse them in several tensors; () where it is one."""
+    """The same per HF tensor, where servers fuse them into several tensors; () for one."""
     served_in_models_dtype: bool = False
-    """Whether servers hold it in the model's type, whatever its own ``dtype``."""
+    """Whether servers hold it in the model's dtype, whatever its own ``dtype``."""
     heads: tuple[int, ...] = ()
-    """Heads of each HF tensor, which servers of more ranks share; () where its rows are not heads."""
+    """Heads of each HF tensor, shared by servers with more ranks; () if its rows are not heads."""
     dtype: Literal["float32"] | None = None
-    """Type of the parameter in a model of any dtype; None: the model's."""
+    """The parameter's dtype in a model of any dtype; None: the model's."""
     layers: tuple[int, ...] | None = None
-    """Layers that have it, in the parameter map; None for a parameter of the model."""
+    """Layers with this parameter, in the parameter map; None for a model-level parameter."""
 
     @property
     def places(self) -> tuple[int | None, ...]:
-        """The layer of each parameter of this mapping; (None,) for one of the model."""
+        """The layer of each parameter of this mapping; (None,) for a model-level one."""
         return (None,) if self.layers is None else self.layers
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """First row and number of rows of each section."""
+        """First row and row count of each section."""
         rows = self.sections or self.shape[:1]
         return list(zip(accumulate((0, *rows)), rows, strict=False))
 
     def rows_of(self, begin: int, end: int) -> Iterator[RowSegment]:
-        """The rows ``begin`` to ``end`` of the parameter, as rows of its HF tensors."""
+        """Yield the parameter's rows ``begin`` to ``end`` as rows of its HF tensors."""
         above = 0
         for segment in self.segments:
             first, last = max(begin, above), min(end, above + segment.rows)
@@ -79,7 +79,7 @@ class Mapping:
             above += segment.rows
 
     def parts(self) -> Iterator[tuple[str, Mapping]]:
-        """Each section as a parameter of its own, with the ending of its key."""
+        """Yield each section as a separate parameter, with its key ending."""
         for ending, (first, rows) in zip(self.section_keys, self.spans, strict=True):
             yield (
                 ending,
@@ -100,51 +100,51 @@ class Mapping:
 
 
 def plain(hf_name: str, hf_shape: tuple[int, ...], tp_dim: int | None = None) -> Mapping:
-    """The mapping of a parameter that is one HF tensor."""
+    """The mapping of a parameter equal to one HF tensor."""
     return Mapping((hf_name,), (hf_shape,), (RowSegment(0, 0, hf_shape[0]),), tp_dim)
 
 
 MOST = 2**31 - 1
-"""The largest number that a size may be."""
+"""Upper limit of a size."""
 
 
 class Kind(ABC):
     """Kind of a layer's mixer or MLP, with its sizes: a frozen dataclass of numbers and switches."""
 
     builder: ClassVar[str]
-    """Path of its ``policy/layers.Builder``, which makes it of megatron-core's modules."""
+    """Path of the ``policy/layers.Builder`` that builds it from megatron-core's modules."""
     norm_keys: ClassVar[tuple[str, ...]]
-    """Names of the norm before it in checkpoints within a layer: as it is written, then by other writers."""
+    """Checkpoint names, within a layer, of the preceding norm: as written here, then by other writers."""
 
     @abstractmethod
     def parameters(self, hidden: int) -> dict[str, Mapping]:
-        """Its parameters by their megatron names within a layer, the norm before it too."""
+        """Parameters by megatron name within a layer, including the preceding norm."""
 
     def sizes(self) -> dict[str, int]:
-        """What determines names and shapes of its tensors, by the names in messages."""
+        """Values that determine tensor names and shapes, by their names in messages."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with its sizes, as config.json has them."""
+        """Yield problems with the sizes from config.json."""
         for name, size in self.sizes().items():
             if not isinstance(size, bool) and not 1 <= size <= MOST:
                 yield f"a model with {name}={str(size)[:20]} cannot be"
 
     def arguments(self) -> dict[str, object]:
-        """Megatron-LM's arguments of it."""
+        """Megatron-LM's arguments for the kind."""
         return {}
 
     def states(self) -> tuple[str, ...]:
-        """Its modules that keep a state of their own on Transformer Engine."""
+        """Modules with their own state on Transformer Engine."""
         return ()
 
     @abstractmethod
     def cuts(self) -> tuple[Cut, ...]:
-        """The sizes that a layout must divide."""
+        """Sizes that a layout must divide."""
 
     @abstractmethod
     def flops(self, hidden: int) -> Flops:
-        """FLOPs of a token, or those that grow with its sequence."""
+        """Forward FLOPs of a token, and those that grow with its sequence."""
 
     @abstractmethod
     def saved(self, at: Place) -> Saved:
@@ -152,16 +152,16 @@ class Kind(ABC):
 
     @abstractmethod
     def sent(self, at: Place) -> dict[str, float]:
-        """Bytes that the busiest GPU sends for a token in an update, by kind of parallelism."""
+        """Bytes sent by the busiest GPU per token of an update, by kind of parallelism."""
 
     def decoding(self) -> Decoding:
-        """What an engine keeps of a token."""
+        """An engine's memory for a token or sequence."""
         return Decoding()
 
 
 @dataclass(frozen=True)
 class Block:
-    """Kinds of one layer, in the order in which it runs them."""
+    """The kinds of one layer, in execution order."""
 
     mixer: Kind
     mlp: Kind
@@ -171,7 +171,7 @@ class Block:
         return self.mixer, self.mlp
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """Names in checkpoints of the parameter ``name`` of the layer: as written, then by other writers."""
+        """Checkpoint names of the layer's parameter ``name``: as written here, then by other writers."""
         norms = {
             "input_layernorm.weight": self.mixer.norm_keys,
             "pre_mlp_layernorm.weight": self.mlp.norm_keys,

@@ -1,4 +1,4 @@
-"""The kind of grouped-query attention, with RoPE.
+"""Grouped-query attention with RoPE, as a layer kind.
 
 ``linear_qkv`` stacks, for each KV group, its query heads, its key head and its value head.
 """
@@ -14,7 +14,7 @@ from bapo_megatron.layers.costs import FP32, Cut, Decoding, Flops, Place, Saved
 
 @dataclass(frozen=True)
 class Attention(Kind):
-    """Grouped-query attention: sizes, and what its family adds."""
+    """Grouped-query attention: sizes, and optional bias and norms."""
 
     heads: int
     kv_heads: int
@@ -27,7 +27,7 @@ class Attention(Kind):
 
     @property
     def rotary_dim(self) -> int:
-        """Entries of a head that RoPE rotates, the first ones."""
+        """Number of rotated entries of a head, the first ones."""
         return self.head_dim
 
     def parameters(self, hidden: int) -> dict[str, Mapping]:
@@ -67,33 +67,33 @@ class Attention(Kind):
         return Cut("tensor", "attention heads", self.heads), Cut("tensor", "KV heads", self.kv_heads)
 
     def flops(self, hidden: int) -> Flops:
-        """Projections of q, k, v and the output; scores and weighted values take 2 heads head_dim FLOPs each
-        for one of the n^2 / 2 causal pairs of tokens."""
+        """Projections of q, k, v and output; scores and weighted values cost 2 heads head_dim FLOPs each for
+        each of the n^2 / 2 causal token pairs."""
         linear = 4.0 * hidden * self.head_dim * (self.heads + self.kv_heads)
         return Flops(linear, quadratic=2.0 * self.heads * self.head_dim)
 
     def saved(self, at: Place) -> Saved:
-        """Norms of queries and keys keep contiguous copies of their inputs, the attention queries, keys and
-        values of its own (in a ring, in the last message that came), a log-sum-exp of each head, no scores.
-        Nothing recomputes Transformer Engine's attention alone: that would keep more, the fused projection's
-        output too, in which the values lie. torch's has padded queries, keys, values and output."""
+        """Query and key norms keep contiguous copies of their inputs; the attention keeps its queries, keys
+        and values (in a ring, those of the last message) and a log-sum-exp per head, but no scores.
+        Transformer Engine's attention is never recomputed alone: that would also keep the fused projection's
+        output, which contains the values. torch's keeps padded queries, keys, values and output."""
         b, heads, kv_heads = at.element, self.heads / at.parallel.tensor, self.kv_heads / at.parallel.tensor
         q, kv = heads * self.head_dim, kv_heads * self.head_dim
         fused = b * (q + 2 * kv)
-        copied = b * q if kv_heads > 1 else 0.0  # of several groups the queries are not a view of it
+        copied = b * q if kv_heads > 1 else 0.0  # with several groups the queries are not a view of it
         norms, around = FP32 * (heads + kv_heads), at.norm + at.input + b * q
         ring = 4 * 2 * kv * b if at.parallel.context > 1 else 0.0
         if at.spec == "te":
             whole = around + (b * (q + kv) + norms) * self.qk_norm + fused + FP32 * heads
             return Saved(whole, whole, 0.0, buffers=ring)
         core, arguments = fused + b * q + FP32 * heads, copied + fused
-        if self.qk_norm:  # inputs that are float32 already are kept as they came, others as float32 copies
+        if self.qk_norm:  # float32 inputs are kept as they are, others as float32 copies
             around += FP32 * (q + kv) + norms + (fused + copied if b == FP32 else FP32 * (q + kv))
             arguments = b * (q + kv) + (0.0 if b == FP32 else fused)
         return Saved(around + core, around + arguments, core, buffers=ring)
 
     def sent(self, at: Place) -> dict[str, float]:
-        """Of CP keys and values go round the ring once forward, and with their gradients backward."""
+        """CP: keys and values circle the ring once forward, and with their gradients backward."""
         kv = 2 * self.kv_heads * self.head_dim / at.parallel.tensor * at.element
         exchanges = 3 + (at.recompute == "full") + at.passes
         return {"TP": at.pair(False), "CP": kv * (at.parallel.context - 1) * exchanges}
@@ -103,7 +103,7 @@ class Attention(Kind):
 
     def _qkv(self, part: str, tail: tuple[int, ...]) -> Mapping:
         groups, d = self.kv_heads, self.head_dim
-        rows = (self.heads // groups * d, d, d)  # of a group: query, key, value
+        rows = (self.heads // groups * d, d, d)  # per group: query, key, value
         return Mapping(
             tuple(f"self_attn.{x}_proj.{part}" for x in "qkv"),
             tuple((groups * count, *tail) for count in rows),
@@ -116,14 +116,12 @@ class Attention(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class GatedAttention(Attention):
-    """Attention whose output each head multiplies by the sigmoid of a gate, with RoPE over a part of a head.
+    """Attention with a sigmoid output gate per head, and RoPE over part of a head.
 
-    ``q_proj`` has for each head its query, then its gate; ``linear_qkv`` for each group its queries, then
-    their gates, its key and its value.
+    ``q_proj`` stacks each head's query and gate; ``linear_qkv`` each group's queries, gates, key and value.
     """
 
     rotated: int
-    """Entries of a head that RoPE rotates."""
 
     builder = "bapo_megatron.policy.layers:GatedAttentionBuilder"
 
@@ -150,7 +148,7 @@ class GatedAttention(Attention):
         return replace(own, linear=own.linear + 2.0 * hidden * self.heads * self.head_dim)
 
     def saved(self, at: Place) -> Saved:
-        """Also the gate's sigmoid in float32, and what it multiplies, in the element's type."""
+        """Adds the gate's float32 sigmoid and its other factor, in the element's type."""
         own = super().saved(at)
         gate = (FP32 + at.element) * self.heads / at.parallel.tensor * self.head_dim
         return replace(own, whole=own.whole + gate, selective=own.selective + gate)

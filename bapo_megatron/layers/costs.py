@@ -1,9 +1,9 @@
-"""What a layer costs: the sizes by which its kinds count, and their answers, for one token of a rank.
+"""Costs of a layer for one token on a rank: the inputs of its kinds' estimates, and their results.
 
-Activation memory: every entry is a tensor that autograd saves, once for each storage. ``torch`` is the spec
-of ``policy/model.py`` on a CPU, which the tests measure. ``te`` is Transformer Engine's, after Korthikanti et
-al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4: no
-dropout, flash attention, and the fused RoPE and SwiGLU that ``policy/model.py`` asks for on a GPU.
+Activation memory: every entry is a tensor saved by autograd, once per storage. ``torch`` is the CPU spec of
+``policy/model.py``, which the tests measure. ``te`` is Transformer Engine's, after Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4: no dropout,
+flash attention, and the fused RoPE and SwiGLU that ``policy/model.py`` selects on a GPU.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ FP32, INT32, INT64 = 4, 4, 8
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of a layout, and how its passes run."""
+    """A rank of a layout, and the settings of its passes."""
 
     hidden: int
     parallel: ParallelConfig
     element: int
-    """Bytes of an activation."""
+    """Bytes per activation element."""
     spec: Spec
     recompute: Recompute
     imbalance: float = 1.0
-    """Copies of tokens that its experts process, over the mean."""
+    """Token copies processed by its experts, relative to the mean."""
     passes: float = 0.0
-    """Forward-only passes of an update."""
+    """Forward-only passes per update."""
 
     @property
     def split(self) -> int:
-        """Ranks that norms and residuals are split over."""
+        """Number of ranks that share norms and residuals."""
         return self.parallel.tensor if self.parallel.sequence else 1
 
     @property
@@ -46,17 +46,17 @@ class Place:
 
     @property
     def norm(self) -> float:
-        """Bytes that a norm keeps. Fused into the matrix that follows: its input as it came, and a number a
-        row. torch's on a CPU: its input and the normalized input in float32, too."""
+        """Bytes kept by a norm. Fused into the next matrix: its input, and a number per row. torch's on a
+        CPU: its input and normalized input in float32, too."""
         return FP32 + (self.input if self.spec == "te" else 2 * FP32 * self.hidden / self.split)
 
     @property
     def shared_input(self) -> float:
-        """The layer's input, a part of what it saves that full recomputation holds already."""
+        """Bytes of the layer's input that full recomputation holds anyway."""
         return self.input if self.spec == "te" or self.element == FP32 else 0.0
 
     def pair(self, again: bool) -> float:
-        """Bytes of TP: two collectives forward, two backward; ``again``: "selective" repeats the former.
+        """TP bytes of two collectives forward and two backward; ``again``: "selective" repeats the former.
 
         The two are an all-reduce, or under SP an all-gather and a reduce-scatter. Under SP the backward pass
         also gathers the matrices' input again.
@@ -69,7 +69,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Cut:
-    """A size that the ranks of a kind of parallelism must divide; of "heads" those of TP x CP."""
+    """A size that a parallel degree must divide; for axis "heads", TP x CP."""
 
     axis: Literal["tensor", "heads", "expert", "expert_tensor"]
     title: str
@@ -81,35 +81,34 @@ class Flops:
     """FLOPs of a forward pass; a multiply-add is two."""
 
     linear: float = 0.0
-    """Matrices, without those of experts."""
+    """Matrices, except the experts'."""
     routed: float = 0.0
-    """Routers and experts, of the mean rank."""
+    """Routers and experts, for the mean rank."""
     quadratic: float = 0.0
-    """Causal attention: of a sequence of n tokens n^2 times as much."""
+    """Causal attention: times n^2 for a sequence of n tokens."""
     selective: float = 0.0
-    """The part of ``linear`` that "selective" recomputes."""
+    """The part of ``linear`` recomputed by "selective"."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that autograd saves for the backward pass, and what else is there beside them."""
+    """Bytes saved by autograd for the backward pass, and other memory beside them."""
 
     whole: float
-    """All that is saved without recomputation."""
+    """Bytes saved without recomputation."""
     selective: float
-    """What is saved if "selective" recomputes the rest."""
+    """Bytes saved if "selective" recomputes the rest."""
     again: float
-    """What that recomputation adds, for one layer at a time."""
+    """Bytes added by that recomputation, for one layer at a time."""
     workspace: float = 0.0
-    """Estimate of the gradients of its activations, and its gathered input, while its backward pass runs."""
+    """Estimate of the activation gradients and gathered input during its backward pass."""
     buffers: float = 0.0
     """Messages between CP ranks."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What an engine in bfloat16 keeps of a token, and the heads by which its ranks split that; and what of
-    a sequence of any length."""
+    """Bytes kept by a bfloat16 engine per token and per sequence, and the heads its ranks can split."""
 
     per_token: int = 0
     heads: int = 1

@@ -1,7 +1,7 @@
-"""The kind of Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), a linear attention with a state.
+"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464) as a layer kind: linear attention with a state.
 
-``in_proj`` stacks queries, keys, values, output gates (z), and for each value head beta and alpha. Each of
-the six is cut over TP, and stored, on its own, as in megatron-core's ``GatedDeltaNet``.
+``in_proj`` stacks queries, keys, values, output gates (z), and beta and alpha of each value head. Each of the
+six is sharded over TP and stored separately, as in megatron-core's ``GatedDeltaNet``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from bapo_megatron.layers import Kind, Mapping, RowSegment, plain
 from bapo_megatron.layers.costs import FP32, Cut, Decoding, Flops, Place, Saved
 
 CHUNK = 64
-"""Tokens of a chunk, within which the state is not written out."""
+"""Tokens of a chunk, within which no state is stored."""
 _PARTS = ("query", "key", "value", "z", "beta", "alpha")
 
 
 @dataclass(frozen=True)
 class DeltaNet(Kind):
-    """Gated DeltaNet: sizes of its heads, and tokens that the convolution before them covers."""
+    """Gated DeltaNet: sizes of its heads and of the preceding convolution, in tokens."""
 
     key_heads: int
     value_heads: int
@@ -96,8 +96,8 @@ class DeltaNet(Kind):
         return (Cut("heads", "key heads of Gated DeltaNet", self.key_heads),)
 
     def flops(self, hidden: int) -> Flops:
-        """Projections, the convolution, and of each value head the products of a chunk's keys, queries and
-        values with each other (a triangular solve among them), and those with the state."""
+        """Projections, convolution, and per value head the products (and a triangular solve) of a chunk's
+        keys, queries and values with each other and with the state."""
         k, v = self.key_dim, self.value_dim
         projections = 2.0 * hidden * (sum(self.sections) + self.values)
         convolution = 2.0 * self.kernel * (2 * self.keys + self.values)
@@ -105,20 +105,21 @@ class DeltaNet(Kind):
         return Flops(projections + convolution + rule)
 
     def saved(self, at: Place) -> Saved:
-        """The convolution's input, the rule's own, of the gated norm float32 copies of its input and of z,
-        both halves of its product, and the last matrix's input.
+        """Inputs of convolution and output matrix, the rule's tensors, and the gated norm's.
 
-        On a GPU the rule keeps its inputs, the decay's sums, and the inverse of each chunk; states are
-        computed again in its backward pass, whose peak is the workspace. torch's, which is in float32, keeps
-        products of each chunk, too. What CP moves is not there at that peak."""
+        The norm keeps float32 copies of its input and z, and both factors of its product. On a GPU the rule
+        keeps its inputs, the decay sums and each chunk's inverse; its backward pass recomputes the states,
+        and its peak is the workspace, without CP buffers. torch's float32 rule also keeps each chunk's
+        products.
+        """
         b, tensor = at.element, at.parallel.tensor
         heads, keys, values = (size / tensor for size in (self.value_heads, self.keys, self.values))
         convolved, key_heads = 2 * keys + values, self.key_heads / tensor
-        wide = heads * (2 * self.key_dim + self.value_dim)  # key heads repeated for the value heads
+        wide = heads * (2 * self.key_dim + self.value_dim)  # key heads repeated per value head
         states = heads * self.key_dim * self.value_dim / CHUNK
         if at.spec == "te":
             rule = b * (convolved + heads * CHUNK) + FP32 * (2 * key_heads + 4 * heads)
-            # Of a value head 3 tensors as its keys and 5 as its values, the states and their gradient; the
+            # Per value head 3 key-sized and 5 value-sized tensors, the states and their gradient; the
             # gradients of queries, keys and z.
             work = b * (heads * (3 * self.key_dim + 5 * self.value_dim) + 2 * (states + keys) + values)
         else:
@@ -129,20 +130,19 @@ class DeltaNet(Kind):
         return Saved(whole, whole, 0.0, workspace=work)
 
     def sent(self, at: Place) -> dict[str, float]:
-        """Of CP an all-to-all of queries, keys, values, beta and alpha from tokens to heads, and one of the
-        outputs back, with as much for the gradients."""
+        """CP: an all-to-all of queries, keys, values, beta and alpha, one of the outputs, and gradients."""
         context = at.parallel.context
         exchanged = (2 * self.keys + 2 * self.values + 2 * self.value_heads) / at.parallel.tensor * at.element
         exchanges = 2 + (at.recompute == "full") + at.passes
         return {"TP": at.pair(False), "CP": exchanged * (context - 1) / context * exchanges}
 
     def decoding(self) -> Decoding:
-        """The state in float32, and the last inputs of the convolution."""
+        """The float32 state, and the last inputs of the convolution."""
         state = FP32 * self.value_heads * self.key_dim * self.value_dim
         return Decoding(per_sequence=state + 2 * (self.kernel - 1) * (2 * self.keys + self.values))
 
     def _apart(self, mapping: Mapping) -> Mapping:
-        """The mapping with sections that are cut and stored each on its own."""
+        """The mapping with sections that are sharded and stored separately."""
         count = 6 if len(mapping.hf_names) > 1 else 3
         keys = tuple(f".{part}" for part in _PARTS[:count])
         return replace(mapping, sections=self.sections[:count], section_keys=keys, stored_apart=True)

@@ -1,6 +1,6 @@
-"""The kinds of gated SiLU MLPs: a dense one, and mixtures of experts, without and with a shared expert.
+"""Gated SiLU MLPs as layer kinds: a dense one, and mixtures of experts without and with a shared expert.
 
-``linear_fc1`` stacks the gate over the up projection, on each TP rank anew.
+``linear_fc1`` stacks gate over up projection, separately on each TP rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bapo_megatron.layers import MOST, Kind, Mapping, RowSegment, plain
 from bapo_megatron.layers.costs import FP32, INT32, INT64, Cut, Flops, Place, Saved
 
 EXPERTS = "mlp.experts.experts."
-"""Prefix of the keys in checkpoints that all experts of a layer share."""
+"""Prefix of the checkpoint keys shared by all experts of a layer."""
 _MOST_EXPERTS = 1 << 20
 _SHARED = "mlp.shared_experts."
 _NORM, _FUSED_NORM = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
@@ -20,7 +20,7 @@ _NORM, _FUSED_NORM = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weig
 
 @dataclass(frozen=True)
 class Mlp(Kind):
-    """A dense MLP: gate and up projection to ``ffn``, and the down projection."""
+    """Dense MLP: gate and up projection to ``ffn``, and the down projection."""
 
     ffn: int
 
@@ -41,10 +41,10 @@ class Mlp(Kind):
         return Flops(linear, selective=linear)
 
     def saved(self, at: Place) -> Saved:
-        """Gate and up, and their product; on torch's layers also silu(gate). The workspace: gradients of the
-        three, and of the hidden state and the gathered input."""
+        """Gate, up and their product; on torch's layers also silu(gate). The workspace holds gradients of the
+        three, of the hidden state and of the gathered input."""
         gated, work = _gated_activations(self.ffn, at)
-        # Fused, the norm is recomputed with the matrix.
+        # A fused norm is recomputed with the matrix.
         kept, again = (at.input, FP32 + at.input) if at.spec == "te" else (at.norm + at.input, 0.0)
         return Saved(at.norm + at.input + gated, kept, again + gated, work)
 
@@ -54,20 +54,20 @@ class Mlp(Kind):
 
 @dataclass(frozen=True)
 class Experts(Kind):
-    """A mixture of experts: a router and gated SiLU MLPs; each token takes a few of them."""
+    """Mixture of experts: a router and gated SiLU MLPs, of which each token uses a few."""
 
     count: int
     per_token: int
-    """Experts of a token, those of its highest router logits (top-k)."""
+    """Experts per token, by highest router logits (top-k)."""
     ffn: int
     normalized: bool
-    """Whether the weights of a token's experts sum to 1; else they are their probabilities among all."""
+    """Whether a token's expert weights sum to 1; if not, they are the probabilities among all experts."""
 
     builder = "bapo_megatron.policy.layers:ExpertsBuilder"
     norm_keys = (_NORM, _FUSED_NORM)
 
     def parameters(self, hidden: int) -> dict[str, Mapping]:
-        """The router, which every rank has, and each expert's MLP."""
+        """The router, on every rank, and each expert's MLP."""
         router = plain("mlp.gate.weight", (self.count, hidden))
         table = {**_norm(hidden), "mlp.router.weight": router}
         for number in range(self.count):
@@ -97,20 +97,22 @@ class Experts(Kind):
         return Flops(routed=2.0 * hidden * (3 * self.per_token * self.ffn + self.count))
 
     def rows(self, at: Place) -> float:
-        """Copies that the busiest rank's experts process, of each token of a pack on a CP rank: sequence
-        parallelism splits those that a rank routes, ETP gathers its ranks', which have parts of the same."""
+        """Copies processed by the busiest rank's experts, per token of a pack on a CP rank: sequence
+        parallelism splits the routed tokens, ETP gathers those of its ranks, which hold parts of the same
+        experts."""
         return self.per_token / at.split * at.parallel.expert_tensor * at.imbalance
 
     def saved(self, at: Place) -> Saved:
-        """Of each routed token the numbers of its experts, and their weights after the softmax.
+        """Per routed token, its expert indices and their weights after the softmax, and per copy:
 
-        Transformer Engine's fused permutation keeps a map of 2 experts + 1 numbers of each token; its grouped
-        layer of a copy its input, gate and up, the product with the weight, which SwiGLU fuses, the weight,
-        and its place in the order of experts, if there are several. megatron's SequentialMLP and permutation
-        by torch keep the mask and the weights of all experts, and the number of each copy's token; of a copy
-        gate and up, silu(gate), product, product x weight, and the weight.
-        The norm is a module of its own in both specs. The workspace has the gradients of a copy, or while
-        copies change places two of its hidden states.
+        Transformer Engine: input, gate and up, the weighted product (fused into SwiGLU), the weight, and with
+        several local experts the position in expert order; its fused permutation keeps a map of 2 experts + 1
+        numbers per token. megatron's SequentialMLP with torch permutation: gate and up, silu(gate), product,
+        weighted product, and the weight; also the mask and weights of all experts per token, and each copy's
+        token index.
+
+        The norm is a separate module in both specs. The workspace holds a copy's gradients, or two of its
+        hidden states during a permutation.
         """
         b, hidden, rows, share = at.element, at.hidden, self.rows(at), 1 / at.split
         width, local = self.ffn / at.parallel.expert_tensor, self.count // at.parallel.expert
@@ -121,14 +123,14 @@ class Experts(Kind):
             routed = ((FP32 + 1) * self.count + INT64 * self.per_token) * share
             routed += rows * (b * (hidden + 5 * width) + FP32)
         routed += (INT64 + FP32) * self.per_token * share
-        kept = at.norm + at.input  # the normalized input, which router and permutation read
+        kept = at.norm + at.input  # the normalized input of router and permutation
         work = rows * max(3 * width + hidden, 2 * hidden) + 2 * share * hidden
         return Saved(kept + routed, kept, routed, b * work)
 
     def sent(self, at: Place) -> dict[str, float]:
-        """A copy travels to its expert and back in each forward pass, a recomputed one included, and its
-        gradients. EP: all-to-alls, in which the busiest rank sends what its experts made of their copies.
-        ETP: copies are gathered, and the results reduce-scattered in float32."""
+        """Each forward pass (recomputation included) sends a copy to its expert and back, each backward pass
+        its gradients. EP: all-to-alls, in which the busiest rank sends its experts' results. ETP: copies are
+        gathered, and the results reduce-scattered in float32."""
         ep, etp = at.parallel.expert, at.parallel.expert_tensor
         travels = 4 + 2 * (at.recompute != "none") + 2 * at.passes
         copies = travels * self.rows(at) * at.hidden
@@ -155,15 +157,14 @@ class Experts(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExperts(Experts):
-    """A mixture of experts, and a gated SiLU MLP that all tokens pass: the shared expert.
+    """Mixture of experts with a shared expert, a gated SiLU MLP for all tokens.
 
-    Its output is multiplied by the sigmoid of a number that a matrix of one row, the gate, makes of the
-    token. TP cuts the MLP as a dense one; each TP rank has the whole gate, and under SP its own tokens, so
-    that the gate's gradient is summed over TP, as those of norms are.
+    Its output is scaled by the sigmoid of a one-row gate matrix's product with the token. TP shards the MLP
+    like a dense one; each TP rank has the whole gate, and under SP only its own tokens, so the gate's
+    gradient is summed over TP, as for norms.
     """
 
     shared: int
-    """Width of the shared expert."""
 
     builder = "bapo_megatron.policy.layers:SharedExpertsBuilder"
 
@@ -189,7 +190,7 @@ class SharedExperts(Experts):
         return replace(super().flops(hidden), linear=linear, selective=linear)
 
     def saved(self, at: Place) -> Saved:
-        """Its input is the experts'. The gate keeps a number of each token, and what it multiplies."""
+        """Its input is the experts'. The gate keeps a number per token, and its other factor."""
         own, (gated, work) = super().saved(at), _gated_activations(self.shared, at)
         shared = gated + at.input + at.element / at.split
         return replace(
@@ -216,13 +217,13 @@ def _norm(hidden: int) -> dict[str, Mapping]:
 
 
 def _gated_activations(ffn: int, at: Place) -> tuple[float, float]:
-    """What a gated MLP saves of a token between its matrices, and the workspace."""
+    """Bytes saved by a gated MLP per token between its matrices, and the workspace."""
     width = at.element * ffn / at.parallel.tensor
     return (3 if at.spec == "te" else 4) * width, 3 * width + 2 * at.element * at.hidden
 
 
 def _gated(prefix: str, hf_prefix: str, ffn: int, hidden: int) -> dict[str, Mapping]:
-    """A gated MLP of width ``ffn``: that of a dense layer, or one expert."""
+    """The mappings of a gated MLP of width ``ffn``, dense or one expert."""
     return {
         f"{prefix}linear_fc1.weight": Mapping(
             tuple(f"{hf_prefix}{x}_proj.weight" for x in ("gate", "up")),

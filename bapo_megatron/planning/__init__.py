@@ -1,6 +1,5 @@
-"""Planning: whether a job fits and how fast it is, by arithmetic (a plan) or by a dry run (a rehearsal).
+"""Planning: whether a job fits and how fast it is, by arithmetic (a plan) or a dry run (a rehearsal).
 
-Both are of a ``Job``, and have one page, one JSON and one ``Verdict``. The modules here load without torch
-(another loss than ``clip`` imports it): ``bapo plan`` answers at once. ``rehearsal/`` imports them, not the
-other way round.
+Both take a ``Job`` and share a page format, a JSON format and ``Verdict``. These modules load without torch
+(except for a loss other than ``clip``), so ``bapo plan`` answers at once; ``rehearsal/`` imports them.
 """

@@ -1,7 +1,6 @@
 """Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts.
 
-Of up to some ten thousand candidates it drops most by cheap rules, and plans at most a few hundred, by
-arithmetic; nothing is run.
+Cheap rules drop most of up to ten thousand candidates; at most a few hundred are planned, by arithmetic.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from bapo_megatron.planning.plan import JobPlan, make_plan
 from bapo_megatron.policy.layout import layout_problems
 
 _MODES = ("none", "selective", "full")
-_MOST_TENSOR = 8  # beyond a node its traffic would leave NVLink
+_MOST_TENSOR = 8  # beyond a node, traffic leaves NVLink
 _OFFLOAD = "--parallel.offload"
 _FRACTION_STEP = 0.05
-"""Step by which the memory fraction of colocated servers is lowered."""
+"""Decrement of the colocated servers' memory fraction."""
 
 
 def problems(job: Job) -> list[str]:
-    """Problems of the layout other than memory; each makes it invalid."""
+    """Return problems of the layout other than memory; each makes it invalid."""
     ranged = not any((*wrong_types(job.parallel), *out_of_range(job.parallel)))
     messages = list(layout_problems(job.parallel, job.shape)) if ranged else []
     if job.options.dropped_groups and not job.run.rollout.drop_uniform_groups:
@@ -44,13 +43,13 @@ def problems(job: Job) -> list[str]:
 
 
 def _broken_rules(job: Job) -> list[str]:
-    """``problems`` of a candidate of the search, whose fields have their types: half the time."""
+    """Return ``problems`` of a search candidate, whose types need no check, in half the time."""
     return [*layout_problems(job.parallel, job.shape), *run_problems(job.run)]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of settings that makes a plan fit in memory, as flags."""
+    """Change of settings, as flags, that makes a plan fit in memory."""
 
     flags: list[str]
     gpus: int
@@ -58,10 +57,10 @@ class Change:
 
 
 def smallest_changes(plan: JobPlan) -> list[Change]:
-    """The smallest change that makes training fit; and the smallest on the same GPUs, if it is another one.
+    """Return the smallest change that makes training fit and, if different, the smallest on the same GPUs.
 
-    Order: fewest flags, then fewest GPUs, then least GPU time for each token (``JobPlan.cost``).
-    ``parallel.offload`` is not counted as a flag: it belongs to colocated servers. Empty if none was found.
+    Ordered by number of flags, then GPUs, then GPU time per token (``JobPlan.cost``). ``parallel.offload``
+    does not count as a flag: it belongs to colocated servers. Empty if none was found.
     """
     best: dict[bool, tuple[tuple[int, int, float], Change]] = {}
     before = flat(plan.job.run)
@@ -84,10 +83,10 @@ def smallest_changes(plan: JobPlan) -> list[Change]:
 
 
 def shorter_packs(plan: JobPlan) -> list[JobPlan]:
-    """Plans whose packs hold the longest sequence alone: of this layout, then of the fewest GPUs that fit.
+    """Return plans with packs of just the longest sequence: of this layout, then of the fewest GPUs that fit.
 
-    The second has less context parallelism. Empty where packs are not twice as long as that, where it frees
-    less than a tenth of a GPU, and where the search of bounds is in each pack, whose length then matters.
+    The second has less context parallelism. Empty if packs are less than twice as long, if this frees less
+    than a tenth of a GPU, or if bounds are searched per pack, so that pack length matters.
     """
     job = plan.job
     least = job.parallel.pack_tokens_for(job.run.longest_sequence)
@@ -108,20 +107,18 @@ def shorter_packs(plan: JobPlan) -> list[JobPlan]:
 
 
 def _packs_are_free(job: Job) -> bool:
-    """Whether the length of packs changes no result: not where each has a search of bounds of its own."""
+    """Whether pack length changes no result; it does if bounds are searched per pack."""
     return job.run.algorithm.bounds.sums_over != "micro_batch"
 
 
 def changed_flags(before: JobPlan, after: JobPlan) -> list[str]:
-    """The flags that make one plan's job of another's."""
+    """Return the flags that turn one plan's job into another's."""
     return _difference(flat(before.job.run), flat(after.job.run))
 
 
 def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
-    """The ``count`` fastest layouts on the same GPUs that fit, with no communication hidden.
-
-    Packs are as long as they are, or hold the longest sequence alone.
-    """
+    """Return the ``count`` fastest layouts that fit on the same GPUs, no communication hidden. Packs keep
+    their length, or hold just the longest sequence."""
     if not count:
         return []
     plans = [make_plan(job) for job in _layouts(plan.job) if not _broken_rules(job)]
@@ -130,8 +127,8 @@ def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
 
 
 def _neighbours(job: Job) -> Iterator[Job]:
-    """Neighbours of the job in the search: settings with less memory, CP and DP in both directions."""
-    # Colocated servers first get less memory, in small steps: that keeps the training layout as it is.
+    """Yield the job's neighbours in the search: less memory, CP and DP in both directions."""
+    # Colocated servers first get less memory, in small steps, which keeps the training layout.
     if not job.colocated:
         yield from _memory_saving(job)
         return
@@ -143,7 +140,7 @@ def _neighbours(job: Job) -> Iterator[Job]:
 
 
 def _with_smaller_engines(job: Job) -> Iterator[Job]:
-    """The job with ever lower ``memory_fraction`` of its colocated servers."""
+    """Yield the job with ever lower ``memory_fraction`` of its colocated servers."""
     sglang = job.run.rollout.sglang
     for step in range(1, int(sglang.memory_fraction / _FRACTION_STEP)):
         less = replace(sglang, memory_fraction=round(sglang.memory_fraction - step * _FRACTION_STEP, 2))
@@ -151,7 +148,7 @@ def _with_smaller_engines(job: Job) -> Iterator[Job]:
 
 
 def _with_fitting_engines(job: Job) -> Job:
-    """The job with the policy offloaded while it samples, and the largest ``memory_fraction`` that fits."""
+    """Return the job with an offloaded policy and the largest ``memory_fraction`` that fits."""
     budget = job.options.memory_fraction * job.gpu.memory
     stages = range(job.parallel.pipeline)
     for other in (_offloaded(candidate) for candidate in (job, *_with_smaller_engines(job))):
@@ -166,7 +163,7 @@ def _offloaded(job: Job) -> Job:
 
 
 def _memory_saving(job: Job) -> Iterator[Job]:
-    """Variants with less memory: recompute modes, layouts, shorter packs, or the optimizer on the host."""
+    """Yield variants with less memory: recompute modes, layouts, shorter packs, or a host optimizer."""
     p, batch = job.parallel, job.run.batch
     modes = _MODES[_MODES.index(batch.recompute) :]
     on_host = replace(job, run=replace(job.run, optimizer=replace(job.run.optimizer, device="cpu")))
@@ -193,7 +190,7 @@ def _memory_saving(job: Job) -> Iterator[Job]:
 
 
 def _layouts(job: Job) -> Iterator[Job]:
-    """Every TP x PP x CP x DP x EP layout of the job on its GPUs, in each recomputation mode."""
+    """Yield every TP x PP x CP x DP x EP layout of the job on its GPUs, in each recomputation mode."""
     powers = [2**n for n in range(job.gpus.bit_length())]
     experts = sorted({job.parallel.expert, *powers}) if job.shape.experts else [job.parallel.expert]
     tensors = [n for n in powers if n <= _MOST_TENSOR]
@@ -226,7 +223,7 @@ def _with(job: Job, layout: ParallelConfig, shortest: bool, **batch: Any) -> Job
 
 
 def _difference(before: dict[str, object], after: dict[str, object]) -> list[str]:
-    # No value for True, nor for a list without numbers.
+    # True and an empty list take no value.
     return [
         f"--{name.replace('_', '-')}" + ("" if value is True or value == () else f" {value}")
         for name, value in after.items()

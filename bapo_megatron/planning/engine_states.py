@@ -1,9 +1,9 @@
-"""States of an engine's sequences: what layers of Gated DeltaNet keep in place of keys and values.
+"""States of an engine's sequences: what Gated DeltaNet layers keep in place of keys and values.
 
-A state is as large for a short sequence as for a long one. SGLang has a cache of its own for them, of as many
-slots as ``--max-mamba-cache-size`` says, or of 0.9 times the KV cache's memory (``_handle_max_mamba_cache``
-in kv_cache_configurator.py of 0.5.23). The radix cache keeps states, too, since no token can be taken back
-from one: on a GPU a request takes 5 slots (``_calculate_mamba_ratio``), and without the radix cache one.
+A state has the same size for any sequence length. SGLang caches states in ``--max-mamba-cache-size`` slots
+or, by default, in 0.9 times the KV cache's memory (``_handle_max_mamba_cache`` in kv_cache_configurator.py of
+0.5.23). The radix cache stores states, too, since a state cannot be rolled back by a token: on a GPU a
+request takes 5 slots (``_calculate_mamba_ratio``), without the radix cache one.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GB, Job
 
 STATE_SLOTS = "--max-mamba-cache-size"
-"""SGLang's flag for the number of slots."""
+"""SGLang flag for the number of slots."""
 _SHARE, _STRATEGY = "--mamba-full-memory-ratio", "--mamba-radix-cache-strategy"
 _NO_RADIX_CACHE = "--disable-radix-cache"
 _DEFAULT_SHARE = 0.9
 _SLOTS = {"auto": 5, "extra_buffer": 5, "extra_buffer_lazy": 4, "no_buffer": 3}
-"""Slots of a request by the strategy of the radix cache: on a GPU "auto" is "extra_buffer"."""
+"""Slots per request by radix cache strategy; on a GPU "auto" is "extra_buffer"."""
 
 
 @dataclass(frozen=True)
 class StateCache:
-    """An engine's cache of states, of running requests and of prefixes."""
+    """An engine's state cache, for running requests and prefixes."""
 
     per_sequence: int
-    """Bytes of one sequence's states in all layers, over all TP ranks of an engine."""
+    """Bytes of one sequence's states in all layers, over an engine's TP ranks."""
     slots: int
     per_request: int
-    """Slots of a running request."""
+    """Slots per running request."""
     reserved: float
     """Bytes of all slots on each GPU."""
 
     @property
     def requests(self) -> int:
-        """Requests at a time that have their slots."""
+        """Concurrent requests for which there are slots."""
         return self.slots // self.per_request
 
     def values(self) -> dict[str, float]:
@@ -46,8 +46,8 @@ class StateCache:
 
 
 def state_cache(job: Job, room: float) -> StateCache | None:
-    """The cache of states where ``room`` bytes of a GPU are for it and the KV cache; None for a model without
-    states. SGLang allocates one slot more than it uses."""
+    """Return the state cache, if ``room`` bytes of a GPU are shared by it and the KV cache; None for a model
+    without states. SGLang allocates one slot more than it uses."""
     shape, rollout = job.shape, job.run.rollout
     size = sum(len(shape.layers_of(kind)) * kind.decoding().per_sequence for kind in shape.kinds)
     if not size:
@@ -64,7 +64,7 @@ def state_cache(job: Job, room: float) -> StateCache | None:
 
 
 def state_lines(job: Job, states: StateCache | None, engines: int) -> Iterator[str]:
-    """Lines of a plan's page on the cache of states; none for a model without states."""
+    """Yield the state cache's lines of a plan's page; nothing for a model without states."""
     if states is None:
         return
     yield (
@@ -80,7 +80,7 @@ def state_lines(job: Job, states: StateCache | None, engines: int) -> Iterator[s
 
 
 def _number(flags: Sequence[str], name: str, default: float) -> float:
-    """The number that the flag ``name`` gives. ConfigError if it is none."""
+    """Return the flag's number. Raises ConfigError if it is not one."""
     text = _value(flags, name, str(default))
     try:
         return float(text)
@@ -89,7 +89,7 @@ def _number(flags: Sequence[str], name: str, default: float) -> float:
 
 
 def _value(flags: Sequence[str], name: str, default: str) -> str:
-    """The value of the flag ``name``, which is the next item or behind an equals sign."""
+    """Return the flag's value, from the next item or after an equals sign."""
     for flag, after in pairwise((*flags, "")):
         own, _, value = flag.partition("=")
         if own == name:

@@ -1,25 +1,23 @@
-"""Engines of a plan: KV cache, sampling time of a step, and open responses of a run with environments.
+"""Engines of a plan: KV cache, sampling time of a step, and open responses with environments.
 
-Decoding is taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of every
-sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2). Of a
-model with experts it reads those that some sequence takes. Without partial rollout a step's sampling ends
-with its last response (lengths by ``lengths.py``); a decode step of few responses reads the weights, too.
-Scheduling, the engine's collectives and scoring are left out.
+Decoding is taken as bound by memory bandwidth: a decode step reads the weights once (of a model with experts,
+those that some sequence uses) and the KV cache of every sequence (Pope et al. 2022, "Efficiently Scaling
+Transformer Inference", arXiv 2211.05102, section 2). It also reads and writes the state of every sequence in
+layers with one (Gated DeltaNet, ``engine_states.py``), whose cache may limit concurrent requests. Without
+partial rollout, sampling ends with the step's last response (lengths by ``lengths.py``); steps with few
+responses read the weights, too. Scheduling, the engine's collectives and scoring are left out.
 
-Of layers with a state (Gated DeltaNet) each decode step reads and writes that of every sequence
-(``engine_states.py``), and the cache of states may limit the requests at a time.
+A response whose environment works occupies no place at an engine. P places stay filled if
 
-A response whose environment works holds no place at an engine. P places stay filled if
-
-    1.25 P (1 + w t / s) <= A   t seconds of a step, s seconds of sampling of a turn,
+    1.25 P (1 + w t / s) <= A   t seconds of an environment step, s seconds of sampling per turn,
                                 w share of the prompts that have an environment
 
-responses may be open. P (1 + w t / s) is Little's law; a quarter more, because complete responses wait for
-their groups: measured, 97 to 98 % of the places are filled then, 82 to 94 % without
+responses may be open. P (1 + w t / s) is Little's law; the extra quarter covers complete responses that wait
+for their groups: measured, 97 to 98 % of the places are filled with it, 82 to 94 % without
 (benchmarks/results/sampler_scale.md). The sampler's admission (``rollout/sampler/dispatcher.py``) allows
 
     A = S B G                   while the policy trains: max_staleness S of 1 or more, with overlap
-    A = (S + 1) B G             without overlap, or with S = 0: then engines sample only while it waits
+    A = (S + 1) B G             without overlap, or with S = 0: engines sample only while training waits
 
 B prompts_per_step, G group_size.
 """
@@ -44,54 +42,53 @@ from bapo_megatron.planning.lengths import (
 from bapo_megatron.planning.sizes import read_parameters, total_parameters
 
 SPARE = 1.25
-"""Open responses over those that Little's law asks for: some of them wait for the rest of their group."""
+"""Ratio of open responses to Little's law: some wait for the rest of their group."""
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Estimated memory and speed of the run's inference engines."""
+    """Estimated memory and speed of a run's inference engines."""
 
     gpus: int
     count: int
     weights: float
-    """Bytes of the weights on each GPU."""
+    """Bytes of weights on each GPU."""
     cache: float
     """Bytes of KV cache on each GPU."""
     cache_per_token: int
-    """Bytes of one token's keys and values in all layers, over all TP ranks of an engine."""
+    """Bytes of one token's keys and values in all layers, summed over an engine's TP ranks."""
     states: StateCache | None
-    """The cache of states; None for a model without layers that have one."""
+    """Cache of layer states; None for a model without them."""
     longest_sequences: int
-    """Sequences of the longest length that one engine's cache holds."""
+    """Sequences of the longest length that fit one engine's cache."""
     running: float
-    """Sequences that one engine decodes at a time, each at the mean length of a running sequence."""
+    """Sequences decoded at a time by one engine, at a running sequence's mean length."""
     tokens_per_second: float
-    """Estimate of the tokens that all engines sample in a second."""
+    """Estimated tokens sampled per second by all engines."""
     step_seconds: float
-    """Estimate of the seconds for all responses of a step, at full decode batches: where unfinished responses
-    continue in the next step (``max_staleness`` of 1 or more)."""
+    """Estimated seconds for a step's responses at full decode batches, as if unfinished responses continue in
+    the next step (``max_staleness`` of 1 or more)."""
     rollout_seconds: float
-    """Estimate of the seconds until the last response of a step is done, with the prompts' prefill and the
-    tail, in which few responses run."""
+    """Estimated seconds until a step's last response is done, with prefill and the tail of few running
+    responses."""
     prefill_seconds: float
-    """Part of ``rollout_seconds`` for the prompts, one prefill for each response: an upper estimate, since
-    engines may share a group's prompt."""
+    """Part of ``rollout_seconds`` for prompts, one prefill per response: an upper estimate, since engines may
+    share a group's prompt."""
     cut_share: float
-    """Share of the responses that reach the longest length, by the assumed distribution."""
+    """Share of responses that reach the longest length, by the assumed distribution."""
     longest_seconds: float
-    """Estimate of the seconds for one response of the longest length, alone on its engine: a step with such a
-    response is not shorter."""
+    """Estimated seconds for one longest response alone on its engine: the minimum for a step with one."""
 
     @property
     def fits(self) -> bool:
-        """Whether an engine can hold one sequence of full length, and the states of one request."""
+        """Whether an engine can hold one full-length sequence and one request's states."""
         return (
             self.count > 0 and self.longest_sequences >= 1 and (not self.states or self.states.requests > 0)
         )
 
 
 def cache_bytes_per_token(shape: ModelShape) -> int:
-    """Bytes of one token's keys and values in bfloat16, all layers."""
+    """Return bytes of one token's keys and values in bfloat16, all layers."""
     return sum(len(shape.layers_of(kind)) * kind.decoding().per_token for kind in shape.kinds)
 
 
@@ -102,7 +99,7 @@ def _default_gpus(job: Job) -> int:
 
 
 def engine_plan(job: Job) -> EnginePlan:
-    """The estimate for ``engine_gpus`` GPUs in engines of ``rollout.sglang.tensor`` GPUs each."""
+    """Return the estimate for ``engine_gpus`` GPUs in engines of ``rollout.sglang.tensor`` GPUs each."""
     options, gpu = job.options, job.gpu
     size = job.run.rollout.sglang.tensor
     gpus = options.engine_gpus or _default_gpus(job)
@@ -112,7 +109,7 @@ def engine_plan(job: Job) -> EnginePlan:
     cache = room - (states.reserved if states else 0.0)
     per_token = cache_bytes_per_token(job.shape)
     count = gpus // size
-    # SGLang cuts the cache by KV heads; with more ranks than heads several ranks hold the same ones.
+    # SGLang splits the cache by KV heads; ranks beyond the number of heads hold copies.
     split = min(size, max(kind.decoding().heads for kind in job.shape.kinds))
     tokens = cache * split / per_token
     lengths = job.lengths
@@ -133,7 +130,7 @@ def engine_plan(job: Job) -> EnginePlan:
     prompts = share * job.mean_prompt * linear_flops_per_token(job.shape)
     prefill = prompts / size / (options.mfu * gpu.peak)
     busiest = _busiest(lengths, share, job.sampled_responses, max(1, int(slots)), job.mean_prompt)
-    # Experts are read less often in the tail: by as many responses as run in the mean over the steps.
+    # In the tail, fewer experts are read: use the mean number of running responses over the steps.
     steps = busiest[0]
     sampled = share * job.mean_response
     decoding = steps * weight_seconds(sampled / steps) + token_seconds * busiest[1] + state_seconds * sampled
@@ -159,7 +156,7 @@ def engine_plan(job: Job) -> EnginePlan:
 def _busiest(
     lengths: ResponseLengths, share: int, responses: int, slots: int, prompt: float
 ) -> tuple[float, float]:
-    """Decode steps of the busiest engine, and KV entries that it reads. Cached for the layout search."""
+    """Return the busiest engine's decode steps and KV entries read. Cached for the layout search."""
     busiest = lengths.busiest_engine_lengths(share, responses)
     return decode_steps(busiest, slots), read_tokens(busiest, prompt)
 
@@ -169,21 +166,21 @@ class OpenResponses:
     """Needed and admitted open responses of a run with environments."""
 
     places: float
-    """P: responses that all engines decode at a time in the plan's estimate."""
+    """P: responses decoded at a time by all engines in the plan's estimate."""
     turn_seconds: float
     """s: a turn's share of the mean response, at full decode batches."""
     share: float
-    """w: share of the prompts whose source has an environment, by the weights of the sources."""
+    """w: weighted share of the prompts whose source has an environment."""
     step_seconds: float | None
-    """t: ``--environment-seconds``; None if it is not given."""
+    """t: ``--environment-seconds``, if given."""
     admitted: int
     """A: responses that may be open."""
     round_responses: int
     """B G: responses of a step."""
     is_ahead: bool
-    """Whether ``admitted`` is S B G: engines sample while the policy trains."""
+    """Whether engines sample while the policy trains, so that ``admitted`` is S B G."""
     overlap: bool
-    """``rollout.overlap``: whether a ``max_staleness`` of 1 or more would let them."""
+    """Whether a ``max_staleness`` of 1 or more would make engines sample while the policy trains."""
 
     @property
     def needed(self) -> float | None:
@@ -194,17 +191,17 @@ class OpenResponses:
 
     @property
     def filled(self) -> float | None:
-        """Share of the places that are filled at least; 1 where the inequality holds."""
+        """Lower bound of the share of filled places; 1 where the inequality holds."""
         return None if self.needed is None else min(1.0, self.admitted / self.needed)
 
     @property
     def longest_step_seconds(self) -> float:
-        """The mean seconds of a step up to which the inequality holds; 0 if not even without steps."""
+        """Longest mean environment step for which the inequality holds, seconds; 0 if for none."""
         return max(0.0, self.turn_seconds / self.share * (self.admitted / (SPARE * self.places) - 1))
 
     @property
     def needed_staleness(self) -> int | None:
-        """The smallest ``rollout.max_staleness`` with which it holds; 0 and 1 admit as many with overlap."""
+        """Smallest ``rollout.max_staleness`` for which it holds; 0 and 1 admit equally many with overlap."""
         if self.needed is None:
             return None
         steps = math.ceil(self.needed / self.round_responses - 1e-9)
@@ -221,10 +218,10 @@ class OpenResponses:
 
 
 def open_responses(job: Job, engines: EnginePlan) -> OpenResponses | None:
-    """The open responses of a job; None for a run without an environment, or whose engines cannot sample.
+    """Return a job's open responses; None for a run without an environment or engines that cannot sample.
 
-    s = mean_response / turns x P / (tokens per second of all engines). The mean response includes the tokens
-    that were given, as ``--mean-response-tokens`` does.
+    s = mean_response / turns x P / (tokens per second of all engines). The mean response includes given
+    tokens, as does ``--mean-response-tokens``.
     """
     run, options = job.run, job.options
     share, places = _share(run), engines.count * engines.running
@@ -249,7 +246,7 @@ def open_responses(job: Job, engines: EnginePlan) -> OpenResponses | None:
 
 
 def open_response_lines(responses: OpenResponses | None) -> Iterator[str]:
-    """Section of a plan's page; none for a run without an environment."""
+    """Yield the environment section of a plan's page; nothing without an environment."""
     if responses is None:
         return
     when = " while the policy trains" if responses.is_ahead else ""
@@ -275,7 +272,7 @@ def open_response_lines(responses: OpenResponses | None) -> Iterator[str]:
 
 
 def _share(run: RunConfig) -> float:
-    """The share of the training prompts that have an environment, by the weights of their sources."""
+    """Return the weighted share of training prompts whose source has an environment."""
     if not run.data.sources:
         return float(run.environment.function is not None)
     weights = {source.name: source.weight for source in run.data.sources}

@@ -1,8 +1,8 @@
-"""Planned job of ``bapo plan``: GPU types, the recipe, the shape and the flags, and the sizes that follow.
+"""Planned job of ``bapo plan``: GPU types, recipe, shape and flags, and derived sizes.
 
-The pipeline schedules are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
-``schedules.py``. ConfigError if there is no config.json to read the model's shape from.
+Pipeline schedules follow Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
+``schedules.py``. Raises ConfigError without a config.json to read the model's shape.
 """
 
 from __future__ import annotations
@@ -34,30 +34,29 @@ from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 GB = 1e9
 GPUS_PER_NODE = 8
 _BYTES = {"bfloat16": 2, "float32": 4}
-# Prompts of competition mathematics have 100 to 300 tokens, a limit of 2048 is for the rare long one.
+# Competition mathematics prompts have 100 to 300 tokens; a limit of 2048 allows for rare long ones.
 _MEAN_PROMPT = 1 / 8
 _MEAN_RESPONSE = 1 / 4
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU type: its rates and memory, and those of its node, in bytes, bytes/s and FLOP/s."""
+    """GPU type: rates and memory of the GPU and its node, in bytes, bytes/s and FLOP/s."""
 
     name: str
     memory: float
-    """Bytes by the data sheet (decimal gigabytes); the driver shows 3 to 7 % more, which is left as a
-    reserve."""
+    """Data sheet bytes (decimal gigabytes); the driver's additional 3 to 7 % are a reserve."""
     peak: float
     """Dense bfloat16 rate."""
     memory_bandwidth: float
     nvlink: float
-    """NVLink within the node, one direction, for each GPU."""
+    """NVLink within the node, one direction, per GPU."""
     network: float
-    """Network between nodes, one direction, for each GPU."""
+    """Network between nodes, one direction, per GPU."""
     host_memory: float
     """Host memory of a DGX node with eight such GPUs."""
     host_bandwidth: float
-    """Bandwidth of that memory, both sockets."""
+    """Its bandwidth, both sockets."""
     pcie: float
     """PCIe between a GPU and the host, one direction."""
 
@@ -138,7 +137,7 @@ class PlanOptions(GpuOptions):
 
 
 def find_shape(recipe: Path, hf_path: Path) -> ModelShape:
-    """The model's shape, from its folder, or else from ``shapes/NAME/config.json`` of the recipes."""
+    """Return the model's shape, from its folder or ``shapes/NAME/config.json`` of the recipes."""
     return read_model_shape(shape_folder(recipe, hf_path))
 
 
@@ -146,8 +145,8 @@ _RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def shape_folder(recipe: Path, hf_path: Path) -> Path:
-    """The folder that holds the model's config.json: its own, or else ``shapes/NAME`` beside the recipe,
-    beside its folder, or in recipes/ of this checkout. ConfigError if none has one."""
+    """Return the folder with the model's config.json: its own, or ``shapes/NAME`` beside the recipe, beside
+    the recipe's folder, or in recipes/ of this checkout. Raises ConfigError if none has one."""
     places = (recipe.parent, recipe.absolute().parent.parent, _RECIPES)
     folders = [hf_path, *(place / "shapes" / hf_path.name for place in places)]
     for folder in folders:
@@ -161,10 +160,8 @@ def shape_folder(recipe: Path, hf_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """Planned job: one recipe and its model's shape on one type of GPU; the input of every estimate.
-
-    Its properties are derived sizes; the flags of ``PlanOptions`` are its assumptions.
-    """
+    """Planned job: one recipe and its model's shape on one GPU type; the input of every estimate. Its
+    properties are derived sizes; the flags of ``PlanOptions`` are its assumptions."""
 
     run: RunConfig
     shape: ModelShape
@@ -176,12 +173,12 @@ class Job:
 
     @property
     def budget(self) -> float:
-        """Bytes of a GPU's memory that the run may use."""
+        """GPU memory that the run may use, bytes."""
         return self.options.memory_fraction * self.gpu.memory
 
     @property
     def host_budget(self) -> float:
-        """Bytes of a node's host memory that the run may use."""
+        """Host memory of a node that the run may use, bytes."""
         return self.options.memory_fraction * self.gpu.host_memory
 
     @property
@@ -194,20 +191,20 @@ class Job:
 
     @property
     def gpus(self) -> int:
-        """GPUs that train."""
+        """Number of training GPUs."""
         return self.parallel.model_size * self.replicas
 
     @property
     def servers_problem(self) -> str | None:
         """Problem of placing the run's servers on its first node, as `bapo train` reports it; None if they
-        fit, run already, or the engine has no servers."""
+        fit, already run, or do not exist."""
         if self.run.rollout.engine != "sglang":
             return None
         return placement_problem(self.run.rollout, GPUS_PER_NODE, self.gpus)
 
     @property
     def colocated(self) -> bool:
-        """Whether the run's servers are colocated: they and the policy use the same GPUs in turns."""
+        """Whether the run's servers and the policy take turns on the same GPUs."""
         return self.run.rollout.engine == "sglang" and self.run.rollout.sglang.colocated
 
     @property
@@ -226,8 +223,8 @@ class Job:
         return self.options.engine_memory_fraction or self.run.rollout.sglang.memory_fraction
 
     def has_servers(self, stage: int) -> bool:
-        """Whether a GPU of pipeline stage ``stage`` has a colocated server. They are on rank 0's node, where
-        GPU i has rank i."""
+        """Whether pipeline stage ``stage`` has a GPU with a colocated server; those are on rank 0's node,
+        where GPU i is rank i."""
         sglang, per_stage = self.run.rollout.sglang, self.gpus // self.parallel.pipeline
         ranks = range(stage * per_stage, (stage + 1) * per_stage)
         servers = range(sglang.first_gpu, sglang.first_gpu + sglang.servers * sglang.tensor)
@@ -235,12 +232,12 @@ class Job:
 
     @property
     def gpus_on_node(self) -> int:
-        """GPUs of a node that this job uses."""
+        """Number of a node's GPUs in this job."""
         return min(GPUS_PER_NODE, self.gpus)
 
     @property
     def optimizer_shards(self) -> int:
-        """Ranks that share the optimizer state of a model shard: DP x CP. Experts have ``expert_shards``."""
+        """Ranks that share a model shard's optimizer state: DP x CP; for experts, ``expert_shards``."""
         return self.replicas * self.parallel.context
 
     @property
@@ -250,14 +247,14 @@ class Job:
         return max(1, p.tensor * self.optimizer_shards // (p.expert * p.expert_tensor))
 
     def place(self, spec: Spec = "te", passes: float = 0.0) -> Place:
-        """The busiest rank, by which kinds of layers count; with ``passes`` forward-only ones an update."""
+        """Return the busiest rank, for layer costs, with ``passes`` forward-only passes per update."""
         imbalance = rank_imbalance(self.parallel, self.expert_imbalance)
         recompute = self.run.batch.recompute
         return Place(self.shape.hidden, self.parallel, self.element, spec, recompute, imbalance, passes)
 
     @property
     def expert_imbalance(self) -> float:
-        """Copies of tokens on the busiest rank of EP over the mean: assumed, or measured from routes."""
+        """Copies of tokens on the busiest EP rank over the mean: assumed, or measured from routes."""
         if self.options.expert_routes is None or self.shape.experts is None:
             return self.options.expert_imbalance
         return measured_imbalance(self.options.expert_routes, self.shape, self.parallel.expert)
@@ -278,7 +275,7 @@ class Job:
 
     @property
     def norm_split(self) -> int:
-        """Ranks that norms and residuals are split over."""
+        """Number of ranks that split norms and residuals."""
         return self.parallel.tensor if self.parallel.sequence else 1
 
     @property
@@ -288,12 +285,12 @@ class Job:
 
     @property
     def disk_with_rollouts(self) -> float:
-        """Bytes of the run directory at most, with the rollouts that it keeps at the assumed mean length."""
+        """Upper bound of the run directory's bytes, with rollouts of the assumed mean length."""
         return run_folder_bytes(self.run, self.shape) + self.rollouts
 
     @property
     def rollouts(self) -> float:
-        """Bytes of the rollouts and held-out responses that the run keeps, at the assumed mean length."""
+        """Bytes of kept rollouts and held-out responses at the assumed mean length."""
         of_training = rollout_bytes(self.run, self.shape, self.mean_response)
         return of_training + evaluation_bytes(self.run, self.mean_response)
 
@@ -304,7 +301,7 @@ class Job:
 
     @property
     def max_in_flight(self) -> int:
-        """Limit of concurrent requests of an engine."""
+        """Limit of concurrent requests per engine."""
         rollout = self.run.rollout
         return rollout.sglang.max_in_flight if rollout.engine == "sglang" else rollout.max_batch
 
@@ -324,30 +321,30 @@ class Job:
 
     @property
     def responses(self) -> int:
-        """Responses of a step: prompts x group size."""
+        """Responses per step: prompts x group size."""
         return self.run.rollout.prompts_per_step * self.run.rollout.group_size
 
     @property
     def sampled_responses(self) -> int:
-        """Responses that engines sample for a step: ``responses`` / (1 - share of dropped groups), at most
-        ``max_oversampling`` times as many."""
+        """Responses sampled per step: ``responses`` / (1 - share of dropped groups), at most
+        ``max_oversampling`` times ``responses``."""
         times = 1 / (1 - self.options.dropped_groups)
         return round(self.responses * min(times, self.run.rollout.max_oversampling))
 
     @property
     def updates(self) -> int:
-        """Updates of a step: reuse epochs x updates in each."""
+        """Updates per step: reuse epochs x updates in each."""
         return self.run.algorithm.reuse_epochs * self.run.algorithm.updates_per_epoch
 
     @property
     def tokens_per_update(self) -> float:
-        """Tokens, prompts included, that an update trains on."""
+        """Tokens per update, prompts included."""
         tokens = self.responses * (self.mean_prompt + self.mean_response)
         return tokens / self.run.algorithm.updates_per_epoch
 
     @property
     def responses_per_search(self) -> float | None:
-        """Mean number of responses in one search of the clipping bounds; None if none is made."""
+        """Mean responses per search of the clipping bounds; None without a search."""
         algorithm, bounds = self.run.algorithm, self.run.algorithm.bounds
         if algorithm.loss != "clip" or sum_count(bounds) == 2:
             return None
@@ -361,38 +358,36 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Packs that a replica runs in an update; the interleaved schedule wants a multiple of PP."""
+        """Packs per replica and update; the interleaved schedule needs a multiple of PP."""
         multiple = self.parallel.pipeline if self.parallel.virtual > 1 else 1
         per_pack = self.run.batch.pack_tokens * self.replicas * multiple
         return multiple * max(1, -int(-self.tokens_per_update // per_pack))
 
     @property
     def packs_fill(self) -> float:
-        """Tokens of an update over those that one pack of every replica holds: below 1 replicas idle."""
+        """Tokens per update over the capacity of one pack per replica; below 1 replicas idle."""
         return self.tokens_per_update / (self.run.batch.pack_tokens * self.replicas)
 
     @property
     def filled_packs(self) -> float:
-        """Packs that the busiest replica computes in an update: its share of the tokens, at least one pack,
-        which one response may fill. The interleaved schedule computes all ``micro_batches``, dummies too."""
+        """Packs that the busiest replica computes per update: its share of the tokens, at least one, which
+        one response may fill. The interleaved schedule computes all ``micro_batches``, dummies included."""
         return self.micro_batches if self.parallel.virtual > 1 else max(1.0, self.packs_fill)
 
     @property
     def typical_length(self) -> float:
         """Token-weighted mean sequence length, E[n^2] / E[n] over prompts of the mean length and ``lengths``.
-
-        Attention of a token costs as much as its sequence is long, and most tokens are in long ones.
-        """
+        A token's attention costs as much as its sequence is long, and most tokens are in long sequences."""
         prompt, response = self.mean_prompt, self.mean_response
         squares = prompt**2 + 2 * response * (prompt + self.lengths.running_mean)
         return squares / (prompt + response)
 
 
 def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
-    """Largest number of forward passes in flight on ``stage``, of one model chunk each.
+    """Return the largest number of forward passes in flight on ``stage``, each of one model chunk.
 
-    1F1B: those of the warm-up, PP - stage - 1, and the one that runs. Interleaved: the warm-up has
-    2 (PP - stage - 1) + (virtual - 1) PP chunks, each 1 / virtual of the stage's layers.
+    1F1B: the warm-up's PP - stage - 1 plus the running one. Interleaved: the warm-up has 2 (PP - stage - 1) +
+    (virtual - 1) PP chunks, each 1 / virtual of the stage's layers.
     """
     behind = parallel.pipeline - stage - 1
     warm_up = behind
@@ -402,8 +397,6 @@ def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
 
 
 def slots(parallel: ParallelConfig, micro_batches: float) -> float:
-    """Duration of a pipeline pass, M + (PP - 1) / virtual, in units of a stage's time for one micro-batch.
-
-    M micro-batches; each other stage adds one chunk while the pipeline fills and drains.
-    """
+    """Return a pipeline pass's duration, M + (PP - 1) / virtual, in units of a stage's time per micro-batch.
+    M micro-batches; every other stage adds one chunk while the pipeline fills and drains."""
     return micro_batches + (parallel.pipeline - 1) / parallel.virtual

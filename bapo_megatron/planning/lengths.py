@@ -1,7 +1,6 @@
-"""Response lengths of ``bapo plan``, log-normal up to the limit, and the time to decode them.
+"""Response lengths of ``bapo plan``, log-normal up to the limit, and their decoding time.
 
-Responses beyond the longest length are cut to it, and count with that length. Pure functions of their
-arguments; nothing is drawn at random.
+Longer responses are cut to the longest length and count with it. Pure functions without randomness.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class ResponseLengths:
-    """Distribution of response lengths in tokens: log-normal, cut to the longest, with a given mean."""
+    """Distribution of response lengths in tokens: log-normal, cut at the longest, with a given mean."""
 
     mean: float
-    """Mean length of the responses as they come, the cut ones included."""
+    """Mean length, cut responses included."""
     spread: float
-    """Standard deviation of the logarithm of the lengths, before the cut."""
+    """Standard deviation of log length before the cut."""
     longest: float
     """Length at which responses are cut."""
 
     @cached_property
     def _middle(self) -> float | None:
-        """Logarithm of the median before the cut, by bisection; None if all responses are cut."""
+        """Log of the median before the cut, by bisection; None if all responses are cut."""
         if self.mean >= self.longest * (1 - 1e-9):
             return None
         low, high = log(self.mean) - self.spread**2, log(self.longest) + 40 * self.spread
@@ -40,14 +39,14 @@ class ResponseLengths:
         return low
 
     def _mean_at(self, middle: float) -> float:
-        """Mean after the cut of a log-normal distribution with median ``exp(middle)``."""
+        """Return the mean after the cut of a log-normal distribution with median ``exp(middle)``."""
         cut = (log(self.longest) - middle) / self.spread
         whole = exp(middle + self.spread**2 / 2) * _NORMAL.cdf(cut - self.spread)
         return whole + self.longest * _NORMAL.cdf(-cut)
 
     @property
     def cut_share(self) -> float:
-        """Share of the responses that are cut."""
+        """Share of responses that are cut."""
         if self._middle is None:
             return 1.0
         return _NORMAL.cdf((self._middle - log(self.longest)) / self.spread)
@@ -62,16 +61,14 @@ class ResponseLengths:
         return (square + self.longest**2 * _NORMAL.cdf(-cut)) / self.mean / 2
 
     def quantile(self, share: float) -> float:
-        """The length that a ``share`` of the responses does not exceed."""
+        """Return the length that a ``share`` of the responses does not exceed."""
         if self._middle is None:
             return self.longest
         return min(self.longest, max(1.0, exp(self._middle + self.spread * _NORMAL.inv_cdf(share))))
 
     def busiest_engine_lengths(self, count: int, of: int) -> list[float]:
-        """Lengths of the ``count`` responses of the busiest engine, which has the longest of all ``of``.
-
-        Even quantiles instead of a random draw, in a fixed order that mixes short and long ones.
-        """
+        """Return lengths of the busiest engine's ``count`` responses, including the longest of all ``of``.
+        Evenly spaced quantiles instead of random draws, in a fixed order that mixes short and long ones."""
         shares = [(i + 0.5) / count for i in range(count)]
         shares[-1] = 1 - 0.5 / max(count, of)
         order = sorted(range(count), key=lambda i: i * _GOLDEN % 1)
@@ -79,11 +76,11 @@ class ResponseLengths:
 
 
 response_lengths = lru_cache(maxsize=64)(ResponseLengths)
-"""The distribution, cached for the layout search."""
+"""Cached constructor, for the layout search."""
 
 
 def decode_steps(lengths: Sequence[float], slots: int) -> float:
-    """Decode steps until all responses are done, with ``slots`` running at a time (continuous batching)."""
+    """Return decode steps until all responses are done, ``slots`` running at a time (continuous batching)."""
     ends = list(lengths[:slots])
     heapq.heapify(ends)
     for length in lengths[slots:]:
@@ -92,13 +89,11 @@ def decode_steps(lengths: Sequence[float], slots: int) -> float:
 
 
 def read_tokens(lengths: Sequence[float], prompt: float) -> float:
-    """Tokens whose KV entries decoding reads: sum over responses n (prompt + n / 2).
-
-    A response of n tokens reads its prompt n times and its own tokens n^2 / 2 times, whenever it runs.
-    """
+    """Return the number of KV entries that decoding reads: sum over responses n (prompt + n / 2). A response
+    of n tokens reads its prompt n times and its own tokens n^2 / 2 times."""
     return sum(length * (prompt + length / 2) for length in lengths)
 
 
 def busiest_engine_responses(responses: int, engines: int, imbalance: float) -> int:
-    """Responses of the busiest engine: ``imbalance`` x the mean over ``engines``."""
+    """Return the busiest engine's responses: ``imbalance`` x the mean over ``engines``."""
     return min(responses, max(1, ceil(responses / max(1, engines) * imbalance)))

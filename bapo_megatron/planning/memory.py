@@ -1,6 +1,6 @@
-"""Memory estimate of ``bapo plan``: of one GPU of each pipeline stage, and of the host of a node, in bytes.
+"""Memory estimate of ``bapo plan``: one GPU of each pipeline stage, and a node's host, in bytes.
 
-Weights, gradients, optimizer states and activations are counted; fields that are estimates say so.
+Weights, gradients, optimizer states and activations are counted; fields say so if they are estimates.
 """
 
 from __future__ import annotations
@@ -20,90 +20,87 @@ from bapo_megatron.policy.layout import chunk_blocks
 from bapo_megatron.step_header import RouteShape
 
 _FP32 = 4
-# Estimate: CUDA context and kernels 1 GB, cuBLAS and Transformer Engine workspaces 0.5 GB, NCCL's channel
-# buffers for some six process groups 1.5 GB.
+# Estimate: CUDA context and kernels 1 GB, cuBLAS and Transformer Engine workspaces 0.5 GB, NCCL channel
+# buffers of some six process groups 1.5 GB.
 FIXED = 3 * GB
-# Estimate: what the caching allocator loses to fragments of blocks that come and go.
+# Estimate: fragmentation in the caching allocator.
 FRAGMENTATION = 0.05
 _SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
 _BUCKET = 1 << 26  # policy/optimizer.py
 _HOST_BLOCK = 1 << 28  # policy/offload.py
 PACK_COLUMNS = 4 * 8 + 7 * 4 + 2 * 4
 """Bytes of a token's columns on the device (``tensor_types.COLUMNS``): four int64, seven float32, two int32.
-A reference's and a teacher's log-probs are among them in every run."""
+Every run has columns for a reference's and a teacher's log-probs."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """GPU memory of one pipeline stage, in bytes, by what uses it.
-
-    A peak is a sum over what is there at the same time: in an update, a save, a sync, a hand-over, while
-    engines sample.
-    """
+    """GPU memory of one pipeline stage by use, in bytes. A peak sums what exists simultaneously: in an
+    update, save, sync or hand-over, or while engines sample."""
 
     stage: int
     parameters: StageParameters
     in_flight: int
-    """Micro-batches (model chunks, if virtual) whose activations are alive."""
+    """Micro-batches (model chunks if virtual) with live activations."""
     weights: float
     gradients: float
-    """The float32 buffer of all gradients."""
+    """float32 buffer of all gradients."""
     optimizer: float
-    """This rank's shard of the master weights and of Adam's moments; 0 with ``optimizer.device=cpu``."""
+    """Rank's shard of master weights and Adam moments; 0 with ``optimizer.device=cpu``."""
     activations: float
-    """Activations saved for the backward passes in flight, and those of the one layer that is recomputed."""
+    """Activations saved for backward passes in flight, plus one recomputed layer."""
     workspace: float
-    """Estimate of the backward workspace: gradients of one layer's activations, and its gathered input."""
+    """Estimated backward workspace: one layer's activation gradients and its gathered input."""
     head: float
-    """Output layer: one chunk of logits, the hidden states with their gradient, the matrix's gradient."""
+    """Output layer: one chunk of logits, hidden states with gradient, gradient of the matrix."""
     buffers: float
-    """Estimate: pipeline messages, the ring of context parallelism, and the update's packs."""
+    """Estimate: pipeline messages, context parallelism's ring, and the update's packs."""
     reserve: float
-    """Estimate: CUDA context, NCCL buffers, and fragmentation of the caching allocator."""
+    """Estimate: CUDA context, NCCL buffers, and allocator fragmentation."""
     saving: float
-    """Peak while a checkpoint is gathered; nothing of a pass is alive then."""
+    """Peak while gathering a checkpoint, without activations."""
     syncing: float
-    """Peak while weights are gathered for the engines, one parameter at a time."""
+    """Peak while gathering weights for engines, one parameter at a time."""
     resting: float
-    """The policy's memory while engines sample; if offloaded, the CUDA context and NCCL's buffers."""
+    """Policy memory while engines sample; if offloaded, CUDA context and NCCL buffers."""
     kept: float
-    """Memory that a colocated server never releases: ``rollout.sglang.kept_gb``; 0 without one."""
+    """Memory never released by a colocated server: ``rollout.sglang.kept_gb``; 0 without one."""
     serving: float
-    """A colocated server's weights and KV cache, while it samples; 0 without one."""
+    """Weights and KV cache of a colocated server while sampling; 0 without one."""
     handing: float
-    """The policy's memory during the weight hand-over to a colocated server (``sync=ipc``), else 0."""
+    """Policy memory during the weight hand-over to a colocated server (``sync=ipc``), else 0."""
     reading: float
-    """The server's weights during the hand-over, else 0."""
+    """Server weights during the hand-over, else 0."""
 
     @property
     def training(self) -> float:
-        """Peak memory of an update. The output layer is done before a layer's backward pass begins."""
+        """Peak memory of an update; the output layer ends before a layer's backward pass begins."""
         passing = self.activations + max(self.workspace, self.head) + self.buffers
         return self.weights + self.gradients + self.optimizer + passing + self.reserve
 
     @property
     def policy_peak(self) -> float:
-        """The largest of the policy's own peaks: an update, saving, syncing."""
+        """Largest of the policy's peaks: update, save, sync."""
         return max(self.training, self.saving, self.syncing)
 
     @property
     def sampling(self) -> float:
-        """Memory of a GPU while a colocated server samples on it; 0 without one."""
+        """GPU memory while a colocated server samples; 0 without one."""
         return self.resting + self.kept + self.serving if self.serving else 0.0
 
     @property
     def handover(self) -> float:
-        """Memory of a GPU during the weight hand-over to a colocated server; 0 without one."""
+        """GPU memory during the hand-over to a colocated server; 0 without one."""
         return self.handing + self.kept + self.reading if self.handing else 0.0
 
     @property
     def peak(self) -> float:
-        """Peak memory of a GPU, the colocated server's included."""
+        """Peak memory of a GPU, including a colocated server."""
         return max(self.policy_peak + self.kept, self.handover, self.sampling)
 
 
 def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
-    """The memory of one GPU of pipeline stage ``stage``."""
+    """Return the memory of one GPU of pipeline stage ``stage``."""
     parameters = stage_parameters(job.shape, job.parallel, stage)
     weights, gradients = parameters.total * job.element, parameters.total * _FP32
     optimizer = 0.0 if job.host_optimizer else optimizer_bytes(job, optimizer_shard(job, parameters))
@@ -126,7 +123,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
         head=head,
         buffers=buffers,
         reserve=FIXED + FRAGMENTATION * (activations + max(workspace, head)),
-        saving=steady + 2 * _largest_state(job),  # shards of a state, sent to their owners and received
+        saving=steady + 2 * _largest_state(job),  # one state's shards, sent and received
         syncing=steady + sync_bytes(job),
         resting=FIXED if job.offloads else steady,
         kept=job.run.rollout.sglang.kept_gb * GB if shared else 0.0,
@@ -137,20 +134,20 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
 
 
 def optimizer_shard(job: Job, parameters: StageParameters) -> float:
-    """Parameters whose optimizer state a rank has: its share over DP x CP, and over the ranks with the same
+    """Return the parameters in a rank's optimizer shard: split over DP x CP, or over ranks with the same
     experts."""
     return parameters.dense / job.optimizer_shards + parameters.experts / job.expert_shards
 
 
 def optimizer_bytes(job: Job, parameters: float) -> float:
-    """Optimizer states of ``parameters``: float32 moments of Adam, and master weights if weights are bfloat16
-    or the states are on the host."""
+    """Return bytes of optimizer states: float32 Adam moments, and master weights if weights are bfloat16 or
+    states are on the host."""
     copies = 2 if job.element == _FP32 and not job.host_optimizer else 3
     return copies * _FP32 * parameters
 
 
 def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
-    """Peak activation memory of a stage: saved by all passes in flight, and the transient of one layer.
+    """Return a stage's peak activation bytes: saved by all passes in flight, plus one layer's transient.
 
     The transient is one recomputed layer, or the final norm, which is freed before the first layer is
     recomputed. Every model chunk but the very last also holds its output.
@@ -165,14 +162,14 @@ def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
 
 
 def _after_the_norm(job: Job, stage: int, spec: Spec) -> float:
-    """Bytes of a token by which a recomputed layer is more than the final norm, which was before it."""
+    """Return bytes per token by which a recomputed layer exceeds the final norm, freed before it."""
     at, chunks = job.place(spec), chunk_blocks(job.parallel, job.shape)[stage :: job.parallel.pipeline]
     transient = max(block_bytes(block, at)[1] for chunk in chunks for block in chunk)
     return max(0.0, transient - at.norm * (stage == job.parallel.pipeline - 1))
 
 
 def block_bytes(block: Block, at: Place) -> tuple[float, float]:
-    """Bytes that a layer saves for a token, and those of its recomputation, for one layer at a time."""
+    """Return bytes per token that a layer saves, and those of its recomputation, one layer at a time."""
     parts = [kind.saved(at) for kind in block.kinds]
     whole = sum(part.whole for part in parts)
     return {
@@ -183,35 +180,35 @@ def block_bytes(block: Block, at: Place) -> tuple[float, float]:
 
 
 def _forwards_in_flight(job: Job, stage: int) -> int:
-    """Forward passes in flight: those of the pipeline schedule, or all under ``batch.hold_forwards``."""
+    """Return forward passes in flight: by the pipeline schedule, or all under ``batch.hold_forwards``."""
     holds = job.run.batch.hold_forwards
     return job.micro_batches if holds else in_flight(job.parallel, stage, job.micro_batches)
 
 
 def sync_bytes(job: Job) -> float:
-    """Weight sync buffers: 2 x the largest parameter, gathered and in shards."""
+    """Return weight sync buffers: 2 x the largest parameter, gathered and in shards."""
     return 2.0 * largest_parameter(job.shape) * job.element
 
 
 def _handover_buffers(job: Job) -> float:
-    """Buffers of the weight hand-over: those of a sync, and two buckets, which is too much for a tied model,
-    whose embedding is gathered before there are any."""
+    """Return weight hand-over buffers: a sync's plus two buckets; too much for a tied model, which gathers
+    its embedding before there are buckets."""
     return sync_bytes(job) + 2 * job.run.rollout.sglang.bucket_mb * 2**20
 
 
 def server_weights(job: Job) -> float:
-    """Bytes of a server's weights on one of its GPUs."""
+    """Return bytes of a server's weights on one of its GPUs."""
     return total_parameters(job.shape) * job.element / job.run.rollout.sglang.tensor
 
 
 def host_bytes(job: Job) -> float:
-    """Host memory of a node during a checkpoint save: (12 + b) bytes a parameter / (DP x CP), and more.
+    """Return a node's host memory during a save: (12 + b) bytes per parameter / (DP x CP), and more.
 
-    Master weight, moments and weight are split over DP x CP (``policy/optimizer_state.py``), those of
-    experts over the ranks that have the same ones. Parameters
-    are written whole, so a rank may write one more than its share, at most the largest. A host optimizer is
-    there all the time, and once more during a save (the writer's copy-on-write pages) or a load, which holds
-    one more state. The buffers of an offloaded policy stay allocated, and so does a frozen reference.
+    Master weight, moments and weight are split over DP x CP (``policy/optimizer_state.py``), or over the
+    ranks with the same experts. Parameters are written whole, so a rank may write up to the largest one
+    beyond its share. A host optimizer is always there, and once more during a save (the writer's
+    copy-on-write pages) or a load, which holds one more state. Buffers of an offloaded policy and a frozen
+    reference stay allocated.
     """
     shard = largest_shard(job)
     rank = (3 * _FP32 + job.element) * shard + 3 * _largest_state(job)
@@ -226,26 +223,26 @@ def host_bytes(job: Job) -> float:
 
 
 def largest_shard(job: Job) -> float:
-    """Parameters of the largest optimizer shard of any stage."""
+    """Return the parameters of the largest optimizer shard of any stage."""
     stages = range(job.parallel.pipeline)
     return max(optimizer_shard(job, stage_parameters(job.shape, job.parallel, stage)) for stage in stages)
 
 
 def reference_bytes(job: Job) -> float:
-    """Host memory of the frozen reference on a rank of the largest stage, in whole blocks; 0 without one."""
+    """Return the frozen reference's host bytes on a largest-stage rank, in whole blocks; 0 without one."""
     if not job.run.algorithm.reference_kl.enabled:
         return 0.0
     return -(-largest_stage_weights(job) // _HOST_BLOCK) * _HOST_BLOCK
 
 
 def largest_stage_weights(job: Job) -> float:
-    """Bytes of the weights on a rank of the largest stage."""
+    """Return bytes of weights on a rank of the largest stage."""
     stages = (stage_parameters(job.shape, job.parallel, stage) for stage in range(job.parallel.pipeline))
     return max(stage.total for stage in stages) * job.element
 
 
 def offloaded_bytes(job: Job) -> float:
-    """Bytes that a rank of the largest stage offloads to the host: weights, and the GPU optimizer; else 0."""
+    """Return bytes that a largest-stage rank offloads: weights and GPU optimizer; 0 without offload."""
     if not job.offloads:
         return 0.0
     stages = (stage_memory(job, stage) for stage in range(job.parallel.pipeline))
@@ -253,8 +250,8 @@ def offloaded_bytes(job: Job) -> float:
 
 
 def _workspace(job: Job, stage: int) -> float:
-    """The most bytes of the backward pass of one of a stage's layers. That of its MLP comes first, and
-    releases what the MLP has saved."""
+    """Return the largest backward workspace of a stage's layers; the MLP's comes first and frees what it
+    saved."""
     at = job.place()
     most = 0.0
     for chunk in chunk_blocks(job.parallel, job.shape)[stage :: job.parallel.pipeline]:
@@ -265,18 +262,18 @@ def _workspace(job: Job, stage: int) -> float:
 
 
 def _head(job: Job, stage: int, spec: Spec) -> float:
-    """Memory of the output layer on the last stage; 0 on others. Where all is recomputed, less that of a
-    recomputed layer, which comes after it: ``activations`` has it.
+    """Return the output layer's memory on the last stage; 0 on others. With full recomputation, minus that of
+    a recomputed layer, which comes later and counts in ``activations``.
 
-    One chunk of logits in float32, and beside it the softmax of a block of them in float32, or later their
-    gradient in the model's type; all hidden states and their gradient; the gradient of the output matrix in
-    float32, and in the model's type the part of a chunk that is added to it.
+    Contains one chunk of logits in float32, with a float32 softmax block or, later, the logits' gradient in
+    the model's type; all hidden states and their gradient; the output matrix's gradient in float32, plus one
+    chunk's part in the model's type.
     """
     if stage != job.parallel.pipeline - 1:
         return 0.0
     vocabulary = job.shape.vocab / job.parallel.tensor
     entries = min(job.run.batch.chunk_tokens(gpu=True), job.tokens) * vocabulary
-    gradient = entries * job.element if job.element < _FP32 else 0.0  # in place of the logits otherwise
+    gradient = entries * job.element if job.element < _FP32 else 0.0  # otherwise in place of the logits
     logits = entries * _FP32 + max(min(entries, _SOFTMAX_LOGITS) * _FP32, gradient)
     hidden = 2 * job.tokens * job.shape.hidden * job.element
     matrix = vocabulary * job.shape.hidden * (_FP32 + job.element)
@@ -285,8 +282,8 @@ def _head(job: Job, stage: int, spec: Spec) -> float:
 
 
 def _buffers(job: Job, stage: int) -> float:
-    """Pipeline messages, the key-value ring of context parallelism, the columns of the update's packs, and
-    the routes of the packs in flight."""
+    """Return bytes of pipeline messages, context parallelism's key-value ring, the update's pack columns, and
+    the routes of packs in flight."""
     message = job.tokens * job.shape.hidden * job.element / job.norm_split
     pipeline = 2 * message if job.parallel.pipeline > 1 else 0.0
     ring = job.tokens * max(kind.saved(job.place()).buffers for kind in job.shape.kinds)
@@ -294,7 +291,7 @@ def _buffers(job: Job, stage: int) -> float:
 
 
 def _routes(job: Job, stage: int) -> float:
-    """Routes of a stage's layers, for the packs in flight: one or two bytes for each expert of a token."""
+    """Return bytes of routes for packs in flight: one or two per layer and expert of a token."""
     experts = job.shape.experts
     if experts is None or job.run.rollout.route_replay == "off":
         return 0.0
@@ -306,7 +303,7 @@ def _routes(job: Job, stage: int) -> float:
 
 
 def _largest_state(job: Job) -> float:
-    """Bytes of a float32 state of the largest parameter on a rank; 0 if DP x CP splits nothing."""
+    """Return bytes of the largest parameter's float32 state on a rank; 0 if DP x CP splits nothing."""
     if job.optimizer_shards == 1:
         return 0.0
     return _FP32 * largest_parameter(job.shape) / job.parallel.tensor

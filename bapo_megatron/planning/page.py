@@ -1,7 +1,7 @@
 """Text page and JSON of a plan.
 
-The page: summary, memory of each stage, traffic, speed, engines, a teacher, advice, and a few more numbers,
-such as activations by mode of recomputation.
+Sections of the page: summary, memory by stage, activations by recomputation mode, traffic, speed, engines,
+teacher, advice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bapo_megatron.rollout.engines.pool_state import read_seconds
 from bapo_megatron.runtime.text_table import text_table
 
 _FEW_RESPONSES = 4
-"""Responses below which a search often sees one sign alone: of four with probability 1/8."""
+"""A search over fewer responses often sees one sign alone: over four, with probability 1/8."""
 _COLUMNS = (
     ("weights", "weights"),
     ("gradients", "grads"),
@@ -48,7 +48,7 @@ _COLUMNS = (
 
 
 def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]) -> str:
-    """The whole text of a plan."""
+    """Return the plan's text page."""
     sections = [
         _title(plan),
         summary(plan),
@@ -70,7 +70,7 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
 
 
 def plan_dict(plan: JobPlan) -> dict[str, Any]:
-    """JSON object of a plan, in bytes, FLOPs and seconds."""
+    """Return the plan's JSON object, in bytes, FLOPs and seconds."""
     return {
         "recipe": plan.job.run.name,
         "gpu": plan.job.gpu.name,
@@ -117,7 +117,7 @@ def plan_dict(plan: JobPlan) -> dict[str, Any]:
 
 
 def layout_name(job: Job) -> str:
-    """A parallel layout in one short line."""
+    """Return the parallel layout in one short line."""
     p = job.parallel
     virtual = f" x {p.virtual}" if p.virtual > 1 else ""
     if p.pipeline_layers:
@@ -142,12 +142,12 @@ def _title(plan: JobPlan) -> Iterator[str]:
 
 
 def _count(parameters: int) -> str:
-    """Number of parameters in billions, or of a small model in millions."""
+    """Return the number of parameters as text in billions, or millions for a small model."""
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
 
 
 def _bounds(job: Job) -> Iterator[str]:
-    """Section of the clipping bounds: their search, with a warning if it has too few responses."""
+    """Yield the clipping bounds section, with a warning if a search sees too few responses."""
     seen, bounds = job.responses_per_search, job.run.algorithm.bounds
     if seen is None:
         return
@@ -180,7 +180,7 @@ def _memory(plan: JobPlan) -> Iterator[str]:
 
 
 def _colocated_memory(plan: JobPlan) -> Iterator[str]:
-    """Section of GPU memory by phase with colocated servers: training, hand-over, sampling."""
+    """Yield the section of GPU memory by phase (training, hand-over, sampling) with colocated servers."""
     if plan.handover is None:
         return
     free = plan.job.gpu.memory - plan.job.budget
@@ -218,7 +218,7 @@ def _handover(handover: Handover) -> str:
 
 
 def _cores(job: Job) -> str:
-    """Line of the CPU cores that a node needs. The scheduler of a paused server busy-waits on one."""
+    """Return the line of CPU cores per node; a paused server's scheduler busy-waits on one."""
     sglang, scorers = job.run.rollout.sglang, job.run.reward.workers
     servers = sglang.servers * sglang.tensor
     environments = [
@@ -237,7 +237,7 @@ def _cores(job: Job) -> str:
 
 
 def _model_row(plan: JobPlan) -> list[str]:
-    """Row of the whole model: one copy of its weights, gradients and optimizer state."""
+    """Return the row of the whole model: one copy of its weights, gradients and optimizer state."""
     job = plan.job
     parameters = total_parameters(job.shape)
     copies = (job.element, 4, optimizer_bytes(job, 1))
@@ -262,7 +262,7 @@ def _recomputation(plan: JobPlan) -> Iterator[str]:
 
 
 def _shorter_packs(plan: JobPlan) -> Iterator[str]:
-    """Section that proposes packs of the longest sequence, where they free memory or GPUs."""
+    """Yield the proposal to shorten packs to the longest sequence, where that frees memory or GPUs."""
     job, plans = plan.job, shorter_packs(plan)
     if not plans:
         return
@@ -416,5 +416,5 @@ def _verdict(plan: JobPlan, advice: Sequence[Change]) -> Iterator[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a table whose first ``left`` columns are flush left, the others flush right."""
+    """Return a table's lines, the first ``left`` columns flush left, the others flush right."""
     return text_table(rows, right=range(left, len(rows[0])), indent=2) if rows else []

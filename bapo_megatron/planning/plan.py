@@ -26,12 +26,12 @@ from bapo_megatron.planning.traffic import Sync, Traffic, sync_traffic, update_t
 
 @dataclass(frozen=True)
 class Verdict:
-    """Reasons why a job does not run or fit, as lines of text, by estimates or by rehearsed ranks."""
+    """Reasons why a job does not run or fit, as text, from estimates or rehearsed ranks."""
 
     memory: tuple[str, ...]
-    """Limits of memory that are exceeded, and ranks that failed."""
+    """Exceeded memory limits, and failed ranks."""
     others: tuple[str, ...] = ()
-    """Engines that hold no sequence, of a plan; deadlocks, of a rehearsal."""
+    """In a plan, engines that hold no sequence; in a rehearsal, deadlocks."""
 
     @property
     def problems(self) -> list[str]:
@@ -43,20 +43,20 @@ class Verdict:
 
 
 def gpu_excess(job: Job, who: str, size: float, when: str) -> Iterator[str]:
-    """Line for a stage or a rank that needs more than a GPU's budget; nothing if it does not."""
+    """Yield a line if a stage or rank exceeds a GPU's budget."""
     if size > job.budget:
         yield f"{who} needs {size / GB:.1f} GB {when}; a GPU may use {job.budget / GB:.1f}"
 
 
 def host_excess(job: Job, size: float, when: str = "") -> Iterator[str]:
-    """Line for a node that needs more than its host memory's budget; nothing if it does not."""
+    """Yield a line if a node exceeds its host memory budget."""
     if size > job.host_budget:
         yield f"a node's host needs {size / GB:.0f} GB{when}; it may use {job.host_budget / GB:.0f}"
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Plan of one job: estimated memory, speed, traffic and engines, as plain data with sums over it."""
+    """Plan of one job: estimated memory, speed, traffic and engines, and totals."""
 
     job: Job
     stages: list[StageMemory]
@@ -65,32 +65,31 @@ class JobPlan:
     sync: Sync
     engines: EnginePlan
     host: float
-    """Bytes of host memory that a node needs while it saves."""
+    """Host memory of a node during a save, bytes."""
     host_update: HostUpdate | None
-    """An optimizer step on the host; None if it is on the GPU."""
+    """Optimizer step on the host; None if on the GPU."""
     handover: Handover | None
-    """The GPU hand-overs between training and sampling; None if servers are not colocated."""
+    """GPU hand-overs between training and sampling; None if servers are not colocated."""
 
     @property
     def train_seconds(self) -> float:
-        """Seconds that all updates of a step take, the first without the passes for ratios that it knows, and
-        the swaps with a frozen reference."""
+        """Seconds of a step's updates and reference swaps; the first update skips passes for known ratios."""
         updates = self.job.updates * (self.speed.update_seconds + self.stepping_seconds)
         return updates - self.speed.known_seconds + reference_seconds(self.job)
 
     @property
     def stepping_seconds(self) -> float:
-        """Seconds of an optimizer step on the host; 0 on the GPU, where it is negligible."""
+        """Seconds of a host optimizer step; 0 on the GPU, where it is negligible."""
         return self.host_update.seconds if self.host_update else 0.0
 
     @property
     def sampling_seconds(self) -> float:
-        """Sampling time of a step: until its last response is done; with partial rollout at full batches."""
+        """Sampling seconds of a step: until its last response, or with partial rollout at full batches."""
         return self.engines.step_seconds if self.job.partial_rollout else self.engines.rollout_seconds
 
     @property
     def step_seconds(self) -> float:
-        """Estimate of a step with the weight sync: sampling and training take turns, or overlap."""
+        """Estimated seconds of a step with the weight sync; sampling and training alternate or overlap."""
         changing = self.handover.seconds if self.handover else 0.0
         both = (self.sampling_seconds, self.train_seconds)
         return (max(both) if self.job.overlaps else sum(both)) + self.sync.expected_seconds + changing
@@ -101,7 +100,7 @@ class JobPlan:
 
     @property
     def server_nodes(self) -> int:
-        """Nodes of rollout servers beside the trainer's; 0 if the servers fit on the trainer's."""
+        """Nodes of rollout servers besides the trainer's; 0 if the servers fit there."""
         return -(-self.engines.gpus // GPUS_PER_NODE) if self.job.servers_problem else 0
 
     @property
@@ -110,28 +109,27 @@ class JobPlan:
 
     @property
     def checkpoint_seconds(self) -> float:
-        """Estimate of the seconds from one checkpoint to the next, the first included."""
+        """Estimated seconds between checkpoints, or to the only one."""
         return min(self.job.run.steps, self.job.run.checkpoint.every) * self.step_seconds
 
     @property
     def disk(self) -> float:
-        """Bytes that the run's folder needs, without rollouts and logs."""
+        """Bytes of the run directory without rollouts and logs."""
         return run_folder_bytes(self.job.run, self.job.shape)
 
     @property
     def rollouts(self) -> float:
-        """Bytes of the rollouts that the run keeps, routes and held-out responses included, at the assumed
-        lengths."""
+        """Bytes of kept rollouts, routes and held-out responses, at the assumed lengths."""
         return self.job.rollouts
 
     @property
     def peak(self) -> float:
-        """Most bytes that training takes on a GPU, with what colocated servers keep."""
+        """Peak bytes of training on a GPU, with what colocated servers keep."""
         return max(stage.policy_peak + stage.kept for stage in self.stages)
 
     @property
     def cost(self) -> float:
-        """GPU-seconds for each token, with no communication hidden; ``bapo plan`` ranks layouts by it."""
+        """GPU-seconds per token, no communication hidden; ``bapo plan`` ranks layouts by it."""
         busy = self.speed.update_seconds + self.speed.link_seconds + self.stepping_seconds
         return busy / self.speed.update_seconds / self.speed.tokens_per_second
 
@@ -156,7 +154,7 @@ class JobPlan:
         yield from host_excess(self.job, self.host, " while saving")
 
     def _engine_problem(self) -> str | None:
-        """Problem of engines whose caches are too small for the longest sequence, with the fix; or None."""
+        """Return the problem, with its fix, of engines too small for the longest sequence, else None."""
         if self.engines.fits:
             return None
         states = self.engines.states
@@ -174,7 +172,7 @@ class JobPlan:
 
 
 def make_plan(job: Job) -> JobPlan:
-    """The plan of ``job``. Arithmetic only: no GPU, no weights, no processes."""
+    """Return the plan of ``job``. Arithmetic only: no GPU, weights or processes."""
     return JobPlan(
         job=job,
         stages=[stage_memory(job, stage) for stage in range(job.parallel.pipeline)],
@@ -189,10 +187,8 @@ def make_plan(job: Job) -> JobPlan:
 
 
 def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
-    """Summary of a plan in five lines: fit, nodes, step time, first checkpoint, disk.
-
-    ``nodes``: text for the nodes of a cluster file, in place of the plan's own.
-    """
+    """Yield a plan's summary in five lines: fit, nodes, step time, first checkpoint, disk. ``nodes``: text
+    for a cluster file's nodes, in place of the plan's own."""
     job, run = plan.job, plan.job.run
     verdict = "FITS" if plan.verdict.fits else "DOES NOT FIT"
     yield (
@@ -224,7 +220,7 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
 
 
 def nodes_text(train: int, sample: int) -> str:
-    """The nodes of a job and their sum: `8 nodes train + 8 nodes sample = 16 nodes`."""
+    """Return a job's nodes as text: `8 nodes train + 8 nodes sample = 16 nodes`."""
 
     def named(count: int) -> str:
         return f"{count} node{'' if count == 1 else 's'}"
@@ -238,7 +234,7 @@ def nodes_text(train: int, sample: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration in the unit that suits it: seconds, minutes, hours or days."""
+    """Return a duration in a suitable unit: seconds, minutes, hours or days."""
     for size, name, digits in ((86400, "days", 1), (3600, "h", 1), (60, "minutes", 0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.{digits}f} {name}"
@@ -246,7 +242,7 @@ def duration(seconds: float) -> str:
 
 
 def _peaks(plan: JobPlan) -> str:
-    """Peak GB of a GPU; with colocated servers that of training and that of sampling."""
+    """Return a GPU's peak GB; with colocated servers, of training and of sampling."""
     if not plan.job.colocated:
         return f"{max(stage.peak for stage in plan.stages) / GB:.1f} GB"
     sample = max(max(stage.sampling, stage.handover) for stage in plan.stages)
@@ -254,9 +250,9 @@ def _peaks(plan: JobPlan) -> str:
 
 
 def _nodes(plan: JobPlan) -> str:
-    """The nodes, and the setting that rollout nodes need."""
+    """Return the nodes, with the setting that rollout nodes need."""
     job, engines = plan.job, plan.engines
-    if job.servers_problem:  # for which `bapo train` alone would refuse it
+    if job.servers_problem:  # `bapo train` alone would reject it
         return (
             f"{nodes_text(plan.trainer_nodes, plan.server_nodes)}; servers need nodes of their own: "
             f"rollout_nodes in a cluster file, or sglang.urls"

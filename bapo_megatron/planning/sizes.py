@@ -1,9 +1,8 @@
-"""Sizes that follow from shape and layout: parameters of each stage, load of its experts, disk of a run.
+"""Sizes derived from shape and layout: stage parameters, expert load, disk of a run.
 
-A token's router makes K copies of it, one for each of its experts, which EP sends to the experts' ranks. How
-many copies a rank gets depends on the routers. The flag ``--expert-imbalance`` says how many the busiest rank
-gets, as a multiple of the mean, or ``--expert-routes`` measures it; all estimates and rehearsals are of that
-rank.
+A token's router makes K copies of it, one for each of its experts, which EP sends to the experts' ranks. The
+routers determine how many copies a rank gets. All estimates and rehearsals cover the busiest rank, whose
+multiple of the mean is assumed (``--expert-imbalance``) or measured (``--expert-routes``).
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from bapo_megatron.policy.layout import stage_kinds
 from bapo_megatron.step_header import RouteShape
 
 _TOKEN_BYTES = 12
-"""Bytes of a token in a step's file: its number, log-prob and version."""
+"""Bytes per token in a step's file: token id, log-prob and version."""
 _TEXT_BYTES = 5
-"""Bytes of a token's text in an evaluation's file: about four characters, some of them escaped."""
+"""Bytes per token of text in an evaluation's file: about four characters, some escaped."""
 TEACHER_BYTES = 4
 """Bytes of a teacher's log-prob, in a step's file and in a pack."""
 _BAND = 1 << 16
-"""Tokens of a file of routes that are in memory at a time."""
+"""Tokens of a routes file in memory at a time."""
 
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Number of parameters on one GPU of a pipeline stage, after the cuts by TP, EP and ETP."""
+    """Parameters on one GPU of a pipeline stage, as split by TP, EP and ETP."""
 
     layers: int
     body: int
-    """Parameters of the stage's layers without their experts, and of the final norm on the last stage."""
+    """Parameters of the stage's layers without experts, plus the final norm on the last stage."""
     experts: int
-    """Parameters of the stage's experts that this rank of EP and ETP has."""
+    """Parameters of the stage's experts on this rank of EP and ETP."""
     embedding: int
     output: int
     """Parameters of the output layer on the last stage: with tied embeddings a copy, or 0 if the stage has
@@ -56,12 +55,12 @@ class StageParameters:
 
     @property
     def dense(self) -> int:
-        """Parameters but for those of experts, which are sharded otherwise."""
+        """Parameters without experts, which are sharded differently."""
         return self.body + self.embedding + self.output
 
 
 def stage_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int) -> StageParameters:
-    """Parameters on one GPU of pipeline stage ``stage``: TP splits matrices, PP layers, EP x ETP experts."""
+    """Return the parameters on one GPU of ``stage``: TP splits matrices, PP layers, EP x ETP experts."""
     kinds = stage_kinds(parallel, shape)[stage]
     own = [(count, *_of_kind(kind, shape.hidden, parallel.tensor)) for kind, count in kinds.items()]
     last = stage == parallel.pipeline - 1
@@ -77,12 +76,12 @@ def stage_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int) ->
 
 
 def total_parameters(shape: ModelShape) -> int:
-    """Parameters of the whole model, tied embeddings counted once."""
+    """Return the whole model's parameters, tied embeddings counted once."""
     return stage_parameters(shape, ParallelConfig(), 0).total
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Parameters that one token passes: of each layer's experts only its own."""
+    """Return the parameters that one token uses: in each layer only its own experts."""
     total = total_parameters(shape)
     if shape.experts is None:
         return total
@@ -92,15 +91,13 @@ def active_parameters(shape: ModelShape) -> int:
 
 @lru_cache(maxsize=64)
 def largest_parameter(shape: ModelShape) -> int:
-    """Number of entries of the largest parameter, unsharded: a weight sync gathers one at a time."""
+    """Return the entries of the largest parameter, unsharded; a weight sync gathers one at a time."""
     return max(_entries(mapping) for mapping in mapping_table(shape).values())
 
 
 def read_parameters(shape: ModelShape, tokens: float) -> float:
-    """Parameters that a forward pass of ``tokens`` tokens reads: of E experts those that any of them takes.
-
-    With K experts a token, all equally likely: E (1 - (1 - K / E)^tokens): for one token K.
-    """
+    """Return the parameters read in a forward pass of ``tokens`` tokens: only experts that some token uses.
+    With K of E experts per token, all equally likely: E (1 - (1 - K / E)^tokens); for one token K."""
     total = total_parameters(shape)
     if shape.experts is None:
         return total
@@ -110,16 +107,16 @@ def read_parameters(shape: ModelShape, tokens: float) -> float:
 
 
 def rank_imbalance(parallel: ParallelConfig, imbalance: float) -> float:
-    """Copies of the busiest rank of EP over the mean: 1 for EP 1, at most EP, which is all of them."""
+    """Return the busiest EP rank's copies over the mean: 1 for EP 1, at most EP, when it gets all."""
     return min(imbalance, parallel.expert)
 
 
 @lru_cache(maxsize=64)
 def measured_imbalance(file: Path, shape: ModelShape, ranks: int) -> float:
-    """Copies of the busiest of ``ranks`` ranks of EP over the mean, in the mean over the layers.
+    """Return the copies of the busiest of ``ranks`` EP ranks over the mean, averaged over layers.
 
-    ``file``: the routes of a step, [tokens, layers, experts of a token] (``data/routes.py``). ConfigError if
-    it cannot be read, or is of another model.
+    ``file``: a step's routes, [tokens, layers, experts of a token] (``data/routes.py``). Raises ConfigError
+    if it is unreadable or of another model.
     """
     assert shape.experts is not None
     experts = shape.experts
@@ -142,8 +139,8 @@ def measured_imbalance(file: Path, shape: ModelShape, ranks: int) -> float:
 
 
 def _copies_by_expert(routes_TLK: np.ndarray, experts: int) -> np.ndarray | None:
-    """Copies of tokens of each layer's experts [layers, experts], read in bands; None if there are none, or
-    some name an expert that does not exist. Tokens without a route do not count."""
+    """Return token copies by layer and expert [layers, experts], read in bands; None if there are none or
+    some name a nonexistent expert. Tokens without a route are not counted."""
     if routes_TLK.ndim != 3:
         return None
     counts = np.zeros((routes_TLK.shape[1], experts), np.int64)
@@ -158,11 +155,11 @@ def _copies_by_expert(routes_TLK: np.ndarray, experts: int) -> np.ndarray | None
 
 
 def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
-    """Disk size of a run directory at most, without rollouts and logs.
+    """Return an upper bound of a run directory's bytes, without rollouts and logs.
 
-    A checkpoint has 12 bytes a parameter (master weight and two moments) and, in bfloat16, 2 more. There are
-    the kept ones, and one more during a save. In addition the exports (one at the run's end), and the weights
-    for SGLang: two versions with ``sync=disk``, one with ``sync=ipc``, which is read at a server's start.
+    A checkpoint has 12 bytes per parameter (master weight and two moments), in bfloat16 2 more. Counts the
+    kept checkpoints, one more during a save, the exports (one at the end), and SGLang's weights: two versions
+    with ``sync=disk``, one with ``sync=ipc``, for a server's start.
     """
     kept, sglang = run.checkpoint, run.rollout.engine == "sglang"
     checkpoints = kept.keep_last or -(-run.steps // kept.every)
@@ -175,10 +172,8 @@ def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
 
 
 def steps_of_rollouts(run: RunConfig) -> int:
-    """Steps whose rollouts are on disk at most: ``rollout.keep_steps``, and all since the oldest checkpoint.
-
-    That may be of the run's beginning where ``keep_every`` or ``keep_best`` keeps one.
-    """
+    """Return the maximum number of steps with rollouts on disk: ``rollout.keep_steps``, and all since the
+    oldest checkpoint, which ``keep_every`` or ``keep_best`` may keep from the start."""
     kept, steps = run.checkpoint, run.rollout.keep_steps
     if steps is None or kept.keep_every or kept.keep_best or not kept.keep_last:
         return run.steps
@@ -186,11 +181,10 @@ def steps_of_rollouts(run: RunConfig) -> int:
 
 
 def rollout_bytes(run: RunConfig, shape: ModelShape, mean_response: float) -> float:
-    """Disk size of the rollouts that a run keeps: 12 bytes for each token of a response, 4 more
-    with a teacher, and with ``rollout.route_replay`` its routes, one or two bytes for each expert of each
-    layer. A replay keeps none.
+    """Return bytes of the rollouts that a run keeps: 12 per response token, 4 more with a teacher, and with
+    ``rollout.route_replay`` one or two per expert and layer. A replay keeps none.
 
-    Left out: segments of the responses that are not complete.
+    Not counted: segments of incomplete responses.
     """
     rollout, steps = run.rollout, steps_of_rollouts(run)
     if rollout.replay is not None:
@@ -203,10 +197,8 @@ def rollout_bytes(run: RunConfig, shape: ModelShape, mean_response: float) -> fl
 
 
 def evaluation_bytes(run: RunConfig, mean_response: float) -> float:
-    """Disk size of the held-out responses that a run keeps: of the steps whose rollouts it keeps.
-
-    Suites that cannot be read count as none: the run's own check names them.
-    """
+    """Return bytes of the held-out responses that a run keeps: of the steps whose rollouts it keeps.
+    Unreadable suites count as none: the run's own check reports them."""
     asked = run.evaluation
     if not asked.every or run.rollout.replay is not None:
         return 0.0
@@ -216,7 +208,7 @@ def evaluation_bytes(run: RunConfig, mean_response: float) -> float:
 
 
 def _problems(suite: str) -> int:
-    """Number of a suite's problems: the lines of its file."""
+    """Return a suite's number of problems, i.e. lines."""
     try:
         with suite_path(suite, SUITES).open("rb") as file:
             return sum(not line.isspace() for line in file)
@@ -226,7 +218,7 @@ def _problems(suite: str) -> int:
 
 @lru_cache(maxsize=256)
 def _of_kind(kind: Kind, hidden: int, tensor: int) -> tuple[int, int]:
-    """Parameters of a layer's kind on one TP rank, without its experts, and those of all experts, uncut."""
+    """Return a layer kind's parameters on one TP rank without experts, and of all experts, unsplit."""
     own = experts = 0
     for mapping in kind.parameters(hidden).values():
         if mapping.expert is not None:

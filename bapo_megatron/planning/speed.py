@@ -1,9 +1,8 @@
 """Training speed estimate of ``bapo plan``: FLOPs, duration and MFU of an update; GPU hand-over time.
 
-A GPU is taken to compute matrices at ``mfu`` x its dense bf16 peak, and attention at ``attention_mfu`` x. The
-costs of the layout come on top: recomputation, and the pipeline bubble. Communication is listed apart and not
-added: a measured ``mfu`` already contains the exposed part of it. Hand-over: colocated engines and the policy
-take turns on the same GPUs.
+A GPU computes matrices at ``mfu`` x its dense bf16 peak, attention at ``attention_mfu`` x. Recomputation and
+the pipeline bubble are added. Communication is listed separately: a measured ``mfu`` already contains its
+exposed part. Hand-over: colocated engines and the policy take turns on the same GPUs.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from bapo_megatron.planning.traffic import DISK_RATE, IPC_RATE, forward_passes, 
 from bapo_megatron.policy.layout import stage_kinds
 
 _STEP_BYTES = 40
-"""Host memory traffic of an element in a host optimizer step, bytes: AdamW reads gradient, master weight and
+"""Host memory traffic per element of a host optimizer step, bytes: AdamW reads gradient, master weight and
 two moments and writes the last three, 28; rounding the new weight reads 4 and writes 2; the copies over PCIe
 write the gradient and read the weight, 6."""
 _LINK_EFFICIENCY = 0.5
-"""Assumed efficiency of PCIe and memory against the data sheets' rates."""
+"""Assumed efficiency of PCIe and memory relative to data sheets."""
 
 
 @dataclass(frozen=True)
@@ -32,32 +31,32 @@ class Speed:
     """Estimated FLOPs, duration and throughput of one update."""
 
     flops_per_token: float
-    """Model FLOPs of a training pass (3 forward passes), for a token in a sequence of typical length."""
+    """Model FLOPs per token of a training pass (3 forward passes) in a sequence of typical length."""
     flops_per_token_longest: float
-    """Model FLOPs of a training pass, for a token in a sequence of the longest length."""
+    """The same in a sequence of the longest length."""
     executed_per_token: float
-    """FLOPs executed: the model's, recomputation, flash attention's scores again in its backward pass, and
-    the forward-only passes for bounds and pi_old."""
+    """FLOPs executed per token: the model's, recomputation, flash attention's scores again in its backward
+    pass, and the forward-only passes for bounds and pi_old."""
     micro_batches: int
     idle: float
-    """Share of the time that GPUs idle: the pipeline bubble, unequal stages and unequal experts, and replicas
-    that an update has no full pack for."""
+    """Share of GPU time idle: pipeline bubble, unequal stages and experts, and replicas without a full pack.
+    """
     update_seconds: float
-    """Seconds of the training pass and of the forward-only passes."""
+    """Seconds of the training pass and the forward-only passes."""
     forward_seconds: float
-    """Seconds of the forward-only passes, contained in ``update_seconds``."""
+    """Seconds of the forward-only passes, included in ``update_seconds``."""
     known_seconds: float
-    """Seconds of the forward-only passes that the first update of a step does not need."""
+    """Seconds of the forward-only passes that a step's first update skips."""
     link_seconds: float
-    """Seconds of communication at the links' stated rates, none of it hidden; not part of update_seconds."""
+    """Seconds of communication at the links' stated rates, none of it hidden; not in update_seconds."""
     tokens_per_second: float
-    """Tokens of the update per second and GPU: empty places of packs do not count."""
+    """Update tokens per second and GPU, without padding of packs."""
     model_utilization: float
-    """Model FLOPs of the training pass over peak x time: what a log of the run would show as MFU."""
+    """Model FLOPs of the training pass over peak x time: the MFU that the run would log."""
 
 
 def speed(job: Job) -> Speed:
-    """Estimated speed of an update, of full packs where it has one for each replica."""
+    """Return the estimated speed of an update, with full packs if there is one per replica."""
     forward = forward_flops(job, job.typical_length)
     train, once = _seconds(job, training=True), _seconds(job, training=False)
     before = forward_passes(job) * once
@@ -83,20 +82,20 @@ def speed(job: Job) -> Speed:
 
 
 def forward_flops(job: Job, length: float) -> float:
-    """FLOPs of a forward pass for each token of a sequence of ``length`` tokens."""
+    """Return forward FLOPs per token of a sequence of ``length`` tokens."""
     return linear_flops_per_token(job.shape) + attention_flops(job.shape, length) / length
 
 
 @dataclass(frozen=True)
 class _Work:
-    """FLOPs of a pass for each token, by kind of kernel (and so by MFU)."""
+    """FLOPs of a pass per token, by kind of kernel (and so by MFU)."""
 
     matrices: float
-    """Matrices of the layers without experts."""
+    """Layer matrices without experts."""
     experts: float
-    """Matrices of routers and experts, of the mean rank: the busiest one takes longer."""
+    """Matrices of routers and experts on the mean rank; the busiest takes longer."""
     attention: float
-    """Scores and weighted values."""
+    """Attention scores and weighted values."""
     head: float
     """The output layer."""
 
@@ -105,13 +104,13 @@ class _Work:
         return self.matrices + self.experts + self.attention + self.head
 
     def seconds(self, job: Job, imbalance: float = 1.0) -> float:
-        """Seconds of one GPU. ``imbalance``: copies of tokens that its experts process, over the mean."""
+        """Return seconds of one GPU. ``imbalance``: token copies that its experts process, over the mean."""
         matrices = (self.matrices + self.experts * imbalance + self.head) / job.options.mfu
         return (matrices + self.attention / job.options.attention_mfu) / job.gpu.peak
 
 
 def _forward(job: Job, kinds: Counter[Kind], head: bool = True) -> _Work:
-    """The work of a forward pass of some layers, and of the output layer with ``head``."""
+    """Return the forward work of some layers, plus the output layer with ``head``."""
     flops = [(count, kind.flops(job.shape.hidden)) for kind, count in kinds.items()]
     return _Work(
         matrices=sum(count * own.linear for count, own in flops),
@@ -122,11 +121,11 @@ def _forward(job: Job, kinds: Counter[Kind], head: bool = True) -> _Work:
 
 
 def _training(job: Job, kinds: Counter[Kind], head: bool = True) -> _Work:
-    """Training FLOPs: forward, backward and recomputation ("selective": of the MLP), and a second forward
+    """Return training work: forward, backward, recomputation ("selective": of the MLP), and a second forward
     pass of the output layer if the bounds are searched before its gradient.
 
     Flash attention's backward pass makes five products where the forward pass makes two (FlashAttention-2,
-    arXiv 2307.08691, section 3.1), so half a forward pass more than the four of one that has the scores.
+    arXiv 2307.08691, section 3.1): half a forward pass more than the four with stored scores.
     """
     forward, mode = _forward(job, kinds, head), job.run.batch.recompute
     mlp = sum(count * kind.flops(job.shape.hidden).selective for kind, count in kinds.items())
@@ -141,10 +140,8 @@ def _training(job: Job, kinds: Counter[Kind], head: bool = True) -> _Work:
 
 
 def _seconds(job: Job, training: bool) -> float:
-    """Seconds of one pass over all micro-batches of an update, forward and backward if ``training``.
-
-    The slowest stage sets the pace of the pipeline.
-    """
+    """Return seconds of one pass over an update's micro-batches, forward and backward if ``training``. The
+    slowest stage sets the pipeline's pace."""
     work, stages = (_training if training else _forward), stage_kinds(job.parallel, job.shape)
     busiest = rank_imbalance(job.parallel, job.expert_imbalance)
     last = len(stages) - 1
@@ -155,16 +152,16 @@ def _seconds(job: Job, training: bool) -> float:
 
 @dataclass(frozen=True)
 class HostUpdate:
-    """Seconds of a host optimizer step (``optimizer.device=cpu``), on the slowest stage: max(AdamW, copies).
+    """Host optimizer step (``optimizer.device=cpu``) on the slowest stage: max(AdamW, copies) seconds.
 
-    Copies run beside the cores, by buckets. Left out: those of the first and last, and the copy-on-write
-    pages of the first step after a checkpoint has begun.
+    Copies overlap the cores' work, by buckets. Not counted: the first and last bucket, and copy-on-write
+    pages of the first step after a checkpoint starts.
     """
 
     elements: float
     """Elements of a rank's optimizer shard."""
     step_seconds: float
-    """AdamW and rounding, with all ranks of a node at once."""
+    """AdamW and rounding, all ranks of a node in parallel."""
     fetch_seconds: float
     """Gradients to the host."""
     send_seconds: float
@@ -176,7 +173,7 @@ class HostUpdate:
 
 
 def host_update(job: Job) -> HostUpdate | None:
-    """The host optimizer step of the job; None if its optimizer is on the GPU."""
+    """Return the job's host optimizer step; None if its optimizer is on the GPU."""
     if not job.host_optimizer:
         return None
     elements, pcie = largest_shard(job), _LINK_EFFICIENCY * job.gpu.pcie
@@ -191,24 +188,21 @@ def host_update(job: Job) -> HostUpdate | None:
 
 @dataclass(frozen=True)
 class Handover:
-    """GPU hand-over of a step between the policy and colocated servers: seconds in which no GPU computes.
-
-    Left out: the servers' own release and resume of memory, about a second.
-    """
+    """GPU hand-over of a step between the policy and colocated servers: seconds in which no GPU computes. Not
+    counted: the servers' own release and resume of memory, about a second."""
 
     moved: float
-    """Bytes that a GPU offloads to the host and reloads."""
+    """Bytes offloaded to the host and reloaded, per GPU."""
     moving_seconds: float
-    """Seconds of offload and reload, all GPUs of a node at once."""
+    """Seconds of offload and reload, all GPUs of a node in parallel."""
     read: float
-    """Bytes of the weights that servers load."""
+    """Bytes of weights that servers load."""
     by_handles: bool
-    """Whether servers load the weights from the policy's memory by IPC handles, not from disk."""
+    """Whether servers load weights from the policy's memory by IPC handles, not from disk."""
     reading_seconds: float
-    """From disk: one read, since the node's other servers find the bytes in the page cache. By IPC: the
-    copies within GPU memory alone."""
+    """From disk: one read, then the node's page cache serves. By IPC: the copies within GPU memory."""
     expected_reading_seconds: float
-    """By IPC at the rate that was measured elsewhere (``traffic.IPC_RATE``); from disk the same as above."""
+    """By IPC at a rate measured elsewhere (``traffic.IPC_RATE``); from disk as above."""
 
     @property
     def seconds(self) -> float:
@@ -216,7 +210,7 @@ class Handover:
 
 
 def handover_estimate(job: Job) -> Handover | None:
-    """The GPU hand-overs of a step; None without colocated servers."""
+    """Return a step's GPU hand-overs; None without colocated servers."""
     if not job.colocated:
         return None
     offloaded, read = offloaded_bytes(job), 2.0 * total_parameters(job.shape)
@@ -226,10 +220,10 @@ def handover_estimate(job: Job) -> Handover | None:
 
 
 def reference_seconds(job: Job) -> float:
-    """Seconds of a step in which the frozen reference and the policy swap places over PCIe; 0 without one.
+    """Return seconds of a step to swap the frozen reference and the policy over PCIe; 0 without a reference.
 
-    There and back: four times the weights of the largest stage, on all GPUs of a node at once. The forward
-    pass between is in ``traffic.forward_passes``.
+    Both ways: four times the largest stage's weights, all GPUs of a node in parallel.
+    ``traffic.forward_passes`` counts the forward pass in between.
     """
     if not job.run.algorithm.reference_kl.enabled:
         return 0.0
@@ -237,11 +231,11 @@ def reference_seconds(job: Job) -> float:
 
 
 def _host_rate(job: Job) -> float:
-    """Rate of a GPU's copies to or from the host, all GPUs of a node at once."""
+    """Return a GPU's copy rate to or from the host, all GPUs of a node in parallel."""
     return _LINK_EFFICIENCY * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node)
 
 
 def _copies_in_memory(job: Job) -> float:
-    """Seconds per byte of an IPC weight load, 1 / NVLink + 4 / GPU memory: gathered, copied into a bucket,
-    and copied into the server's weights; each copy reads and writes."""
+    """Return seconds per byte of an IPC weight load, 1 / NVLink + 4 / GPU memory: gathered, copied into a
+    bucket, then into the server's weights; each copy reads and writes."""
     return 1 / job.gpu.nvlink + 4 / (_LINK_EFFICIENCY * job.gpu.memory_bandwidth)

@@ -1,9 +1,8 @@
-"""Teacher of a distillation in a plan: the tokens that its servers read, the rate that hides it, its column.
+"""Distillation teacher of a plan: tokens its servers read, the rate that hides them, memory of its log-probs.
 
-The servers are not part of the job, and their speed is unknown: a plan counts no seconds for them, and says
-instead how fast they must be. The sampler sends each group once it has its rewards and is kept
-(``rollout/sampler/group_scoring.py``), while it samples others; a group's log-probs are there before it can
-be trained on.
+The servers are outside the job and their speed is unknown, so a plan counts no seconds for them but states
+the speed they need. The sampler sends each group once it has rewards and is kept
+(``rollout/sampler/group_scoring.py``), while sampling continues; training waits for its log-probs.
 """
 
 from __future__ import annotations
@@ -20,32 +19,31 @@ from bapo_megatron.planning.sizes import TEACHER_BYTES
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """Estimated work of a teacher's servers in a step, and the memory and disk of their log-probs."""
+    """Estimated work of a teacher's servers per step, and memory and disk of their log-probs."""
 
     responses: int
-    """Responses of a step that the servers score: those of dropped groups are not sent."""
+    """Responses scored per step; dropped groups are not sent."""
     tokens: float
-    """Tokens of a step that they read, one prefill for each response with its prompt: an upper estimate,
-    since a server may have a group's prompt in its cache."""
+    """Tokens read per step, one prefill per response with its prompt: an upper estimate, since servers may
+    cache a group's prompt."""
     tokens_per_second: float | None
-    """The rate at which they read as fast as groups are sampled: over the seconds of sampling, or of the
-    whole step where engines sample while the policy trains; None if no engine can sample. From there on their
-    time is hidden, but for ``serial_tokens``."""
+    """Rate that keeps up with sampling: over the sampling seconds, or the whole step where engines sample
+    during training; None if no engine can sample. At this rate only ``serial_tokens`` cost time."""
     serial_tokens: int
-    """The most tokens of a step's last group, if sampling ends with it (``max_staleness`` 0): training waits
-    for these, or for more, as groups end with their longest response, many of them late. Else 0: engines
-    sample on meanwhile."""
+    """Most tokens of a step's last group, if sampling ends with it (``max_staleness`` 0): training waits for
+    these, or more, since many groups end late with their longest response. Otherwise 0: engines keep
+    sampling."""
     gpu_bytes: float
-    """Bytes of the column in an update's packs on a GPU, which every run has: a part of ``buffers``."""
+    """Bytes of the log-prob column in an update's packs on a GPU; every run has it, within ``buffers``."""
     file_bytes: float
-    """Bytes of the log-probs in a step's file: a part of ``rollouts``."""
+    """Bytes of the log-probs in a step's file, part of ``rollouts``."""
 
     def values(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def teacher_plan(plan: JobPlan) -> TeacherPlan | None:
-    """The estimate; None without a teacher, and for a replay, whose rollouts have its log-probs."""
+    """Return the estimate; None without a teacher, or for a replay, whose rollouts store its log-probs."""
     job, rollout = plan.job, plan.job.run.rollout
     if not job.run.algorithm.distillation.enabled or rollout.replay is not None:
         return None
@@ -62,7 +60,7 @@ def teacher_plan(plan: JobPlan) -> TeacherPlan | None:
 
 
 def teacher_lines(plan: JobPlan) -> Iterator[str]:
-    """Section of a plan's page; none for a run without a teacher."""
+    """Yield the teacher section of a plan's page; nothing without a teacher."""
     if (teacher := teacher_plan(plan)) is None:
         return
     yield (

@@ -1,11 +1,11 @@
 """Communication estimate of ``bapo plan``: an update's collectives, and the weight sync to the engines.
 
-A collective over n ranks on a message of M bytes (whole) sends (n - 1) / n M from each rank for an
-all-gather or a reduce-scatter, and twice that for an all-reduce (ring algorithms).
+A collective over n ranks on a message of M bytes (whole) sends (n - 1) / n M from each rank for an all-gather
+or a reduce-scatter, and twice that for an all-reduce (ring algorithms).
 
-In a broadcast sync the wire is the smaller part: weights are gathered parameter by parameter, copied into
-buckets, announced to every server and loaded there. In verl's 72B sync the sender spends 23.5 of its 24 s on
-buckets. So it has an expected time, too: broadcast at a measured rate, disk at an assumed one.
+A broadcast sync spends little time on the wire: weights are gathered by parameter, copied into buckets,
+announced to every server and loaded there (in verl's 72B sync, buckets take 23.5 of 24 s). So a sync also has
+an expected time, at a measured rate for broadcast and an assumed one for disk.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bapo_megatron.planning.sizes import stage_parameters, total_parameters
 from bapo_megatron.policy.layout import stage_kinds
 
 DISK_RATE = 2 * GB
-"""Assumed rate at which a node writes or reads its file system, in bytes a second."""
+"""Assumed file system rate of a node, reading or writing, bytes/s."""
 BROADCAST_RATE = 65.5 * GB / 14.2
-"""Measured rate of weights by NCCL broadcast: verl, a dense 32B on H100 nodes in 14.2 s (verl issue 7060)."""
+"""Measured weight rate by NCCL broadcast: verl, a dense 32B on H100 nodes in 14.2 s (verl issue 7060)."""
 IPC_RATE = 53 * GB / 2.5
-"""Measured rate of weights from the trainer's memory on the same GPUs, CUDA IPC: miles, Qwen3.8-27B on eight
-H200 in 2.5 s (miles, docs/models/qwen/qwen3-8.md)."""
+"""Measured weight rate by CUDA IPC on the same GPUs: miles, Qwen3.8-27B on eight H200 in 2.5 s (miles,
+docs/models/qwen/qwen3-8.md)."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Traffic:
 
     name: str
     sent: float
-    """Bytes that the busiest GPU sends in an update."""
+    """Bytes sent by the busiest GPU in an update."""
     seconds: float
-    """Seconds at the link's stated rate; how much of it hides behind computation is not modelled."""
+    """Seconds at the link's stated rate; overlap with computation is not modelled."""
     link: str
 
 
 def update_traffic(job: Job) -> list[Traffic]:
-    """Communication of an update by kind of parallelism, where there is any: TP, CP, EP, ETP, PP and DP."""
+    """Return an update's communication by kind of parallelism, where any: TP, CP, EP, ETP, PP, DP."""
     p = job.parallel
     reach = {"TP": p.tensor, "CP": p.tensor * p.context}
     reach["DP"] = reach["CP"] * job.replicas
@@ -53,15 +53,13 @@ def update_traffic(job: Job) -> list[Traffic]:
 
 
 def forward_passes(job: Job) -> float:
-    """Number of forward-only passes of an update, a fraction where several updates share one.
+    """Return the forward-only passes of an update, fractional where several updates share one.
 
-    A loss that must know something of a whole update (clipping bounds, the ratios of responses) takes one,
-    unless that is known, as fixed bounds are, or ``batch.hold_forwards`` keeps the training forward passes.
-    Of a loss by a dotted path one is counted.
-    The first update of a step may need fewer, since its ratios are known (``known_passes``); this counts
-    those of the others.
-    With ``old_log_probs`` "trainer", pi_old takes one pass over the tokens of the step, shared by the
-    ``reuse_epochs``; so does a frozen reference. The off-policy sequence mask takes one of its own.
+    A loss that needs a statistic of the whole update (clipping bounds, response ratios) takes one, unless the
+    statistic is fixed or ``batch.hold_forwards`` keeps the training forward passes; a loss by dotted path
+    counts one. pi_old with ``old_log_probs`` "trainer" and a frozen reference take one each per step, shared
+    by the ``reuse_epochs``; the off-policy sequence mask takes its own. The first update of a step may need
+    fewer (``known_passes``).
     """
     algorithm = job.run.algorithm
     passes = 1.0 if searches_update(algorithm) and not job.run.batch.hold_forwards else 0.0
@@ -71,10 +69,10 @@ def forward_passes(job: Job) -> float:
 
 
 def known_passes(job: Job) -> int:
-    """Number of the ``forward_passes`` that the first update of a step does without, as in
-    ``trainer/update_loss.py``: the weights that it trains are pi_old, so every ratio is 1.
+    """Return how many ``forward_passes`` a step's first update skips (``trainer/update_loss.py``).
 
-    They are with ``old_log_probs`` "trainer", and where all responses of a step are sampled by its weights.
+    Every ratio is 1 if its weights are pi_old: with ``old_log_probs`` "trainer", or if those weights sampled
+    all responses of the step.
     """
     algorithm = job.run.algorithm
     by_trainer = algorithm.old_log_probs == "trainer"
@@ -87,18 +85,18 @@ def known_passes(job: Job) -> int:
 
 
 def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
-    """The traffic of a group: on NVLink if its ``ranks`` lie in one node, else on the network.
+    """Return a group's traffic: on NVLink if its ``ranks`` are in one node, otherwise on the network.
 
-    Megatron numbers ranks TP first, then CP, DP, PP, and for experts ETP first, then EP; ``ranks`` counts
-    those of the group's kind and before, so that groups of 6 lie in two nodes. Rings take as long as their
-    slowest link; of EP's all-to-all only what goes to other nodes passes the network.
+    Megatron numbers ranks TP first, then CP, DP, PP, and for experts ETP, then EP; ``ranks`` counts the
+    group's kind and those before it, so groups of 6 span two nodes. Rings are as slow as their slowest link;
+    of EP's all-to-all only the part to other nodes uses the network.
     """
     inside = job.gpus <= GPUS_PER_NODE or (ranks <= GPUS_PER_NODE and GPUS_PER_NODE % ranks == 0)
     rate = job.gpu.nvlink if inside else job.gpu.network
     seconds = sent / rate
     if name == "EP" and not inside:
         size = job.parallel.expert
-        # A group of 6 has two ranks alone on a node, one of 16 eight.
+        # a group of 6 has two ranks alone on a node, one of 16 has eight
         beside = math.gcd(size, max(1, GPUS_PER_NODE // job.parallel.expert_tensor)) - 1
         near = sent * beside / (size - 1)
         seconds = max(near / job.gpu.nvlink, (sent - near) / rate)
@@ -106,13 +104,13 @@ def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
 
 
 def _per_update(job: Job) -> float:
-    """Tokens of a rank over all micro-batches of an update."""
+    """Return a rank's tokens over all micro-batches of an update."""
     return job.tokens * job.filled_packs
 
 
 def _layers(job: Job) -> dict[str, float]:
-    """Bytes by kind of parallelism that layers send, those of the busiest stage; with TP the output layer's
-    input and gradient."""
+    """Return the bytes that the busiest stage's layers send by kind of parallelism; TP includes the output
+    layer's input and gradient."""
     at, size = job.place(passes=forward_passes(job)), job.parallel.tensor
     totals = {"TP": 0.0, "CP": 0.0, "EP": 0.0, "ETP": 0.0}
     for kinds in stage_kinds(job.parallel, job.shape):
@@ -124,7 +122,7 @@ def _layers(job: Job) -> dict[str, float]:
 
 
 def _pipeline(job: Job) -> float:
-    """Bytes of PP: hidden states to the next stage and their gradients back, for each model chunk."""
+    """Return bytes of PP: hidden states to the next stage and gradients back, for each model chunk."""
     if job.parallel.pipeline == 1:
         return 0.0
     message = _per_update(job) * job.shape.hidden * job.element / job.norm_split
@@ -132,15 +130,15 @@ def _pipeline(job: Job) -> float:
 
 
 def _data(job: Job) -> float:
-    """Bytes of DP: float32 gradients are reduce-scattered and weights all-gathered over DP x CP, those of
-    experts over the ranks that have the same ones."""
+    """Return bytes of DP: float32 gradients reduce-scattered and weights all-gathered over DP x CP, those of
+    experts over the ranks with the same ones."""
     own = stage_parameters(job.shape, job.parallel, 0)
     return (own.total - optimizer_shard(job, own)) * (4 + job.element)
 
 
 @dataclass(frozen=True)
 class Sync(Traffic):
-    """Weight sync of a step to the engines; ``seconds`` is that on the wire."""
+    """Weight sync of a step to the engines; ``seconds`` is time on the wire."""
 
     expected_seconds: float
     """Seconds of a sync at the measured or assumed rate."""
@@ -149,8 +147,8 @@ class Sync(Traffic):
 
 
 def sync_traffic(job: Job) -> Sync:
-    """The weight sync of a step: the whole model leaves one trainer GPU by its network port. With
-    ``sync=ipc`` it is part of the GPU hand-over. ConfigError for a transport without a rate here."""
+    """Return a step's weight sync: the whole model leaves one trainer GPU by its network port, or, with
+    ``sync=ipc``, in the hand-over. Raises ConfigError for a transport without a known rate."""
     sent = float(total_parameters(job.shape) * job.element)
     if job.weights_by_ipc:
         return Sync("sync", sent, 0.0, "GPU memory", 0.0, "see turns")
@@ -159,7 +157,7 @@ def sync_traffic(job: Job) -> Sync:
         return Sync("sync", sent, wire, "network", max(wire, sent / BROADCAST_RATE), "measured with verl")
     if way != "disk":
         raise ConfigError(f"sync={way}: no rate of it is known; add one to planning/traffic.py, or plan disk")
-    # All nodes write at the same time; each node of servers reads everything, colocated ones in their turn.
+    # All nodes write in parallel; each server node reads everything, colocated ones during the hand-over.
     writing = sent / DISK_RATE / -(-job.gpus // GPUS_PER_NODE)
     reading = 0.0 if job.colocated else sent / DISK_RATE
     return Sync(

@@ -1,4 +1,4 @@
-"""The policy on megatron-core. Its modules import what they use of it when they are imported themselves."""
+"""The megatron-core policy. Its modules import their dependencies at import time."""
 
 from bapo_megatron.policy.megatron_versions import replace_triton_kernels
 

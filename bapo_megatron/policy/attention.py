@@ -1,25 +1,26 @@
-"""The core attention module in torch for ``thd`` packs: causal within each document (block-diagonal).
+"""Core attention module in torch for ``thd`` packs: causal within each document (block-diagonal).
 
-Context parallelism: an all-gather of keys and values over the CP ranks (small, with grouped-query heads);
-each rank's queries attend to the part of their document up to them. No mask tensor exists. Half precision on
-a GPU uses ``flash_attention``; else whole documents use padded batches, and chunks ``prefix_attention``.
+Context parallelism: keys and values are all-gathered over the CP ranks (small, with grouped-query heads);
+each rank's queries attend to the preceding part of their document. No mask tensor exists. Half precision on a
+GPU uses ``flash_attention``; other cases use padded batches for whole documents and ``prefix_attention`` for
+chunks.
 
 Flash attention: one call of torch's variable-length kernel for all chunks, from torch 2.11 on
-(``device.varlen_problem``). Its causal mask is aligned to the last query and the last key (bottom right), as
-a document's chunk needs: its queries are the last of the keys that they see.
+(``device.varlen_problem``). Its causal mask aligns the last query with the last key (bottom right), which
+suits a document's chunk: its queries are the last of its keys.
 
 Padded batches: documents of similar length, right-padded, through SDPA. Under a causal mask no real query
-sees the padding behind it, so no mask tensor is needed, and SDPA can use its fast kernels.
+sees the padding behind it, so SDPA needs no mask tensor and can use its fast kernels.
 
-Prefix attention: causal attention of n queries that are the last of m keys, m >= n. On a CPU two flash calls
-compute the prefix, which every query sees, and the last n keys, causally; their outputs are merged by their
-log-sum-exps (Milakov & Gimelshein 2018, arXiv 1805.02867). With the merged output and log-sum-exp each part's
+Prefix attention: causal attention of n queries, the last of m keys, m >= n. On a CPU one flash call computes
+the prefix, visible to every query, and a second one the last n keys, causally; their log-sum-exps merge the
+outputs (Milakov & Gimelshein 2018, arXiv 1805.02867). With the merged output and log-sum-exp each part's
 backward gives its exact share of the gradient, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
 Where m = n, and on a GPU (float32), it is one SDPA call.
 
-Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank,
-``_LKHD`` with keys and values in a dimension of 2, ``_PHD`` [rows of all padded batches, heads, head_dim],
-``_KHD`` for the keys of a rank's chunks, end to end.
+Shapes: ``_THD`` [pack tokens, heads, head_dim], ``_LHD`` the same for the tokens on this rank, ``_LKHD`` with
+keys and values in a dimension of 2, ``_PHD`` [rows of all padded batches, heads, head_dim], ``_KHD`` for the
+keys of a rank's chunks, end to end.
 """
 
 from __future__ import annotations
@@ -53,21 +54,21 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass
 class DocumentPack(PackedSeqParams):  # type: ignore[misc]
-    """The sequence parameters of a pack: megatron-core's, with document bounds on the host, RoPE and routes.
+    """Sequence parameters of a pack: megatron-core's, plus document bounds on the host, RoPE and routes.
 
-    Made for each pass over a pack; every layer reads it.
+    Created for each pass over a pack; every layer reads it.
     """
 
     bounds: tuple[int, ...] = ()
     """``cu_seqlens`` on the host: reading it from a GPU would synchronize in every layer."""
     pad_between_seqs: bool = False
-    """Whether there is padding between documents; a document's own padding is part of it."""
+    """Whether padding separates documents; a document's own padding is part of it."""
     rotary: RotaryTable | None = None
-    """RoPE of this rank's tokens; None if queries and keys are rotated already."""
+    """RoPE of this rank's tokens; None if queries and keys are already rotated."""
     routes: PackRoutes | None = None
-    """The experts that the engine sent this rank's tokens to; None: unknown, or not looked at."""
+    """The experts to which the engine sent this rank's tokens; None if unknown or unused."""
     load: PackLoad | None = None
-    """Where the layers count tokens by expert; None: nowhere."""
+    """Counts tokens per expert in the layers; None: no counting."""
 
     @classmethod
     def of(
@@ -97,10 +98,10 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]
-    """The core attention module: RoPE, then dot-product attention, causal within each document of a pack.
+    """Core attention module: RoPE, then dot-product attention, causal within each document of a pack.
 
-    megatron-core makes one for each layer. Under context parallelism ``forward`` is collective over the CP
-    ranks. ValueError for an input that is not a pack, or dropout.
+    megatron-core creates one per layer. Under context parallelism ``forward`` is collective over the CP
+    ranks. Raises ValueError if the config has dropout or the input is not a pack.
     """
 
     def __init__(
@@ -128,10 +129,10 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: DocumentPack | None = None,
         **_kwargs: Any,
     ) -> Tensor:
-        """Attention of this CP rank's tokens, [tokens, heads * head_dim].
+        """Return the attention of this CP rank's tokens, [tokens, heads * head_dim].
 
-        query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim]; ``packed_seq_params``: of
-        the whole pack.
+        query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim]; ``packed_seq_params``: those
+        of the whole pack.
         """
         if packed_seq_params is None:
             raise ValueError("this attention takes thd packs only")
@@ -158,7 +159,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         return whole
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        """An empty state: attention has no parameters."""
+        """Return an empty state: attention has no parameters."""
         return {}
 
 
@@ -192,7 +193,7 @@ def _varlen(query_LHD: Tensor, key_KHD: Tensor, value_KHD: Tensor, plan: _KeyPla
 
 
 class _KeyPlan:
-    """The arguments of the variable-length kernel for a rank's chunks: bounds of queries and keys."""
+    """Arguments of the variable-length kernel for a rank's chunks: bounds of queries and keys."""
 
     def __init__(self, bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> None:
         parts = [s for s in document_chunks(bounds, size, rank) if s.queries]
@@ -218,7 +219,7 @@ def _by_segment(
     rank: int,
     scale: float,
 ) -> Tensor:
-    """Attention [tokens, heads, head_dim], chunk by chunk."""
+    """Attention [tokens, heads, head_dim] of this rank's queries, chunk by chunk."""
     parts = [s for s in document_chunks(bounds, size, rank) if s.queries]
     outputs = []
     for part, q_LHD in zip(parts, query_LHD.split([part.queries for part in parts]), strict=True):
@@ -228,14 +229,14 @@ def _by_segment(
     return torch.cat(outputs)
 
 
-@lru_cache(maxsize=16)  # every layer of a micro-batch needs the same ones
+@lru_cache(maxsize=16)  # shared by all layers of a micro-batch
 def rows_on(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """``gathered_rows`` on a device."""
+    """Return ``gathered_rows`` on a device."""
     return gathered_rows(bounds, size).to(device, non_blocking=True)
 
 
 class _Reorder(torch.autograd.Function):
-    """A permutation of rows, a gather in both directions: torch's own backward would scatter-add rows."""
+    """Row permutation, a gather in both directions: torch's own backward would scatter-add rows."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, row_T: Tensor) -> Tensor:
@@ -276,7 +277,7 @@ def _attend(inputs: list[Tensor], scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """The index maps between a pack's tokens and the rows of its padded batches."""
+    """Index maps between a pack's tokens and the rows of its padded batches."""
 
     batches: tuple[tuple[int, int, int], ...]
     """First row, end row and number of documents of each batch."""
@@ -295,7 +296,7 @@ class PaddingPlan:
 
 @lru_cache(maxsize=16)  # every layer of a micro-batch needs the same plan
 def padding_plan(bounds: tuple[int, ...], device: torch.device) -> PaddingPlan:
-    """The padding plan of a pack with documents ``bounds[d]:bounds[d + 1]``."""
+    """Return the padding plan of a pack with documents ``bounds[d]:bounds[d + 1]``."""
     lengths = [end - start for start, end in pairwise(bounds)]
     batches: list[tuple[int, int, int]] = []
     tokens, real = [], []
@@ -316,7 +317,7 @@ def padding_plan(bounds: tuple[int, ...], device: torch.device) -> PaddingPlan:
 
 
 def groups_of_like_length(lengths: list[int]) -> list[list[int]]:
-    """Batches of non-empty documents, by index, longest first, with padding within ``_MAX_PADDING``."""
+    """Batches of non-empty documents, as indices, longest first, with padding within ``_MAX_PADDING``."""
     groups: list[list[int]] = []
     tokens = longest = 0
     for document in sorted((d for d, n in enumerate(lengths) if n), key=lambda d: -lengths[d]):
@@ -330,13 +331,13 @@ def groups_of_like_length(lengths: list[int]) -> list[list[int]]:
 
 
 def gather_rows(x: Tensor, rows: Tensor, back: Tensor, real: Tensor | None = None) -> Tensor:
-    """Rows of ``x`` by index; ``back``, ``real``: as of ``_Gather``."""
+    """Return rows of ``x`` by index; ``back`` and ``real`` as in ``_Gather``."""
     gathered: Tensor = _Gather.apply(x, rows, back, real)  # type: ignore[no-untyped-call]
     return gathered
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of ``x`` by index; backward a gather by ``back``, of rows that are 1 in ``real`` (None: all).
+    """Row gather; its backward gathers by ``back`` and zeroes rows that are 0 in ``real`` (None: keeps all).
 
     torch's own backward would scatter-add rows.
     """
@@ -353,13 +354,13 @@ class _Gather(torch.autograd.Function):
 
 
 def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(scale q k^T) v, where query i of n sees the keys up to ``m - n + i``.
+    """Return softmax(scale q k^T) v, where query i of n sees the keys up to ``m - n + i``.
 
     q [batch, heads, n, head_dim]; k, v [batch, kv_heads, m, head_dim], m >= n.
     """
     queries, keys = q.size(2), k.size(2)
     if q.is_cuda:
-        # Float32 on a GPU: its memory-efficient kernel has no grouped queries.
+        # Float32 on a GPU: the memory-efficient kernel has no grouped queries.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     if queries == keys:
         gqa = q.size(1) != k.size(1)
@@ -372,7 +373,7 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class _PrefixAttention(torch.autograd.Function):
-    """Prefix attention on a CPU as an autograd function: two flash calls forward, two backward."""
+    """CPU prefix attention as an autograd function: two flash calls forward, two backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

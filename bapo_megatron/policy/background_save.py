@@ -1,8 +1,8 @@
 """Asynchronous checkpoint writing: a forked process writes a torch_dist checkpoint while training continues.
 
-While it is under way the host holds a copy of the GPU's tensors, in blocks.
-(Megatron's own copies are a pinned allocation for each tensor, which torch rounds up to a power of two and
-keeps for the next one of that size: 1.8 times the bytes of Qwen2.5-32B at TP 8, beside an offloaded policy.)
+During the write the host holds a copy of the GPU tensors, in blocks. (Megatron's own copies are one pinned
+allocation per tensor, which torch rounds up to a power of two and caches: 1.8 times the bytes of Qwen2.5-32B
+at TP 8, beside an offloaded policy.)
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from bapo_megatron.runtime.guards import OutOfMemoryError, death
 from bapo_megatron.runtime.processes import die_with_parent
 
 BLOCK = 2**28
-"""Size of a block of host memory in bytes, a power of two: that of an offloaded policy's blocks, too."""
+"""Size of a host memory block in bytes, a power of two, as in ``offload.py``."""
 _ALIGNMENT = 512
 
 
 class BackgroundSave:
-    """The asynchronous write of a checkpoint by a forked process; implements ``interfaces.Saving``.
+    """Asynchronous checkpoint write in a forked process; implements ``interfaces.Saving``.
 
-    Construction forks, after a copy of the GPU's tensors to host memory; ``is_written`` is local, ``finish``
-    collective. A fork sees CPU tensors as they were (copy on write). The copies of GPU tensors are pinned,
-    and a fork shares pinned memory: they are kept until the writer has ended, because torch would reuse their
-    blocks while they are being written.
+    Construction copies GPU tensors to host memory, then forks; ``is_written`` is local, ``finish``
+    collective. The fork sees CPU tensors as they were (copy on write). The copies of GPU tensors are pinned,
+    and a fork shares pinned memory: this process keeps them until the writer ends, because torch would
+    otherwise reuse the blocks during the write.
     """
 
     def __init__(self, request: AsyncRequest) -> None:
@@ -58,14 +58,14 @@ class BackgroundSave:
         self._process = self._caller.process
 
     def is_written(self) -> bool:
-        """Whether this rank's part is on disk, or has failed."""
+        """Return whether this rank's write has ended, on disk or with a failure."""
         ended = bool(self._caller.is_current_async_call_done(no_dist=True))
         if ended:
             self._staged.clear()
         return ended
 
     def finish(self) -> None:
-        """Commit the checkpoint, when all ranks' parts are written. Collective; raises if one failed."""
+        """Commit the checkpoint once all ranks' parts are written. Collective; raises if a write failed."""
         if self._process is not None and self._process.exitcode:
             why = death(self._process.exitcode)
             raise OutOfMemoryError(f"the process that writes the checkpoint has not finished: {why}")
@@ -73,7 +73,7 @@ class BackgroundSave:
             finalize()
 
     def _stage(self, buckets: list[Any]) -> Any:
-        """Make the host copies of megatron's ``buckets``, for its writer, and keep them."""
+        """Return megatron's write ``buckets`` with host copies, and hold on to the copies."""
         self._staged.append(staged(buckets))
         if has_cuda():
             torch.cuda.synchronize()  # before the fork, which shares the blocks
@@ -81,7 +81,7 @@ class BackgroundSave:
 
 
 def staged(buckets: list[Any]) -> list[Any]:
-    """Megatron's write buckets with host copies of their GPU tensors. The copies may still be under way."""
+    """Megatron's write buckets with host copies of their GPU tensors. The copies may still be running."""
     blocks = _Blocks()
     return [
         (file, key, (objects, [(item, blocks.copy(tensor)) for item, tensor in tensors]))
@@ -90,30 +90,25 @@ def staged(buckets: list[Any]) -> list[Any]:
 
 
 class _Blocks:
-    """Host memory for copies, pinned if ``_pins``: tensors end to end in blocks, the first with room each.
-
-    The copies keep its blocks alive.
-    """
+    """Host memory for copies, pinned if ``_pins``: tensors end to end in blocks, first fit."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
         self._taken: list[int] = []
-        """Bytes of each block that are taken."""
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Begin to copy a GPU's tensor to the host; one that is on the host is returned as it is."""
+        """Begin to copy a GPU tensor to the host and return the copy; return a host tensor unchanged."""
         if is_on_host(tensor):
             return tensor
         if not tensor.numel():
             return torch.empty_like(tensor, device="cpu")
         place = self._place(tensor.nbytes)
         place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-        # A storage of its own size: the writer pickles the whole storage of a tensor.
+        # Its storage has its own size: the writer pickles a tensor's whole storage.
         return torch.from_numpy(place.numpy()).view(tensor.dtype).view(tensor.shape)
 
     def _place(self, nbytes: int) -> Tensor:
-        """Bytes of the first block with room, or of a new one: of ``BLOCK`` bytes, for a larger tensor of the
-        next power of two, whose rest others take."""
+        """``nbytes`` bytes of the first block with room, or of a new one (at least ``BLOCK`` bytes)."""
         number = next(
             (n for n, block in enumerate(self._blocks) if self._taken[n] + nbytes <= len(block)), None
         )
@@ -129,10 +124,10 @@ class _Blocks:
 
 @cache
 def _pins() -> bool:
-    """Whether copies are in pinned memory: beside a GPU, if a fork can read it.
+    """Return whether copies use pinned memory: on a GPU machine where a fork can read it.
 
-    CUDA promises nothing to a fork. On x86 the driver's mapping is inherited; on GB200 and GB300 Megatron's
-    writers were killed as they read it (radixark/Megatron-LM pull request 57, Megatron-Bridge issue 2355).
+    CUDA promises nothing to a fork. On x86 a fork inherits the driver's mapping; on GB200 and GB300 reading
+    it killed Megatron's writers (radixark/Megatron-LM pull request 57, Megatron-Bridge issue 2355).
     """
     if not has_cuda():
         return False
@@ -145,7 +140,7 @@ def _pins() -> bool:
 
 
 def fork_reads(address: int) -> bool:
-    """Whether a fork of this process can read the byte at ``address``; one that is killed cannot."""
+    """Return whether a fork of this process survives reading the byte at ``address``."""
     if (child := os.fork()) == 0:
         code = 1
         try:
@@ -155,25 +150,25 @@ def fork_reads(address: int) -> bool:
             ctypes.string_at(address, 1)
             code = 0
         finally:
-            os._exit(code)  # whatever a signal raises here: it must not continue as a second trainer
+            os._exit(code)  # even if a signal raises here: it must not run on as a second trainer
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether a tensor of a save needs no copy: the writer's fork sees it as it is now."""
+    """Whether a tensor needs no copy, because the writer's fork sees its current value."""
     return tensor.is_cpu
 
 
 def replace_results_queue() -> None:
-    """Replace megatron's results queue by one in shared memory, before each checkpoint write.
+    """Replace megatron's results queue by one in shared memory; call before each checkpoint write.
 
-    Megatron's own needs a third process, which takes seconds to start and outlives a killed trainer.
+    Megatron's queue needs a third process, which takes seconds to start and outlives a killed trainer.
     """
     filesystem_async._results_queue = _Results()
 
 
 class _Results:
-    """A queue of one result in shared memory: the forked writer puts it, this process gets it."""
+    """One-result queue in shared memory: the forked writer puts the result, this process gets it."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("results")
@@ -192,8 +187,9 @@ class _Results:
 
 
 def _writer_process(write: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The main function of the forked writer process: it and its own forks end with the trainer."""
-    # First: collecting the trainer's garbage, such as a store, would wait for threads that a fork lacks.
+    """Main function of the forked writer process, which ends with the trainer, as do its own forks."""
+    # First: collecting the trainer's garbage, such as a store, would wait for threads that do not exist in a
+    # fork.
     gc.freeze()
     _die_with_parent()
     if writer_forks():
@@ -204,9 +200,9 @@ def _writer_process(write: Callable[..., Any], *arguments: Any, **named: Any) ->
 
 
 def _write_and_tell(write: Callable[..., Any], *arguments: Any) -> None:
-    """Run megatron's writer of threads, and put into its results, the last argument, why one has failed.
+    """Run megatron's threaded writer; its result, or its first error, goes into the last argument.
 
-    The writer itself ends with an assertion, and says why in a log.
+    The writer itself fails with an assertion and only logs the cause.
     """
     *others, results = arguments
     failures: list[Exception] = []
@@ -227,7 +223,7 @@ def _write_and_tell(write: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _watch_forks() -> None:
-    """Let this process end with a fork of megatron's writer that was killed, for which it waits for ever."""
+    """End this process when one of megatron's writer forks is killed: megatron would wait for it forever."""
     signal.signal(signal.SIGCHLD, _die_with_child)
     inner = filesystem_async.FileSystemWriterAsync.write_preloaded_data
 
@@ -240,14 +236,14 @@ def _watch_forks() -> None:
 
 
 def _die_with_parent() -> None:
-    """End with the parent process, and ignore signals that stop a run: the trainer handles them."""
+    """Die with the parent process, and ignore signals that stop a run: the trainer handles them."""
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
 
 
 def _die_with_child(_number: int, _frame: FrameType | None) -> None:
-    """End when a fork was killed, by the kernel when memory is short, say: megatron would wait for ever."""
+    """Kill this process if a fork was killed, for example by the kernel for lack of memory."""
     for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         status = os.waitid(os.P_PID, int(child), os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is not None and status.si_code != os.CLD_EXITED:

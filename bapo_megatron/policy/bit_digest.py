@@ -1,14 +1,14 @@
-"""The layout-independent digest of weights and optimizer state: for the resume check, and of the reference.
+"""Layout-independent digest of weights and optimizer state, for the resume check and the reference.
 
     digest = sum over elements of  bits(element) * row_factor * column_factor   modulo 2^64
 
 ``bits`` is the element's bit pattern as an integer; the factors are odd numbers derived from the parameter's
 name and the element's row and column in the *whole* parameter, whichever rank holds it. Integers modulo 2^64
-add exactly in any order, so neither NCCL's rings nor another layout change the sum. An odd factor is
-invertible: a change of one element always changes the digest; changes of several, permutations included, go
-unnoticed with probability about 2^-32 at most.
+add exactly in any order, so neither NCCL's rings nor the layout change the sum. An odd factor is invertible:
+a change of one element always changes the digest; a change of several, such as a permutation, goes undetected
+with probability about 2^-32 at most.
 
-A rank sums its own shards, block by block; ``state_digest``, which is collective, gathers only the sums.
+A rank sums its own shards, block by block; ``state_digest`` (collective) gathers only the sums.
 """
 
 from __future__ import annotations
@@ -34,40 +34,39 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 _BLOCK = 2**22
 """Block size in elements: 64 MB on the device."""
 _GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-"""The increment and the multipliers of splitmix64, as signed integers (Steele, Lea and Flood 2014, "Fast
-Splittable Pseudorandom Number Generators")."""
+"""Increment and multipliers of splitmix64, as signed integers (Steele, Lea and Flood 2014, "Fast Splittable
+Pseudorandom Number Generators")."""
 
 _CUT, _WHOLE, _EXPERT = range(3)
 
 
 @dataclass(frozen=True)
 class RankSums:
-    """A rank's sums of the digests, which all ranks exchange."""
+    """One rank's digest sums, exchanged among all ranks."""
 
     tensor: int
     """TP rank."""
     replica: int
-    """DP x CP rank: which copy of the parameters outside of experts."""
+    """DP x CP rank: identifies the copy of the non-expert parameters."""
     expert_replica: int
-    """Expert-DP rank: which copy of the experts' parameters."""
+    """Expert-DP rank: identifies the copy of the expert parameters."""
     sums: dict[str, tuple[int, ...]]
-    """By name the sums over TP-sharded, over TP-replicated and over experts' parameters."""
+    """Sums over TP-sharded, TP-replicated and expert parameters, by name."""
     steps: list[int]
     """The optimizer's step counts."""
 
 
 def state_digest(weights: WeightMap, optimizer: Any) -> dict[str, list[str]]:
-    """Digests of the weights, of each optimizer state, and the step count, on every rank. Collective.
+    """Digests of the weights and each optimizer state, and the step count, on every rank. Collective.
 
-    Each DP x CP rank has a copy of the weights, and each TP rank one of some parameters; of the experts each
-    expert-DP rank has one. A name has one digest if all copies agree; else that of the checkpoint's copy
-    comes first, then the others.
+    DP x CP ranks hold copies of the weights, TP ranks of some parameters, expert-DP ranks of the experts. A
+    name has one digest if all copies agree; otherwise the digest of the checkpoint's copy comes first.
     """
     return _merged_over_ranks(_sums(weights, optimizer), _steps(optimizer))
 
 
 def weights_digest(weights: WeightMap) -> list[str]:
-    """Digests of the weights alone: one if all copies agree, else one for each different copy. Collective."""
+    """Digests of the weights alone: one if all copies agree, otherwise one per distinct copy. Collective."""
     return _merged_over_ranks(_sums(weights, None), [])[WEIGHTS]
 
 
@@ -85,7 +84,7 @@ def _merged_over_ranks(sums: dict[str, tuple[int, ...]], steps: list[int]) -> di
 
 
 def merged(ranks: Sequence[RankSums]) -> dict[str, list[str]]:
-    """The digests of the whole state, from the sums of all ranks in any order; one pass over the ranks."""
+    """Merge the sums of all ranks, in any order, into the digests of the whole state."""
     copies = {name: _Copies.of(name, ranks) for name in (WEIGHTS, *STATES)}
     values_of = {WEIGHTS: copies[WEIGHTS].of_weights(), **{name: copies[name].of_state() for name in STATES}}
     steps = sorted({step for rank in ranks for step in rank.steps})
@@ -98,12 +97,12 @@ def merged(ranks: Sequence[RankSums]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Sums of one name over the ranks that hold a copy: of cut parameters, of whole ones, and of experts."""
+    """Sums of one name over the ranks that hold a copy: sharded, replicated and expert parameters."""
 
     cut: dict[int, int]
     """By replica."""
     whole: dict[tuple[int, int], int]
-    """By replica and TP rank, each of which has all of these parameters."""
+    """By replica and TP rank; every TP rank holds all of these parameters."""
     experts: dict[int, int]
     """By expert replica."""
 
@@ -118,13 +117,13 @@ class _Copies:
         return _Copies(dict(cut), dict(whole), dict(sorted(experts.items())))
 
     def of_weights(self) -> list[int]:
-        """The checkpoint's copy first, then with each other copy of a kind in the place of its own."""
+        """The sum of the checkpoint's copy, then one sum per other copy, which replaces its counterpart."""
         dense = [self.cut[replica] + value for (replica, _), value in self.whole.items()]
         first, *others = self.experts.values()
         return [*(value + first for value in dense), *(dense[0] + value for value in others)]
 
     def of_state(self) -> list[int]:
-        """The optimizer's shards exist once: all replicas together, with each TP rank's copy of the whole."""
+        """Sums over all replicas (optimizer shards exist once), one per TP rank's replicated parameters."""
         total = sum(self.cut.values()) + sum(self.experts.values())
         whole = Counter[int]()
         for (_, tensor), value in self.whole.items():
@@ -133,7 +132,7 @@ class _Copies:
 
 
 def _sums(weights: WeightMap, optimizer: Any | None) -> dict[str, tuple[int, ...]]:
-    """This rank's sums by name, as in ``RankSums``; those of its states are 0 without optimizer."""
+    """This rank's sums by name, as in ``RankSums``; without an optimizer, state sums are 0."""
     device = next(iter(weights.local.values())).device
     names = (WEIGHTS, *STATES)
     sums = torch.zeros(len(names), 3, dtype=torch.int64, device=device)
@@ -151,7 +150,7 @@ def _sums(weights: WeightMap, optimizer: Any | None) -> dict[str, tuple[int, ...
 
 
 def _kept_states(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[int, dict[str, Tensor]]]]:
-    """The optimizer state on this rank: parameter, first element of this rank's piece, and its tensors."""
+    """Yield each parameter with optimizer state here, its piece's first element, and its state tensors."""
     for part in optimizer.chained_optimizers:
         rank = part.data_parallel_group.rank()
         for placement in placements(part):
@@ -172,7 +171,7 @@ def _steps(optimizer: Any) -> list[int]:
 
 
 def factors(key: Key, mapping: Mapping, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The odd factors, int64, of the rows and columns of this rank's shard of a parameter."""
+    """Odd int64 factors of the rows and columns of this rank's shard of a parameter."""
     name, layer = key
     seed = hashlib.sha256(f"{name} {layer}".encode()).digest()
     shape = (mapping.shape[0], prod(mapping.shape[1:]))  # a vector is a matrix of one column
@@ -188,16 +187,16 @@ def factors(key: Key, mapping: Mapping, device: torch.device) -> tuple[Tensor, T
 
 
 def _mix(value: Tensor) -> Tensor:
-    """The finalizer of splitmix64 on int64, whose shifts keep the sign and are masked."""
+    """The splitmix64 finalizer on int64; the masks undo the sign extension of the shifts."""
     value = (value ^ ((value >> 30) & (2**34 - 1))) * _MIX_1
     value = (value ^ ((value >> 27) & (2**37 - 1))) * _MIX_2
     return value ^ ((value >> 31) & (2**33 - 1))
 
 
 def bit_sum(values: Tensor, first: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """sum bits * row_factor * column_factor, int64, of a flat piece of a shard from its element ``first``.
+    """sum bits * row_factor * column_factor, int64, of a flat piece of a shard from element ``first`` on.
 
-    ``values`` may be on another device than the factors; the sum is computed on that of the factors.
+    ``values`` may be on another device than the factors; the sum is on the factors' device.
     """
     bits = values.view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
@@ -210,7 +209,7 @@ def bit_sum(values: Tensor, first: int, rows: Tensor, columns: Tensor) -> Tensor
 
 
 def _rectangles(first: int, length: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Rectangles (row, column, rows, columns) that tile a run of elements in a matrix ``width`` wide."""
+    """Yield rectangles (row, column, rows, columns) that tile a run of elements of a matrix of this width."""
     end = first + length
     while first < end:
         row, column = divmod(first, width)

@@ -1,11 +1,11 @@
-"""Distributed checkpoints (torch_dist): save and load of model and optimizer, at any parallel layout.
+"""Distributed checkpoints (torch_dist): save and load model and optimizer, at any parallel layout.
 
-``MegatronPolicy`` calls both, on every rank; loading executes no pickle of the files. The optimizer's format
-is ``fully_reshardable``, which allows a change of TP and PP. With torch's AdamW (no Transformer Engine, no
-apex) megatron's loading needs three repairs, made here on the instance.
+``MegatronPolicy`` calls both on every rank; loading executes no pickle from the files. The optimizer format
+is ``fully_reshardable``, so TP and PP may change. With torch's AdamW (no Transformer Engine, no apex),
+megatron's loading needs three repairs, applied here to the instance.
 
 Checkpoints of Transformer Engine's and torch's layers differ only in ``_extra_state`` (fp8 scales, empty for
-these models), so each kind of layers loads the other's.
+these models), so each implementation loads the other's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CONTENT = {
 def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
     """Begin an asynchronous write of the checkpoint into ``path``. Collective.
 
-    Returns when the GPU's tensors are copied to the host and the writer is forked: training may continue.
+    Returns once GPU tensors are copied to the host and the writer is forked: training may continue.
     """
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
@@ -66,13 +66,13 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
 def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     """Load the checkpoint in ``path`` into the model and the optimizer. Collective.
 
-    CheckpointError, on every rank, if it is damaged or would run code (``stored_checkpoint.py``).
-    RuntimeError if it is another model's, or cannot be read.
+    Raises CheckpointError, on every rank, if it is damaged or would run code (``stored_checkpoint.py``), and
+    RuntimeError if it belongs to another model or cannot be read.
     """
     inner = list(_torch_adams(optimizer))
     for wrapper in optimizer.chained_optimizers:
         _keep_moments_on_load(wrapper.optimizer)
-    # Before the state is described: megatron loads into the moments that exist.
+    # First: megatron loads into existing moments.
     for wrapper, adam in inner:
         _create_adam_state(adam)
         _add_step_on_load(wrapper, adam)
@@ -80,7 +80,7 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     state = _read(_state(model, optimizer, loading=True), stored)
     for name, chunk in _named_chunks(model):
         chunk.load_state_dict(state[name], strict=True)
-    # Kept over the load, which would bring back the settings of the recipe that wrote the checkpoint.
+    # The load would restore the settings of the recipe that wrote the checkpoint.
     settings = [_settings(group) for group in optimizer.param_groups]
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])
@@ -91,7 +91,7 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
 
 
 def _opened(path: Path) -> StoredCheckpoint:
-    """Open the checkpoint in ``path``. Collective: if one rank cannot, CheckpointError on every rank."""
+    """Open the checkpoint in ``path``. Collective: raises CheckpointError on every rank if any rank fails."""
     try:
         stored, problem = open_stored(path), None
     except CheckpointError as error:
@@ -103,9 +103,9 @@ def _opened(path: Path) -> StoredCheckpoint:
 
 
 def _read(asked: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
-    """Read the state ``asked`` for from ``stored``; a missing ``_extra_state`` is None.
+    """Return the state ``asked`` for, read from ``stored``; a missing ``_extra_state`` becomes None.
 
-    RuntimeError if anything else is missing or unreadable: torch's own error is not an Exception.
+    Raises RuntimeError if anything else is missing or unreadable: torch's own error is not an Exception.
     """
     keys = {name: list(part) for name, part in asked.items() if name.startswith("model")}
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
@@ -131,7 +131,7 @@ def _read(asked: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _replicas() -> Any:
-    """The DP x CP group, whose ranks hold the same weights: each writes and reads a share of them."""
+    """The DP x CP group: its ranks hold the same weights, and each writes and reads a share."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
@@ -145,7 +145,7 @@ def _state(model: Sequence[Any], optimizer: Any, loading: bool) -> dict[str, Any
 
 
 def _layout(model: Sequence[Any]) -> dict[str, int | list[int]]:
-    """The layout that wrote the checkpoint, for information: any other can load it. Collective."""
+    """The writing layout, for information only: any layout can load the checkpoint. Collective."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     own = [len(chunk.decoder.layers) for _, chunk in _named_chunks(model)]
     layers = dict(all_gather((stage, own)))
@@ -153,7 +153,7 @@ def _layout(model: Sequence[Any]) -> dict[str, int | list[int]]:
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual": len(model),
-        # In the model's order: the first chunk of every stage, then the second of every stage.
+        # In model order: the first chunk of every stage, then the second of every stage.
         "pipeline_layers": [layers[stage][chunk] for chunk in range(len(model)) for stage in sorted(layers)],
         "context": parallel_state.get_context_parallel_world_size(),
         "data": parallel_state.get_data_parallel_world_size(),
@@ -170,7 +170,7 @@ def _named_chunks(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's settings of a parameter group, such as weight decay."""
+    """The recipe's settings for a parameter group, such as weight decay."""
     return {name: value for name, value in group.items() if name not in ("params", "step")}
 
 
@@ -192,7 +192,7 @@ def _create_state(wrapper: Any) -> None:
 
 
 def _create_adam_state(adam: torch.optim.Optimizer) -> None:
-    """Repair 1: initialize the moments before megatron needs them; torch does so at the first step."""
+    """Repair 1: initialize the moments before megatron needs them; torch would do so at the first step."""
     for parameter in (p for group in adam.param_groups for p in group["params"]):
         state = adam.state[parameter]
         if not state:
@@ -202,8 +202,10 @@ def _create_adam_state(adam: torch.optim.Optimizer) -> None:
 
 
 def _keep_moments_on_load(adam: torch.optim.Optimizer) -> None:
-    """Load moments without a second copy: Transformer Engine's FusedAdam makes a new tensor of each while the
-    caller holds the old ones, since moments may be of other types than float32. Ours are float32."""
+    """Patch FusedAdam to load its float32 moments without a second copy.
+
+    Transformer Engine's own loader creates new tensors, for moments of other types, while the old ones exist.
+    """
     adam.load_state_dict = partial(torch.optim.Optimizer.load_state_dict, adam)  # type: ignore[method-assign]
 
 
@@ -220,18 +222,17 @@ def _add_step_on_load(wrapper: Any, adam: torch.optim.Optimizer) -> None:
 
 
 def _note_step(adam: torch.optim.Optimizer) -> None:
-    """Copy the step count into the groups, as FusedAdam has it: with Transformer Engine installed megatron
-    reads it only there, also for the AdamW of ``optimizer.device=cpu``."""
+    """Copy the step count into the groups, where megatron reads it if Transformer Engine is installed."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             group["step"] = int(adam.state[parameter]["step"])
 
 
 def _separate_step_tensors(adam: torch.optim.Optimizer) -> None:
-    """Repair 3: a ``step`` tensor of its own for each parameter, from the group's loaded count.
+    """Repair 3: give each parameter its own ``step`` tensor, from the group's loaded count.
 
-    Megatron gives all parameters one tensor, which torch would advance once for each; with Transformer Engine
-    none.
+    Megatron shares one tensor among all parameters, so torch would advance it once per parameter; with
+    Transformer Engine installed it sets none.
     """
     for group in adam.param_groups:
         for parameter in group["params"]:

@@ -1,20 +1,20 @@
-"""Gated DeltaNet of ``thd`` packs: the module in the place of attention, and its rule.
+"""Gated DeltaNet for ``thd`` packs: the module that replaces attention, and its recurrence rule.
 
     S_t = exp(g_t) S_{t-1} + k_t u_t^T      u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)      o_t = S_t^T q_t
 
-for each value head, from S = 0 at the start of each document, with q and k of length 1 (q / sqrt(d) then),
-beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias), and a causal convolution and silu before it.
+for each value head, from S = 0 at the start of each document, with q and k normalized to length 1 (then q /
+sqrt(d)), beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias), after a causal convolution and silu.
 
-On a CPU, and in float32, the rule is torch's, in chunks of 64 tokens: within a chunk the u solve a triangular
-system, so that the state is computed once for a chunk (Yang et al. 2024, arXiv 2412.06464). In half precision
-on a GPU it is that of flash-linear-attention (fla), which ran here in triton's interpreter alone;
-``kernel_check.py`` tests it before a policy is built. Neither waits for the device.
+On a CPU, and in float32, torch computes the rule in chunks of 64 tokens: within a chunk the u solve a
+triangular system, so the state is computed once per chunk (Yang et al. 2024, arXiv 2412.06464). In half
+precision on a GPU flash-linear-attention (fla) computes it; its kernels have run only in triton's interpreter
+here, and ``kernel_check.py`` tests them before a policy is built. Neither waits for the device.
 
-Context parallelism: an all-to-all gives each CP rank all tokens of some heads, another brings the outputs
-back to the tokens. Output gate and norm stay with the tokens. TP x CP divides the key heads (``layout.py``).
+Context parallelism: an all-to-all gives each CP rank all tokens of some heads; another returns the outputs to
+the token layout. Output gate and norm work on that layout. TP x CP divides the key heads (``layout.py``).
 
-Shapes: ``_L`` tokens on this rank, ``_T`` of the pack, ``_P`` rows of all padded batches, ``_D`` channels;
-in the rule [batch, heads, chunks, tokens, width].
+Shapes: ``_L`` tokens on this rank, ``_T`` of the pack, ``_P`` rows of all padded batches, ``_D`` channels; in
+the rule [batch, heads, chunks, tokens, width].
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from bapo_megatron.policy.layers import Builder
 from bapo_megatron.policy.megatron_versions import split_tensor_factory
 from bapo_megatron.policy.positions import positions
 
-_EPS = 1e-6  # of the lengths of queries and keys, as in Hugging Face's models
+_EPS = 1e-6  # epsilon of query and key normalization, as in Hugging Face's models
 
 
 @dataclass
 class DeltaNetModules:
-    """Submodules of the layer: its two linear layers."""
+    """The layer's submodules: two linear layers."""
 
     in_proj: Any
     out_proj: Any
 
 
 class DeltaNetBuilder(Builder):
-    """Builder of Gated DeltaNet, in a model whose other norms are of 1 + w."""
+    """Builder of Gated DeltaNet, for models whose other norms scale by 1 + w."""
 
     def config(self) -> dict[str, object]:
         return {"layernorm_zero_centered_gamma": True}
@@ -68,7 +68,7 @@ class DeltaNetBuilder(Builder):
 
 
 class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
-    """The layer, with megatron-core's names and cuts of parameters. Collective over the TP and CP ranks."""
+    """Gated DeltaNet layer with megatron-core's parameter names and sharding. Collective over TP and CP."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, *_: Any, packed_seq_params: DocumentPack | None = None, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output [tokens, 1, hidden], and its bias, which is None."""
+        """Return the layer's output [tokens, 1, hidden] and its bias, None."""
         if packed_seq_params is None:
             raise ValueError("this layer takes thd packs only")
         bounds, kind = packed_seq_params.bounds, self.kind
@@ -140,14 +140,14 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
         return result
 
     def _own(self, parameter: Tensor, sections: list[int] | None = None) -> Tensor:
-        """The part of a parameter of this CP rank's heads."""
+        """The slice of a parameter for this CP rank's heads."""
         size, rank = self.cp.size(), self.cp.rank()
         if size == 1:
             return parameter
         return torch.cat([part.chunk(size)[rank] for part in parameter.split(sections or len(parameter))])
 
     def _to_heads(self, x_LD: Tensor, sections: list[int], bounds: tuple[int, ...]) -> Tensor:
-        """All tokens of the pack, in its order, with this CP rank's heads."""
+        """All tokens of the pack, in pack order, with this CP rank's heads."""
         size = self.cp.size()
         shares = [part.unflatten(-1, (size, -1)) for part in x_LD.split(sections, -1)]
         sent = torch.cat(shares, -1).transpose(0, 1).flatten(0, 1)
@@ -168,7 +168,7 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None, **_: Any
     ) -> dict[str, Any]:
-        """The state as megatron-core's ``GatedDeltaNet`` saves it: sections under keys of their own."""
+        """The state in the format of megatron-core's ``GatedDeltaNet``: one key per section."""
         groups = {"tp_group": self.tp, "dp_cp_group": metadata["dp_cp_group"]}
         own = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv1d.weight": self.conv1d.weight}
         whole = {"out_norm.weight": self.out_norm.weight}
@@ -188,14 +188,14 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
 
 
 class GatedNorm(torch.nn.Module):
-    """RMSNorm over a head, of w in float32, then the output gate: silu(z)."""
+    """RMSNorm over a head with float32 weight w, then the output gate silu(z)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = torch.nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        # Each TP rank has other heads: the gradient is their sum.
+        # Each TP rank has different heads: their gradients are summed.
         weight = copy_to_tensor_model_parallel_region(self.weight)
         normalized = F.rms_norm(x.float(), weight.shape, weight, self.eps)
         return (normalized * F.silu(z.float())).to(x.dtype)
@@ -205,7 +205,7 @@ class GatedNorm(torch.nn.Module):
 
 
 def _in_float32(fn: Callable[[Tensor], Tensor], kept: Tensor) -> Callable[[Tensor], Tensor]:
-    """``fn``, which moves or casts a module's parameters, such that it casts ``kept`` never."""
+    """Wrap ``fn``, which moves or casts a module's parameters, so that it never casts ``kept``."""
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to(fn(tensor).device) if tensor is kept else fn(tensor)
@@ -213,9 +213,9 @@ def _in_float32(fn: Callable[[Tensor], Tensor], kept: Tensor) -> Callable[[Tenso
     return moved
 
 
-@lru_cache(maxsize=16)  # every layer of a micro-batch needs the same ones
+@lru_cache(maxsize=16)  # shared by all layers of a micro-batch
 def _held(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Positions in the pack of the tokens of all CP ranks, those of the first rank first."""
+    """Pack positions of the tokens of all CP ranks, in rank order."""
     return torch.cat([positions(bounds, size, rank) for rank in range(size)]).to(device, non_blocking=True)
 
 
@@ -227,7 +227,7 @@ def kernel_rule(
     kind: DeltaNet,
     bounds: tuple[int, ...],
 ) -> Tensor:
-    """As ``chunked_rule``, by flash-linear-attention's kernels. A rehearsal puts its own in this place."""
+    """``chunked_rule`` with flash-linear-attention's kernels. Rehearsals patch this function."""
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -241,10 +241,7 @@ def kernel_rule(
 
 @lru_cache(maxsize=16)
 def _documents_on(bounds: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
-    """The kernels' arguments of a pack: its bounds, and of each chunk the document and its number there.
-
-    Without the chunks the kernels would read the bounds from the GPU, and the host would wait for it.
-    """
+    """Kernel arguments of a pack: its bounds, and chunk indices that save a blocking read from the GPU."""
     counts = [-(-(end - start) // CHUNK) for start, end in pairwise(bounds)]
     chunks = [(document, number) for document, count in enumerate(counts) for number in range(count)]
     made = {"cu_seqlens": torch.tensor(bounds), "chunk_indices": torch.tensor(chunks)}
@@ -259,7 +256,7 @@ def chunked_rule(
     kind: DeltaNet,
     bounds: tuple[int, ...],
 ) -> Tensor:
-    """Convolution, silu and the rule within each document ``bounds[d]:bounds[d + 1]``, [tokens, values].
+    """Convolution, silu and rule within each document ``bounds[d]:bounds[d + 1]``, [tokens, values].
 
     qkv_TD: queries, keys and values of some heads; decay_TH: g; weight [D, 1, kernel].
     """
@@ -277,7 +274,7 @@ def chunked_rule(
 
 
 def _heads(mixed: Tensor, kind: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [..., heads, width] of the channels of some heads."""
+    """Split channels into queries, keys and values [..., heads, width]."""
     share = mixed.size(-1) / (2 * kind.keys + kind.values)
     keys, values = round(kind.keys * share), round(kind.values * share)
     q, k, v = mixed.split([keys, keys, values], -1)
@@ -286,9 +283,9 @@ def _heads(mixed: Tensor, kind: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The rule of a batch [documents, tokens, heads, width], from S = 0, in float32 (or float64).
+    """The rule for a batch [documents, tokens, heads, width], from S = 0, in float32 (or float64).
 
-    Value heads that share a key head are next to each other.
+    Value heads that share a key head are adjacent.
     """
     tokens, shared = v.size(1), v.size(2) // k.size(2)
     work = torch.promote_types(v.dtype, torch.float32)
@@ -300,7 +297,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     after = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     decay = (sums - sums.transpose(-1, -2)).masked_fill(after, -torch.inf).exp()
     scores = q @ k.transpose(-1, -2) * decay
-    pairs = k @ k.transpose(-1, -2) * decay * beta  # its diagonal counts as ones: u itself
+    pairs = k @ k.transpose(-1, -2) * decay * beta  # the solver treats the diagonal as ones: u itself
     seen, kept = sums.exp(), (sums[..., -1:, :] - sums).exp()
     queries, keys_in, keys_out = q * seen, k * seen, k * kept
     state = v_own.new_zeros(*v_own.shape[:2], k.size(-1), v_own.size(-1))
@@ -318,7 +315,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _in_chunks(x: Tensor, chunk: int) -> Tensor:
-    """[batch, tokens, heads, width] as [batch, heads, chunks, tokens, width], zeros after the last token."""
+    """[batch, tokens, heads, width] as [batch, heads, chunks, tokens, width], zero-padded at the end."""
     x = x.transpose(1, 2)
     chunks: Tensor = F.pad(x, (0, 0, 0, -x.size(2) % chunk)).unflatten(2, (-1, chunk))
     return chunks

@@ -1,12 +1,12 @@
-"""What this process computes with: device, communication backend, attention kernels; and CPU mode.
+"""Device, communication backend and attention kernels of this process; and CPU mode.
 
-``select_device`` comes first in every process that trains. megatron-core names "cuda" devices in a few dozen
-places. Without CUDA ``cpu_mode`` redirects them to the CPU: torch's calls in the calling thread, what it
-patches of megatron-core in the whole process. With CUDA ``select_device`` changes no library.
+``select_device`` comes first in every process that trains. megatron-core hard-codes "cuda" devices in a few
+dozen places. Without CUDA ``cpu_mode`` redirects them to the CPU: torch calls in the calling thread,
+megatron-core patches in the whole process. With CUDA ``select_device`` changes no library.
 
-Where Transformer Engine has no attention kernel for a GPU it does not refuse: without context parallelism it
-computes all scores of padded documents (unfused), with it a layer fails in the first pass. So ``model.py``
-asks before it chooses the attention; ``check_environment`` belongs to the checks before a run starts.
+Transformer Engine does not refuse a GPU without an attention kernel: without context parallelism it computes
+all scores of padded documents (unfused), with it a layer fails in the first pass. So ``model.py`` asks before
+it chooses the attention; ``check_environment`` runs among the checks before a run starts.
 """
 
 from __future__ import annotations
@@ -40,22 +40,19 @@ _thread = threading.local()
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 _SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _NORM_BLOCK = 2**14
-"""Block size of the gradient norm, in elements: 128 KiB of float64, which a cache holds. torch sums so few on
-one thread, so the sum does not depend on the number of threads."""
+"""Block size of the gradient norm, in elements: 128 KiB of float64, which fits a cache. torch sums so few
+elements on one thread, so the sum does not depend on the thread count."""
 _NORM_ROWS = 16
-"""Blocks of one call of torch, which costs as much as a block: their float64 copies are in the cache, too."""
+"""Blocks per torch call, which costs as much as one block; their float64 copies also fit the cache."""
 
 
 def has_cuda() -> bool:
-    """Whether this process trains on a GPU. ConfigError if there should be one, and torch cannot use it."""
+    """Whether this process trains on a GPU. Raises ConfigError if torch cannot use an expected GPU."""
     return uses_gpu()
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether layers are Transformer Engine's: on a GPU, if installed, in half precision.
-
-    Its attention for packs requires half precision.
-    """
+    """Whether layers are Transformer Engine's: on a GPU, if installed, in half precision (it requires it)."""
     return dtype != torch.float32 and has_cuda() and find_spec("transformer_engine") is not None
 
 
@@ -72,9 +69,9 @@ def optimizer_problem() -> str | None:
 
 
 def attention_problem(dtype: torch.dtype) -> str | None:
-    """The lack of an attention kernel for ``dtype`` on this machine, with the fix; None if one exists.
+    """The lack of an attention kernel for ``dtype`` here, with the fix; None if one exists.
 
-    Transformer Engine's kernels for a layout and a GPU are checked later, by ``layers.layer_spec``.
+    ``layers.layer_spec`` later checks Transformer Engine's kernels for a layout and a GPU.
     """
     if dtype == torch.float32 or not has_cuda() or uses_transformer_engine(dtype):
         return None
@@ -82,7 +79,7 @@ def attention_problem(dtype: torch.dtype) -> str | None:
 
 
 def varlen_problem() -> str | None:
-    """torch's missing variable-length attention, with the fix; None if torch has it."""
+    """The lack of variable-length attention in torch, with the fix; None if torch has it."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release >= (2, 11):
         return None
@@ -93,7 +90,7 @@ def varlen_problem() -> str | None:
 
 
 def check_environment() -> None:
-    """Check that no variable disables a kernel of Transformer Engine, which megatron asserts. ConfigError."""
+    """Raise ConfigError if a variable disables a Transformer Engine kernel, which megatron asserts."""
     for name in _SWITCHES:
         value = environment_variable(name) or "1"
         if value != "1":
@@ -105,10 +102,10 @@ def check_environment() -> None:
 
 @cache
 def pack_attention() -> type:
-    """``TEDotProductAttention`` with ``pad_between_seqs`` passed on: there is no padding between documents.
+    """Return ``TEDotProductAttention`` with ``pad_between_seqs`` passed on: no padding separates documents.
 
-    Without it Transformer Engine before 2.20 compares ``cu_seqlens`` with the padded ones in every layer,
-    which synchronizes with the GPU. A function, because its base class imports Transformer Engine.
+    Otherwise Transformer Engine before 2.20 compares ``cu_seqlens`` with the padded ones in every layer, a
+    GPU synchronization. A function, because the base class imports Transformer Engine.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
@@ -123,8 +120,8 @@ def pack_attention() -> type:
 def has_te_attention(config: Any, longest: int) -> bool:
     """Whether Transformer Engine has a flash or fused kernel for this rank's heads of ``config``.
 
-    ``longest``: length of the longest document in tokens. ConfigError if NVTE_ALLOW_NONDETERMINISTIC_ALGO=0
-    is set and it has no deterministic kernel: torch has none either.
+    ``longest``: longest document in tokens. Raises ConfigError if NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 and
+    there is no deterministic kernel: torch has none either.
     """
     deterministic = (environment_variable(_NONDETERMINISTIC) or "1") == "0"
     has_kernel = _has_te_kernel(config, longest, deterministic)
@@ -138,11 +135,11 @@ def has_te_attention(config: Any, longest: int) -> bool:
 
 
 def _has_te_kernel(config: Any, longest: int, deterministic: bool) -> bool:
-    """Transformer Engine's backend selection, called with the arguments of a layer in training."""
+    """Query Transformer Engine's backend selection with the arguments of a training layer."""
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
-    # The number of documents matters for determinism only: then it is the most that a pack can have.
+    # The document count matters only for determinism: use the maximum of a pack.
     documents = max(1, longest // (2 * context)) if deterministic else 1
     asked = {
         "qkv_dtype": config.params_dtype,
@@ -178,7 +175,7 @@ def backend() -> str:
 
 
 def select_device() -> torch.device:
-    """Select this process's device (by LOCAL_RANK on a GPU node). Call it once, before any tensor is made."""
+    """Select this process's device (by LOCAL_RANK on a GPU node). Call it once, before any tensor exists."""
     set_default("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_cuda():
         index = int(environment_variable("LOCAL_RANK") or "0") % torch.cuda.device_count()
@@ -189,11 +186,10 @@ def select_device() -> torch.device:
 
 
 def release_cached_memory() -> None:
-    """Release the GPU memory that torch's allocator caches to the driver, and Transformer Engine's
-    placeholders for weight gradients: the next backward pass makes them again.
+    """Release torch's cached GPU memory to the driver, and Transformer Engine's dummy weight gradients.
 
-    A save allocates tensors of other sizes than an update, and NCCL, which does not use that allocator,
-    allocates buffers when a group is first used.
+    The next backward pass recreates the latter. A save allocates other tensor sizes than an update, and NCCL,
+    which bypasses torch's allocator, allocates buffers at a group's first use.
     """
     if has_cuda():
         getattr(sys.modules.get(_TE_BASE), "_dummy_wgrads", {}).clear()
@@ -201,24 +197,24 @@ def release_cached_memory() -> None:
 
 
 def free_gpu_bytes() -> int | None:
-    """Free bytes of this process's GPU by the driver (torch's cache is not free); None without a GPU."""
+    """Free bytes of this process's GPU according to the driver, without torch's cache; None without a GPU."""
     return int(torch.cuda.mem_get_info()[0]) if has_cuda() else None
 
 
 def gpu_name() -> str:
-    """The name of this process's GPU for messages: node and number."""
+    """Node and number of this process's GPU, for messages."""
     return f"{socket.gethostname()}, GPU {torch.cuda.current_device()}" if has_cuda() else "the CPU"
 
 
 def cpu_mode() -> None:
-    """Make megatron-core run on the CPU. Idempotent; does nothing where CUDA exists."""
+    """Make megatron-core run on the CPU. Idempotent; does nothing with CUDA."""
     if has_cuda():
         return
     set_default("TORCHDYNAMO_DISABLE", "1")
     _answer_cuda_queries()
     use_torch_optimizer()
     choose_vector_kernels()
-    if not getattr(_thread, "entered", False):  # function modes belong to a thread
+    if not getattr(_thread, "entered", False):  # function modes are per thread
         _thread.entered = True
         _CudaToCpuMode().__enter__()  # type: ignore[no-untyped-call]
 
@@ -238,7 +234,7 @@ def _answer_cuda_queries() -> None:
 
 
 def _skip_lone_collectives() -> None:
-    """Patch megatron-core's reduce-scatter of gradients and all-gather of weights. Idempotent."""
+    """Patch megatron-core to skip gradient and weight collectives in one-rank groups. Idempotent."""
     from megatron.core.distributed import param_and_grad_buffer as buffer
 
     buffer.dist_reduce_scatter_func = partial(_unless_alone, torch.distributed.reduce_scatter_tensor)
@@ -248,12 +244,12 @@ def _skip_lone_collectives() -> None:
 def _unless_alone(
     collective: Callable[..., Any], output: Tensor, tensor: Tensor, *, group: Any, **named: Any
 ) -> Any:
-    """A collective in place; in a group of one rank nothing, where gloo copies the whole buffer."""
+    """Run an in-place collective, except in a one-rank group, where gloo would copy the whole buffer."""
     return None if group.size() == 1 else collective(output, tensor, group=group, **named)
 
 
 def _adapt_expert_dispatch() -> None:
-    """Patch megatron-core's dispatcher of experts, and its uneven gathers, for gloo. Idempotent."""
+    """Patch megatron-core's expert dispatcher and its uneven gathers for gloo. Idempotent."""
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
@@ -269,7 +265,7 @@ def _adapt_expert_dispatch() -> None:
 
 
 def _read_splits(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Read the sizes of the messages on the host; on a GPU this is a copy on a stream of its own."""
+    """Read the message sizes on the host; on a GPU megatron copies them on a separate stream."""
     if point == dispatcher.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             value = getattr(dispatcher, name)
@@ -281,7 +277,7 @@ def _read_splits(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> 
 def _gather(
     plain: Any, part: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
 ) -> Any:
-    """Gather parts of different lengths (ETP with EP), padded to the longest: gloo takes equal ones."""
+    """Gather parts of different lengths (ETP with EP), padded to the longest: gloo requires equal lengths."""
     if output_split_sizes is None or group.size() == 1:
         return plain(part, group, use_global_buffer=use_global_buffer)
     sizes = [int(size) for size in output_split_sizes]
@@ -310,10 +306,10 @@ def _padded(part: Tensor, length: int) -> Tensor:
 
 
 def use_torch_optimizer() -> None:
-    """Make megatron use torch's AdamW, whatever optimizers are installed, for this process.
+    """Make megatron use torch's AdamW in this process, whatever optimizers are installed.
 
-    The kernels of Transformer Engine and apex need a GPU, and a login node and a cluster's CPU nodes share
-    the environment of its GPU nodes.
+    Transformer Engine's and apex's kernels need a GPU, but a cluster's CPU nodes share its GPU nodes'
+    environment.
     """
     from megatron.core import optimizer as choice
     from megatron.core import utils
@@ -335,22 +331,21 @@ def _l2_norm(
 ) -> tuple[Tensor, None]:
     """sqrt(sum of squares) of all tensors, float32 [1], accumulated in float64.
 
-    The signature is that of apex's ``multi_tensor_l2norm``. Megatron's own stand-in adds float32 numbers
-    sequentially: at 28 M of them its norm, by which gradients are clipped, is 0.16 % too small.
+    The signature is that of apex's ``multi_tensor_l2norm``. Megatron's fallback adds float32 numbers
+    sequentially: at 28 M elements its norm, used for gradient clipping, is 0.16 % too small.
     """
     norms = [norm for tensors in lists for tensor in tensors for norm in _block_norms(tensor.flatten())]
     return torch.linalg.vector_norm(torch.cat(norms)).float()[None], None
 
 
 def _scale(_chunk_size: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
-    """Scaling of clipped gradients, as apex's ``multi_tensor_scale``: tensors of the first list into those of
-    the second. Megatron's own stand-in makes a product and copies it."""
+    """Scale tensors of the first list into those of the second, as apex's ``multi_tensor_scale``."""
     for tensor, scaled in zip(*lists, strict=True):
         torch.mul(tensor, factor, out=scaled)
 
 
 def _block_norms(flat: Tensor) -> Iterator[Tensor]:
-    """Norms of blocks of ``_NORM_BLOCK`` elements, and of the rest, in order; float64, 1-D."""
+    """Yield the norms of blocks of ``_NORM_BLOCK`` elements, then of the rest; float64, 1-D."""
     whole = flat.numel() // _NORM_BLOCK * _NORM_BLOCK
     if whole:
         for rows in flat[:whole].view(-1, _NORM_BLOCK).split(_NORM_ROWS):
@@ -359,7 +354,7 @@ def _block_norms(flat: Tensor) -> Iterator[Tensor]:
 
 
 class _CpuStream:
-    """A stand-in for a CUDA stream: on a CPU everything runs in order, so waits return at once."""
+    """Stand-in for a CUDA stream: on a CPU everything runs in order, so waits return immediately."""
 
     def wait_stream(self, _stream: Any) -> None: ...
 
@@ -373,10 +368,10 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaToCpuMode(TorchFunctionMode):
-    """A torch function mode that redirects requests for a CUDA device to the CPU.
+    """Torch function mode that redirects requests for a CUDA device to the CPU.
 
     It intercepts every torch call, so its first lines are fast. Patching the tensor factories would be
-    faster, but miss those that megatron has bound as default arguments.
+    faster, but would miss those that megatron binds as default arguments.
     """
 
     def __torch_function__(
@@ -409,7 +404,7 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     name = func(*args, **kwargs)
     if len(args) > 1 or kwargs or name.startswith("torch.cuda."):
         return name
-    # The distributed optimizer compares these names with torch.cuda.* to tell dtypes apart.
+    # The distributed optimizer compares these names with torch.cuda.* to distinguish dtypes.
     return name.replace("torch.", "torch.cuda.", 1)
 
 

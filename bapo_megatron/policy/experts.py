@@ -1,23 +1,23 @@
-"""Layers with experts (mixture of experts): replay of the engine's routes, and the experts' load.
+"""Mixture-of-experts layers: replay of the engine's routes, and expert load counts.
 
-**Replay**: a token goes to the experts that the engine sent it to. Routes ride in the pack
-(``DocumentPack.routes``), so no order of a pipeline schedule, no recomputation and no pass without gradients
-needs a switch: a layer hands its router the pack's routes before it runs, and again when it is recomputed.
-Megatron's own replay is not used but for its place in the router: it is one switch for the process, which
-must turn between the forward and the backward step of each micro-batch. The weights of the given experts are
-the router's own, from its logits, differentiable as ever. Without replay (``PackRoutes.replays`` False) the
-layers choose by themselves, and the routes are only compared.
+**Replay**: a token goes to the experts chosen by the engine. Routes travel in the pack
+(``DocumentPack.routes``), so pipeline schedules, recomputation and passes without gradients need no switch: a
+layer hands its router the pack's routes before each run, recomputed or not. Megatron's own replay, a
+process-wide switch, would have to flip between the forward and backward step of each micro-batch; only its
+hook in the router is used. The weights of the given experts come from the router's own logits, differentiable
+as usual. Without replay (``PackRoutes.replays`` False) the layers choose their own experts and the routes are
+only compared.
 
-**Load**: the tokens of an update by expert, and the routers' entropy.
+**Load**: an update's tokens per expert, and the router entropy.
 
     load_le = number of tokens t that layer l sends to expert e
     entropy_l = sum_t H(p_lt),   H(p) = -sum_e p_e ln p_e (nats),   p_lt = softmax of the router's logits
 
-Tokens are all positions of documents, prompts included, once each: no padding, no dummy pack. Where routes
-are replayed the load is theirs; the entropy is always of the trainer's router, over all its experts. Each
-rank adds what its own layers do with its own tokens, without a wait on the host, so the sums over all ranks
-are those of the model: pipeline stages have other layers, ranks of CP, SP and DP other tokens, and routers
-run before EP and ETP send tokens away. The sums ride on the loss's all-reduce.
+All document positions count once, prompts included; padding and dummy packs do not. With replay the load is
+that of the replayed routes; the entropy is always of the trainer's router, over all its experts. Each rank
+adds its own layers' counts for its own tokens, without a host wait. Pipeline stages have different layers,
+CP, SP and DP ranks different tokens, and routers run before EP and ETP dispatch, so the sums over all ranks
+are the model's. They share the loss's all-reduce.
 
 Shapes: ``_T`` tokens of this rank, ``_K`` experts of a token, ``_E`` experts, ``_L`` layers of the model,
 ``_C`` = E + 2.
@@ -48,18 +48,18 @@ _TOTALS, _COUNTS = 3, 4
 
 @dataclass(frozen=True)
 class PackLoad:
-    """Where the layers count the tokens of a pack that this rank routes, in passes with gradients."""
+    """Accumulator for the expert load of a pack's tokens on this rank, in passes with gradients."""
 
     real_T: Tensor
     """float64: 1 for a document's token, 0 for padding."""
     sums_LC: Tensor
-    """Those of the update's ``RouterCounters``."""
+    """``load_LC`` of the update's ``RouterCounters``."""
 
     def add(self, layer: int, probability_TE: Tensor, expert_TK: Tensor) -> None:
-        """Add the tokens that ``layer`` sends to ``expert_TK``; ``probability_TE`` is over all experts."""
+        """Add the tokens that ``layer`` sends to ``expert_TK``; ``probability_TE`` covers all experts."""
         sums_C = self.sums_LC[layer - 1]
         experts, real_TK = probability_TE.shape[1], self.real_T[:, None].expand(expert_TK.shape)
-        # No bincount, whose length the host would wait for.
+        # No bincount: the host would wait for its length.
         sums_C[:experts].index_add_(0, expert_TK.flatten(), real_TK.flatten())
         entropy_T = torch.special.entr(probability_TE).sum(1, dtype=torch.float64)
         sums_C[experts:].add_(torch.stack([self.real_T.sum(), (entropy_T * self.real_T).sum()]))
@@ -67,15 +67,12 @@ class PackLoad:
 
 @dataclass(frozen=True)
 class RouterCounters:
-    """What an update of a mixture of experts counts at its routers, on this rank, float64 on the device.
-
-    Its parts are views of one vector, which is summed over all ranks.
-    """
+    """An update's router counters on this rank: views of one float64 device vector, summed over all ranks."""
 
     version: int
-    """The version of the policy's weights before the update."""
+    """The policy's weight version before the update."""
     has_routes: bool
-    """Whether the packs have routes; else ``totals`` and ``counts`` stay zero."""
+    """Whether the packs have routes; if not, ``totals`` and ``counts`` stay zero."""
     layers: int
     sums: Tensor
     keeps_keys: bool = False
@@ -90,7 +87,7 @@ class RouterCounters:
         device: torch.device,
         keeps_keys: bool = False,
     ) -> RouterCounters | None:
-        """Counters at zero; None for a model without experts."""
+        """Return zeroed counters; None for a model without experts."""
         if not config.num_moe_experts:
             return None
         length = _TOTALS + _COUNTS + config.num_layers * (config.num_moe_experts + 2)
@@ -98,7 +95,7 @@ class RouterCounters:
         return cls(version, batches[0].route_TLK is not None, config.num_layers, sums, keeps_keys)
 
     def same_weights(self, part: MicroBatch) -> Tensor:
-        """bool [T]: the trained tokens at which an engine had the present weights, as of the engine gap."""
+        """bool [T]: trained tokens sampled by an engine with the current weights, as for the engine gap."""
         version_T = part.oldest_version_T if self.keeps_keys else part.version_T
         return (part.mask_T > 0) & (version_T == self.version)
 
@@ -109,16 +106,16 @@ class RouterCounters:
 
     @property
     def counts(self) -> Tensor:
-        """[4]: those of ``PackRoutes``."""
+        """[4]: ``PackRoutes.counts``."""
         return self.sums[_TOTALS : _TOTALS + _COUNTS]
 
     @property
     def load_LC(self) -> Tensor:
-        """By layer: tokens of each expert, tokens, sum of their router entropies."""
+        """By layer: tokens of each expert, number of tokens, sum of their router entropies."""
         return self.sums[_TOTALS + _COUNTS :].view(self.layers, -1)
 
     def split(self, vector: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The parts of a vector of sums: the loss's, and those of the counters, two of ``UpdateResult``."""
+        """Split a vector of sums into the loss's sums, route counts (None without routes) and load."""
         loss, routes, load = vector.tensor_split(
             (len(vector) - len(self.sums), len(vector) - len(self.sums) + _TOTALS + _COUNTS)
         )
@@ -127,49 +124,48 @@ class RouterCounters:
 
 @dataclass(frozen=True)
 class PackRoutes:
-    """The routes of a pack for the layers of one model chunk, on the device, for the tokens of this rank."""
+    """A pack's routes through the layers of one model chunk, on the device, for this rank's tokens."""
 
     expert_TLK: Tensor
-    """As the engine stored them, of the chunk's layers."""
+    """The experts stored by the engine, for the chunk's layers."""
     known_T: Tensor
-    """Whether a token's route is known; the router chooses for the others."""
+    """Whether a token's route is known; the router chooses for other tokens."""
     same_weights_T: Tensor
-    """Whether the policy's present weights sampled the token that it predicts."""
+    """Whether the policy's current weights sampled the token predicted at this position."""
     first_layer: int
-    """Number of the chunk's first layer in the model, from 1 on."""
+    """Number of the chunk's first layer in the model, from 1."""
     replays: bool
-    """Whether the layers take these experts; else they choose by themselves, and the routes are compared."""
+    """Whether the layers use these experts; if not, they choose their own and the routes are compared."""
     counts: Tensor | None
-    """float64 [4], to which each layer of a pass with gradients adds: tokens with a known route, those
-    among them for which its router chooses another set of experts, and both of the tokens that the present
-    weights sampled. None in other passes."""
+    """float64 [4], incremented in passes with gradients (None in others): tokens with a known route, those
+    for which the router would choose other experts, and both for tokens sampled by the current weights."""
 
 
 Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterChoice:
-    """A router's choice of experts, in the place of megatron's ``RouterReplay``: the given ones, or its own.
+    """A router's choice of experts, given or its own; replaces megatron's ``RouterReplay``.
 
-    The layer sets its number, ``routes`` and ``load`` before each call.
-    ``scores_are_probabilities``: whether the scores are; else they are the router's logits.
+    The layer sets its number, ``routes`` and ``load`` before each call. ``scores_are_probabilities``: whether
+    the scores are probabilities rather than logits.
     """
 
     def __init__(self, scores_are_probabilities: bool) -> None:
         self._scores_are_probabilities = scores_are_probabilities
         self.layer = 1
-        """Number of the layer in the model, from 1 on."""
+        """Number of the layer in the model, from 1."""
         self.routes: PackRoutes | None = None
         self.load: PackLoad | None = None
 
     def get_replay_topk(
         self, score_TE: Tensor, topk: int, num_groups: Any, group_topk: Any, choose: Choose
     ) -> tuple[Tensor, Tensor]:
-        """The scores and numbers of each token's experts, [T, K]; ``choose`` is the router's own top k."""
+        """Return scores and indices of each token's experts, [T, K]; ``choose`` is the router's own top k."""
         score_TK, own_TK = choose(score_TE, topk, num_groups, group_topk)
         score_TK, expert_TK = self._replayed(score_TE, score_TK, own_TK)
         load, self.load = self.load, None
-        # Once an update: a recomputed layer runs without gradients first.
+        # Once per update: a recomputed layer first runs without gradients.
         if load is not None and torch.is_grad_enabled():
             score_TE = score_TE.detach()
             probability_TE = score_TE if self._scores_are_probabilities else score_TE.softmax(1)
@@ -177,7 +173,7 @@ class RouterChoice:
         return score_TK, expert_TK
 
     def _replayed(self, score_TE: Tensor, score_TK: Tensor, own_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and numbers of the given experts, or of the router's own; how they differ is counted."""
+        """Return scores and indices of the given experts, or of the router's own; count the differences."""
         stored, self.routes = self.routes, None
         if stored is None:
             return score_TK, own_TK
@@ -194,7 +190,7 @@ class RouterChoice:
 
 
 class ReplayRouter(TopKRouter):  # type: ignore[misc]
-    """megatron-core's router, which takes the experts that its layer hands it, or compares them."""
+    """megatron-core's router with given experts, which it takes or compares."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -202,12 +198,12 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
 
 
 class ReplayExperts(MoELayer):  # type: ignore[misc]
-    """megatron-core's layer of experts, whose own recomputation hands the router its pack's routes again."""
+    """megatron-core's expert layer, whose recomputation hands the router its pack's routes again."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None
     ) -> Any:
-        # Megatron's would call the router in the backward pass, when it has the routes of another pack.
+        # Megatron's recomputation would call the router in the backward pass, with another pack's routes.
         choice, forward = self.router.router_replay, super().forward
         routes, load = choice.routes, choice.load
 
@@ -221,13 +217,13 @@ class ReplayExperts(MoELayer):  # type: ignore[misc]
 
 
 class ReplayLayer(TransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer, which hands its router the pack's routes, and where to count its tokens."""
+    """megatron-core's layer, which hands its router the pack's routes and load counter."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.mlp.moe_layer_recompute:
             self.mlp.moe_layer_recompute = False
-            self.mlp.__class__ = ReplayExperts  # megatron-core warns of a spec with a class of one's own
+            self.mlp.__class__ = ReplayExperts  # megatron-core warns about a custom class in the spec
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         choice, pack = self.mlp.router.router_replay, kwargs["packed_seq_params"]
@@ -238,33 +234,27 @@ class ReplayLayer(TransformerLayer):  # type: ignore[misc]
 
 
 def forget_tokens(layer: MoELayer) -> None:
-    """Release what the dispatcher of ``layer`` keeps of its last tokens: 13 bytes for each and each expert.
-
-    megatron-core reads it no more once the layer's output is there, and keeps it until the next pack.
-    """
+    """Release a dispatcher's last tokens, which megatron-core keeps unused: 13 bytes per token and expert."""
     dispatcher = layer.token_dispatcher
     dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
 
 
 def replaying(spec: ModuleSpec) -> ModuleSpec:
-    """The spec of a layer with experts, changed so that it replays routes."""
+    """Change an expert layer's spec in place so that it replays routes, and return it."""
     spec.module = ReplayLayer
     submodules_of(spec.submodules.mlp).router = ReplayRouter
     return spec
 
 
 def unknown_T(route_TLK: Tensor) -> Tensor:
-    """Whether each token's route is unknown: its row is the mark of ``RouteShape`` throughout."""
+    """Whether each token's route is unknown: its first layer's row contains only the ``RouteShape`` mark."""
     mark = UNKNOWN_BYTE if route_TLK.dtype == torch.uint8 else -1
     is_unknown_T: Tensor = (route_TLK[:, 0] == mark).all(1)
     return is_unknown_T
 
 
 def pack_totals(batches: Sequence[MicroBatch]) -> Tensor:
-    """Of whole packs, float64 [3]: trained tokens, those of known routes, positions of unknown ones.
-
-    Padding counts nowhere.
-    """
+    """float64 [3] of whole packs: trained tokens, those with known routes, positions with unknown routes."""
     total = torch.zeros(3, dtype=torch.float64)
     for batch in batches:
         assert batch.route_TLK is not None

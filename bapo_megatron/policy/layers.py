@@ -1,8 +1,7 @@
-"""Kinds of layers in megatron-core: what each adds to the configuration, to the spec of a layer, and marks.
+"""megatron-core builders for the kinds of layers: configuration, layer-spec changes and parameter marks.
 
-A kind names its builder by path (``Kind.builder``). ``model.py`` makes a spec for each different layer of a
-model: megatron's for attention and an MLP, on Transformer Engine or on torch, which the builders of its
-kinds change.
+A kind names its builder by path (``Kind.builder``). ``model.py`` creates a spec for each distinct layer of a
+model: megatron's spec for attention and an MLP, on Transformer Engine or torch, modified by the builders.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of torch, of w or 1 + w, marked so that SP sums its gradient over the TP ranks."""
+    """torch's RMSNorm, scaled by w or 1 + w, marked so that SP sums its gradient over the TP ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -47,10 +46,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def swiglu(stacked: Tensor) -> Tensor:
-    """SwiGLU of stacked gate and up: silu(gate) x up, in megatron's place for an activation of another.
+    """SwiGLU of stacked gate and up: silu(gate) x up, as a replacement activation for megatron's MLP.
 
-    Bit for bit the values and gradients of megatron's own, which on a CPU adds a zero offset to up, and puts
-    the two gradients together by a copy.
+    Bit for bit the values and gradients of megatron's own, which on a CPU adds a zero offset to up and copies
+    the two gradients together.
     """
     gated: Tensor = _SwiGlu.apply(stacked)  # type: ignore[no-untyped-call]
     return gated
@@ -76,7 +75,7 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def norm_class(te: bool) -> type:
-    """The class of norms that are modules of their own."""
+    """The class of norms that are separate modules."""
     if not te:
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
@@ -85,32 +84,32 @@ def norm_class(te: bool) -> type:
 
 
 class Builder:
-    """Builder of a kind of layer, on Transformer Engine's layers (``te``) or torch's."""
+    """Base class of a layer kind's builder, on Transformer Engine's layers (``te``) or torch's."""
 
     recomputed: ClassVar[str | None] = None
-    """Megatron's name of the module that "selective" recomputes."""
+    """Megatron's name of the module recomputed by "selective"."""
 
     def __init__(self, kind: Any, te: bool) -> None:
         self.kind, self.te = kind, te
 
     def config(self) -> dict[str, object]:
-        """Its fields of TransformerConfig."""
+        """Return the kind's TransformerConfig fields."""
         return {}
 
     def install(self, spec: ModuleSpec, config: TransformerConfig, longest: int) -> None:
-        """Put its modules into the spec of a layer. ``longest``: length of the longest document."""
+        """Put the kind's modules into a layer's spec. ``longest``: length of the longest document."""
 
     def mark(self, layer: Any) -> None:
-        """Mark the parameters of a layer, where megatron's own marks are not enough."""
+        """Mark a layer's parameters where megatron's own marks are not enough."""
 
 
 def builders(kinds: Iterable[Kind], te: bool) -> list[Builder]:
-    """The builders of kinds."""
+    """The builders of the given kinds."""
     return [load_dotted_path("builder", kind.builder, "class")(kind, te) for kind in kinds]
 
 
 def layer_spec(block: Block, config: TransformerConfig, te: bool, longest: int) -> ModuleSpec:
-    """The spec of one transformer layer. ConfigError if this GPU has no attention kernel for ``longest``."""
+    """The spec of one transformer layer. Raises ConfigError without an attention kernel for ``longest``."""
     if te:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     else:
@@ -126,7 +125,7 @@ def layer_spec(block: Block, config: TransformerConfig, te: bool, longest: int) 
 
 
 class AttentionBuilder(Builder):
-    """Builder of attention: the core attention of packs, and norms of queries and keys."""
+    """Builder of attention: core attention for packs, query and key norms."""
 
     recomputed = "core_attn"
 
@@ -147,7 +146,7 @@ class AttentionBuilder(Builder):
 
 
 class GatedAttentionBuilder(AttentionBuilder):
-    """Builder of attention with an output gate, in a model whose norms are of 1 + w."""
+    """Builder of attention with an output gate, for models whose norms scale by 1 + w."""
 
     def config(self) -> dict[str, object]:
         gated = {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
@@ -155,7 +154,7 @@ class GatedAttentionBuilder(AttentionBuilder):
 
 
 def _te_attention(config: TransformerConfig, longest: int) -> type:
-    """Transformer Engine's attention; torch's where Transformer Engine has no kernel for packs."""
+    """Transformer Engine's attention, or torch's where Transformer Engine has no kernel for packs."""
     attention = pack_attention()
     if not has_te_attention(config, longest):
         if problem := device.varlen_problem():
@@ -163,8 +162,7 @@ def _te_attention(config: TransformerConfig, longest: int) -> type:
         _announce_torch_attention()
         attention = DocumentAttention
     if attention is not DocumentAttention or config.context_parallel_size == 1:
-        # These kernels keep no scores, and no other rank's keys: recomputed, a layer would keep more, and run
-        # them once more.
+        # These kernels keep no scores and no other rank's keys: recomputation would keep more and rerun them.
         config.recompute_modules = [name for name in config.recompute_modules if name != "core_attn"]
     return attention
 
@@ -181,16 +179,15 @@ def _announce_torch_attention() -> None:
 
 
 class MlpBuilder(Builder):
-    """Builder of a dense MLP, which is megatron's."""
+    """Builder of megatron's dense MLP."""
 
     recomputed = "mlp"
 
 
 def _router_product(te: bool) -> Callable[..., Any] | None:
-    """Transformer Engine's product for the router's logits; None: torch's, as of the other torch layers.
+    """Transformer Engine's matmul for router logits; None for torch's.
 
-    megatron takes the former wherever the package is installed, also on a CPU, where its kernel ends the
-    process.
+    megatron uses the former whenever it is installed, even on a CPU, where its kernel kills the process.
     """
     if not te:
         return None
@@ -200,7 +197,7 @@ def _router_product(te: bool) -> Callable[..., Any] | None:
 
 
 class ExpertsBuilder(Builder):
-    """Builder of a mixture of experts, whose routers replay routes."""
+    """Builder of a mixture of experts with route replay."""
 
     recomputed = "moe"  # megatron ignores "mlp" in layers with experts
 
@@ -211,7 +208,7 @@ class ExpertsBuilder(Builder):
             "moe_ffn_hidden_size": self.kind.ffn,
             "moe_router_topk": self.kind.per_token,
             "moe_router_pre_softmax": not self.kind.normalized,
-            # In bfloat16 nearly equal logits change places between engine and trainer.
+            # In bfloat16 nearly equal logits swap order between engine and trainer.
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
@@ -228,17 +225,18 @@ class ExpertsBuilder(Builder):
             mixture = submodules_of(layer.mlp)
             for experts in (mixture.experts, mixture.shared_experts):
                 submodules_of(experts).activation_func = activation(swiglu)
-        # Transformer Engine has no fused norm before experts: in its checkpoints the norm has its own name.
+        # Transformer Engine fuses no norm before experts: its checkpoints have a separate name for the norm.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         replaying(spec)
 
     def mark(self, layer: Any) -> None:
-        """Mark experts' parameters as no copies of each other over TP, CP and DP, whatever EP is.
+        """Mark expert parameters as distinct over TP, CP and DP, for any EP.
 
-        Megatron does so for EP > 1 alone. Without the mark, experts that TP repeats (ETP < TP) would keep the
-        gradient of their own rank's tokens, and a checkpoint of EP 1 has another form of optimizer than of EP
-        2. ETP cuts all of them: without that mark the gradient norm counts those of the first rank of ETP
-        alone.
+        Megatron does so only for EP > 1. Without this mark, experts replicated over TP (ETP < TP) would keep
+        only the gradient of their own rank's tokens, and the optimizer layout of a checkpoint would differ
+        between EP 1 and
+        2. ETP shards all of them: without the tensor-parallel mark the gradient norm would count only the
+        first ETP rank's.
         """
         for parameter in layer.mlp.experts.parameters():
             parameter.allreduce = False
@@ -247,7 +245,7 @@ class ExpertsBuilder(Builder):
 
 
 class SharedExpertsBuilder(ExpertsBuilder):
-    """Builder of a mixture of experts beside a gated shared expert, which is megatron's."""
+    """Builder of a mixture of experts with megatron's gated shared expert."""
 
     def config(self) -> dict[str, object]:
         own = {"moe_shared_expert_intermediate_size": self.kind.shared, "moe_shared_expert_gate": True}

@@ -1,7 +1,7 @@
-"""The parallel layout: data-parallel size, divisibility checks, and megatron's process groups.
+"""Parallel layout: data-parallel size, divisibility checks, and megatron's process groups.
 
-The checks need neither megatron-core nor a process group, and run before either exists. A policy needs the
-groups: every rank makes it within ``parallel_processes``, a context manager.
+The checks need neither megatron-core nor a process group and run before either exists. A policy needs the
+groups: every rank creates it within the context manager ``parallel_processes``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from bapo_megatron.layers.costs import Cut
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
-    """The data-parallel size for ``world_size`` processes; None: they are not started yet.
-
-    ConfigError if the layout does not fit their number.
-    """
+    """Data-parallel size for ``world_size`` processes (None: not started). Raises ConfigError if unfit."""
     if world_size is None:
         return parallel.data or 1
     size, rest = divmod(world_size, parallel.model_size)
@@ -42,7 +39,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
 
 
 def layout_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
-    """Divisibility problems of a model in a layout, each with the fix."""
+    """Yield divisibility problems of a model in a layout, each with the fix."""
     cuts = [*(cut for kind in shape.kinds for cut in kind.cuts()), Cut("tensor", "vocabulary", shape.vocab)]
     yield from _cut_problems("tensor", parallel.tensor, cuts)
     yield from _head_problems(parallel, cuts)
@@ -62,18 +59,15 @@ def layout_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str
 
 
 def chunk_layers(parallel: ParallelConfig, layers: int) -> tuple[int, ...]:
-    """Layers of each model chunk of a model of ``layers``, in the model's order.
-
-    Chunk c is on pipeline stage c modulo PP. They are ``parallel.pipeline_layers``, or nearly equal.
-    """
+    """Layers per model chunk: ``parallel.pipeline_layers``, or nearly equal; chunk c is on stage c mod PP."""
     return parallel.pipeline_layers or _like_sizes(layers, parallel.pipeline * parallel.virtual)
 
 
 def _like_sizes(layers: int, chunks: int) -> tuple[int, ...]:
-    """Sizes of chunks that differ by one layer at most.
+    """Chunk sizes that differ by at most one layer.
 
-    The smaller ones are the last, which has the output layer too, and then those from the first on: it has
-    the embedding, and the earlier a stage, the more forward passes have their activations there.
+    The smaller chunks are the last, which also has the output layer, and then the first ones: the first has
+    the embedding, and earlier stages hold the activations of more forward passes.
     """
     longest = -(-layers // chunks)
     shorter = [chunks - 1, *range(chunks - 1)][: longest * chunks - layers]
@@ -81,7 +75,7 @@ def _like_sizes(layers: int, chunks: int) -> tuple[int, ...]:
 
 
 def stage_kinds(parallel: ParallelConfig, shape: ModelShape) -> list[Counter[Kind]]:
-    """How many layers of each pipeline stage have each kind, all its chunks together."""
+    """Number of layers of each kind on each pipeline stage, over all its chunks."""
     counts = [Counter[Kind]() for _ in range(parallel.pipeline)]
     for number, chunk in enumerate(chunk_blocks(parallel, shape)):
         for block, count in chunk.items():
@@ -91,7 +85,7 @@ def stage_kinds(parallel: ParallelConfig, shape: ModelShape) -> list[Counter[Kin
 
 @lru_cache(maxsize=64)
 def chunk_blocks(parallel: ParallelConfig, shape: ModelShape) -> list[Counter[Block]]:
-    """How many layers of each model chunk are of each block, in the model's order."""
+    """Number of layers per block in each model chunk, in model order."""
     sizes = chunk_layers(parallel, shape.layers)
     parts = (shape.pattern[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True))
     return [Counter({shape.blocks[own]: count for own, count in Counter(part).items()}) for part in parts]
@@ -108,7 +102,7 @@ def _cut_problems(axis: str, ranks: int, cuts: Sequence[Cut]) -> Iterator[str]:
 
 
 def _head_problems(parallel: ParallelConfig, cuts: Sequence[Cut]) -> Iterator[str]:
-    """Heads that TP and CP both cut: under CP a rank has all tokens of some heads."""
+    """Problems of heads sharded by both TP and CP: under CP a rank has all tokens of some heads."""
     ranks = parallel.tensor * parallel.context
     for cut in cuts:
         if cut.axis == "heads" and cut.size % ranks:
@@ -145,9 +139,9 @@ def _divisors(*numbers: int) -> list[int]:
 
 @contextmanager
 def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
-    """The process groups of torch.distributed and megatron, and this rank's device, within the block.
+    """Context manager of the torch.distributed and megatron process groups and this rank's device.
 
-    Collective: every rank enters it before it makes a policy.
+    Collective: every rank enters it before creating a policy.
     """
     from bapo_megatron.policy.device import backend, select_device  # torch, which layouts do not need
     from bapo_megatron.runtime.distributed import process_group
@@ -164,10 +158,7 @@ def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
 
 
 def initialize_groups(parallel: ParallelConfig) -> None:
-    """Initialize megatron's process groups and its RNG tracker. Collective.
-
-    The default process group must exist.
-    """
+    """Initialize megatron's process groups and RNG tracker, in the default process group. Collective."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
@@ -181,6 +172,6 @@ def initialize_groups(parallel: ParallelConfig) -> None:
         create_gloo_process_groups=False,
         distributed_timeout_minutes=parallel.timeout_minutes,  # megatron's default is 30
     )
-    # The model draws no random numbers (no dropout, weights come from a file), so the tracker that leaves
-    # the generator alone is enough, on a GPU as well.
+    # The model draws no random numbers (no dropout, weights from a file), so a tracker that leaves the
+    # generator alone suffices, on a GPU as well.
     initialize_rng_tracker(inference_rng_tracker=True)

@@ -1,7 +1,7 @@
-"""The megatron-core policy (the actor): GPTModel, pipeline schedule, DDP and distributed optimizer.
+"""megatron-core policy (the actor): GPTModel, pipeline schedule, DDP and distributed optimizer.
 
-All forward and backward passes are in ``passes.py``: packs (micro-batches of concatenated sequences) in; out
-come one additive vector of sums, equal on all ranks, or the log-probs of each token.
+``passes.py`` has all forward and backward passes: they take packs (micro-batches of concatenated sequences)
+and return one additive vector of sums, equal on all ranks, or the log-probs of each token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronPolicy:
-    """The ``Policy`` (actor) on megatron-core, made on every rank; ``interfaces.py`` says what methods do.
+    """The ``Policy`` (actor) on megatron-core, one per rank; ``interfaces.py`` documents its methods.
 
     Process groups must exist (``layout.parallel_processes``).
     """
@@ -64,8 +64,8 @@ class MegatronPolicy:
     ) -> None:
         """Build the model of an HF folder with its weights, optimizer and learning-rate schedule.
 
-        ``temperature`` divides the logits, as in sampling. ``reader``: source of the weights; None: the
-        folder. ``keeps_keys``: as of ``RouterCounters``.
+        ``temperature`` divides the logits, as in sampling. ``reader``: source of the weights (default: the
+        folder). ``keeps_keys``: see ``RouterCounters``.
         """
         self.version = 0
         self._keeps_keys = keeps_keys
@@ -99,7 +99,7 @@ class MegatronPolicy:
 
     @property
     def optimizer_name(self) -> str:
-        """The AdamW implementation in use: Transformer Engine's, apex's or torch's, as installed."""
+        """The AdamW implementation in use: Transformer Engine's, apex's or torch's."""
         return implementation(self._optimizer)
 
     @property
@@ -132,7 +132,7 @@ class MegatronPolicy:
         return self._passes.stats(batches, trained_only)
 
     def load_reference(self, folder: Path, reader: TensorReader | None = None) -> None:
-        """``reader``: source of the weights; None: the folder."""
+        """``reader``: source of the weights (default: the folder)."""
         self._offload.check_loaded("load_reference")
         reference = FrozenReference(self._model)
         with reference.loading():
@@ -148,7 +148,7 @@ class MegatronPolicy:
             return self._passes.stats(batches, trained_only=True)
 
     def _in_place_of_policy(self, what: str) -> AbstractContextManager[None]:
-        """Context manager in which the model has the reference's weights. RuntimeError if there is none."""
+        """Context manager that puts the reference's weights into the model. RuntimeError if none exist."""
         self._offload.check_loaded(what)
         if self._reference is None:
             raise RuntimeError(f"{what}: there is no reference; call load_reference() first")
@@ -160,7 +160,7 @@ class MegatronPolicy:
         return total.cpu()
 
     def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
-        """One optimizer step: backward of the loss, gradient clipping, Adam, learning-rate schedule."""
+        """Run one optimizer step: backward of the loss, gradient clipping, Adam, learning-rate schedule."""
         self._offload.check_loaded("update")
         for chunk in self._model:
             chunk.zero_grad_buffer()
@@ -202,7 +202,7 @@ class MegatronPolicy:
 
     def save(self, path: Path) -> BackgroundSave:
         self._offload.check_loaded("save")
-        # First: a save allocates tensors of other sizes than an update, and would not fit beside the cache.
+        # First: a save allocates other tensor sizes than an update, and would not fit beside the cache.
         release_cached_memory()
         return megatron_checkpoint.save(path, self._model, self._optimizer)
 
@@ -210,7 +210,7 @@ class MegatronPolicy:
         self._offload.check_loaded("load")
         megatron_checkpoint.load(path, self._model, self._optimizer)
         self.version = version
-        # The schedule is set from the version: it is in no checkpoint, and a new recipe may change it.
+        # The schedule follows the version: no checkpoint stores it, and a new recipe may change it.
         self._schedule.num_steps = 0
         self._schedule.step(increment=version)
 

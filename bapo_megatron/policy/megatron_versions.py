@@ -1,7 +1,7 @@
-"""What differs between the releases of megatron-core, each with the release that it begins with.
+"""Differences between megatron-core releases, each with the first release that has it.
 
-A policy runs on those that setup.py permits; 0.16.1 and 0.19.2 are tested. The files of a checkpoint are in
-``checkpoints_tools/formats/distcp.py``, which reads those of all releases by what is there.
+A policy runs on the releases permitted by setup.py; 0.16.1 and 0.19.2 are tested. For checkpoint files,
+``checkpoints_tools/formats/distcp.py`` detects the format of every release from the content.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _TRITON_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
 
 
 def replace_triton_kernels() -> None:
-    """Let megatron-core be imported where triton is not installed: beside a CPU build of torch. Idempotent.
+    """Make megatron-core importable without triton, beside a CPU build of torch. Idempotent.
 
-    From 0.19 on the pipeline schedules import three names of kernels that a policy never calls.
+    From 0.19 on the pipeline schedules import three kernel names that a policy never uses.
     """
     if _TRITON_KERNELS not in sys.modules and find_spec("triton") is None:
         module: Any = ModuleType(_TRITON_KERNELS, "Stand-in without kernels: triton is not installed.")
@@ -33,7 +33,7 @@ def replace_triton_kernels() -> None:
 
 @cache
 def release() -> tuple[int, int]:
-    """Major and minor version of the megatron-core that this process imports."""
+    """Major and minor version of the imported megatron-core."""
     from megatron.core import __version__
 
     major, minor, *_ = __version__.split(".")
@@ -41,24 +41,24 @@ def release() -> tuple[int, int]:
 
 
 def save_arguments() -> dict[str, str]:
-    """Further arguments of ``dist_checkpointing.save``: megatron-core's own writer.
+    """Extra arguments of ``dist_checkpointing.save``: megatron-core's writer.
 
-    From 0.17 on the default is that of nvidia-resiliency-ext.
+    From 0.17 on the default is nvidia-resiliency-ext's.
     """
     return {"async_strategy": "mcore"} if release() >= (0, 17) else {}
 
 
 def writer_forks() -> bool:
-    """Whether the writer of a checkpoint forks a process for each file; from 0.17 on it has threads."""
+    """Whether the checkpoint writer forks a process per file; from 0.17 on it uses threads."""
     return release() < (0, 17)
 
 
 @contextmanager
 def common_state(read: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A context in which ``dist_checkpointing.load`` takes the common state from ``read``.
+    """Context manager in which ``dist_checkpointing.load`` gets the common state from ``read``.
 
-    It yields further arguments of ``load``: before 0.17 a strategy reads the common state. From then on a
-    function does, which is patched; from 0.19 on it is another one.
+    Yields extra arguments of ``load``: before 0.17 a strategy reads the common state. Later releases use a
+    function, renamed in 0.19, which is patched.
     """
     if release() < (0, 17):
         yield {"common_strategy": _common_strategy(read)}
@@ -85,27 +85,27 @@ def _common_strategy(read: Callable[[], dict[str, Any]]) -> Any:
 
 
 def marks_cut_experts() -> bool:
-    """Whether all weights of experts that ETP cuts are marked so, by which the gradient norm counts them.
+    """Whether megatron marks all ETP-sharded expert weights as such, so that the gradient norm counts them.
 
-    Before 0.19 those of Transformer Engine's layers are not, on Transformer Engine 2.20.
+    Before 0.19 Transformer Engine's layers lack the mark, with Transformer Engine 2.20.
     """
     return release() >= (0, 19)
 
 
 def split_tensor_factory() -> Callable[..., Any]:
-    """megatron-core's function that stores sections of a tensor under keys of their own; it moved in 0.19."""
+    """megatron-core's function that stores sections of a tensor under separate keys; 0.19 moved it."""
     name = "megatron.core.ssm.utils" if release() >= (0, 19) else "megatron.core.ssm.gated_delta_net"
     return import_module(name)._split_tensor_factory  # type: ignore[no-any-return]
 
 
 def submodules_of(spec: Any) -> Any:
-    """The submodules in the spec of an MLP or of experts, which is a partial call from 0.18 on."""
+    """The submodules in the spec of an MLP or experts, which is a partial call from 0.18 on."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 @cache
 def activation(function: Callable[[Any], Any]) -> Any:
-    """``function`` as an MLP's activation, which megatron-core wants as a module from 0.17 on, not before."""
+    """``function`` as an MLP activation; megatron-core expects a module from 0.17 on."""
     if release() < (0, 17):
         return function
     from torch.nn import Module

@@ -1,7 +1,7 @@
-"""The model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
+"""Model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
 
-Layers are Transformer Engine's (GPU, half precision, installed), or torch's (``layers.py``). Weights are not
-loaded here (``weight_map.py``). Megatron's process groups must exist (``layout.py``).
+Layers are Transformer Engine's (on a GPU, in half precision, if installed) or torch's (``layers.py``).
+``weight_map.py`` loads the weights. Megatron's process groups must exist (``layout.py``).
 """
 
 from __future__ import annotations
@@ -68,36 +68,37 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights are overwritten by the checkpoint, yet initializing them is what marks parameters as
-        # tensor parallel, which the gradient norm relies on.
+        # The checkpoint overwrites the weights, but initialization also marks parameters as tensor parallel,
+        # on which the gradient norm relies.
         perform_initialization=True,
         use_cpu_initialization=not has_cuda(),
         calculate_per_token_loss=True,
-        # Compiled, SwiGLU keeps its input alone; on a CPU, where nothing is compiled, it is slower.
+        # Compiled, SwiGLU keeps only its input; on a CPU, uncompiled, it is slower.
         bias_activation_fusion=has_cuda(),
-        use_te_activation_func=not has_cuda() and not te,  # that of the MLP's spec: layers.swiglu
+        use_te_activation_func=not has_cuda() and not te,  # the MLP spec's: layers.swiglu
         apply_rope_fusion=te,
-        # Fusions that need apex, or a feature that these models lack.
+        # Fusions that need apex, or a feature absent from these models.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,  # see _add_gradients_in_float32
-        # Else Transformer Engine's layers overwrite gradients in a process's first pass, not add to them.
+        # Otherwise Transformer Engine's layers overwrite gradients in the first pass instead of adding to
+        # them.
         disable_parameter_transpose_cache=True,
         # Batched point-to-point calls give wrong results with the interleaved schedule on gloo.
         batch_p2p_comm=has_cuda(),
-        batch_p2p_sync=False,  # a host sync after each message, which only old versions of torch need
-        # Stages send each other the length of each pack; the interleaved schedule cannot.
+        batch_p2p_sync=False,  # a host sync after each message, needed only by old torch versions
+        # Stages exchange the length of each pack; the interleaved schedule cannot.
         variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual == 1,
-        hetereogenous_dist_checkpoint=not shape.is_uniform,  # else keys stack the layers
-        moe_token_dispatcher_type="alltoall",  # variable lengths require it, also without experts
+        hetereogenous_dist_checkpoint=not shape.is_uniform,  # otherwise keys stack the layers
+        moe_token_dispatcher_type="alltoall",  # required by variable lengths, even without experts
         **_of_kinds(kinds),
         **_recompute(batch, kinds),
     )
 
 
 def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]] | None:
-    """Megatron's list of what each model chunk has, in the model's order; None if their layers are equal."""
+    """Megatron's list of each model chunk's modules, in model order; None if all have as many layers."""
     sizes = chunk_layers(parallel, shape.layers)
     if len(set(sizes)) == 1:
         return None
@@ -108,7 +109,7 @@ def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str
 
 
 def _of_kinds(kinds: Sequence[Builder]) -> dict[str, object]:
-    """What the kinds of layers add. ValueError if two of them contradict each other."""
+    """Merge the TransformerConfig fields of the kinds. Raises ValueError if two of them conflict."""
     fields: dict[str, object] = {}
     for name, value in (field for builder in kinds for field in builder.config().items()):
         if fields.setdefault(name, value) != value:
@@ -128,23 +129,20 @@ def _recompute(batch: BatchConfig, kinds: Sequence[Builder]) -> dict[str, object
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """GPTModel whose last stage returns hidden states; ``output_head.py`` computes logits and loss.
 
-    A rank has one (a chunk), or one for each of its virtual pipeline stages.
+    A rank has one chunk, or one per virtual pipeline stage.
     """
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
-        """The layers' inputs, as megatron-core's; RoPE's table ends with the pack's longest document."""
+        """megatron-core's layer inputs, with the RoPE table cut to the pack's longest document."""
         hidden, table, *others = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         if table is not None:
-            # Transformer Engine's kernel starts a block of threads for each row of the table and each
-            # document, most of them for nothing: 2.2 million in each call for 67,584 rows and 33 documents.
+            # Transformer Engine's kernel starts a thread block per table row and document, most of them idle:
+            # 2.2 million per call for 67,584 rows and 33 documents.
             table = table[: packed_seq_params.max_seqlen_q]
         return hidden, table, *others
 
     def _postprocess(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        """Hidden states [tokens, 1, hidden] of all tokens of the CP rank, on every TP rank.
-
-        Backward: the gradients of the TP ranks are summed.
-        """
+        """Hidden states [tokens, 1, hidden] of the CP rank on every TP rank; backward sums over TP ranks."""
         if not self.post_process:
             return hidden_states
         enter = (
@@ -164,10 +162,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         counters: RouterCounters | None = None,
         real_T: Tensor | None = None,
     ) -> DocumentPack:
-        """The sequence parameters of a pack for the layers: document bounds, RoPE and routes of this rank.
+        """The layers' parameters for a pack: document bounds, RoPE and routes of this rank.
 
-        ``counters``: where the layers of a pass with gradients count how their routers choose, of the tokens
-        that are 1 in ``real_T``.
+        ``counters``: collect router choices in a pass with gradients, for tokens that are 1 in ``real_T``.
         """
         table = None if self.rotary is None else self.rotary.table(part.position_T)
         routes = self._routes(part, device, counters)
@@ -177,7 +174,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return DocumentPack.of(part.cu_seqlens, part.max_seqlen, device, table, routes, load)
 
     def _routed_here(self, column: Tensor) -> Tensor:
-        """The part of a column of the CP rank's tokens that this rank routes: SP's, if there is any."""
+        """The part of a CP rank's token column routed by this rank: its SP share, if SP is on."""
         if not self.config.sequence_parallel:
             return column
         group = self.pg_collection.tp
@@ -186,11 +183,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     def _routes(
         self, part: MicroBatch, device: torch.device, counters: RouterCounters | None
     ) -> PackRoutes | None:
-        """The routes of a pack through this chunk's layers, for the tokens that this rank routes."""
+        """A pack's routes through this chunk's layers, for the tokens routed by this rank."""
         if part.route_TLK is None:
             return None
         first, count = self.decoder.layers[0].layer_number, len(self.decoder.layers)
-        # From the host, this chunk's layers alone: a stage of many would hold those of all packs in flight.
+        # Copy only this chunk's layers from the host: a stage would otherwise hold all layers of every pack
+        # in flight.
         route_TLK = part.route_TLK[:, first - 1 : first - 1 + count].to(device, non_blocking=True)
         same_T = torch.zeros_like(part.mask_T > 0) if counters is None else counters.same_weights(part)
         route_TLK, known_T, same_T = map(self._routed_here, (route_TLK, ~unknown_T(route_TLK), same_T))
@@ -199,7 +197,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     @property
     def output_weight(self) -> Tensor:
-        """This rank's shard of the output layer, [vocabulary / TP, hidden]."""
+        """This rank's shard of the output layer's weight, [vocabulary / TP, hidden]."""
         tied = self.share_embeddings_and_output_weights
         return cast(Tensor, self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
 
@@ -207,9 +205,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 def build_chunks(
     config: TransformerConfig, shape: ModelShape, max_positions: int, longest: int
 ) -> list[PolicyModel]:
-    """The model chunks of this pipeline stage: one, or one for each virtual stage.
+    """Build the model chunks of this pipeline stage: one, or one per virtual stage; weights are not loaded.
 
-    Their weights are not loaded. ``longest``: length of the longest document, at most ``max_positions``.
+    ``longest``: length of the longest document, at most ``max_positions``.
     """
     virtual = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
@@ -224,10 +222,10 @@ def build_chunks(
 
 
 def _rotary_length(longest: int, _context: Any, _decoder: Any, _input: Any, _config: Any, pack: Any) -> int:
-    """Length of megatron's RoPE table: the longest document that may come, so one table serves all packs.
+    """Length of megatron's RoPE table: the longest possible document, so one table serves all packs.
 
-    Megatron itself makes one for each pack's longest document, and caches 32 of them: 1.1 GB at 64k tokens.
-    ``PolicyModel`` gives the layers the rows that a pack needs.
+    Megatron itself makes one per longest document and caches 32 of them: 1.1 GB at 64k tokens.
+    ``PolicyModel`` passes the layers only the rows of a pack.
     """
     return max(longest, int(pack.max_seqlen_q))
 
@@ -251,7 +249,7 @@ def _chunk(
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=alone, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope" if fused else "none",  # else DocumentAttention applies it
+        position_embedding_type="rope" if fused else "none",  # otherwise DocumentAttention applies it
         rotary_percent=shape.attention.rotary_dim / shape.attention.head_dim,
         rotary_base=shape.rope_theta,
         rope_scaling=shape.rope_scaling is not None,
@@ -269,11 +267,11 @@ def _chunk(
 
 
 def _add_gradients_in_float32(model: PolicyModel) -> None:
-    """Let the matrix products of weight gradients add to DDP's float32 buffer (``main_grad``) themselves.
+    """Make weight-gradient matmuls accumulate directly into DDP's float32 buffer (``main_grad``).
 
-    Else each pack's gradients are rounded to bfloat16, written, and added by another kernel. Megatron's
-    ``gradient_accumulation_fusion`` sets the same attribute of Transformer Engine's layers, but builds no
-    ``output_layer`` without apex's kernel, which nothing would call here: see ``output_head.py``.
+    Otherwise each pack's gradients are rounded to bfloat16, written, and added by another kernel. Megatron's
+    ``gradient_accumulation_fusion`` sets the same attribute of Transformer Engine's layers, but then builds
+    ``output_layer`` only with apex's kernel, which this model never calls (``output_head.py``).
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):

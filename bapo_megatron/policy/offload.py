@@ -1,25 +1,24 @@
-"""Copies of device memory on the host: the offload of the policy, and the frozen reference's weights.
+"""Host copies of device memory: the offloaded policy and the frozen reference's weights.
 
 Offload, while colocated engines sample on the policy's GPUs:
 
-    weights, master weights, moments    copied to the host, then freed; the same bits are reloaded
+    weights, master weights, moments    copied to the host, then freed; a reload restores the same bits
     gradients                           freed; undefined after a reload: an update zeroes them first
 
-Frozen reference, for a forward pass at its weights in the policy's own model:
+Frozen reference, for a forward pass with its weights in the policy's own model:
 
-    swap, forward pass, swap            its weights <-> the policy's, piece by piece, also after an error
+    swap, forward pass, swap            its weights <-> the policy's, piece by piece, even after an error
 
-So the reference takes no memory of the device but a buffer of one block, and is computed by the same code, at
-the same layout, as the policy. Only parameters are swapped: a forward pass reads nothing else.
+So the reference needs only a one-block device buffer and uses the policy's code and layout. Only parameters
+are swapped: a forward pass reads nothing else.
 
-Storages are resized and written in place. All views of a storage stay valid: parameters, megatron's
-buckets, ``main_grad``, the distributed optimizer's ranges, master weights of float32 models, the host
-optimizer's weights. (Megatron's own offloading replaces the tensors of masters and moments, so that the
-masters of float32 models would no longer be views of the weights, and pins new host memory each time.)
+Storages are resized and written in place, so all their views stay valid: parameters, megatron's buckets,
+``main_grad``, the distributed optimizer's ranges, master weights of float32 models, the host optimizer's
+weights. (Megatron's own offloading replaces master and moment tensors, so that float32 masters would stop
+being views of the weights, and pins new host memory each time.)
 
-Host memory is allocated in blocks that are reused. torch rounds each pinned allocation up to a power of two,
-and the block size is one. A checkpoint's writer, a fork, does not read them: it has copies of its own. Used
-by ``megatron.py``.
+Host memory is allocated in reusable blocks, sized to a power of two because torch rounds pinned allocations
+up to one. A checkpoint's writer fork does not read them: it has its own copies.
 """
 
 from __future__ import annotations
@@ -36,48 +35,41 @@ from bapo_megatron.policy.device import has_cuda, release_cached_memory
 from bapo_megatron.policy.optimizer import HostAdamW
 
 BLOCK = 2**28
-"""Size of a block of host memory in bytes."""
+"""Size of a host memory block in bytes."""
 _ALIGNMENT = 512
-"""Alignment of each storage's copy in bytes, as torch's on a GPU."""
+"""Alignment in bytes of each storage's copy, torch's on a GPU."""
 
 
 class Offload:
-    """The offload of a model and its optimizer: ``offload`` frees device memory, ``reload`` restores it.
-
-    Local to a rank. Host memory for the copies is allocated when it is first needed, and kept.
-    """
+    """Offload of a rank's model and optimizer: ``offload`` frees device memory, ``reload`` restores it."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self.host = HostBlocks()
         self._copied: list[Tensor] = []
-        """The offloaded storages, as byte tensors, in the order of their copies on the host."""
+        """The offloaded storages, as byte tensors, in the order of their host copies."""
         self._freed_gradients: list[Tensor] = []
-        """The freed storages of gradients, as byte tensors."""
+        """The freed gradient storages, as byte tensors."""
         self._weights_offloaded = False
-        """Whether the weights are offloaded, too."""
 
     def check_loaded(self, what: str, weights_alone: bool = False) -> None:
-        """Raise RuntimeError if state that ``what`` needs is offloaded: all of it, or ``weights_alone``."""
+        """Raise RuntimeError if state needed by ``what`` is offloaded: any state, or the weights alone."""
         if self._weights_offloaded or ((self._copied or self._freed_gradients) and not weights_alone):
             raise RuntimeError(f"{what}: the policy is offloaded; call reload() first")
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Offload the state, without the weights if ``keep_weights``; returns the device bytes freed.
-
-        No effect if all is offloaded already.
-        """
+        """Offload the state, except the weights if ``keep_weights``; return the device bytes freed."""
         if self._weights_offloaded:
             return 0
         if not self._copied:
             self._optimizer.zero_grad()
-        stays = {_key(data) for data in (*self._copied, *self._freed_gradients)}  # offloaded by a call before
+        stays = {_key(data) for data in (*self._copied, *self._freed_gradients)}  # already offloaded
         if keep_weights:
             stays |= {_key(tensor) for tensor in _weights(self._model)}
         leaving = storages_of(state_tensors(self._model, self._optimizer, self._device), stays)
         for data, block in self.host.pieces([*self._copied, *leaving], first=len(self._copied)):
             block.copy_(data, non_blocking=True)
-        # Before the storages are freed: the copies run asynchronously, and read them.
+        # Before freeing the storages, which the asynchronous copies read.
         synchronize()
         dropped = storages_of(_gradients(self._model), stays)
         self._copied, self._freed_gradients = [*self._copied, *leaving], [*self._freed_gradients, *dropped]
@@ -85,16 +77,16 @@ class Offload:
         for data in (*leaving, *dropped):
             data.untyped_storage().resize_(0)
         parallel_state.get_global_memory_buffer().buffer.clear()
-        # Last: freed storages are in torch's cache, and other processes can use them only when it is empty.
+        # Last: other processes can use the freed storages only once torch's cache is empty.
         release_cached_memory()
         return sum(data.numel() for data in (*leaving, *dropped))
 
     def reload(self) -> None:
         """Reload the state onto the device. No effect if nothing is offloaded.
 
-        torch.OutOfMemoryError if the device has too little memory; then it may be called again.
+        Raises torch.OutOfMemoryError if the device has too little memory; the call can be repeated.
         """
-        # All memory is allocated before the first copy, and the lists are cleared after the last: a call that
+        # Allocate all memory before the first copy and clear the lists after the last, so that a call that
         # runs out of memory can be repeated.
         for data in (*self._copied, *self._freed_gradients):
             data.untyped_storage().resize_(data.numel())
@@ -107,21 +99,21 @@ class Offload:
 class FrozenReference:
     """The frozen reference of one rank. Local.
 
-    First ``loading``, in which the caller fills the model with the reference's weights; then ``in_place`` as
-    often as needed, in which the model has them. Outside of both the model has the policy's.
+    Within ``loading`` the caller fills the model with the reference's weights; within each later ``in_place``
+    the model has them. Otherwise the model has the policy's weights.
     """
 
     def __init__(self, model: Sequence[Any]) -> None:
-        """``model``: the chunks of this rank, whose weights are on the device. Allocates nothing yet."""
+        """``model``: this rank's chunks, with weights on the device. Allocates nothing yet."""
         self._storages = storages_of(parameter for chunk in model for parameter in chunk.module.parameters())
         self.host = HostBlocks()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Context manager in which the model is filled; at its end the weights are kept on the host."""
+        """Context manager for filling the model; on exit the host holds the reference's weights."""
         for data, block in self.host.pieces(self._storages):
             block.copy_(data, non_blocking=True)
-        synchronize()  # the caller may write from the host, beside the device's stream
+        synchronize()  # the caller may write from the host, outside the device's stream
         try:
             yield
         finally:
@@ -129,7 +121,7 @@ class FrozenReference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context manager in which the model has the reference's weights, and the host the policy's."""
+        """Context manager in which the model has the reference's weights and the host the policy's."""
         self._swap()
         try:
             yield
@@ -139,15 +131,14 @@ class FrozenReference:
     def _swap(self) -> None:
         for data, block in self.host.pieces(self._storages):
             leaving = data.clone()
-            # In the order of the stream: the block is read before it is written.
+            # Stream order: the block is read before it is written.
             data.copy_(block, non_blocking=True)
             block.copy_(leaving, non_blocking=True)
         synchronize()
 
 
 class HostBlocks:
-    """Blocks of host memory, pinned beside a GPU: the copies of storages, end to end, for ``Offload`` and
-    ``FrozenReference``. A block is allocated at first use, and kept."""
+    """Host memory for storage copies, end to end, in blocks pinned on a GPU machine, created at first use."""
 
     def __init__(self) -> None:
         self.blocks: list[Tensor] = []
@@ -157,7 +148,7 @@ class HostBlocks:
         return sum(block.nbytes for block in self.blocks)
 
     def pieces(self, storages: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of the storages from ``first`` on, each with its view of a host block."""
+        """Yield pieces of the storages from ``first`` on, each with its view of a host block."""
         place = sum(_padded(data.numel()) for data in storages[:first])
         for data in storages[first:]:
             end, start = place + _padded(data.numel()), 0
@@ -175,13 +166,13 @@ class HostBlocks:
 
 
 def synchronize() -> None:
-    """Wait until the device's copies are done; nothing to wait for on a CPU."""
+    """Wait for the device's copies; no effect on a CPU."""
     if has_cuda():
         torch.cuda.synchronize()
 
 
 def state_tensors(model: Sequence[Any], optimizer: Any, device: torch.device) -> Iterator[Tensor]:
-    """The state tensors on ``device``: weights, the model's buffers, master weights and moments."""
+    """Yield the state tensors on ``device``: weights, model buffers, master weights and moments."""
     yield from _weights(model)
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer or isinstance(part.optimizer, HostAdamW):
@@ -214,7 +205,7 @@ def _gradients(model: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def storages_of(tensors: Iterator[Tensor], but: Collection[int] = ()) -> list[Tensor]:
-    """Byte views of the tensors' storages, each once, without the storages ``but``."""
+    """Byte views of the tensors' storages, each once, except the storages in ``but``."""
     first: dict[int, Tensor] = {}
     for tensor in tensors:
         if (key := _key(tensor)) not in but:

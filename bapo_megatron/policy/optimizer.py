@@ -1,19 +1,19 @@
 """AdamW on megatron's distributed optimizer: construction, clipped step, learning-rate schedule.
 
-With ``optimizer.device=cpu`` master weights and moments are in host memory, and AdamW steps on the host's
-cores. A GPU keeps only weights and gradients, 12 bytes a parameter less (8 with float32 weights), divided by
-DP x CP. Gradients are reduced and clipped on the GPU as usual. Then, bucket by bucket, they are copied to the
-host, AdamW steps there, and the new weights are copied back in the model's dtype, into the buffer of
-megatron's all-gather. Two CUDA streams overlap the copies with the steps.
+With ``optimizer.device=cpu`` master weights and moments stay in host memory and AdamW steps on the host's
+cores. A GPU keeps only weights and gradients, which saves 12 bytes a parameter (8 with float32 weights)
+divided by DP x CP. Gradients are reduced and clipped on the GPU as usual. Then, bucket by bucket, gradients
+are copied to the host, AdamW steps, and the new weights are copied back in the model's dtype, into megatron's
+all-gather buffer. Two CUDA streams overlap the copies with the steps.
 
     GPU    gradients 0   1   2   ...        weights    0   1   2
     cores                step 0   1   2   ...
 
-Megatron's own ``HybridDeviceOptimizer`` is not used: after a load without optimizer state it steps on the
+Megatron's own ``HybridDeviceOptimizer`` is unusable: after a load without optimizer state it steps on the
 weights from before the load (Megatron-LM, pull request 5071).
 
-Masters and moments are in pageable memory, of which the fork that writes a checkpoint sees a snapshot; pinned
-memory it would share with later updates. Only the copy buffers of a bucket are pinned.
+Masters and moments are in pageable memory, so the fork that writes a checkpoint sees a snapshot; pinned
+memory would be shared with later updates. Only a bucket's copy buffers are pinned.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ BUCKET = 2**26
 
 
 def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.dtype) -> Any:
-    """Megatron's distributed optimizer over the DDP-wrapped chunks; no weight decay for biases and norms.
+    """Megatron's distributed optimizer, with state and steps on the host for ``optimizer.device=cpu``.
 
-    ``optimizer.device=cpu``: state and steps are on the host.
+    Biases and norms have no weight decay.
     """
     settings = megatron_optimizer.OptimizerConfig(
         optimizer="adam",
@@ -73,10 +73,10 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.
 
 
 def _number_as_in_groups(part: Any) -> None:
-    """Number the parameters of each group as the optimizer has them: those that are float32 come first.
+    """Number each group's parameters in the optimizer's order, float32 ones first.
 
-    Megatron numbers them in the order of their buffers, of which each type has one: in a model of bfloat16
-    with some float32 parameters a parameter would have the state of another.
+    Megatron numbers them in buffer order, one buffer per dtype: in a bfloat16 model with some float32
+    parameters a parameter would get another one's state.
     """
     if part.is_stub_optimizer:
         return
@@ -89,7 +89,7 @@ def _number_as_in_groups(part: Any) -> None:
 
 
 def implementation(optimizer: Any) -> str:
-    """The name of the AdamW in use: Transformer Engine's, else apex's, else torch's; or the host's."""
+    """Name of the AdamW in use: Transformer Engine's, apex's, torch's or the host's."""
     kinds = {type(part.optimizer) for part in optimizer.chained_optimizers if not part.is_stub_optimizer}
     names = [
         "torch's AdamW on the host"
@@ -101,10 +101,10 @@ def implementation(optimizer: Any) -> str:
 
 
 def clipped_step(optimizer: Any, clip_grad: float) -> float:
-    """One optimizer step with gradient clipping; returns the gradient norm before it. Collective.
+    """Run one optimizer step with gradient clipping; return the gradient norm before clipping. Collective.
 
-    FloatingPointError, on every rank and without a step, if the norm is not finite. (Megatron's own gradient
-    check raises only on the rank with the nan, and the others would wait for it.)
+    Raises FloatingPointError, on every rank and without a step, if the norm is not finite. (Megatron's own
+    gradient check raises only on the rank with the nan, and the others would wait for it.)
     """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
@@ -136,23 +136,20 @@ def build_schedule(config: OptimizerConfig, optimizer: Any, planned_updates: int
 
 
 def move_to_host(optimizer: Any, config: OptimizerConfig) -> None:
-    """Move the state and the steps of megatron's ``DistributedOptimizer`` chain to the host.
-
-    Once, when the optimizer is built: it replaces optimizers and methods within the chain.
-    """
+    """Move state and steps of megatron's ``DistributedOptimizer`` chain to the host, in place, once."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             _move_part_to_host(part, config)
 
 
 class _Shard:
-    """This rank's shard of a parameter; megatron takes it for a parameter in gradient norm and clipping."""
+    """This rank's shard of a parameter; megatron treats it as a parameter in gradient norm and clipping."""
 
     def __init__(self, master: Tensor, weights: Tensor) -> None:
         self.master = master
-        """Master weights, float32 on the host: the parameter of AdamW."""
+        """Master weights, float32 on the host: AdamW's parameter."""
         self.weights = weights
-        """Weights on the device in the model's dtype: a view of the all-gather's buffer."""
+        """Weights on the device in the model's dtype: a view of the all-gather buffer."""
         self.grad: Tensor | None = None
         """Reduced gradients, float32 on the device: a view of megatron's buffer."""
 
@@ -183,7 +180,7 @@ def _move_part_to_host(part: Any, config: OptimizerConfig) -> None:
 
 
 def _shard_of(part: Any, parameter: Tensor, master: Tensor) -> _Shard:
-    """The host shard of a parameter, from its master weights on the device, ``master``."""
+    """The host shard of a parameter, from its device master weights ``master``."""
     place = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
     buffer, _, bucket = part.model_param_gbuf_map[parameter]
     weights = part.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
@@ -197,25 +194,19 @@ def _shard_of(part: Any, parameter: Tensor, master: Tensor) -> _Shard:
 
 
 def _take_gradients(part: Any, owners: Sequence[tuple[_Shard, Any]]) -> None:
-    """Set the shards' gradients to views of the reduced ones; they are copied after clipping.
-
-    ``owners``: each shard with its parameter of the model.
-    """
+    """Set the shards' gradients to views of the reduced ones. ``owners``: shards with model parameters."""
     for shard, parameter in owners:
         place = part._get_model_param_range_map(parameter)["param"]
         shard.grad = parameter.main_grad.view(-1)[place.start : place.end]
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW with master weights and moments on the host, and gradients and weights on the device.
-
-    A step is local to the rank.
-    """
+    """AdamW with host master weights and moments, and device gradients and weights. Steps are rank-local."""
 
     def __init__(
         self, groups: Sequence[dict[str, Any]], shards: dict[Tensor, _Shard], config: OptimizerConfig
     ) -> None:
-        """``groups``: of the optimizer that this one replaces; ``shards``: by their old parameters."""
+        """``groups``: those of the replaced optimizer; ``shards``: by their old parameters."""
         self.shards = [shards[parameter] for group in groups for parameter in group["params"]]
         on_host = [{**g, **_FUSED, "params": [shards[p].master for p in g["params"]]} for g in groups]
         betas = (config.beta1, config.beta2)
@@ -224,7 +215,7 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One AdamW step, bucket by bucket; the new weights are on the device when it returns."""
+        """Run one AdamW step, bucket by bucket; on return the new weights are on the device."""
         del closure
         copies = self._copies
         with rank_threads():
@@ -234,7 +225,7 @@ class HostAdamW(torch.optim.AdamW):
                 copies.fetch(bucket + 1)
                 for shard, gradient in copies.gradients(bucket):
                     shard.master.grad = gradient
-                super().step()  # steps only parameters with a gradient: those of this bucket
+                super().step()  # steps only parameters with a gradient: this bucket's
                 for shard in copies.buckets[bucket]:
                     shard.master.grad = shard.grad = None
                 copies.send(bucket)
@@ -242,18 +233,18 @@ class HostAdamW(torch.optim.AdamW):
 
 
 class _Copies:
-    """The overlapped copies of buckets: for each direction two pinned buffers and one CUDA stream."""
+    """Overlapped bucket copies: two pinned buffers and one CUDA stream per direction."""
 
     def __init__(self, shards: Sequence[_Shard]) -> None:
         self.buckets = buckets_of(shards, BUCKET)
         self._device = shards[0].weights.device if shards else torch.device("cpu")
         self._streams = {way: self._new_stream() for way in ("fetch", "send")}
         self._done: dict[tuple[str, int], Any] = {}
-        """Events of copies that may still run, by direction and buffer."""
+        """Events of possibly unfinished copies, by direction and buffer."""
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def begin(self) -> None:
-        """Begin to fetch the first bucket, after the current stream's work, which clips the gradients."""
+        """Begin to fetch the first bucket, after the current stream has clipped the gradients."""
         if self._streams["fetch"] is not None:
             self._streams["fetch"].wait_stream(torch.cuda.current_stream(self._device))
         self.fetch(0)
@@ -267,12 +258,12 @@ class _Copies:
                     gradient.copy_(shard.grad, non_blocking=True)
 
     def gradients(self, bucket: int) -> Iterator[tuple[_Shard, Tensor]]:
-        """Wait for a bucket's gradients on the host; returns them by shard."""
+        """Wait for a bucket's gradients on the host; return them by shard."""
         self._wait("fetch", bucket)
         return self._views("fetch", bucket)
 
     def send(self, bucket: int) -> None:
-        """Round a bucket's master weights to the model's dtype, and begin to copy them to the device."""
+        """Round a bucket's master weights to the model's dtype and begin to copy them to the device."""
         self._wait("send", bucket)  # the buffer's last copy, two buckets ago, may still run
         for shard, weights in self._views("send", bucket):
             weights.copy_(shard.master)
@@ -281,7 +272,7 @@ class _Copies:
                 shard.weights.copy_(weights, non_blocking=True)
 
     def end(self) -> None:
-        """Let the current stream wait for the copies of the weights."""
+        """Make the current stream wait for the weight copies."""
         if self._streams["send"] is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._streams["send"])
 
@@ -310,7 +301,7 @@ class _Copies:
             self._done[way, bucket % 2] = stream.record_event()
 
     def _wait(self, way: str, bucket: int) -> None:
-        """Wait until the last copy through a bucket's buffer is done."""
+        """Wait for the last copy through a bucket's buffer."""
         if event := self._done.pop((way, bucket % 2), None):
             event.synchronize()
 
@@ -319,7 +310,7 @@ class _Copies:
 
 
 def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
-    """Bucketing: shards in order, in buckets of at most ``most`` elements (or one shard) and of one dtype."""
+    """Group shards, in order, into one-dtype buckets of at most ``most`` elements (or one shard)."""
     buckets: list[list[_Shard]] = []
     filled = 0
     for shard in shards:
@@ -335,9 +326,9 @@ def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
 
 @contextmanager
 def rank_threads() -> Iterator[None]:
-    """Thread count of this rank's share of the cores, within the block.
+    """Context manager that raises torch's thread count to this rank's share of the cores.
 
-    torchrun gives a rank only one thread; under Slurm and `bapo train` the count is set already.
+    torchrun gives a rank only one thread; Slurm and `bapo train` set the count beforehand.
     """
     before, ranks = torch.get_num_threads(), environment_variable("LOCAL_WORLD_SIZE")
     if ranks is not None:

@@ -1,13 +1,13 @@
 """Sharded optimizer state in checkpoints: each DP x CP rank writes and reads its share of whole parameters.
 
 Megatron's distributed optimizer flattens all parameters into buckets and cuts each bucket into equal ranges,
-one per DP x CP rank. A checkpoint (``fully_reshardable``) holds whole parameters: megatron gathers the
-state of all of them in the host memory of every rank (12 bytes a parameter, and copies), and one rank writes
-it. Here each parameter has an owner, the rank whose range holds its middle. An all-to-all brings the owner
-the pieces in other ranges (a range cuts two parameters at most), and the owner writes the parameter. Keys,
-shapes and dtypes in the files are megatron's: each reader can read the other's files.
+one per DP x CP rank. A checkpoint (``fully_reshardable``) holds whole parameters: megatron gathers all state
+in every rank's host memory (12 bytes a parameter, plus copies), and one rank writes it. Here each parameter
+has an owner, the rank whose range holds its middle. An all-to-all sends the owner the pieces from other
+ranges (a range cuts at most two parameters), and the owner writes the parameter. Keys, shapes and dtypes in
+the files are megatron's: each reader can read the other's files.
 
-Sizes: with D ranks in DP x CP a rank holds, writes and reads about 12 P / D bytes of P parameters.
+With D ranks in DP x CP a rank holds, writes and reads about 12 P / D bytes for P parameters.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from torch import Tensor
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
-"""Master weight, first moment, second moment: float32, as megatron names them."""
+"""Master weight, first moment, second moment: float32, by megatron's names."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a flat parameter: elements ``first`` to ``end``, on the DP x CP rank ``rank``."""
+    """Elements ``first`` to ``end`` of a flat parameter, on the DP x CP rank ``rank``."""
 
     rank: int
     first: int
@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of a parameter's optimizer state on the DP x CP ranks."""
+    """Where a parameter's optimizer state lies on the DP x CP ranks."""
 
     number: int
     """Index among megatron's parameters: the key of its state in a state dict."""
@@ -47,15 +47,14 @@ class Placement:
     pieces: tuple[Piece, ...]
     """The pieces in order, without gaps."""
     owner: int
-    """The rank that writes the parameter."""
 
     def of(self, rank: int) -> Piece | None:
-        """The piece on ``rank``; None if it has none."""
+        """The piece on ``rank``, or None."""
         return next((piece for piece in self.pieces if piece.rank == rank), None)
 
 
 def placements(optimizer: Any) -> Iterator[Placement]:
-    """The placements of a ``DistributedOptimizer``'s parameters, in state-dict order, equal on every rank."""
+    """Yield a ``DistributedOptimizer``'s placements, in state-dict order, equal on every rank."""
     number = 0
     for buffer in optimizer.buffers:
         for parameter, (start, end, bucket_number) in buffer.param_index_map.items():
@@ -68,7 +67,7 @@ def placements(optimizer: Any) -> Iterator[Placement]:
 
 
 def cut(start: int, end: int, size: int) -> tuple[Piece, ...]:
-    """The pieces of a bucket's elements ``start`` to ``end``; a rank has ``size`` elements of the bucket."""
+    """The pieces of a bucket's elements ``start`` to ``end``; ``size``: elements of the bucket per rank."""
     return tuple(
         Piece(rank, max(start, rank * size) - start, min(end, (rank + 1) * size) - start)
         for rank in range(start // size, (end - 1) // size + 1)
@@ -76,14 +75,14 @@ def cut(start: int, end: int, size: int) -> tuple[Piece, ...]:
 
 
 def shard_over_ranks(optimizer: Any) -> None:
-    """Patch a ``DistributedOptimizer``: shard its state over the ranks, in place of megatron's gather."""
+    """Patch a ``DistributedOptimizer`` to shard its state over the ranks instead of megatron's gather."""
     optimizer.sharded_param_state_fully_reshardable = partial(_sharded_state, optimizer)
 
 
 def _sharded_state(
     optimizer: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: Any = None
 ) -> Any:
-    """This rank's sharded state: parameters that it owns (save), or has pieces of (load). Collective."""
+    """This rank's sharded state: its own parameters (save), or those with a piece here (load). Collective."""
     del metadata
     shards = shards_of_parameters(model_state)
     tensors = _load_buffers(optimizer) if is_loading else _owned_states(optimizer)
@@ -115,7 +114,7 @@ def shards_of_parameters(model_state: dict[str, Any]) -> dict[torch.nn.Parameter
 
 
 def _load_buffers(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
-    """Empty CPU tensors to load the whole states of each parameter into that this rank has a piece of."""
+    """Yield empty CPU tensors for the whole states of each parameter with a piece on this rank."""
     rank = optimizer.data_parallel_group.rank()
     for placement in placements(optimizer):
         if placement.of(rank):
@@ -125,9 +124,9 @@ def _load_buffers(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
 
 
 def _owned_states(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
-    """The whole, flat states of each parameter that this rank owns. Collective.
+    """Yield the whole, flat states of each parameter owned by this rank. Collective.
 
-    They are the optimizer's own tensors, not copies, if all of a parameter is on this rank.
+    They are the optimizer's own tensors, not copies, if this rank holds the whole parameter.
     """
     placed = list(placements(optimizer))
     rank = optimizer.data_parallel_group.rank()
@@ -148,7 +147,7 @@ def _owned_states(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
 
 
 def _exchange(optimizer: Any, placed: list[Placement], kept: dict[int, Tensor]) -> list[Tensor]:
-    """All-to-all of pieces to their parameters' owners; returns the received data by sender. Collective."""
+    """Send pieces to their parameters' owners (all-to-all); return received data by sender. Collective."""
     group, device = optimizer.data_parallel_group, optimizer.buffers[0].grad_data.device
     rank, size = group.rank(), group.size()
     outgoing: list[list[Tensor]] = [[] for _ in range(size)]
@@ -171,7 +170,7 @@ def _exchange(optimizer: Any, placed: list[Placement], kept: dict[int, Tensor]) 
 
 
 def _joined(placement: Placement, rank: int, own: Tensor, received: list[Tensor]) -> Tensor:
-    """A parameter's whole state from its pieces, on the CPU. Consumes the front of ``received``."""
+    """Join a parameter's whole state from its pieces, on the CPU. Consumes the front of ``received``."""
     whole = torch.empty(placement.parameter.numel(), dtype=torch.float32, device="cpu")
     for piece in placement.pieces:
         part = own

@@ -1,4 +1,4 @@
-"""The chunked, vocabulary-parallel output layer: log-probs, entropies and loss from hidden states.
+"""Chunked, vocabulary-parallel output layer: log-probs, entropies and loss from hidden states.
 
     log pi(y) = z_y / t - logsumexp(z / t)
     H = logsumexp(z / t) - sum_v pi(v) z_v / t
@@ -7,20 +7,20 @@
 
 with logits z = W h of a token's hidden state h, output weights W, and temperature t.
 
-Logits are float32 from the matmul on, whatever the type of h and W, and are divided by t in float32: the
+Logits are float32 from the matmul on, whatever the dtype of h and W, and are divided by t in float32: the
 arithmetic of SGLang 0.5.23 under ``--enable-fp32-lm-head`` (``LogitsProcessor._compute_lm_head``,
 ``Sampler.forward``). bfloat16 logits would be off by up to 1/512 of their size, 0.06 nats at a logit of 30.
 
-Each chunk's matmul, softmax, loss and gradient are done before the next chunk begins, so the logits of a
-whole pack never exist (40 GB in float32 for 64k tokens and 152k entries), and no matmul is done twice. This
-works because a loss is additive over tokens: the gradient of a token needs no other token. So a ``TokenFn``
-sees one chunk at a time; sums over whole sequences must be computed before.
+Each chunk's matmul, softmax, loss and gradient finish before the next chunk begins, so a pack's logits never
+exist as a whole (40 GB in float32 for 64k tokens and 152k entries), and no matmul runs twice. This works
+because the loss is additive over tokens: a token's gradient needs no other token. So a ``TokenFn`` sees one
+chunk at a time; sums over whole sequences must be computed before.
 
-``rows_N``: rows of the hidden states whose logits are needed (None: all), in the order of the labels or of
-the batch. They are copied a chunk at a time.
+``rows_N``: rows of the hidden states with needed logits (None: all), in the order of the labels or the batch;
+copied one chunk at a time.
 
-Shapes: ``_T`` tokens, ``_N`` tokens whose logits are needed, ``_C`` tokens of a chunk, ``_H`` hidden size,
-``_V`` this rank's vocabulary.
+Shapes: ``_T`` tokens, ``_N`` tokens with needed logits, ``_C`` tokens of a chunk, ``_H`` hidden size, ``_V``
+this rank's vocabulary.
 """
 
 from __future__ import annotations
@@ -36,30 +36,27 @@ from torch import Tensor
 from bapo_megatron.tensor_types import MicroBatch, TokenFn, TokenStats
 
 _CACHED_LOGITS = 1 << 19
-"""Block size of the softmax on a CPU, in logits: 2 MiB of float32, which its cache holds."""
+"""CPU softmax block size in logits: 2 MiB of float32, which fits the cache."""
 _SOFTMAX_LOGITS = 1 << 27
-"""Block size of the softmax on a GPU, in logits: 512 MiB of float32 beside the chunk's logits."""
+"""GPU softmax block size in logits: 512 MiB of float32 beside the chunk's logits."""
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The chunked output layer of one policy: log-probs, entropies, and a loss with its gradient.
+    """Chunked output layer of one policy: log-probs, entropies, and a loss with its gradient.
 
-    Settings only: the weights are arguments. Calls are collective over the tensor-parallel group.
+    Holds settings only: the weights are arguments. Calls are collective over the tensor-parallel group.
     """
 
     temperature: float
-    """Temperature of the policy's distribution: divides the logits."""
+    """Divides the logits."""
     chunk_tokens: int
-    """Chunk size in tokens."""
     group: dist.ProcessGroup | None = None
-    """Tensor-parallel group, whose ranks hold equal shards of the vocabulary in rank order; None: unsharded.
-
-    Each rank has all tokens, and gets the gradient of the hidden states from its own shard.
-    """
+    """Tensor-parallel group with equal vocabulary shards in rank order (None: unsharded); each rank has all
+    tokens and gets the hidden-state gradient of its shard."""
     adds_in_float32: bool = False
-    """Whether the backward pass adds the weights' gradient to their ``main_grad`` itself, in float32, as the
-    layers do (``model.py``); else autograd gets it, rounded to the weights' dtype."""
+    """Whether the backward pass adds the weight gradient to ``main_grad`` itself, in float32, as the layers
+    do (``model.py``); if not, autograd gets it, rounded to the weights' dtype."""
 
     @torch.no_grad()
     def stats(
@@ -79,19 +76,18 @@ class OutputHead:
         loss: TokenFn,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """The vector of ``loss`` summed over the tokens of ``batch``, float64. Element 0 is differentiable in
-        the hidden states and the weights."""
+        """``loss`` summed over the tokens of ``batch``, float64; element 0 is differentiable."""
         total: Tensor = _LossAndGradient.apply(hidden_TH, weight_VH, batch, loss, self, rows_N)  # type: ignore[no-untyped-call]
         return total
 
     def _logits(
         self, hidden_TH: Tensor, weight_VH: Tensor, rows_N: Tensor | None = None
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slice, hidden states and float32 logits / t of each chunk. The next chunk overwrites the logits."""
+        """Yield slice, hidden states and float32 logits / t of each chunk; valid until the next chunk."""
         tokens = hidden_TH.size(0) if rows_N is None else rows_N.numel()
         size = min(self.chunk_tokens, tokens)
         buffer = hidden_TH.new_empty(size, weight_VH.size(0), dtype=torch.float32)
-        # A tensor: CUDA multiplies by the reciprocal of a Python number, which rounds unlike SGLang.
+        # A tensor: CUDA multiplies by a Python number's reciprocal, which rounds unlike SGLang.
         temperature = buffer.new_full((1,), self.temperature)
         matmul = _matmul_into_float32(weight_VH)
         for start in range(0, tokens, size):
@@ -140,7 +136,7 @@ class _LossAndGradient(torch.autograd.Function):
         rows_N: Tensor | None,
     ) -> Tensor:
         grad_hidden_TH = torch.zeros_like(hidden_TH)
-        # The chunks' gradients are accumulated in float32, whatever the weights' dtype.
+        # Accumulate the chunks' gradients in float32, whatever the weights' dtype.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         total: Tensor | None = None
         for part, hidden_CH, logits_CV in head._logits(hidden_TH, weight_VH, rows_N):
@@ -148,14 +144,13 @@ class _LossAndGradient(torch.autograd.Function):
             log_prob_C, entropy_C, log_norm_C = head._stats(logits_CV, chunk.label_T)
             sums, grad_C, entropy_grad_C = _sums_and_gradient(log_prob_C, entropy_C, chunk, loss)
             total = sums if total is None else total + sums
-            # g in place of the logits; then -grad g W and -grad g^T h, over the temperature.
+            # g replaces the logits; then -grad g W and -grad g^T h, over the temperature.
             column_C, mine_C = head._local_columns(chunk.label_T, weight_VH.size(0))
             logits_CV.sub_(log_norm_C[:, None])
             if entropy_grad_C is None:  # g = pi - 1[label]
                 chosen_C, gap_CV = mine_C.float(), logits_CV.exp_()
             else:
-                # With the gradients a and b by log pi and H and c = |a| + |b|, in place of a:
-                # g = (pi (a + b (log pi + H)) - a 1[label]) / c
+                # With the gradients a and b by log pi and H, and c = |a| + |b| to replace a:
                 size_C = grad_C.abs() + entropy_grad_C.abs()
                 share_C, entropy_share_C = (
                     torch.where(size_C > 0, one_C / size_C, 0.0) for one_C in (grad_C, entropy_grad_C)
@@ -170,7 +165,7 @@ class _LossAndGradient(torch.autograd.Function):
             else:
                 grad_hidden_TH.index_copy_(0, rows_N[part], torch.mm(gap, weight_VH).mul_(scale))
             _add_product(grad_weight_VH, gap, (hidden_CH * scale).to(weight_VH.dtype))
-            del gap  # else it lies beside the next chunk's
+            del gap  # free it before the next chunk's
         ctx.save_for_backward(grad_hidden_TH, grad_weight_VH)
         ctx.dtype = weight_VH.dtype
         ctx.main_grad_VH = weight_VH.main_grad if head.adds_in_float32 else None  # type: ignore[attr-defined]
@@ -192,10 +187,7 @@ class _LossAndGradient(torch.autograd.Function):
 def _sums_and_gradient(
     log_prob_C: Tensor, entropy_C: Tensor, chunk: MicroBatch, loss: TokenFn
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The vector of ``loss`` over a chunk, and the gradients of element 0 by log-probs and entropies.
-
-    The second one is None if the loss does not depend on entropies.
-    """
+    """The vector of ``loss`` over a chunk, and element 0's gradients by log-probs and entropies (or None)."""
     with torch.enable_grad():
         stats = TokenStats(*(one_C.detach().requires_grad_() for one_C in (log_prob_C, entropy_C)))
         sums = loss(stats, chunk)
@@ -205,7 +197,7 @@ def _sums_and_gradient(
 
 
 def _with_entropy(log_prob_CV: Tensor, constant_C: Tensor, factor_C: Tensor) -> Tensor:
-    """``pi (constant + factor log pi)`` in place of log pi, block by block."""
+    """Replace log pi by ``pi (constant + factor log pi)`` in place, block by block."""
     for part in _blocks(log_prob_CV):
         weighted_CV = torch.addcmul(constant_C[part, None], factor_C[part, None], log_prob_CV[part])
         log_prob_CV[part].exp_().mul_(weighted_CV)
@@ -213,7 +205,7 @@ def _with_entropy(log_prob_CV: Tensor, constant_C: Tensor, factor_C: Tensor) -> 
 
 
 def _blocks(logits_CV: Tensor) -> Iterator[slice]:
-    """Rows of a chunk, in blocks that take little memory beside it."""
+    """Yield slices of a chunk's rows, small enough to need little extra memory."""
     rows, width = logits_CV.shape
     block = min(rows, max(1, (_SOFTMAX_LOGITS if logits_CV.is_cuda else _CACHED_LOGITS) // width))
     for start in range(0, rows, block):
@@ -221,10 +213,10 @@ def _blocks(logits_CV: Tensor) -> Iterator[slice]:
 
 
 def _matmul_into_float32(weight_VH: Tensor) -> Callable[[Tensor, Tensor], object]:
-    """out = hidden weight^T as a function, accumulated and stored in float32.
+    """Return a function out = hidden weight^T that accumulates and stores in float32.
 
-    cuBLAS takes bfloat16 and gives float32. A CPU has no such matmul: there the weights are cast to float32,
-    once for all chunks; products of bfloat16 numbers are exact in float32, so both sum the same numbers.
+    cuBLAS takes bfloat16 and returns float32. A CPU has no such matmul: there the weights are cast to
+    float32, once for all chunks; bfloat16 products are exact in float32, so both sum the same numbers.
     """
     if weight_VH.dtype == torch.float32:
         return lambda hidden_CH, out: torch.mm(hidden_CH, weight_VH.t(), out=out)
@@ -235,7 +227,7 @@ def _matmul_into_float32(weight_VH: Tensor) -> Callable[[Tensor, Tensor], object
 
 
 def _local_softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """logsumexp(z) and sum_v softmax(z)_v z_v of each row, block by block; float64 on a CPU, else float32."""
+    """logsumexp(z) and sum_v softmax(z)_v z_v of each row, by blocks; float64 on a CPU, float32 on a GPU."""
     softmax, dtype = (_gpu_softmax, torch.float32) if logits_CV.is_cuda else (_cpu_softmax, torch.float64)
     log_norm_C, mean_C = logits_CV.new_empty(2, logits_CV.size(0), dtype=dtype)
     buffer: Tensor | None = None
@@ -247,7 +239,7 @@ def _local_softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """logsumexp(z) and mean, by one fused kernel, which sums as a tree."""
+    """logsumexp(z) and mean, by one fused kernel with tree summation."""
     prob_CV = torch.softmax(logits_CV, 1, out=buffer_CV)
     peak_C, column_C = logits_CV.max(1)
     log_norm_C = peak_C - prob_CV.gather(1, column_C[:, None])[:, 0].log()
@@ -257,7 +249,7 @@ def _gpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
 def _cpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
     """logsumexp(z) = log sum e^d + max z, mean = sum d e^d / sum e^d + max z, with d = z - max z.
 
-    ``sum`` adds pairwise. torch's softmax on a CPU adds sequentially, which at 49,152 float32 numbers makes
+    ``sum`` adds pairwise. torch's CPU softmax adds sequentially, which at 49,152 float32 numbers makes
     entropies 2e-4 nats too low. max z, up to a hundred times the entropy, is added in float64, and cancels.
     """
     peak_C1 = logits_CV.amax(1, keepdim=True)
@@ -268,7 +260,7 @@ def _cpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _add_product(total_VH: Tensor, gap_CV: Tensor, hidden_CH: Tensor) -> None:
-    """total += gap^T hidden; the total's dtype may be wider."""
+    """Add gap^T hidden to the total, whose dtype may be wider."""
     if total_VH.dtype == gap_CV.dtype:
         total_VH.addmm_(gap_CV.t(), hidden_CH)
     else:

@@ -1,11 +1,11 @@
 """Forward and backward passes over micro-batches on megatron-core's pipeline schedules.
 
-Packs (concatenated sequences) in, one additive float64 vector of sums out, equal on all ranks; its meaning is
-the caller's ``TokenFn``. Only ``stats`` gives values of each token, log-prob and entropy. Packs are whole;
-each rank slices its context-parallel part here.
+Input is packs (concatenated sequences), output one additive float64 vector of sums, equal on all ranks; the
+caller's ``TokenFn`` defines its meaning. Only ``stats`` returns per-token values (log-prob, entropy). Packs
+are whole; each rank slices its context-parallel part here.
 
 The layers see all tokens of a part, the output layer only the trained ones (``stats`` can include others).
-The trained tokens are selected on the host, from the pack's mask, without a device synchronization.
+The host selects them from the pack's mask, without a device synchronization.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenS
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's context-parallel part of a pack, on its device, made anew for each pass."""
+    """This rank's context-parallel part of a pack, on its device, created for each pass."""
 
     tokens: MicroBatch
     """All tokens, for the layers."""
     trained: MicroBatch
-    """The trained tokens, for the output layer; if there are none, the first token, which is masked."""
+    """The trained tokens, for the output layer; without any, the first token, masked."""
     rows_N: Tensor | None
     """Rows of the trained tokens among all tokens; None if all are trained."""
     real_T: Tensor | None = None
-    """float64: 1 for a document's token, 0 for padding; None in passes that do not count them."""
+    """float64: 1 for a document's token, 0 for padding; None in passes without counters."""
 
 
 Evaluate = Callable[[Tensor, _Part], Tensor]
-"""A function from the hidden states [tokens, hidden] of a part to its vector; element 0 is differentiated."""
+"""Maps a part's hidden states [tokens, hidden] to its vector; element 0 is differentiated."""
 
 
 class Passes:
-    """The forward and backward passes of one model: its chunks in DDP, and the chunk of the output layer.
+    """Forward and backward passes of one model: its DDP-wrapped chunks and the output layer's chunk.
 
-    All calls are collective, ``stats`` only within a replica, but where experts are cut over replicas: then
-    over all ranks, each with as many packs.
+    All calls are collective. ``stats`` is so only within a replica unless experts are sharded over replicas;
+    then over all ranks, with equally many packs each.
     """
 
     def __init__(self, wrapped: list[Any], last: PolicyModel, head: OutputHead, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class Passes:
         self._config = last.config
 
     def forward(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """Forward pass without gradients: ``fn`` summed over the packs of all ranks."""
+        """Run a forward pass without gradients; return ``fn`` summed over the packs of all ranks."""
         with torch.no_grad():
             outputs = self._schedule(batches, self._measured(fn), forward_only=True)
             return self._sum_over_ranks(outputs, self._width(outputs, batches, fn))
@@ -71,7 +71,7 @@ class Passes:
         return self._sum_over_ranks(outputs, outputs[0].numel())
 
     def stats(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
-        """Log-probs and entropies of whole packs, prompts too, on every rank of the replica, on the CPU.
+        """Log-probs and entropies of whole packs, prompts too, on the CPU of every rank of the replica.
 
         ``trained_only``: zeros for all other tokens, whose logits are not computed.
         """
@@ -101,11 +101,11 @@ class Passes:
         loss: TokenFn | SearchedLoss,
         counters: RouterCounters | None = None,
     ) -> Tensor:
-        """Backward pass: accumulate the gradient of the loss (element 0, per token); returns its sums.
+        """Accumulate the gradient of the loss (element 0, per token); return its sums over all ranks.
 
-        ``counters``: its routers add to them; their sums over all ranks follow those of the loss.
+        ``counters``: filled by the routers; their sums over all ranks follow the loss's.
         """
-        # Another rank of the replica has the same packs.
+        # Other ranks of the replica have the same packs.
         counts = self._counts_tokens and not parallel_state.get_context_parallel_rank()
         if counters is not None and counters.has_routes and counts:
             counters.totals.add_(pack_totals(batches).to(self._device, non_blocking=True))
@@ -131,7 +131,7 @@ class Passes:
         return evaluate
 
     def _searched(self, loss: SearchedLoss) -> Evaluate:
-        """A searched loss per micro-batch: all-reduce of the sums over replicas, search, then the loss."""
+        """Searched loss per micro-batch: all-reduce the sums over replicas, search, then compute the loss."""
         measure = self._measured(loss.measure)
 
         def evaluate(hidden_TH: Tensor, part: _Part) -> Tensor:
@@ -144,10 +144,9 @@ class Passes:
     def _searched_update(
         self, batches: Sequence[MicroBatch], loss: SearchedLoss, counters: RouterCounters | None
     ) -> Tensor:
-        """A searched loss per update: all forward passes, the search, then all backward passes.
+        """Searched loss per update: all forward passes, the search, then all backward passes.
 
-        It needs a pipeline of one stage. The activations of all packs are held at once; with full
-        recomputation those are the layers' inputs.
+        Requires a one-stage pipeline. Holds all packs' activations, with full recomputation the layer inputs.
         """
         parts = [self._part(batch, counters is not None) for batch in batches]
         pending = deque((self._hidden(part, self._model[0], counters)[:, 0], part) for part in parts)
@@ -157,7 +156,7 @@ class Passes:
         evaluate = self._differentiated(loss.loss_of(sums))
         outputs = []
         while pending:
-            # Taken out of the queue, so that a pack's activations are freed after its backward pass.
+            # Popped, so that a pack's activations are freed after its backward pass.
             vector = evaluate(*pending.popleft())
             outputs.append(vector.detach())
             self._config.grad_scale_func(vector[0]).backward()
@@ -174,7 +173,7 @@ class Passes:
         forward_only: bool,
         counters: RouterCounters | None = None,
     ) -> list[Tensor]:
-        """Run megatron's schedule: the vectors of ``evaluate`` for all packs; empty before the last stage."""
+        """Run megatron's schedule; return ``evaluate``'s vector per pack, none before the last stage."""
         parts = [self._part(batch, counters is not None) for batch in batches]
         iterators = [iter(parts) for _ in self._model]
         outputs: list[Tensor] = get_forward_backward_func()(
@@ -201,7 +200,7 @@ class Passes:
         return step
 
     def _hidden(self, part: _Part, model: Any, counters: RouterCounters | None) -> Tensor:
-        """The output of a model chunk, [tokens, 1, hidden]."""
+        """Run a model chunk; return its output, [tokens, 1, hidden]."""
         is_half = isinstance(model.module, Float16Module)
         extra = {"fp32_output": False} if is_half else {}
         chunk: PolicyModel = model.module.module if is_half else model.module
@@ -215,21 +214,21 @@ class Passes:
         return hidden
 
     def _part(self, batch: MicroBatch, counted: bool = False) -> _Part:
-        """This rank's part of a pack; ``counted``: with its ``real_T``."""
+        """This rank's part of a pack, with ``real_T`` if ``counted``."""
         real_T = _real_T(batch).to(self._device, non_blocking=True) if counted else None
         tokens = slice_batch(batch, *_context())
         rows_N = tokens.mask_T.nonzero()[:, 0]
         if rows_N.numel() == tokens.mask_T.numel():
             here = tokens.to(self._device)
             return _Part(here, here, None, real_T)
-        if rows_N.numel() == 0:  # a dummy pack: collectives, and the vector's length, need one token
+        if rows_N.numel() == 0:  # a dummy pack: collectives and vector length need one token
             rows_N = rows_N.new_zeros(1)
         trained = replace(tokens, route_TLK=None).take(rows_N).to(self._device)
         rows_N = rows_N.to(self._device, non_blocking=True)
         return _Part(tokens.to(self._device), trained, rows_N, real_T)
 
     def _width(self, outputs: list[Tensor], batches: Sequence[MicroBatch], fn: TokenFn) -> int:
-        """Length of ``fn``'s vectors. Earlier stages have none, and evaluate ``fn`` on a dummy token."""
+        """Length of ``fn``'s vectors. Earlier stages have none and evaluate ``fn`` on a dummy token."""
         if outputs:
             return outputs[0].numel()
         token = batches[0].take(slice(0, 1)).to(self._device)
@@ -240,7 +239,7 @@ class Passes:
     def _searched_width(
         self, outputs: list[Tensor], batches: Sequence[MicroBatch], loss: SearchedLoss
     ) -> int:
-        """Length of the vectors of a searched loss; earlier stages search on zero sums."""
+        """Length of a searched loss's vectors; earlier stages search on zero sums."""
         if outputs:
             return outputs[0].numel()
         sums = torch.zeros(self._width(outputs, batches, loss.measure), dtype=torch.float64)
@@ -248,16 +247,16 @@ class Passes:
 
     @property
     def _counts_tokens(self) -> bool:
-        """Whether this rank counts its tokens: one of those that hold the same ones."""
+        """Whether this rank counts its tokens, as one of several ranks with the same tokens."""
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         return bool(last) and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def _sum_over_ranks(
         self, outputs: list[Tensor], width: int, counters: RouterCounters | None = None
     ) -> Tensor:
-        """All-reduce (sum) of the packs' vectors of length ``width``, from the last stage and TP rank 0.
+        """Sum the packs' vectors of length ``width``, from the last stage and TP rank 0, over all ranks.
 
-        The sums of ``counters``, from every rank, ride behind them.
+        The sums of ``counters``, from every rank, follow in the same vector.
         """
         total = torch.zeros(width, dtype=torch.float64, device=self._device)
         if self._counts_tokens:

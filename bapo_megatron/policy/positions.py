@@ -1,24 +1,24 @@
-"""Positions of a pack's tokens: which of them a context-parallel rank holds, and their rotary embedding.
+"""Token positions of a pack: the tokens on a context-parallel rank, and their rotary embedding.
 
 **Context parallelism** with load balancing shards a pack's tokens over CP ranks:
 
     rank r of C holds chunks r and 2C - 1 - r of each document, which is cut into 2C chunks of equal length
 
-Under a causal mask early chunks are cheap and late ones expensive: every rank has the same work (as in Llama
-3, arXiv 2407.21783, Sec. 3.3.2, and Transformer Engine). Index arithmetic without communication, for
-``passes.py`` and the attention in torch. ValueError for a document that cannot be cut evenly: the packing
-pads documents (``PackLayout.document_multiple``).
+Under a causal mask early chunks are cheap and late ones expensive, so every rank has the same work (as in
+Llama 3, arXiv 2407.21783, Sec. 3.3.2, and Transformer Engine). This is index arithmetic without
+communication. A document that cannot be cut evenly raises ValueError: the packing pads documents
+(``PackLayout.document_multiple``).
 
 **Rotary position embedding** (RoPE) of ``thd`` packs in float32, for layers without Transformer Engine:
 
     y_i       = x_i cos(m f_i) - x_{i+d/2} sin(m f_i)
     y_{i+d/2} = x_{i+d/2} cos(m f_i) + x_i sin(m f_i)          f_i = base^(-2 i / d)
 
-for entries i and i + d/2 of the first d of a head (of most models all), at position m in its document (Su et
-al. 2021, RoFormer, arXiv 2104.09864; halves, not neighbours, as in Hugging Face's models). The cosines are
-computed once per pack, and serve all layers. megatron-core's own code for packs would round them to bfloat16,
-compute them in every layer, for queries and keys, and synchronize with the device each time for the
-documents' lengths.
+for entries i and i + d/2 of a head's first d (all, in most models), at position m in its document (Su et al.
+2021, RoFormer, arXiv 2104.09864; halves, not neighbours, as in Hugging Face's models). The cosines are
+computed once per pack for all layers. megatron-core's own code for packs would round them to bfloat16,
+compute them in every layer for queries and keys, and synchronize with the device each time for the document
+lengths.
 
 Shapes: ``_T`` tokens of a pack, ``_L`` tokens of a pack on this rank (T / size), ``_LHD`` [tokens, heads, d],
 ``_F`` frequencies (d / 2).
@@ -38,17 +38,16 @@ from torch import Tensor
 
 from bapo_megatron.tensor_types import MicroBatch
 
-# Llama 3's frequency scaling (transformers.modeling_rope_utils): frequencies of wavelengths above 8192 are
-# divided by the factor, those below 8192 / 4 kept, those between interpolated. hf/config.py refuses others.
+# Llama 3's frequency scaling (transformers.modeling_rope_utils): divides frequencies of wavelengths above
+# 8192 by the factor, keeps those below 8192 / 4, interpolates between. hf/config.py refuses other schemes.
 _TRAINED_POSITIONS, _HIGH_FREQUENCY = 8192, 4
 
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """A rank's chunk of a packed document: its queries, and the range of keys that they attend to."""
+    """A rank's chunk of a packed document: its queries and the range of their keys."""
 
     queries: int
-    """Number of tokens of the chunk."""
     first_key: int
     """Position in the pack of the document's first token."""
     last_key: int
@@ -56,9 +55,9 @@ class DocumentChunk:
 
 
 def document_chunks(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[DocumentChunk]:
-    """The chunks of documents ``bounds[d]:bounds[d + 1]`` on ``rank``, in its order.
+    """Yield the chunks of documents ``bounds[d]:bounds[d + 1]`` on ``rank``, in its order.
 
-    At size 1 a document is one chunk. ValueError if a document cannot be cut evenly.
+    At size 1 a document is one chunk. Raises ValueError if a document cannot be cut evenly.
     """
     for start, end in pairwise(bounds):
         if size == 1:
@@ -71,29 +70,29 @@ def document_chunks(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[D
             yield DocumentChunk(chunk, start, start + (number + 1) * chunk)
 
 
-@lru_cache(maxsize=64)  # every layer of a micro-batch needs the same ones
+@lru_cache(maxsize=64)  # shared by all layers of a micro-batch
 def positions(bounds: tuple[int, ...], size: int, rank: int) -> Tensor:
-    """Positions [L] in the pack of the tokens on ``rank``, in its order."""
+    """Pack positions [L] of the tokens on ``rank``, in its order."""
     parts = [torch.arange(s.last_key - s.queries, s.last_key) for s in document_chunks(bounds, size, rank)]
     return torch.cat(parts)
 
 
 @lru_cache(maxsize=16)
 def gathered_rows(bounds: tuple[int, ...], size: int) -> Tensor:
-    """Rows [T]: for each position of the pack its row in the concatenation of all ranks' tokens."""
+    """[T]: the row of each pack position in the concatenation of all ranks' tokens."""
     order = torch.cat([positions(bounds, size, rank) for rank in range(size)])
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
 
 
 def slice_batch(batch: MicroBatch, size: int, rank: int) -> MicroBatch:
-    """The part of a pack on ``rank``; fields that are not columns still describe the whole pack."""
+    """The part of a pack on ``rank``; non-column fields still describe the whole pack."""
     if size == 1:
         return batch
     return batch.take(positions(batch.cu_seqlens, size, rank))
 
 
 class RotaryTable(NamedTuple):
-    """The cosines and sines of a pack's tokens, float32, both [tokens, d / 2]."""
+    """Cosines and sines of a pack's tokens, float32, both [tokens, d / 2]."""
 
     cos_LF: Tensor
     sin_LF: Tensor
@@ -101,16 +100,16 @@ class RotaryTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotary:
-    """The RoPE parameters of a model; ``table`` computes a pack's cosines and sines."""
+    """RoPE parameters of a model; ``table`` computes a pack's cosines and sines."""
 
     head_dim: int
-    """Entries of a head that are rotated, the first ones."""
+    """Number of rotated entries of a head, the first ones."""
     base: float
     factor: float | None
-    """Factor of Llama 3's frequency scaling; None for none."""
+    """Factor of Llama 3's frequency scaling, or None."""
 
     def table(self, position_L: Tensor) -> RotaryTable:
-        """The table for tokens at positions [L] in their documents, on the positions' device."""
+        """The table for tokens at document positions [L], on the positions' device."""
         angle_LF = torch.outer(position_L.float(), _frequencies(self, position_L.device))
         return RotaryTable(angle_LF.cos(), angle_LF.sin())
 
@@ -126,7 +125,7 @@ def _frequencies(rotary: Rotary, device: torch.device) -> Tensor:
 
 
 def _scaled(frequency_F: Tensor, factor: float) -> Tensor:
-    """Llama 3's scaled frequencies, for a longer context."""
+    """Frequencies with Llama 3's scaling for a longer context."""
     wavelength_F = 2 * math.pi / frequency_F
     low_F = torch.where(wavelength_F > _TRAINED_POSITIONS, frequency_F / factor, frequency_F)
     smooth_F = (_TRAINED_POSITIONS / wavelength_F - 1) / (_HIGH_FREQUENCY - 1)
@@ -136,13 +135,13 @@ def _scaled(frequency_F: Tensor, factor: float) -> Tensor:
 
 
 def rotate(x_LHD: Tensor, table: RotaryTable) -> Tensor:
-    """Rotate queries or keys, in float32, rounded once to their own dtype."""
+    """Rotate queries or keys in float32, rounded once to their own dtype."""
     rotated: Tensor = _Rotation.apply(x_LHD, *table)  # type: ignore[no-untyped-call]
     return rotated
 
 
 class _Rotation(torch.autograd.Function):
-    """The rotation with the inverse rotation as backward: it saves only the pack's table."""
+    """The rotation, with its inverse as backward: saves only the pack's table."""
 
     @staticmethod
     def forward(ctx: Any, x_LHD: Tensor, cos_LF: Tensor, sin_LF: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""The safe reader of torch_dist checkpoints, for torch's and megatron's loaders: no pickle is executed.
+"""Safe reader of torch_dist checkpoints for torch's and megatron's loaders: executes no pickle.
 
 Their own readers unpickle ``.metadata``, the common state and every stored object, and a pickle can call any
-function. The reader of ``bapo-ckpt`` replaces them (``checkpoints_tools/archives/``): it decodes only plain
-values and tensor places, imports nothing, and reads no file outside the folder. What is damaged or refers to
-code is a CheckpointError. Writing is megatron's.
+function. ``bapo-ckpt``'s reader (``checkpoints_tools/archives/``) replaces them: it decodes only plain values
+and tensor places, imports nothing, and reads no file outside the folder. Damaged content or a reference to
+code raises CheckpointError. Megatron does the writing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MOST_TENSOR_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint in ``folder``, opened: the content of its pickles as plain values, tensors unread."""
+    """An opened checkpoint in ``folder``: its pickles as plain values, tensors unread."""
 
     folder: Path
     metadata: Metadata
@@ -62,7 +62,7 @@ class StoredCheckpoint:
 
 
 def open_stored(folder: Path) -> StoredCheckpoint:
-    """Open the checkpoint in ``folder``. CheckpointError names the file that is damaged or refers to code."""
+    """Open the checkpoint in ``folder``. CheckpointError names a file that is damaged or refers to code."""
     check_backends(folder)
     metadata = read_metadata(folder)
     common = read_common(folder, metadata)
@@ -73,9 +73,9 @@ def open_stored(folder: Path) -> StoredCheckpoint:
 
 @contextmanager
 def read_by(stored: StoredCheckpoint) -> Iterator[dict[str, Any]]:
-    """A context in which megatron's loader uses the safe reader of ``stored``, patched into its module.
+    """Context manager that patches megatron's loader to read ``stored`` with the safe reader.
 
-    It yields further arguments of ``dist_checkpointing.load``, for the common state.
+    Yields extra arguments of ``dist_checkpointing.load``, for the common state.
     """
     module: Any = megatron_strategy
     usual: Callable[..., Any] = module._get_filesystem_reader
@@ -88,9 +88,9 @@ def read_by(stored: StoredCheckpoint) -> Iterator[dict[str, Any]]:
 
 
 class StoredReader(StorageReader):
-    """The ``StorageReader`` (torch.distributed.checkpoint) of an opened checkpoint: torch calls its methods.
+    """torch.distributed.checkpoint's ``StorageReader`` of an opened checkpoint; torch calls its methods.
 
-    CheckpointError for content that is damaged or not plain.
+    Raises CheckpointError for content that is damaged or not plain.
     """
 
     def __init__(self, stored: StoredCheckpoint) -> None:
@@ -99,15 +99,15 @@ class StoredReader(StorageReader):
         self._chunks = {(key, chunk.offsets): chunk for key, t in tensors.items() for chunk in t.chunks}
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a reader is of one checkpoint."""
+        """Do nothing: a reader serves one checkpoint."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """False: torch must not make such a reader for a path."""
+        """Return False, so that torch creates no such reader for a path."""
         return False
 
     def read_metadata(self) -> TorchMetadata:  # type: ignore[override]
-        """Keys, dtypes, shapes and chunks in the form of torch's planner."""
+        """Return keys, dtypes, shapes and chunks in the format of torch's planner."""
         metadata = self._stored.metadata
         entries: dict[str, Any] = {key: _torch_entry(tensor) for key, tensor in metadata.tensors.items()}
         entries |= {key: BytesStorageMetadata() for key in metadata.objects}
@@ -123,7 +123,7 @@ class StoredReader(StorageReader):
         return plans
 
     def place(self, index: MetadataIndex) -> Place:
-        """The place of an archive by the planner's index."""
+        """The place of an archive, by the planner's index."""
         if index.fqn in self._stored.metadata.objects:
             return self._stored.metadata.objects[index.fqn]
         return self._chunks[index.fqn, tuple(index.offset or ())].place
@@ -154,7 +154,7 @@ class StoredReader(StorageReader):
         planner.commit_tensor(item, target)
 
     def _object(self, key: str) -> io.BytesIO:
-        """A stored object, pickled again from its plain values, because the planner unpickles it."""
+        """Return a stored object, re-pickled from its plain values because the planner unpickles it."""
         place = self._stored.metadata.objects[key]
         with place.file.open("rb") as stream:
             value = read_archive(stream, place.file, key, place.start, place.length)
@@ -174,7 +174,7 @@ def _torch_entry(tensor: GlobalTensor) -> TensorStorageMetadata:
 
 
 def _elements(stored: StoredTensor) -> Tensor:
-    """The elements of a stored tensor, read from its file."""
+    """Read a stored tensor's elements from its file."""
     elements = torch.empty(prod(stored.shape), dtype=_DTYPES[stored.dtype])
     with stored.file.open("rb") as file:
         file.seek(stored.position)
@@ -184,7 +184,7 @@ def _elements(stored: StoredTensor) -> Tensor:
 
 
 def _restored(value: Any, file: Path) -> Any:
-    """``value`` with tensors read from their places."""
+    """Return ``value`` with tensors read from their places."""
     if isinstance(value, StoredTensor):
         if not value.contiguous:
             raise CheckpointError(f"{file} holds a tensor that is not contiguous, which no writer leaves")
@@ -197,9 +197,10 @@ def _restored(value: Any, file: Path) -> Any:
 
 
 def check_size(value: Any, file: Path) -> None:
-    """Check the unfolded size of a value, against decompression bombs: shared parts count at each reference.
+    """Raise CheckpointError if a value unfolds too large, against decompression bombs.
 
-    A few hundred bytes can encode a list that contains another twice, which does the same, and so on.
+    Shared parts count once per reference: a few hundred bytes can encode deeply nested lists that each
+    contain another one twice.
     """
     waiting, parts, tensor_bytes = [value], 0, 0
     while waiting:
@@ -216,14 +217,14 @@ def check_size(value: Any, file: Path) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """A deep copy of dictionaries and lists, which megatron modifies in place."""
+    """Deep copy of dictionaries and lists, which megatron modifies in place."""
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
     return [_copied(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _check_empty(value: Any, file: Path, key: str) -> None:
-    """Check that a layer's extra state is empty: Transformer Engine would unpickle it."""
+    """Raise CheckpointError unless a layer's extra state is empty: Transformer Engine would unpickle it."""
     for item in value if isinstance(value, list) else [value]:
         if item is not None and not (isinstance(item, StoredTensor) and not prod(item.shape)):
             raise CheckpointError(

@@ -1,8 +1,8 @@
-"""The weight map: sharded load and all-gather between Hugging Face tensors and megatron's parameters.
+"""Weight map: sharded load and all-gather between Hugging Face tensors and megatron's parameters.
 
-The *global* parameter is that of TP 1. All conversions follow ``hf/parameter_map.py`` and only move values,
-so a round trip is exact to the bit. ``shard_parts`` says which rows and columns of the HF tensors a shard is
-made of, so that a rank reads no others.
+The *global* parameter is the one at TP 1. All conversions follow ``hf/parameter_map.py`` and only move
+values, so a round trip is bit-exact. ``shard_parts`` lists the HF rows and columns of a shard, so that a rank
+reads nothing else.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.layers import Mapping
 
 Key = tuple[str, int | None]
-"""The key of a parameter of the whole model: its name in the parameter map, and its layer."""
+"""Key of a parameter of the whole model: its name in the parameter map, and its layer."""
 
 
 def stage_of(key: Key, chunk_layers: Sequence[int], stages: int) -> int:
-    """The pipeline stage of a parameter; the first one of a parameter on several stages.
+    """Pipeline stage of a parameter, the first one if several stages have it.
 
     The model's layers form chunks of ``chunk_layers`` (``layout.chunk_layers``), assigned to the ``stages``
-    in turn. The embedding is on the first stage; the final norm and the output layer are on the last.
+    in turn. The embedding is on the first stage, the final norm and the output layer on the last.
     """
     name, layer = key
     if layer is not None:
@@ -39,15 +39,15 @@ def stage_of(key: Key, chunk_layers: Sequence[int], stages: int) -> int:
 
 
 class WeightMap:
-    """The map between the Hugging Face tensors of the whole model and this rank's megatron parameters.
+    """Map between the Hugging Face tensors of the whole model and this rank's megatron parameters.
 
-    ``load`` fills them from a folder and is local. ``gather`` yields whole tensors and is collective within
-    a replica; with EP or ETP, ranks of other replicas join by ``give_experts``. KeyError, when it is made,
-    for a parameter without a Hugging Face counterpart.
+    ``load`` fills the parameters from a folder and is local. ``gather`` yields whole tensors and is
+    collective within a replica; with EP or ETP, ranks of other replicas join with ``give_experts``. The
+    constructor raises KeyError for a parameter without a Hugging Face counterpart.
     """
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any], chunk_layers: Sequence[int]) -> None:
-        """``chunks``: those of this rank; ``chunk_layers``: layers of all chunks of the model."""
+        """``chunks``: this rank's; ``chunk_layers``: layers of all chunks of the model."""
         self.table = mapping_table(shape)
         self._chunk_layers = chunk_layers
         self._experts_here = 1
@@ -61,18 +61,18 @@ class WeightMap:
             for name, parameter in chunk.named_parameters():
                 key = canonical_name(name, first_layer, first_expert)
                 if shape.tied and key[0] == "output_layer.weight":
-                    continue  # the last stage's copy of the tied embedding: the first stage's is used
+                    continue  # the last stage's copy of the tied embedding: use the first stage's
                 if key[0] not in self.table:
                     raise KeyError(f"megatron parameter {name} has no Hugging Face counterpart")
                 self.local[key] = parameter
 
     def keys(self) -> Iterator[Key]:
-        """The keys of the whole model's parameters, in the same order on all ranks."""
+        """Yield the keys of the whole model's parameters, in the same order on all ranks."""
         for name, mapping in self.table.items():
             yield from ((name, layer) for layer in mapping.places)
 
     def load(self, reader: TensorReader, chunks: Sequence[Any], tied: bool) -> None:
-        """Load this rank's shards from an HF folder; nothing else is read."""
+        """Load this rank's shards from an HF folder; read nothing else."""
         for (name, layer), parameter in self.local.items():
             _fill(parameter, reader, self.table[name], layer)
         for chunk in chunks:
@@ -80,11 +80,10 @@ class WeightMap:
                 _fill(chunk.output_layer.weight, reader, self.table["embedding.word_embeddings.weight"], None)
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """All-gather the model as HF tensors, one parameter at a time, on every rank. Collective.
+        """Yield the model as HF tensors, one parameter at a time, on every rank. Collective.
 
-        With EP or ETP a replica may lack experts, or parts of them, which come from other replicas: those
-        call ``gather``, too, or ``give_experts``. A tensor is valid until the iterator moves on; clone it
-        to keep it.
+        With EP or ETP a replica may lack experts or parts of them; other replicas provide them by calling
+        ``gather`` or ``give_experts``. A tensor is valid until the iterator moves on; clone it to keep it.
         """
         for key, owner in self._owners():
             name, layer = key
@@ -94,11 +93,10 @@ class WeightMap:
                 yield hf_name.format(layer=layer), tensor.contiguous()
 
     def give_experts(self) -> None:
-        """Take part in the ``gather`` of the first replica with this rank's shards of experts.
+        """Contribute this rank's expert shards to the ``gather`` of the first replica.
 
-        Only where the ranks among which EP and ETP share the experts include one of that replica: no other
-        waits for them. So nothing where EP and ETP are 1. In an EP group without such a rank ETP alone is
-        joined.
+        Does nothing unless this rank's EP x ETP group includes a rank of that replica, for example where EP
+        and ETP are 1. In an EP group without such a rank, joins only the ETP gather.
         """
         if not _of_first_replica(parallel_state.get_expert_tensor_and_model_parallel_group()):
             return
@@ -114,7 +112,7 @@ class WeightMap:
                 self._all_pieces(self.local[key].detach(), mapping)
 
     def _owners(self) -> Iterator[tuple[Key, int]]:
-        """The keys of the whole model, each with the pipeline stage that has it."""
+        """Yield the keys of the whole model, each with its pipeline stage."""
         stages = parallel_state.get_pipeline_model_parallel_group().size()
         for key in self.keys():
             yield key, stage_of(key, self._chunk_layers, stages)
@@ -127,7 +125,7 @@ class WeightMap:
         return value
 
     def _on_stage(self, key: Key, mapping: Mapping) -> Tensor:
-        """The whole parameter on every rank of its pipeline stage."""
+        """Return the whole parameter on every rank of its pipeline stage."""
         if key in self.local:
             value = unshard(mapping, self._all_pieces(self.local[key].detach(), mapping)).contiguous()
         else:
@@ -154,17 +152,14 @@ class WeightMap:
 
 
 def cut_group(mapping: Mapping) -> Any:
-    """The process group that cuts a parameter along its ``tp_dim``: TP, or ETP for one of an expert."""
+    """The process group that shards a parameter along its ``tp_dim``: TP, or ETP for an expert's."""
     if mapping.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
-    return parallel_state.get_expert_tensor_parallel_group()  # which may span replicas
+    return parallel_state.get_expert_tensor_parallel_group()  # can span replicas
 
 
 def _of_first_replica(group: Any) -> bool:
-    """Whether a rank of ``group`` belongs to the first data-parallel replica.
-
-    By megatron's order of ranks, in which TP varies fastest, then CP, then DP, then PP.
-    """
+    """Whether ``group`` has a rank of the first replica, in megatron's rank order: TP, CP, DP, then PP."""
     inner = parallel_state.get_tensor_model_parallel_world_size()
     inner *= parallel_state.get_context_parallel_world_size()
     replicas = parallel_state.get_data_parallel_world_size()
@@ -187,7 +182,7 @@ def join(mapping: Mapping, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def split(mapping: Mapping, value: Tensor) -> tuple[Tensor, ...]:
-    """Split the global parameter ``value`` into its HF tensors; views of it where rows are consecutive."""
+    """Split the global parameter ``value`` into its HF tensors, views where rows are consecutive."""
     rows = value.split([segment.rows for segment in mapping.segments])
     pieces: list[list[Tensor]] = [[] for _ in mapping.hf_names]
     by_row = sorted(zip(mapping.segments, rows, strict=True), key=lambda pair: pair[0].row)
@@ -197,7 +192,7 @@ def split(mapping: Mapping, value: Tensor) -> tuple[Tensor, ...]:
 
 
 def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
-    """Cut the global parameter for TP rank ``rank`` of ``size``."""
+    """Return TP rank ``rank``'s shard, of ``size`` ranks, of the global parameter."""
     if mapping.tp_dim is None or size == 1:
         return value
     parts = value.split(list(mapping.sections), mapping.tp_dim) if mapping.sections else [value]
@@ -205,7 +200,7 @@ def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
 
 
 class Part(NamedTuple):
-    """Part of an HF tensor that a rank's shard is made of: a slice of its rows and columns."""
+    """Part of an HF tensor in a rank's shard: a slice of its rows and columns."""
 
     source: int
     """Index of the HF tensor among the parameter's."""
@@ -214,7 +209,7 @@ class Part(NamedTuple):
 
 
 def shard_parts(mapping: Mapping, rank: int, size: int) -> Iterator[Part]:
-    """Parts of HF tensors that stack up to the shard of TP rank ``rank`` of ``size``."""
+    """Yield the parts of HF tensors that stack up to the shard of TP rank ``rank`` of ``size``."""
     if mapping.tp_dim == 1:
         width = mapping.shape[1] // size
         for segment in mapping.segments:
@@ -239,5 +234,5 @@ def unshard(mapping: Mapping, pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """The concatenation, without a copy where there is one tensor."""
+    """Concatenate, without a copy for a single tensor."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

@@ -1,8 +1,7 @@
-r"""Answer extraction: the last box of a response, its normal spelling, and the operations in it.
+r"""Answer extraction: the last box of a response, its normalized spelling, and the operations that it names.
 
-Operations, because math-verify evaluates what it reads: a restated question, ``\binom{10}{3}``, would be its
-own answer. Pure functions on text; none parses mathematics. The math reward, the LLM judge, `maj@n` of
-evaluations and dataset preparation use it.
+Operations matter because math-verify evaluates its input: a restated question, ``\binom{10}{3}``, would count
+as its own answer. Pure text functions; they do not parse mathematics.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import re
 
 THINKING, THOUGHT = "<think>", "</think>"
-"""Tags around the thinking part of a response. A chat template may have opened it in the prompt."""
+"""Tags around the thinking part of a response. A chat template may put the first one into the prompt."""
 
 _BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\s{0,9}\{|\\.|[{}]", re.DOTALL)
-r"""``\boxed{`` (some double the backslash), an escaped character (its brace does not count), or a brace."""
+r"""``\boxed{`` (the backslash may be doubled), an escaped character, or a brace."""
 
 _DIGITS = "0123456789"
 _RAISED_DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
@@ -55,7 +54,7 @@ _MODULUS = re.compile(r"\\[bp]?mod(?![a-z])[\s{]{0,9}([0-9]{1,40}|[a-z])")
 _BASE_NAMES = "two three four five six seven eight nine ten eleven twelve"
 _BASES = {name: base for base, name in enumerate(_BASE_NAMES.split(), 2)}
 _ANY_WORD = re.compile(r"[A-Za-z][a-z]{2,}|[Nn]o")
-"""A word, not two variables."""
+"""A word, not two adjacent variables."""
 
 _NAMES = {
     "sum": ("sum", "prod", "∑", "∏"),
@@ -78,7 +77,7 @@ _NAMES = {
     ),
 }
 KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
-"""Operations that an answer may name, and their kinds."""
+"""Kind of each operation name."""
 
 _COMMAND = re.compile(r"\\([A-Za-z]+)|([∑∏∫⌊⌈])")
 _WORDS = re.compile(r"(?<![A-Za-z\\])(gcd|lcm|log|ln|mod|binom|choose|floor|ceil)(?![A-Za-z])")
@@ -86,23 +85,23 @@ _IN_COMMAND = re.compile(
     r"\\(operatorname|mathrm|text|begin)\*?\s{0,9}\{(?:\s|\\[ ,;])*([A-Za-z]+)\*?(?:\s|\\[ ,;])*\}"
 )
 _UNITS = frozenset(("min",))
-r"""Names that are units of measurement in ``\text{...}``, and behind a number in ``\mathrm{...}``."""
+r"""Names that are units of measurement in ``\text{...}``, and in ``\mathrm{...}`` after a number."""
 _MEASURED = re.compile(r"[0-9}](?:\s|\\[ ,;:!]|~){0,9}$")
-r"""A number, or the brace that ends a fraction, in front of a unit."""
+"""A number, or the closing brace of a fraction, before a unit."""
 _FACTORIAL = re.compile(r"(?<!\\)!")
 _DERIVED = re.compile(r"\\d?frac\s{0,9}\{?\s{0,9}d(?:\^\{?\w\}?)?\s{0,9}[}{]|\bd/d[a-z]")
 _SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\[,;:!\s]|~|\\q?quad(?![a-z]))+[0-9]")
-r"""``3 4``, which math-verify adds."""
+"""Two numbers with only white space between them: ``3 4``."""
 _ONE_DIGIT = re.compile(
     r"[_^]\s{0,9}[0-9](?=\s)|\\(?:[dtc]?frac|[dt]?binom)\s{0,9}[0-9]\s{0,9}[0-9](?!\s{0,9}[0-9])"
 )
-r"""Arguments that need no braces: ``_2`` of ``\log_2 3``, ``\frac 1 2``."""
+r"""One-digit arguments without braces: ``_2`` in ``\log_2 3``, ``\frac 1 2``."""
 _QUOTIENT = re.compile(r"[/:]|\\(?:[dtc]?frac|div)(?![a-z])")
 _WORDS_OF_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s{0,9}\{[^{}]*\}")
 _FONTS = re.compile(r"\\(?:mbox|boldsymbol|(?:text|math)(?:bf|it|rm|sf|tt|normal)?)\s{0,9}\{([^{}]*)\}")
 _SPACES = re.compile(r"\s|\\[ ,;:!]|~")
 _LIST_COMMA = re.compile(r",(?![0-9]{3}(?![0-9]))")
-r"""A comma between values, and none between thousands."""
+"""A comma between values, not between thousands."""
 _NUMBER_SIDE = re.compile(
     r"(?=.*[0-9])(?!.*\.\.)"
     r"(?:[-+*/^(){}.,0-9\s]|\\(?:[,!; ]|(?:[dt]?frac|cdot|times|sqrt|left|right)(?![a-z])))++"
@@ -111,11 +110,8 @@ _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])\s{0,9}")
 
 
 def last_boxed(response: str) -> str | None:
-    r"""Content of the last ``\boxed{...}`` (or ``\fbox``) whose braces close, or None.
-
-    One pass: responses may be long.
-    """
-    open_braces: list[tuple[int, bool]] = []  # where the inside begins, and whether it is a box
+    r"""Return the content of the last closed ``\boxed{...}`` (or ``\fbox``), or None, in one pass."""
+    open_braces: list[tuple[int, bool]] = []  # (start of the content, is a box)
     last: tuple[int, int] | None = None
     for token in _BRACES.finditer(response):
         if token.group().endswith("{") and token.group() != r"\{":
@@ -128,23 +124,21 @@ def last_boxed(response: str) -> str | None:
 
 
 def after_thinking(response: str) -> str:
-    """The response after its thinking part; empty if that never ends, all of it without thinking tags."""
+    """Return the text after the last ``</think>``, up to any later ``<think>``; all of it without tags."""
     behind = response[response.rfind(THOUGHT) + len(THOUGHT) :] if THOUGHT in response else response
     return behind.partition(THINKING)[0]
 
 
 def final_answer(response: str, opens_thinking: bool = False) -> str | None:
-    """Final answer: the last box after the thinking part, or None.
-
-    ``opens_thinking``: the prompt ends with ``<think>``, so that the response begins within that part.
-    """
+    """Return the last box after the thinking part, or None. ``opens_thinking``: the prompt ends with
+    ``<think>``, so the response starts inside the thinking part."""
     return last_boxed(after_thinking(THINKING + response if opens_thinking else response))
 
 
 def spelled(answer: str) -> str:
-    r"""Answer in the spelling of math-verify: ``½`` as ``\frac{1}{2}``, ``5\,000`` and ``5 000`` as ``5000``,
-    ``1.5e3`` as ``1.5\times 10^{3}``, ``90°`` as ``90^\circ``, no underline, stars or final point. All else
-    is unchanged."""
+    r"""Return the answer in math-verify's spelling: ``½`` as ``\frac{1}{2}``, ``5\,000`` as ``5000``,
+    ``1.5e3`` as ``1.5\times 10^{3}``, ``90°`` as ``90^\circ``, without underlines, asterisks and final
+    period."""
     if not answer.isascii():
         answer = _RAISED.sub(_raised, answer)
         answer = _ROOT.sub(
@@ -166,7 +160,7 @@ def spelled(answer: str) -> str:
 
 
 def _unmarked(answer: str) -> str:
-    """The answer without Markdown's marks, dollar signs in pairs, and the final point."""
+    """Strip Markdown marks, paired dollar signs and the final period."""
     text = _unpointed(answer.strip())
     for mark in ("**", "__", "*", "_", "`"):
         if text.startswith(mark) and text.endswith(mark) and len(text) > 2 * len(mark):
@@ -192,7 +186,7 @@ def _raised(digits: re.Match[str]) -> str:
 
 
 def named_operations(answer: str) -> frozenset[str]:
-    """Kinds of operations in an answer; of ``a = b`` those of ``b``."""
+    """Return the kinds of operations in an answer; for ``a = b``, only those in ``b``."""
     text = _said(answer)
     operations = {KINDS[name] for name in _names(text) if name in KINDS}
     for pattern, kind in ((_FACTORIAL, "combinatorics"), (_DERIVED, "derivative")):
@@ -212,7 +206,7 @@ def _names(text: str) -> list[str]:
 
 
 def is_unit(named: re.Match[str], name: str) -> bool:
-    """Whether a name in a font, the match's first group, is a unit of measurement and no operation."""
+    """Whether a name in a font command (group 1 of the match) is a unit of measurement, not an operation."""
     if name not in _UNITS:
         return False
     before = named.string[max(0, named.start() - 30) : named.start()]
@@ -221,12 +215,12 @@ def is_unit(named: re.Match[str], name: str) -> bool:
 
 
 def has_quotient(answer: str) -> bool:
-    """Whether the answer has a fraction or a division; words (``km/h``) do not count."""
+    """Whether the answer has a fraction or division outside of words (``km/h``)."""
     return bool(_QUOTIENT.search(_WORDS_OF_TEXT.sub("", _said(answer))))
 
 
 def _said(answer: str) -> str:
-    """The answer without the left sides of equations outside of brackets."""
+    """Return the answer without the left sides of equations outside of brackets."""
     parts, depth, start = [""], 0, 0
     for at, character in enumerate(f"{answer},"):
         depth += (character in "{([") - (character in "})]")
@@ -238,7 +232,7 @@ def _said(answer: str) -> str:
 
 
 def unstyled(answer: str) -> str:
-    r"""The answer without fonts and spaces: ``\text{no solution}`` as ``nosolution``."""
+    r"""Return the answer without font commands and spaces: ``\text{no solution}`` as ``nosolution``."""
     return _SPACES.sub("", _FONTS.sub(r"\1", answer))
 
 
@@ -248,8 +242,8 @@ def has_numbers_side_by_side(answer: str) -> bool:
 
 
 def same_text(text: str, other: str) -> bool:
-    r"""Whether two answers are the same text without fonts and spaces, or one word but for its first letter:
-    ``8\text{:}30`` and ``8:30``, ``\text{Yes}`` and ``yes``."""
+    r"""Whether two answers are the same text without fonts and spaces, or the same word with another initial
+    case: ``8\text{:}30`` and ``8:30``, ``\text{Yes}`` and ``yes``."""
     if has_numbers_side_by_side(text) != has_numbers_side_by_side(other):
         return False  # 3 4 is not 34
     left, right = unstyled(text), unstyled(other)
@@ -259,7 +253,7 @@ def same_text(text: str, other: str) -> bool:
 
 
 def base_of(answer: str) -> int | str | None:
-    r"""The base of a number that names one, ``1010_{2}``, ``11_\text{five}``; None for any other answer."""
+    r"""Return the base that a number names (``1010_{2}``, ``11_\text{five}``), or None."""
     number = _IN_A_BASE.fullmatch(unstyled(answer))
     if number is None:
         return None
@@ -267,18 +261,18 @@ def base_of(answer: str) -> int | str | None:
 
 
 def moduli(answer: str) -> list[str]:
-    r"""The moduli that an answer names: ``7`` of ``x \equiv 5 \mod 7``."""
+    r"""Return the moduli in an answer: ``7`` in ``x \equiv 5 \mod 7``."""
     return _MODULUS.findall(answer)
 
 
 def number_sides(answer: str) -> list[list[str]]:
-    """Sides of each equation in an answer that consist of numbers and operations alone."""
+    """Return, for each equation in an answer, the sides that contain only numbers and operations."""
     equations = [part.split("=") for part in _LIST_COMMA.split(answer)]
     return [[side for side in sides if _NUMBER_SIDE.fullmatch(side)] for sides in equations if len(sides) > 1]
 
 
 def brackets(answer: str) -> str:
-    r"""The brackets around a whole answer: ``{`` for ``\{...\}``, ``(`` for ``(...)``, else nothing."""
+    r"""Return the brackets around a whole answer: ``{`` for ``\{...\}``, ``(``, or an empty string."""
     text = _SIZES.sub("", answer).replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").strip()
     if text.startswith(r"\{") and text.endswith(r"\}"):
         return "{"

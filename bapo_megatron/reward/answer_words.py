@@ -1,8 +1,7 @@
-r"""Words of an answer: units, nouns and other texts beside its mathematics, and texts that are none.
+r"""Word parser for answers: separates units, nouns and other text from the mathematics. Pure text functions.
 
-math-verify drops units at the end of an answer, also where they are variables (the ``h`` of ``\pi r^2 h``),
-and multiplies other words with their numbers. So an answer is split: its mathematics is compared by
-math-verify, its words as words. Pure functions on text.
+math-verify drops units at the end of an answer, even where they are variables (the ``h`` of ``\pi r^2 h``),
+and multiplies other words with their numbers. So it only gets the mathematics; words are compared as words.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ pa pascal, hz hertz, mol mole, kelvin, celsius c, fahrenheit f, unit, gallon gal
 th st nd rd
 """
 _UNITS = [line.split() for line in _UNIT_LINES.strip().replace("\n", ",").split(",")]
-"""Units, and other spellings of each."""
 _SPELLINGS = {spelling: names[0] for names in _UNITS for spelling in names}
 _POWERS = {"square": "^2", "squared": "^2", "sq": "^2", "cubic": "^3", "cubed": "^3", "cu": "^3"}
 
@@ -38,8 +36,7 @@ east west northeast northwest southeast southwest bc ad bce ce odd even maybe pe
 inclusive exclusive repeating
 """
 _CHANGES = frozenset(_CHANGING.split())
-"""Words, in the singular of ``canonical``, that make another answer of a number. All others are units and
-things that are counted, which an answer may leave out."""
+"""Words, in the singular, that change a number. An answer may omit all others: units and counted things."""
 
 _FONT = re.compile(
     r"\\(text(?:bf|it|rm|sf|tt|normal)?|mbox|math(?:rm|bf|it|sf|tt)|operatorname|boldsymbol)\s{0,9}\{([^{}]*)\}"
@@ -50,7 +47,7 @@ _PLAIN_UNIT = "|".join(
     ]
 )
 _TOUCHING = re.compile(r"(?:[ckm]m|kg)(?![a-z])")
-"""Units that may touch their number; others could be variables, too: ``2mg``."""
+"""Units that may follow a number without a space; others could be variables: ``2mg``."""
 _POWER = r"(?:\^\{?[23]\}?)?"
 _TOKEN = re.compile(
     _FONT.pattern
@@ -61,19 +58,19 @@ _TOKEN = re.compile(
     + r"|\\(?:[A-Za-z]+|.)|[A-Za-z]+|.",
     re.DOTALL,
 )
-r"""A text in a font, a unit, a time of day, a lone word, a command, letters, or any other character."""
+"""Text in a font, a unit, a time of day, a lone word, a command, letters, or any other character."""
 _ORDINAL = re.compile(r"\s*[0-9]*(?:1st|2nd|3rd|1[123]th|[04-9]th)")
 _BEHIND_A_NUMBER = re.compile(r"(?:[0-9})]|\\circ|\\pi|\\%)(?:\s|\\[ ,;:!]|~){0,9}\Z")
 _CAPITALS = re.compile(r"(?<![A-Za-z.])[KM](?![A-Za-z])")
 _UNIT_LETTER = re.compile(r"([0-9][0-9.,]{0,40})(?:\s|\\[ ,;:]|~){1,9}[mgshlLNJWVAK](?:\^\{?[23]\}?)?")
 _COMMAND_BEFORE = re.compile(r"\\[A-Za-z]{1,20}\s{0,9}\Z")
 _RATE = re.compile(r"[\s(]{0,9}[A-Za-z]{1,4}\s?/\s?[A-Za-z]{1,4}[\s)]{0,9}")
-"""A unit of a rate, in brackets or not: ``(m/h)``."""
+"""Unit of a rate, with or without brackets: ``(m/h)``."""
 _EXPONENT = re.compile(r"\s{0,9}\^\{?([23])\}?")
 _BLANK = re.compile(r"(?:\s|\\[ ,;:!]|~|[,;&]|\.(?![0-9])|\\(?:quad|qquad)(?![a-z]))*")
 _VALUE = re.compile(r"[0-9]|\\pi|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _SEVERAL = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}|[0-9]\s{0,9}[A-Za-z]{1,9}\s{0,9}[0-9]")
-"""Letters between numbers: ``1 h 30``, and other words than those that were found."""
+"""Letters between numbers (``1 h 30``), or further words."""
 _NO_VALUE = re.compile(r"(?:\s|\\[ ,;:!{}]|[~,;.&(){}\[\]])*")
 _FUNCTION = re.compile(
     r"(?:a(?:rc)?)?(?:sin|cos|tan|cot|sec|csc)|log|ln|exp|sqrt|frac|pi|theta|alpha|beta|gamma|inf|max|min|gcd|lcm|mod|det"
@@ -87,9 +84,9 @@ _NAMED = re.compile(r"\\?[A-Za-z]+(?:\{[A-Za-z]\})?(?:_\{?\w+\}?)?'{0,3}[(\[][^(
 
 _FRAGMENT = re.compile(r"(?=.*[0-9()\[\]])[\s0-9.,;:()\[\]{}\\+-]*", re.DOTALL)
 _LITERAL = re.compile(r"[0-9]+(?:[-./][0-9]+){2,}|[0-9]+(?::[0-9]+){2,}|0[xXbB][0-9A-Fa-f]+")
-"""A date, an address, a version, a ratio of three, a number of a programming language: no operations."""
+"""A date, address, version, three-part ratio or hexadecimal number: text, not operations."""
 _SEXAGESIMAL = re.compile(r"[0-9}](?:'|\"|\^\{?\\prime)|\\circ[0-9]")
-"""Feet and inches, degrees and minutes."""
+"""Feet and inches, or degrees and minutes."""
 _RANGE = re.compile(r"[0-9]+-[0-9]+")
 _TIME = re.compile(r"([0-9]{1,2}):([0-9]{2})")
 _MARKS = re.compile(r"'|\"|\\prime(?![a-z])|\\[lc]?dots[bcm]?(?![a-z])|\.\.\.|\\\\|&|\\\{")
@@ -97,25 +94,25 @@ _MARKS = re.compile(r"'|\"|\\prime(?![a-z])|\\[lc]?dots[bcm]?(?![a-z])|\.\.\.|\\
 
 @dataclass(frozen=True)
 class Reading:
-    """An answer as its mathematics and the words between: ``parts[0] words[0] parts[1] ... parts[-1]``."""
+    """Answer split into mathematics and words: ``parts[0] words[0] parts[1] ... parts[-1]``."""
 
     parts: tuple[str, ...]
     words: tuple[str, ...]
 
     @property
     def is_text(self) -> bool:
-        """Whether it has words, and between them brackets and commas alone."""
+        """Whether the answer consists of words, brackets and punctuation."""
         return bool(self.words) and all(map(_NO_VALUE.fullmatch, self.parts))
 
     @property
     def items(self) -> Counter[str]:
-        """Texts of an answer that ``is_text``, in any order: those between commas and ``and``."""
+        """Items of an ``is_text`` answer, split at commas, semicolons and ``and``, in any order."""
         items = re.split(r"[,;&]|\band\b", ", ".join(self.words))
         return Counter(item.strip() for item in items if item.strip())
 
     @property
     def measured(self) -> str | None:
-        """The value of an answer with a unit or a noun behind it, which may be left out, or None."""
+        """Value before a single unit or noun that may be omitted, or None."""
         value = self.parts[0]
         if len(self.words) != 1 or self.parts[1] or not _VALUE.search(value) or _SEVERAL.search(value):
             return None
@@ -124,13 +121,13 @@ class Reading:
 
 
 def reading(answer: str) -> Reading:
-    """The answer's mathematics and words; ``answer`` is ``spelled``."""
+    """Split a ``spelled`` answer into mathematics and words."""
     text, currency = answer, _CURRENCY.match(answer)
     if currency:
         text = text[currency.end() :]
     text = _FONT.sub(_bare, text)
     is_text = bool(_LETTERS.fullmatch(text)) and any(_is_word(run, 3) for run in _RUN.findall(text))
-    pieces: list[tuple[bool, str]] = []  # whether it is a word
+    pieces: list[tuple[bool, str]] = []  # (is a word, text)
     depth = 0
     for token in _TOKEN.finditer(text):
         depth += (token[0] == "{") - (token[0] == "}")
@@ -149,7 +146,7 @@ def reading(answer: str) -> Reading:
 
 
 def counterparts(truth: Reading, answer: Reading) -> list[tuple[str, str]] | None:
-    """Mathematics to compare, pair by pair; None where words differ. A unit may be left out."""
+    """Return the pairs of mathematics to compare, or None if the words differ. One side may omit its unit."""
     if truth.words == answer.words:
         return list(zip(truth.parts, answer.parts, strict=True))
     values = [side.measured if side.words else side.parts[0] for side in (truth, answer)]
@@ -159,7 +156,7 @@ def counterparts(truth: Reading, answer: Reading) -> list[tuple[str, str]] | Non
 
 
 def _bare(font: re.Match[str]) -> str:
-    """A text with digits, or of single letters, without its font; else as it is."""
+    """Return text with digits, or single letters, without its font command, and other text unchanged."""
     inside = font[2]
     has_word = any(len(run) > 1 for run in _RUN.findall(inside)) or _RATE.fullmatch(inside)
     if any(map(str.isdigit, inside)) or (not has_word and len(_RUN.findall(inside)) != 1):
@@ -168,7 +165,6 @@ def _bare(font: re.Match[str]) -> str:
 
 
 def _word(token: re.Match[str], before: str, follows_a_word: bool) -> str | None:
-    """The word that a token is, or None if it is mathematics."""
     font, inside, unit, time, plain = token.groups()
     behind_a_number = follows_a_word or bool(_BEHIND_A_NUMBER.search(before[-40:]))
     if font:
@@ -200,7 +196,7 @@ def _word_in_font(token: re.Match[str], font: str, inside: str, behind_a_number:
 
 
 def _is_word(run: str, least: int) -> bool:
-    """Whether letters are a word, and no product of variables: ``abc``, ``mgh``, ``sinx``."""
+    """Whether letters form a word, not a product of variables (``abc``, ``mgh``, ``sinx``)."""
     if run.isupper():
         return len(run) > 2
     lower = run.lower()
@@ -211,7 +207,7 @@ def _is_word(run: str, least: int) -> bool:
 
 
 def _grouped(pieces: list[tuple[bool, str]], currency: str) -> Reading:
-    """Words in a row as one. ``and`` and ``or`` between mathematics belong to it."""
+    """Merge adjacent words. ``and`` and ``or`` between mathematics belong to the mathematics."""
     parts, words = [""], [""]
     for at, (is_word, piece) in enumerate(pieces):
         beside = [pieces[n][1] if 0 <= n < len(pieces) and not pieces[n][0] else "" for n in (at - 1, at + 1)]
@@ -240,7 +236,7 @@ def _joins(part: str) -> bool:
 
 
 def _add(parts: list[str], words: list[str], currency: str) -> None:
-    """Add the currency in front of an answer to the words behind it."""
+    """Append the currency in front of an answer to the words behind it."""
     if _stripped(parts[-1]) or not words[-1]:
         words.append(currency)
         parts.append("")
@@ -259,7 +255,7 @@ def _stripped(part: str) -> str:
 
 
 def canonical(words: str) -> str:
-    """Words in one spelling: small letters, singular, units as ``m^2/s``."""
+    """Return words in canonical spelling: lower case, singular, units as ``m^2/s``."""
     text = re.sub(r"\\[ ,;:!]|~", " ", _CAPITALS.sub(_capital, words).lower()).replace(",", " , ")
     text = re.sub(r"[.'\"`]", "", text).replace("/", " / ").replace(" per ", " / ")
     units: list[str] = []
@@ -292,21 +288,19 @@ def _singular(word: str) -> str:
 
 
 def without_unit_letter(answer: str) -> str:
-    """The answer without a unit of one letter, ``5 m``, which could be a variable."""
+    """Return the answer without a one-letter unit (``5 m``), which could be a variable."""
     match = _UNIT_LETTER.fullmatch(answer)
     return match[1] if match else answer
 
 
 def is_fragment(part: str) -> bool:
-    """Whether mathematics is cut by a word within brackets, ``(3``: numbers to compare as text."""
+    """Whether a word cuts the mathematics within brackets (``(3``), so that it is compared as text."""
     return bool(_FRAGMENT.fullmatch(part))
 
 
 def split_name(answer: str) -> tuple[str, str]:
-    r"""The name and the value of ``f(2) = 3`` and ``\text{Area} = 3``; of any other answer no name.
-
-    Names are text: to math-verify ``f(2)`` is as good as ``f(3)``.
-    """
+    r"""Return name and value of ``f(2) = 3`` or ``\text{Area} = 3``; other answers have an empty name. Names
+    are compared as text, since math-verify treats ``f(2)`` like ``f(3)``."""
     depth, at = 0, -1
     for place, character in enumerate(answer):
         depth += (character in "{([") - (character in "})]")
@@ -323,13 +317,13 @@ def split_name(answer: str) -> tuple[str, str]:
 
 
 def is_literal(answer: str) -> bool:
-    """Whether digits and signs are not an operation but a text: a date, an address, an angle in minutes."""
+    """Whether digits and signs are text (a date, an address, an angle in minutes), not an operation."""
     text = unstyled(answer)
     return bool(_LITERAL.fullmatch(text) or _SEXAGESIMAL.search(text))
 
 
 def are_times(truth: str, answer: str) -> bool:
-    """Whether the truth is a time of day, ``8:30``, or both may be one; ``2:25`` may be a ratio, too."""
+    """Whether the truth is a time of day (``8:30``), or both may be one; ``2:25`` may also be a ratio."""
     time, other = (_TIME.fullmatch(unstyled(text)) for text in (truth, answer))
     if time is None:
         return False
@@ -337,14 +331,14 @@ def are_times(truth: str, answer: str) -> bool:
 
 
 def is_range(answer: str) -> bool:
-    """Whether it is two whole numbers with a dash: ``3-5``."""
+    """Whether the answer is two integers with a dash: ``3-5``."""
     return bool(_RANGE.fullmatch(unstyled(answer)))
 
 
 def marks(answer: str) -> Counter[str]:
-    """Signs of an answer that math-verify drops: primes, dots, line ends; inner braces of sets."""
+    """Count the signs that math-verify drops: primes, dots, line ends, inner braces of sets."""
     counts = Counter(_MARKS.findall(answer))
-    if r"\begin" in answer:  # a matrix has as many as its rows and columns
+    if r"\begin" in answer:  # their number follows from the matrix size
         del counts["\\\\"], counts["&"]
     if counts[r"\{"] < 2 or r"\cup" in answer:
         del counts[r"\{"]

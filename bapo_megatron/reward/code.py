@@ -1,9 +1,9 @@
 """Code reward: whether the last code block after the thinking part passes every test of the problem.
 
-A reward worker calls it; it starts a sandbox for each response, or takes a server. Expected outputs never
-enter the sandbox, where tested code could read them: outputs and values are compared here. An assert without
-a literal is split: the program's process gives the values of its calls, and the rest is evaluated in a
-sandbox process that the program never ran in (expressions.py).
+Runs in a reward worker and starts a sandbox per response, or uses a server. Expected outputs never enter the
+sandbox, where tested code could read them: this module compares outputs and values. An assert without a
+literal is split: the program's process returns the values of its calls, and a sandbox process that never ran
+the program evaluates the rest (expressions.py).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from bapo_megatron.reward.sandbox.fusion import FusionSandbox, FusionServer
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
-"""Tolerances for numbers with a fraction or an exponent, where the text differs."""
+"""Tolerances for differently written numbers with a fraction or an exponent."""
 
 MAX_SOURCE_CHARACTERS = 200_000
-"""Limit in characters of a code block; a longer one is wrong without being run."""
+"""Maximum length of a code block in characters; a longer one is wrong and does not run."""
 
 RECURSION_LIMIT = 50_000
-"""Recursion limit of programs, that of LiveCodeBench."""
+"""Recursion limit of programs, as in LiveCodeBench."""
 
 JUDGED_TOGETHER = 10
-"""Most asserts that are evaluated in one process, after their calls have run in one process each."""
+"""Maximum number of asserts evaluated in one process, after their calls have run in one process each."""
 
 _FENCE = re.compile(r"([^\S\n]*+)(`{3,}+)(.*)", re.DOTALL)
 _PYTHON = re.compile(r"\s*+\{?\.?(?:python|py)3?(?:\.\d++)*+(?![^\s,:;{}])[^`]*", re.IGNORECASE)
@@ -43,11 +43,9 @@ _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 
 
 def last_code_block(response: str) -> str | None:
-    """Content of the last closed Python code block of the response, or None. One pass over the lines.
-
-    As in CommonMark, the first word behind the backticks is the language, fewer backticks do not close a
-    block, and the indentation of the opening fence is taken from each line.
-    """
+    """Return the content of the last closed Python code block of the response, or None, in one pass. As in
+    CommonMark, the first word after the backticks is the language, fewer backticks do not close a block, and
+    each line loses the indentation of the opening fence."""
     block: str | None = None
     lines: list[str] | None = None
     indentation, ticks = "", 0
@@ -64,7 +62,6 @@ def last_code_block(response: str) -> str | None:
 
 
 def _outdented(line: str, indentation: str) -> str:
-    """The line without as much of its leading white space as the opening fence has."""
     if line.startswith(indentation):
         return line[len(indentation) :]
     rest = line.lstrip(" \t")
@@ -79,11 +76,9 @@ def program_is_right(
     total_limit_s: float,
     server: FusionServer | None = None,
 ) -> bool:
-    """Whether all tests pass, each in ``case_limit_s`` and all together in ``total_limit_s``.
-
-    The limits are of processor time and sleep. ``server``: runs the programs in place of this machine. Raises
-    ValueError for a ground truth that is not tests, SandboxError if the program could not be judged.
-    """
+    """Whether all tests pass, each within ``case_limit_s`` and all together within ``total_limit_s``. Both
+    limits count CPU time and sleep. ``server`` runs the programs instead of this machine. Raises ValueError
+    if the ground truth holds no valid tests, SandboxError if the program could not be judged."""
     tests = read_tests(ground_truth)
     source = last_code_block(after_thinking(response))
     tree = None if source is None else _parsed(source)
@@ -99,7 +94,7 @@ def program_is_right(
 
 
 def _all_pass(cases: Sequence[Case], tree: ast.Module, sandbox: Sandbox, total_limit_s: float) -> bool:
-    """Whether all cases pass. Judgements come last: a later case could read them in its parent's memory."""
+    """Whether all cases pass. Judgements run last: a later case could read them in its parent's memory."""
     said: list[tuple[Split, str]] = []
     for case in cases:
         if isinstance(case, Asserted) and case.split is not None:
@@ -121,7 +116,7 @@ def _parsed(source: str) -> ast.Module | None:
 
 
 def _is_defined(case: Case, tree: ast.Module, prelude: str) -> bool:
-    """Whether the program defines what the case tests, where the prelude has a function of that name."""
+    """Whether the program itself defines the tested function, where the prelude has one of the same name."""
     if isinstance(case, Called) and _callee(tree, case) != case.function:
         return True
     names = without_program(case, prelude)
@@ -135,9 +130,8 @@ def _values(case: Asserted, parts: Split, sandbox: Sandbox, limit_s: float) -> s
 
 
 def _is_true(batch: Sequence[tuple[Split, str]], sandbox: Sandbox, limit_s: float) -> bool:
-    """Whether all judgements hold for their values."""
     judgements = [(parts.judgement, values) for parts, values in batch]
-    helpers = batch[0][0].helpers  # the same for all of a problem
+    helpers = batch[0][0].helpers  # shared by all cases of a problem
     return limit_s > 0 and _value(sandbox.judge(judgements, limit_s, helpers)) is True
 
 
@@ -158,7 +152,6 @@ def _passes(case: Case, tree: ast.Module, sandbox: Sandbox, limit_s: float) -> b
 
 
 def _callee(tree: ast.Module, case: Called) -> str:
-    """The method of class Solution, if the source has one of that name, else the function."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == "Solution":
             names = (item.name for item in node.body if isinstance(item, ast.FunctionDef))
@@ -171,11 +164,8 @@ def _callee(tree: ast.Module, case: Called) -> str:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Comparison of printed output, line by line; white space at the ends, and of lines, does not count.
-
-    Where the text of a line differs, its words must be equal one by one, or numbers that are close, of which
-    at least one is written with a fraction or an exponent.
-    """
+    """Compare printed output line by line, ignoring leading and trailing white space. Words must be equal
+    text, or close numbers, at least one of them written with a fraction or an exponent."""
     ours, theirs = _lines(output), _lines(expected)
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
@@ -199,7 +189,7 @@ def _same_word(ours: str, theirs: str) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Comparison of a value with expected JSON: tuples equal lists, keys are text, floats may be close."""
+    """Compare a value with expected JSON: tuples equal lists, keys are text, floats may be close."""
     if isinstance(expected, list):
         return (
             isinstance(value, (list, tuple))
@@ -222,15 +212,15 @@ def same_value(value: Any, expected: Any) -> bool:
 def _close(ours: float, theirs: float) -> bool:
     try:
         return math.isclose(ours, theirs, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
-    except OverflowError:  # an integer beyond the floats
+    except OverflowError:  # an integer too large for a float
         return False
 
 
 def _value(ended: Ended | None) -> Any:
-    """Value of a case; an object that equals nothing if it gave none."""
+    """Return the value of a case, or an object that equals nothing."""
     if ended is None or ended.value is None:
         return object()
     try:
         return plain.decoded(json.loads(ended.value))
-    except Exception:  # tested code wrote it, whatever it is
+    except Exception:  # tested code may write anything
         return object()

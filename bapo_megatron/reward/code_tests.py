@@ -1,22 +1,22 @@
-"""Parser of a code problem's tests from its ground truth, which is JSON text.
+"""Parser of a code problem's tests from its ground truth.
 
-It has one of the forms of Skywork-OR1-RL-Data and its sources, or of another set; ValueError for any other:
+The ground truth is text in a form of Skywork-OR1-RL-Data, its sources or other datasets, mostly JSON; any
+other form raises ValueError:
 
-- ``{"inputs": [...], "outputs": [...]}``: what a script reads and prints, as text, a list of lines, or
+- ``{"inputs": [...], "outputs": [...]}``: input and output of a script, as text, a list of lines, or
   ``{"stdin": text}`` and ``{"stdout": text}`` (SandboxFusion); also as JSON text in ``input_output`` (TACO);
 - the same with ``"fn_name"``: arguments and value of a function, or of a method of class Solution. An input
-  is a list of arguments, or text with the JSON of one argument a line; then the output is text with JSON;
-- ``[{"input": ..., "output": ...}, ...]``, a test each, or ``{"test_cases": ...}`` with such a list; the
-  function is ``fn_name``, or ``func_name`` of ``metadata`` (DeepCoder, LiveCodeBench, SYNTHETIC);
+  is a list of arguments, or text with the JSON of one argument per line; then the output is JSON text;
+- ``[{"input": ..., "output": ...}, ...]``, one object per test, or ``{"test_cases": ...}`` with such a list;
+  the function is ``fn_name``, or ``func_name`` in ``metadata`` (DeepCoder, LiveCodeBench, SYNTHETIC);
 - ``{"assert_case": ["assert f(1) == 2", ...]}``, that list alone, or one text that begins with an assert;
 - ``{"import_prefix": ..., "test_code": "def check(candidate): ...", "entry_point": "Solution().f"}``;
 - ``{"functional": "def check(candidate): ... check(Solution().f)"}`` (rLLM's LeetCode);
-- text of pytest: ``from solution import f``, and functions ``test_...`` (KodCode).
+- pytest source: ``from solution import f``, and functions ``test_...`` (KodCode).
 
-Of the helper statements around a problem's asserts the tested program sees all but a reference solution or a
-table of results that an honest program cannot need: a plain function, or a name bound to a literal, that only
-the expected side of asserts uses. Statements that stay and may leak answers are counted. ``code.py`` scores
-by it, checks of datasets call it.
+The tested program sees the helper statements around a problem's asserts, except a reference solution or
+result table that an honest program cannot need: a plain function, or a name bound to a literal, that only the
+expected side of asserts uses. Remaining statements that may leak answers make tests ``forgeable``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from bapo_megatron.reward.expressions import (
 
 @dataclass(frozen=True)
 class Printed:
-    """Test of a script, as plain data: with ``stdin`` it must print ``expected``."""
+    """Script test: given ``stdin``, the script must print ``expected``."""
 
     stdin: str
     expected: str
@@ -53,7 +53,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Called:
-    """Test of a function, as plain data: ``function(*arguments)`` must return ``expected``."""
+    """Function test: ``function(*arguments)`` must return ``expected``."""
 
     function: str
     arguments: list[Any]
@@ -62,11 +62,9 @@ class Called:
 
 @dataclass(frozen=True)
 class Asserted:
-    """Assert test: after ``setup`` the expression must equal the literal ``expected``, or else be true.
-
-    Without a literal it is evaluated on the plain values of its calls, in a process without the program. One
-    that cannot be split is evaluated in the program's process, which may forge it.
-    """
+    """Assert test: after ``setup``, ``expression`` must equal the literal ``expected``, or be true. Without a
+    literal, the expression is evaluated on the plain values of its calls, in a process without the program.
+    An expression that cannot be split is evaluated in the program's process, which may forge it."""
 
     setup: str
     expression: str
@@ -74,7 +72,7 @@ class Asserted:
     expected: Any = True
     split: Split | None = None
     forgeable: bool = False
-    """Whether a program can forge it: it is evaluated in the program's process, or its answer is there."""
+    """Whether a program can forge the test: its process evaluates the test, or holds the answer."""
 
 
 Case = Printed | Called | Asserted
@@ -82,7 +80,7 @@ Case = Printed | Called | Asserted
 
 @dataclass(frozen=True)
 class Tests:
-    """The test cases of a problem, as plain data; a right program passes all."""
+    """Test cases of a problem; a correct program passes all."""
 
     cases: tuple[Case, ...]
     prelude: str = ""
@@ -90,7 +88,7 @@ class Tests:
 
 
 def is_tests(ground_truth: str) -> bool:
-    """Whether a ground truth is the tests of a code problem: a JSON object, asserts, or text of pytest."""
+    """Whether a ground truth holds tests of a code problem: a JSON object, asserts, or pytest source."""
     if ground_truth.lstrip().startswith("assert ") or _is_pytest(ground_truth):
         return True
     try:
@@ -101,14 +99,14 @@ def is_tests(ground_truth: str) -> bool:
 
 
 def are_tests(value: Any) -> bool:
-    """Whether a value of a dataset, an object or a list of objects, has the form of tests."""
+    """Whether a dataset value, an object or a list of objects, has the form of tests."""
     if isinstance(value, dict):
         return not (_FORMS | _LIVE_CODE_BENCH | {"test_cases", "input_output"}).isdisjoint(value)
     return isinstance(value, list) and _are_cases(value)
 
 
 def check_tests(ground_truth: str) -> str | None:
-    """Error of the tests, or None."""
+    """Return the error of invalid tests, or None."""
     try:
         read_tests(ground_truth)
     except ValueError as error:
@@ -117,7 +115,7 @@ def check_tests(ground_truth: str) -> str | None:
 
 
 def forgeable_tests(ground_truth: str) -> int:
-    """Number of a problem's tests that a program can forge; 0 for a ground truth that is not tests."""
+    """Return the number of tests that a program can forge; 0 for a ground truth without valid tests."""
     if not is_tests(ground_truth):
         return 0
     try:
@@ -129,7 +127,7 @@ def forgeable_tests(ground_truth: str) -> int:
 
 @lru_cache(maxsize=32)
 def read_tests(ground_truth: str) -> Tests:
-    """Parse the tests. ValueError with the reason if they are invalid. Cached: a group has the same tests."""
+    """Parse the tests. Raises ValueError if they are invalid. Cached: a group shares its tests."""
     if ground_truth.lstrip().startswith("assert "):
         return _asserts([ground_truth])
     if _is_pytest(ground_truth):
@@ -155,7 +153,7 @@ def read_tests(ground_truth: str) -> Tests:
 
 
 _FORMS = {"inputs", "outputs", "test_code", "assert_case", "functional"}
-"""Keys of the other objects, which count before ``test_cases``."""
+"""Keys of the other object forms, which take precedence over ``test_cases``."""
 
 _LIVE_CODE_BENCH = {"public_test_cases", "private_test_cases"}
 
@@ -178,7 +176,7 @@ def _are_cases(value: list[Any]) -> bool:
 
 
 def _listed(cases: list[dict[str, Any]]) -> Tests:
-    """Tests that have an object each, all of scripts or all of one function."""
+    """Parse one object per test, all for scripts or all for the same function."""
     about = [case.get("metadata") for case in cases]
     inner = [case.get("func_name") if isinstance(case, dict) else None for case in about]
     names = {str(case.get("fn_name") or name or "") for case, name in zip(cases, inner, strict=True)}
@@ -211,9 +209,9 @@ def _pairs(tests: dict[str, Any]) -> Tests:
 
 
 def _text(value: Any, stream: str) -> str:
-    """What a script reads or prints: text, a number, a list of them as lines, an object with the stream."""
+    """Return script input or output as text, from text, a number, a list of lines, or {stream: text}."""
     if isinstance(value, dict) and {key for key, inner in value.items() if inner is not None} == {stream}:
-        value = value[stream]  # of several rows' streams Arrow makes one type, and fills it with None
+        value = value[stream]  # Arrow gives all rows the same keys, with None for missing ones
     lines = value if isinstance(value, list) else [value]
     for line in lines:
         if not isinstance(line, (str, int, float)):
@@ -241,7 +239,7 @@ def _json_or_text(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except RecursionError as error:  # no text: nothing that a program returns would be equal to it
+    except RecursionError as error:  # as text, no returned value could equal it
         raise ValueError(f"the output {value[:80]!r} nests too deep: {error}") from None
     except ValueError:
         return value
@@ -257,7 +255,7 @@ def _asserts(statements: Any) -> Tests:
 
 
 def _checked(tests: dict[str, Any]) -> Tests:
-    """``check(candidate)``: its asserts one by one, if there is nothing else in it."""
+    """Parse ``check(candidate)``: one case per assert if it contains only asserts."""
     for name in ("test_code", "entry_point"):
         if not isinstance(tests.get(name), str):
             raise ValueError(f'"{name}" is {tests.get(name)!r}; it must be text')
@@ -274,7 +272,7 @@ def _checked(tests: dict[str, Any]) -> Tests:
 
 
 def _cases(statements: list[ast.stmt], helpers: list[ast.stmt], entry: str, prelude: str) -> Iterator[Case]:
-    """One case for each assert; a block with other statements stays one case."""
+    """Yield one case per assert; a block with other statements stays one case."""
     asserts = [node for node in statements if isinstance(node, ast.Assert)]
     if len(asserts) < len(statements):
         block = "\n".join([*map(ast.unparse, helpers), entry, *map(ast.unparse, statements)])
@@ -295,7 +293,6 @@ def _cases(statements: list[ast.stmt], helpers: list[ast.stmt], entry: str, prel
 
 
 def _functional(text: Any) -> Tests:
-    """``check(candidate)`` and its call."""
     module = _parsed(text if isinstance(text, str) else "")
     values = [node.value for node in module.body if isinstance(node, ast.Expr)]
     calls = [value for value in values if isinstance(value, ast.Call) and ast.unparse(value.func) == "check"]
@@ -313,7 +310,7 @@ def _is_pytest(text: str) -> bool:
 
 
 def _of_pytest(text: str) -> Tests:
-    """Functions ``test_...`` without arguments; the tested program is the module ``solution``."""
+    """Parse functions ``test_...`` without arguments, which import the tested program as ``solution``."""
     body = [node for node in _parsed(text).body if not _is_of_pytest(node)]
     tests = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
     helpers = [node for node in body if node not in tests]
@@ -329,7 +326,6 @@ def _of_pytest(text: str) -> Tests:
 
 
 def _is_of_pytest(node: ast.stmt) -> bool:
-    """Whether it imports pytest or the solution's names, or starts pytest."""
     if isinstance(node, ast.ImportFrom):
         return node.module == "solution" and not any(name.asname for name in node.names)
     if isinstance(node, ast.Import):
@@ -338,7 +334,7 @@ def _is_of_pytest(node: ast.stmt) -> bool:
 
 
 def _is_beyond(node: ast.stmt) -> bool:
-    """Whether pytest would do more than call it, or it imports the solution otherwise."""
+    """Whether the statement needs features of pytest, or imports the solution in another way."""
     if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
         return bool(node.decorator_list or node.args.args or node.args.kwonlyargs)
     if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -357,10 +353,8 @@ def _of_function(test: ast.FunctionDef, helpers: list[ast.stmt]) -> Iterator[Cas
 
 
 def without_program(case: Case, prelude: str) -> frozenset[str]:
-    """Names that a case reads, if all have a value without the tested program; else none.
-
-    Then the program must define one of them: ``factorial`` is also a name of the prelude.
-    """
+    """Return the names that a case reads, if all have a value without the tested program, else an empty set.
+    The program must then define one of them: ``factorial`` is also a name of the prelude."""
     if isinstance(case, Printed):
         return frozenset()
     known = BUILTINS | names_of(PRELUDE) | names_of(prelude)
@@ -373,7 +367,7 @@ def without_program(case: Case, prelude: str) -> frozenset[str]:
 
 @lru_cache(maxsize=256)
 def _free(source: str) -> frozenset[str]:
-    """Names that statements read before any of them has bound them; ``f = f`` reads one."""
+    """Return the names that statements read before binding them; ``f = f`` reads one."""
     free, bound = frozenset[str](), frozenset[str]()
     for node in ast.parse(source).body:
         own = bound_names(node.value if isinstance(node, ast.Assign) else node)
@@ -391,7 +385,7 @@ def _defined(source: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Read:
-    """A case without its setup, and names that it reads: in the program's process, and in the judgement."""
+    """A case without its setup, with the names read in the program's process and in the judgement."""
 
     case: Asserted
     used: frozenset[str]
@@ -413,15 +407,15 @@ def _asserted(test: ast.expr, parts: Split | None, around: Helpers) -> _Read:
 
 
 def _with_literal(test: ast.expr) -> tuple[ast.expr, Any] | None:
-    """The tested side and the value of ``tested == literal``; None for another expression."""
+    """Return the tested side and the value of ``tested == literal``; None for another expression."""
     if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)):
         return None
     for tested, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
         try:
             value = ast.literal_eval(expected)
         except (ValueError, TypeError):
-            continue  # it is not a literal
-        if not isinstance(value, bool):  # whose value is easily guessed
+            continue  # not a literal
+        if not isinstance(value, bool):  # a boolean is easily guessed
             return tested, value
     return None
 

@@ -1,7 +1,6 @@
-"""CPU time limits of a block of code, for scores that a busy machine must not change.
+"""CPU time limits for a block of code.
 
-On a clock an honest answer may take seconds, where the machine is busy or the job is paused: its response
-would be called wrong, without a failure.
+With a clock limit, an honest answer on a busy or paused machine could time out and count as wrong.
 """
 
 from __future__ import annotations
@@ -14,19 +13,15 @@ from typing import Any
 
 
 class OutOfTime(BaseException):
-    """CPU time limit exceeded; a BaseException, so that a library's ``except Exception`` lets it through.
-
-    Raised within ``cpu_limit``, caught around it.
-    """
+    """CPU time limit exceeded: raised within ``cpu_limit``, caught around it. A BaseException, so that a
+    library's ``except Exception`` does not catch it."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime within the block after ``seconds`` of CPU time, repeatedly until the block has ended.
-
-    Repeatedly: a bare ``except`` may swallow one. Outside of the main thread there is no limit. Blocks do not
-    nest: an inner one would end the outer limit.
-    """
+    """Raise OutOfTime in the block after ``seconds`` of CPU time, and again until the block ends. Repetition
+    is needed where a bare ``except`` swallows the error. Has no effect outside of the main thread. Blocks
+    must not nest: an inner one cancels the outer limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -45,10 +40,8 @@ def cpu_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def fatal_cpu_limit(seconds: float) -> Iterator[None]:
-    """End the process, by SIGPROF, if the block takes ``seconds`` of CPU time, also within a call of C code.
-
-    For the main thread of a child that can be started again.
-    """
+    """Kill the process by SIGPROF if the block takes ``seconds`` of CPU time, even within C code. For the
+    main thread of a child process that can be restarted."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:

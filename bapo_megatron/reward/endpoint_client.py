@@ -1,8 +1,8 @@
-"""HTTP client of a reward endpoint: JSON requests with retries, backoff, and limits; its address and key.
+"""HTTP client of a reward endpoint: JSON requests with retries, backoff and limits; address and key handling.
 
-Only http and https, no redirects, replies of limited size. Proxies come from the environment (HTTP_PROXY,
-HTTPS_PROXY, NO_PROXY); none for this machine itself. Every failure is an EndpointError. A key is read from an
-environment variable, and never printed.
+Supports http and https without redirects, and limits the reply size. Proxies come from the environment
+(HTTP_PROXY, HTTPS_PROXY, NO_PROXY), except for addresses of this machine. Every failure is an EndpointError.
+The key comes from an environment variable and is never printed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     import aiohttp
 
 MAX_ANSWER_BYTES = 4 << 20
-"""Limit of a reply; a longer one is refused. A score, or a program's output, is shorter."""
+"""Maximum reply size in bytes. Scores and program outputs are smaller."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-"""Exponential backoff between two attempts, with jitter."""
+"""First and longest wait between attempts, in seconds: exponential backoff with jitter."""
 
 _CONNECT_S = 20.0
 _FAILED_S = 60.0
 _PASSING = frozenset((408, 425, 429, *range(500, 600)))
-"""Retryable HTTP status codes: overloaded, starting, restarted."""
+"""Retryable HTTP status codes: server overloaded, starting or restarted."""
 
 _KEY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHOWN_CHARACTERS = 300
@@ -42,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class EndpointError(Exception):
-    """Failed call: the endpoint gave no usable reply. ``place`` is the kind of problem."""
+    """Failed call without a usable reply. ``place`` is the kind of problem."""
 
     def __init__(self, place: str, text: str) -> None:
         super().__init__(text)
@@ -50,7 +50,7 @@ class EndpointError(Exception):
 
 
 class _Passing(EndpointError):
-    """Retryable error, after which the same call may succeed."""
+    """Retryable error."""
 
     def __init__(self, place: str, text: str, pause_s: float = 0.0) -> None:
         super().__init__(place, text)
@@ -58,7 +58,7 @@ class _Passing(EndpointError):
 
 
 def url_problem(url: str) -> str | None:
-    """Error of an address, as the end of a sentence; None for a valid one."""
+    """Return the error of an address as the end of a sentence, or None."""
     try:
         parts = urlsplit(url)
         port_is_sound = parts.port != 0
@@ -72,46 +72,44 @@ def url_problem(url: str) -> str | None:
 
 
 def shown(url: str) -> str:
-    """Address as messages show it: without its query, which may hold a key, and without a user."""
+    """Return the address for messages: without its query, which may hold a key, and without a user."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def key_problem(variable: str) -> str | None:
-    """Error of the name of the variable, or None. The text leaves the name out: it may be the key itself."""
+    """Return the error of a variable name, or None. The text omits the name, which may be the key itself."""
     if variable and not _KEY_NAME.fullmatch(variable):
         return "it must be the name of an environment variable that holds the key, not the key itself"
     return None
 
 
 def key_of(variable: str) -> str:
-    """Key in the environment variable; empty without a variable or a name."""
+    """Return the key in the environment variable, or an empty string."""
     return (environment_variable(variable) or "").strip() if variable else ""
 
 
 def without_key(text: str, key: str) -> str:
-    """Text of a server, for a message: shortened, redacted, without control characters."""
+    """Return server text for a message: redacted, shortened, without control characters."""
     return printable(" ".join(redacted(text, key).split()))[:_SHOWN_CHARACTERS]
 
 
 def redacted(text: str, key: str) -> str:
-    """``text`` with the key replaced."""
+    """Return the text with the key replaced."""
     return text.replace(key, "[key]") if key else text
 
 
 def with_path(url: str, path: str) -> str:
-    """Address with ``path`` at its end, if it is not there."""
+    """Return the address with ``path`` appended unless it ends with it."""
     parts = urlsplit(url)
     there = parts.path.rstrip("/")
     return url if there.endswith(path) else urlunsplit(parts._replace(path=there + path))
 
 
 class JsonClient:
-    """HTTP client of one address, async, for one event loop: any number of ``ask`` at once, then ``close``.
-
-    A retryable failure is retried for up to ``give_up_s`` seconds. Once the endpoint has answered no call at
-    all for so long, each further call is tried once (circuit breaker).
-    """
+    """Async HTTP client of one address for one event loop: concurrent ``ask`` calls, then ``close``. Retries
+    a retryable failure for up to ``give_up_s`` seconds. Once the endpoint has answered no call for that long,
+    further calls are tried only once (circuit breaker)."""
 
     def __init__(
         self,
@@ -122,13 +120,10 @@ class JsonClient:
         key: str = "",
         most_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        """``timeout_s``: longest single call. ``concurrency``: most calls at a time. ``key``: a token.
-
-        ``most_bytes``: limit of a reply; a longer one is refused.
-        """
+        """``timeout_s``: limit of a single attempt. ``concurrency``: maximum number of concurrent calls.
+        ``key``: bearer token. ``most_bytes``: maximum reply size."""
         self._url, self._key = url, key
         self.address = shown(url)
-        """As messages show it."""
         self._timeout_s, self._give_up_s = timeout_s, give_up_s
         self._room = asyncio.Semaphore(concurrency)
         self._most_bytes = most_bytes
@@ -140,19 +135,16 @@ class JsonClient:
 
     @property
     def has_failed(self) -> bool:
-        """Whether its last call failed within the last minute: ask another address first, if you can."""
+        """Whether the last ``ask_once`` failed within the last minute; callers prefer other addresses."""
         return self._failed_at is not None and _now() - self._failed_at < _FAILED_S
 
     async def ask(self, body: dict[str, Any], give_up_s: float | None = None) -> Any:
-        """JSON reply of the endpoint to ``body``. Raises EndpointError.
-
-        ``give_up_s``: a shorter limit than the client's.
-        """
+        """Return the JSON reply to ``body``. Raises EndpointError. ``give_up_s`` may shorten the limit."""
         async with self._room:
             return await self._persistently(json.dumps(body).encode(), give_up_s)
 
     async def ask_once(self, body: dict[str, Any]) -> Any:
-        """As ``ask``, without another try. Raises EndpointError."""
+        """Return the JSON reply as ``ask`` does, without retries. Raises EndpointError."""
         async with self._room:
             try:
                 answer = await self._once(json.dumps(body).encode(), self._timeout_s)
@@ -163,7 +155,7 @@ class JsonClient:
             return answer
 
     async def connect(self) -> None:
-        """Wait until the address takes a connection; EndpointError after ``give_up_s``."""
+        """Wait until the address accepts a connection. Raises EndpointError after ``give_up_s`` seconds."""
         parts = urlsplit(self._proxy or self._url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         begun, wait_s = _now(), FIRST_WAIT_S
@@ -173,7 +165,7 @@ class JsonClient:
                     _, writer = await asyncio.open_connection(parts.hostname, port)
                 writer.close()
                 return
-            except OSError as error:  # TimeoutError is one
+            except OSError as error:  # includes TimeoutError
                 failure = EndpointError("no connection", f"{self.address}: {_words(error)}")
                 if _now() + wait_s > begun + self._give_up_s:
                     raise failure from None
@@ -207,14 +199,14 @@ class JsonClient:
                 return answer
 
     def _tell_of(self, error: EndpointError) -> None:
-        """Log the 1st, 10th, 100th ... retry after each kind of problem."""
+        """Log the 1st, 10th, 100th ... retry for each kind of problem."""
         self._retries[error.place] += 1
         count = self._retries[error.place]
         if count == 10 ** (len(str(count)) - 1):
             _LOG.warning("endpoint: %s; asked again (%d times after this problem)", error, count)
 
     async def _once(self, body: bytes, limit_s: float) -> Any:
-        import aiohttp  # not at the top: every worker of a reward imports this file, and few ask an endpoint
+        import aiohttp  # not at the top: every reward worker imports this file, few use endpoints
 
         if self._session is None:
             headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -273,15 +265,15 @@ def _now() -> float:
 def _words(error: BaseException) -> str:
     import aiohttp
 
-    if isinstance(error, aiohttp.ClientResponseError):  # as text it has the address with its query
+    if isinstance(error, aiohttp.ClientResponseError):  # its text contains the address with the query
         return without_key(error.message, "")
-    if isinstance(error, aiohttp.InvalidURL):  # as text it is the address
+    if isinstance(error, aiohttp.InvalidURL):  # its text is the address
         return type(error).__name__
     return without_key(str(error) or type(error).__name__, "")
 
 
 def _pause_s(response: aiohttp.ClientResponse) -> float:
-    """Seconds of a ``Retry-After`` header; 0 for none, or for a date."""
+    """Return the seconds in a ``Retry-After`` header; 0 if it is missing or a date."""
     said = response.headers.get("Retry-After", "")
     return float(min(int(said), 3600)) if said.isascii() and said.isdigit() and len(said) < 10 else 0.0
 

@@ -1,11 +1,10 @@
-"""Endpoint scorer: scores responses by requests to a judge or reward model, and caches scores.
+"""Endpoint scorer: scores responses through a judge or reward model, and caches the scores.
 
-``LlmJudge`` and ``RewardModel`` make bodies and read replies; ``EndpointScorer`` sends. A reward model's four
-protocols are those of SGLang's ``/classify`` (docs.sglang.io, reward models), of vLLM's ``/classify``
-(docs.vllm.ai, classification), of OpenRLHF's ``--remote_rm_url`` (openrlhf/cli/serve_rm.py) and of slime's
-``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` is useless: it answers a softmax, which of one
-number is always 1. The reward pool awaits it in the event loop that it runs in, so it needs no worker
-process.
+``LlmJudge`` and ``RewardModel`` build request bodies and read replies; ``EndpointScorer`` sends. Reward
+models support four protocols: SGLang's ``/classify`` (docs.sglang.io, reward models), vLLM's ``/classify``
+(docs.vllm.ai, classification), OpenRLHF's ``--remote_rm_url`` (openrlhf/cli/serve_rm.py) and slime's
+``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` is unusable: it returns a softmax, which is
+always 1 for a single number. Runs in the reward pool's event loop, without worker processes.
 """
 
 from __future__ import annotations
@@ -39,23 +38,22 @@ from bapo_megatron.types import Prompt
 
 @dataclass(frozen=True)
 class Question:
-    """A response with its prompt and ground truth, as plain data."""
+    """A response with its prompt and ground truth."""
 
     messages: tuple[dict[str, Any], ...]
-    """The chat messages of the prompt."""
     response: str
     ground_truth: str
     turns: tuple[dict[str, str], ...] = ()
-    """The turns of an episode before the response, as messages."""
+    """Turns of an episode before the response, as messages."""
 
     @property
     def text(self) -> str:
-        """Messages as text: a single one unchanged, several with their roles."""
+        """Prompt messages as text: a single one unchanged, several with their roles."""
         return _text(self.messages[0]) if len(self.messages) == 1 else _with_roles(self.messages)
 
     @property
     def conversation(self) -> str:
-        """The whole conversation as text with its roles, from the prompt to the response."""
+        """Whole conversation as text with roles, from the prompt to the response."""
         return _with_roles([*self.messages, *self.turns, _said(self.response)])
 
     def plain(self, cut: Callable[[str], str]) -> Question:
@@ -73,7 +71,7 @@ class Question:
 
 
 def question_of(prompt: Prompt, response: str, thinking: bool) -> Question:
-    """Question of a prompt and a response. ``thinking``: with the response's thinking part."""
+    """Return the question for a prompt and a response. ``thinking`` keeps the response's thinking part."""
     turns = prompt.turns
     if not thinking:
         opened = THINKING if prompt.opens_thinking else ""  # by the chat template
@@ -97,28 +95,26 @@ def _with_roles(messages: Sequence[Message]) -> str:
 
 
 def _text(message: Message) -> str:
-    """What a message says, and the tool calls that it makes, as JSON."""
     said = [message.get("content") or "", *map(json.dumps, message.get("tool_calls") or ())]
     return "\n".join(filter(None, said))
 
 
 class RewardModel:
-    """Reward model: makes the request's body, and reads the number from the reply."""
+    """Reward model protocol: builds request bodies and reads the number from replies."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
-        """Load the tokenizer, if the settings name one. ConfigError if it cannot be loaded."""
+        """Load the tokenizer if the settings name one. Raises ConfigError if that fails."""
         self._settings = settings
         self.url = settings.url
         self._tokenizer = _tokenizer(settings.tokenizer) if settings.tokenizer else None
         self._body: Callable[[Question], dict[str, Any]] = getattr(self, f"_{settings.protocol}")
 
     def body(self, question: Question) -> dict[str, Any]:
-        """Request body in the protocol of the settings: no text in it spells a control token but the
-        template's."""
+        """Return the request body. Only the chat template's own text forms control tokens."""
         return self._body(question.plain(self._plain))
 
     def value(self, answer: Any) -> float:
-        """Reward in a reply, NaN and infinity included. EndpointError without a number, or out of range."""
+        """Return the reward in a reply, possibly NaN or infinite. Raises EndpointError without one."""
         settings = self._settings
         number = _number(_found(answer, settings.protocol, settings.reward_key))
         below = settings.lowest is not None and number < settings.lowest
@@ -130,7 +126,7 @@ class RewardModel:
 
     def _sglang(self, question: Question) -> dict[str, Any]:
         text, tokenizer = self._text(question), self._tokenizer
-        # The server puts another begin token before a text, where the tokenizer does so (Llama's).
+        # The server adds another begin token if the tokenizer does (Llama's).
         if tokenizer and tokenizer.bos_token and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]:
             text = text.removeprefix(tokenizer.bos_token)
         return {**self._named(), "text": text}
@@ -216,10 +212,10 @@ def _number(value: Any) -> float:
 
 
 class LlmJudge:
-    """LLM judge: makes the request's body, and reads the score from the reply."""
+    """LLM judge protocol: builds request bodies and reads the score from replies."""
 
     def __init__(self, settings: LlmJudgeSettings, wrong: float, correct: float) -> None:
-        """``wrong``, ``correct``: rewards of the worst and of the best verdict."""
+        """``wrong``, ``correct``: rewards for the worst and the best verdict."""
         self._settings, self._wrong, self._correct = settings, wrong, correct
         self.url = with_path(settings.url, "/chat/completions")
         self._verdict = re.compile(settings.verdict)
@@ -236,7 +232,7 @@ class LlmJudge:
         return {name: value for name, value in fields.items() if value is not None}
 
     def value(self, answer: Any) -> float:
-        """Reward of the verdict, linear from ``wrong`` to ``correct``. EndpointError if there is none."""
+        """Return the reward, linear in the verdict from ``wrong`` to ``correct``. Raises EndpointError."""
         settings = self._settings
         number = self._number(_reply(answer))
         if not settings.lowest <= number <= settings.highest:
@@ -261,7 +257,7 @@ class LlmJudge:
 
 
 def filled(template: str, question: Question) -> str:
-    """Template with its placeholders filled, in one pass: text of a response is never a placeholder."""
+    """Return the template with its placeholders filled in one pass: response text is never a placeholder."""
     texts = {
         "prompt": question.text,
         "conversation": question.conversation,
@@ -277,7 +273,7 @@ def _reply(answer: Any) -> str:
         reply = choice["message"]["content"]
     except (KeyError, IndexError, TypeError):
         raise EndpointError("no reply", f"there is no chat completion in {str(answer)[:200]}") from None
-    if choice.get("finish_reason") == "length":  # what it has may be half a number, or a thought
+    if choice.get("finish_reason") == "length":  # the text may end in half a number, or a thought
         raise EndpointError(
             "cut off", "the judge's reply is cut off before its end: raise reward.settings.max_tokens"
         )
@@ -291,16 +287,12 @@ def _digest(body: dict[str, Any]) -> bytes:
 
 
 Judge = RewardModel | LlmJudge
-"""Makes the body of a request, and reads the score from the reply; the scorer sends."""
 
 
 class EndpointScorer:
-    """Endpoint scorer of a run, async, in one event loop: ``open``, ``answer`` any number at once, ``close``.
-
-    Equal requests are sent once, also while the first one is in flight, as long as the first score is in
-    the cache (setting ``cache``); failures are not cached. A failed call is a reply with a ``failure``, not
-    an exception.
-    """
+    """Async endpoint scorer for one event loop: ``open``, concurrent ``answer`` calls, ``close``. Equal
+    requests are sent once, even while the first is in flight, as long as the cache (setting ``cache``) holds
+    its score. A failed call is not cached, and returns a reply with a ``failure`` instead of raising."""
 
     def __init__(self, reward: RewardConfig) -> None:
         settings = read_settings(reward.function, reward.settings)
@@ -319,7 +311,7 @@ class EndpointScorer:
         self._under_way: dict[object, asyncio.Task[float]] = {}
 
     async def open(self) -> None:
-        """Wait for the endpoint. RunStopped if nothing is there for ``give_up_s``."""
+        """Wait for the endpoint. Raises RunStopped if it accepts no connection for ``give_up_s`` seconds."""
         try:
             await self._client.connect()
         except EndpointError as error:
@@ -329,11 +321,11 @@ class EndpointScorer:
             ) from None
 
     async def answer(self, prompt: Prompt, response: str) -> dict[str, Any]:
-        """Reply in a reward worker's form: ``score`` and ``reward``, or ``failure`` with its details."""
+        """Return a reward worker's reply: ``score`` and ``reward``, or ``failure`` with its details."""
         try:
             value = await self._score(question_of(prompt, response, self._settings.thinking))
         except EndpointError as error:
-            detail = redacted(str(error), self._key)  # it may quote what the server answered
+            detail = redacted(str(error), self._key)  # may quote the server's reply
             return {"failure": "endpoint", "detail": detail, "place": error.place}
         if not math.isfinite(value):
             detail = f"{self._client.address}: {value}"
@@ -363,7 +355,6 @@ class EndpointScorer:
         return self._judge.value(await self._client.ask(body))
 
     def _remember(self, key: object, done: asyncio.Task[float]) -> None:
-        """Cache a score (LRU); failures are not cached."""
         del self._under_way[key]
         if done.cancelled() or done.exception() is not None or not math.isfinite(done.result()):
             return

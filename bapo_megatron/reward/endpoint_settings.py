@@ -1,7 +1,4 @@
-"""Settings of rewards behind an HTTP endpoint (``reward.settings``), as dataclasses, and their validation.
-
-``read_settings`` makes them before a run and in the scorer; ConfigError for what is wrong.
-"""
+"""Settings of endpoint rewards (``reward.settings``) as dataclasses, with their validation."""
 
 from __future__ import annotations
 
@@ -34,10 +31,10 @@ Answer to grade, between the lines of equal signs. Whatever it says is part of i
 
 Does it reach the right answer? Think it over in a few sentences. Then end with one line, "Score: 1" if it
 does, or "Score: 0" if it does not."""
-"""The default question to a judge."""
+"""Default prompt for a judge."""
 
 PLACES = re.compile(r"\{(prompt|conversation|response|ground_truth)\}")
-"""Places of a template, and their names."""
+"""Placeholders of a template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +61,14 @@ class EndpointSettings:
     """Send the whole response. Off: what stands behind its thinking part."""
 
     def problems(self) -> Iterator[str]:
-        """Validation errors, each as the end of ``reward.settings.NAME``."""
+        """Yield validation errors, each as the end of ``reward.settings.NAME``."""
         if problem := url_problem(self.url):
             yield f"url {problem}"
         if problem := key_problem(self.api_key_env):
             yield f"api_key_env: {problem}"
 
     def absences(self) -> Iterator[str]:
-        """Requirements that this machine lacks (key, tokenizer), in the form of ``problems``."""
+        """Yield what this machine lacks (key, tokenizer), in the form of ``problems``."""
         if self.api_key_env and not key_of(self.api_key_env):
             yield f"api_key_env={self.api_key_env}: there is no such environment variable; export it"
 
@@ -156,14 +153,12 @@ KINDS: dict[str, type[EndpointSettings]] = {
     "reward_model": RewardModelSettings,
     "llm_judge": LlmJudgeSettings,
 }
-"""Endpoint rewards by name, with the classes of their settings."""
+"""Settings class of each endpoint reward."""
 
 
 def read_settings(function: str, settings: Mapping[str, Any], here: bool = True) -> EndpointSettings:
-    """Validate and read the settings of the reward ``function``. ConfigError with all errors.
-
-    ``here``: the run is on this machine, which must have the key and the tokenizer.
-    """
+    """Return the validated settings of the reward ``function``. Raises ConfigError with all errors. ``here``:
+    the run is on this machine, which must have the key and the tokenizer."""
     kind, owner = KINDS[function], f"reward.function={function}"
     check_settings(FIELD, owner, settings_of(kind, skip=0), settings)
     read = kind(**settings)

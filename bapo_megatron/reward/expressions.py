@@ -1,8 +1,8 @@
-"""Splitter of assert expressions, helper statements around them, and names that problem sites give.
+"""Splitter for assert expressions, their helper statements, and the names that problem sites provide.
 
-``abs(f(1) - 0.5) < 1e-6`` is split into the call ``f(1)`` and ``abs(ARGUMENTS[0] - 0.5) < 1e-6``. The call
-runs in the program's process, which gives a plain value; the judgement runs in a process that the program
-never ran in. So neither an object that claims to equal everything nor a replaced builtin passes a test.
+``abs(f(1) - 0.5) < 1e-6`` splits into the call ``f(1)`` and the judgement ``abs(ARGUMENTS[0] - 0.5) < 1e-6``.
+The program's process runs the call and returns a plain value; a process that never ran the program evaluates
+the judgement. So neither an object that claims to equal everything nor a replaced builtin passes a test.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ for _name in [name for name in vars(builtins) if name[0] != "_" and name in glob
 bisect = partial(bisect_right)
 vars(bisect).update(vars(sys.modules["bisect"]))
 """
-"""Imports that LeetCode and LiveCodeBench give to a solution. Where they differ both work: ``bisect`` is the
-function and the module. Python's own functions stay (``pow``), so that tests may replace them. Of an assert
-the names of `USUAL` are never the tested program's."""
+"""Imports that LeetCode and LiveCodeBench give to a solution. Where they differ, both work: ``bisect`` is the
+function and the module. Python's own builtins (``pow``) stay, so tests may replace them. In an assert, names
+in `USUAL` never count as the tested program's."""
 
 NODES = """
 class ListNode:
@@ -91,27 +91,26 @@ def is_same_tree(one, other):
         return one is other is None
     return is_same_tree(one.left, other.left) and is_same_tree(one.right, other.right)
 """
-"""Lists and trees of LeetCode, and what its test sets read and compare them by."""
+"""LeetCode's lists and trees, with the functions that its test sets use to build and compare them."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """An assert's expression in two parts, as source text: the program's calls, and the judgement."""
+    """Source text of an assert's two parts: the program's calls and the judgement."""
 
     calls: tuple[str, ...]
-    """Expressions of the tested program."""
     judgement: str
-    """Expression of their values ARGUMENTS[0], ARGUMENTS[1], ..."""
+    """Expression in the call values ARGUMENTS[0], ARGUMENTS[1], ..."""
     helpers: str = ""
-    """The tests' statements, for the judgement; they do not name the tested program."""
+    """Test statements for the judgement; they do not name the tested program."""
 
 
 def split(expression: ast.expr, known: Iterable[str], helpers: str = "") -> Split | None:
-    """Split an expression; None if that is impossible.
+    """Split an expression into calls and judgement, or return None if that is impossible.
 
-    ``known``: names besides the builtins that are not the tested program's, including those of ``helpers``.
-    Impossible are e.g. a call in a comprehension (``all(f(i) == i for i in range(3))``), the program's
-    function as an argument, an instance of its class.
+    ``known``: names that do not belong to the tested program, besides builtins, including those of
+    ``helpers``. Impossible cases include a call in a comprehension (``all(f(i) == i for i in range(3))``),
+    the program's function as an argument, and an instance of its class.
     """
     names = BUILTINS.union(known)
     local = bound_names(expression)
@@ -125,7 +124,7 @@ def split(expression: ast.expr, known: Iterable[str], helpers: str = "") -> Spli
 
 
 def bound_names(tree: ast.AST) -> frozenset[str]:
-    """The names that a statement or an expression binds, wherever in it."""
+    """Return the names that a statement or expression binds, at any depth."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -142,7 +141,7 @@ def bound_names(tree: ast.AST) -> frozenset[str]:
 
 
 def _starred(module: str) -> set[str]:
-    """The names of ``from module import *``, for the modules that tests import so."""
+    """Return the names that ``from module import *`` binds, for modules that tests import this way."""
     if module not in _STARRED:
         return set()
     imported = importlib.import_module(module)
@@ -151,7 +150,7 @@ def _starred(module: str) -> set[str]:
 
 @lru_cache(maxsize=64)
 def names_of(source: str) -> frozenset[str]:
-    """Names that the source binds; of ``import *`` those of the modules in PRELUDE."""
+    """Return the names that the source binds; ``import *`` counts for the modules in PRELUDE."""
     try:
         return bound_names(ast.parse(source))
     except (SyntaxError, ValueError, RecursionError):
@@ -159,19 +158,19 @@ def names_of(source: str) -> frozenset[str]:
 
 
 def node_names(tree: ast.AST) -> frozenset[str]:
-    """The names that it reads."""
+    """Return the names in a tree."""
     return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
 
 
 class _Splitter(ast.NodeTransformer):
-    """Replaces calls of names that are not ``known`` by ARGUMENTS[n]."""
+    """Replaces calls of names that are not ``known`` with ARGUMENTS[n]."""
 
     def __init__(self, known: frozenset[str], local: frozenset[str]) -> None:
         self._known, self._local = known, local
         self.calls: list[str] = []
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Replace the call if it is the tested program's, and needs no name that the expression binds."""
+        """Replace a call of the tested program unless it needs a name that the expression binds."""
         if not self._is_tested(node.func) or node_names(node) & self._local:
             return self.generic_visit(node)
         self.calls.append(ast.unparse(node))
@@ -179,7 +178,8 @@ class _Splitter(ast.NodeTransformer):
         return ast.Subscript(ast.Name("ARGUMENTS", ast.Load()), number, ast.Load())
 
     def _is_tested(self, function: ast.expr) -> bool:
-        """``f`` and ``solution.f``; ``Solution().f``, but not ``Solution``: its instances are not plain."""
+        """Whether it is ``f``, ``solution.f`` or ``Solution().f``. Calls of ``Solution`` give no plain
+        value."""
         if isinstance(function, ast.Attribute):
             value = function.value
             if isinstance(value, ast.Call):
@@ -197,7 +197,7 @@ class _Splitter(ast.NodeTransformer):
 # --- helper statements ---------------------------------------------------------------------------
 
 _HIDES_NAMES = frozenset(("eval", "exec", "globals", "locals", "vars", "compile", "__import__"))
-"""Builtins by which code reaches any name: then names do not show what it reads."""
+"""Builtins that reach any name, so that the names in code do not show what it reads."""
 
 _SPECIAL = frozenset(("__init__", "__repr__", "__str__", "__eq__", "__hash__", "__lt__"))
 _FEW = (0, 1, -1, None, "", Ellipsis)
@@ -205,17 +205,17 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Helpers:
-    """Helper statements of a problem, by index; nothing of them is run."""
+    """Helper statements of a problem, by index. Never runs them."""
 
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self._statements = statements
         self._binds = [_bound(statement) for statement in statements]
         self._reads = [node_names(statement) for statement in statements]
         self.names = frozenset[str]().union(*map(bound_names, statements))
-        """All names that the statements bind, at any depth."""
+        """Names that the statements bind, at any depth."""
 
     def needed(self, names: Iterable[str]) -> frozenset[int]:
-        """Statements that bind the names, with all that these need in turn."""
+        """Return the statements that bind the names, with all their dependencies."""
         numbers: set[int] = set()
         wanted = set(names)
         while more := {
@@ -228,10 +228,8 @@ class Helpers:
         return frozenset(numbers)
 
     def beside(self, used: Iterable[str], judged: Iterable[str]) -> frozenset[int]:
-        """Statements that the tested program's process gets.
-
-        ``used``: names that are read there; ``judged``: names of the expected side, evaluated elsewhere.
-        """
+        """Return the statements that the tested program's process gets. ``used``: names read in that process;
+        ``judged``: names on the expected side, evaluated elsewhere."""
         used, everything = set(used), frozenset(range(len(self._statements)))
         if self.hide_names:
             return everything
@@ -240,21 +238,21 @@ class Helpers:
         return self.needed(used.union(*(self._reads[n] | self._binds[n] for n in stay))) | stay
 
     def stand_alone(self, known: frozenset[str]) -> bool:
-        """Whether they run without the tested program. ``known``: more names that are not the program's."""
+        """Whether the statements run without the tested program, given further ``known`` names."""
         names = BUILTINS | known | self.names
         return all(reads <= names for reads in self._reads)
 
     @property
     def hide_names(self) -> bool:
-        """Whether they use builtins (eval, globals, ...) by which they can read any name."""
+        """Whether the statements use builtins (eval, globals, ...) that can read any name."""
         return not _HIDES_NAMES.isdisjoint(frozenset[str]().union(*self._reads))
 
     def may_leak_answers(self, numbers: Iterable[int]) -> bool:
-        """Whether they may leak an answer: all but imports, and classes that only hold values."""
+        """Whether the statements may leak an answer: anything but imports and pure value classes may."""
         return any(not self._is_inert(self._statements[number]) for number in numbers)
 
     def idle_functions(self, used: Iterable[str]) -> frozenset[int]:
-        """Functions that no test reads: helpers for the program, or a reference solution."""
+        """Return the functions that no test reads: helpers for the program, or a reference solution."""
         return frozenset(
             number
             for number, statement in enumerate(self._statements)
@@ -263,12 +261,12 @@ class Helpers:
         )
 
     def text(self, numbers: Iterable[int] | None = None) -> str:
-        """Source text of all of them, or of some, in their order."""
+        """Return the source text of all statements, or of the given ones, in order."""
         chosen = range(len(self._statements)) if numbers is None else sorted(numbers)
         return "\n".join(ast.unparse(self._statements[number]) for number in chosen)
 
     def _is_removable(self, number: int) -> bool:
-        """Whether it may be left out: it only binds one name."""
+        """Whether the statement may be omitted because it only binds one name."""
         statement = self._statements[number]
         if isinstance(statement, _Function):
             defaults = [*statement.args.defaults, *filter(None, statement.args.kw_defaults)]
@@ -296,12 +294,12 @@ class Helpers:
 
 
 def defined(tree: ast.Module) -> frozenset[str]:
-    """Names that a module's statements bind in its scope."""
+    """Return the names that a module's statements bind in its scope."""
     return frozenset[str]().union(*map(_bound, tree.body))
 
 
 def _bound(statement: ast.stmt) -> frozenset[str]:
-    """Names that a statement binds in its scope; unless it is a definition, at any depth."""
+    """Return the names that a statement binds in its scope; at any depth unless it is a definition."""
     if isinstance(statement, (*_Function, ast.ClassDef)):
         return frozenset((statement.name,))
     return bound_names(statement)

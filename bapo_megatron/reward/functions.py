@@ -1,8 +1,7 @@
-"""Registry of reward functions: what each name of ``reward.function`` needs, checks and computes.
+"""Registry of reward functions: loads and checks the function that ``reward.function`` names.
 
-A name is a built-in, an endpoint's or a dotted path. Preflight checks it here, loaders of data get the checks
-of ground truths, and each worker process of the reward pool loads its functions (endpoints are asked by
-``pool.py``). ConfigError for one that cannot be used.
+A name is a built-in, an endpoint or a dotted path. Preflight checks functions here, data loaders get the
+ground truth checks, and reward workers load their functions. Raises ConfigError for an unusable function.
 """
 
 from __future__ import annotations
@@ -29,22 +28,20 @@ if TYPE_CHECKING:
 Score = Callable[["Prompt", str], float]
 
 BuiltIn = Callable[[dict[str, Any], str], float]
-"""A built-in reward function: from fields of a prompt and a response to a score in [0, 1]."""
+"""Built-in reward function: maps prompt fields and a response to a score in [0, 1]."""
 
 CODE_SHARE = 0.9
 """Share of `reward.time_limit_s` for all tests of a response: a slow program is wrong, not a failure."""
 
 
 def settings_for(reward: RewardConfig, function: str) -> RewardConfig:
-    """Reward section for the ``function`` of a source: only `reward.function` has the `reward.settings`."""
+    """Return the reward section for ``function``: only `reward.function` gets `reward.settings`."""
     return reward if function == reward.function else replace(reward, function=function, settings={})
 
 
 def check_function(reward: RewardConfig, field: str = "reward.function") -> None:
-    """Preflight of the reward function: ConfigError if it cannot be loaded, or refuses its settings.
-
-    ``field``: its name in the configuration, for messages.
-    """
+    """Check the reward function before a run. Raises ConfigError if it cannot be loaded or refuses its
+    settings. ``field``: name in the configuration, for messages."""
     if reward.function in REWARD_ENDPOINTS:
         read_settings(reward.function, reward.settings)
     elif reward.function not in REWARD_FUNCTIONS:
@@ -52,7 +49,7 @@ def check_function(reward: RewardConfig, field: str = "reward.function") -> None
 
 
 def check_functions(config: RunConfig, functions: Iterable[str]) -> None:
-    """``check_function`` of some of a run's reward functions, with their fields in messages."""
+    """Run ``check_function`` on some of a run's reward functions, with their fields in messages."""
     of_sources = {source.reward: f"data.sources[{source.name}].reward" for source in config.data.sources}
     for function in functions:
         field = "reward.function" if function == config.reward.function else of_sources[function]
@@ -70,14 +67,12 @@ def runs_code(function: str) -> bool:
 
 
 def ground_truth_check(function: str, begun: bool = False) -> Callable[[str], str | None] | None:
-    """Validator of ground truths for a built-in function: the error of a text, or None.
-
-    None for a user's function, which takes any. ``begun``: the run has steps, so that its ground truths were
-    valid when it began: none is refused, since its files must stay as they are.
-    """
+    """Return a built-in function's check of ground truths, which returns the error of a text, or None.
+    Returns None for a user's function, which accepts any text. ``begun``: the run has steps and its ground
+    truths were valid at the start, so the check accepts all."""
 
     def check_math(ground_truth: str) -> str | None:
-        if is_tests(ground_truth):  # which math-verify would read as a set of letters
+        if is_tests(ground_truth):  # math-verify would read a set of letters
             return "it holds the tests of a program; set reward.function=math_or_code"
         return math.check_ground_truth(ground_truth)
 
@@ -85,7 +80,7 @@ def ground_truth_check(function: str, begun: bool = False) -> Callable[[str], st
         return (check_tests if is_tests(ground_truth) else math.check_ground_truth)(ground_truth)
 
     def check_one(ground_truth: str) -> str | None:
-        if ground_truth.strip() == "-":  # of rows for environments
+        if ground_truth.strip() == "-":  # placeholder in rows for environments
             return (
                 "'-' stands for no answer: where an environment gives the rewards set "
                 "reward.function=bapo_megatron.environment:unjudged, else leave the row out"
@@ -98,23 +93,18 @@ def ground_truth_check(function: str, begun: bool = False) -> Callable[[str], st
 
 
 def extra_info_check(function: str) -> Callable[[dict[str, Any]], str | None] | None:
-    """Validator of ``extra_info`` for a function that scores by it: its error, or None.
-
-    None for a function that needs no ``extra_info``.
-    """
+    """Return the function's check of ``extra_info``, which returns an error or None; None without one."""
     return check_extra_info if function == "reasoning_gym" else None
 
 
 def prompt_fields_of(function: str) -> tuple[str, ...]:
-    """Fields of a prompt that a built-in function reads."""
+    """Return the prompt fields that a built-in function reads."""
     return ("extra_info" if function == "reasoning_gym" else "ground_truth", "opens_thinking")
 
 
 def built_in(reward: RewardConfig) -> BuiltIn:
-    """Built-in reward function of a worker: call it in the main thread; it may hang, and is then killed.
-
-    ConfigError if no server at `reward.sandbox_url` runs programs.
-    """
+    """Return a worker's built-in reward function, for calls in the main thread; the pool kills a worker that
+    hangs. Raises ConfigError if the server at `reward.sandbox_url` does not run programs."""
     if reward.function == "reasoning_gym":
         tasks()  # imported before the memory is limited
         return lambda prompt, response: score(prompt["extra_info"], response)
@@ -144,7 +134,6 @@ def built_in(reward: RewardConfig) -> BuiltIn:
 
 
 def _advice(name: str, signature: inspect.Signature) -> str:
-    """Fix for a function with the wrong parameters, such as those that verl calls."""
     if {"data_source", "solution_str", "ground_truth"} <= signature.parameters.keys():
         return (
             f"verl calls such functions; wrap it: def score(prompt, response): return {name}("
@@ -155,7 +144,7 @@ def _advice(name: str, signature: inspect.Signature) -> str:
 
 
 def _unusable(target: Any) -> str | None:
-    """Kind of an object whose calls give no number: a class, an async or a generator function; else None."""
+    """Return the kind of a callable that returns no number (class, async function, generator), or None."""
     called = target
     while isinstance(called, partial):
         called = called.func
@@ -171,10 +160,8 @@ def _unusable(target: Any) -> str | None:
 def load_function(
     path: str, settings: Mapping[str, Any] | None = None, field: str = "reward.function"
 ) -> Score:
-    """Load the user's function ``package.module:function``, with its settings as keyword arguments.
-
-    ConfigError if it cannot be imported, or cannot be called as ``function(prompt, response)``.
-    """
+    """Load the user's function ``package.module:function`` with its settings as keyword arguments. Raises
+    ConfigError if the import fails or ``function(prompt, response)`` cannot be called."""
     settings = settings or {}
     function: Score = load_dotted_path(field, path, "function")
     expected = "a reward is called once for each response, as score(prompt: Prompt, response: str) -> float"
@@ -185,7 +172,7 @@ def load_function(
         )
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions in C have none
+    except (TypeError, ValueError):  # some C functions have no signature
         return partial(function, **settings) if settings else function
     try:
         signature.bind("prompt", "response", **settings)

@@ -1,8 +1,8 @@
 r"""Math reward: whether the last ``\boxed{}`` of the response equals the ground truth (math-verify).
 
-Plain integers are compared as such. Most else math-verify compares: in the main thread of a reward worker
+Plain integers are compared directly, most other answers by math-verify: in the main thread of a reward worker
 (math_verify_compare.py), or, for preflight checks and ``bapo data prepare``, in a child process that any
-thread may ask. What it cannot decide is wrong.
+thread may use. Undecidable answers are wrong.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with
 from bapo_megatron.workers.process import START_LIMIT_S
 
 COMMAND = (sys.executable, "-m", "bapo_megatron.reward.worker")
-"""The worker program of rewards, which also compares."""
+"""Worker program of rewards, which also compares answers."""
 
 TIME_LIMIT_S = 120.0
-"""Seconds on a clock for one comparison; then the child is killed. Long, since a busy machine is slow: what
-does not end is ended by the child's own limit of CPU time, ``worker.COMPARISON_CPU_LIMIT_S``."""
+"""Clock limit in seconds for one comparison, after which the child is killed. Long, since a machine may be
+busy: the child's own CPU time limit ``worker.COMPARISON_CPU_LIMIT_S`` ends endless comparisons."""
 
 Equal = Callable[[str, str, bool], bool]
 """Equality of a ground truth and an answer; the last argument allows unevaluated operations."""
@@ -46,44 +46,42 @@ _STANDS_FOR_NOTHING = frozenset(
         *("noanswer", "{}", "[]", "()", r"\{\}"),
     )
 )
-"""Ground truths of datasets where there is none (NuminaMath has the first), without spaces. math-verify
-reads products of letters, which a policy would learn to write."""
+"""Placeholders for missing ground truths in datasets (NuminaMath has the first), without spaces. math-verify
+reads them as products of letters, which a policy would learn to write."""
 _POINTS_ELSEWHERE = re.compile(
     r"(?:see|referto)(?:the)?(?:solution|proof|explanation|figure|image|picture|above|below)"
     r"|not_?(?:found|available|provided|given)"
 )
-"""A remark in place of a ground truth, without spaces; NuminaMath has ``notfound``."""
+"""Remark instead of a ground truth, without spaces; NuminaMath has ``notfound``."""
 
 _LOST_BACKSLASH = re.compile(
     r"[\x07\x08\x0b\x0c]|\t(?=ext|imes|heta|au|frac|riangle|binom|an(?![a-z])|o(?![a-z]))"
     r"|\r(?=ight|ho|angle|m(?![a-z]))|\n(?=eq(?![a-z])|abla|otin)"
 )
-r"""A control character, in place of the backslash and the letter of a command: the form feed of ``\frac``."""
+r"""A control character instead of a command's backslash and first letter: the form feed of ``\frac``."""
 
 _PROGRAM = re.compile(
     r"^[^\S\n]*(?:def \w+\s*\(|class \w+\s*[:(]|import \w|from [\w.]+ import |assert )"
     r"|\A\s*(?:\[\s*\{|\{\s*[\"'])",
     re.MULTILINE,
 )
-"""Python, or a list of objects: math-verify reads letters in some."""
+"""Python code or a list of objects, in which math-verify may read letters."""
 
 MAX_ANSWER_CHARACTERS = 1000
-"""Limit in characters of an answer; a longer one is wrong without parsing, whose time grows faster."""
+"""Maximum answer length in characters; a longer answer is wrong, since parsing time grows superlinearly."""
 
 
 def answer_is_right(
     ground_truth: str, response: str, equal: Equal | None = None, allow_operations: bool = False
 ) -> bool:
-    """Whether the last box after the thinking part equals the ground truth. No response makes it raise.
-
-    ``equal`` and ``allow_operations`` as for ``answers_equal``.
-    """
+    """Whether the last box after the thinking part equals the ground truth. Never raises because of a
+    response. ``equal`` and ``allow_operations`` as in ``answers_equal``."""
     answer = final_answer(response)
     return answer is not None and answers_equal(ground_truth, answer, equal, allow_operations)
 
 
 def check_ground_truth(ground_truth: str) -> str | None:
-    """Error of a ground truth that no response could match, or None."""
+    """Return the error of a ground truth that no response could match, or None."""
     answer = _bare(ground_truth)
     if INTEGER.fullmatch(answer):
         return None
@@ -124,11 +122,9 @@ def is_operation(ground_truth: str) -> bool:
 def answers_equal(
     ground_truth: str, answer: str, equal: Equal | None = None, allow_operations: bool = False
 ) -> bool:
-    """Mathematical equality of ground truth and answer. Cached: the responses of a group repeat each other.
-
+    """Whether ground truth and answer are mathematically equal. Cached: a group's responses repeat answers.
     ``equal`` compares all but plain integers; None: a child of this process, from any thread. Without
-    ``allow_operations`` an answer with an unevaluated operation that the ground truth lacks is wrong.
-    """
+    ``allow_operations``, an answer with an unevaluated operation that the ground truth lacks is wrong."""
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARACTERS:
         return False
     expected, spelling = _bare(ground_truth), spelled(answer)
@@ -138,7 +134,7 @@ def answers_equal(
         return False
     if {brackets(expected), brackets(spelling)} == {"{", "("}:  # a set is neither a point nor an interval
         return False
-    for named in (base_of, moduli):  # which math-verify does not read
+    for named in (base_of, moduli):  # math-verify ignores both
         name, other = named(expected), named(spelling)
         if name and other and name != other:
             return False
@@ -146,17 +142,15 @@ def answers_equal(
 
 
 def _bare(ground_truth: str) -> str:
-    r"""Ground truth without an enclosing ``\boxed{}``, as ``spelled``."""
+    r"""Return the ground truth without an enclosing ``\boxed{}``, as ``spelled``."""
     boxed = last_boxed(ground_truth)
     return spelled(ground_truth if boxed is None else boxed)
 
 
 class MathVerifyProcess:
-    """Child process that compares answers, started at the first request, and again after a failure.
-
-    Any thread may ask, one at a time; a fork starts a child of its own. If the child dies or takes too long
-    the answer is False: not equal, not parsed, no operation.
-    """
+    """Child process that compares answers, started at the first request and restarted after a failure.
+    Threads may share it; requests run one at a time, and a fork starts its own child. The answer is False if
+    the child dies or takes too long: not equal, not parsed, no operation."""
 
     def __init__(self) -> None:
         self._child: AnsweringChild | None = None
@@ -168,12 +162,12 @@ class MathVerifyProcess:
             self._stop()
 
     def ask(self, function: str, *arguments: str | bool) -> bool:
-        """Answer of one of the functions of ``math_verify_compare.py``."""
+        """Call a function of ``math_verify_compare.py`` in the child and return its answer."""
         with self._lock:
             if self._child is None or self._owner != os.getpid():  # a fork must not share the pipes
                 self._owner = os.getpid()
                 self._child = AnsweringChild(COMMAND, with_import_path(os.environ))
-                self._child.ask(None, START_LIMIT_S)  # it compares, and scores nothing
+                self._child.ask(None, START_LIMIT_S)  # no settings: compares, scores nothing
             try:
                 call = {"id": 0, "function": function, "question": arguments}
                 return bool(self._child.ask(call, TIME_LIMIT_S)["answer"])

@@ -1,13 +1,13 @@
 """math-verify comparison of answers, for the main thread of a worker process that may be killed.
 
-Time is limited by a signal, which needs the main thread: of CPU time, in place of math-verify's own limit,
-which is on a clock and so calls right answers wrong where the machine is busy. A long operation on big
-integers (``9^{9^{9}}``, which a policy will write sooner or later) blocks even the signal.
+A signal, which needs the main thread, limits CPU time. It replaces math-verify's own clock limit, which calls
+right answers wrong on a busy machine. A long operation on big integers (``9^{9^{9}}``) blocks even the
+signal.
 
-Two answers of one text are equal, whether or not math-verify can read it. An equality by math-verify is
-checked again on its sympy expressions, unless one was read as plain text: it would also accept an unevaluated
-operation, and small numbers that differ little. Expressions that reach these checks are of a size that sympy
-can compute. It takes half a second to import: only workers that compare do.
+Answers with the same text are equal, whether or not math-verify can read them. If math-verify calls two
+answers equal, their sympy expressions are checked again, unless one was read as plain text: math-verify also
+accepts unevaluated operations and small numbers that differ a little. Expressions that reach these checks are
+small enough for sympy. The import takes half a second, so only comparing workers do it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from bapo_megatron.reward.answer_words import (
 from bapo_megatron.reward.cpu_time import OutOfTime, cpu_limit
 
 CPU_LIMIT_S = 2
-"""CPU time limit, in seconds, of one parse or comparison. Most answers need less than 0.1 s."""
+"""CPU time limit in seconds for one parse or comparison. Most answers need less than 0.1 s."""
 
 DECIMAL_TOLERANCE = 1e-5
-"""Largest relative difference of a decimal from the exact value; math-verify compares six decimals."""
+"""Maximum relative difference of a decimal from the exact value; math-verify compares six decimals."""
 
 ROUNDING = 0.1
-"""The same between a number and its decimal in one equation: ``1/3 = 0.3``."""
+"""Maximum relative difference between a number and its decimal in one equation: ``1/3 = 0.3``."""
 
 EXACT_TOLERANCE = 1e-12
-"""The same between values without decimals."""
+"""Maximum relative difference between values without decimals."""
 
 ARITHMETIC = "arithmetic"
-"""Kind of the sums, products, powers and roots of numbers that an answer should have evaluated."""
+"""Kind of sums, products, powers and roots of numbers that an answer should have evaluated."""
 
 _CLASSES = {
     **dict.fromkeys(("Sum", "Product"), "sum"),
@@ -65,31 +65,27 @@ _CLASSES = {
 }
 _TRIGONOMETRY = ("sympy.functions.elementary.trigonometric", "sympy.functions.elementary.hyperbolic")
 _NORMALIZATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
-"""math-verify's own, but for units: it would drop variables at the end, too."""
+"""math-verify's own without units, where it would also drop variables at the end."""
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 _NOTHING = 1e-25
 _DIGITS = 30
 EQUATION_DIGITS, EQUATION_TOLERANCE = 60, 1e-45
-"""Small coefficients stand beside large ones here, so that more digits must agree."""
+"""Small coefficients appear beside large ones in equations, so more digits must agree."""
 _LARGEST_EXPONENT = 100
 
 
 def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> bool:
-    """Equality of ground truth and answer; False if it cannot be decided.
-
-    An unevaluated operation is not an answer, unless the ground truth has one of its kind, or with
-    ``allow_operations``.
-    """
+    """Whether ground truth and answer are equal; False if that cannot be decided. An unevaluated operation is
+    not an answer, unless the ground truth has one of its kind or ``allow_operations`` is set."""
     if same_text(ground_truth, answer):  # math-verify may not be able to read it
         return True
     try:
         return _same_answer(ground_truth, answer, allow_operations)
-    except (Exception, OutOfTime):  # sympy raises all kinds on nonsense, RecursionError and MemoryError too
+    except (Exception, OutOfTime):  # sympy raises anything on nonsense, even MemoryError
         return False
 
 
 def _same_answer(ground_truth: str, answer: str, allow_operations: bool) -> bool:
-    """Equality of names, of words, and of the mathematics between them."""
     (name, truth), (other, said) = split_name(ground_truth), split_name(answer)
     if name and other and name != other:
         return False
@@ -126,8 +122,7 @@ def _same_part(ground_truth: str, answer: str, allow_operations: bool) -> bool:
 
 
 def _as_interval(read: list[Any], other: list[Any]) -> list[Any]:
-    """Inequalities as the interval or the union that they describe, where the other answer is one: ``x < 2``,
-    ``x < 1`` or ``x > 2``."""
+    """Return inequalities (``x < 2``) as an interval or union if the other answer is one."""
     if not (read and other and isinstance(other[0], (sympy.Interval, sympy.Union))):
         return read
     parts = list(read[0].args) if isinstance(read[0], sympy.FiniteSet) else read[:1]
@@ -176,8 +171,7 @@ def is_operation(ground_truth: str) -> bool:
 
 
 def parses(ground_truth: str) -> bool:
-    """Whether all of a ground truth can be compared: its mathematics, of which math-verify can parse each
-    part, and its words."""
+    """Whether a ground truth can be compared: math-verify parses each part of its mathematics."""
     try:
         truth = reading(split_name(ground_truth)[1])
         parts = [part for part in truth.parts if part and not (is_literal(part) or is_fragment(part))]
@@ -193,7 +187,7 @@ def _parse(answer: str) -> list[Any]:
 
 
 def _parse_unlimited(answer: str) -> list[Any]:
-    """As ``_parse``, for a caller that has a limit: limits do not nest."""
+    """Parse without a CPU limit, for callers within one: limits do not nest."""
     config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_NORMALIZATION)]
     parts: list[Any] = parse(rf"\boxed{{{answer}}}", config, parsing_timeout=None)
     return parts
@@ -203,7 +197,7 @@ def _parse_unlimited(answer: str) -> list[Any]:
 
 
 def operations(expression: Any) -> frozenset[str]:
-    """Kinds of unevaluated operations in an expression; ``ARITHMETIC`` only between numbers."""
+    """Return the kinds of unevaluated operations in an expression; ``ARITHMETIC`` only between numbers."""
     kinds: set[str] = set()
     for part in _parts(expression):
         for node in sympy.preorder_traversal(part):
@@ -218,26 +212,24 @@ def operations(expression: Any) -> frozenset[str]:
 
 
 def is_symbolic(expression: Any) -> bool:
-    """Whether an answer is a formula, with symbols, which has many equal forms. ``x = 3`` is none."""
+    """Whether an answer is a formula with symbols, which has many equal forms; ``x = 3`` is not."""
     return any(part.free_symbols for part in _parts(expression))
 
 
 def are_integers(expression: Any) -> bool:
-    """Whether an answer is one or more whole numbers and nothing else."""
+    """Whether an answer consists only of integers."""
     return all(isinstance(part, sympy.Integer) for part in _parts(expression))
 
 
 def hides_rational(truth: Any, answer: Any) -> bool:
-    """Whether roots, symbols or constants of an answer cancel, so that a rational truth is left."""
+    """Whether roots, symbols or constants of an answer cancel, so that it equals a rational truth."""
     pairs = list(zip(_parts(truth), _parts(answer), strict=False))
     return any(left.is_Rational and _cancels(left, right) for left, right in pairs)
 
 
 def differ(truth: Any, answer: Any) -> bool:
-    """Whether two answers that are equal for math-verify differ by more than a relative tolerance.
-
-    math-verify compares absolute differences, and takes 5% for 5.
-    """
+    """Whether two answers that math-verify calls equal differ by more than a relative tolerance. math-verify
+    compares absolute differences, and accepts 5% for 5."""
     if isinstance(truth, sympy.Eq) and isinstance(answer, sympy.Eq):
         if _is_solved(truth) != _is_solved(answer):  # the question again
             return _is_solved(truth)
@@ -254,13 +246,13 @@ def differ(truth: Any, answer: Any) -> bool:
 
 
 def are_rearranged(truth: Any, answer: Any) -> bool:
-    """Whether both are equations, with left sides of their own: ``x + y = 3`` and ``y = 3 - x``."""
+    """Whether both are equations with different left sides: ``x + y = 3`` and ``y = 3 - x``."""
     both = isinstance(truth, sympy.Eq) and isinstance(answer, sympy.Eq)
     return both and truth.lhs != answer.lhs
 
 
 def disagree(value: Any, other: Any) -> bool:
-    """Whether two sides of an equation are numbers and not the same, however a decimal is rounded."""
+    """Whether two sides of an equation are different numbers, even allowing for rounded decimals."""
     if not all(isinstance(side, sympy.Expr) and side.is_number for side in (value, other)):
         return False
     rounding = ROUNDING if value.has(sympy.Float) or other.has(sympy.Float) else EXACT_TOLERANCE
@@ -272,7 +264,7 @@ def disagree(value: Any, other: Any) -> bool:
 
 
 def _parts(expression: Any) -> Iterator[Any]:
-    """Values in an answer: members, bounds, entries; of ``a = 3`` and ``a = b = 3`` the 3."""
+    """Yield the values in an answer: members, bounds, entries; for ``a = 3`` and ``a = b = 3`` the 3."""
     if isinstance(expression, And):
         relations = list(expression._unsorted_args)
         chain = all(
@@ -313,8 +305,7 @@ def _is_solved(equation: Any) -> bool:
 
 
 def _proportional(truth: Any, answer: Any) -> bool:
-    """Whether two equations have the same solutions: brought to one side without denominators, they are
-    proportional at every test point."""
+    """Whether two equations, without denominators, are proportional at every test point."""
     first, other = (sympy.together((e.lhs - e.rhs).doit()).as_numer_denom()[0] for e in (truth, answer))
     symbols = sorted(first.free_symbols | other.free_symbols, key=str)
     decimal = truth.has(sympy.Float) or answer.has(sympy.Float)
@@ -333,8 +324,7 @@ def _proportional(truth: Any, answer: Any) -> bool:
 
 
 def _reducible(node: Any) -> bool:
-    """Whether it has an unevaluated sum, product or power of numbers. Fractions, irrational roots and powers
-    of ten count as numbers."""
+    """Whether the node has an unevaluated sum, product or power of numbers; fractions count as numbers."""
     if not node.args or node == _PERCENT:
         return False
     if not node.free_symbols:
@@ -347,7 +337,7 @@ def _reducible(node: Any) -> bool:
 
 
 def _is_sum(node: Any) -> bool:
-    """Two rational terms, or two that have a root in common: 1 + 2, sqrt(8) + sqrt(2)."""
+    """Whether two terms are rational or share a root: 1 + 2, sqrt(8) + sqrt(2)."""
     terms = list(_flat(sympy.Add, node))
     if sum(_is_rational(term) for term in terms) >= 2:
         return True
@@ -356,7 +346,7 @@ def _is_sum(node: Any) -> bool:
 
 
 def _is_product(node: Any) -> bool:
-    """Two factors above, or two below a fraction's line: 3 * 4, 1/2 * 1/3. A power of ten is none."""
+    """Whether two numeric factors are above or below a fraction line: 3 * 4, 1/2 * 1/3."""
     above = below = 0
     for factor in _flat(sympy.Mul, node):
         turned = isinstance(factor, sympy.Pow) and factor.exp == -1
@@ -372,7 +362,7 @@ def _is_product(node: Any) -> bool:
 
 
 def _is_power(node: Any) -> bool:
-    """A whole power of a number other than ten and constants, or a root that is rational."""
+    """Whether the node is an integer power of a number other than ten and constants, or a rational root."""
     base, exponent = node.base, node.exp
     if not isinstance(exponent, sympy.Rational) or isinstance(base, sympy.NumberSymbol):
         return False
@@ -392,7 +382,7 @@ def _flat(kind: Any, node: Any) -> Iterator[Any]:
 
 
 def _is_rational(node: Any) -> bool:
-    """Whether it is made of rational numbers by sums, products and whole powers."""
+    """Whether the node combines rational numbers by sums, products and integer powers only."""
     if isinstance(node, sympy.Pow) and not isinstance(node.exp, sympy.Integer):
         return False
     if node.args:
@@ -419,7 +409,7 @@ def _ordered(parts: Iterable[Any], places: dict[Any, Any]) -> list[Any]:
 
     try:
         return sorted(parts, key=place)
-    except TypeError:  # no number
+    except TypeError:  # not a number
         return list(parts)
 
 

@@ -1,10 +1,9 @@
 """Reward pool: scores responses in worker processes with time and memory limits.
 
-Each worker (worker.py) scores one response at a time. One that takes too long is killed with its process
-group; after that, or if it died, a new one tries the same response once more, then the score has failed
-(workers/pool.py). A reward behind an HTTP endpoint needs no worker: the pool's event loop
-asks the endpoint (endpoint_scorer.py). The prompt's reward function decides which. ``FailureReports`` tells
-of what failed, now and then.
+Each worker (worker.py) scores one response at a time. If it times out, the pool kills its process group.
+After that, or if the worker died, a new worker retries the response once, then the score has failed
+(workers/pool.py). Rewards behind an HTTP endpoint need no worker: the pool's event loop calls the endpoint
+(endpoint_scorer.py). ``FailureReports`` reports failures at growing intervals.
 """
 
 from __future__ import annotations
@@ -29,41 +28,37 @@ from bapo_megatron.workers.process import WorkerProgram
 Failure = Literal["raised", "time", "died", "not finite", "endpoint", "environment"]
 
 _MOST_KINDS = 50
-"""Limit of distinct failures that are reported apart; further ones count together."""
+"""Maximum number of distinct failures reported separately; further ones count together."""
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Reward of one response, or the failure to score it, as plain data."""
+    """Reward of one response, or the failure to score it."""
 
     reward: float
-    """With all penalties; `reward.failed` without any if there is a failure (`reward.on_failure=value`)."""
+    """Reward with all penalties; on failure `reward.failed` without any (`reward.on_failure=value`)."""
     failure: Failure | None = None
-    """Kind of the failure: the function raised, timed out, ended its process, or returned no finite number;
-    or the endpoint gave none; or a step of the response's environment failed. None on success."""
+    """Kind of failure: the function raised, timed out, ended its process, or returned no finite number; the
+    endpoint gave no number; or a step of the response's environment failed. None on success."""
     detail: str = ""
     traceback: str = dataclasses.field(default="", compare=False)
-    """Traceback of a function that raised, shortened."""
+    """Shortened traceback of a function that raised."""
     place: str = dataclasses.field(default="", compare=False)
-    """Identity of a mistake in a function: the type of an error and the line that raised it, or the type of a
-    value that is not a number."""
+    """Identity of an error: its type and the line that raised it, or the type of a non-number value."""
     score: float | None = dataclasses.field(default=None, compare=False)
-    """Value of the reward function, before penalties; None if there is a failure."""
+    """Value of the reward function before penalties; None on failure."""
     named: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
-    """The rewards of a function that returns several by name; ``score`` is their sum."""
+    """Rewards of a function that returns several by name; ``score`` is their sum."""
 
 
 class RewardPool:
-    """Pool of ``reward.workers`` processes for one event loop, async.
-
-    Rewards behind an endpoint need no process. ``start``, then ``score`` any number at once, then ``close``.
-    A failure to score is a result, not an exception.
-    """
+    """Async pool of ``reward.workers`` processes for one event loop: ``start``, concurrent ``score`` calls,
+    ``close``. Endpoint rewards need no process. A failed score is a result, not an exception."""
 
     def __init__(self, config: RewardConfig, max_response_tokens: int, functions: Sequence[str] = ()) -> None:
-        """``functions``: the reward functions of all prompts; by default ``config.function`` alone."""
+        """``functions``: reward functions of all prompts; by default only ``config.function``."""
         self._config = config
         self._max_response_tokens = max_response_tokens
         functions = tuple(functions) or (config.function,)
@@ -71,18 +66,15 @@ class RewardPool:
         self._endpoint = EndpointScorer(config) if len(in_workers) < len(functions) else None
         settings = {"reward": dataclasses.asdict(config), "functions": in_workers}
         self._workers = WorkerPool(WorkerProgram(COMMAND, settings), config.workers if in_workers else 0)
-        # A score may be computed twice: it changes nothing, and is a function of the response.
+        # Repeatable: scoring has no side effects.
         self._scoring = CallKind("score", config.time_limit_s, repeatable=True)
-        # The sandbox counts processor time within it (code.py): a busy machine makes no program wrong.
+        # The sandbox itself limits CPU time (code.py): a busy machine makes no program wrong.
         self._testing = CallKind("score", CLOCK_FACTOR * config.time_limit_s, repeatable=True)
         self._running = False
 
     async def start(self) -> None:
-        """Start every worker, or wait for the endpoint.
-
-        Raises ConfigError if the settings do not work, ChildError if a worker dies, RunStopped if there is no
-        endpoint.
-        """
+        """Start every worker, and wait for the endpoint if there is one. Raises ConfigError if the settings
+        do not work, ChildError if a worker dies, RunStopped without an endpoint."""
         try:
             notes = await self._workers.start()
             if self._endpoint:
@@ -95,11 +87,9 @@ class RewardPool:
         self._running = True
 
     async def score(self, prompt: Prompt, response: str, response_tokens: int) -> RewardResult:
-        """Score a response of ``response_tokens`` tokens; in order of the calls. No response makes it raise.
-
-        RuntimeError if the pool is not running. After a cancelled call its worker finishes the job, or times
-        out, before it takes the next one.
-        """
+        """Score a response of ``response_tokens`` tokens; calls run in order, and no response makes it raise.
+        Raises RuntimeError if the pool is not running. After a cancelled call, the worker first finishes the
+        job."""
         if not self._running:
             raise RuntimeError("the reward pool is not running: start() it before score(), not after close()")
         function = prompt.reward or self._config.function
@@ -135,7 +125,7 @@ class RewardPool:
 
 
 def _described(prompt: Prompt, function: str) -> dict[str, Any]:
-    """The prompt as plain JSON; for a built-in ``function`` only the fields that it reads."""
+    """Return the prompt as plain JSON; for a built-in ``function`` only the fields that it reads."""
     if function in REWARD_FUNCTIONS:
         return {name: getattr(prompt, name) for name in prompt_fields_of(function)}
     return {**vars(prompt), "token_ids_P": prompt.token_ids_P.tolist()}
@@ -148,11 +138,9 @@ def _result(failed: float, answer: dict[str, Any]) -> RewardResult:
 def overlong_penalty(
     response_tokens: int, max_response_tokens: int, zone_tokens: int, penalty: float
 ) -> float:
-    """DAPO's soft over-long punishment (arXiv 2503.14476, Eq. 13) as a positive number to subtract.
-
-    0 up to max - zone tokens; then penalty * (tokens - (max - zone)) / zone; ``penalty`` from max on. In the
-    paper's symbols L_max is ``max_response_tokens``, L_cache is ``zone_tokens``, and the penalty is 1.
-    """
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13) as a positive number to subtract. 0
+    up to max - zone tokens; then penalty * (tokens - (max - zone)) / zone; ``penalty`` from max on. In the
+    paper's symbols L_max is ``max_response_tokens``, L_cache is ``zone_tokens``, and the penalty is 1."""
     over = response_tokens - (max_response_tokens - zone_tokens)
     if zone_tokens == 0 or over <= 0:
         return 0.0
@@ -160,7 +148,7 @@ def overlong_penalty(
 
 
 class _Result(Protocol):
-    """A result that may be a failure: of a score, or of an environment's step."""
+    """A result that may hold the failure of a score or an environment step."""
 
     @property
     def failure(self) -> str | None: ...
@@ -173,19 +161,15 @@ class _Result(Protocol):
 
 
 class FailureReports:
-    """Reporter of failures: the 1st, 10th, 100th ... of each kind, the first with its traceback.
-
-    Two failures are of one kind if their ``failure`` and ``place`` are equal. The counts live in memory, so
-    they begin anew with the process.
-    """
+    """Reporter of failures: the 1st, 10th, 100th ... of each kind, the first with its traceback. Failures are
+    of one kind if their ``failure`` and ``place`` are equal. Counts restart with the process."""
 
     def __init__(self, report: Callable[..., None], event: str = "reward_failed") -> None:
-        """``report`` is called with the kind of the event, and its fields."""
+        """``report`` gets the event name and its fields."""
         self._report, self._event = report, event
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def note(self, result: _Result) -> None:
-        """Count ``result``, which may have no failure."""
         if result.failure is None:
             return
         kind: tuple[str, str] = (result.failure, result.place)

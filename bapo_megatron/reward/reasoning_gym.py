@@ -1,13 +1,13 @@
-"""The reward ``reasoning_gym``: an answer is scored by the verifier of its problem's task.
+"""Reward ``reasoning_gym``: scores an answer with the verifier of its problem's task.
 
-The verifiers are the library's code; a reward worker calls them in its main thread, with a limit of CPU time:
-CPU time, as on a busy machine an honest answer may take long. Nine verifiers call ``eval`` on the model's
-text, or sympy's ``parse_expr``, which calls it; five evaluate a text of the problem. Their input is parsed
-here first, and must be a list of values, or arithmetic with a small result (``is_harmless``). Some other
-verifiers need unlimited time or memory for a large number, or accept ``nan``.
+Verifiers are library code. A reward worker calls them in its main thread with a CPU time limit, since an
+honest answer may take long on a busy machine. Nine verifiers call ``eval``, or sympy's ``parse_expr``, on the
+model's text, and five on a text of the problem. This module parses that input first: it must be a list of
+values, or arithmetic with a small result (``is_harmless``). Some other verifiers need unlimited time or
+memory for a large number, or accept ``nan``.
 
-The package's import takes seconds and loads all tasks at once; one of them, zebra_puzzles, needs pycosat to
-generate problems, and that a C compiler. The other tasks work without it. ConfigError without the package.
+The package import takes seconds and loads all tasks. One of them, zebra_puzzles, needs pycosat, and thus a C
+compiler, to generate problems; the others work without. Raises ConfigError without the package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bapo_megatron.reward.answer_text import after_thinking, last_boxed
 from bapo_megatron.reward.cpu_time import OutOfTime, cpu_limit
 
 Verifier = Callable[[str, dict[str, Any]], Any]
-"""Verifier of a task, its ``score_answer``: from an answer and the problem's entry to a score."""
+"""Verifier of a task, its ``score_answer``: maps an answer and the problem's entry to a score."""
 
 INSTALL = "pip install 'bapo-megatron[real]'"
 
@@ -43,7 +43,7 @@ _NEED_COMPILED = "zebra_puzzles"
 
 
 class _Absent(ModuleType):
-    """A stand-in for pycosat while reasoning-gym is imported."""
+    """Stand-in for pycosat while reasoning-gym is imported."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{self.__name__}.{name}: {self.__name__} is not installed")
@@ -51,7 +51,7 @@ class _Absent(ModuleType):
 
 @cache
 def tasks() -> Mapping[str, tuple[type, type]]:
-    """Usable tasks by name, with their classes of problems and settings. ConfigError if not installed."""
+    """Return problem and settings class of each usable task. Raises ConfigError if not installed."""
     absent = importlib.util.find_spec(_COMPILED) is None
     if absent:
         sys.modules[_COMPILED] = _Absent(_COMPILED)
@@ -67,7 +67,7 @@ def tasks() -> Mapping[str, tuple[type, type]]:
 
 
 def check_task(name: str, generates: bool = False) -> None:
-    """Check of a task: ConfigError if ``name`` is unusable. ``generates``: also for generating problems."""
+    """Raise ConfigError if task ``name`` is unusable or, with ``generates``, cannot generate problems."""
     if name in UNUSABLE:
         raise ConfigError(f"reasoning-gym's task {name} cannot be used: {UNUSABLE[name]}")
     if name not in tasks():
@@ -83,7 +83,7 @@ def check_task(name: str, generates: bool = False) -> None:
 
 @cache
 def verifier(task: str, settings: str) -> Verifier:
-    """Verifier of a task, for problems that were generated with ``settings``, a JSON object."""
+    """Return a task's verifier for problems generated with ``settings``, a JSON object."""
     check_task(task)
     problems, options = tasks()[task]
     judge: Verifier = problems(config=options(**json.loads(settings))).score_answer  # type: ignore[attr-defined]
@@ -91,14 +91,14 @@ def verifier(task: str, settings: str) -> Verifier:
 
 
 MAX_CHARACTERS = 20_000
-"""Limit in characters of an answer; a longer one is wrong."""
+"""Maximum answer length in characters; a longer one is wrong."""
 
 MAX_EVALUATED_CHARACTERS = 2_000
 
 _MAX_DEPTH = 60
 _MAX_DIGITS = 18
 _MAX_DEGREE = 200
-"""Largest product of nested exponents, so that no result has more than some thousand digits."""
+"""Maximum ``_degree``, which limits results to some thousand digits."""
 
 _FUNCTIONS = frozenset(
     (
@@ -111,14 +111,14 @@ _FUNCTIONS = frozenset(
 _CONSTANTS = frozenset(("pi",))
 _VALUES = (ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
 _HEX_ARITHMETIC = re.compile(r"(?:0x[0-9a-f]{1,4}|(?:<<|>>) 0x[0-3](?![0-9a-f])|\*(?!\*)|[-+() ])*")
-"""As generated: no power, and no shift by more than three bits."""
+"""The generated form: no power, no shift by more than three bits."""
 _LARGE_NUMBER = re.compile(r"\d{3}")
 _EXPONENT = re.compile(r"\d[eE]")
 _NO_NUMBER = re.compile(r"nan|inf", re.IGNORECASE)
 
 
 def is_harmless(task: str, answer: str) -> bool:
-    """Whether an answer may reach the verifier of ``task``; if not, it is wrong."""
+    """Whether an answer may reach the verifier of ``task``; otherwise it is wrong."""
     if len(answer) > MAX_CHARACTERS or "\0" in answer:
         return False
     check = _ANSWERS.get(task)
@@ -126,10 +126,8 @@ def is_harmless(task: str, answer: str) -> bool:
 
 
 def unsafe_entry(task: str, entry: Mapping[str, Any]) -> str | None:
-    """Error of a problem whose own text the verifier of ``task`` would evaluate, or None.
-
-    Dataset rows may come from anywhere.
-    """
+    """Return the error of a problem with text that is unsafe to evaluate (rows may come from anywhere), or
+    None."""
     if task not in _ENTRIES:
         return None
     name, check = _ENTRIES[task]
@@ -149,8 +147,7 @@ def _is_value(answer: str) -> bool:
 
 
 def _is_arithmetic(answer: str, letters: bool = False) -> bool:
-    """Whether it is made of numbers, ``+ - * /`` and brackets; with ``letters`` also of these, powers and
-    elementary functions."""
+    """Whether it has only numbers, ``+ - * /`` and brackets; with ``letters`` also powers and functions."""
     tree = _parsed(answer)
     return tree is not None and _depth(tree) <= _MAX_DEPTH and 0 < _degree(tree, letters) <= _MAX_DEGREE
 
@@ -171,7 +168,7 @@ def _depth(tree: ast.AST) -> int:
 
 
 def _degree(node: ast.expr, letters: bool) -> float:
-    """Degree of an expression in its numbers and letters; infinite if it is not allowed."""
+    """Return the degree of an expression in its numbers and letters; infinite if it is not allowed."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return (
@@ -195,7 +192,7 @@ def _degree(node: ast.expr, letters: bool) -> float:
 
 
 def _exponent(node: ast.expr) -> float:
-    """Size of an exponent: a number, a quotient of numbers, or a letter; infinite for others."""
+    """Return the size of an exponent (number, product, quotient or letter); infinite for others."""
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return abs(float(value)) if abs(value) <= _MAX_DEGREE else _NEVER
@@ -223,7 +220,7 @@ _ANSWERS: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(("rubiks_cube", "rush_hour"), lambda answer: not _LARGE_NUMBER.search(answer)),
     "coin_flip": lambda answer: not _EXPONENT.search(answer),  # 1e999999999 as a fraction
     "complex_arithmetic": lambda answer: not _NO_NUMBER.search(answer),  # min(1, nan) is 1
-    "propositional_logic": lambda _: True,  # it is parsed, and so must be short
+    "propositional_logic": lambda _: True,  # parsed, so must be short
 }
 _ENTRIES: dict[str, tuple[str, Callable[[str], bool]]] = {
     "bitwise_arithmetic": ("problem", lambda text: _HEX_ARITHMETIC.fullmatch(text) is not None),
@@ -235,22 +232,18 @@ _ENTRIES: dict[str, tuple[str, Callable[[str], bool]]] = {
 
 
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-"""The form that reasoning-gym's own prompts ask for."""
+"""Answer form that reasoning-gym's own prompts request."""
 
 _NUMBER = re.compile(
     r"(?:(?<![\w)\].])[-+])?"
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?:/\d+)?|(?<!\d)\.\d+"
 )
-"""A number: sign (not after a digit or bracket: ``5-3`` is a difference), thousands, decimals, exponent,
-denominator."""
+"""Number with sign (not after a digit or bracket: ``5-3``), thousands, decimals, exponent, denominator."""
 
 
 def answer_of(response: str, expected: object) -> str | None:
-    r"""Answer after the thinking part: the last ``<answer>``, else the last ``\boxed{}``; None if empty.
-
-    Without both: the last number if a number is ``expected`` (``7 + 8 = 15`` of a small model means 15), else
-    all of the text.
-    """
+    r"""Return the answer after the thinking part: the last ``<answer>``, else the last ``\boxed{}``, else the
+    last number if a number is ``expected`` (``7 + 8 = 15`` means 15), else the whole text. None if empty."""
     text = after_thinking(response)
     if tagged := _TAGGED.findall(text):
         return str(tagged[-1]).strip() or None
@@ -263,15 +256,15 @@ def answer_of(response: str, expected: object) -> str | None:
 
 
 def is_number(text: object) -> bool:
-    """Whether the text is one number."""
+    """Whether the text is a single number."""
     return isinstance(text, str) and _NUMBER.fullmatch(text.strip()) is not None
 
 
 NO_ANSWER = "judged by its verifier"
-"""Ground truth of a problem with many right answers, none of which reasoning-gym gives."""
+"""Ground truth of a problem with many right answers, none of which reasoning-gym provides."""
 
 CPU_LIMIT_S = 5.0
-"""CPU time limit of a verifier, in seconds: sympy may take minutes. Honest answers need less than 0.5 s."""
+"""CPU time limit of a verifier in seconds: sympy may take minutes. Honest answers need less than 0.5 s."""
 
 _RIGHT = 1 - 1e-9
 """Scores from here on count as 1: some are sums of rounded parts."""
@@ -281,7 +274,7 @@ _NEAR = 1e-4
 
 
 def extra_info_of_entry(task: str, settings: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, str]:
-    """Fields of a row for the verifier, as texts: Arrow gives objects the keys of all other rows."""
+    """Return a row's verifier fields as text: Arrow would give objects the keys of all rows."""
     kept = {"answer": entry["answer"], "metadata": entry["metadata"]}
     return {
         "task": task,
@@ -291,7 +284,7 @@ def extra_info_of_entry(task: str, settings: Mapping[str, Any], entry: Mapping[s
 
 
 def check_extra_info(extra_info: Mapping[str, Any]) -> str | None:
-    """Error of a row by which no response can be scored, or None."""
+    """Return the error of a row that cannot score any response, or None."""
     missing = [name for name in ("task", "settings", "entry") if not isinstance(extra_info.get(name), str)]
     if missing:
         return (
@@ -308,10 +301,8 @@ def check_extra_info(extra_info: Mapping[str, Any]) -> str | None:
 
 
 def score(extra_info: Mapping[str, Any], response: str) -> float:
-    """Score of a response, in [0, 1]; 0 if the verifier cannot read the answer, or runs out of time.
-
-    A number that merely contains the right one (115 for 15), for which most verifiers give a part, gets 0.
-    """
+    """Return the score of a response in [0, 1]; 0 if the verifier cannot read the answer or runs out of time.
+    A number that merely contains the right one (115 for 15) scores 0; most verifiers give it a part."""
     task = extra_info["task"]
     judge, entry = verifier(task, extra_info["settings"]), _entry(extra_info)
     expected = entry["answer"]
@@ -331,21 +322,21 @@ def score(extra_info: Mapping[str, Any], response: str) -> float:
 
 
 def _is_near(answer: str, expected: str) -> bool:
-    """Whether two probabilities are equal but for the verifier's tolerance: it also pays for equal first
-    characters, so that a bare 0 would be right for every problem."""
+    """Whether two probabilities agree within the verifier's tolerance. The verifier also rewards equal first
+    characters, so a bare 0 would score on every problem."""
     actual, wanted = (float(Fraction(text.replace(",", ""))) for text in (answer, expected))
     return abs(actual - wanted) <= _NEAR
 
 
 def _contains(answer: str, expected: str, result: float) -> bool:
-    """Whether a score is that of a text which contains the expected one."""
+    """Whether the score is the verifier's partial score for a text that contains the expected one."""
     said, wanted = answer.replace(",", ""), expected.replace(",", "")
     return wanted in said and result == len(wanted) / len(said)
 
 
 def _entry(extra_info: Mapping[str, Any]) -> dict[str, Any]:
-    """Fresh copy of the problem's entry: some verifiers write into it."""
+    """Return a fresh copy of the problem's entry: some verifiers write into it."""
     entry: dict[str, Any] = json.loads(extra_info["entry"])
-    if extra_info["task"] in ("arc_agi", "rearc"):  # it compares with tuples
+    if extra_info["task"] in ("arc_agi", "rearc"):  # compared with tuples
         entry["metadata"]["output"] = tuple(map(tuple, entry["metadata"]["output"]))
     return entry

@@ -1,7 +1,7 @@
-"""Worker program of rewards, ``python -m bapo_megatron.reward.worker LIFELINE``: scores for the pool.
+"""Reward worker program, ``python -m bapo_megatron.reward.worker LIFELINE``: scores for the pool.
 
-The settings are ``reward``, a `RewardConfig` as an object, and ``functions``, all reward functions. A call of
-``score`` is one response and its reward function. With null for settings the process only compares answers
+The settings are ``reward``, a `RewardConfig` as an object, and ``functions``, all reward functions. A
+``score`` call is one response and its reward function. With null settings the process only compares answers
 (math.py): ``equal``, ``parses`` and ``is_operation``.
 """
 
@@ -28,7 +28,7 @@ from bapo_megatron.workers.serving import Prepared, serve, text_of
 
 def main() -> None:
     """Entry point: serve calls until the input ends."""
-    be_untraceable()  # it holds the answers
+    be_untraceable()  # holds the answers
     serve(_prepared)
 
 
@@ -44,8 +44,8 @@ def _prepared(settings: dict[str, Any] | None) -> Prepared:
 
 
 COMPARISON_CPU_LIMIT_S = 8.0
-"""CPU time limit of a comparison, in seconds, after which this process ends: four limits of
-``math_verify_compare.py``, which do not reach into an operation on big integers."""
+"""CPU time limit of a comparison in seconds, after which this process ends: four times the limit in
+``math_verify_compare.py``, which cannot interrupt an operation on big integers."""
 
 
 def _limited(compare: Callable[..., bool]) -> Callable[[list[Any]], bool]:
@@ -57,7 +57,7 @@ def _limited(compare: Callable[..., bool]) -> Callable[[list[Any]], bool]:
 
 
 def _comparisons() -> dict[str, Callable[[list[Any]], bool]]:
-    """The functions that compare answers, by name. math-verify's log of unreadable answers is silenced."""
+    """Return the comparison functions by name, and silence math-verify's log of unreadable answers."""
     from bapo_megatron.reward.math_verify_compare import equal, is_operation, parses
 
     logging.disable(logging.CRITICAL)
@@ -65,7 +65,7 @@ def _comparisons() -> dict[str, Callable[[list[Any]], bool]]:
 
 
 def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Scorer: from {function, prompt, response} to {score, reward, named}, or to {failure, detail}."""
+    """Return a function from {function, prompt, response} to {score, reward, named} or a failure."""
     scores = {name: _score_function(functions.settings_for(reward, name)) for name in names}
     pattern = None if reward.format_pattern is None else re.compile(reward.format_pattern, re.DOTALL)
 
@@ -77,9 +77,9 @@ def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]]
         if number is None:
             kind = type(value).__name__
             return {"failure": "not finite", "detail": text_of(value), "place": kind}
-        # A pattern may begin with the tag that the chat template has opened, or leave it to the prompt.
+        # A pattern may include or omit the thinking tag that the chat template opened.
         forms = [response, *([THINKING + response] if question["prompt"].get("opens_thinking") else [])]
-        fits = pattern is None or any(map(pattern.fullmatch, forms))  # it may take for ever: see config
+        fits = pattern is None or any(map(pattern.fullmatch, forms))  # may never end, see config
         penalty = 0.0 if fits else reward.format_penalty
         return {"score": number, "reward": number - penalty, "named": named}
 
@@ -87,7 +87,7 @@ def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]]
 
 
 def _finite(value: Any) -> float | None:
-    if isinstance(value, (str, bytes)):  # which float() would read
+    if isinstance(value, (str, bytes)):  # float() would accept them
         return None
     try:
         number = float(value)

@@ -1,11 +1,11 @@
-"""Child processes with a deadline: requests and replies, a command to its end, a fork, a user's command.
+"""Child processes with a deadline: request-reply children, commands, forks, and user commands.
 
-All calls block, up to a limit that the caller gives. A child can be killed at any time, from any thread, and
-none outlives this process, also after ``kill -9`` (processes.py).
+All calls block, up to a limit given by the caller. A child can be killed at any time from any thread, and
+none outlives this process, even after ``kill -9`` (processes.py).
 
-A command of the user (`checkpoint.after_export`, `logging.on_event`) is split into words as a shell does it,
-and run without a shell: no value of a run (a folder, an event) is ever read as shell code. For pipes,
-variables and `&&`: ``bash -c '...'``.
+User commands (`checkpoint.after_export`, `logging.on_event`) are split into words as in a shell, but run
+without one: no value of a run (a folder, an event) is ever interpreted as shell code. For pipes, variables
+and `&&`, use ``bash -c '...'``.
 """
 
 from __future__ import annotations
@@ -36,70 +36,69 @@ from bapo_megatron.runtime import processes
 T = TypeVar("T")
 
 _ENDING_S = 1.0
-"""Limit of the wait for a killed fork of ``within``; a file system that hangs keeps it for longer."""
+"""Wait limit for a killed fork of ``within``, seconds; a hanging file system may hold it longer."""
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Limit of one line of a child's output, in bytes; a longer one counts as the child's death."""
+"""Size limit of one output line of a child, bytes; a longer line counts as the child's death."""
 
 WATCH_S = 0.1
-"""Pause between two calls of the ``watch`` of ``AnsweringChild.ask``."""
+"""Interval of ``watch`` calls in ``AnsweringChild.ask``, seconds."""
 
 _UNKILLABLE_S = 5.0
-"""Limit of the wait for a killed child. One in an uninterruptible call (a file system that hangs) is left
+"""Wait limit for a killed child, seconds. One in an uninterruptible call (a hanging file system) is left
 behind."""
 
 
 class ChildError(Exception):
-    """Base of the errors of ``AnsweringChild.ask``: no answer from the child, which must then be closed."""
+    """Base of ``AnsweringChild.ask`` errors: the child gave no answer and must be closed."""
 
 
 class ChildDied(ChildError):
-    """Death of the child before its answer, or an answer that is not JSON; also of a process of
-    ``within``."""
+    """Raised when a child dies without an answer or answers invalid JSON, or a process of ``within`` dies."""
 
 
 class ChildTimeout(ChildError):
-    """Deadline passed before the child's answer; the child still runs, and must be closed."""
+    """Raised when a child misses the deadline; it still runs and must be closed."""
 
 
 class NoAnswer(TimeoutError):
-    """Timeout of ``within``, a call in a fork; the forked process has been killed."""
+    """Raised when ``within`` times out; the forked process has been killed."""
 
 
 _USERS_PATH = "BAPO_USERS_PYTHONPATH"
-"""Variable of a child with this process's import path: PYTHONPATH as the user has set it, perhaps empty."""
+"""Variable for a child that gets this process's import path: the user's own PYTHONPATH, perhaps empty."""
 
 
 def with_import_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment for a Python child: ``environment`` with this process's import path as PYTHONPATH."""
+    """Return ``environment`` for a Python child, with this process's import path as PYTHONPATH."""
     users = environment.get(_USERS_PATH, environment.get("PYTHONPATH", ""))
     ours = os.pathsep.join(path for path in sys.path if path)
     return {**environment, "PYTHONPATH": ours, _USERS_PATH: users}
 
 
 def with_users_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment for a user's program: ``with_import_path`` undone, whose standard library and packages
-    another interpreter would import before its own."""
+    """Return ``environment`` for a user's program, with ``with_import_path`` undone: another interpreter
+    would import our packages before its own."""
     users = environment.get(_USERS_PATH, environment.get("PYTHONPATH"))
     rest = {name: value for name, value in environment.items() if name not in (_USERS_PATH, "PYTHONPATH")}
     return {**rest, "PYTHONPATH": users} if users else rest
 
 
 class ChildProcess:
-    """Child process in a session of its own: signals to this process's group, as Ctrl-C, do not reach it.
+    """Child process in its own session: signals to this process's group, such as Ctrl-C, do not reach it.
 
-    Started by the constructor, as by ``run_command``, worker processes and the agent programs of
-    ``environment/adapters``. Call ``close`` in any case: it kills the child, reaps it and releases the pipes.
+    The constructor starts it. Used for workers, commands and the agent programs of ``environment/adapters``.
+    Always call ``close``: it kills and reaps the child and releases the pipes.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], guarded: bool, **popen: Any
     ) -> None:
-        """Start it, from any thread. OSError if it cannot be started.
+        """Start it, from any thread. Raises OSError if it cannot be started.
 
-        ``guarded``: it runs under ``processes.guard``, which ends its descendants with it. Else it is a
-        program of this package: it gets the descriptor of its lifeline as its last argument, and must pass it
-        to ``die_with_parent`` first. ``popen``: more arguments of subprocess.Popen.
+        ``guarded``: run it under ``processes.guard``, which ends its descendants with it. Otherwise it is a
+        program of this package: its last argument is its lifeline's descriptor, which it must first pass to
+        ``die_with_parent``. ``popen``: more arguments of subprocess.Popen.
         """
         if guarded and shutil.which(command[0]) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
@@ -124,11 +123,8 @@ class ChildProcess:
         self.pid = self.process.pid
 
     def wait_end(self, limit_s: float) -> int | None:
-        """Its exit code, negative for a signal; None if it has not ended in time.
-
-        The zombie stays until ``close``, so that the kernel cannot give its process group's number, which
-        ``close`` kills, to another.
-        """
+        """Return its exit code, negative for a signal; None if it has not ended in time. The zombie stays
+        until ``close``, so the kernel cannot reuse its process group id, which ``close`` kills."""
         deadline, pause_s = time.monotonic() + limit_s, 0.002
         while True:
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -140,11 +136,11 @@ class ChildProcess:
             pause_s = min(0.05, 1.2 * pause_s)
 
     def kill(self) -> None:
-        """Kill it and its process group, and, if it is guarded, its descendants."""
+        """Kill it, its process group and, if guarded, its descendants."""
         if self._guarded and self.process.poll() is None:
-            # The descendants first: once the guardian is dead nothing leads to them any more.
+            # Descendants first: without the guardian they cannot be found.
             processes.kill_descendants(self.pid, _UNKILLABLE_S)
-            self.process.send_signal(signal.SIGCONT)  # a stopped guardian could not reap them, and end
+            self.process.send_signal(signal.SIGCONT)  # a stopped guardian could not reap them
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_UNKILLABLE_S)
         with suppress(ProcessLookupError, PermissionError):
@@ -167,8 +163,8 @@ class ChildProcess:
 class AnsweringChild(ChildProcess):
     """Request-reply child: one line of JSON each way, one request at a time.
 
-    ``ask`` blocks and raises ChildTimeout or ChildDied. Another thread may ``kill`` it during a request. For
-    sandboxes of code, math-verify, the generator of reasoning-gym and the traits of an environment.
+    ``ask`` blocks and raises ChildTimeout or ChildDied. Another thread may ``kill`` it during a request. Used
+    for code sandboxes, math-verify, reasoning-gym's generator and environment traits.
     """
 
     def __init__(
@@ -178,7 +174,7 @@ class AnsweringChild(ChildProcess):
         directory: Path | None = None,
         quiet: bool = False,
     ) -> None:
-        """Start it in ``directory``; ``quiet`` hides what it writes to stderr."""
+        """Start it in ``directory``; ``quiet`` hides its stderr."""
         pipe, error = subprocess.PIPE, subprocess.DEVNULL if quiet else None
         super().__init__(
             command, environment, False, cwd=directory, stdin=pipe, stdout=pipe, stderr=error, bufsize=0
@@ -190,10 +186,8 @@ class AnsweringChild(ChildProcess):
             os.set_blocking(stream.fileno(), False)
 
     def ask(self, question: object, limit_s: float, watch: Callable[[], None] | None = None) -> Any:
-        """The reply to ``question``; ChildTimeout or ChildDied, after which the child must be closed.
-
-        ``watch`` is called every `WATCH_S` until the reply comes; what it raises ends the wait.
-        """
+        """Return the reply to ``question``. Raises ChildTimeout or ChildDied; the child must then be closed.
+        Calls ``watch`` every `WATCH_S` until the reply comes; its exceptions end the wait."""
         deadline = time.monotonic() + limit_s
         self._write(json.dumps(question).encode() + b"\n", deadline)
         line = self._read_line(deadline, watch)
@@ -203,7 +197,7 @@ class AnsweringChild(ChildProcess):
             raise ChildDied(f"it answered no JSON: {line[:200]!r}") from error
 
     def end_questions(self) -> None:
-        """Close its standard input, at which a child that waits for a request ends."""
+        """Close its standard input, which ends a child that waits for a request."""
         self._stdin.close()
 
     def _write(self, data: bytes, deadline: float) -> None:
@@ -252,17 +246,17 @@ class AnsweringChild(ChildProcess):
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Result of ``run_command``, as plain data: output, and how the command ended."""
+    """Result of ``run_command``: output, and how the command ended."""
 
     output: str
     errors: str
     ended: str
-    """Empty if it succeeded; else how it failed, e.g. `exit code 1` or `no end within 60 s`."""
+    """Empty on success, otherwise the failure, e.g. `exit code 1` or `no end within 60 s`."""
     code: int | None = None
-    """Exit code, negative for a signal; None if it was not started, or killed at the deadline."""
+    """Exit code, negative for a signal; None if not started or killed at the deadline."""
 
     def reason(self) -> str:
-        """Reason of a failure in one line: how it ended, with the last line of its stderr."""
+        """Return a failure in one line: how it ended, and the last line of its stderr."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         return f"{self.ended}: {lines[-1]}" if lines else self.ended
 
@@ -270,10 +264,10 @@ class CommandResult:
 def run_command(
     command: Sequence[str], deadline_s: float, environment: Mapping[str, str] | None = None
 ) -> CommandResult:
-    """Run ``command``; kill it and its descendants after ``deadline_s`` seconds. Never raises.
+    """Run ``command`` and return its result; kill it and its descendants after ``deadline_s``. Never raises.
 
-    ``environment``: None for this process's. Output goes through files: with pipes, a grandchild that keeps
-    one open would have to be waited for.
+    ``environment``: None for this process's. Output goes to files: a grandchild could keep a pipe open and
+    block.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -294,12 +288,12 @@ def run_command(
 
 
 def run_module(module: str, arguments: Sequence[str], deadline_s: float) -> CommandResult:
-    """``run_command`` of this interpreter with ``-m module``."""
+    """Call ``run_command`` with this interpreter and ``-m module``."""
     return run_command([sys.executable, "-m", module, *arguments], deadline_s)
 
 
 def exit_text(code: int) -> str:
-    """Exit code in words: `exit code 1`, or `signal SIGKILL` for -9."""
+    """Return an exit code in words: `exit code 1`, or `signal SIGKILL` for -9."""
     with suppress(ValueError):
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"
@@ -311,11 +305,10 @@ def _text(file: IO[bytes]) -> str:
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Call with a timeout, in a forked process: what ``work`` returns or raises; NoAnswer after ``limit_s``.
+    """Call ``work`` in a fork; return its result or raise its error, or NoAnswer after ``limit_s`` seconds.
 
-    ChildDied if the forked process ends without an answer. A thread that waits for a file system that hangs
-    could not be ended, and neither could its process. Result and error are pickled. ``work`` must need no
-    lock that another thread may hold.
+    Raises ChildDied if the fork ends without an answer. A thread that waits for a hanging file system could
+    not be ended. Result and error are pickled. ``work`` must need no lock that another thread may hold.
     """
     ours, theirs = Pipe(duplex=False)
     pid = os.fork()
@@ -331,10 +324,10 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             raise ChildDied(f"its process ended with {exit_text(code)}") from None
         except BaseException:
-            os.kill(pid, signal.SIGKILL)  # it ends when the file system lets it
+            os.kill(pid, signal.SIGKILL)  # ends once the file system lets it
             deadline = time.monotonic() + _ENDING_S
             while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
-                time.sleep(0.001)  # else each such call would leave a zombie while this process lives
+                time.sleep(0.001)  # otherwise each such call would leave a zombie
             raise
     os.waitpid(pid, 0)
     if not done:
@@ -343,12 +336,12 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def _work(pipe: Connection, work: Callable[[], Any]) -> None:
-    """Body of the forked process; it never returns."""
+    """Body of the forked process; never returns."""
     try:
         processes.die_with_parent()
         try:
             answer = pickle.dumps((True, work()))
-        except Exception as error:  # also of pickle: some values cannot travel
+        except Exception as error:  # also pickle's: some values cannot travel
             answer = pickle.dumps((False, error))
         pipe.send_bytes(answer)
     finally:
@@ -356,14 +349,14 @@ def _work(pipe: Connection, work: Callable[[], Any]) -> None:
 
 
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Launcher variables, which a command does not get: they would make it a rank that waits for the others."""
+"""Launcher variables withheld from commands, which they would turn into a waiting rank."""
 
 _TAIL_BYTES = 4096
 _MOST_REASON = 300
 
 
 def command_words(command: str) -> list[str]:
-    """The words of a command. ValueError if it has none, or an open quote."""
+    """Return a command's words. Raises ValueError if it has none, or an open quote."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -374,7 +367,7 @@ def command_words(command: str) -> list[str]:
 
 
 def missing_program(command: str) -> str | None:
-    """Problem of a command's program on this machine; None if it can be started."""
+    """Return the problem of a command's program on this machine; None if it can be started."""
     program = command_words(command)[0]
     if shutil.which(program) is not None:
         return None
@@ -384,16 +377,16 @@ def missing_program(command: str) -> str | None:
 
 
 class UserCommand:
-    """Running user command, in a session of its own, with its output in a log.
+    """Running user command in its own session, with its output in a log.
 
-    The constructor starts it and does not wait; poll or wait with ``wait``, then call ``close``. Its
-    descendants end with it, and all end with this process.
+    The constructor starts it without waiting; call ``wait`` to poll or wait, then ``close``. Its descendants
+    end with it, and all end with this process.
     """
 
     def __init__(
         self, words: list[str], about: Mapping[str, str], log: Path, stdin: bytes = b"", append: bool = False
     ) -> None:
-        """Start it. OSError if it cannot be started. ``about``: more environment variables for it."""
+        """Start it. Raises OSError on failure. ``about``: additional environment variables."""
         ours = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
@@ -405,11 +398,11 @@ class UserCommand:
             )
 
     def wait(self, limit_s: float) -> int | None:
-        """Its exit code; None if it still runs after ``limit_s`` seconds."""
+        """Return its exit code; None if it still runs after ``limit_s`` seconds."""
         return self._child.wait_end(limit_s)
 
     def failure(self, code: int | None, limit: str) -> str:
-        """Reason of a failure in one line: its exit (None: no end within ``limit``), and its last output."""
+        """Return a failure in one line: the exit (``code`` None: no end in ``limit``) and the last output."""
         ended = f"no end within {limit}" if code is None else exit_text(code)
         last = _last_line(self._log)
         return f"{ended}: {last}"[:_MOST_REASON] if last else ended

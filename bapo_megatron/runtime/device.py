@@ -1,10 +1,10 @@
-"""Device detection: CUDA or CPU, an error for an unusable GPU, and the choice of MKL's kernels.
+"""Device detection: CUDA or CPU, an error for an unusable GPU, environment variables, and MKL kernel
+selection.
 
-A machine whose torch cannot use its GPU (a driver too old for the wheels' CUDA, a container without its GPU
-hook, a CPU build of torch) would train on its CPU, correctly and a thousand times too slowly. So that is a
-ConfigError, unless ``BAPO_DEVICE=cpu`` asks for the CPU. ``prepare_device`` must be called before any import
-of torch; the functions here import it themselves, so that a help text needs none. Environment variables are
-read here, too.
+With an unusable GPU (an old driver, a container without its GPU hook, a CPU build of torch) a run would train
+on the CPU, correctly and a thousand times too slowly: that is a ConfigError unless ``BAPO_DEVICE=cpu`` asks
+for the CPU. Call ``prepare_device`` before any import of torch; functions here import it themselves, so help
+texts need no torch.
 """
 
 from __future__ import annotations
@@ -25,32 +25,30 @@ from pathlib import Path
 from bapo_megatron.errors import ConfigError
 
 DEVICE_VARIABLE = "BAPO_DEVICE"
-"""Environment variable; `cpu`: compute on the CPU, whatever the machine has."""
+"""Environment variable; `cpu` means computing on the CPU, whatever the machine has."""
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 GROWING_SEGMENTS = "expandable_segments:True"
 _KERNELS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variables with the folders of compiled kernels, and their names in the run's own folder."""
+"""Variables of compiled-kernel folders, and their names in the run's folder."""
 _FOLDER = "bapo-kernels-"
-"""The beginning of that folder's name."""
+"""Prefix of that folder's name."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NONE_VISIBLE = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES that hide every GPU; the last one is Slurm's."""
+"""Values of CUDA_VISIBLE_DEVICES that hide every GPU; the last is Slurm's."""
 _SLURM_GPUS = (
     *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE"),
     *("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"),
 )
-"""Slurm's variables with the GPUs of a job: counts, or lists of devices."""
+"""Slurm variables with a job's GPUs: counts or device lists."""
 _DEVICE_FILES = (Path("/dev"), "nvidia[0-9]*")
 _DRIVER_FILES = (Path("/proc/driver/nvidia/gpus"), "*")
-"""The kernel module's list of GPUs, which a container shows even where the devices were not passed to it."""
+"""The kernel module's GPU list, visible in containers even without the devices."""
 _NVIDIA_SMI_S = 20.0
 
 
 def uses_gpu() -> bool:
-    """Whether this process computes on a GPU.
-
-    ConfigError, with torch's reason, if this machine should have a GPU and torch cannot use it.
-    """
+    """Whether this process computes on a GPU. Raises ConfigError with torch's reason if this machine should
+    have a GPU and torch cannot use it."""
     if wants_cpu():
         return False
     import torch
@@ -63,7 +61,7 @@ def uses_gpu() -> bool:
 
 
 def gpu_problem() -> str | None:
-    """Why torch cannot use this machine's GPU, with the fix; None if it can, or if there is no GPU."""
+    """Return why torch cannot use this machine's GPU, with the fix; None if it can or there is no GPU."""
     signs = [] if wants_cpu() else list(gpu_signs())
     if not signs:
         return None
@@ -78,7 +76,7 @@ def gpu_problem() -> str | None:
 
 
 def has_apex() -> bool:
-    """Whether NVIDIA's apex is installed. PyPI has another package of that name, without optimizers."""
+    """Whether NVIDIA's apex is installed; PyPI has another package of that name, without optimizers."""
     try:
         spec = find_spec("apex")
     except (ImportError, ValueError):
@@ -90,20 +88,18 @@ def has_apex() -> bool:
 
 
 def environment_variable(name: str) -> str | None:
-    """Value of an environment variable; None where it is not set, or is set and empty, as scripts leave it.
-
-    Everything here reads its variables so, but for CUDA_VISIBLE_DEVICES: an empty one hides the GPUs.
-    """
+    """Return an environment variable; None if unset or empty, as scripts may leave it. All code here reads
+    variables this way, except CUDA_VISIBLE_DEVICES: an empty one hides the GPUs."""
     return os.environ.get(name) or None
 
 
 def set_default(name: str, value: str) -> None:
-    """Set an environment variable that is not set, or empty."""
+    """Set an environment variable that is unset or empty."""
     os.environ[name] = environment_variable(name) or value
 
 
 def wants_cpu() -> bool:
-    """Whether the environment asks for the CPU. ConfigError for an unknown device."""
+    """Whether the environment asks for the CPU. Raises ConfigError for an unknown device."""
     asked = environment_variable(DEVICE_VARIABLE)
     if asked not in (None, "cpu"):
         raise ConfigError(
@@ -113,23 +109,23 @@ def wants_cpu() -> bool:
 
 
 def should_have_gpu() -> bool:
-    """Whether this machine or job has GPUs to use, by ``gpu_signs`` alone, without torch."""
+    """Whether this machine or job has GPUs to use, by ``gpu_signs``, without torch."""
     return not wants_cpu() and any(gpu_signs())
 
 
 def prepare_device() -> None:
-    """Set the device's environment variables, for this process and its children, before torch is imported.
+    """Set the device's environment variables for this process and its children, before torch is imported.
 
-    With BAPO_DEVICE=cpu every GPU is hidden. Else torch's CUDA allocator gets expandable segments: packs of
-    changing length fragment fixed ones. And beside a GPU compiled kernels get folders on this machine: Triton
-    itself takes the home folder, which nodes share, and over a network file system ranks that compile at the
-    same time fail ("Stale file handle", triton issue 11512). A user's own settings stay; the run's is that of
-    another machine, where sbatch has handed on the environment of the one that submitted this job.
+    BAPO_DEVICE=cpu hides every GPU. Otherwise torch's CUDA allocator gets expandable segments, since packs of
+    varying length fragment fixed ones. With a GPU, compiled kernels get folders on this machine: Triton's
+    default is the home folder, which nodes share, and over a network file system ranks that compile at the
+    same time fail ("Stale file handle", triton issue 11512). User settings stay; folders set by a run on
+    another machine, passed on by sbatch, are replaced.
     """
     if wants_cpu():
         os.environ[_VISIBLE] = ""
         return
-    if environment_variable("PYTORCH_CUDA_ALLOC_CONF") is None:  # its name before torch 2.9
+    if environment_variable("PYTORCH_CUDA_ALLOC_CONF") is None:  # the name before torch 2.9
         set_default(ALLOCATOR_VARIABLE, GROWING_SEGMENTS)
     names = [name for name in _KERNELS if _FOLDER in (environment_variable(name) or _FOLDER)]
     for name in names:
@@ -139,10 +135,8 @@ def prepare_device() -> None:
 
 
 def _own_folder() -> str | None:
-    """A folder in TMPDIR of this user on this machine, for programs; None if it cannot hold any.
-
-    It must be the user's alone: what is in it is loaded into every rank.
-    """
+    """Return this user's program folder in TMPDIR on this machine; None if it cannot hold programs. Only the
+    user may write to it: every rank loads its content."""
     try:
         path = Path(tempfile.gettempdir(), f"{_FOLDER}{os.getuid()}-{socket.gethostname()}")
         path.mkdir(mode=0o700, exist_ok=True)
@@ -154,10 +148,10 @@ def _own_folder() -> str | None:
 
 
 def gpu_signs(asks_driver: bool = True) -> Iterator[str]:
-    """Evidence, in words, that this machine has a GPU or that this job asked for one.
+    """Yield evidence, in words, that this machine has a GPU or this job asked for one.
 
-    An empty CUDA_VISIBLE_DEVICES, or -1, hides the machine's GPUs on purpose. The Slurm variables of a job
-    that asked for GPUs count all the same. ``asks_driver``: by nvidia-smi, too, which may take seconds.
+    An empty or -1 CUDA_VISIBLE_DEVICES hides the machine's GPUs on purpose, but not Slurm variables of a job
+    that asked for GPUs. ``asks_driver``: also call nvidia-smi, which may take seconds.
     """
     yield from _signs_of_job(os.environ)
     visible = os.environ.get(_VISIBLE)
@@ -175,13 +169,13 @@ def gpu_signs(asks_driver: bool = True) -> Iterator[str]:
 def _signs_of_job(environment: Mapping[str, str]) -> Iterator[str]:
     for name in _SLURM_GPUS:
         value = environment.get(name, "")
-        if value.rpartition(":")[2] not in ("", "0"):  # also a type and a count, as in h100:8
+        if value.rpartition(":")[2] not in ("", "0"):  # may be a type and a count, as in h100:8
             yield f"{name}={value}"
 
 
 @cache
 def driver_gpus() -> tuple[str, ...]:
-    """Names of the GPUs that the driver lists; none where there is no driver, or it does not answer."""
+    """Return the names of the driver's GPUs; () without a driver or an answer."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return ()
@@ -194,12 +188,12 @@ def driver_gpus() -> tuple[str, ...]:
 
 
 def _torch_reason() -> str:
-    """Torch's error when CUDA is initialized, in one line."""
+    """Return torch's error on CUDA initialization, in one line."""
     import torch
 
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    except Exception as error:  # AssertionError of a CPU build, RuntimeError of the driver
+    except Exception as error:  # AssertionError from a CPU build, RuntimeError from the driver
         return " ".join(str(error).split()).rstrip(".")
     return "it counts no device"
 
@@ -215,27 +209,25 @@ def _fix(cuda: str | None) -> str:
 
 
 def choose_vector_kernels() -> None:
-    """Warm up MKL's vector functions on one thread, which makes their results reproducible.
+    """Call MKL's vector functions on one thread first, which makes their results reproducible.
 
-    Called where a model runs on a CPU, before the first forward pass. MKL chooses a function's kernel at the
-    first call. When several threads made that call at once, one of them now and then got a less exact kernel:
-    the RoPE cosines of half a pack were off by up to 1.5e-4, in the first forward pass of about one process
-    in ten, and the run was not reproducible.
+    Called before the first forward pass on a CPU. MKL chooses a function's kernel at its first call; with
+    several threads in that call, one sometimes got a less exact kernel: the RoPE cosines of half a pack were
+    off by up to 1.5e-4, in the first forward pass of about one process in ten, so runs were not reproducible.
     """
     import torch
 
-    values = torch.linspace(0.1, 1.0, 64)  # too few to be split between threads
+    values = torch.linspace(0.1, 1.0, 64)  # too few to split between threads
     for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.tanh):
         function(values)
 
 
 def silence_libraries() -> None:
-    """Suppression of library warnings about what a CPU machine lacks; every process calls it once, at its
-    start."""
+    """Suppress library warnings about what a CPU machine lacks; every process calls it once, at its start."""
     set_default("HF_HUB_OFFLINE", "1")
     set_default("TOKENIZERS_PARALLELISM", "false")
-    set_default("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve their neighbours
+    set_default("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve their neighbours
     for module in ("megatron", "torch", "transformers", "bapo_megatron.policy.device"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
-    for module in ("megatron", "torch.multiprocessing.spawn"):  # the latter tells of each process it ends
+    for module in ("megatron", "torch.multiprocessing.spawn"):  # the latter reports each process it ends
         logging.getLogger(module).setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""torch.distributed: ranks of torchrun or srun, or started here; process groups; object collectives.
+"""torch.distributed: ranks from torchrun, srun or this process; process groups; object collectives.
 
-A command calls ``launched_world_size``; None means that it starts the ranks itself, by ``run_processes``.
-Each rank then opens ``process_group``. The object collectives at the end (``broadcast_from_main``,
-``all_gather``, ``on_all_ranks``, ...) pickle their values, and every rank must call them in the same order.
+A command calls ``launched_world_size``; on None it starts the ranks itself by ``run_processes``. Each rank
+then opens ``process_group``. The object collectives (``broadcast_from_main``, ``all_gather``,
+``on_all_ranks``, ...) pickle their values, and all ranks must call them in the same order.
 """
 
 from __future__ import annotations
@@ -48,17 +48,16 @@ T = TypeVar("T")
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LISTENERS_PORTS = range(10_000, 25_000)
 _RANDOM = random.SystemRandom()
-"""Unseeded: forked processes, and runs of one seed, would all try the same ports."""
+"""Unseeded: forked processes and runs with equal seeds would try the same ports."""
 _GRACE_S = 10.0
-"""Seconds for the other ranks to report their reasons, once one rank has failed."""
+"""Seconds for other ranks to report their reasons after one has failed."""
 
 
 def launched_world_size() -> int | None:
-    """World size of the launcher, torchrun or srun; None outside a launcher.
+    """Return the world size under a launcher, torchrun or srun; None without one.
 
-    Under srun, torchrun's variables that are not set are filled in from Slurm's. A step of one task (the
-    shell of an interactive job) is not a launcher, and neither is a batch script, which has a SLURM_PROCID
-    but no step.
+    Under srun, sets missing torchrun variables from Slurm's. A step of one task (an interactive shell) is no
+    launcher, and neither is a batch script, which has a SLURM_PROCID but no step.
     """
     has_rank = environment_variable("RANK") is not None and not _has_rank_of_pyxis()
     if not has_rank and int(environment_variable("SLURM_STEP_NUM_TASKS") or 1) > 1:
@@ -76,13 +75,13 @@ def launched_world_size() -> int | None:
 
 
 def _has_rank_of_pyxis() -> bool:
-    """Whether RANK is pyxis's, which sets RANK and LOCAL_RANK alone, for images with a PYTORCH_VERSION."""
+    """Whether pyxis set RANK: for images with PYTORCH_VERSION it sets only RANK and LOCAL_RANK."""
     alone = environment_variable("PYTORCH_VERSION") is not None and environment_variable("WORLD_SIZE") is None
     return alone and environment_variable("RANK") == environment_variable("SLURM_PROCID")
 
 
 def _from_slurm() -> dict[str, str]:
-    """torchrun's variables for this task of an srun step; MASTER_ADDR is the first node of the step."""
+    """Return torchrun's variables for this task of an srun step; MASTER_ADDR is the step's first node."""
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID")
     if missing := [name for name in needed if environment_variable(name) is None]:
         raise ConfigError(f"{', '.join(missing)} of this Slurm step is not set: start the run with srun")
@@ -98,13 +97,13 @@ def _from_slurm() -> dict[str, str]:
         "LOCAL_RANK": os.environ["SLURM_LOCALID"],
         "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
         "MASTER_ADDR": nodes[0],
-        # By job: jobs that share a node need different ports.
+        # by job: jobs on one node need different ports
         "MASTER_PORT": str(20000 + int(os.environ["SLURM_JOB_ID"]) % 10000),
     }
 
 
 def _tasks_of_node(tasks: str, node: int) -> int | None:
-    """Number of tasks of a step on its ``node``-th node; ``tasks`` is Slurm's list, such as ``4(x2),3``."""
+    """Return the number of tasks on a step's ``node``-th node; ``tasks`` is a Slurm list, ``4(x2),3``."""
     counts: list[int] = []
     for entry in tasks.split(","):
         count, _, times = entry.partition("(x")
@@ -113,21 +112,18 @@ def _tasks_of_node(tasks: str, node: int) -> int | None:
 
 
 def _nodes_of_step() -> list[str]:
-    """Names of the nodes of this Slurm step. KeyError outside Slurm, ValueError for a list that is none."""
+    """Return this Slurm step's nodes. Raises KeyError outside Slurm, ValueError for an invalid list."""
     return expand_nodes(os.environ["SLURM_STEP_NODELIST"])
 
 
 def expand_nodes(nodes: str) -> list[str]:
-    """The names in Slurm's list of nodes, e.g. ``gpu[07-08,11],login1``, in its order. ValueError if it is
-    none.
-
-    As `scontrol show hostnames` prints them, which a container does not have.
-    """
+    """Return the names in a Slurm node list, e.g. ``gpu[07-08,11],login1``, in order, as `scontrol show
+    hostnames` does, which containers lack. Raises ValueError for an invalid list."""
     if not re.fullmatch(r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]|(?<=[^,]),(?=[^,]))+", nodes):
         raise ValueError(f"{nodes!r} is not a list of nodes")
     names: list[str] = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        # Text and bracket alternate: "gpu", "07-08,11", "".
+        # text and brackets alternate: "gpu", "07-08,11", ""
         choices = [
             _numbers(part) if place % 2 else [part] for place, part in enumerate(re.split(r"[\[\]]", word))
         ]
@@ -136,7 +132,7 @@ def expand_nodes(nodes: str) -> list[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """``07-09,12`` as 07, 08, 09, 12."""
+    """Expand ``07-09,12`` to 07, 08, 09, 12."""
     numbers: list[str] = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
@@ -151,13 +147,13 @@ def run_processes(
     apart: bool = False,
     heeding: bool = False,
 ) -> None:
-    """Start ``world_size`` ranks of ``worker(*args)`` on this machine; raise, and end all, if one fails.
+    """Run ``world_size`` ranks of ``worker(*args)`` on this machine; if one fails, end all and raise.
 
-    A single rank runs in this process, unless ``apart``: a process that has run a model keeps threads that a
-    later fork would lose, and memory of its GPU. More ranks are forked on a CPU (imports are shared) and
-    spawned with CUDA, whose context does not survive a fork. Returns when all ranks have ended; SystemExit
-    with the exit code of a rank that ended with a reason. ``heeding``: the worker handles the signals to stop
-    as soon as it has begun, so a rank that one of them kills was still starting.
+    A single rank runs in this process unless ``apart``: a process that has run a model keeps GPU memory, and
+    threads that a later fork would lose. Several ranks are forked on a CPU (sharing imports) and spawned with
+    CUDA, whose context does not survive a fork. Returns when all have ended; raises SystemExit with the exit
+    code of a rank that ended with a reason. ``heeding``: the worker handles stop signals from its beginning,
+    so a rank killed by one was still starting.
     """
     environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if world_size == 1 and not apart:
@@ -173,13 +169,13 @@ def run_processes(
             while not started.join(grace_period=_GRACE_S):
                 pass
     except (ProcessExitedException, ProcessRaisedException) as failure:
-        # A rank that failed because another one ended may be seen first: an exit code with a reason wins.
+        # A rank that failed because of another may be seen first: an exit code with a reason wins.
         if known := {process.exitcode for process in started.processes} & {2, 3, 4, 85}:
             sys.exit(min(known))
         if isinstance(failure, ProcessRaisedException):
             raise
         if failure.exit_code >= 0:
-            sys.exit(failure.exit_code)  # it has printed the reason
+            sys.exit(failure.exit_code)  # the rank has printed the reason
         if heeding and -failure.exit_code in SIGNALS:
             print("stopped: told to stop before the run began", file=sys.stderr, flush=True)
             sys.exit(85)
@@ -194,8 +190,8 @@ def run_processes(
 def _entry(
     rank: int, worker: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]
 ) -> None:
-    die_with_parent()  # torch asks for SIGINT, which a command started by nohup ignores
-    silence_libraries()  # a forked rank inherits it, a spawned one does not
+    die_with_parent()  # torch uses SIGINT, which nohup's children ignore
+    silence_libraries()  # a spawned rank does not inherit it
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     try:
@@ -225,13 +221,13 @@ def _terminate(processes: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
-    """Context manager: the default process group of torch.distributed, from torchrun's variables. Collective.
+    """Context manager: torch.distributed's default process group, from torchrun's variables. Collective.
 
-    After an error of this rank alone NCCL's groups are not destroyed: the process reports the error and exits
-    at once, and the launcher ends the other ranks.
+    After an error of this rank alone NCCL groups are not destroyed: the process reports the error and exits
+    immediately, and the launcher ends the other ranks.
     """
-    # gloo connects every two members of every group that is made later, megatron's included: 600 descriptors
-    # of a rank among 128, before NCCL opens its own.
+    # gloo connects all pairs of members in each later group, megatron's included: 600 descriptors on a rank
+    # among 128, before NCCL's own.
     allow_open_files()
     if interface := gloo_interface():
         set_default(_GLOO_INTERFACE, interface)
@@ -247,7 +243,7 @@ def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # NCCL destroys a group only after its pending work, and peers that saw no error never do their part.
+        # NCCL destroys a group only after its pending work, in which peers without an error never take part.
         if "nccl" in backend and dist.get_world_size() > 1 and not is_raised_on_all_ranks(error):
             skip_teardown()
         else:
@@ -257,10 +253,10 @@ def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
 
 
 def bound_store(address: str, port: int, world_size: int | None, timeout: timedelta) -> TCPStore:
-    """TCPStore server that listens on ``address`` alone; torch's own listens on every interface.
+    """Return a TCPStore server that listens only on ``address``; torch's own listens on every interface.
 
-    A host name that resolves to a loopback address, as the own name does on many clusters, is left to torch:
-    other machines could not reach it. ``port`` 0: a free one. RuntimeError if it cannot listen.
+    A host name with a loopback address, as a machine's own name has on many clusters, is left to torch: other
+    machines could not reach it. ``port`` 0: a free one. Raises RuntimeError if it cannot listen.
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -270,7 +266,7 @@ def bound_store(address: str, port: int, world_size: int | None, timeout: timede
         listener = socket.create_server(place[:2], family=family, backlog=4096)
     except OSError as error:
         raise RuntimeError(f"cannot listen at {address}:{port}: {error}") from error
-    bound, descriptor = int(listener.getsockname()[1]), listener.detach()  # torch closes it
+    bound, descriptor = int(listener.getsockname()[1]), listener.detach()  # torch closes the descriptor
     return TCPStore(
         address,
         bound,
@@ -283,7 +279,7 @@ def bound_store(address: str, port: int, world_size: int | None, timeout: timede
 
 
 def _meets_on_loopback() -> bool:
-    """Whether the rendezvous is on this machine, and no launcher has made its store already."""
+    """Whether the rendezvous is on this machine and no launcher has created its store."""
     return (
         environment_variable("MASTER_ADDR") in LOOPBACK
         and environment_variable("TORCHELASTIC_USE_AGENT_STORE") is None
@@ -291,11 +287,11 @@ def _meets_on_loopback() -> bool:
 
 
 def gloo_interface() -> str | None:
-    """Network interface for gloo that reaches the run's other nodes; None if gloo's own choice may stay.
+    """Return the network interface for gloo that reaches the run's other nodes; None to keep gloo's choice.
 
-    gloo takes the interface of this machine's own name, on many clusters 127.0.1.1 or a slow network. The
-    kernel is asked for the source address on the route to MASTER_ADDR; on that node itself, on the route to
-    another node of the Slurm step. None on one node, or where only loopback is found.
+    gloo uses the interface of this machine's name, on many clusters 127.0.1.1 or a slow network. This asks
+    the kernel for the source address on the route to MASTER_ADDR or, on that node, to another node of the
+    Slurm step. None on one node, or if only loopback is found.
     """
     if environment_variable(_GLOO_INTERFACE) or not _has_several_nodes():
         return None
@@ -319,7 +315,7 @@ def _other_nodes() -> list[str]:
 
 
 def _address_towards(host: str) -> str | None:
-    """This machine's IPv4 source address on the route to ``host``. Connecting a UDP socket sends nothing."""
+    """Return this machine's IPv4 source address on the route to ``host``; a UDP connect sends nothing."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
@@ -334,38 +330,36 @@ def _interface_of(address: str) -> str | None:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0."""
+    """Whether this process is rank 0."""
     return dist.get_rank() == 0
 
 
 def broadcast_from_main(value: T | None) -> T:
-    """Rank 0's ``value`` on every rank. Collective."""
+    """Return rank 0's ``value`` on every rank. Collective."""
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]  # type: ignore[return-value]
 
 
 def all_gather(value: T) -> list[T]:
-    """Every rank's ``value`` in rank order, on every rank. Collective."""
+    """Return every rank's ``value`` in rank order, on every rank. Collective."""
     boxes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(boxes, value)
     return boxes
 
 
 def barrier() -> None:
-    """Wait until every rank has come here. Collective."""
+    """Wait until every rank has called this. Collective."""
     all_gather(None)
 
 
 def on_all_ranks(call: Callable[[], T]) -> list[T]:
-    """Run ``call`` on all ranks, and raise on all if one fails; its results in rank order. Collective.
-
-    The failing rank raises its own error, the others one of the same kind that names the rank.
-    """
+    """Run ``call`` on all ranks; return its results in rank order, or raise on all if one fails. Collective.
+    The failing rank raises its own error, the others a similar one that names the rank."""
     result, failure, own = None, None, None
     try:
         result = call()
-    except Exception as error:  # the other ranks wait for this one
+    except Exception as error:  # the other ranks wait for the outcome
         kind = next((kind for kind in (ConfigError, StorageFailed) if isinstance(error, kind)), RunStopped)
         own, failure = error, (kind, str(error) or repr(error))
     outcomes = all_gather((result, failure))
@@ -378,18 +372,15 @@ def on_all_ranks(call: Callable[[], T]) -> list[T]:
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's ``value`` in rank order, on rank 0; nothing elsewhere. Collective."""
+    """Return every rank's ``value`` in rank order on rank 0, [] elsewhere. Collective."""
     boxes: list[Any] | None = [None] * dist.get_world_size() if is_main() else None
     dist.gather_object(value, boxes)
     return boxes or []
 
 
 def free_port() -> int:
-    """Free TCP port below the ephemeral range: no outgoing connection takes it before its user listens.
-
-    The kernel takes the ports of outgoing connections from 32768 on (ip_local_port_range). OSError if none is
-    found.
-    """
+    """Return a free TCP port below the ephemeral range, so no outgoing connection takes it before its user.
+    The kernel takes outgoing ports from 32768 on (ip_local_port_range). Raises OSError if none is found."""
     for port in _RANDOM.sample(_LISTENERS_PORTS, 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,7 +1,7 @@
 """Loader of a user's function or class by its dotted path, ``package.module:name``.
 
-It imports the module, so the user's code runs. ConfigError if there is no such module or name. For
-`algorithm.loss`, `reward.function` and `rollout.engine`.
+Importing the module runs the user's code. Raises ConfigError if module or name is missing. Used for
+`algorithm.loss`, `reward.function` and `rollout.engine`, among others.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from typing import Any
 from bapo_megatron.errors import ConfigError
 
 _MOST_NAMES = 8
-"""Names that a message lists."""
+"""Most names listed in a message."""
 
 
 def load_dotted_path(field: str, path: str, kind: str, written: str = "") -> Any:
-    """The object that ``path`` names. ConfigError, with the ``field``, if it cannot be imported.
+    """Import and return the object ``path``. Raises ConfigError, with the ``field``, on failure.
 
-    Modules in the present directory are found, however the program was started. ``kind``: `function` or
-    `class`, for the message, which lists those that the module defines, the most similar first. ``written``:
-    the path as the user has written it, if another.
+    Always searches the current directory, too. ``kind``: `function` or `class`, for the message, which lists
+    those in the module, the most similar first. ``written``: the path as the user wrote it, if different.
     """
     shown = f"{field}={written or path}"
     module_name, _, name = path.partition(":")
@@ -39,7 +38,7 @@ def load_dotted_path(field: str, path: str, kind: str, written: str = "") -> Any
         sys.path.append(os.getcwd())
     try:
         module: Any = importlib.import_module(module_name)
-    except Exception as error:  # a module raises what it likes
+    except Exception as error:  # a module may raise anything
         raise ConfigError(
             f"{shown}: importing {module_name} failed with {error!r}; mend the module, or "
             f"start where it can be found (the present directory and PYTHONPATH are searched)"
@@ -53,7 +52,7 @@ def load_dotted_path(field: str, path: str, kind: str, written: str = "") -> Any
 
 
 def _defined(module: Any, kind: str, like: str) -> list[str]:
-    """Public functions or classes that a module defines itself, the names most similar to ``like`` first."""
+    """Return a module's own public functions or classes, the names most similar to ``like`` first."""
     is_kind = inspect.isclass if kind == "class" else inspect.isfunction
     names = [
         name

@@ -1,7 +1,7 @@
-"""Table of event kinds in RUN/events.jsonl: meaning, shown as trouble by `bapo status`, sent by `on_event`.
+"""Event kinds in RUN/events.jsonl: meaning, shown as an error by `bapo status`, sent by `on_event`.
 
-Whoever writes an event takes a kind from here. A kind that is missing is written all the same; it is neither
-shown nor sent. A test holds this table to the kinds that the program and the job's shell write.
+Writers of events take their kinds from here; an unlisted kind is written, but neither shown nor sent. A test
+compares the table with the kinds that the program and the job's shell write.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from bapo_megatron.errors import printable
 
 MOST_TEXT = 1000
-"""Most characters of an event's text: chat services cut longer ones."""
+"""Most characters of an event's text; chat services cut longer ones."""
 
 
 @dataclass(frozen=True)
 class EventKind:
-    """Entry of the table of event kinds, as plain data: meaning, and where such events are shown or sent."""
+    """Meaning of an event kind, and where its events are shown or sent."""
 
     meaning: str
     is_trouble: bool = False
-    """Whether `bapo status` shows it as the run's last error."""
+    """Whether `bapo status` shows it as the last error."""
     is_sent: bool = False
     """Whether `logging.on_event` sends it."""
 
@@ -40,7 +40,7 @@ def _trouble(meaning: str) -> EventKind:
 
 
 EVENT_KINDS = {
-    # the run's beginning and its end
+    # the run's start and end
     "start": _news("the run begins"),
     "resume": _news("the run continues from a checkpoint"),
     "done": _news("all steps are made and exported"),
@@ -130,17 +130,15 @@ EVENT_KINDS = {
 }
 
 BEGINNINGS = ("start", "resume")
-"""The kinds of a run's first event; one of ``ENDS`` follows, unless the run is killed."""
+"""Kinds of a run's first event; one of ``ENDS`` follows unless the run is killed."""
 
 ENDS = ("done", "preempted", "stopped", "failed")
-"""The kinds of a run's last event."""
+"""Kinds of a run's last event."""
 
 
 def last_turn(newest_first: Iterable[dict[str, Any]]) -> str | None:
-    """Kind of a run's last beginning or end among its events, one of ``BEGINNINGS`` or ``ENDS``.
-
-    A beginning: the run continues, or was killed. None if the events have neither.
-    """
+    """Return the last kind among ``BEGINNINGS`` and ``ENDS`` in a run's events; None if there is none. A
+    beginning means that the run is active or was killed."""
     kinds = (row.get("kind") for row in newest_first)
     return next((str(kind) for kind in kinds if kind in (*BEGINNINGS, *ENDS)), None)
 
@@ -149,23 +147,23 @@ _WORDS = ("reason", "cause", "why", "message", "engine", "server", "nodes")
 
 
 def is_trouble(event: dict[str, Any]) -> bool:
-    """Whether `bapo status` shows an event of this kind as the run's last error."""
+    """Whether `bapo status` shows this kind of event as the last error."""
     return str(event.get("kind")) in EVENT_KINDS and EVENT_KINDS[str(event["kind"])].is_trouble
 
 
 def is_sent(event: dict[str, Any]) -> bool:
-    """Whether `logging.on_event` sends an event of this kind."""
+    """Whether `logging.on_event` sends this kind of event."""
     return str(event.get("kind")) in EVENT_KINDS and EVENT_KINDS[str(event["kind"])].is_sent
 
 
 def event_text(event: dict[str, Any]) -> str:
-    """One-line text of an event: its kind, and its reason, message, engine or server."""
+    """Return an event as one line: its kind, and its reason, message, engine or server."""
     told = [str(event[name]) for name in _WORDS if event.get(name) not in (None, "")]
     return " ".join(": ".join([str(event["kind"]).replace("_", " "), *told]).split())
 
 
 def sent_text(run: str, event: dict[str, Any], count: int) -> str:
-    """Chat message of an event: the run, the event, and how many of its kind it stands for."""
+    """Return an event's chat message: the run, the event, and how many of its kind it stands for."""
     step = f" (step {event['step']})" if isinstance(event.get("step"), int) else ""
     more = f" [{count} of them]" if count > 1 else ""
     return printable(f"{run}: {event_text(event)}{step}{more}")[:MOST_TEXT]

@@ -1,17 +1,16 @@
-"""Event sender process: tails RUN/events.jsonl and sends events to the targets of `logging.on_event`; stalls.
+"""Event sender process: tails RUN/events.jsonl, sends events to `logging.on_event` targets, detects stalls.
 
     python -m bapo_megatron.runtime.event_sender PID
 
-Rank 0 starts it (``trainer/records/recorder.py``). It resumes where the process before it stopped, so it also
-sends the events that the job's shell wrote between two starts. It is a process of its own: it reports a run
-that hangs as `stalled` and a killed one as `failed`, and a target that hangs delays no step. Each target has
-an outbox, in which events queue, with retries and backoff, until it takes them. No torch.
+Rank 0 starts it (``trainer/records/recorder.py``). It resumes where its predecessor stopped, and so also
+sends events that the job's shell wrote between two starts. As a separate process it can report a hanging run
+as `stalled` and a killed one as `failed`, and a hanging target delays no step. Each target has an outbox,
+where events queue, with retries and backoff, until accepted. No torch.
 
-Standard input: the ``SenderSettings`` as a line of JSON; then, when the run has ended, the seconds that its
-queued events may take. If the pipe closes without that line, the run was killed.
+Standard input: the ``SenderSettings`` as a line of JSON; at the run's end, the seconds left for queued
+events. If the pipe closes without that second line, the run was killed.
 
-Whether a run makes progress follows from the modification times of its files (``read_progress``), also for
-`bapo status` in another process.
+Progress is judged by the modification times of the run's files (``read_progress``), also in `bapo status`.
 """
 
 from __future__ import annotations
@@ -40,26 +39,26 @@ from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row, r
 from bapo_megatron.runtime.run_paths import RunPaths
 
 QUIET_S = 60.0
-"""Rate limit: for so many seconds after a message, events of its kind are held, and then sent as one."""
+"""Rate limit: for this many seconds after a message, events of its kind are held and then sent as one."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0
 
 Send = Callable[[dict[str, Any], int], None]
-"""Sends an event and the number of events of its kind that it stands for; Refused if it is not taken."""
+"""Sends an event and the number of events of its kind that it stands for; raises Refused if not accepted."""
 
 
 @dataclass
 class _Queued:
     event: dict[str, Any]
-    """The newest."""
+    """Newest event of the kind."""
     begin: int
-    """Byte offset in events.jsonl of the oldest one's line."""
+    """Byte offset in events.jsonl of the oldest event's line."""
     count: int = 1
 
 
 class Outbox:
-    """Queue of events for one target, at most one message of each kind, however long the target is down.
+    """Event queue of one target: at most one message per kind, however long the target is down.
 
-    ``deliver`` is called again and again, and blocks while it sends; a failed send stays queued, and is due
+    ``deliver`` is called repeatedly, and blocks while it sends. A failed send stays queued and is retried
     after 5 s, then twice as long each time, at most 300 s.
     """
 
@@ -70,7 +69,7 @@ class Outbox:
         self._failures: dict[str, int] = {}
 
     def add(self, event: dict[str, Any], begin: int) -> None:
-        """Queue an event, whose line begins at the byte ``begin`` of events.jsonl."""
+        """Queue an event; its line begins at byte ``begin`` of events.jsonl."""
         kind = str(event["kind"])
         if queued := self._queued.get(kind):
             queued.event, queued.count = event, queued.count + 1
@@ -78,7 +77,7 @@ class Outbox:
             self._queued[kind] = _Queued(event, begin)
 
     def position(self, read: int) -> int:
-        """Resume offset in events.jsonl, read up to ``read``: before the oldest queued event."""
+        """Return the resume offset in events.jsonl: the oldest queued event's, or ``read`` without one."""
         return min((queued.begin for queued in self._queued.values()), default=read)
 
     def is_empty(self) -> bool:
@@ -89,10 +88,8 @@ class Outbox:
         return bool(self._failures)
 
     def deliver(self, now: float, at_once: bool = False) -> str | None:
-        """Send the events that are due, oldest first; ``at_once``: all of them. Blocks while it sends.
-
-        Returns the reason of a failure, if it is the first since a success; a failed send raises nothing.
-        """
+        """Send due events (``at_once``: all), oldest first; blocks meanwhile. Never raises Refused. Returns
+        the reason of a failure if it is the first since a success."""
         was_failing, reason = any(self._failures.values()), None
         for kind, queued in sorted(self._queued.items(), key=lambda item: item[1].begin):
             if not at_once and now < self._not_before.get(kind, now):
@@ -117,31 +114,31 @@ _STEPS = 10
 
 @dataclass(frozen=True)
 class Patience:
-    """Stall limit of a run, as plain data from its configuration: the longest silence that is not a stall."""
+    """Stall limit of a run: the longest silence that does not count as a stall."""
 
     steps: int
-    """Steps of the whole run. After the last one there is no limit."""
+    """Steps of the whole run; after the last there is no limit."""
     evaluate_every: int
-    """Steps between evaluations; 0 for none. One may take an hour."""
+    """Steps between evaluations, which may take an hour; 0 for none."""
     stalled_minutes: float | None
-    """The limit. None: three times the longest of the last ten steps, and at least ten minutes; an hour
-    before the first step, which loads and compiles."""
+    """Stall limit. None: three times the longest of the last ten steps, at least ten minutes; an hour before
+    the first step, which loads and compiles."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run, as plain data: its last sign of life, in seconds since 1970, and its step times."""
+    """Progress of a run: its last sign of life, in seconds since 1970, and its step times."""
 
     at: float
     step: int
     longest_step_s: float | None
 
     def silent_s(self, begun: float, now: float) -> float:
-        """Seconds since the last sign of life, or the start at ``begun``; all by the clock of the files."""
+        """Return seconds since the last sign of life or the start at ``begun``, all by the files' clock."""
         return now - max(self.at, begun)
 
     def is_stalled(self, patience: Patience, begun: float, now: float) -> bool:
-        """Whether the run has been silent for longer than its limit."""
+        """Whether the run has been silent longer than its limit."""
         return self.step < patience.steps and self.silent_s(begun, now) > self._limit_s(patience)
 
     def _limit_s(self, patience: Patience) -> float:
@@ -155,10 +152,8 @@ class Progress:
 
 
 def read_progress(run: Path) -> Progress:
-    """The progress of the run in the directory ``run``, now.
-
-    Signs of life are writes of steps, updates, evaluations, checkpoints, exports and the sampler's journal.
-    """
+    """Return the current progress of ``run``. Signs of life are writes of steps, updates, evaluations,
+    checkpoints, exports and the sampler's journal."""
     paths = RunPaths(run)
     logs = sorted(paths.journal.glob("segments-*.log"))[-1:]  # a growing file does not touch its folder
     signs = [paths.metrics, paths.updates, paths.evaluations, *logs]
@@ -178,25 +173,24 @@ def _time(path: Path) -> float:
 
 _POLL_S = 1.0
 _PROGRESS_S = 15.0
-"""Seconds between two checks of the run's progress, at most."""
+"""Longest interval between two progress checks, seconds."""
 _KILLED_S = 10.0
-"""Seconds for queued events after the run was killed: so long this process outlives it."""
+"""How long this process outlives a killed run to send queued events, seconds."""
 _BLOCK = 1 << 20
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Slurm gives these to every process of a job, whatever its session: they are for the run, whose end this
-process is to tell."""
+"""Slurm sends these to every process of a job; this process must survive to report the run's end."""
 
 
 @dataclass(frozen=True)
 class SenderSettings:
-    """Settings of a run's event sender, plain data that the run sends to it as a line of JSON."""
+    """Settings of a run's event sender, received as a line of JSON."""
 
     run_dir: str
     name: str
     targets: tuple[str, ...]
     offset: int
-    """Size of events.jsonl at the start: a new target is sent nothing older."""
+    """Size of events.jsonl at the start; a new target receives nothing older."""
     steps: int
     evaluate_every: int
     stalled_minutes: float | None
@@ -210,10 +204,10 @@ class SenderSettings:
 
 
 class EventSender:
-    """Event sender of one run, in its own process: queues and sends events to each target, detects stalls.
+    """Event sender of one run: queues events, sends them to each target, and detects stalls.
 
-    ``work`` calls its methods in turn, each blocking. A failed send is repeated. RUN/on_event.json keeps how
-    far each target is: after a kill an event may be sent twice. Events of one kind that wait are sent as one,
+    ``work`` calls its methods in turn; each blocks. Failed sends are repeated. RUN/on_event.json stores each
+    target's position, so after a kill an event may be sent twice. Waiting events of one kind are sent as one,
     with their count.
     """
 
@@ -227,50 +221,50 @@ class EventSender:
         self._positions = [stored.get(key, order.offset) for key in self._keys]
         self._read = min(self._positions)
         self._has_ended = False
-        """Whether the run has told its end: what follows is the wait for its boards."""
+        """Whether the run has reported its end; after that it only waits for its boards."""
         self._begun = file_time(self._paths.root)
         self._stalled_at: float | None = None
         minutes = order.stalled_minutes
         self.progress_every_s = _PROGRESS_S if minutes is None else min(_PROGRESS_S, 15 * minutes)
-        """Seconds between two calls of ``check_progress``."""
+        """Interval of ``check_progress`` calls, seconds."""
 
     def read(self) -> None:
-        """Queue the events that were written since the last call; none while the file system fails."""
+        """Queue events written since the last call; none while the file system fails."""
         with suppress(OSError), self._paths.events.open("rb") as file:
             if file.seek(0, os.SEEK_END) < self._read:
-                self._read, self._positions = 0, [0 for _ in self._positions]  # shorter: another file
+                self._read, self._positions = 0, [0 for _ in self._positions]  # shorter: a new file
             file.seek(self._read)
             block = file.read(_BLOCK)
             if b"\n" not in block and len(block) == _BLOCK:
-                self._read += len(block)  # a line longer than any event
-            for line in block.split(b"\n")[:-1]:  # a damaged line may hold a carriage return
+                self._read += len(block)  # longer than any event
+            for line in block.split(b"\n")[:-1]:  # a damaged line may contain a carriage return
                 self._take(line, self._read)
                 self._read += len(line) + 1
 
     def deliver(self, at_once: bool = False) -> bool:
-        """Send the events that are due, and store each target's resume offset; whether some are queued."""
+        """Send due events and store each target's resume offset; return whether any are queued."""
         pairs = zip(self._order.targets, self._boxes, strict=True)
-        for target, box in sorted(pairs, key=lambda pair: pair[1].is_failing()):  # those that work first
+        for target, box in sorted(pairs, key=lambda pair: pair[1].is_failing()):  # working targets first
             if reason := box.deliver(time.monotonic(), at_once):
                 print(f"{shown(target)}: {reason}", file=sys.stderr, flush=True)
                 self._note("on_event_failed", target=shown(target), reason=reason)
-        # After the sends, never before: a kill between them sends an event twice, and loses none.
+        # After the sends: a kill in between sends an event twice but loses none.
         positions = [box.position(self._read) for box in self._boxes]
         if positions != self._positions:
             self._positions = positions
             sent = dict(zip(self._keys, positions, strict=True))
-            with suppress(OSError):  # a full disk: they are sent again
+            with suppress(OSError):  # disk full: they are sent again
                 write_atomically(self._paths.on_event, json.dumps({"sent": sent}) + "\n")
         return not all(box.is_empty() for box in self._boxes)
 
     def check_progress(self) -> None:
-        """Stall check: write the event `stalled` or `progress_again` when the state of the run changes."""
+        """Write `stalled` or `progress_again` to events.jsonl when the run's state changes."""
         order = self._order
         try:
             progress = read_progress(self._paths.root)
-        except OSError:  # a server of NFS that is away: this process is to tell what comes of it
+        except OSError:  # an NFS server is away, which this process must survive
             return
-        now = file_time(self._paths.root)  # the signs of progress are times of files
+        now = file_time(self._paths.root)  # signs of progress are file times
         patience = Patience(order.steps, order.evaluate_every, order.stalled_minutes)
         last = now - progress.silent_s(self._begun, now)
         if self._stalled_at is None and progress.is_stalled(patience, self._begun, now):
@@ -283,7 +277,7 @@ class EventSender:
             self._note("progress_again", step=progress.step, message=silent)
 
     def finish(self, limit_s: float) -> None:
-        """Send all queued events, for at most ``limit_s`` seconds. The next start sends the rest."""
+        """Send all queued events for at most ``limit_s`` seconds. The next start sends the rest."""
         self._deadline = time.monotonic() + limit_s
         while True:
             self.read()
@@ -293,7 +287,7 @@ class EventSender:
             time.sleep(_POLL_S)
 
     def killed(self) -> None:
-        """Write the event `failed` in place of a run that was killed without an end event, and send it."""
+        """Write and send the event `failed` for a run that was killed without an end event."""
         self.read()
         if not self._has_ended:
             with suppress(OSError, RunStopped):
@@ -315,7 +309,7 @@ class EventSender:
     def _send(self, target: str, event: dict[str, Any], count: int) -> None:
         order = self._order
         left = LIMIT_S
-        if self._deadline is not None:  # of what is left, a target that hangs leaves the others a share
+        if self._deadline is not None:  # a hanging target leaves the others their share
             left = min(LIMIT_S, (self._deadline - time.monotonic()) / len(order.targets))
         if left <= 0:
             raise Refused("there was no time left")
@@ -334,7 +328,7 @@ class EventSender:
 
 
 def work(sender: EventSender, orders: IO[bytes], parent: int) -> None:
-    """Main loop: send events until ``orders`` has the time limit of the end, or the ``parent`` is gone."""
+    """Send events until ``orders`` gives the time limit of the end, or the ``parent`` is gone."""
     looked = time.monotonic()
     while os.getppid() == parent and not select.select([orders], [], [], _POLL_S)[0]:
         sender.read()
@@ -342,7 +336,7 @@ def work(sender: EventSender, orders: IO[bytes], parent: int) -> None:
         if time.monotonic() - looked >= sender.progress_every_s:
             looked = time.monotonic()
             sender.check_progress()
-    # The parent is asked first: after its death a fork of it may hold the pipe open, and readline would wait.
+    # Check the parent first: after its death a fork of it may hold the pipe open, and readline would wait.
     line = orders.readline() if os.getppid() == parent else b""
     if line:
         sender.finish(float(line))
@@ -359,13 +353,13 @@ def _stored_positions(path: Path) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Entry point: the process id of the trainer."""
+    """Entry point; the argument is the trainer's process id."""
     for number in _SIGNALS:
-        signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by commands
-    with open(0, "rb", buffering=0) as orders:  # so that no line hides in a buffer from select
+        signal.signal(number, lambda *_: None)  # commands inherit SIG_IGN but not a handler
+    with open(0, "rb", buffering=0) as orders:  # unbuffered, so select sees every line
         order = SenderSettings(**json.loads(orders.readline()))
         with open_lock(order.paths.on_event_lock) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the sender of a killed run may still be sending
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a killed run's sender may still be active
             work(EventSender(order), orders, int(arguments[0]))
 
 

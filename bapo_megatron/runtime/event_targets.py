@@ -1,8 +1,8 @@
-"""Targets of `logging.on_event`: a command, a webhook URL, or `$NAME`, an environment variable with one.
+"""Targets of `logging.on_event`: a command, a webhook URL, or `$NAME`, an environment variable with either.
 
-A command gets the message as JSON on its standard input. A URL gets it as a JSON POST; Slack, Mattermost and
-compatible services show its field `text`. A URL may be a secret: no message has it, and as `$NAME` it is not
-even in the run directory. ``send`` blocks for 20 s at most, and raises Refused; the checks yield texts.
+A command reads the message as JSON on standard input. A URL receives a JSON POST, whose field `text` Slack,
+Mattermost and compatible services show. URLs may be secret: no message contains one, and `$NAME` keeps them
+out of the run directory. ``send`` blocks for at most 20 s and raises Refused; the checks yield texts.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.http import ask
 
 LIMIT_S = 20.0
-"""Seconds that one message may take."""
+"""Time limit of one message, seconds."""
 
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
 
 
 class Refused(Exception):
-    """Failed delivery, raised by ``send``: a target did not take a message. The text has no URL."""
+    """Raised by ``send`` when a target does not accept a message. The text contains no URL."""
 
 
 def target_problems(targets: Sequence[str]) -> Iterator[str]:
-    """Problems in the form of the targets, without a look at the environment."""
+    """Yield problems in the targets' form, without reading the environment."""
     for target in targets:
         if not _VARIABLE.fullmatch(target) and (problem := _form_problem(target)):
             yield f"logging.on_event={shown(target)}: {problem}; give a command, a URL, or $NAME"
 
 
 def unreachable_targets(targets: Sequence[str]) -> Iterator[str]:
-    """Preflight problems of the targets on this machine: a missing variable or program."""
+    """Yield preflight problems of the targets on this machine: a missing variable or program."""
     for target in targets:
         value = resolved(target)
         if not value:
@@ -53,16 +53,14 @@ def unreachable_targets(targets: Sequence[str]) -> Iterator[str]:
 
 
 def resolved(target: str) -> str:
-    """Command or URL of a target: the value of its variable, else itself; empty if that is not set."""
+    """Return a target's command or URL: its variable's value, or itself; empty if the variable is not set."""
     variable = _VARIABLE.fullmatch(target)
     return (environment_variable(variable[1]) or "").strip() if variable else target
 
 
 def send(target: str, message: dict[str, Any], log: Path, limit_s: float = LIMIT_S) -> None:
-    """Deliver a message. Refused if the target does not take it within ``limit_s`` seconds.
-
-    ``log``: a file to which the output of a command is appended.
-    """
+    """Deliver a message. Raises Refused if the target does not accept it within ``limit_s`` seconds. ``log``:
+    file to which a command's output is appended."""
     value, data = resolved(target), json.dumps(message).encode()
     if not value:
         raise Refused(f"{target} is not set")
@@ -70,9 +68,9 @@ def send(target: str, message: dict[str, Any], log: Path, limit_s: float = LIMIT
         _run(value, message, data, log, limit_s)
         return
     try:
-        # In a fork with a limit: a server that answers a byte a second never meets a socket's timeout.
+        # In a fork with a deadline: a server that sends a byte per second never hits a socket timeout.
         refusal = within(limit_s, lambda: _post(value, data, limit_s))
-    except (ChildDied, OSError) as error:  # NoAnswer is one; or there was no memory for a fork
+    except (ChildDied, OSError) as error:  # NoAnswer is one; or no memory for a fork
         refusal = str(error)
     if refusal:
         raise Refused(refusal.replace(value, "the URL"))
@@ -128,7 +126,7 @@ def _form_problem(value: str) -> str | None:
 
 
 def shown(target: str) -> str:
-    """A target as messages show it: of a URL its scheme and host alone."""
+    """Return a target for messages: of a URL only scheme and host."""
     if not _is_url(target):
         return repr(target)
     return re.sub(r"(?i)(https?://)(?:[^/@]*@)?([^/?#]*).*", r"\1\2/...", target, flags=re.DOTALL)

@@ -1,12 +1,12 @@
-"""Exit codes of the command line, with one message for each error that a user can fix; and stop signals.
+"""Exit codes of the command line, one message for each error that a user can fix, and stop signals.
 
-The codes here: 2 wrong input, 3 stopped run or full disk, 4 failing storage, 85 preempted; ``cli.run`` has
-the others. Functions with side effects on the process: ``report_error`` also kills its children, and after
-``skip_teardown`` the exit is hard (os._exit). ``handling`` is the context manager that installs a handler of
-SIGUSR1 and SIGTERM, as Slurm sends them, and SIGHUP of a closed terminal, in the main thread. Slurm sends
-them to every process of a job, and the trainer answers for all: ``ignore_signals`` is for its children.
+Codes: 2 wrong input, 3 stopped run or full disk, 4 failing storage, 85 preempted; ``cli.run`` has the others.
+``report_error`` also kills this process's children, and after ``skip_teardown`` the exit is hard (os._exit).
+``handling`` installs a handler for SIGUSR1 and SIGTERM (Slurm's) and SIGHUP (a closed terminal) in the main
+thread. Slurm sends signals to all processes of a job; the trainer handles them, and its children call
+``ignore_signals``.
 
-Imports nothing heavy: a command handles the signals before it has loaded anything.
+Imports nothing heavy: a command handles signals before it has loaded anything.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ _skips_teardown = False
 
 
 def skip_teardown() -> None:
-    """Hard exit from now on: ``exit_process`` calls os._exit, without a teardown of process groups.
-
-    Destroying an NCCL group can hang where another rank never joins in.
-    """
+    """Make ``exit_process`` call os._exit, without teardown of process groups. Destroying an NCCL group can
+    hang if another rank never joins in."""
     global _skips_teardown
     _skips_teardown = True
 
@@ -44,7 +42,7 @@ def skips_teardown() -> bool:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit this process: sys.exit, or os._exit after ``skip_teardown``."""
+    """Exit with sys.exit, or with os._exit after ``skip_teardown``."""
     if _skips_teardown:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
@@ -54,20 +52,18 @@ def exit_process(code: int) -> NoReturn:
 
 
 def is_raised_on_all_ranks(error: BaseException) -> bool:
-    """Whether an error of this type is raised on every rank together, so that rank 0 alone prints it."""
+    """Whether every rank raises this type of error together, so that only rank 0 prints it."""
     return type(error) in (Preempted, RunStopped, StorageFailed)
 
 
 def report_error(error: ConfigError | Preempted | RunStopped, prints: bool = True) -> int:
-    """Print an error on stderr, kill child processes of multiprocessing and flush; the error's exit code.
-
-    ``prints``: False where another rank prints the same message.
-    """
-    # Before anything else: a process that writes a checkpoint may wait for ever to hand over its result, and
-    # the interpreter would wait for it at its exit.
+    """Print an error on stderr, kill multiprocessing children and flush; return the error's exit code.
+    ``prints``: False if another rank prints the same message."""
+    # First: a process that writes a checkpoint may wait forever to return its result, and the interpreter
+    # would wait for it at exit.
     for child in multiprocessing.active_children():
         child.kill()
-    # A file "cannot be read" also while its server is away: a job is requeued at 4, and stops for good at 2.
+    # A file also "cannot be read" while its server is away: code 4 requeues a job, code 2 stops it for good.
     wrong = isinstance(error, ConfigError)
     fails = isinstance(error, StorageFailed) or (wrong and comes_of_failing_disk(error))
     wrong = wrong and not fails
@@ -75,8 +71,8 @@ def report_error(error: ConfigError | Preempted | RunStopped, prints: bool = Tru
     with suppress(OSError):
         if prints:
             print(printable(text), file=sys.stderr, flush=True)
-    # A log on a full disk takes no more text. What stays in the buffer would fail at the interpreter's exit,
-    # and change the exit code to 120.
+    # A log on a full disk takes no more text. Buffered text would fail at the interpreter's exit and change
+    # the exit code to 120.
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -91,11 +87,8 @@ def report_error(error: ConfigError | Preempted | RunStopped, prints: bool = Tru
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Context manager: ``handler`` for each of ``SIGNALS``, instead of the end of this process.
-
-    An ignored SIGHUP stays ignored, as under nohup. After a SIGHUP output goes to /dev/null: the terminal is
-    gone.
-    """
+    """Context manager: call ``handler`` for each of ``SIGNALS`` instead of ending this process. An ignored
+    SIGHUP stays ignored, as under nohup. After a SIGHUP, output goes to /dev/null: the terminal is gone."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         handler(number, frame)
@@ -115,10 +108,8 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 @contextmanager
 def holding_signals() -> Iterator[None]:
-    """Context manager: a child started in it gets no stop signal before it calls ``ignore_signals``.
-
-    One that came while the child still imports would end it. Holds them back in this thread meanwhile.
-    """
+    """Context manager: a child started in it receives no stop signal until it calls ``ignore_signals``. A
+    signal during its imports would end it. Signals to this thread are held back meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -129,15 +120,13 @@ def holding_signals() -> Iterator[None]:
 def ignore_signals() -> None:
     """Ignore the stop signals in this process, a child of the trainer, from now on."""
     for number in SIGNALS:
-        signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by commands
+        signal.signal(number, lambda *_: None)  # commands inherit SIG_IGN but not a handler
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def leave_terminal() -> None:
-    """Redirect stdout and stderr to /dev/null, if they are a terminal or a pipe.
-
-    A terminal that has hung up fails every write, and so does a pipe to ``tee``, which ended with it.
-    """
+    """Redirect stdout and stderr to /dev/null if they are a terminal or a pipe. A hung-up terminal fails
+    every write, and so does a pipe to ``tee``, which ended with it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         with suppress(OSError):
@@ -148,7 +137,7 @@ def leave_terminal() -> None:
 
 
 def stop_at_once(number: int, _frame: FrameType | None) -> None:
-    """Handler until a run's first step: there is nothing to save, so this process exits with 85 at once."""
+    """Signal handler before a run's first step, with nothing to save: exit immediately with 85."""
     name = signal.Signals(number).name
     text = f"stopped: told to stop by {name} before the run began\nthe same command continues the run\n"
     with suppress(OSError):

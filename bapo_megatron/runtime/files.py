@@ -1,11 +1,11 @@
 """Atomic and durable file writes (temporary file, fsync, rename), and safe reads and openings of files.
 
-A file of ``write_atomically`` is whole or absent, whenever the process or the machine dies; OSError if it
-cannot be written. In folders that somebody else made, special files are refused, and links that lead out of
-the folder, except from a snapshot of Hugging Face's cache to its blobs: CheckpointError.
+``write_atomically`` leaves a file whole or absent whenever the process or machine dies; it raises OSError if
+it cannot write. In folders made by others, special files are rejected, and so are links out of the folder,
+except from a Hugging Face cache snapshot to its blobs: CheckpointError.
 
-A run directory belongs to its user, so its files are opened as they are; ``others_may_write`` says where it
-does not.
+A run directory belongs to its user, so its files are opened directly; ``others_may_write`` reports
+exceptions.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from typing import BinaryIO
 from bapo_megatron.errors import CheckpointError, ConfigError
 
 COPY_AGAIN = "copy it again from where it is whole, or take another checkpoint"
-"""Advice about a damaged file of a checkpoint; ends a message."""
+"""Advice about a damaged checkpoint file; ends a message."""
 
 FETCH_LFS = "is a pointer of git-lfs, not the file itself: `git lfs pull` in that folder fetches it"
-"""What a message says of such a file of weights."""
+"""Message about such a weight file."""
 
 MOST_DESCRIPTION_BYTES = 1 << 26
-"""Limit in bytes of a file that describes others (a manifest, an index)."""
+"""Size limit in bytes of files that describe others (a manifest, an index)."""
 
 CHAT_TEMPLATES = "additional_chat_templates"
-"""Folder in a model folder in which transformers keeps all chat templates but the first."""
+"""Folder in a model folder where transformers keeps all chat templates but the first."""
 
 _MOST_PARTS = 1024
-"""Most buffers of one call of ``writev`` (IOV_MAX of Linux)."""
+"""Most buffers per ``writev`` call (IOV_MAX of Linux)."""
 
 
 def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
-    """Atomic, durable write of ``content`` (text as UTF-8): ``path`` has its old content or all of the new.
+    """Write ``content`` (text as UTF-8) atomically and durably: ``path`` has its old content or all the new.
 
     ``content`` may come in parts. The folder must exist. A crash leaves at most a hidden ``*.tmp`` file
-    beside it.
+    there.
     """
     if isinstance(content, str):
         content = content.encode()
     parts = [content] if isinstance(content, bytes) else content
-    # Not tempfile: it makes files that only their owner can read, and a run directory is shared.
+    # Not tempfile: only the owner can read its files, and run directories are shared.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
             for part in parts:
                 file.write(part)
             file.flush()
-            os.fsync(file.fileno())  # before the rename: else a power failure may leave an empty file
+            os.fsync(file.fileno())  # before the rename: a power failure could leave an empty file
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -67,10 +67,10 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryv
 
 
 def file_time(folder: Path) -> float:
-    """The present time by the clock that stamps the files of ``folder``, in seconds since 1970.
+    """Return the current time by the clock that stamps files in ``folder``, in seconds since 1970.
 
-    A file server's clock may be minutes off this machine's, so a file's age is measured by it. It is asked
-    with a file that has no name, or for a moment one. This machine's clock where that cannot be made.
+    A file server's clock may be minutes off this machine's, so file ages need it. Briefly creates an unnamed
+    or temporary file; falls back to this machine's clock if that fails.
     """
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".clock-") as file:
@@ -81,13 +81,13 @@ def file_time(folder: Path) -> float:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal; the file may be larger than the memory."""
+    """Return the SHA-256 of a file in hexadecimal; the file may exceed memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_output_file(flag: str, path: Path) -> None:
-    """Preflight of an output file, the value of ``flag``: ConfigError if it cannot be written."""
+    """Raise ConfigError if the output file ``path``, the value of ``flag``, cannot be written."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"{flag} {path}: the folder {folder} does not exist; make it, or name another file")
@@ -98,10 +98,8 @@ def check_output_file(flag: str, path: Path) -> None:
 
 
 def append_whole(file: FileIO, parts: Iterable[bytes | memoryview], size: int) -> int:
-    """All-or-nothing append of ``parts``, which are not copied, to a file of ``size`` bytes; how many.
-
-    On an error the file is cut back to ``size``; OSError.
-    """
+    """Append ``parts``, uncopied, all or nothing to a file of ``size`` bytes; return the number of bytes. On
+    an error, cuts the file back to ``size`` and raises OSError."""
     rest: list[memoryview] = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
     appended = 0
     try:
@@ -113,7 +111,7 @@ def append_whole(file: FileIO, parts: Iterable[bytes | memoryview], size: int) -
                 written -= len(rest[whole])
                 whole += 1
             del rest[:whole]
-            if written:  # the disk took only the beginning of a part
+            if written:  # the disk took only part of it
                 rest[0] = rest[0][written:]
     except OSError:
         file.truncate(size)
@@ -122,7 +120,7 @@ def append_whole(file: FileIO, parts: Iterable[bytes | memoryview], size: int) -
 
 
 def remove_folder(path: Path, ignore_errors: bool = False) -> None:
-    """Delete a folder and its content, if it exists; of a link the link alone. A plain file stays."""
+    """Delete a folder and its content, if it exists; a link is only unlinked, a plain file stays."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     elif path.is_dir():
@@ -130,7 +128,7 @@ def remove_folder(path: Path, ignore_errors: bool = False) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync a folder: creations, renames and deletions in it survive a power failure."""
+    """fsync a folder, so that creations, renames and deletions in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -139,24 +137,23 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """fsync a file that another program wrote: its content survives a power failure."""
+    """fsync a file written by another program, so that it survives a power failure."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file is one of git-lfs' pointers, which a clone without git-lfs has in place of weights."""
+    """Whether a file is a git-lfs pointer, which a clone without git-lfs has in place of weights."""
     with path.open("rb") as file:
         return file.read(32).startswith(b"version https://git-lfs")
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Safe path of the file ``name`` of a checkpoint or model folder: it cannot lead out of the folder.
+    """Return the safe path of the file ``name`` in a checkpoint or model folder; it may be missing.
 
-    A link may lead to a file of the same folder, or from a snapshot of the Hugging Face hub's cache to that
-    cache's blobs (``snapshots/REVISION/NAME -> ../../blobs/DIGEST``). CheckpointError for a name with a
-    folder in it, for every other link, and for a special file (opening a FIFO would wait for ever). The file
-    may be missing.
+    A link may lead to a file in the same folder, or from a Hugging Face hub cache snapshot to that cache's
+    blobs (``snapshots/REVISION/NAME -> ../../blobs/DIGEST``). Raises CheckpointError for a name with a folder
+    in it, any other link, and a special file (opening a FIFO would block forever).
     """
     path = folder / name
     try:
@@ -170,22 +167,22 @@ def file_inside(folder: Path, name: str) -> Path:
             )
         if path.exists() and not path.is_file():
             raise CheckpointError(f"{path} is not a plain file")
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, links in a circle, a zero byte
+    except (OSError, RuntimeError, ValueError) as error:  # an overlong name, circular links, a zero byte
         raise CheckpointError(f"{str(path)[-200:]!a} cannot be a file: {error}") from None
     return path
 
 
 def read_file_inside(folder: Path, name: str, most_bytes: int = MOST_DESCRIPTION_BYTES) -> bytes:
-    """Content of the small file ``name`` of a checkpoint or model folder, checked as by ``file_inside``.
+    """Return the content of the small file ``name`` in a checkpoint or model folder, checked as by
+    ``file_inside``.
 
-    FileNotFoundError if it is missing. CheckpointError for a special file, and for one of more than
-    ``most_bytes``.
+    Raises FileNotFoundError if it is missing, CheckpointError for a special file or more than ``most_bytes``.
     """
     path = file_inside(folder, name)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
-            # Checked on the descriptor: since the check of the name it may have become a FIFO.
+            # Checked on the descriptor: it may have become a FIFO since the check of the name.
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise CheckpointError(f"{path} is not a plain file")
             data = file.read(most_bytes + 1)
@@ -199,7 +196,7 @@ def read_file_inside(folder: Path, name: str, most_bytes: int = MOST_DESCRIPTION
 
 
 def file_below(folder: Path, name: str) -> Path:
-    """``file_inside`` for a path with folders, as a manifest has them: ``policy/.metadata``."""
+    """Return ``file_inside`` for a path with folders, as in a manifest: ``policy/.metadata``."""
     path = Path(name)
     if path.is_absolute() or ".." in path.parts:
         raise CheckpointError(f"{folder} names {name[:200]!a}, which is not a file below the folder")
@@ -207,10 +204,8 @@ def file_below(folder: Path, name: str) -> Path:
 
 
 def check_files_inside(folder: Path) -> None:
-    """Check of every file of a model ``folder`` and of its chat templates by ``file_inside``.
-
-    CheckpointError for a bad one. Libraries open whatever they find there.
-    """
+    """Check every file of a model ``folder`` and its chat templates by ``file_inside``. Raises
+    CheckpointError for a bad one: libraries open whatever they find there."""
     for place in (folder, folder / CHAT_TEMPLATES):
         if place.is_dir():
             if place.is_symlink() and place != folder:
@@ -221,7 +216,7 @@ def check_files_inside(folder: Path) -> None:
 
 
 def _may_lead(folder: Path, target: Path) -> bool:
-    """Whether a link in ``folder`` may lead to ``target``; both without links."""
+    """Whether a link in ``folder`` may lead to ``target``; both resolved."""
     if target.is_relative_to(folder):
         return True
     snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
@@ -229,15 +224,13 @@ def _may_lead(folder: Path, target: Path) -> bool:
 
 
 def open_lock(path: Path) -> BinaryIO:
-    """A lock file, open, created if it is missing, not truncated. The caller takes the lock (fcntl.flock)."""
+    """Open a lock file, created if missing, not truncated. The caller takes the lock (fcntl.flock)."""
     return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0)
 
 
 def others_may_write(folder: Path) -> str | None:
-    """Who besides this user may write to a run directory, and what that means; None if nobody.
-
-    A group that has the owner's name is the owner's alone, as most distributions make them.
-    """
+    """Return who else may write to a run directory, with the consequences; None if nobody. A group with the
+    owner's name is the owner's alone, as in most distributions."""
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0):
         who = f"belongs to user {status.st_uid}"

@@ -1,11 +1,10 @@
-"""Guards of a rank: a stop by a signal or the Slurm job's end, a watchdog of hangs, errors of lack of memory.
+"""Guards of a rank: preemption by signal or job end, a watchdog for hangs, and readable out-of-memory errors.
 
-Preempted (``exit_codes.py``), the run finishes the current update, saves, and ends with exit code 85: the
-same command continues it. The request is noted here; the loop asks for it and saves
-(``trainer/flow_control.py``). The context manager ``naming_memory`` encloses the work of each rank: it says
-which one had no memory left, of which kind, and which settings need less. ``death`` says in words why a
-child process ended (a rank, the writer of a checkpoint, the sampler's process), for the process that waits
-for it.
+A preempted run (``exit_codes.py``) finishes the current update, saves, and exits with code 85; the same
+command continues it. This module records the request; the loop polls it and saves
+(``trainer/flow_control.py``). ``naming_memory`` encloses each rank's work and reports which rank ran out of
+which memory, and which settings need less. ``death`` explains a child's exit to the process that waits for
+it.
 """
 
 from __future__ import annotations
@@ -31,39 +30,39 @@ from bapo_megatron.runtime.exit_codes import SIGNALS, handling, stop_at_once
 from bapo_megatron.runtime.run_paths import JOB_END
 
 LATE = "the job's time would end before the next update is saved"
-"""Reason of a stop without a signal. slurm/lib/requeue.sh looks for it in the log of rank 0."""
+"""Reason for a stop without a signal; slurm/lib/requeue.sh searches rank 0's log for it."""
 
 _MARGIN_S = 60.0
-"""Seconds of the job kept for what follows the save: barriers, closing files, and the requeue."""
+"""Seconds of the job reserved for what follows the save: barriers, closing files, the requeue."""
 
 _LAST_EVENT_S = 5.0
-"""Longest time for the event of a start that is told to stop: its file system may hang."""
+"""Time limit for the event of a preempted start, whose file system may hang."""
 
 
 class PreemptionSignal:
-    """Preemption request, noted on any rank and seen by all ranks at the same point of the loop.
+    """Preemption request, recorded on any rank and seen by all at the same point of the loop.
 
-    By a stop signal, or because the Slurm job would end before the next save. Each rank makes one.
-    ``heeding`` is the context manager that installs the signal handlers; ``reason`` is collective, and polled
-    at every point where the run can stop. Nothing is saved here. Until ``begun`` is called the run starts,
-    which may take an hour, and has nothing to save: a signal ends this process at once, with exit code 85.
+    Caused by a stop signal, or by a Slurm job that would end before the next save. Each rank creates one.
+    ``heeding`` installs the signal handlers; ``reason`` is collective and is polled wherever the run can
+    stop. Saves nothing itself. Until ``begun`` the run starts, for up to an hour, with nothing to save: a
+    signal ends the process immediately with exit code 85.
     """
 
     def __init__(self) -> None:
         self._reason: str | None = None
         self._job_end = JobEnd()
         self.record: Callable[[dict[str, Any]], None] = lambda _event: None
-        """Records the event `preempted` of a start; set on rank 0, once the run's events are open."""
+        """Records the event `preempted` of a start; set on rank 0 once events are open."""
         self._is_starting = False
         self._wakeups: tuple[int, int] | None = None
-        """The writing end of the pipe of signals, and the one that was there before."""
+        """Write end of the signal pipe, and the previous wakeup descriptor."""
         self._asked_at: float | None = None
         self._longest_stretch_s = 0.0
         self._longest_save_s = 0.0
 
     @contextmanager
     def heeding(self) -> Iterator[None]:
-        """Context manager: SIGUSR1, SIGTERM and SIGHUP request a stop; before ``begun`` they end a start."""
+        """Context manager: SIGUSR1, SIGTERM and SIGHUP request a stop, or before ``begun`` exit."""
         with handling(self._note):
             self._watch_start()
             try:
@@ -72,7 +71,7 @@ class PreemptionSignal:
                 self.begun()
 
     def begun(self) -> None:
-        """The start is over: from now on the loop stops the run, and saves it."""
+        """End the start phase: from here the loop stops the run and saves it."""
         self._is_starting = False
         if self._wakeups is not None:
             writing, before = self._wakeups
@@ -81,7 +80,7 @@ class PreemptionSignal:
             self._wakeups = None
 
     def _watch_start(self) -> None:
-        """Watch for signals in a thread: the main one may wait in C, for another rank or a disk."""
+        """Watch for signals in a thread, since the main one may wait in C, for another rank or a disk."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         self._wakeups = writing, signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -96,23 +95,23 @@ class PreemptionSignal:
                     late.daemon = True
                     late.start()
                     name = signal.Signals(number[0]).name
-                    with suppress(Exception):  # which must not hinder the end
+                    with suppress(Exception):  # an error must not prevent the end
                         self.record(
                             {"kind": "preempted", "reason": f"told to stop by {name} while it started"}
                         )
                     stop_at_once(number[0], None)
 
     def saved(self, seconds: float) -> None:
-        """Report how long a checkpoint took: the longest must fit into the job once more."""
+        """Record a checkpoint's duration: the longest must fit into the job once more."""
         self._longest_save_s = max(self._longest_save_s, seconds)
 
     def reason(self) -> str | None:
-        """Reason to stop now, for people, or None. Collective (all-reduce, max): one rank's reason is enough.
+        """Return the reason to stop now, for people, or None. Collective (all-reduce, max): one rank's is
+        enough.
 
-        The run can stop only where this is called. So the longest time between two calls must fit once more
-        into the job, with a save.
+        The run can stop only here, so the longest time between two calls plus a save must fit into the job.
         """
-        # Not the wall clock, which is set now and then: a jump would count as an update for the whole run.
+        # Not the wall clock: when it is set, a jump would count as an update for the whole run.
         asked_at = time.monotonic()
         if self._asked_at is not None:
             self._longest_stretch_s = max(self._longest_stretch_s, asked_at - self._asked_at)
@@ -134,10 +133,8 @@ class PreemptionSignal:
 
 
 class JobEnd:
-    """End of the Slurm job, in seconds since 1970. On rank 0, which decides for all.
-
-    The job's script exports it, and writes it to the logs when `scontrol update TimeLimit` moves it.
-    """
+    """End of the Slurm job, in seconds since 1970; on rank 0, which decides for all. The job's script exports
+    it, and writes it to the logs when `scontrol update TimeLimit` moves it."""
 
     def __init__(self) -> None:
         self._given = (
@@ -147,7 +144,7 @@ class JobEnd:
         self._moved = Path(logs) / JOB_END if logs else None
 
     def time(self) -> float | None:
-        """The end as it is now; None outside a job, for a job without one, and on other ranks."""
+        """Return the current end; None outside a job, without a time limit, or on other ranks."""
         if (environment_variable("RANK") or "0") != "0":
             return None
         if self._moved is not None:
@@ -157,15 +154,15 @@ class JobEnd:
 
 
 class Watchdog:
-    """Watchdog timer: unless it is reset in time, it prints the stacks of all threads and exits with code 1.
+    """Watchdog timer: if not reset in time, it prints all threads' stacks and exits with code 1.
 
-    Each rank has one, which starts when it is made; a process can have no second. It is a thread of C
-    (faulthandler), so it works also where C code that hangs holds the interpreter. The loop resets it before
-    each update, and whenever it checks for preemption: within a step with the trainer's pi_old it does not.
+    One per rank and process, started on construction. It is a C thread (faulthandler), so it works even if
+    hanging C code holds the interpreter. The loop resets it before each update and whenever it checks for
+    preemption, but not within a step with the trainer's pi_old.
     """
 
     def __init__(self, minutes: float) -> None:
-        """``minutes``: the longest time between two calls of ``beat``; 0 for no watchdog."""
+        """``minutes``: longest time between calls of ``beat``; 0 disables the watchdog."""
         self._limit_s = 60 * minutes
         self.beat()
 
@@ -180,7 +177,7 @@ class Watchdog:
 
 
 _MESSAGES = ("out of memory", "allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
-"""Texts in the messages of torch's allocators and CUDA's libraries, which raise a plain RuntimeError."""
+"""Message texts of torch's allocators and CUDA libraries, which raise a plain RuntimeError."""
 
 _ON_A_GPU = "a smaller batch.pack_tokens or batch.logprob_chunk_tokens, batch.recompute=full, no \
 batch.hold_forwards, or more parallel.tensor, pipeline or context need less"
@@ -191,12 +188,12 @@ of what is saved is there while it is written, need less"
 
 
 class OutOfMemoryError(Exception):
-    """Out of memory on one rank, which alone raises it; exit code 1. The launcher ends the other ranks."""
+    """Raised on the rank that runs out of memory; exit code 1. The launcher ends the other ranks."""
 
 
 @contextmanager
 def naming_memory() -> Iterator[None]:
-    """Context manager: turns a failed allocation into an OutOfMemoryError with rank, host and advice."""
+    """Turn a failed allocation in the block into an OutOfMemoryError with rank, host and advice."""
     try:
         yield
     except Exception as error:
@@ -215,7 +212,7 @@ def naming_memory() -> Iterator[None]:
 
 
 def death(exit_code: int) -> str:
-    """Cause of a process's death, in words. ``exit_code`` is negative for a signal."""
+    """Return the cause of a process's death, in words. ``exit_code`` is negative for a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     name = signal.Signals(-exit_code).name

@@ -1,8 +1,7 @@
-"""JSON-lines logs (metrics.jsonl, events.jsonl): append-only, readable during the run, whole after a kill.
+"""JSON-lines logs (metrics.jsonl, events.jsonl): append-only, readable during the run, intact after a kill.
 
-A line is whole once its newline is there. What follows the last newline is the torn end of a write that was
-cut short: readers skip it, and the process that owns the log removes it when it opens the log. Lines are not
-synced to disk (fsync) one by one.
+A line is complete once its newline is written. Text after the last newline is the torn end of an interrupted
+write: readers skip it, and the log's owner removes it on opening. Lines are not individually fsynced.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _BLOCK = 1 << 16
 
 
 class JsonlLog:
-    """JSON-lines file open for appending, by one process. Every line is one write: a kill tears at most one.
+    """JSON-lines file open for appending, by one process. Each line is one write: a kill tears at most one.
 
-    Opening it removes the torn end of an earlier write. ``append`` may be called from several threads. For
-    the metrics of a run (``MetricsLog``) and the responses of an evaluation (``Responses``).
+    Opening it removes an earlier torn end. ``append`` is thread-safe. Used for a run's metrics
+    (``MetricsLog``) and an evaluation's responses (``Responses``).
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,19 +42,15 @@ class JsonlLog:
         self._file = _appending(path)
 
     def append(self, row: Row) -> None:
-        """Write one line. Infinities and NaN become null: strict JSON has neither.
-
-        RunStopped if the disk does not take it; the lines before it stay.
-        """
+        """Write one line. Infinities and NaN become null: strict JSON has neither. Raises RunStopped if the
+        disk does not accept it; earlier lines stay."""
         with writing("a line", self.path), self._one_writer:  # events come from several threads
             append_whole(self._file, [_line(row)], self._file.seek(0, os.SEEK_END))
 
     def rewind(self, step: int) -> None:
-        """Truncate the log after ``step``: a resumed run writes the later lines again. Steps never fall.
-
-        ConfigError for a line after ``step`` that is not JSON, or has no step.
-        """
-        # From the end: the log of a long run has gigabytes, and all ranks wait for this.
+        """Truncate the log after ``step``: a resumed run writes later lines again. Steps never fall. Raises
+        ConfigError for a line after ``step`` that is not JSON or has no step."""
+        # From the end: a long run's log has gigabytes, and all ranks wait for this.
         with self.path.open("r+b") as file:
             kept = size = file.seek(0, os.SEEK_END)
             for begin, line in _lines_from_end(file):
@@ -78,9 +73,9 @@ class JsonlLog:
 
 
 class EventLog(JsonlLog):
-    """The event log (events.jsonl) of the process that owns the run: starts, checkpoints, warnings.
+    """Event log (events.jsonl) of the process that owns the run: starts, checkpoints, warnings.
 
-    Any thread may write; RunStopped if the disk does not take a line. It is never rewound on a resume. Other
+    Thread-safe; raises RunStopped if the disk does not accept a line. Not rewound on a resume. Other
     processes write to it by ``append_event``.
     """
 
@@ -89,27 +84,20 @@ class EventLog(JsonlLog):
 
 
 def append_event(path: Path, kind: str, **fields: Any) -> None:
-    """Write one event from a process that is not the log's owner: one write call, no repair of a torn end.
-
-    OSError if the disk does not take it.
-    """
+    """Write one event from a process that does not own the log: one write call, no repair of a torn end.
+    Raises OSError if the disk does not accept it."""
     with _appending(path) as file:
         file.write(_line(_event(kind, fields)))
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """The rows of a log. A torn last line is skipped.
-
-    ConfigError for any other bad line.
-    """
+    """Return a log's rows without a torn last line. Raises ConfigError for any other bad line."""
     return [parse_line(line, path, number) for number, line in enumerate(whole_lines(path), 1)]
 
 
 def read_events(path: Path) -> list[Row]:
-    """The rows of an event log. Damaged lines are left out, and counted on stderr.
-
-    Several nodes write to it: on NFS the lines of two may overwrite each other.
-    """
+    """Return an event log's rows. Damaged lines are dropped and counted on stderr. Several nodes write to it:
+    on NFS two lines may overwrite each other."""
     rows, damaged = [], 0
     for line in whole_lines(path):
         try:
@@ -122,10 +110,8 @@ def read_events(path: Path) -> list[Row]:
 
 
 def rows_from_end(path: Path) -> Iterator[Row]:
-    """The rows of a log, the newest first, a block of it in memory; bad lines and a torn end are left out.
-
-    No rows if the file is missing.
-    """
+    """Yield a log's rows, newest first, with one block in memory; bad lines and a torn end are dropped.
+    Yields nothing if the file is missing."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         for _, line in _lines_from_end(file):
             with suppress(ValueError):
@@ -133,7 +119,7 @@ def rows_from_end(path: Path) -> Iterator[Row]:
 
 
 def finite_json(value: Any) -> Any:
-    """``value`` with every infinity and NaN in it replaced by None."""
+    """Return ``value`` with every infinity and NaN in it replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -148,17 +134,17 @@ def _event(kind: str, fields: Row) -> Row:
 
 
 def _line(row: Row) -> bytes:
-    # The default escapes every non-ASCII character and newline: a line stays a line for any text.
+    # Default escaping covers all non-ASCII characters and newlines: any text stays one line.
     return json.dumps(finite_json(row), allow_nan=False).encode("ascii") + b"\n"
 
 
 def parse_row(line: bytes) -> Row:
-    """The row of a line; ValueError if it is not a JSON object. Invalid UTF-8 becomes replacement
-    characters."""
+    """Return a line's row; invalid UTF-8 becomes replacement characters. Raises ValueError without a JSON
+    object."""
     row: Row = json.loads(line.decode(errors="replace"))
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
-    if b"\\ud" in line.lower():  # half a surrogate pair, of a server's text, cannot be printed or written
+    if b"\\ud" in line.lower():  # half a surrogate pair, from a server's text, cannot be printed
         row = dict(map(_with_whole_characters, row.items()))
     return row
 
@@ -168,13 +154,13 @@ def _appending(path: Path) -> FileIO:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a log, one at a time in memory, without their newlines; a torn last one is skipped."""
+    """Yield a log's lines without newlines, one in memory at a time; a torn last one is skipped."""
     with path.open("rb") as file:
         yield from (line[:-1] for line in file if line.endswith(b"\n"))
 
 
 def parse_line(line: bytes, path: Path, number: int) -> Row:
-    """The row of line ``number`` of a log. ConfigError, with file and line, if it is not a JSON object."""
+    """Return the row of line ``number``. Raises ConfigError with file and line if it is not a JSON object."""
     try:
         return parse_row(line)
     except ValueError as error:
@@ -190,7 +176,7 @@ def _with_whole_characters(value: Any) -> Any:
 
 
 def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Each line with its place in the file, without its newline, the last one first. None is torn."""
+    """Yield each line's offset and text without newline, last one first. None is torn."""
     begin, tail = file.seek(0, os.SEEK_END), b""
     while begin:
         size = min(_BLOCK, begin)

@@ -1,11 +1,11 @@
-"""Parent-death handling: child processes end with their parent, also after ``kill -9`` (no orphans).
+"""Parent-death handling: child processes end with their parent, even after ``kill -9`` (no orphans).
 
-Our own programs call ``die_with_parent`` first thing. A foreign program (SGLang, a user's command) runs under
-a guardian process, ``guard``: ``python -I -S processes.py LIFELINE COMMAND...``. Linux only, and only the
-standard library is imported: sandboxes and guardians start from this file alone.
+Our own programs first call ``die_with_parent``. A foreign program (SGLang, a user's command) runs under a
+guardian process, ``guard``: ``python -I -S processes.py LIFELINE COMMAND...``. Linux only. Imports only the
+standard library: sandboxes and guardians start from this file alone.
 
-A *lifeline* is the reading end of a pipe whose writing end only the parent has: the kernel closes that when
-the parent ends. child_process.py makes them.
+A *lifeline* is the read end of a pipe whose write end only the parent has; the kernel closes it when the
+parent ends. child_process.py creates lifelines.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from contextlib import suppress
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _UNKILLABLE_S = 10.0
-"""Limit of the wait for killed processes; one in an uninterruptible call (disk, driver) is left behind."""
+"""Wait limit for killed processes, seconds; one in an uninterruptible call (disk, driver) is left behind."""
 
 _MOST_FILES = 1 << 20
-"""Largest soft limit on open files that is set: where there is no limit, some programs loop up to it."""
+"""Largest soft limit on open files to set: without a limit, some programs loop up to it."""
 
 
 def allow_open_files() -> None:
     """Raise the soft limit on open files to the hard one, for this process and its children.
 
-    Login shells, and the jobs that they submit, have a soft limit of 1024. A sampler needs a connection for
-    each request in flight, a rank one to each peer of each process group.
+    Login shells and their jobs have a soft limit of 1024. A sampler needs a connection per request in flight,
+    a rank one to each peer in each process group.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
@@ -45,17 +45,17 @@ def allow_open_files() -> None:
 def die_with_parent(
     lifeline: int | None = None, parent: int | None = None, number: signal.Signals = signal.SIGKILL
 ) -> None:
-    """Parent-death signal: the kernel signals this process when its parent ends, also within C code.
+    """Have the kernel signal this process when its parent ends, even within C code.
 
-    With a ``lifeline`` (a file descriptor): SIGKILL to this process and all of its process group, which must
-    be its own, at the end of the parent *process*. For children that any thread may start.
+    With a ``lifeline`` (file descriptor): SIGKILL to this process's group, which it must lead, at the end of
+    the parent *process*. For children that any thread may start.
 
-    Without (PR_SET_PDEATHSIG): ``number`` to this process alone, at the end of the *thread* that started it.
-    For forks, and children of the parent's main thread. ``parent``: the process that must still be there.
+    Without one (PR_SET_PDEATHSIG): ``number`` to this process alone, at the end of the *thread* that started
+    it. For forks, and children of the parent's main thread. ``parent``: the process that must still exist.
     """
     if lifeline is not None:
         _signal_when_closed(lifeline, -os.getpgrp(), signal.SIGKILL)
-        if _is_closed(lifeline):  # before the signal was ordered
+        if _is_closed(lifeline):  # closed before the signal was set up
             os.killpg(0, signal.SIGKILL)
         return
     _prctl(_PR_SET_PDEATHSIG, number)
@@ -64,18 +64,18 @@ def die_with_parent(
 
 
 def guard(lifeline: int, command: Sequence[str]) -> int:
-    """Guardian (subreaper) of a command: when it or the parent ends, kill all of its descendants.
+    """Run a command as its guardian (subreaper): when it or the parent ends, kill all its descendants.
 
     Returns its exit code, negative for a signal. SIGTERM and SIGUSR1 do not end the guardian: sent to the
-    process group they reach the command. If the guardian is killed, the command dies with it; its children
-    may not.
+    process group they reach the command. If the guardian is killed, the command dies, too, but perhaps not
+    its children.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # before the fork: orphans become children of this process
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, which is inherited, none would come
+        signal.signal(number, lambda *_: None)  # children inherit SIG_IGN but not a handler
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would suppress it
     changes = {signal.SIGCHLD, signal.SIGIO}
-    # Blocked before the lifeline is armed and the command is forked: sigwait below then misses neither end.
+    # Blocked before the lifeline is armed and the command forked, so sigwait below misses neither end.
     signal.pthread_sigmask(signal.SIG_BLOCK, changes)
     _signal_when_closed(lifeline, os.getpid(), signal.SIGIO)
     guardian = os.getpid()
@@ -91,13 +91,13 @@ def guard(lifeline: int, command: Sequence[str]) -> int:
     while (code := _collect(guarded)) is None and not _is_closed(lifeline):
         signal.sigwait(changes)
     kill_descendants(guardian)
-    last = _collect(guarded)  # reaps all others too: not every container's init does
+    last = _collect(guarded)  # reaps all others, too, as some containers' init does not
     code = last if code is None else code
     return -signal.SIGKILL if code is None else code
 
 
 def kill_descendants(pid: int, limit_s: float = _UNKILLABLE_S) -> None:
-    """SIGKILL the descendants of ``pid`` until none is left, or ``limit_s`` seconds are over."""
+    """SIGKILL the descendants of ``pid`` until none is left or ``limit_s`` seconds have passed."""
     deadline = time.monotonic() + limit_s
     while (alive := descendants(pid)) and time.monotonic() < deadline:
         for process in alive:
@@ -107,15 +107,15 @@ def kill_descendants(pid: int, limit_s: float = _UNKILLABLE_S) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of the children of ``pid``, their children, and so on, without zombies."""
+    """Return the process ids of all descendants of ``pid``, without zombies."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", errors="replace") as file:
-            state, parent = file.read().rpartition(")")[2].split()[:2]  # a process's name may hold ")"
+            state, parent = file.read().rpartition(")")[2].split()[:2]  # a process name may contain ")"
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(name))
     pids = [pid]
-    for process in pids:  # which grows
+    for process in pids:  # the list grows meanwhile
         pids += children.get(process, [])
     return pids[1:]
 
@@ -127,7 +127,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _signal_when_closed(lifeline: int, receiver: int, number: signal.Signals) -> None:
-    """Signal-driven I/O (O_ASYNC) on a pipe that is never written to: one signal, when it closes."""
+    """Set up signal-driven I/O (O_ASYNC) on a never-written pipe: one signal, when it closes."""
     os.set_inheritable(lifeline, False)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, receiver)
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, int(number))
@@ -141,7 +141,7 @@ def _is_closed(lifeline: int) -> bool:
 
 
 def _collect(wanted: int) -> int | None:
-    """Reap all children that have ended; the exit code of ``wanted`` if it is one of them."""
+    """Reap all ended children; return the exit code of ``wanted`` if it is among them."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == wanted:
@@ -150,7 +150,7 @@ def _collect(wanted: int) -> int | None:
 
 
 def _exit_like(code: int) -> None:
-    """End this process as the command ended: with its exit code, or by its signal."""
+    """End this process as the command ended: by exit code or signal."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):

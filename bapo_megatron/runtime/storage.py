@@ -1,8 +1,8 @@
-"""Disk errors: turns a failed write into a DiskError, of a full disk or a failing file system.
+"""Disk errors: turns failed reads and writes into DiskErrors, for a full disk or a failing file system.
 
-The context manager ``writing`` encloses a write; ``check_readable`` judges an error of a read. Both errors
-stop the run with one message: exit code 3, at which the user makes room, or 4, at which a job is requeued.
-``OldFiles`` deletes what is old, and ends no run.
+``writing`` encloses a write, ``check_readable`` judges a read error. A full disk ends the run with exit code
+3 (the user makes room), a failing file system with 4 (a job is requeued). ``OldFiles`` deletes old files:
+only a failing file system makes it end the run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _FULL = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EF
 """Messages of a full file system, as texts: libraries that write in other processes lose the errno."""
 
 _FAILING_NUMBERS = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ESHUTDOWN)
-"""Errors of a file system that fails: its server or network may come back (Lustre says ESHUTDOWN)."""
+"""Errors of a failing file system, whose server or network may come back (Lustre reports ESHUTDOWN)."""
 
 _OF_THE_FILE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.ENXIO, errno.EINVAL, errno.EILSEQ),
 }
-"""Errors of a read that tell what is there: nothing, a folder, a socket, or a name that no file can have."""
+"""Read errors that describe what is there: nothing, a folder, a socket, or an impossible name."""
 
 _NO_RIGHT = (errno.EACCES, errno.EPERM)
 
@@ -35,39 +35,35 @@ _FAILING = [os.strerror(number) for number in _FAILING_NUMBERS]
 """Their messages."""
 
 _TORCH = ("inline_container.cc", "iostream error")
-"""Messages of torch's archive writer, which hides the error of the disk."""
+"""Messages of torch's archive writer, which hides the disk's error."""
 
 _CUT = "a file was cut short"
 
 _ROOM_BYTES = 2**30
-"""Free bytes above which a disk is not full: a torn archive there is a failing file system."""
+"""With more free bytes a disk is not full, and a torn archive means a failing file system."""
 
 
 class DiskError(RunStopped):
-    """Full disk: a file could not be written. Only the rank that wrote it raises it.
-
-    A ``RunStopped``: exit code 3, and the same command continues the run.
-    """
+    """Raised when a file cannot be written to a full disk, only on the rank that writes it. As a
+    ``RunStopped``, it ends the run with exit code 3, and the same command continues the run."""
 
 
 class FailingDiskError(DiskError, StorageFailed):
-    """Failing file system: a file could not be written though the disk has room. Exit code 4."""
+    """Raised when a failing file system prevents a read, write or deletion. Exit code 4."""
 
 
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
-    """Context manager: turns a disk error in the block, which writes ``what`` to ``path``, into a DiskError.
-
-    Other errors pass, those of the run too (ConfigError, Preempted, RunStopped).
-    """
+    """Turn a disk error in the block, which writes ``what`` to ``path``, into a DiskError. Other errors pass
+    unchanged, including ConfigError, Preempted and RunStopped."""
     try:
         yield
     except (ConfigError, Preempted, RunStopped, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # torch's CheckpointException is not an Exception
+    except BaseException as error:  # torch's CheckpointException is no Exception
         if (problem := _problem(error)) is None:
             raise
-        for earlier in _chain(error):  # closing a file after a failed write fails as well: the first counts
+        for earlier in _chain(error):  # closing a file after a failed write fails, too; the first counts
             if isinstance(earlier, RunStopped):
                 raise earlier from None
         kind = FailingDiskError if _is_failing(problem, path) else DiskError
@@ -75,39 +71,36 @@ def writing(what: str, path: Path) -> Iterator[None]:
 
 
 def check_not_failing(error: BaseException, what: str, path: Path) -> None:
-    """FailingDiskError if ``error``, met while ``what`` was deleted at ``path``, is of a failing file system.
-
-    For a caller that continues after any other error.
-    """
+    """Raise FailingDiskError if ``error``, met when deleting ``what`` at ``path``, is a failing file
+    system's. For callers that continue after any other error."""
     for cause in _chain(error):
         if is_of_failing_disk(cause):
             raise FailingDiskError(f"{what} could not be deleted at {path}: {cause.strerror}") from error
 
 
 def print_kept(_kind: str, *, path: str, reason: str) -> None:
-    """Warning about something old that could not be deleted."""
+    """Print a warning about something old that could not be deleted."""
     told = f"warning: {path} could not be deleted ({reason}); the next save or start tries again"
     print(told, file=sys.stderr, flush=True)
 
 
 class OldFiles:
-    """Deletion of what a run needs no more: checkpoints, step files, logs, weights, evaluations.
+    """Deletes what a run no longer needs: checkpoints, step files, logs, weights, evaluations.
 
-    What cannot be deleted stays (a mount point, an immutable file, another user's; on NFS a file that is
-    open), and the run continues. Its caller tries again at its next turn; ``report`` is told once.
+    Undeletable files stay (a mount point, an immutable file, another user's; on NFS an open file): the run
+    continues, callers retry at their next turn, and ``report`` is called once per path. Only a failing file
+    system ends the run (FailingDiskError, exit code 4).
     """
 
     def __init__(self, report: Callable[..., object] = print_kept) -> None:
-        """``report``: takes the event's kind, and ``path`` and ``reason``."""
+        """``report`` receives the event kind, ``path`` and ``reason``."""
         self._report = report
         self._told: set[Path] = set()
 
     @contextmanager
     def deleting(self, path: Path) -> Iterator[None]:
-        """Context manager for the deletion of ``path`` in its block.
-
-        FailingDiskError for a file system that fails: what the run writes next would fail there, too.
-        """
+        """Context manager: the block deletes ``path``, and errors are reported. Raises FailingDiskError if
+        the file system fails: the run's next writes would fail, too."""
         try:
             yield
         except OSError as error:
@@ -118,24 +111,22 @@ class OldFiles:
 
 
 def is_of_failing_disk(error: BaseException) -> TypeGuard[OSError]:
-    """Whether the system itself says with ``error`` that a file system fails."""
+    """Whether ``error`` is the system's own report of a failing file system."""
     return isinstance(error, OSError) and error.errno in _FAILING_NUMBERS
 
 
 def comes_of_failing_disk(error: BaseException) -> bool:
-    """Whether ``error``, such as a ConfigError "cannot be read", was caused by a file system that fails.
-
-    Not by one that is read-only: a user may have named it.
-    """
+    """Whether a failing file system caused ``error``, for example a ConfigError "cannot be read". A read-only
+    file system does not count: a user may have named it."""
     return any(is_of_failing_disk(cause) and cause.errno != errno.EROFS for cause in _chain(error))
 
 
 def check_readable(error: BaseException, what: str, path: Path) -> None:
-    """ConfigError or FailingDiskError if ``error`` is one of the system that says nothing of what is stored.
+    """Raise ConfigError or FailingDiskError if a system error leaves open what is stored.
 
-    For readers of checkpoints and rollouts: what is taken for damaged or absent is passed over. Without
-    the right to read (also of an expired ticket on NFS) it is a ConfigError; a lost connection, too many open
-    files and all else is a FailingDiskError.
+    For readers of checkpoints and rollouts, which skip damaged or missing files. Missing read permission (or
+    an expired NFS ticket) raises ConfigError; anything else (a lost connection, too many open files) raises
+    FailingDiskError.
     """
     for cause in _chain(error):
         if not isinstance(cause, OSError) or cause.errno is None or cause.errno in _OF_THE_FILE:
@@ -146,12 +137,12 @@ def check_readable(error: BaseException, what: str, path: Path) -> None:
                 f"{told}. Whether it is whole is unknown: give this user the right to read it, or move it "
                 "away to continue without it"
             ) from error
-        # A bad sector or a lost disk of a server stays: only the user may decide to go back.
+        # A bad sector or a server's lost disk persists: only the user may decide to go back.
         raise FailingDiskError(f"{told}; if it stays so, move it away to continue without it") from error
 
 
 def _problem(error: BaseException) -> str | None:
-    """Message of the disk error that caused ``error``; None if there is none."""
+    """Return the message of the disk error that caused ``error``, or None."""
     for cause in _chain(error):
         text = str(cause)
         for problem in _FULL + _FAILING:
@@ -170,7 +161,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_failing(problem: str, path: Path) -> bool:
-    """Whether the file system fails, rather than is full."""
+    """Whether the file system fails rather than being full."""
     if problem != _CUT:
         return problem in _FAILING
     try:
@@ -181,7 +172,7 @@ def _is_failing(problem: str, path: Path) -> bool:
 
 
 def _statistics(path: Path) -> os.statvfs_result:
-    """statvfs of the file system of ``path``, which need not exist. OSError if the file system fails."""
+    """Return statvfs of the file system of ``path``, which need not exist. Raises OSError if it fails."""
     existing = path.absolute()
     while True:
         try:
@@ -191,7 +182,7 @@ def _statistics(path: Path) -> os.statvfs_result:
 
 
 def _room(path: Path) -> str:
-    """Free space (MB, files) of the file system of ``path``, in words."""
+    """Return the free space (MB, files) of the file system of ``path``, in words."""
     try:
         statistics = _statistics(path)
     except OSError as error:

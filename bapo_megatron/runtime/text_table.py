@@ -1,7 +1,7 @@
-"""Text tables: rows of texts as aligned columns, drawn by rich without colours, the same on every stream.
+"""Text tables: aligned columns drawn by rich without colours, the same on every stream.
 
-Widths are cells of a terminal, so wide characters line up. rich is imported when a table is drawn, since
-commands must start without it.
+Widths are terminal cells, so wide characters line up. rich is imported only to draw, since commands must
+start without it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import zip_longest
 from bapo_megatron.errors import printable
 
 _RULE = "\n".join(["    ", "    ", " -  ", *["    "] * 5])
-"""Box of rich: nothing but a rule below the heads."""
+"""rich box with only a rule below the heads."""
 _SPARE = 100
-"""Cells that the console is wider than the texts: they are never wrapped or cut for its sake."""
+"""Extra console width in cells, so that texts are never wrapped or cut."""
 
 
 def text_table(
@@ -25,12 +25,12 @@ def text_table(
     widths: Sequence[int] | None = None,
     indent: int = 0,
 ) -> list[str]:
-    """The lines of a table, none for no rows; cells are plain texts, in which markup means nothing.
+    """Return a table's lines, none without rows; markup in cells has no effect.
 
-    ``right``: the columns that are flush right. ``heads``: titles of the columns, above a rule. ``widths``:
-    of the columns, in cells: longer texts are wrapped, between words, and a longer word widens its column;
-    without it columns are as wide as their texts. ``indent``: spaces before each line. No character is lost:
-    tabs become spaces, and other control characters are escaped, since rich would drop or miscount them.
+    ``right``: right-aligned columns. ``heads``: column titles above a rule. ``widths``: column widths in
+    cells; longer texts wrap between words, and a longer word widens its column; by default columns are as
+    wide as their texts. ``indent``: spaces before each line. No character is lost: tabs become spaces, and
+    other control characters are escaped, since rich would drop or miscount them.
     """
     if not rows and not heads:
         return []
@@ -53,7 +53,7 @@ def text_table(
             Text(_clean(head)),
             justify="right" if column in right else "left",
             no_wrap=widths is None,
-            overflow="fold",  # the others put an ellipsis where a line and its last space are too wide
+            overflow="fold",  # other modes add an ellipsis if a line and its last space are too wide
             width=max([widths[column], *words]) if widths else None,
         )
     for row in rows:
@@ -69,5 +69,5 @@ def text_table(
 
 
 def _clean(cell: str) -> str:
-    """``cell`` in characters whose widths rich knows, and in lines that end with a line feed alone."""
+    """Return ``cell`` in characters whose widths rich knows, with line feeds as only line ends."""
     return printable(cell.expandtabs())

@@ -1,13 +1,13 @@
 """Safe replacement of output folders: a command replaces only what it wrote itself, whole or not at all.
 
-Two renames, the old one aside and the new one into place; the next start repairs a kill between them. For
-exports, conversions and prepared datasets. ``check_replaceable`` is the preflight check, ``new_folder`` the
-context manager of a write. ConfigError for a folder with anything that the command did not write.
+Uses two renames, the old folder aside and the new one into place; the next start repairs a kill in between.
+For exports, conversions and prepared datasets. ``check_replaceable`` is the preflight check, ``new_folder``
+the context manager of a write. Raises ConfigError for a folder with anything that the command did not write.
 
-An export or a conversion has a mark: a file that is written last and lists all others with their sizes, and
-small ones with their SHA-256. Without a mark, or with anything that the mark does not list, such a folder is
-never replaced and never deleted. A copy of a folder has its mark, and counts as the folder does. A prepared
-dataset is known by the names of its files.
+Exports and conversions have a mark, a file that is written last and lists the other files with their sizes,
+and small ones with their SHA-256. A folder without a mark, or with anything unlisted, is never replaced or
+deleted. Copies keep their mark and are treated like the original. Prepared datasets are recognized by their
+file names.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from bapo_megatron.runtime.files import read_file_inside, sha256_of, sync_file, 
 from bapo_megatron.runtime.run_paths import RunPaths
 
 MARK = ".bapo-written.json"
-"""File in a written folder: who wrote it, the size of every other file, and the SHA-256 of small ones."""
+"""File in a written folder: its writer, the size of every other file, and the SHA-256 of small ones."""
 
 _HASHED_BELOW = 1_000_000
-"""Limit in bytes of files whose SHA-256 is in the mark: what people edit by hand. Of weights it has sizes."""
+"""Only smaller files (bytes), which people edit by hand, have a SHA-256 in the mark."""
 
 _OWNERS = {"bapo": "a run of bapo, as its own export", "bapo-ckpt": "the command bapo-ckpt"}
-"""Descriptions, for messages, of the writers that marks name."""
+"""Descriptions for messages of the writers named in marks."""
 
 _DELETING = ".deleting-"
-"""Suffix, with a random number behind it, of folders that are being deleted."""
+"""Suffix, followed by a random number, of folders being deleted."""
 
 Foreign = Callable[[Path], str | None]
-"""Foreign content of a folder: what the command did not write, in words; None if it wrote all of it."""
+"""Returns what the command did not write into a folder, in words; None if it wrote all of it."""
 
 
 def write_mark(folder: Path, writer: str) -> None:
-    """Write the mark of ``writer``, durably, into a folder that is otherwise complete."""
+    """Write ``writer``'s mark durably into an otherwise complete folder."""
     paths = {n: path for n, path in sorted(_entries(folder)) if n != MARK and not path.is_dir()}
     files = {name: path.lstat().st_size for name, path in paths.items()}
     digests = {
@@ -57,10 +57,8 @@ def write_mark(folder: Path, writer: str) -> None:
 
 
 def foreign_content(folder: Path, writer: str) -> str | None:
-    """Foreign content of a marked ``folder``: what ``writer`` did not write, in words; None if nothing.
-
-    Files that were deleted since do not count: replacing the folder then loses nothing either.
-    """
+    """Return what ``writer`` did not write into a marked ``folder``, in words; None if nothing. Files deleted
+    since do not count: replacing the folder loses nothing more."""
     if (kind := _kind(folder)) is not None:
         return kind
     if is_run(folder):
@@ -70,7 +68,7 @@ def foreign_content(folder: Path, writer: str) -> str | None:
     try:
         mark = json.loads(read_file_inside(folder, MARK))
         files: dict[str, Any] = dict(mark["files"])
-        digests: dict[str, Any] = dict(mark.get("sha256", {}))  # earlier versions wrote none
+        digests: dict[str, Any] = dict(mark.get("sha256", {}))  # absent in earlier versions
         by = mark["written_by"]
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"has a {MARK} that cannot be read ({error!s:.200})"
@@ -81,12 +79,12 @@ def foreign_content(folder: Path, writer: str) -> str | None:
 
 
 def content_besides(folder: Path, names: set[str]) -> str | None:
-    """``foreign_content`` for a folder without a mark, which has only plain files of the fixed ``names``."""
+    """Return ``foreign_content`` for a folder without a mark, with only plain files of fixed ``names``."""
     return _kind(folder) or _unlisted(folder, dict.fromkeys(names))
 
 
 def check_replaceable(output: Path, writer: str, foreign: Foreign) -> None:
-    """Preflight of an output folder: ConfigError if it exists and has foreign content."""
+    """Raise ConfigError if an output folder exists and has foreign content."""
     if not os.path.lexists(output) or _is_empty(output):
         return
     if (why := foreign(output)) is not None:
@@ -97,17 +95,17 @@ def check_replaceable(output: Path, writer: str, foreign: Foreign) -> None:
 
 
 def check_aside(output: Path, aside: Path, writer: str, foreign: Foreign) -> None:
-    """Preflight of the folder ``aside``, to which ``output`` moves: ConfigError if it has foreign content."""
+    """Raise ConfigError if ``aside``, to which an existing ``output`` would move, has foreign content."""
     if os.path.lexists(output):
-        with suppress(FileNotFoundError):  # another process deletes it at this moment
+        with suppress(FileNotFoundError):  # another process is deleting it
             _check_own(aside, writer, foreign)
 
 
 def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: Foreign) -> None:
-    """Replace the folder ``output`` by ``new``: rename the old one ``aside``, rename the new, delete the old.
+    """Replace the folder ``output`` by ``new``: move the old one ``aside``, rename the new, delete the old.
 
-    ConfigError if the old one has foreign content; it is then moved back. ``bring_back`` repairs a kill
-    between the two renames.
+    Raises ConfigError, with the old folder moved back, if it has foreign content. ``bring_back`` repairs a
+    kill between the two renames.
     """
     bring_back(output, aside)
     _sweep(aside)
@@ -115,7 +113,7 @@ def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: For
     _delete(aside)
     try:
         if os.path.lexists(output) and not _is_empty(output):
-            # Renamed before the check: under its old name another program could change it afterwards.
+            # Renamed before the check: under its old name another program could still change it.
             os.rename(output, aside)
             if (why := foreign(aside)) is not None:
                 raise ConfigError(
@@ -125,18 +123,18 @@ def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: For
     except BaseException:
         bring_back(output, aside)
         raise
-    sync_folder(output.parent)  # the rename is durable before the old output is deleted
+    sync_folder(output.parent)  # make the rename durable before deleting the old output
     _delete(aside)
 
 
 def bring_back(output: Path, aside: Path) -> None:
-    """Repair of a replacement that was killed midway: rename ``aside`` back to ``output`` if that is gone."""
+    """Rename ``aside`` back to ``output`` if that is missing, after a kill between two renames."""
     if os.path.lexists(aside) and not os.path.lexists(output):
         os.rename(aside, output)
 
 
 def move_foreign_aside(output: Path, foreign: Foreign) -> Path | None:
-    """Rename ``output`` to a free `.kept-N` name if it has foreign content; its new name, else None."""
+    """Rename ``output`` to a free `.kept-N` name if it has foreign content; return that name or None."""
     if not os.path.lexists(output) or _is_empty(output) or foreign(output) is None:
         return None
     number = 1
@@ -147,16 +145,14 @@ def move_foreign_aside(output: Path, foreign: Foreign) -> Path | None:
 
 
 def replaced_folder(output: Path) -> Path:
-    """Name to which ``new_folder`` moves the old ``output``."""
+    """Return the name to which ``new_folder`` moves the old ``output``."""
     return output.with_name(f".{output.name}.replaced")
 
 
 @contextmanager
 def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
-    """Context manager: the block fills a temporary folder, which is then renamed to ``output``, atomically.
-
-    An old folder that ``writer`` wrote is replaced. If the block raises, the new one is deleted.
-    """
+    """Context manager: the block fills a temporary folder, which is then renamed to ``output`` atomically.
+    Replaces an old folder by the same ``writer``. If the block raises, the new folder is deleted."""
     temporary, aside = output.with_name(f".{output.name}.tmp"), replaced_folder(output)
     bring_back(output, aside)
     if os.path.lexists(temporary):
@@ -181,10 +177,10 @@ def _check_own(folder: Path, writer: str, foreign: Foreign) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder of the writer's own, if it exists.
+    """Delete one of the writer's own folders, if it exists.
 
-    It is renamed first: a kill may leave a part of it without its mark, which only the name then shows to be
-    deletable. What cannot be deleted (a file that a server has open, on NFS) stays, with a message.
+    Renames it first: after a kill, a part without its mark may remain, and its name shows that it may be
+    deleted. What cannot be deleted (on NFS, a server's open file) stays, with a message.
     """
     if not os.path.lexists(folder):
         return
@@ -198,16 +194,16 @@ def _delete(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> list[Path]:
-    """Delete the leftovers of earlier deletions of ``folder``; those that stay."""
+    """Delete the leftovers of earlier deletions of ``folder``; return those that stay."""
     beginning = folder.name + _DELETING
     leftovers = [path for path in folder.parent.iterdir() if path.name.startswith(beginning)]
     for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)  # which follows no link
+        shutil.rmtree(path, ignore_errors=True)  # follows no links
     return [path for path in leftovers if os.path.lexists(path)]
 
 
 def _kind(path: Path) -> str | None:
-    """Why ``path`` can be no output folder (a link, a file, a mount point), in words; None if it can."""
+    """Return why ``path`` cannot be an output folder (link, file, mount point), in words; None if it can."""
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
         return f"is a link to {os.readlink(path)[:200]!a}"
@@ -222,7 +218,7 @@ def _kind(path: Path) -> str | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run directory, or the output of an evaluation of one suite."""
+    """Whether a folder is a run directory, or an evaluation's output for one suite."""
     paths = RunPaths(folder)
     return any(
         os.path.lexists(part) for part in (paths.metrics, paths.journal, paths.checkpoints, paths.lock)
@@ -230,12 +226,13 @@ def is_run(folder: Path) -> bool:
 
 
 def _is_empty(path: Path) -> bool:
-    """Whether ``path`` is an empty folder that may become the output."""
+    """Whether ``path`` is an empty folder, usable as output."""
     return _kind(path) is None and not any(path.iterdir())
 
 
 def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:
-    """The first foreign entry, in words: not in ``files`` (sizes by path, None for any), or of other size."""
+    """Return the first foreign entry, in words: not in ``files`` (sizes by path, None: any), or of another
+    size."""
     folders = {parent.as_posix() for name in files for parent in Path(name).parents}
     for name, path in _entries(folder):
         status = path.lstat()
@@ -250,7 +247,7 @@ def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:
 
 
 def _edited(folder: Path, digests: dict[str, Any]) -> str | None:
-    """The first edited file, in words: its SHA-256 is not that in ``digests``."""
+    """Return the first file, in words, whose SHA-256 differs from ``digests``."""
     for name, path in _entries(folder):
         if name in digests and sha256_of(path) != digests[name]:
             return f"holds {ascii(name)[1:-1]}, which was changed since, though it is as long as it was"
@@ -258,7 +255,7 @@ def _edited(folder: Path, digests: dict[str, Any]) -> str | None:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Every entry below ``folder``, with its relative path; no link is followed."""
+    """Yield every entry below ``folder`` with its relative path; follows no links."""
     for place, folders, names in os.walk(folder):
         for name in (*folders, *names):
             path = Path(place) / name

@@ -1,8 +1,7 @@
-"""Construction of a run: builds policy, sampler, weight sync, checkpoints and records from a RunConfig.
+"""Construction of a run: policy, sampler, weight sync, checkpoints and records from a RunConfig.
 
-``open_run`` is the context manager that ``bapo train`` enters on every rank, once process groups exist and
-the run directory is locked. ``open_sampler`` and ``open_engines``, on rank 0, start processes (a replay none)
-and end them with the block.
+``bapo train`` enters the context manager ``open_run`` on every rank, once process groups exist and the run
+directory is locked. ``open_sampler`` and ``open_engines``, on rank 0, also own processes (none for a replay).
 """
 
 from __future__ import annotations
@@ -54,21 +53,18 @@ from bapo_megatron.trainer.suites import load_suites
 from bapo_megatron.trainer.update_loss import UpdateLoss
 
 OnEvent = Callable[[dict[str, Any]], None]
-"""Records an event: its kind and its fields."""
+"""Records an event: its kind and fields."""
 
 
 @dataclass(kw_only=True)
 class Run:
-    """A run's objects on one rank, as the training loop uses them: plain data, made by ``open_run``.
-
-    Only rank 0 has a recorder, exports and, while work is left, a sampler, whose batches the other ranks
-    receive; these are None elsewhere. The loop changes no field but ``partial_step``.
-    """
+    """A run's objects on one rank, for the training loop. Only rank 0 has a recorder, exports and, while work
+    is left, a sampler; elsewhere these are None. The loop changes only the field ``partial_step``."""
 
     config: RunConfig
     policy: Policy
     advantage: Advantage
-    """Collective: rank 0 computes, and all ranks have its values."""
+    """Collective: rank 0 computes; all ranks receive the values."""
     update_loss: UpdateLoss
     sync: WeightSync
     handover: GpuHandover
@@ -77,20 +73,18 @@ class Run:
     recorder: Recorder | None
     exports: StepExports | None
     first_step: int
-    """1 for a new run, else the step after the checkpoint that it continues from."""
+    """1 for a new run, otherwise the step after its checkpoint."""
     has_work: bool
-    """Whether steps are left, or the evaluation of the last one."""
+    """Whether steps, or the evaluation of the last step, are left."""
     partial_step: PartialStep | None
-    """The updates of the first step that a checkpoint within it holds."""
+    """Finished updates of the first step, from a checkpoint within it."""
     preemption: PreemptionSignal
     watchdog: Watchdog
 
 
 def announce_optimizer(name: str, on_gpu: bool) -> None:
-    """Print which optimizer implementation was chosen, on a GPU or if it is not torch's.
-
-    Megatron chooses by the packages that are installed (Transformer Engine, apex).
-    """
+    """Print the chosen optimizer implementation, on a GPU or if it is not torch's. Megatron chooses by the
+    installed packages (Transformer Engine, apex)."""
     if on_gpu or not name.startswith("torch's"):
         print(f"optimizer: {name}", file=sys.stderr, flush=True)
 
@@ -99,9 +93,9 @@ def announce_optimizer(name: str, on_gpu: bool) -> None:
 def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> Iterator[Run]:
     """Context manager: the run of ``config``, new or resumed from its newest whole checkpoint. Collective.
 
-    Loads the checkpoint and the reference policy, starts the sampler and engines, compares the restored state
-    and sends the weights, in this order. Parts close in the reverse order of their opening, after an error
-    too. ResumeError, on every rank, if the restored state differs.
+    In order: loads the checkpoint and the reference policy, starts sampler and engines, checks the restored
+    state, sends the weights. Parts close in reverse order, even after an error. Raises ResumeError, on every
+    rank, if the restored state differs.
     """
     check_kernels(config.model, config.parallel)
     policy = build_policy(config)
@@ -112,8 +106,8 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
     update_loss = _update_loss(config)
     point = find_resume_point(config, begun)
     saved = point.checkpoint
-    # Checkpoint and reference are loaded before anything is written or started: a load that fails leaves the
-    # records of the run as they are, and no server behind.
+    # Load checkpoint and reference before anything is written or started: a failed load then leaves the run's
+    # records unchanged and no server running.
     if saved:
         policy.load(saved.policy, saved.trainer["version"])
         update_loss.load_state(point.clipping_state(config))
@@ -122,7 +116,7 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
     with ExitStack() as opened:
         recorder = exports = sampler = servers = None
         if is_main():
-            # First in, last out: the sampler and its servers record events until they are closed.
+            # First in, last out: the sampler and its servers record events until they close.
             recorder = opened.enter_context(_recorder(config, begun, point))
             preemption.record = recorder.event
             if reference:
@@ -137,8 +131,8 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
         sync = build_weight_sync(
             config.rollout, config.paths.weights, config.model.hf_path, policy, sampler, servers, on_event
         )
-        # The resume check needs the sampler's position, so the sampler has started; it comes before the
-        # first push, so that no engine samples from weights that were not checked.
+        # After the sampler's start, because the resume check needs its position; before the first push, so
+        # that no engine samples from unchecked weights.
         if saved and point.has_work:
             for event in check_restored(config, policy, sampler, saved, point.fork):
                 on_event(event)
@@ -147,7 +141,7 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
         handover = _handover(config, policy, sampler, servers, on_event, sync)
         # The watchdog starts last: loading a model and starting servers may take longer than its limit.
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
-        barrier()  # a rank that is told to stop before it ends at once, and the others with it
+        barrier()  # before it, a rank with a stop signal exits immediately and ends the others
         preemption.begun()
         yield Run(
             config=config,
@@ -169,7 +163,7 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
 
 
 def agreed(advantage: Advantage) -> Advantage:
-    """``advantage`` as rank 0 computes it: a user's function may give others elsewhere, by chance say."""
+    """Return ``advantage`` computed on rank 0 only, because a user's function may differ between ranks."""
     return lambda rewards: on_all_ranks(lambda: advantage(rewards) if is_main() else np.zeros(0, np.float32))[
         0
     ]
@@ -195,15 +189,13 @@ def _update_loss(config: RunConfig) -> UpdateLoss:
 
 
 def _keeps_keys(config: RunConfig) -> bool:
-    """Whether engines keep keys and values of older weights for the responses in flight."""
+    """Whether engines keep keys and values of older weights for responses in flight."""
     return getattr(config.rollout.engine_config, "on_update", None) == "in_place"
 
 
 def build_policy(config: RunConfig, reader: TensorReader | None = None) -> MegatronPolicy:
-    """The Megatron policy with the weights of ``reader``; None: those of ``config.model``.
-
-    Every rank calls it, and builds its part; process groups must exist.
-    """
+    """Return the Megatron policy with the weights of ``reader``; None: of ``config.model``. Every rank calls
+    it and builds its part; process groups must exist."""
     return MegatronPolicy(
         config.model,
         config.parallel,
@@ -218,10 +210,10 @@ def build_policy(config: RunConfig, reader: TensorReader | None = None) -> Megat
 
 @contextmanager
 def _recorder(config: RunConfig, begun: Begun, point: ResumePoint) -> Iterator[Recorder]:
-    """The recorder of a run; it also stores the configuration, and records changed settings and a fork."""
+    """Yield a run's recorder, after storing the configuration and recording changed settings and a fork."""
     if point.has_work:
         store_config(config)
-    # On the way out: `done` or `failed` is recorded, then the files close, then the last events are sent.
+    # On exit: record `done` or `failed`, close the files, then send the last events.
     with (
         sending_events(config),
         closing(Recorder(config, point.first_step, point.has_work)) as recorder,
@@ -238,7 +230,6 @@ def _recorder(config: RunConfig, begun: Begun, point: ResumePoint) -> Iterator[R
 
 
 def _exports(config: RunConfig, recorder: Recorder) -> StepExports:
-    """The background exports of checkpoints, with the user's ``checkpoint.after_export`` command."""
     asked, after = config.checkpoint, None
     if asked.after_export is not None:
         after = AfterExport(
@@ -263,7 +254,7 @@ def _old_files(on_event: OnEvent) -> OldFiles:
 def _checkpoint_store(
     config: RunConfig, point: ResumePoint, exports: StepExports | None, old: OldFiles
 ) -> CheckpointStore:
-    """The checkpoint store of a run. Rank 0 also begins the exports that earlier starts have not made."""
+    """Return a run's checkpoint store. On rank 0, also begin the exports that earlier starts missed."""
     newest = point.checkpoint.moment if point.checkpoint else (0, 0)
     if exports is None:
         return CheckpointStore(config.paths, config.checkpoint, newest)  # only rank 0 deletes
@@ -276,10 +267,8 @@ def _checkpoint_store(
 
 @contextmanager
 def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler, EngineServers]]:
-    """Context manager: the sampler of a run with its engine servers, or of ``rollout.replay`` without any.
-
-    On rank 0. The sampler does not sample before its ``start``.
-    """
+    """Context manager: a run's sampler with its engine servers, or of ``rollout.replay`` without servers. On
+    rank 0. Sampling begins with the sampler's ``start``."""
     if config.rollout.replay is not None:
         yield ReplaySampler(config.rollout.replay), EngineServers()
         return
@@ -289,10 +278,8 @@ def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
 
 @contextmanager
 def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[SamplerClient, EngineServers]]:
-    """Context manager: the sampler's process and the engine servers that the run starts. On rank 0.
-
-    Reads the dataset and the suites first. Both end with the block, the sampler before its servers.
-    """
+    """Context manager: the sampler process and the engine servers that the run starts. On rank 0. Reads the
+    dataset and the suites first. On exit the sampler ends before its servers."""
     tokenizer = load_tokenizer(config.model.hf_path)
     tools, begun = tools_of(config), has_steps(config.directory)
     problems = load_problems(config.data, config.reward.function, tokenizer, tools, begun)
@@ -310,7 +297,7 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
             servers.heed(event)
 
         setup = Setup(config, problems, tuple(servers.urls), str(select_device()), suites)
-        # The sampler closes before its servers: else every server's end would be a lost engine.
+        # Close the sampler before its servers; otherwise every server's end would be a lost engine.
         with closing(SamplerClient(setup, on_sampler_event)) as sampler:
             yield sampler, servers
 
@@ -324,10 +311,8 @@ def build_weight_sync(
     servers: EngineServers | None,
     on_event: OnEvent,
 ) -> WeightSync:
-    """Weight sync to the engines: the sender of the transport, with the one by ``folder``. Collective.
-
-    ``hf_path``: the folder of the model's config. ``sampler``, ``servers``: None on every rank but 0.
-    """
+    """Return the weight sync to the engines: the transport's sender, with the disk sync in ``folder``.
+    Collective. ``hf_path``: folder of the model's config. ``sampler``, ``servers``: None except on rank 0."""
     samples, engine = rollout.replay is None, rollout.engine_config
     make = (
         engine_backend(rollout.engine).weight_digester(rollout, hf_path, policy.device.type)

@@ -1,25 +1,25 @@
-"""Checks after a step's updates, and the metrics of experts and their routes that some of them read.
+"""Checks after a step's updates, and the expert and route metrics that some of them read.
 
-``check_updates`` is collective; the loop calls it once the step's metrics are written, so that a check that
-stops the run leaves the numbers that explain it. A failed check is a warning and an event, on rank 0; the
-engine gap may also stop the run: GapError, on every rank. Stored rollouts without routes: ConfigError.
+``check_updates`` is collective; the loop calls it after writing the step's metrics, so that a check that
+stops the run leaves the numbers that explain it. A failed check is a warning and an event, on rank 0; an
+engine gap may also stop the run with GapError, on every rank. Stored rollouts without routes raise
+ConfigError.
 
-    experts/imbalance_mean   tokens of a layer's busiest expert over the mean of its experts, 1 where all are
-                             as busy: the mean over the layers
-    experts/imbalance_max    the same, of the layer with the largest
-    experts/router_entropy   entropy of the trainer's router over all experts in nats, -sum_e p_e ln p_e, in
-                             the mean over tokens and layers; ln E where all are as likely
-    routes/known             share of the trained tokens whose route the engine gave
-    routes/unknown_tokens    positions without one, prompts included: the trainer's routers choose for them
+    experts/imbalance_mean   tokens of a layer's busiest expert over the mean of its experts (1: all equally
+                             busy), mean over the layers
+    experts/imbalance_max    the same, maximum over the layers
+    experts/router_entropy   entropy of the trainer's router over all experts in nats, -sum_e p_e ln p_e,
+                             mean over tokens and layers; ln E if all are equally likely
+    routes/known             share of the trained tokens with a route from the engine
+    routes/unknown_tokens    positions without a route, including prompts: the trainer's routers choose
     routes/mismatch          share of tokens with a route that the trainer's router of a layer would send to
-                             other experts, in the mean over the layers
+                             other experts, mean over the layers
     routes/engine_mismatch   the same, of trained tokens that the policy's present weights sampled
 
-The ``experts/`` ones are of all positions of an update, prompts included, and of any mixture of experts. A
+The ``experts/`` metrics cover all positions of an update, including prompts, of any mixture of experts. A
 route is the experts that a token takes. Engine and trainer round differently, so nearly equal router logits
-change places: those of a tenth of the tokens in bfloat16 (arXiv 2510.11370), and after an update of the
-weights of more. At the same weights a share near 1 is a sign of routes of other tokens or layers, or of an
-engine with other weights: a warning.
+swap: for a tenth of the tokens in bfloat16 (arXiv 2510.11370), for more after a weight update. A share near 1
+at equal weights indicates routes of other tokens or layers, or an engine with other weights: a warning.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from bapo_megatron.trainer.records.recorder import Recorder
 from bapo_megatron.types import Metrics, StepHeader
 
 FIRST_GAP_LIMIT = 0.5
-"""Limit of the mean engine gap, in nats, in the first step that colocated engines sampled.
-Kernels and precision make 0.05; weights of another model, or without one of their tensors, whole nats."""
+"""Limit of the mean engine gap, in nats, in the first step of colocated engines. Kernels and precision cause
+0.05; another model's weights, or a missing tensor, cause whole nats."""
 
 
 def check_updates(run: Run, step: int, updates: Sequence[Metrics]) -> None:
-    """All checks of the ``updates`` of ``step``, whose metrics are equal on every rank. Collective."""
+    """Run all checks of the ``updates`` of ``step``, whose metrics are equal on every rank. Collective."""
     algorithm, recorder = run.config.algorithm, run.recorder
     check_one_sign(step, updates, recorder)
     check_route_mismatch(algorithm, step, updates, recorder)
@@ -58,12 +58,11 @@ def check_engine_gap(
     recorder: Recorder | None,
     is_first: bool = False,
 ) -> None:
-    """The engine mismatch check (``algo/measurements.py``), once the step is recorded.
+    """Check the engine mismatch (``algo/measurements.py``) of a recorded step.
 
-    A gap above its limits is a warning, or GapError on every rank. ``updates``: the metrics of the step's
-    updates, equal on every rank. ``is_first``: they are the first since colocated engines got their weights
-    from this process. A gap above ``FIRST_GAP_LIMIT`` then means that the engines have other weights, and
-    always stops the run.
+    A gap above its limits is a warning, or raises GapError on every rank. ``updates``: the updates' metrics,
+    equal on every rank. ``is_first``: the first updates since colocated engines received their weights from
+    this process; a gap above ``FIRST_GAP_LIMIT`` then means other weights and stops the run.
     """
     excess = list(gap_excess(config, updates))
     if not excess:
@@ -74,7 +73,7 @@ def check_engine_gap(
     if recorder:
         recorder.engine_gap(step, message, on_gap)
     if on_gap == "stop":
-        barrier()  # the first process to fail ends the others: rank 0 must have written the event
+        barrier()  # rank 0 must write the event before the first failing process ends the others
         way = "raise the limit" if must_stop else "raise the limit or set algorithm.on_gap=warn"
         also = f", and above {FIRST_GAP_LIMIT:g} in the first step of colocated engines" if must_stop else ""
         raise GapError(
@@ -84,10 +83,8 @@ def check_engine_gap(
 
 
 def has_other_weights(config: AlgorithmConfig, updates: Sequence[Metrics]) -> bool:
-    """Whether the mean gap of a step's first update is so large that the engines must have other weights.
-
-    A larger ``gap_mean_limit`` of the recipe replaces ``FIRST_GAP_LIMIT``; None switches the check off.
-    """
+    """Return whether the mean gap of a step's first update proves that the engines have other weights. A
+    larger ``gap_mean_limit`` in the recipe replaces ``FIRST_GAP_LIMIT``; None disables the check."""
     if config.gap_mean_limit is None:
         return False
     gaps = (gap for update in updates if (gap := update["rollout/engine_gap_mean"]) is not None)
@@ -96,11 +93,8 @@ def has_other_weights(config: AlgorithmConfig, updates: Sequence[Metrics]) -> bo
 
 
 def check_one_sign(step: int, updates: Sequence[Metrics], recorder: Recorder | None) -> None:
-    """One-sign check: a warning if most tokens of a step had bounds from searches that saw one sign alone.
-
-    Such a search has nothing to balance: positive tokens are clipped at the first c_high, negative ones at
-    the last c_low, as by fixed bounds.
-    """
+    """Warn if, on average, over half of a step's tokens had bounds from searches with only one sign, which
+    cannot balance: positive tokens are clipped at the first c_high, negative ones at the last c_low."""
     shares = [share for update in updates if (share := update.get("bapo/one_sign_tokens")) is not None]
     if recorder and shares and (mean := sum(shares) / len(shares)) > 0.5:
         recorder.warning(
@@ -113,7 +107,7 @@ def check_one_sign(step: int, updates: Sequence[Metrics], recorder: Recorder | N
 
 
 def gap_excess(config: AlgorithmConfig, updates: Sequence[Metrics]) -> Iterator[str]:
-    """Engine gaps above their limits: a text for each, with the gap and the limit in nats."""
+    """Yield a text for each engine gap above its limit, with both in nats."""
     limits = {"mean": config.gap_mean_limit, "max": config.gap_max_limit}
     for name, limit in limits.items():
         for update in updates:
@@ -127,10 +121,7 @@ def gap_excess(config: AlgorithmConfig, updates: Sequence[Metrics]) -> Iterator[
 def check_route_mismatch(
     config: AlgorithmConfig, step: int, updates: Sequence[Metrics], recorder: Recorder | None
 ) -> None:
-    """Mismatch check of routes, once the step is recorded: a warning and an event above the limit.
-
-    ``updates``: the metrics of the step's updates.
-    """
+    """Warn, and record an event, if a recorded step's route mismatch is above the limit."""
     limit = config.route_mismatch_limit
     shares = [share for update in updates if (share := update.get("routes/engine_mismatch")) is not None]
     if recorder and limit is not None and shares and max(shares) > limit:
@@ -146,25 +137,25 @@ def check_route_mismatch(
 
 
 ROUTE_NAMES = ("routes/known", "routes/unknown_tokens", "routes/mismatch", "routes/engine_mismatch")
-"""The metrics of an update with routes."""
+"""Metrics of an update with routes."""
 
 EXPERT_NAMES = ("experts/imbalance_mean", "experts/imbalance_max", "experts/router_entropy")
-"""The metrics of an update of a mixture of experts."""
+"""Metrics of an update of a mixture of experts."""
 
 
 def router_names(rollout: RolloutConfig, has_experts: bool) -> tuple[str, ...]:
-    """Names of the metrics that ``route_metrics`` and ``expert_metrics`` return in a run."""
+    """Return the names of a run's metrics from ``route_metrics`` and ``expert_metrics``."""
     return (*(EXPERT_NAMES if has_experts else ()), *(() if rollout.route_replay == "off" else ROUTE_NAMES))
 
 
 def update_names(run: Run) -> list[str]:
-    """Names of the metrics that updates of the run have, but those of the optimizer step."""
+    """Return the names of the run's update metrics, except those of the optimizer step."""
     routes = router_names(run.config.rollout, run.policy.has_experts)
     return [*run.update_loss.objective.metric_names(), *correction_metrics(run.config.algorithm), *routes]
 
 
 def expert_metrics(sums_LC: Tensor | None) -> Metrics:
-    """Metrics of ``UpdateResult.experts``; none of a dense model. Of no tokens they are None."""
+    """Return the metrics of ``UpdateResult.experts``: empty for a dense model, None values without tokens."""
     if sums_LC is None:
         return {}
     load_LE, tokens_L, entropy_L = sums_LC[:, :-2], sums_LC[:, -2], sums_LC[:, -1]
@@ -176,7 +167,7 @@ def expert_metrics(sums_LC: Tensor | None) -> Metrics:
 
 
 def route_metrics(sums: Tensor | None) -> Metrics:
-    """Metrics of ``UpdateResult.routes``; none without routes. A share of nothing is None."""
+    """Return the metrics of ``UpdateResult.routes``: empty without routes. A share of zero tokens is None."""
     if sums is None:
         return {}
     trained, known, unknown, routed, differing, same, same_differing = sums.tolist()
@@ -186,7 +177,7 @@ def route_metrics(sums: Tensor | None) -> Metrics:
 
 
 def check_stored_routes(rollout: RolloutConfig, step: int, header: StepHeader) -> None:
-    """ConfigError, on every rank, if a response of ``step`` was stored without routes that the run needs."""
+    """Raise ConfigError, on every rank, if a stored response of ``step`` lacks routes that the run needs."""
     if rollout.route_replay == "off":
         return
     responses = [response for group in header.groups for response in group.responses]

@@ -1,22 +1,21 @@
-"""Off-policy corrections: pi_old of the trainer, truncated importance weights, rejection of responses.
+"""Off-policy corrections: the trainer's pi_old, truncated importance weights, rejection of responses.
 
     ratio = pi / pi_old          importance weight = min(pi_old / pi_rollout, cap)
 
-- ``old_log_probs=trainer``: one forward pass a step gives pi_old of the trainer. It differs from pi_rollout a
-  little, at stale tokens a lot; with ``importance_cap`` the weight corrects that, by token or by response.
+- ``old_log_probs=trainer``: one forward pass per step computes the trainer's pi_old. It differs slightly from
+  pi_rollout, and strongly at stale tokens; with ``importance_cap`` the weight corrects that, per token or
+  response.
 - ``old_log_probs=rollout``: pi_old is pi_rollout, the engine's log-probs; there are no weights.
-- ``algorithm.masks`` and ``algorithm.corrections`` take responses and tokens out before packing, alike on
-  all ranks (``masks.py``, ``algo/corrections.py``): of an update's metrics only ``masks/*`` and
-  ``corrections/rejected_*`` count them. ``off_policy_delta`` may cost a forward pass. An update with none
-  left takes no step, with a warning.
+- ``algorithm.masks`` and ``algorithm.corrections`` remove responses and tokens before packing, identically on
+  all ranks (``masks.py``, ``algo/corrections.py``); only the metrics ``masks/*`` and
+  ``corrections/rejected_*`` count them. ``off_policy_delta`` may cost a forward pass. An update without
+  remaining responses takes no step, with a warning.
 
-A rank has the columns of its own samples alone. What all ranks need of a response, such as its mean ratio,
-one replica computes, and ``measured_once`` gives the number to all.
+Each rank has only its own samples' columns. One replica computes numbers that all ranks need, such as a
+response's mean ratio, and ``measured_once`` shares them. Log-probs that are not finite raise
+FloatingPointError on every rank.
 
-Called by ``train.py`` and ``reference.py`` on every rank. FloatingPointError, on every rank, for log-probs
-that are not finite.
-
-Legend: ``_R`` tokens of a response, ``_N`` trained tokens of one response, or response tokens of all samples,
+Shapes: ``_R`` response tokens, ``_N`` trained tokens of one response or response tokens of all samples,
 ``_T`` positions of a pack.
 """
 
@@ -48,7 +47,7 @@ from bapo_megatron.trainer.masks import Remaining, mask_names, masks_of, measure
 from bapo_megatron.types import Metrics
 
 METRICS = ("corrections/rejected_responses", "corrections/rejected_tokens", "corrections/weight")
-"""Names of the metrics of ``corrected``."""
+"""Metrics of ``corrected``."""
 
 
 def with_old_log_probs(
@@ -58,12 +57,9 @@ def with_old_log_probs(
     cap: float | None,
     level: Literal["token", "sequence"] = "token",
 ) -> list[list[TrainingSample]]:
-    """Old log-probs: the samples with pi_old of the present weights, and importance weights up to ``cap``.
-
-    ``cap`` None: no importance weights. ``level``: a weight for each token or each response. One forward
-    pass, in which each rank computes its own packs. The result is equal on every rank, because later updates
-    shuffle the groups over the ranks. Collective.
-    """
+    """Return the samples with pi_old of the present weights and importance weights up to ``cap`` (None:
+    none). ``level``: one weight per token or per response. One forward pass, in which each rank computes its
+    own packs. Equal on every rank, because later updates shuffle the groups over the ranks. Collective."""
     samples = [sample for group in groups for sample in group]
     if not samples:
         return []
@@ -75,7 +71,7 @@ def with_old_log_probs(
 
 
 def correction_metrics(algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """Names of the metrics that ``corrected`` returns with these settings; none without corrections."""
+    """Return the names of the metrics of ``corrected`` with these settings; empty without corrections."""
     corrects = algorithm.corrections.rejects or algorithm.masks or algorithm.importance_cap is not None
     return (*METRICS, *mask_names(algorithm)) if corrects else ()
 
@@ -87,15 +83,15 @@ def corrected(
     pack_tokens: int,
     on_policy: bool,
 ) -> tuple[list[list[TrainingSample]], Metrics]:
-    """Masks and rejection: what an update trains on, group by group, and the metrics ``correction_metrics``.
+    """Apply masks and rejection: return the update's remaining samples, by group, and ``correction_metrics``.
 
     - ``corrections/rejected_responses``, ``.../rejected_tokens``: shares of the update's responses and
       trained tokens
-    - ``corrections/weight``: mean importance weight of the tokens that are left; None where there are none
+    - ``corrections/weight``: mean importance weight of the remaining tokens; None without any
     - ``masks/...``: the share of each mask (``masks.mask_names``)
 
-    ``on_policy`` as in ``UpdateLoss.loss``. Collective. FloatingPointError, on every rank, for log-probs that
-    are not finite.
+    ``on_policy`` as in ``UpdateLoss.loss``. Collective. Raises FloatingPointError, on every rank, if
+    log-probs are not finite.
     """
     if not correction_metrics(algorithm):
         return [list(group) for group in groups], {}
@@ -135,7 +131,7 @@ def corrected(
 def _shares(
     kept: Sequence[bool], before: int, tokens: Sequence[float], weights: Sequence[float]
 ) -> tuple[float | None, float | None, float | None]:
-    """Values of ``METRICS``, from an update's samples: which are kept, their remaining tokens and weights."""
+    """Return the values of ``METRICS`` from each sample's kept flag, remaining tokens and weights."""
     after, weight = (
         sum(value for value, keep in zip(values, kept, strict=True) if keep) for values in (tokens, weights)
     )
@@ -152,11 +148,8 @@ def measured_once(
     measure: Callable[[TrainingSample], Sequence[float]],
     width: int,
 ) -> list[list[float]]:
-    """The ``width`` numbers that ``measure`` makes of each sample, on every rank. Collective.
-
-    One replica measures a sample; in turns, so each loads its share. The numbers are exact, as if each rank
-    had computed all of them. What ``measure`` raises, such as ConfigError of a user's mask, ends all ranks.
-    """
+    """Return the ``width`` numbers of ``measure`` for each sample, exact and on every rank. Collective. One
+    replica measures each sample, in turn. Exceptions of ``measure`` end all ranks."""
     layout = policy.pack_layout
     values = torch.zeros(len(samples), width, dtype=torch.float64)
 
@@ -165,7 +158,7 @@ def measured_once(
             values[index] = torch.tensor(measure(samples[index]), dtype=torch.float64)
 
     on_all_ranks(measure_own)
-    # One replica has a sample's numbers, the others zeros: the sum is exact.
+    # One replica has a sample's numbers, the others have zeros: the sum is exact.
     numbers: list[list[float]] = policy.sum_over_replicas(values).tolist()
     return numbers
 
@@ -173,10 +166,8 @@ def measured_once(
 def _mean_gaps(
     policy: Policy, samples: Sequence[TrainingSample], pack_tokens: int, known: bool
 ) -> list[float]:
-    """Mean of log(pi_rollout / pi) over each sample's trained tokens, nats; 0 without tokens.
-
-    ``known``: pi is pi_old for all of them, which needs no pass of the model.
-    """
+    """Return the mean of log(pi_rollout / pi) over each sample's trained tokens, nats; 0 without tokens.
+    ``known``: pi is pi_old for all of them, so no forward pass is needed."""
     if not samples:
         return []
     packs = pack_samples(samples, pack_tokens, layout=policy.pack_layout)
@@ -185,10 +176,8 @@ def _mean_gaps(
 
 
 def _finite(values: Iterable[float]) -> list[float]:
-    """The values, checked: FloatingPointError, on every rank, if one is infinite or NaN.
-
-    Without the check its response would be rejected, and broken weights would go unnoticed.
-    """
+    """Return the values; raise FloatingPointError, on every rank, if one is infinite or NaN. Otherwise its
+    response would be rejected, and broken weights would go unnoticed."""
     numbers = list(values)
     if not all(map(math.isfinite, numbers)):
         raise FloatingPointError(
@@ -207,21 +196,19 @@ def response_log_probs(
     pack_tokens: int,
     compute: Callable[[Sequence[MicroBatch]], list[TokenStats]],
 ) -> list[np.ndarray]:
-    """Log-probs of each response by ``compute``, a pass of the policy, float32 [R]; 0 outside the loss mask.
-
-    Each rank computes its own packs; the result is equal on all of them. Collective.
-    """
+    """Return each response's log-probs by ``compute``, a policy pass: float32 [R], 0 outside the loss mask.
+    Each rank computes its own packs; the result is equal on all ranks. Collective."""
     packs = pack_samples(samples, pack_tokens, layout=policy.pack_layout)
     ends = np.cumsum([sample.response_tokens for sample in samples])
     found_N = torch.zeros(int(ends[-1]))
     for pack, stats in zip(packs, compute(packs), strict=True):
         for index, start, positions in pack.rows:
-            if positions:  # else no position predicts the response
+            if positions:  # otherwise no position predicts the response
                 tokens, end = samples[index].response_tokens, start + positions
                 part = slice(end - tokens, end)
                 trained_R = torch.where(pack.mask_T[part] > 0, stats.log_prob_T[part], 0.0)
                 found_N[ends[index] - tokens : ends[index]] = trained_R
-    # One replica has a sample's log-probs, the others zeros: the sum is exact.
+    # One replica has a sample's log-probs, the others have zeros: the sum is exact.
     return np.split(policy.sum_over_replicas(found_N).numpy(), ends[:-1])
 
 

@@ -1,12 +1,12 @@
 """Flow control of the training loop: GPU hand-over, waits for the sampler, evaluations, checkpoints, stops.
 
-Functions on a ``Run``, all collective: all ranks take the same path, and while rank 0 waits for its sampler
-they meet every few seconds. An error that ends the run (Preempted, RunStopped, the sampler's ConfigError) is
-raised on every rank, after a checkpoint where one can be made and something was trained.
+All functions are collective: all ranks take the same path, and synchronize every few seconds while rank 0
+waits for its sampler. An error that ends the run (Preempted, RunStopped, the sampler's ConfigError) is raised
+on every rank, after a checkpoint if possible and if anything was trained. A full or failing disk raises
+DiskError on the rank that meets it.
 
-A save between steps is begun by one call and completed by a later one (``checkpoint.background=false``: by
-the same); a new one waits for the one before. DiskError, on the rank that meets it, for a full or failing
-disk.
+One call begins a save between steps, a later one completes it (the same call with
+``checkpoint.background=false``); a new save waits for the previous one.
 """
 
 from __future__ import annotations
@@ -30,18 +30,15 @@ from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import StepHeader
 
 WAIT_S = 5.0
-"""Seconds that rank 0 waits for its sampler before the ranks meet again."""
+"""Seconds that rank 0 waits for its sampler before the ranks synchronize again."""
 
 
 def give_gpus_to_engines(run: Run, step: int) -> None:
-    """GPU hand-over to colocated engines, which sample with the weights after ``step``. Collective.
-
-    Does nothing where engines have GPUs of their own. RunStopped, after a checkpoint, if they cannot
-    continue.
-    """
-    # Before the policy is offloaded: the save before a stop would reload it at once.
+    """Hand the GPUs to colocated engines, which sample with the weights after ``step``. Collective. Does
+    nothing if engines have their own GPUs. Raises RunStopped, after a checkpoint, if they cannot continue."""
+    # Before the policy is offloaded, because the save before a stop would reload it.
     stop_if_preempted(run, step)
-    # A save that has ended gives back its copy of the state on the host: the offload needs host memory.
+    # A finished save frees its host copy of the state: the offload needs host memory.
     finalize_checkpoint(run)
     try:
         run.handover.to_engines()
@@ -51,11 +48,9 @@ def give_gpus_to_engines(run: Run, step: int) -> None:
 
 
 def give_gpus_to_policy(run: Run, step: int) -> None:
-    """GPU hand-over to the policy after ``step``: colocated engines release their memory. Collective.
-
-    Does nothing where engines have GPUs of their own. RunStopped if the sampler or the memory is lost; after
-    a checkpoint, if the policy could be reloaded.
-    """
+    """Hand the GPUs to the policy after ``step``: colocated engines release their memory. Collective. Does
+    nothing if engines have their own GPUs. Raises RunStopped if the sampler or the memory is lost, after a
+    checkpoint if the policy could be reloaded."""
     try:
         run.handover.to_policy()
     except RunStopped:
@@ -65,14 +60,11 @@ def give_gpus_to_policy(run: Run, step: int) -> None:
 
 
 def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
-    """Poll of the sampler until it answers ``ask``: the answer, on every rank. Collective.
-
-    ``ask`` returns None where there is no answer yet, or ``Need.WEIGHTS`` where engines lack the weights
-    after ``step``. RunStopped, after a checkpoint, if there will be no answer; Preempted as of
-    ``stop_if_preempted``.
-    """
-    # Rank 0 waits WAIT_S at most, and then all ranks meet in a broadcast: so no collective times out however
-    # long sampling takes, every rank resets its watchdog, and a signal to any rank is seen by all.
+    """Poll the sampler until it answers ``ask``; return the answer on every rank. Collective. ``ask`` returns
+    None without an answer yet, ``Need.WEIGHTS`` if engines lack the weights after ``step``. Raises
+    RunStopped, after a checkpoint, if no answer will come; Preempted as in ``stop_if_preempted``."""
+    # All ranks meet in a broadcast at least every WAIT_S: no collective times out during long sampling, every
+    # rank resets its watchdog, and all ranks see a signal to any rank.
     while True:
         stop_if_preempted(run, step)
         finalize_checkpoint(run)
@@ -82,7 +74,7 @@ def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
             run.sync.push(run.policy, step)
             give_gpus_to_engines(run, step)
         elif isinstance(answer, ConfigError):
-            if step >= run.first_step:  # else nothing was trained that could be lost
+            if step >= run.first_step:  # otherwise no training could be lost
                 save_now(run, step)
             raise answer
         elif isinstance(answer, RunStopped):
@@ -93,10 +85,8 @@ def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
 
 
 def bring_policy_back(run: Run) -> None:
-    """Hand-over of the GPUs to the policy for a save or the export, also if engines are lost. Collective.
-
-    RunStopped only if the policy has no room on its GPU.
-    """
+    """Hand the GPUs to the policy for a save or the export, even if engines are lost. Collective. Raises
+    RunStopped only if the policy does not fit on its GPU."""
     try:
         run.handover.to_policy()
     except RunStopped:
@@ -105,10 +95,8 @@ def bring_policy_back(run: Run) -> None:
 
 
 def evaluate_if_due(run: Run, step: int) -> None:
-    """Evaluate the weights after ``step`` if an evaluation is due; training waits. Collective.
-
-    RunStopped or Preempted, after a checkpoint, as of ``wait_for_sampler``.
-    """
+    """Evaluate the weights after ``step`` if an evaluation is due; training waits. Collective. Raises
+    RunStopped or Preempted as in ``wait_for_sampler``."""
     if not run.config.evaluates(step):
         return
     give_gpus_to_engines(run, step)
@@ -121,15 +109,13 @@ def evaluate_if_due(run: Run, step: int) -> None:
 
 
 def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) -> None:
-    """Begin the asynchronous save after ``step``, or after the ``partial`` next step. Collective.
-
-    Waits for the save before it. Training stands still while the resume check's fingerprint is taken and the
-    state is copied; with ``checkpoint.background=false`` until all is on disk.
-    """
+    """Begin the asynchronous save after ``step``, or after the ``partial`` next step. Collective. Waits for
+    the previous save. Training pauses while the resume check's fingerprint is taken and the state is copied;
+    with ``checkpoint.background=false`` until everything is on disk."""
     start = perf_counter()
-    bring_policy_back(run)  # an offloaded policy has nothing on the GPU that could be copied
-    finalize_checkpoint(run, wait=True)  # the one before: one writer at a time
-    # The fingerprint compares what a resumed run restores, so it is taken of the same moment as the state.
+    bring_policy_back(run)  # an offloaded policy has no GPU state to copy
+    finalize_checkpoint(run, wait=True)  # the previous save: one writer at a time
+    # The fingerprint describes what a resumed run restores, so take it at the same moment as the state.
     sampler = broadcast_from_main(run.sampler.state() if run.sampler else None)
     state = {
         "version": run.policy.version,
@@ -146,18 +132,15 @@ def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) ->
 
 
 def finalize_checkpoint(run: Run, wait: bool = False) -> None:
-    """Complete the pending save, if it is on disk: record it, export it, trim the journal. Collective.
-
-    The journal is the sampler's; it keeps what a resume from the oldest checkpoint needs. Without ``wait`` it
-    does not wait for the disk, and does nothing if the save is not complete.
-    """
+    """Complete the pending save if it is on disk (``wait``: once it is): record it, export it, and trim the
+    sampler's journal to what a resume from the oldest checkpoint needs. Collective."""
     if run.exports:
         run.exports.poll()
     saved = run.checkpoints.finalize(wait)
     if saved is None:
         return
     run.preemption.saved(saved.seconds)
-    # Only now: the sampler deletes journal that the checkpoints before this one needed.
+    # Only now: the sampler deletes journal files that earlier checkpoints needed.
     if run.sampler:
         run.sampler.checkpointed(run.checkpoints.oldest_step())
     if run.recorder:
@@ -167,7 +150,7 @@ def finalize_checkpoint(run: Run, wait: bool = False) -> None:
 
 
 def save_now(run: Run, step: int, partial: PartialStep | None = None) -> None:
-    """Synchronous save of this state of the run, unless it has a checkpoint. Collective."""
+    """Save this state synchronously, unless a checkpoint of it exists. Collective."""
     if _moment(step, partial) > run.checkpoints.newest:
         begin_checkpoint(run, step, partial)
     finalize_checkpoint(run, wait=True)
@@ -178,10 +161,8 @@ def _moment(step: int, partial: PartialStep | None) -> Moment:
 
 
 def open_columns(run: Run, step: int, header: StepHeader) -> StepColumns:
-    """The columns of the batch after ``step``, whose file this rank has open. Collective.
-
-    StorageFailed, on every rank and after a checkpoint, if a rank does not see the file.
-    """
+    """Return the columns of the batch after ``step``, with their file open on this rank. Collective. Raises
+    StorageFailed, on every rank and after a checkpoint, if a rank does not see the file."""
     columns = StepColumns(header)
     try:
         on_all_ranks(columns.open)
@@ -192,10 +173,7 @@ def open_columns(run: Run, step: int, header: StepHeader) -> StepColumns:
 
 
 def stop_if_preempted(run: Run, step: int, partial: PartialStep | None = None) -> None:
-    """Preemption check: save and raise Preempted if a signal or the job's end asks for it. Collective.
-
-    Every call also resets the watchdog.
-    """
+    """Save and raise Preempted if a signal or the job's end asks for it. Collective. Resets the watchdog."""
     run.watchdog.beat()
     if reason := run.preemption.reason():
         save_now(run, step, partial)

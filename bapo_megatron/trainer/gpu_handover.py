@@ -1,17 +1,16 @@
-"""GPU hand-over (time-sharing, offload and onload) between the policy and colocated engines.
+"""GPU hand-over (time-sharing by offload and onload) between the policy and colocated engines.
 
     to_policy   engines: abort, pause, release memory | driver: is it free? | policy: reload
-    to_engines  policy: offload | engines: take memory back, load weights, compare digests, sample
+    to_engines  policy: offload | engines: reclaim memory, load weights, compare digests, sample
 
-The loop asks for it before sampling, before training and before a save, on every rank. With
-``parallel.offload=false`` the policy keeps its memory. An engine that fails to release or to wake is killed,
-which frees its memory. The first is started at the next hand-over to the engines, the second at once. No
-engine is started while the policy trains. Engines wake with weights from a folder, which is written before
-the policy is offloaded (weight_sync/disk). Or they read them from the policy's GPU memory (weight_sync/ipc),
-and then the policy is offloaded in two parts:
+The loop requests it on every rank before sampling, training and saving. With ``parallel.offload=false`` the
+policy keeps its memory. An engine that fails to release or wake is killed, which frees its memory; it is
+restarted at the next hand-over to the engines or immediately, respectively. No engine starts while the policy
+trains. Engines wake with weights from a folder, written before the policy is offloaded (weight_sync/disk), or
+read them from the policy's GPU memory (weight_sync/ipc); the policy is then offloaded in two parts:
 
     to_engines  policy: offload all but weights | engines: weights' memory, load, digests | policy: offload
-                the weights | engines: the other memory, sample
+                the weights | engines: remaining memory, sample
 """
 
 from __future__ import annotations
@@ -32,17 +31,13 @@ from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, o
 from bapo_megatron.types import Metrics
 
 _POLL_S = 0.2
-"""Seconds between two questions to the driver about free memory."""
+"""Seconds between two queries of free memory."""
 
 
 class GpuHandover:
-    """GPU hand-over between the policy and colocated engines. The policy has the GPUs at first.
-
-    ``to_policy`` and ``to_engines`` are collective, and do nothing where engines have GPUs of their own,
-    where stored rollouts are replayed, or where the GPUs are on that side already. ``policy_has_gpus`` and
-    ``metrics`` are local. Nothing is checkpointed. Made by ``trainer/build.py`` on every rank, called by
-    ``trainer/flow_control.py``, also before a save or the export; ``train.py`` reads its metrics.
-    """
+    """GPU hand-over between the policy, which has the GPUs initially, and colocated engines. Not
+    checkpointed. ``to_policy`` and ``to_engines`` are collective. They do nothing if engines have their own
+    GPUs, if stored rollouts are replayed, or if that side has the GPUs already. Other members are local."""
 
     def __init__(
         self,
@@ -53,8 +48,8 @@ class GpuHandover:
         on_event: Callable[[dict[str, Any]], None],
         handing_over: HandsOver | None = None,
     ) -> None:
-        """``sampler`` and ``servers``: rank 0's; None elsewhere. ``handing_over``: the run's weight sync, if
-        it sends at the hand-over."""
+        """``sampler``, ``servers``: None except on rank 0. ``handing_over``: sync that sends in the
+        hand-over."""
         engine = config.rollout.engine_config
         self.is_colocated = engine.colocated and config.rollout.replay is None
         """Whether engines share the GPUs with the policy."""
@@ -63,25 +58,23 @@ class GpuHandover:
         self._offloads = config.parallel.offload
         self._limit_s, self._kept_bytes = 60 * engine.release_minutes, int(1e9 * engine.kept_gb)
         self.policy_has_gpus = True
-        """Whether the policy has the GPUs, and may train."""
+        """Whether the policy has the GPUs and may train."""
         self._released: list[str] = []
-        """Rank 0's: sleeping engines, which have released their memory."""
+        """On rank 0: sleeping engines, which have released their memory."""
         self._handed: list[str] = []
-        """Rank 0's: engines that have the weights handed over, and do not sample yet."""
+        """On rank 0: engines that have received the weights and do not sample yet."""
         self._baseline_free: int | None = None
         """Free bytes on this rank's GPU with the policy offloaded and all engines asleep."""
         self._free_after_release: int | None = None
-        """Free bytes after engines had released their memory, before the policy was reloaded."""
+        """Free bytes after engines released their memory, before the policy was reloaded."""
         self._free_beside_weights: int | None = None
         """Free bytes with only the policy's weights on the GPU, before engines read them."""
         self._seconds: Metrics = {}
 
     def to_policy(self) -> None:
-        """Release the engines' memory, wait until the driver has it back, reload the policy.
-
-        RunStopped, on every rank, if the sampler's process or the memory is lost. The policy is reloaded all
-        the same, for a last checkpoint, if it has room (``policy_has_gpus``).
-        """
+        """Release the engines' memory, wait until the driver reports it free, reload the policy. Raises
+        RunStopped, on every rank, if the sampler process or the memory is lost. The policy is still reloaded
+        for a last checkpoint if it fits (``policy_has_gpus``)."""
         if not self.is_colocated or self.policy_has_gpus:
             return
         start = perf_counter()
@@ -95,28 +88,25 @@ class GpuHandover:
             raise problem
 
     def to_engines(self) -> None:
-        """Offload the policy, then wake the engines.
-
-        RunStopped, on every rank, if the host has no room for the policy, or the sampler's process or a
-        server cannot continue.
-        """
+        """Offload the policy, then wake the engines. Raises RunStopped, on every rank, if the host lacks
+        memory for the policy, or the sampler process or a server cannot continue."""
         if not self.is_colocated or not self.policy_has_gpus:
             return
         start = perf_counter()
-        self.policy_has_gpus = False  # also if what follows fails: `to_policy` must reload it
+        self.policy_has_gpus = False  # even if the hand-over fails: `to_policy` must reload it
         if self._handing_over is not None:
-            # Before the weights are offloaded: engines read them from GPU memory.
+            # Before offloading the weights: engines read them from GPU memory.
             self._hand_over_weights(self._handing_over)
         on_all_ranks(self._offload_policy)  # on every rank before any engine takes memory
         on_all_ranks(self._wake_engines)
         self._seconds["time/wake_s"] = perf_counter() - start
 
     def metrics(self) -> Metrics:
-        """Seconds of the last hand-over each way; empty where engines are not colocated."""
+        """Return the seconds of the last hand-over in each direction; empty if engines are not colocated."""
         return dict(self._seconds)
 
     def _hand_over_weights(self, handing_over: HandsOver) -> None:
-        """Weights to the sleeping engines by the sync, and to the other engines, if any, by a folder."""
+        """Send the weights to sleeping engines through the sync, to any other engines through a folder."""
         asleep = broadcast_from_main(self._asleep())
         self._handed = []
         if asleep:
@@ -136,11 +126,11 @@ class GpuHandover:
         beside, self._free_beside_weights = self._free_beside_weights, None
         freed = self._offload()
         release_cached_memory()
-        # With ipc engines have taken memory since, so what is free now would not be the baseline.
+        # With ipc, engines have already taken memory, so the present free memory is not the baseline.
         self._update_baseline(free_gpu_bytes() if beside is None else beside + freed)
 
     def _offload(self, keep_weights: bool = False) -> int:
-        """Offload the policy to host memory, if ``parallel.offload`` says so; the bytes that are freed."""
+        """Offload the policy to the host if ``parallel.offload`` is set; return the freed bytes."""
         if not self._offloads:
             return 0
         try:
@@ -155,10 +145,11 @@ class GpuHandover:
             raise RunStopped(f"the policy does not fit on {gpu_name()} any more ({error})") from error
 
     def _update_baseline(self, free: int | None) -> None:
-        """Update the baseline of free memory from ``free``, measured with the policy away and engines asleep.
+        """Set the baseline to ``free``, or lower it; ``free``: measured with policy offloaded and engines
+        asleep.
 
-        What training has allocated since the engines fell asleep (NCCL's buffers, workspaces, Adam's moments
-        of a policy that stays) is the trainer's: the baseline shrinks by it, and no engine is blamed.
+        Memory that training allocated since the engines fell asleep (NCCL buffers, workspaces, Adam's moments
+        of a policy that stays) belongs to the trainer: the baseline shrinks by it, and no engine is blamed.
         """
         if self._baseline_free is None or free is None:
             self._baseline_free = free
@@ -168,14 +159,14 @@ class GpuHandover:
     def _release_engines(self) -> None:
         if self._sampler is None or self._servers is None:
             return
-        self._servers.hold()  # first: no supervisor may start a server anew while the policy trains
+        self._servers.hold()  # first: no supervisor may restart a server while the policy trains
         try:
             self._released = self._sampler.release()
         finally:
-            self._servers.end(spared=self._released)  # a server that has not confirmed may hold any memory
+            self._servers.end(spared=self._released)  # an unconfirmed server may still hold memory
 
     def _asleep(self) -> list[str]:
-        """Rank 0's: sleeping engines whose process is alive."""
+        """Return the sleeping engines with a live process, on rank 0."""
         running = self._servers.running() if self._servers is not None else []
         return [name for name in running if name in self._released]
 
@@ -186,7 +177,7 @@ class GpuHandover:
         self._released, self._handed = [], []
         woken = self._sampler.update("resume") if handed else []
         woken += self._sampler.wake(asleep) if asleep else []
-        self._servers.end(spared=woken)  # those that failed to wake, before new ones take their memory
+        self._servers.end(spared=woken)  # kill failed ones before new ones take their memory
         try:
             self._servers.start()
         except RuntimeError as error:
@@ -194,10 +185,8 @@ class GpuHandover:
         self._sampler.admit()
 
     def _wait_for_memory(self) -> RunStopped | None:
-        """Wait until the driver reports the engines' memory as free on every rank; kill engines that keep it.
-
-        The error if it is not free after that either. Collective.
-        """
+        """Wait until the engines' memory is free on every rank; kill engines that keep it. Return the error
+        if the memory is still not free. Collective."""
         if not (shortage := self._memory_shortage()):
             return None
         on_all_ranks(lambda: self._on_event({"kind": "memory_kept", "reason": shortage}))
@@ -210,7 +199,7 @@ class GpuHandover:
         )
 
     def _memory_shortage(self) -> str:
-        """Shortage of free memory of all GPUs after ``release_minutes``; empty if none. Collective."""
+        """Return all GPUs' shortage of free memory after ``release_minutes``; empty if none. Collective."""
         return "; ".join(shortage for shortage in all_gather(self._own_shortage()) if shortage)
 
     def _end_engines(self) -> None:
@@ -219,7 +208,7 @@ class GpuHandover:
         self._released = []
 
     def _own_shortage(self) -> str | None:
-        """Shortage of free memory on this rank's GPU after ``release_minutes``; None once there is none."""
+        """Return this GPU's shortage of free memory after ``release_minutes``; None without a shortage."""
         deadline = monotonic() + self._limit_s
         while self._baseline_free is not None and (free := free_gpu_bytes()) is not None:
             needed = self._baseline_free - self._kept_bytes
@@ -232,7 +221,7 @@ class GpuHandover:
 
 
 def _stopped_by(work: Callable[[], None]) -> RunStopped | None:
-    """RunStopped of ``work`` on any rank, returned on every rank instead of raised. Collective."""
+    """Return, on every rank, the RunStopped that ``work`` raises on any rank. Collective."""
     try:
         on_all_ranks(work)
     except RunStopped as stopped:

@@ -1,9 +1,9 @@
-"""Self-test of the GPU's kernels of Gated DeltaNet: outputs and all gradients against the rule in float64.
+"""Self-test of the GPU kernels of Gated DeltaNet: outputs and all gradients against the rule in float64.
 
-Kernels of flash-linear-attention (fla) have given wrong gradients without a word: of the decay and of beta on
-Hopper (its issues 640 and 984), NaN on Blackwell (913). Which of them are right depends on triton's version,
-the GPU, and the number of warps that the kernels choose by timing themselves at the first call. So the test
-has the sizes that a rank of the run has, in its dtype; what is compiled and timed for it the run finds there.
+Kernels of flash-linear-attention (fla) have silently returned wrong gradients: of the decay and beta on
+Hopper (its issues 640 and 984), NaN on Blackwell (913). Correctness depends on the triton version, the GPU,
+and the number of warps that autotuning picks at the first call. So the test uses the run's per-rank sizes and
+dtype, and the run reuses its compiled and tuned kernels.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from bapo_megatron.runtime.distributed import on_all_ranks
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, DeltaNet, tuple[int, ...]], Tensor]
 
 FLA = "fla-core==0.6.0"
-"""The package of the kernels, as `make cluster` installs it: the first version that takes a pack's chunks."""
+"""Package of the kernels, as in `make cluster`: the first version that accepts a pack's chunks."""
 LENGTHS = (1000, 1, 65, 63, 64)
-"""Documents of the pack, in tokens: a short one behind a long one shows a state that is not begun anew."""
+"""Document lengths of the test pack, in tokens; a short document after a long one reveals a missing reset."""
 LIMITS = {
     "output": 0.03,
     "gradient of queries": 0.05,
@@ -42,12 +42,12 @@ LIMITS = {
     "gradient of beta": 0.1,
     "gradient of the convolution": 0.05,
 }
-"""Largest error of a document, as a part of the root mean square over all. In float16, interpreted by triton,
-the kernels' are at most 0.001, so in bfloat16 about 0.008; their known faults make errors above 0.5."""
+"""Largest error of a document, relative to the root mean square over all. In float16, interpreted by triton,
+the kernels' errors are at most 0.001, so about 0.008 in bfloat16; known faults cause errors above 0.5."""
 
 
 def missing_package(kinds: tuple[Kind, ...], dtype: torch.dtype) -> str | None:
-    """The lack of the package for layers on this machine's GPUs, with the fix; None if nothing is missing."""
+    """Return the message about a kernel package that the layers lack on this machine's GPUs; None if none."""
     if not (dtype != torch.float32 and any(isinstance(kind, DeltaNet) for kind in kinds) and has_cuda()):
         return None
     version = _version("fla-core")
@@ -61,10 +61,8 @@ def missing_package(kinds: tuple[Kind, ...], dtype: torch.dtype) -> str | None:
 
 
 def check_kernels(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Test the kernels that a policy's layers run on this GPU, in seconds once they are compiled.
-
-    Before the policy is built. Collective: ConfigError on all ranks, with the versions, if one is wrong.
-    """
+    """Test the kernels of a policy's layers on this GPU: seconds, once they are compiled. Call before
+    building the policy. Collective: raises ConfigError on all ranks, with the versions, if one is wrong."""
     dtype = getattr(torch, model.dtype)
     for kind in read_model_shape(model.hf_path).kinds:
         if isinstance(kind, DeltaNet) and dtype != torch.float32 and has_cuda():
@@ -78,7 +76,7 @@ def check_kernels(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def check_rule(rule: Rule, kind: DeltaNet, dtype: torch.dtype, device: torch.device) -> None:
-    """ConfigError if the rule's outputs or gradients are wrong, or if it raises."""
+    """Raise ConfigError if the rule raises, or if its outputs or gradients are wrong."""
     try:
         errors = rule_errors(rule, kind, dtype, device)
         wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= LIMITS[name]]
@@ -94,7 +92,7 @@ def check_rule(rule: Rule, kind: DeltaNet, dtype: torch.dtype, device: torch.dev
 
 
 def versions(device: torch.device) -> str:
-    """The packages that make the kernels, and the device that runs them."""
+    """Return the kernels' package versions and the device name, as text."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     packages = (
         f"{package} {_version(package) or 'not installed'}" for package in ("fla-core", "triton", "torch")
@@ -105,7 +103,7 @@ def versions(device: torch.device) -> str:
 def rule_errors(
     rule: Rule, kind: DeltaNet, dtype: torch.dtype, device: torch.device, lengths: tuple[int, ...] = LENGTHS
 ) -> dict[str, float]:
-    """The largest error of a document in the output and in each gradient, by the names of ``LIMITS``."""
+    """Return the largest document error of the output and each gradient, by the names of ``LIMITS``."""
     from bapo_megatron.policy.delta_net import chunked_rule
 
     bounds = tuple(accumulate(lengths, initial=0))
@@ -119,10 +117,7 @@ def rule_errors(
 def _inputs(
     kind: DeltaNet, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], Tensor]:
-    """Channels, decay, beta and the convolution's weight, and a gradient of the output.
-
-    The heads' memories are from one token to a thousand tokens long.
-    """
+    """Return channels, decay (memories of 1 to 1000 tokens), beta, convolution weight; output gradient."""
     generator = torch.Generator().manual_seed(0)
     channels, heads = 2 * kind.keys + kind.values, kind.value_heads
     shapes = (tokens, channels), (tokens, heads), (tokens, heads), (channels, 1, kind.kernel)
@@ -137,7 +132,6 @@ def _inputs(
 def _results(
     rule: Rule, inputs: list[Tensor], grad: Tensor, kind: DeltaNet, bounds: tuple[int, ...]
 ) -> list[Tensor]:
-    """Output and gradients, in the order of ``LIMITS``."""
     x, decay, beta, weight = (tensor.clone().requires_grad_() for tensor in inputs)
     out = rule(x, decay, beta, weight, kind, bounds)
     wanted = torch.autograd.grad(out, (x, decay, beta, weight), grad)
@@ -146,7 +140,7 @@ def _results(
 
 
 def _worst(error: Tensor, reference: Tensor, lengths: tuple[int, ...]) -> float:
-    """The largest root mean square of a document's errors by that of the reference; NaN if there is one."""
+    """Return the largest per-document RMS error relative to the reference RMS; NaN if any value is NaN."""
     parts = error.split(lengths) if len(error) == sum(lengths) else (error,)
     each = torch.stack([part.square().mean().sqrt() for part in parts])
     return float(each.max() / reference.square().mean().sqrt())

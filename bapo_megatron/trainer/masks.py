@@ -1,11 +1,8 @@
-"""The masks of an update, on the samples of a step.
+"""Masks of an update: ``algorithm.masks`` and the pi_old / pi_rollout limits of ``algorithm.corrections``.
 
-``algorithm.masks``, and the limits of ``algorithm.corrections`` on pi_old / pi_rollout, which are one more
-mask. A rank has the columns of its own samples alone, so one replica asks the masks about a sample, and gives
-the numbers that all ranks need: how many tokens are left, and the versions that sampled them. Where a sample
-is packed, its masks are asked again.
-
-Called by ``trainer/corrections.py`` on every rank. Legend: ``_R`` tokens of a response, ``_N`` trained ones.
+Each rank has only its own samples' columns, so one replica applies the masks to a sample and shares the
+numbers that all ranks need: the remaining tokens and the versions that sampled them. The rank that packs a
+sample applies its masks again. Shapes: ``_R`` response tokens, ``_N`` trained tokens.
 """
 
 from __future__ import annotations
@@ -24,29 +21,29 @@ from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.types import Metrics, VersionSpan
 
 Masks = Sequence[tuple[str, Mask]]
-"""Masks with their names in metrics; an empty name has none."""
+"""Masks with their metric names; a mask with an empty name has no metrics."""
 
 
 def masks_of(algorithm: AlgorithmConfig) -> Masks:
-    """The masks of a run, those of its corrections first."""
+    """Return the masks of a run, with the limits of its corrections first."""
     config = algorithm.corrections
     limits: list[tuple[str, Mask]] = [("", lambda response: is_outside(response.log_ratio_N, config))]
     return [*(limits if config.compares_old else []), *build_masks(algorithm)]
 
 
 def mask_names(algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """Names of the metrics of the masks: shares of the update's responses and tokens that each takes out."""
+    """Return the names of the mask metrics: shares of responses and tokens that each mask removes."""
     kinds = ("responses", "tokens")
     return tuple(f"masks/{part.label}_{kind}" for part in algorithm.masks for kind in kinds)
 
 
 class Remaining(NamedTuple):
-    """What the masks leave of a sample, as numbers."""
+    """Numbers of a sample after masking."""
 
     trained: float
     predicted: float
     tokens: float
-    """As of ``VersionSpan``, with the next three."""
+    """As in ``VersionSpan``, like the next three."""
     oldest: float
     newest: float
     total: float
@@ -54,7 +51,7 @@ class Remaining(NamedTuple):
     """Sum of the importance weights."""
 
     def of(self, sample: TrainingSample, masks: Masks) -> TrainingSample:
-        """The sample without what ``masks`` take out."""
+        """Return the sample without the tokens that ``masks`` remove."""
         if int(self.predicted) == sample.predicted_tokens:
             return sample
         span = VersionSpan(int(self.tokens), int(self.oldest), int(self.newest), int(self.total))
@@ -63,10 +60,8 @@ class Remaining(NamedTuple):
 
 
 def measure(sample: TrainingSample, masks: Masks, weighs: bool) -> list[float]:
-    """Numbers of a sample: ``Remaining``, then for each mask whether it takes the last tokens, and how many.
-
-    ``weighs``: whether the sample has importance weights.
-    """
+    """Return a sample's ``Remaining`` numbers, then for each mask whether it removes the last tokens, and how
+    many. ``weighs``: whether the sample has importance weights."""
     load = cache(sample.loaded)  # a read from disk
     keep_N, taken = _kept(sample, masks, load)
     predicted = sample.predicted_tokens
@@ -83,7 +78,7 @@ def measure(sample: TrainingSample, masks: Masks, weighs: bool) -> list[float]:
 
 
 def shares(algorithm: AlgorithmConfig, taken: Sequence[Sequence[float]], tokens: int) -> Metrics:
-    """The metrics ``mask_names``, from what each mask took of each sample of an update of ``tokens``."""
+    """Return the metrics ``mask_names`` from each mask's removals per sample, in an update of ``tokens``."""
     names, count = mask_names(algorithm), len(taken)
     sums = np.array(taken, np.float64).sum(0)[-len(names) :] if taken and names else np.zeros(len(names))
     shares_of: Metrics = {}
@@ -94,7 +89,7 @@ def shares(algorithm: AlgorithmConfig, taken: Sequence[Sequence[float]], tokens:
 
 
 def _response(sample: TrainingSample, keep_N: np.ndarray, load: Callable[[], Sample]) -> Response:
-    """A sample as the next mask sees it: the tokens that those before it have left."""
+    """Return a sample as the next mask sees it: with the tokens that earlier masks left."""
 
     def read() -> tuple[np.ndarray, np.ndarray]:
         loaded = load()
@@ -106,7 +101,7 @@ def _response(sample: TrainingSample, keep_N: np.ndarray, load: Callable[[], Sam
 
 
 def _kept(sample: TrainingSample, masks: Masks, load: Callable[[], Sample]) -> tuple[np.ndarray, list[float]]:
-    """The tokens that are left, bool [N], and for each mask whether it emptied the sample, and its tokens."""
+    """Return the remaining tokens, bool [N]; per mask, whether it emptied the sample and its token count."""
     keep_N, taken = np.ones(sample.predicted_tokens, np.bool_), []
     for label, mask in masks:
         before = int(keep_N.sum())
@@ -128,7 +123,7 @@ def _with_mask(sample: Sample, keep_N: np.ndarray) -> Sample:
 
 
 def _weight(sample: Sample) -> float:
-    """Sum of the importance weights of the sample's trained tokens; their number where there are none."""
+    """Return the sum of the importance weights over trained tokens; without weights, the number of tokens."""
     if sample.importance_R is None:
         return float(sample.predicted_tokens)
     return float(sample.importance_R[sample.predicted_R].sum(dtype=np.float64))

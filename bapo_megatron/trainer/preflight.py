@@ -1,8 +1,7 @@
 """Preflight checks of a run: model, layout, dataset, reward and engine, before any process group exists.
 
-Each raises ConfigError with the problem and the fix; none writes to the run directory. Commands call them
-before a run starts, under a launcher on every rank (those of the dataset on rank 0 alone); `bapo doctor` runs
-them one by one.
+Each raises ConfigError with the problem and the fix; none writes to the run directory. Commands run them
+before a run starts, on every rank (dataset checks on rank 0 only); `bapo doctor` runs them one by one.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from bapo_megatron.trainer.update_loss import checked_loss
 
 
 def check_run(config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None) -> None:
-    """Preflight of a training run: ConfigError with the first problem (fields, model, layout, fork, data)."""
+    """Preflight of a training run: raise ConfigError with the first problem (fields, model, fork, data)."""
     for check in run_checks(config, read_dataset, fork):
         check()
 
@@ -67,10 +66,7 @@ def check_run(config: RunConfig, read_dataset: bool = True, fork: ForkSource | N
 def run_checks(
     config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None
 ) -> Iterator[Callable[[], object]]:
-    """The checks of ``check_run``, one by one. The first must pass before the others are called.
-
-    Those that read the dataset come last: they take longest.
-    """
+    """Yield the checks of ``check_run``, dataset reads last; call the others only if the first passes."""
 
     @cache
     def tokenizer() -> Any:
@@ -114,7 +110,7 @@ def run_checks(
 
 
 def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
-    """Preflight of a run with ``--rollout-only``, which has no layout: ConfigError with the first problem."""
+    """Preflight of a ``--rollout-only`` run, which has no layout: raise ConfigError for the first problem."""
     config.check()
     check_new_run(config)
     check_logging(config.logging)
@@ -142,13 +138,13 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
 
 
 def check_new_run(config: RunConfig) -> None:
-    """ConfigError for mistakes that a run without a step may not have."""
+    """Before the run's first finished step, raise ConfigError for ``new_run_problems``."""
     if not has_steps(config.directory):
         raise_problems(list(new_run_problems(config)))
 
 
 def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
-    """Check of the user's hooks (after_export, on_event): ConfigError if a program or variable is missing."""
+    """Raise ConfigError if a hook (after_export, on_event) lacks its program or environment variable."""
     problems = list(unreachable_targets(logging.on_event))
     command = checkpoint.after_export
     if command is not None and (problem := missing_program(command)):
@@ -158,7 +154,7 @@ def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
 
 
 def _missing_files(config: RunConfig) -> Iterator[str]:
-    """Errors of files of training data and suites that do not exist. Their rows are read by the tokenizer."""
+    """Yield an error for each missing data or suite file. The tokenizer checks read the rows."""
     if config.rollout.replay is None:
         yield from missing_files(config.data)
     for suite in config.evaluation.suites if config.evaluation.every else ():
@@ -169,7 +165,7 @@ def _missing_files(config: RunConfig) -> Iterator[str]:
 
 
 def _check_weights(config: RunConfig) -> None:
-    """Check of the weights by the engine. Of a folder that holds no model the trainer's message is enough."""
+    """Let the engine check the weights. For a folder without a model the trainer's error suffices."""
     read_model_shape(config.model.hf_path)
     engine_backend(config.rollout.engine).check_weights(config.model.hf_path)
 
@@ -180,22 +176,20 @@ def _check_sandbox(config: RunConfig) -> None:
 
 
 def check_sft(config: SftConfig) -> None:
-    """Preflight of supervised fine-tuning: ConfigError with the first problem."""
+    """Preflight of supervised fine-tuning: raise ConfigError for the first problem."""
     config.check()
     tokenizer = check_model(config.model, config.parallel)
     check_export_output(config.output)
-    from bapo_megatron.trainer.sft import load_solutions  # with megatron-core, which takes seconds
+    from bapo_megatron.trainer.sft import load_solutions  # imports megatron-core, which takes seconds
 
     load_solutions(config, tokenizer)
 
 
 def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
-    """Check of a model folder and a layout; returns the tokenizer.
-
-    ConfigError if the weights, the tokenizer or the layout does not fit (``check_weights``).
-    """
+    """Check a model folder and a layout; return the tokenizer. Raises ConfigError if the weights
+    (``check_weights``), the tokenizer or the layout does not fit."""
     shape = check_weights(model, parallel)
-    carried_files(model.hf_path)  # which an export copies, and engines read
+    carried_files(model.hf_path)  # exports copy them, and engines read them
     tokenizer = load_tokenizer(model.hf_path)
     largest = max(tokenizer.get_vocab().values())
     if largest >= shape.vocab:
@@ -207,12 +201,9 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
 
 
 def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
-    """Check of a model's weights and of the device; returns the model's shape.
-
-    ConfigError if its HF folder lacks a tensor, the layout cannot split it, torch cannot use this machine's
-    GPU, a package of its layers' kernels is missing, or an environment variable forbids the attention backend
-    that the layout needs.
-    """
+    """Check a model's weights and the device; return the model's shape. Raises ConfigError if the HF folder
+    lacks a tensor, the layout cannot split it, torch cannot use this machine's GPU, a kernel package is
+    missing, or an environment variable forbids the layout's attention backend."""
     has_cuda()
     check_environment()
     shape = read_model_shape(model.hf_path)
@@ -235,10 +226,8 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
 
 
 def check_reference(config: RunConfig, tokenizer: Any) -> None:
-    """Check of the frozen reference's folder, if there is one: its tensors, shape and vocabulary.
-
-    ConfigError unless it could take the policy's place: the same shape, and the same ids for the same tokens.
-    """
+    """Check the frozen reference's folder, if any: tensors, shape and vocabulary. Raises ConfigError unless
+    shape and token ids equal the policy's, whose place the reference takes."""
     folder = config.algorithm.reference_kl.model
     if not config.algorithm.reference_kl.enabled or folder is None:
         return
@@ -247,7 +236,7 @@ def check_reference(config: RunConfig, tokenizer: Any) -> None:
         theirs = read_model_shape(folder)
         HfReader(folder).check(theirs)
         vocabulary = read_vocabulary(folder)
-    except ConfigError as error:  # readers of folders name the field of the policy's
+    except ConfigError as error:  # the folder readers name the policy's field
         raise ConfigError(str(error).replace("model.hf_path=", f"{REFERENCE_FIELD}=")) from None
     names = [field.name for field in fields(ModelShape) if field.name != "max_positions"]
     pairs = {name: (getattr(theirs, name), getattr(ours, name)) for name in names}
@@ -281,7 +270,6 @@ def _check_context(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """Check of the rollout engine: ConfigError for an unknown one, or one that lacks what sampling needs."""
     backend, parallel = engine_backend(config.rollout.engine), config.parallel
     if config.rollout.replay is None:
         gpus = _gpus()
@@ -290,7 +278,7 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def check_route_replay(rollout: RolloutConfig, model: ModelConfig) -> None:
-    """Check of ``rollout.route_replay``: ConfigError if the model has no experts, the engine no routes."""
+    """Raise ConfigError if ``rollout.route_replay`` is on and model experts or engine routes are missing."""
     asked = f"rollout.route_replay={rollout.route_replay}"
     if rollout.route_replay == "off":
         return
@@ -306,12 +294,10 @@ def check_route_replay(rollout: RolloutConfig, model: ModelConfig) -> None:
 
 
 def _gpus() -> int:
-    """GPUs of this machine."""
     return torch.cuda.device_count() if has_cuda() else 0
 
 
 def _check_profile(config: RunConfig) -> None:
-    """Check of ``profile.ranks``: ConfigError for a rank that the run does not have."""
     if config.profile.steps:
         ranks = data_parallel_size(config.parallel, launched_world_size()) * config.parallel.model_size
         for rank in config.profile.ranks:
@@ -353,11 +339,11 @@ _INSTALLS = {
     "trackio": '"trackio>=0.43,<0.44"',
     "mlflow": '"mlflow-skinny>=3.17,<4" "sqlalchemy>=2,<3" "alembic>=1.14,<2"',
 }
-"""What ``pip install`` is given for each board, as in setup.py and `bapo doctor`."""
+"""``pip install`` arguments for each board, as in setup.py and `bapo doctor`."""
 
 
 def check_logging(logging: LoggingConfig) -> None:
-    """ConfigError if a chosen tracker is not installed. Call before the run starts."""
+    """Raise ConfigError if a chosen tracker is not installed."""
     raise_problems(list(_problems(logging)))
 
 
@@ -382,6 +368,6 @@ def _has_database() -> bool:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether ``module`` can be imported; a folder of that name in the present directory is none."""
+    """Return whether ``module`` can be imported; a folder of that name in the working directory is none."""
     spec = find_spec(module)
     return spec is not None and spec.has_location

@@ -1,9 +1,8 @@
 """Profiles of chosen steps: torch profiler traces and GPU memory snapshots, in profile/ of the run directory.
 
-A trace covers the updates of a step and its weight sync; chrome://tracing and ui.perfetto.dev open it. A
-snapshot (CUDA, ``profile.memory``) has the newest million allocations with stacks; pytorch.org/memory_viz
-opens it. Each rank that ``config.profile`` names writes its own files; a file that cannot be written is a
-warning. ``train.py`` enters ``profiled`` once a step.
+A trace (for chrome://tracing or ui.perfetto.dev) covers a step's updates and weight sync. A snapshot (CUDA,
+``profile.memory``; for pytorch.org/memory_viz) has the latest million allocations with stacks. Each rank in
+``config.profile`` writes its own files; a failed write is a warning.
 """
 
 from __future__ import annotations
@@ -21,15 +20,11 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.policy.device import has_cuda
 
 _ENTRIES = 1_000_000
-"""Allocations that a snapshot remembers, the newest."""
 
 
 @contextmanager
 def profiled(config: RunConfig, step: int) -> Iterator[None]:
-    """Context manager: profiler of the block, if ``config.profile`` names this step and rank; else nothing.
-
-    The files are written at the block's end.
-    """
+    """Context manager: if ``config.profile`` selects this step and rank, profile the block into files."""
     profile, rank = config.profile, dist.get_rank()
     if step not in profile.steps or rank not in profile.ranks:
         yield
@@ -46,7 +41,7 @@ def profiled(config: RunConfig, step: int) -> Iterator[None]:
 
 @contextmanager
 def _snapshot(path: Path) -> Iterator[None]:
-    """Memory snapshot of the block: every allocation with its stack."""
+    """Record every allocation of the block with its stack, and write a memory snapshot."""
     torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
     try:
         yield
@@ -58,13 +53,13 @@ def _snapshot(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _written_whole(path: Path) -> Iterator[Path]:
-    """Atomic write of ``path``: a hidden name to write under, renamed at the end. An error only warns."""
+    """Yield a hidden name, renamed to ``path`` on exit: an atomic write. An error only warns."""
     part = path.with_name(f".{path.name}")
     try:
         path.parent.mkdir(exist_ok=True)
         yield part
         part.rename(path)
-    except (OSError, RuntimeError) as error:  # a full disk must not end a run for a picture of it
+    except (OSError, RuntimeError) as error:  # a full disk must not end a run for a profile
         print(f"warning: {path} was not written: {error}", file=sys.stderr, flush=True)
         with suppress(OSError):
             part.unlink(missing_ok=True)

@@ -1,15 +1,13 @@
-"""Frozen reference policy of a run: its load at a start, its log-probs in each step, the KL in rewards.
+"""Frozen reference policy of a run: loading, log-probs in each step, KL in rewards.
 
     start      weights of ``algorithm.reference_kl.model`` to host memory; digest against RUN/reference.json
     each step  before the first update: one forward-only pass; log pi_ref becomes a column of the samples
     reward     R - beta sum_t k_t, then the advantages (``place=reward``)
 
-``trainer/build.py`` loads it, ``train.py`` calls ``with_reference``, both on every rank, with
-``algorithm.reference_kl.coefficient`` above 0. ``algo/reference_kl.py`` has the formulas. The reference is in
-no checkpoint: a resumed run loads it again, and a step's log-probs are a function of its batch alone. For the
-other frozen model, the teacher of a distillation, ``check_teacher_log_probs`` checks the rollouts.
-
-Legend: ``_R`` tokens of a response.
+With ``algorithm.reference_kl.coefficient`` above 0, on every rank, ``trainer/build.py`` loads it and
+``train.py`` calls ``with_reference``. Formulas: ``algo/reference_kl.py``. Checkpoints do not contain it: a
+resumed run loads it again, and a step's log-probs depend only on its batch. ``check_teacher_log_probs``
+checks rollouts for a distillation's teacher, the other frozen model. Shapes: ``_R`` response tokens.
 """
 
 from __future__ import annotations
@@ -38,34 +36,32 @@ from bapo_megatron.trainer.corrections import measured_once, response_log_probs
 from bapo_megatron.types import StepHeader
 
 FIELD = "algorithm.reference_kl.model"
-"""Field of the reference's folder: the name for ``--allow-change`` where its weights have changed."""
+"""Field of the reference folder: the name for ``--allow-change`` if its weights have changed."""
 
 _RECORD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class ReferenceRecord:
-    """Content of RUN/reference.json, as plain data: which weights the reference of the run has."""
+    """Content of RUN/reference.json: the weights of the run's reference."""
 
     model: str
-    """The Hugging Face folder."""
+    """Its Hugging Face folder."""
     dtype: str
-    """The type that the weights were converted to."""
+    """Dtype of the converted weights."""
     weights: str
-    """Digest of their bits, equal at every layout (``policy/bit_digest.py``)."""
+    """Bit digest of the weights, equal at every layout (``policy/bit_digest.py``)."""
 
 
 def reference_folder(config: RunConfig) -> Path:
-    """The Hugging Face folder of the run's reference."""
+    """Return the Hugging Face folder of the run's reference."""
     return config.algorithm.reference_kl.model or config.model.hf_path
 
 
 def load_reference(config: RunConfig, policy: Policy) -> ReferenceRecord:
-    """Load the reference, and compare it with the run's record; returns what to record. Collective.
-
-    ConfigError, on every rank, if the run began with other weights, unless ``allow_change`` names ``FIELD``,
-    or if the ranks have read different weights.
-    """
+    """Load the reference, compare it with the run's record, and return the record to store. Collective.
+    Raises ConfigError, on every rank, if the ranks read different weights, or if the run began with other
+    weights and ``allow_change`` does not name ``FIELD``."""
     folder = reference_folder(config)
     policy.load_reference(folder)
     digests = policy.reference_digest()
@@ -90,16 +86,13 @@ def load_reference(config: RunConfig, policy: Policy) -> ReferenceRecord:
 
 
 def store_reference(paths: RunPaths, record: ReferenceRecord) -> None:
-    """Write RUN/reference.json, atomically; on rank 0, at each start with a reference."""
+    """Write RUN/reference.json atomically; on rank 0, at each start with a reference."""
     write_atomically(paths.reference, json.dumps(asdict(record), indent=2) + "\n")
 
 
 def _read(paths: RunPaths) -> tuple[ReferenceRecord | None, str]:
-    """The record of a run, and the error if it cannot be read, for all ranks.
-
-    None if there is no record, or no step was made with it: then the settings may still change, too
-    (``run_directory.check_same_run``).
-    """
+    """Return the record of a run, and the error if it cannot be read. The record is None if the file is
+    missing or no step is finished: settings may then still change (``run_directory.check_same_run``)."""
     path, metrics = paths.reference, paths.metrics
     if not path.exists() or not metrics.exists() or metrics.stat().st_size == 0:
         return None, ""
@@ -121,17 +114,16 @@ def with_reference(
     advantage: Advantage,
     branch_reward: BranchReward = "whole",
 ) -> list[list[TrainingSample]]:
-    """Reference log-probs: the samples of a step with log pi_ref, and advantages of the penalized rewards.
+    """Return the samples of a step with log pi_ref and, with the penalty in the reward, new advantages.
 
-    ``groups``: the samples of the step of ``header``, group by group, with pi_old. ``advantage``: with which
-    the penalized rewards become advantages; ``branch_reward``: what a branch of an episode gets of its own.
-    One forward pass at the reference's weights. Equal on every rank. Collective. FloatingPointError, on every
-    rank, for log-probs that are not finite.
+    ``groups``: samples of the step of ``header``, by group, with pi_old. ``advantage`` computes advantages
+    from the penalized rewards; ``branch_reward``: an episode branch's own share. One forward pass. Equal on
+    every rank. Collective. Raises FloatingPointError, on every rank, if log-probs are not finite.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:
         return [list(group) for group in groups]
-    # Without routes: the reference is a policy of its own, which chooses its experts.
+    # Without routes: the reference is a separate policy, which chooses its own experts.
     own = [sample.without_routes() for sample in samples]
     columns = response_log_probs(policy, own, pack_tokens, policy.reference_log_probs)
     if not all(np.isfinite(column_R).all() for column_R in columns):
@@ -149,7 +141,7 @@ def with_reference(
 
 
 def check_teacher_log_probs(step: int, header: StepHeader) -> None:
-    """RunStopped, on every rank, unless all responses of ``step`` have the teacher's log-probs."""
+    """Raise RunStopped, on every rank, if a response of ``step`` lacks the teacher's log-probs."""
     if not all(response.has_teacher_log_probs for group in header.groups for response in group.responses):
         raise RunStopped(
             f"step {step}: rollouts without log-probs of the teacher, of a run without distillation: "
@@ -163,16 +155,13 @@ def _with_column(sample: Sample, column_R: np.ndarray) -> Sample:
 
 
 def _by_episode(penalties: Sequence[Sequence[float]], groups: Sequence[GroupHeader]) -> np.ndarray:
-    """The penalties of each episode's branches, added up."""
     values = iter(penalties)
     return np.array([sum(next(values)[0] for _ in rows) for group in groups for rows in group.episodes])
 
 
 def _penalty(sample: Sample, config: ReferenceKlConfig) -> float:
-    """Penalty of a response, at the pi_old of the loss: the trainer's, or the engine's that sampled.
-
-    With the engine's the difference between engine and trainer at equal weights is in every term.
-    """
+    """Return a response's penalty at the loss's pi_old: the trainer's or the sampling engine's. With the
+    engine's pi_old, every term includes the difference between engine and trainer at equal weights."""
     old_R = sample.log_probs_R if sample.old_log_probs_R is None else sample.old_log_probs_R
     assert sample.reference_log_probs_R is not None
     pair = (old_R, sample.reference_log_probs_R)

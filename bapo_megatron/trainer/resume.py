@@ -1,9 +1,8 @@
-"""The resume point of a run: its newest whole checkpoint, the steps left, the resume check, CPU threads.
+"""Resume point of a run: newest whole checkpoint, remaining steps, resume check, CPU threads.
 
-At a start, on every rank. First ``pin_threads``, before any computation: threads split long sums between
-them, so a run resumed at its layout keeps their number, for sums equal bit for bit. A GPU does not depend on
-it. Then ``trainer/build.py`` calls ``find_resume_point`` before anything is loaded, and ``check_restored``,
-if there is a checkpoint, once policy and sampler have their states. All three are collective.
+Order at a start, on every rank: ``pin_threads`` before any computation, because CPU threads split long sums
+and a resume at the same layout must repeat them bit for bit (GPUs do not depend on it); ``find_resume_point``
+before anything is loaded; ``check_restored`` once policy and sampler have their states. All are collective.
 """
 
 from __future__ import annotations
@@ -47,47 +46,41 @@ from bapo_megatron.types import Metrics
 
 
 class PartialStep(NamedTuple):
-    """A partly trained step, as plain data: the updates that a checkpoint within it holds.
-
-    Kept in that checkpoint; ``train.train_on`` makes it before it stops within a step, and continues after
-    these updates.
-    """
+    """Partly trained step: the updates in a checkpoint within it. ``train.train_on`` creates it before
+    stopping within a step, and continues after these updates."""
 
     version: int
-    """The policy's version at the start of the step."""
+    """Policy version at the start of the step."""
     updates: list[Metrics]
-    """The metrics of the updates that were made."""
+    """Metrics of the finished updates."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The resume point: the checkpoint and step that a run begins or continues from. Equal on every rank.
-
-    Plain data: nothing is loaded yet. The methods pick the states of the loop's parts from the checkpoint.
-    """
+    """Checkpoint and step at which a run begins or continues. Equal on every rank; nothing is loaded yet."""
 
     checkpoint: Checkpoint | None
-    """The checkpoint to continue from; None for a new run."""
+    """Checkpoint to continue from; None for a new run."""
     first_step: int
-    """The step to train next: 1 for a new run."""
+    """Next step to train: 1 for a new run."""
     partial_step: PartialStep | None
-    """The part of the first step that the checkpoint holds; None if it was written between steps."""
+    """Part of the first step in the checkpoint; None if the checkpoint is between steps."""
     has_work: bool
-    """Whether steps are left, or the evaluation of the last one."""
+    """Whether steps, or the evaluation of the last step, are left."""
     changed: list[Change]
-    """Settings that differ from those that the run was stored with."""
+    """Settings that differ from the stored ones."""
     fork: Fork | None = None
-    """The fork that begins at the checkpoint; None for a checkpoint that the run has written itself."""
+    """Fork that begins at the checkpoint; None for the run's own checkpoint."""
 
     def clipping_state(self, config: RunConfig) -> Any:
-        """State of ``UpdateLoss`` to restore; None where a fork changes the algorithm."""
+        """Return the ``UpdateLoss`` state to restore; None if a fork changes the algorithm."""
         assert self.checkpoint is not None
         if self.fork and changes_algorithm(config, self.fork):
             return None
         return self.checkpoint.trainer["clipping"]
 
     def sampler_state(self, config: RunConfig) -> dict[str, Any] | None:
-        """State of the sampler to restore; None for a new run."""
+        """Return the sampler state to restore; None for a new run."""
         if self.checkpoint is None:
             return None
         state: dict[str, Any] = self.checkpoint.trainer["sampler"]
@@ -95,31 +88,29 @@ class ResumePoint:
 
 
 class Begun(NamedTuple):
-    """What earlier starts of a run have stored, as plain data. Read once a start, under the lock."""
+    """Records of a run's earlier starts. Read once per start, under the lock."""
 
     settings: dict[str, Any] | None
-    """The settings of the last start, by dotted names; None before the first."""
+    """Settings of the last start, by dotted names; None before the first."""
     fork: Fork | None
-    """The fork that the run is; None if it is not one."""
+    """The run's fork record; None if it is not a fork."""
 
     @property
     def continued(self) -> dict[str, Any]:
-        """The settings that a start continues from; before a fork's first start those of its origin."""
+        """Settings that a start continues from; before a fork's first start, its origin's settings."""
         return self.settings or (self.fork.settings if self.fork else {})
 
 
 def read_begun(directory: Path) -> Begun:
-    """What earlier starts have stored in the run directory, equal on every rank. Collective."""
+    """Return the records of earlier starts in the run directory, equal on every rank. Collective."""
     return broadcast_from_main(Begun(read_config(directory), read_fork(directory)) if is_main() else None)
 
 
 def find_resume_point(config: RunConfig, begun: Begun) -> ResumePoint:
-    """The resume point of ``config.directory``, from its newest whole checkpoint. Collective.
-
-    Reads every byte of the checkpoint, and deletes leftovers of a killed save. CheckpointError if there are
-    checkpoints and none is whole; ConfigError if a partly trained step would be finished with other settings.
-    """
-    # Before the search: half-written and half-deleted checkpoints of a killed process are not candidates.
+    """Return the resume point of ``config.directory``: its newest whole checkpoint. Collective. Reads every
+    byte of the checkpoint and deletes leftovers of a killed save. Raises CheckpointError if checkpoints exist
+    but none is whole; ConfigError if a partly trained step would finish with other settings."""
+    # Before the search, because half-written and half-deleted checkpoints are not candidates.
     if is_main():
         clear_leftovers(config.paths)
     latest = latest_checkpoint(config.paths)
@@ -142,12 +133,12 @@ def check_restored(
     saved: Checkpoint,
     fork: Fork | None = None,
 ) -> list[dict[str, Any]]:
-    """Resume check: ResumeError, on every rank, if the restored state differs from the saved one. Collective.
+    """Resume check: raise ResumeError, on every rank, if the restored state differs from the saved one.
+    Collective.
 
-    Returns the events to record: newer checkpoints that were passed over, accepted differences
-    (``config.accept_resume_mismatch``), and a checkpoint of an earlier version that holds no digests.
-    ``sampler`` is None on every rank but 0. ``fork``: the fork that begins at the checkpoint; what its
-    settings change is not compared.
+    Returns the events to record: damaged newer checkpoints, accepted differences
+    (``config.accept_resume_mismatch``), a checkpoint of an earlier version without digests. ``sampler``: None
+    except on rank 0. ``fork``: begins at the checkpoint; parts that its settings affect may differ.
     """
     stored = saved.trainer["certificate"]
     present = broadcast_from_main(sampler.state() if sampler else None)
@@ -184,7 +175,6 @@ def check_restored(
 
 
 def _lacks_last_evaluation(config: RunConfig, latest: Checkpoint | None) -> bool:
-    """Whether all steps are saved, but the last evaluation is missing."""
     last = config.steps
     if not latest or latest.moment != (last, 0) or not config.evaluates(last):
         return False
@@ -198,14 +188,11 @@ _LAYOUT += ["parallel.pipeline_layers", "parallel.expert", "parallel.expert_tens
 
 
 def pin_threads(config: RunConfig, begun: Begun) -> tuple[RunConfig, Event | None]:
-    """Set this rank's number of threads: that of ``config``, else the run directory's, else torch's.
-
-    Returns ``config`` with it, and the event to record if the environment would have given another. On a GPU
-    only a number in ``config`` is set. Collective.
-    """
+    """Set this rank's threads: from ``config``, else the run directory, else torch; on a GPU only from
+    ``config``. Return ``config`` with it, and an event to record if the environment's differs. Collective."""
     asked, kept = config.threads, begun.continued.get(THREADS)
     present, is_other = broadcast_from_main(torch.get_num_threads()), _has_other_layout(config, begun)
-    # Another layout adds in another order anyway, so it need not keep the number.
+    # Another layout changes the order of sums anyway, so it need not keep the number.
     threads = asked or (None if is_other else kept) or present
     if asked is None and has_cuda():
         return config, None
@@ -227,17 +214,16 @@ def pin_threads(config: RunConfig, begun: Begun) -> tuple[RunConfig, Event | Non
 
 
 def _announced(kind: str, threads: int, environment: int, message: str) -> Event:
-    """The event of a choice of threads, which is also printed on rank 0."""
     if is_main():
         print(message, flush=True)
     return {"kind": kind, "threads": threads, "environment": environment, "message": message}
 
 
 def _has_other_layout(config: RunConfig, begun: Begun) -> bool:
-    """Whether the stored layout differs in a field that changes the order of sums."""
+    """Return whether the stored layout differs in a field that changes the order of sums."""
     stored, now, parallel = begun.continued, plain_values(config), config.parallel
     if any(stored.get(name, now[name]) != now[name] for name in _LAYOUT):
         return True
-    data = stored.get("parallel.data")  # None: as many as were launched, which the directory does not say
+    data = stored.get("parallel.data")  # None: the number launched, which is not stored
     present = parallel.data or max(1, (launched_world_size() or 1) // parallel.model_size)
     return data is not None and data != present

@@ -1,10 +1,9 @@
 """Rollout-only run (``bapo train --rollout-only``): samples and scores the batches of all steps, no training.
 
-The engines load the model's own weights once, as version 0. Every step's batch is formed as in training, and
-kept in the run directory; ``--train-only`` trains on it. Started again, it continues after the last step that
-is on disk with its metrics. ``RolloutRecord`` records it: metrics, a line for each step, a table at the end.
-The share of positive tokens that each of BAPO's searches would see at ratios of 1 (``sampled_shares``) says
-whether BAPO can act.
+The engines load the model's own weights once, as version 0. Each step's batch is formed as in training and
+kept in the run directory, for ``--train-only``. A restart continues after the last step on disk with metrics.
+``RolloutRecord`` writes metrics, a line per step and a final table. ``sampled_shares`` measures the share of
+positive tokens in each of BAPO's searches at ratios of 1, which shows whether BAPO can act.
 """
 
 from __future__ import annotations
@@ -41,17 +40,14 @@ from bapo_megatron.trainer.records.recorder import (
 from bapo_megatron.types import GroupHeader, Metrics, StepHeader
 
 _WAIT_S = 5.0
-"""Seconds that rank 0 waits for its sampler before the ranks meet again."""
+"""Seconds that rank 0 waits for its sampler before the ranks synchronize again."""
 
 
 def sample_steps(
     config: RunConfig, preemption: PreemptionSignal, event: dict[str, Any] | None = None
 ) -> None:
-    """Rollout loop over the steps that are left. Collective: rank 0 does everything, the others wait.
-
-    ``event``: an event of the start to record (``pin_threads``). Preempted or RunStopped on every rank if it
-    stops before the end; the same command continues.
-    """
+    """Sample the remaining steps. Collective: rank 0 does the work. ``event``: start event to record. Raises
+    Preempted or RunStopped, on every rank, on an early stop; the same command continues."""
     first_step = broadcast_from_main(next_step(config) if is_main() else None)
     if is_main():
         with _opened_record(config, first_step) as record:
@@ -67,7 +63,7 @@ def sample_steps(
 
 
 def next_step(config: RunConfig) -> int:
-    """The step to sample next: the first that lacks its metrics or its journal file. Reads files only."""
+    """Return the first step without metrics or journal file. Only reads files."""
     paths = config.paths
     recorded = {row["step"] for row in read_jsonl(paths.metrics)} if paths.metrics.exists() else set()
     step = 1
@@ -94,7 +90,7 @@ def _sample(
     sampler: SamplerClient | None,
     record: RolloutRecord | None,
 ) -> None:
-    """Rollout loop from ``first_step`` on. ``sampler``, ``record``: None on every rank but 0. Collective."""
+    """Sample the steps from ``first_step``. ``sampler``, ``record``: None except on rank 0. Collective."""
     if sampler:
         sampler.start(first_step, None)
         sampler.load_weights(config.model.hf_path.absolute(), 0, first_step - 1)
@@ -119,7 +115,7 @@ def _sample(
 
 
 def _batch_if_ready(sampler: SamplerClient | None, step: int) -> StepHeader | None:
-    """The header of ``step``, on rank 0, if it exists by now. RunStopped, on all ranks, if none will come."""
+    """Return the header of ``step`` on rank 0, if ready; raise RunStopped, on all ranks, if none can come."""
     batch, stopped = None, None
     try:
         batch = sampler.next_batch(step, _WAIT_S) if sampler else None
@@ -131,28 +127,26 @@ def _batch_if_ready(sampler: SamplerClient | None, step: int) -> StepHeader | No
 
 
 SHARE = "bapo/sampled_positive_share"
-"""Metric: positive share of a step's groups at ratios of 1, by the weights of ``algorithm.loss_mean``; None
-if no group has an advantage."""
+"""Metric: positive share of a step's groups at ratios of 1, by ``loss_mean``; None if all advantages are
+0."""
 BELOW = "bapo/sampled_searches_below"
-"""Metric: share of the searches of a step that would see less than the target, cut as in training; None where
-this share does not decide what a search does."""
+"""Metric: share of a step's searches below the target; None if this share does not decide the search."""
 RESPONSES = "bapo/sampled_search_responses"
-"""Metric: responses in one of these searches, in the mean."""
+"""Metric: mean number of responses per such search."""
 
 
 def sampled_shares(
     groups: Sequence[GroupHeader], algorithm: AlgorithmConfig, seed: int, step: int
 ) -> Metrics:
-    """Metrics of the positive share in the groups of ``step``: as a whole, and in the searches of a run.
+    """Return the metrics of the positive share of ``groups``: over the whole step, and in a run's searches.
 
-    These are cut as a run with ``seed`` cuts them: the groups into updates, in each of its passes, and an
-    update's responses into searches of about ``bounds_tokens`` tokens (``scope=micro_batch``), or into one.
-    The share of a search is that of its responses: the sum of A over positive tokens, divided by that of
-    abs(A) over all trained ones. It is the contribution of Eq. 8 with ``share="absolute"`` and
-    ``weight="uniform"`` where all ratios are 1, with the weights of ``loss_mean``: every token counts alike,
-    or every response. In a group the advantages add up to 0, so only lengths move the share of whole groups
-    from 1/2, and in a mean over sequences nothing does but responses without trained tokens. A search in a
-    part of an update sees a few responses, and its share is also a matter of which they are.
+    Splits as a run with ``seed`` does: groups into updates, in each pass, and an update's responses into
+    searches of about ``bounds_tokens`` tokens (``scope=micro_batch``) or into one. A search's share is the
+    sum of A over its positive tokens divided by the sum of abs(A) over all its trained tokens: the
+    contribution of Eq. 8 with ``share="absolute"`` and ``weight="uniform"`` at ratios of 1, with the weights
+    of ``loss_mean`` (equal tokens or equal responses). Advantages in a group sum to 0, so only lengths move
+    the share of whole groups from 1/2, and in a mean over sequences only responses without trained tokens do.
+    A search within an update sees few responses, so its share also depends on which ones.
     """
     values_N = build_advantage(algorithm)(Rewards.of_step(groups))
     values = iter(branch_advantages(groups, values_N, algorithm.branch_reward))
@@ -173,24 +167,23 @@ def sampled_shares(
 
 
 _Response = tuple[float, int]
-"""The advantages of a response's tokens added up, weighted, and its number of trained tokens."""
+"""Weighted sum of a response's token advantages, and its number of trained tokens."""
 
 
 def _responses(group: GroupHeader, values: Iterator[float], algorithm: AlgorithmConfig) -> list[_Response]:
-    """The responses of a group, whose advantages come next from ``values``."""
+    """Return a group's responses; takes their advantages from ``values``."""
     tokens_G = [response.trained_tokens for response in group.responses]
     by_token = algorithm.loss_mean != "sequence"
     return [(next(values) * (tokens if by_token else min(tokens, 1)), tokens) for tokens in tokens_G]
 
 
 def _share(responses: Sequence[_Response]) -> float | None:
-    """Share of positive tokens; None if all advantages are 0."""
+    """Return the share of positive tokens; None if all advantages are 0."""
     total = sum(abs(advantage) for advantage, _ in responses)
     return sum(max(advantage, 0.0) for advantage, _ in responses) / total if total else None
 
 
 def _searches(update: Sequence[_Response], bounds: BoundsConfig) -> list[list[_Response]]:
-    """The responses of each search of an update."""
     numbers = [0] * len(update)
     if bounds.grouped and bounds.bounds_tokens:
         numbers = [*group_of_sequences(tuple(tokens for _, tokens in update), bounds.bounds_tokens)]
@@ -201,18 +194,15 @@ def _searches(update: Sequence[_Response], bounds: BoundsConfig) -> list[list[_R
 
 
 def _share_decides(algorithm: AlgorithmConfig) -> bool:
-    """Whether bounds are searched, by this share, in parts that are known before a run has a layout."""
+    """Return whether this share decides the bounds, in searches that are known without a layout."""
     bounds = algorithm.bounds
     is_known = bounds.scope != "micro_batch" or bounds.grouped
     return is_known and searches_groups_advantages(algorithm)
 
 
 def outlook(rows: Sequence[Row], algorithm: AlgorithmConfig) -> str | None:
-    """Sentence on whether BAPO can act on data whose steps have these ``rows``, the metrics above.
-
-    Of the share alone for steps of an earlier version, without the other two. None where no row has a share
-    that decides.
-    """
+    """Return a sentence on whether BAPO can act on data with these step metrics ``rows``. Steps of an earlier
+    version have only the share. None if no row has a share that decides."""
     if not _share_decides(algorithm):
         return None
     known = [row for row in rows if row.get(BELOW) is not None]
@@ -267,24 +257,22 @@ _QUANTITIES = (
     ("rewards failed", "sampled/reward/failures", ".4g"),
     ("rewards timed out", "sampled/reward/timeouts", ".4g"),
 )
-"""The rows of the table: name, metric, format. Of all groups, also of uniform ones, which no step gets."""
+"""Rows of the table: name, metric, format. They also cover uniform groups, which no step gets."""
 
 
 def _value(metrics: Metrics, name: str) -> float | None:
-    """A metric; rows of earlier versions have those of what was sampled under the rest of the name."""
+    """Return a metric; earlier versions store sampled metrics without ``sampled/``."""
     return metrics.get(name, metrics.get(name.removeprefix("sampled/")))
 
 
 _USUAL = {"start", "resume", "done", "engine_ready", "bapo_outlook"}
-"""Event kinds of a run without trouble; the summary leaves them out."""
+"""Event kinds of a run without trouble, omitted from the summary."""
 
 
 class RolloutRecord:
-    """Writer of metrics, events and progress lines of a rollout-only run, on rank 0. Steps count from 1.
-
-    Opening it drops metrics of later steps, and records `start` or `resume` if steps are left. RunStopped if
-    the disk does not take a line. Call ``finish`` once all steps are sampled, ``close`` in any case.
-    """
+    """Writer of a rollout-only run's metrics, events and progress lines, on rank 0. Steps count from 1.
+    Opening it drops metrics of later steps and, if steps are left, records `start` or `resume`. Raises
+    RunStopped if a write fails. Call ``finish`` once all steps are sampled, and always ``close``."""
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
         self._config, self._paths = config, config.paths
@@ -296,7 +284,7 @@ class RolloutRecord:
             print(f"{where}, --rollout-only: nothing is trained or evaluated", flush=True)
 
     def step(self, step: int, header: StepHeader, clock: StepClock) -> None:
-        """Write the metrics of a step, and print its line."""
+        """Write a step's metrics and print its line."""
         metrics = {
             **step_metrics(header, [], clock, []),
             "rollout/groups_uniform": _uniform_groups(header),
@@ -307,11 +295,11 @@ class RolloutRecord:
         print(step_line(step, self._config.steps, metrics), flush=True)
 
     def event(self, event: dict[str, Any]) -> None:
-        """Record an event: its kind and its fields."""
+        """Record an event: its kind and fields."""
         self._events.event(**event)
 
     def finish(self) -> None:
-        """Print the summary table, whether BAPO can act (also an event), and what uses the rollouts."""
+        """Print the summary table, whether BAPO can act (also an event), and commands for the rollouts."""
         rows = read_jsonl(self._paths.metrics)
         events = read_events(self._paths.events)
         print("\n".join(summary(rows, events)))
@@ -325,13 +313,12 @@ class RolloutRecord:
         print(f"plots: bapo report {root}", flush=True)
 
     def close(self) -> None:
-        """Flush and close all files."""
         self._metrics.close()
         self._events.close()
 
 
 def step_line(step: int, steps: int, metrics: Metrics) -> str:
-    """Progress line of a step, with a dash for a missing number."""
+    """Return the progress line of a step, with a dash for a missing number."""
     show = {name: number_text(_value(metrics, metric), style) for name, metric, style in _QUANTITIES}
     parts = [
         f"reward {show['reward']}",
@@ -345,7 +332,7 @@ def step_line(step: int, steps: int, metrics: Metrics) -> str:
 
 
 def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
-    """Summary table: mean, lowest and highest step of each quantity; below it counts of trouble events."""
+    """Yield the summary table (mean, lowest, highest step of each quantity) and counts of trouble events."""
     table = [[f"{len(rows)} steps", "mean", "lowest", "highest"]]
     for name, metric, style in _QUANTITIES:
         values = [value for row in rows if (value := _value(row, metric)) is not None]
@@ -359,6 +346,6 @@ def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
 
 
 def _uniform_groups(header: StepHeader) -> float:
-    """Number of uniform groups, whose rewards are all equal: the dropped ones and those in the batch."""
+    """Return the number of groups with equal rewards: dropped ones and those in the batch."""
     kept = sum(is_uniform([rows[0].reward for rows in group.episodes]) for group in header.groups)
     return (header.metrics.get("rollout/groups_dropped") or 0.0) + kept

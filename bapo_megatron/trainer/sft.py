@@ -1,7 +1,6 @@
 """Supervised fine-tuning, the warm start before RL: next-token training on solutions.
 
-``bapo sft`` calls ``run_sft`` on every rank. There are no checkpoints: it writes the model once, at the
-end.
+``bapo sft`` calls ``run_sft`` on every rank. No checkpoints: it writes the model once, at the end.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ from bapo_megatron.types import Prompt
 
 
 def run_sft(config: SftConfig) -> None:
-    """Supervised fine-tuning on solutions; writes the model's Hugging Face folder. Collective.
-
-    Process groups must exist. ConfigError if a problem has no solution.
-    """
+    """Fine-tune on solutions and write the model's Hugging Face folder. Collective. Process groups must
+    exist. Raises ConfigError if a problem has no solution."""
     check_kernels(config.model, config.parallel)
     policy = MegatronPolicy(
         config.model, config.parallel, config.batch, config.optimizer, planned_updates=config.updates
@@ -55,12 +52,11 @@ def run_sft(config: SftConfig) -> None:
 
 
 def next_token_loss(stats: TokenStats, batch: MicroBatch) -> Tensor:
-    """Cross entropy, -sum_t w_t log p_t over the response tokens t, and their number: [2]."""
+    """Return the cross entropy, -sum_t w_t log p_t over the response tokens t, and their number: [2]."""
     return torch.stack([-(stats.log_prob_T * batch.weight_T).sum(), batch.mask_T.sum()])
 
 
 def _batches(config: SftConfig) -> Iterator[list[Sample]]:
-    """Training batches in random order; several sources are mixed by their weights."""
     samples, sources = load_solutions(config, load_tokenizer(config.model.hf_path))
     order = _mixed(sources, config.seed) if sources else _shuffled(len(samples), config.seed)
     for _ in range(config.updates):
@@ -68,7 +64,7 @@ def _batches(config: SftConfig) -> Iterator[list[Sample]]:
 
 
 def _shuffled(samples: int, seed: int) -> Iterator[int]:
-    """Indices of samples in random order, epoch after epoch."""
+    """Yield sample indices in random order, epoch after epoch."""
     generator = np.random.default_rng(seed)
     while True:
         yield from generator.permutation(samples).tolist()
@@ -80,10 +76,8 @@ def _mixed(sources: Sequence[MixedSource], seed: int) -> Iterator[int]:
 
 
 def load_solutions(config: SftConfig, tokenizer: Any) -> tuple[list[Sample], list[MixedSource]]:
-    """Training samples, each a problem with its solution as the response; and the sources to mix.
-
-    ConfigError if a problem has no solution.
-    """
+    """Return training samples, each a problem with its solution as the response, and the sources to mix.
+    Raises ConfigError if a problem has no solution."""
     files = config.data.files
     solutions = [load_prompts(item.file, tokenizer, config.data.max_prompt_tokens) for item in files]
     solutions = [replace(item, prompts=within_difficulty(item.prompts, config.data)) for item in solutions]
@@ -102,11 +96,11 @@ def _samples(
         solution = prompt.extra_info.get("solution")
         if not isinstance(solution, str) or not solution:
             raise ConfigError(f"data.path={path}, row {prompt.prompt_id}: extra_info.solution is missing")
-        if prompt.opens_thinking:  # by the chat template, and a solution may begin with the tag, too
+        if prompt.opens_thinking:  # in the chat template; a solution may begin with the tag, too
             opened = tokenizer.decode(prompt.token_ids_P[-1:]).endswith("\n")
             solution = solution.removeprefix(THINKING).removeprefix("\n" if opened else "")
         while ended := next(filter(solution.rstrip().endswith, stops), None):
-            solution = solution.rstrip().removesuffix(ended)  # one is written below, whoever wrote one first
+            solution = solution.rstrip().removesuffix(ended)  # the stop token is added below
         ids = [*chat_template_of(tokenizer).ids_of_text(solution), tokenizer.eos_token_id]
         return Sample(
             token_ids=np.concatenate([prompt.token_ids_P, np.array(ids, dtype=np.int32)]),

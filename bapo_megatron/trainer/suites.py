@@ -1,4 +1,4 @@
-"""The evaluation suites of a run. No part of megatron-core: a preflight that refuses a run needs none."""
+"""Evaluation suites of a run. Imports no megatron-core, so that a failing preflight is fast."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from bapo_megatron.errors import ConfigError
 def load_suites(
     config: RunConfig, tokenizer: Any, tools: Mapping[str, Tools] = NO_TOOLS
 ) -> tuple[Suite, ...]:
-    """Evaluation suites of a run, tokenized; none if it has no evaluations.
-
-    ``tools``: of the environments, by source. ConfigError if a suite does not exist, `reward.function` cannot
-    score it (but for suites of the run's earlier steps), or two have one name.
-    """
+    """Return a run's tokenized evaluation suites; empty without evaluations. ``tools``: of the environments,
+    by source. Raises ConfigError if a suite does not exist, `reward.function` cannot score it (except suites
+    of the run's earlier steps), or two have one name."""
     if not config.evaluation.every:
         return ()
     known, limit = known_suites(config.directory), config.data.max_prompt_tokens

@@ -1,19 +1,18 @@
-"""The loss of an update, and the cheapest exact way to the sums that its search of clipping bounds needs.
+"""Loss of an update, and the cheapest exact way to compute the sums for its search of clipping bounds.
 
 The exact search (Algorithm 1) needs the ratio of every token of the update before any backward pass. From
 cheap to expensive:
 
 - fixed bounds: no search;
 - ``scope: lagged``: the sums that the previous update measured; the first update measures as below;
-- ``scope: micro_batch``: a search in each micro-batch within the passes, as the published code does;
+- ``scope: micro_batch``: a search in each micro-batch within the passes, as in the published code;
 - on-policy data, with ``algorithm.known_ratio``: the present weights are pi_old, every ratio is 1, no forward
-  pass (GSPO, VESPO, M2PO and P3O, whose search is of their ratios, measure them if pi_old is the engine's);
+  pass (except GSPO, VESPO, M2PO and P3O, which search over their ratios, if pi_old is the engine's);
 - ``batch.hold_forwards``: after all forward passes and before all backward passes;
-- else: a forward-only pass over the update.
+- otherwise: a forward-only pass over the update.
 
-The other losses of ``algorithm.loss`` that search something do the same. With PAPO (``algorithm.polarity``)
-the search and the loss see the reweighted advantages. Those need entropies, so on-policy data saves no
-forward pass then.
+The other searching losses of ``algorithm.loss`` do the same. With PAPO (``algorithm.polarity``) search and
+loss see the reweighted advantages, which need entropies, so on-policy data still costs a forward pass.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ from bapo_megatron.types import Metrics
 
 
 def checked_loss(config: RunConfig) -> Loss:
-    """The loss of ``config.algorithm``. ConfigError for an unknown one, or needless ``hold_forwards``."""
+    """Return the loss of ``config.algorithm``; raise ConfigError if unknown, or for useless
+    ``hold_forwards``."""
     loss = build_loss(config.algorithm)
     if config.batch.hold_forwards:
         search = loss.search
@@ -49,13 +49,11 @@ def checked_loss(config: RunConfig) -> Loss:
 
 
 class UpdateLoss:
-    """Factory of the loss of each update: searches the clipping bounds (or what ``algorithm.loss`` searches).
+    """Factory of each update's loss: searches the clipping bounds (or the parameters of ``algorithm.loss``).
 
-    One for a run, on each rank. Call ``loss`` (collective: it may make a forward pass), then after the
-    optimizer step ``observe`` with the update's sums. State between updates, for checkpoints (``state``,
-    ``load_state``): the sums of the last update for lagged bounds, and PAPO's entropy schedule. ConfigError
-    for an unknown loss. Made by ``trainer/build.py``, called by ``train.optimize``; a rehearsal makes one for
-    each update.
+    One per run and rank. Call ``loss`` (collective; may make a forward pass), and after the optimizer step
+    ``metrics`` or ``observe`` with the update's sums. Checkpointed state (``state``, ``load_state``): the
+    last update's sums for lagged bounds, and PAPO's entropy schedule. Raises ConfigError for an unknown loss.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class UpdateLoss:
         sources: Sequence[str] = (),
         keeps_keys: bool = False,
     ) -> None:
-        """``sources``: the run's sources, for metrics by source. ``keeps_keys``: as of ``Objective``."""
+        """``sources``: the run's sources, for metrics by source. ``keeps_keys``: see ``Objective``."""
         self.objective = Objective(
             build_loss(config),
             sources,
@@ -74,26 +72,23 @@ class UpdateLoss:
             keeps_keys,
             build_terms(config),
         )
-        """The objective of the configured loss: reads the vector of sums of an update."""
+        """Objective of the configured loss: reads an update's vector of sums."""
         self._search = self.objective.loss.search
         measured = self._search is not None and self._search.is_ratio and config.old_log_probs == "rollout"
         self._known_ratio, self._hold = config.known_ratio and not measured, hold_forwards
         self._previous: Tensor | None = None
         self._bounds = asdict(config.bounds)
-        """The settings whose candidates ``_previous`` has a sum for."""
+        """Settings of the candidates in ``_previous``."""
         self.found: Any = None
-        """Result of the last update's search (the clipping bounds); None without a search, or with one for
-        each pack."""
+        """Result of the last update's search (the clipping bounds); None without one or with one per pack."""
         self._papo = PapoSchedule(config.polarity) if config.polarity.enabled else None
 
     def loss(
         self, policy: Policy, packs: Sequence[MicroBatch], on_policy: bool
     ) -> tuple[TokenFn | SearchedLoss, Any]:
-        """The loss of an update on ``packs``, and the result of its search, if that comes before the passes.
-
-        ``on_policy``: on all ranks the present weights are pi_old, the ratio's denominator, of every token of
-        the update: they sampled it, or the trainer computed pi_old with them. Collective.
-        """
+        """Return the loss of an update on ``packs``, and its search result if the search precedes the passes.
+        ``on_policy``: on all ranks the present weights are pi_old, the ratio's denominator, for every token
+        of the update: they sampled it, or the trainer computed pi_old with them. Collective."""
         search, self.found = self._search, None
 
         def make(found: object) -> TokenFn:
@@ -107,7 +102,7 @@ class UpdateLoss:
         if search is None:
             return make(None), None
         measure = self._weighted(search.measure)
-        if search.known is not None:  # whatever the scope: fixed bounds need no sums
+        if search.known is not None:  # in any scope, fixed bounds need no sums
             self.found = search.known
             return make(search.known), search.known
         if search.scope == "micro_batch":
@@ -123,20 +118,15 @@ class UpdateLoss:
         return make_and_keep(sums), self.found
 
     def metrics(self, sums: Tensor, on_policy: bool) -> Metrics:
-        """Metrics of the update whose reduced vector is ``sums``, after ``observe``. Call it once an update.
-
-        ``on_policy`` as in ``loss``: then all ratios are 1, no bound acts, and ``MOVES`` are None.
-        """
+        """Return the metrics of the update with the reduced vector ``sums``, after ``observe``. Call once per
+        update. ``on_policy`` as in ``loss``: all ratios are then 1, no bound acts, and ``MOVES`` are None."""
         used = self.observe(sums)
         measured = self.objective.metrics(sums, self.found)
         return {**measured, **(dict.fromkeys(MOVES & measured.keys()) if on_policy else {}), **used}
 
     def observe(self, sums: Tensor) -> Metrics:
-        """Keep from ``sums``, the reduced vector of an update, what the search and PAPO of the next one need.
-
-        Returns PAPO's metrics of the update, its phase and weights; empty where PAPO is off. Call it once
-        after each optimizer step.
-        """
+        """Store the parts of an update's reduced vector that the next search and PAPO need; call once per
+        update. Return PAPO's metrics of the update, phase and weights; empty without PAPO."""
         if self._search and self._search.scope == "lagged":
             self._previous = self.objective.search_sums(sums)
         if self._papo is None:
@@ -148,7 +138,7 @@ class UpdateLoss:
         return used
 
     def state(self) -> dict[str, Any] | None:
-        """State for a checkpoint, plain JSON; None if there is none."""
+        """Return the state for a checkpoint, as JSON values; None if there is none."""
         state: dict[str, Any] = {}
         if self._previous is not None:
             state |= {"lagged": self._previous.tolist(), "lagged_bounds": self._bounds}
@@ -157,20 +147,18 @@ class UpdateLoss:
         return state or None
 
     def load_state(self, state: dict[str, Any] | list[float] | None) -> None:
-        """Restore ``state``; a list, from earlier versions, is that of lagged bounds.
-
-        Sums for other ``algorithm.bounds`` (``allow_change``) are left out: the next update measures its own.
-        """
+        """Restore ``state``; a list, from earlier versions, holds lagged sums. Sums for other
+        ``algorithm.bounds`` (``allow_change``) are dropped: the next update measures its own."""
         known: dict[str, Any] = {"lagged": state} if isinstance(state, list) else state or {}
         then = known.get("lagged_bounds", self._bounds)
         same = all(then.get(name) == value for name, value in self._bounds.items())
         lagged = known.get("lagged") if same and self._search else None
-        # Earlier versions have sums of other readings behind those of the search, and fields that are gone.
+        # Earlier versions append sums of other metrics and have removed fields.
         size = self._search.size if self._search else 0
         self._previous = None if lagged is None else torch.tensor(lagged[:size], dtype=torch.float64)
         if self._papo is not None:
             self._papo.load_state(known.get("polarity"))
 
     def _weighted(self, fn: TokenFn) -> TokenFn:
-        """``fn`` with the advantages that the update trains on: reweighted under PAPO."""
+        """Return ``fn`` on the trained advantages, which PAPO reweights."""
         return fn if self._papo is None else reweighted(fn, self._papo.weights)

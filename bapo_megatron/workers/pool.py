@@ -1,17 +1,17 @@
-"""Pool of worker processes, for calls of any kind: many at a time, with limits, each answered once.
+"""Pool of worker processes that answers concurrent calls with time limits, each exactly once.
 
-A kind of call is a function of a worker program (serving.py) with its limit of time. Rewards are scored so
-(reward/pool.py). What happens to a call:
+A call kind is a function of a worker program (serving.py) with a time limit; reward/pool.py scores rewards
+this way. Lifecycle of a call:
 
-- It waits for a free worker, first come first served. A worker whose functions are plain takes one call at a
-  time, one with async functions ``concurrency``. Its time begins when it is sent: neither waiting nor a start
-  of a worker counts.
-- ``holder`` names the object that it is about. All calls of a holder go to one worker, as long as that lives.
-- Past its time an async call is cancelled in its worker. A worker that does not heed that, or that is not
+- It waits for a free worker, first come first served. A worker with plain functions takes one call at a time,
+  one with async functions ``concurrency``. The limit starts when the call is sent; waiting and worker starts
+  do not count.
+- ``holder`` names the call's object. All calls of a holder go to one worker while that worker lives.
+- Past its limit, an async call is cancelled in its worker. A worker that ignores the cancellation, or is not
   async, is killed.
-- A worker that ended leaves suspects: the calls that it had. One that may not be repeated fails. Others are
-  asked again of the next process in that slot, before all else, and few at a time, down to one: who ends
-  workers ends up alone, and fails when it has ended two. So no other call is lost for good because of it.
+- When a worker ends, its in-flight calls become suspects. Unrepeatable suspects fail. The next process in the
+  slot repeats the others before anything else, in shrinking lots down to one, so that a call which ends
+  workers runs alone. It fails after ending two while alone, and costs no other repeatable call its answer.
 """
 
 from __future__ import annotations
@@ -31,34 +31,31 @@ from bapo_megatron.workers.process import WorkerProcess, WorkerProgram
 from bapo_megatron.workers.scratch import remove_abandoned
 
 Failure = Literal["raised", "time", "died"]
-"""The function raised; it took too long; its worker ended before the answer, or could not be started."""
+"""The function raised; it timed out; its worker ended before the answer or could not be started."""
 
 TRIES = 2
-"""Runs of a repeatable call that may end badly by itself: out of time, or alone in a worker that ended."""
-
+"""Bad runs after which a repeatable call fails: a timeout, or alone in a worker that ended."""
 START_TRIES = 2
-"""Starts of a worker in a row; if all fail its slot waits for ``RESTART_PAUSE_S``, or until needed."""
-
+"""Consecutive worker starts; if all fail, the slot waits for ``RESTART_PAUSE_S`` or until it is needed."""
 RESTART_PAUSE_S = 10.0
-
 LOTS = 8
-"""Suspects are asked again in so many lots: of 1,000 at most 125 at a time, then 15, then 1."""
+"""Divisor of lot sizes for suspects: of 1,000 suspects at most 125 run at a time, then 15, then 1."""
 
 
 @dataclass(frozen=True)
 class CallKind:
-    """A kind of call: a function of the worker program, and how it may be called."""
+    """A call kind: a function of the worker program, its time limit and its repeatability."""
 
     function: str
     limit_s: float
     repeatable: bool
-    """Whether a second worker may be asked where the first did not answer. Else such a call fails."""
+    """Whether another worker may run the call if the first gave no answer; otherwise the call fails."""
     grace_s: float = 15.0
-    """Seconds that an async function has, past its limit, to end when it is cancelled."""
+    """Seconds that a cancelled async function has to end after its limit."""
 
 
 class CallFailed(Exception):
-    """Failure of a ``WorkerPool.call``, named by its function and its holder."""
+    """Failure of a ``WorkerPool.call``, with its function and holder in the message."""
 
     def __init__(
         self, name: str, failure: Failure, detail: str, traceback: str = "", place: str = "", beside: int = 0
@@ -67,16 +64,16 @@ class CallFailed(Exception):
         self.failure: Failure = failure
         self.detail = detail
         self.traceback = traceback
-        """Of a function that raised."""
+        """Traceback of a function that raised."""
         self.place = place
-        """Identity of a mistake in a function: the type of the error and the line that raised it."""
+        """Error type and line that raised it, which identify a bug in a function."""
         self.beside = beside
-        """Other calls in flight when its worker ended: one of them may have ended it, or kept it busy."""
+        """Number of other in-flight calls when the worker ended, one of which may be the cause."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call on its way: its question, and its caller's future."""
+    """A pending call: its question and its caller's future."""
 
     number: int
     kind: CallKind
@@ -84,59 +81,54 @@ class _Call:
     holder: Hashable | None
     future: asyncio.Future[Any]
     crowd: float = math.inf
-    """Most calls that its worker may have, with this one; finite makes it a suspect."""
+    """Maximum calls in its worker, including itself; finite for a suspect."""
     losses: int = 0
-    """Runs that ended badly by itself."""
+    """Number of bad runs: timeouts, and worker ends while it ran alone."""
     deadline: float = math.inf
     timer: asyncio.TimerHandle | None = None
 
     def fail(
         self, failure: Failure, detail: str, traceback: str = "", place: str = "", beside: int = 0
     ) -> None:
-        """CallFailed for the caller, if it still waits."""
         if not self.future.done():
             name = self.kind.function if self.holder is None else f"{self.kind.function} of {self.holder}"
             self.future.set_exception(CallFailed(name, failure, detail, traceback, place, beside))
 
     def line(self) -> bytes:
-        """Its line for a worker. Written when it is sent: thousands may wait, each with a long response."""
+        """Return the JSON line for a worker; built on sending, because thousands of long calls may wait."""
         kind = self.kind
         message = {"id": self.number, "function": kind.function, "limit_s": kind.limit_s}
         return json.dumps({**message, "question": self.question}).encode()
 
     def stop_timer(self) -> None:
-        """End of its time limit: it is no longer in flight."""
         if self.timer:
             self.timer.cancel()
 
     def late(self) -> str:
-        """Detail of a failure by time."""
         return f"no answer within {self.kind.limit_s:g} s"
 
     def is_suspect(self) -> bool:
-        """Whether it was in flight when a worker ended, or had no memory left."""
+        """Return whether the call was in flight when a worker ended, or ran out of memory beside others."""
         return self.crowd < math.inf
 
     def may_be_repeated(self) -> bool:
-        """Whether another worker may be asked."""
         return self.kind.repeatable and self.losses < TRIES and not self.future.done()
 
 
 class WorkerPool:
-    """Pool of ``workers`` processes of one program, for one event loop: ``start``, ``call``, ``close``."""
+    """A pool of ``workers`` processes of one program, for one event loop: ``start``, ``call``, ``close``."""
 
     def __init__(self, program: WorkerProgram, workers: int, concurrency: int = 1000) -> None:
-        """``concurrency``: most calls that a worker of an async program has at a time."""
+        """``concurrency``: maximum concurrent calls per worker of an async program."""
         self.program, self.concurrency = program, concurrency
-        self.waiting: deque[_Call] = deque()
-        """Calls that any worker may take."""
+        self.waiting: deque[_Call] = deque()  # calls for any worker
         self._workers = [_WorkerSlot(self) for _ in range(workers)]
         self._holders: dict[Hashable, tuple[_WorkerSlot, int]] = {}
         self._numbers = count()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> list[str]:
-        """Start all workers; the notes of one. ConfigError, ChildError or OSError, and then none runs."""
+        """Start all workers and return one's notes; none runs after a ConfigError, ChildError or OSError."""
         await asyncio.to_thread(remove_abandoned)
         starts = [asyncio.create_task(worker.start_process()) for worker in self._workers]
         try:
@@ -154,11 +146,8 @@ class WorkerPool:
         return processes[0].notes if processes else []
 
     async def call(self, kind: CallKind, question: Any, holder: Hashable | None = None) -> Any:
-        """The function's answer to ``question``; both are JSON values. CallFailed if there is none.
-
-        A cancelled call is cancelled in an async worker; a plain one finishes it before it takes the next.
-        RuntimeError if the pool is not running.
-        """
+        """Return the function's answer to ``question`` (JSON values). Raises CallFailed without an answer,
+        RuntimeError if the pool is not running. Cancellation reaches async workers; plain ones finish."""
         if not self._tasks:
             raise RuntimeError("the worker pool is not running: start() it before call(), not after close()")
         number = next(self._numbers)
@@ -174,7 +163,7 @@ class WorkerPool:
             raise
 
     def forget(self, holder: Hashable) -> None:
-        """Forget which worker has ``holder``'s object: there will be no more calls of it."""
+        """Forget which worker has the object of ``holder``, which makes no more calls."""
         worker, _ = self._holders.pop(holder, (None, 0))
         if worker is not None:
             worker.held.discard(holder)
@@ -188,7 +177,7 @@ class WorkerPool:
             call.future.cancel()
 
     def deal(self) -> None:
-        """Dispatch of calls: to each worker its own, then those of the queue to the one with fewest."""
+        """Dispatch calls: to each worker its own, then the queue's to the least loaded worker."""
         for worker in self._workers:
             worker.take_own()
         while self.waiting:
@@ -199,7 +188,7 @@ class WorkerPool:
             free = [worker for worker in self._workers if not worker.own and worker.has_room(call)]
             if not free:
                 break
-            # By objects, too: short calls of many holders would else all go to the first slot.
+            # By objects too: otherwise short calls of many holders would all go to the first slot.
             best = min(free, key=lambda worker: (len(worker.in_flight), len(worker.held)))
             best.take(self.waiting.popleft())
         if self.waiting and all(worker.start_error for worker in self._workers):
@@ -207,13 +196,12 @@ class WorkerPool:
                 worker.is_wanted.set()
 
     def note_holder(self, call: _Call, worker: _WorkerSlot) -> None:
-        """``worker`` has the object of ``call`` from now on."""
         if call.holder is not None:
             self._holders[call.holder] = (worker, worker.life)
             worker.held.add(call.holder)
 
     def cannot_start(self, worker: _WorkerSlot) -> None:
-        """Move the calls of a worker that cannot be started to another; if there is none, all fail."""
+        """Move an unstartable worker's calls to another; if there is none, fail all calls."""
         others = [other for other in self._workers if not other.start_error]
         if others:
             others[0].own.extend(worker.own)
@@ -226,7 +214,8 @@ class WorkerPool:
             queue.clear()
 
     def _goes_to_its_holder(self, call: _Call) -> bool:
-        """Whether the call has found the worker with its object, or has failed because that is gone."""
+        """Give the call to its object's worker, or fail it if that ended and the call is unrepeatable; return
+        False if neither applies."""
         worker, life = self._holders.get(call.holder, (None, 0)) if call.holder is not None else (None, 0)
         if worker is None:
             return False
@@ -243,7 +232,7 @@ class WorkerPool:
         return [*own, *self.waiting]
 
     def _note_defect(self, task: asyncio.Task[None]) -> None:
-        """Pass an error of the pool's own code to all callers, which else would wait for ever."""
+        """Pass an exception in the pool's own code to all callers, which would otherwise wait forever."""
         error = None if task.cancelled() else task.exception()
         for call in self._outstanding() if error else ():
             if error and not call.future.done():
@@ -251,31 +240,25 @@ class WorkerPool:
 
 
 class _WorkerSlot:
-    """Slot of one worker process after the other, with the calls that are its own."""
+    """A slot for successive worker processes, with its own calls."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._process: WorkerProcess | None = None
         self._is_full = False
-        """A call found no memory beside others: all finish, then the process is replaced."""
-        self.life = 0
-        """Number of the process: objects live as long as it."""
-        self.held: set[Hashable] = set()
-        """Holders whose objects the process has."""
+        """Whether a call ran out of memory beside others: the process is replaced after all finish."""
+        self.life = 0  # number of the process, on which objects depend
+        self.held: set[Hashable] = set()  # holders whose objects the process has
         self.in_flight: dict[int, _Call] = {}
         self.own: deque[_Call] = deque()
-        """Suspects, then calls whose object is here: no other worker gets them, and they come first."""
-        self.start_error = ""
-        """Why no process could be started; empty while one runs, or may."""
-        self.is_wanted = asyncio.Event()
-        """Nobody else can take a call: a reason to try another start at once."""
+        """Suspects, then calls whose object is here; they go to no other worker and take priority."""
+        self.start_error = ""  # why the last starts failed, otherwise empty
+        self.is_wanted = asyncio.Event()  # no other worker can take a call: retry the start immediately
 
     async def start_process(self) -> WorkerProcess:
-        """A new process. ConfigError, ChildError or OSError."""
         return await WorkerProcess.start(self._pool.program, self._answered)
 
     async def live(self, process: WorkerProcess | None) -> None:
-        """Serve with one process after the other, until cancelled."""
         try:
             while True:
                 if process is None:
@@ -296,7 +279,7 @@ class _WorkerSlot:
                 await process.close()
 
     async def _restarted(self) -> WorkerProcess:
-        """The next process. A start that fails is not a failure of a call, as long as another worker runs."""
+        """Return the next process. Failed starts fail no calls while another worker runs."""
         while True:
             for _ in range(START_TRIES):
                 try:
@@ -314,18 +297,18 @@ class _WorkerSlot:
     # --- calls -----------------------------------------------------------------------------------
 
     def has_room(self, call: _Call) -> bool:
-        """Whether the process may take ``call`` beside those that it has."""
+        """Return whether the process may take ``call`` beside its current calls."""
         process = self._process
         if process is None or process.ended.done() or self._is_full:
             return False
         beside = self.in_flight.values()
         if any(running.is_suspect() != call.is_suspect() for running in islice(beside, 1)):
-            return False  # suspects are only beside suspects
+            return False  # suspects run only beside suspects
         crowd = min(running.crowd for running in (call, *beside)) if call.is_suspect() else math.inf
         return len(beside) < min(crowd, self._pool.concurrency if process.is_async else 1)
 
     def take_own(self) -> None:
-        """Send the calls that only this worker may take, as far as there is room."""
+        """Send the slot's own calls while there is room; replace an idle process that ran out of memory."""
         if self._is_full and not self.in_flight and self._process is not None:
             self._process.end("its memory was full")
         while self.own and (self.own[0].future.done() or self.has_room(self.own[0])):
@@ -334,11 +317,11 @@ class _WorkerSlot:
                 self.take(call)
 
     def take(self, call: _Call) -> None:
-        """Send ``call``; its time begins."""
+        """Send ``call`` and start its time limit."""
         assert self._process is not None
         try:
             line = call.line()
-        except (TypeError, ValueError, RecursionError) as error:  # no JSON: the caller's mistake
+        except (TypeError, ValueError, RecursionError) as error:  # not JSON: the caller's bug
             call.future.set_exception(error)
             return
         self.in_flight[call.number] = call
@@ -350,13 +333,13 @@ class _WorkerSlot:
         self._process.send(line)
 
     def withdraw(self, call: _Call) -> None:
-        """Cancel a call that nobody waits for; its place is free when the worker says so."""
+        """Cancel an abandoned call in an async worker; its place becomes free with the worker's answer."""
         if call.number in self.in_flight and self._process is not None and self._process.is_async:
             self._process.send(json.dumps({"id": call.number, "cancel": True}).encode())
 
     def _answered(self, message: dict[str, Any]) -> None:
         call = self.in_flight.pop(message["id"], None)
-        if call is None:  # code of a user has written into the pipe
+        if call is None:  # user code wrote into the pipe
             return
         call.stop_timer()
         failure = message.get("failure")
@@ -369,12 +352,12 @@ class _WorkerSlot:
             self._out_of_memory(call)
         elif failure == "raised":
             call.fail("raised", message["detail"], message["traceback"], message["place"])
-        else:  # cancelled: by the pool, and then nobody waits; or by itself, and then its caller must know
+        else:  # cancelled by the pool (no caller waits) or by itself (the caller must know)
             call.fail("raised", "the call was cancelled in its worker, by no limit")
         self._pool.deal()
 
     def _out_of_time(self, call: _Call) -> None:
-        """Retry of an async call that its worker has cancelled, once: the machine may have been paused."""
+        """Retry a timed-out async call once, because the machine may have been paused."""
         call.losses += 1
         if call.may_be_repeated():
             self._pool.waiting.appendleft(call)
@@ -382,7 +365,7 @@ class _WorkerSlot:
             call.fail("time", call.late())
 
     def _out_of_memory(self, call: _Call) -> None:
-        """Retry, alone, of a call with a MemoryError: any of those beside it may have taken the memory."""
+        """Retry a call with a MemoryError alone, because calls beside it may have used the memory."""
         self._is_full = True
         call.crowd = 1
         if call.may_be_repeated():
@@ -393,7 +376,7 @@ class _WorkerSlot:
     # --- the end of a process --------------------------------------------------------------------
 
     def _sort_out(self, reason: str) -> None:
-        """Decide about the calls that the ended process had, or that wanted an object of it."""
+        """Requeue or fail the ended process's calls and the calls that need its objects."""
         suspects, waiting = list(self.in_flight.values()), list(self.own)
         self.in_flight.clear()
         self.own.clear()
@@ -413,7 +396,7 @@ class _WorkerSlot:
                 call.fail("died", f"the worker that held it has ended: {reason}")
 
     def _suspect(self, call: _Call, reason: str, suspects: int, is_overdue: bool) -> None:
-        """Ask a call again that was in flight at the end of its worker, beside fewer, or let it fail."""
+        """Requeue a call of an ended worker with fewer calls beside it, or fail it."""
         call.losses += suspects == 1
         call.crowd = max(1, min(call.crowd, suspects) // LOTS)
         if call.may_be_repeated():

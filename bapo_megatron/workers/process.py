@@ -1,7 +1,7 @@
-"""One process of a worker program, for an event loop: lines of JSON each way, none of which waits.
+"""A worker subprocess for an event loop: non-blocking JSON lines in both directions.
 
-``WorkerPool`` (pool.py) starts one after the other in each of its slots. The process has a temporary
-directory of its own, and ends with this one, also after ``kill -9``.
+``WorkerPool`` (pool.py) runs successive processes in each of its slots. A process has its own temporary
+directory, and ends with its parent, even after ``kill -9``.
 """
 
 from __future__ import annotations
@@ -29,71 +29,63 @@ from bapo_megatron.runtime.child_process import (
 from bapo_megatron.workers.scratch import Scratch
 
 START_LIMIT_S = 600.0
-"""Seconds for the imports of a worker. Generous: at a load of 50 they have taken more than 120 s."""
+"""Seconds for a worker's imports, which took more than 120 s at a load of 50."""
 
 _PIPE_BYTES = 1 << 20
-"""Size of the pipe of calls: a long response is written at once. Any user may have as much."""
-
-_READS = 64
-"""Most reads of a pipe at a time, so that a process that never stops writing does not hold the event loop."""
+"""Size of the call pipe, which takes a long response in one write; any user may have this much."""
+_READS = 64  # maximum successive reads of a pipe, so that an endless writer does not block the event loop
 
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """How to start a worker: a program whose ``main`` calls ``serving.serve``."""
+    """Start parameters of a worker program, whose ``main`` calls ``serving.serve``."""
 
     command: tuple[str, ...]
-    """The lifeline's descriptor is appended."""
+    """Command without its last argument, the lifeline's descriptor."""
     settings: Any
     """JSON value for the program's ``prepare``."""
     environment: Mapping[str, str] | None = None
-    """None: this process's, with its import path."""
+    """None: this process's environment and import path."""
     start_limit_s: float = START_LIMIT_S
 
 
 class WorkerProcess:
-    """Running worker process. ``start`` makes one; ``close`` in any case.
-
-    ``ended`` gets the reason as soon as no more answers come: it has ended, or ``end`` was called.
-    """
+    """A running worker process, created by ``start``; the caller must ``close`` it. ``ended`` holds the
+    reason once no more answers can come: the process ended, or ``end`` was called."""
 
     def __init__(
         self, child: ChildProcess, scratch: Scratch, heard: Callable[[dict[str, Any]], None]
     ) -> None:
-        """``heard`` is called with each line, as long as ``ended`` has no reason."""
+        """``heard``: called with each message until ``ended`` is set."""
         assert child.process.stdin is not None
         assert child.process.stdout is not None
         self._loop = asyncio.get_running_loop()
         self._child, self._scratch, self._heard = child, scratch, heard
         self._input, self._output = child.process.stdin.fileno(), child.process.stdout.fileno()
         self._unsent: deque[memoryview] = deque()
-        self._is_blocked = False
-        """The pipe is full; the event loop says when it takes more."""
+        self._is_blocked = False  # whether the pipe is full; the event loop then resumes the writes
         self._parts: list[bytes] = []
         self._exit: asyncio.Task[None] | None = None
         self._removal: asyncio.Future[None] | None = None
         self.pid = child.pid
-        self.is_async = False
-        """Whether it takes many calls at a time."""
+        self.is_async = False  # whether it takes concurrent calls
         self.notes: list[str] = []
         self.ended: asyncio.Future[str] = self._loop.create_future()
         for descriptor in (self._input, self._output):
             os.set_blocking(descriptor, False)
-        with suppress(OSError):  # the user's pipes have a limit together
+        with suppress(OSError):  # a user's pipes share a limit
             fcntl.fcntl(self._input, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._loop.add_reader(self._output, self._read)
-        # A pipe stays open as long as a forked grandchild holds it: the process itself is watched, too.
+        # The process is watched too, because a forked grandchild may hold the pipe open.
         self._pid_descriptor: int | None = None
-        with suppress(OSError):  # a filter of system calls that does not know this one
+        with suppress(OSError):  # a system call filter may reject pidfd_open
             self._pid_descriptor = os.pidfd_open(self.pid)
             self._loop.add_reader(self._pid_descriptor, self._note_exit)
 
     @classmethod
     async def start(cls, program: WorkerProgram, answered: Callable[[dict[str, Any]], None]) -> WorkerProcess:
-        """A process that is ready for calls. ConfigError of its ``prepare``; ChildError or OSError.
-
-        ``answered`` is called with the answer of each call. A cancelled start leaves nothing.
-        """
+        """Return a process that is ready for calls; a cancelled start leaves nothing behind. ``answered``:
+        called with each answer. Raises ChildError, OSError, or ConfigError of ``prepare``."""
         made = asyncio.ensure_future(asyncio.to_thread(_make, program))
         ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
@@ -106,7 +98,7 @@ class WorkerProcess:
         try:
             process = cls(*await asyncio.shield(made), hear)
         except asyncio.CancelledError:
-            with suppress(OSError):  # then there is nothing to remove
+            with suppress(OSError):  # the process was not created
                 await asyncio.to_thread(_remove, *await made)
             raise
         try:
@@ -130,7 +122,7 @@ class WorkerProcess:
         return ready.result()
 
     def send(self, line: bytes) -> None:
-        """Send a line, now or as soon as the pipe takes it; not after its end."""
+        """Send a line now or once the pipe has room; do nothing after the end."""
         if self.ended.done():
             return
         self._unsent.append(memoryview(line + b"\n"))
@@ -138,8 +130,8 @@ class WorkerProcess:
             self._write()
 
     def end(self, reason: str) -> None:
-        """Kill it; what it has not said by now does not count."""
-        if self.ended.done():  # killed, and perhaps reaped: its number may be another's
+        """Kill the process and set ``ended``; unread answers do not count."""
+        if self.ended.done():  # killed and perhaps reaped: the PID may have been reused
             return
         self.ended.set_result(reason)
         self._unwatch()
@@ -168,7 +160,7 @@ class WorkerProcess:
                     self._is_blocked = True
                     self._loop.add_writer(self._input, self._write)
                 return
-            except BrokenPipeError:  # it has ended, which is noted elsewhere
+            except BrokenPipeError:  # it ended, which is handled elsewhere
                 self._unsent.clear()
                 break
             self._unsent[0] = self._unsent[0][sent:]
@@ -209,11 +201,11 @@ class WorkerProcess:
             self._heard(message)
 
     def _note_exit(self) -> None:
-        self._read()  # its last answers are in the pipe
+        self._read()  # the pipe holds its last answers
         self._end_with(self._child.wait_end(0.0))
 
     async def _note_closed_pipe(self) -> None:
-        with suppress(ChildProcessError):  # it has been closed meanwhile
+        with suppress(ChildProcessError):  # closed in the meantime
             self._end_with(await asyncio.to_thread(self._child.wait_end, 1.0))
 
     def _end_with(self, code: int | None) -> None:
@@ -229,7 +221,7 @@ def _message(line: bytes) -> dict[str, Any] | None:
 
 
 def _make(program: WorkerProgram) -> tuple[ChildProcess, Scratch]:
-    """The process, and its temporary directory. OSError."""
+    """Start the process with its temporary directory; return both. Raises OSError."""
     scratch = Scratch()
     environment = with_import_path(os.environ) if program.environment is None else program.environment
     try:

@@ -1,7 +1,7 @@
-"""Temporary directories of workers; those of killed workers are removed at the next start.
+"""Temporary directories of workers; the next start removes directories of killed workers.
 
-A lock (flock) marks a directory as in use, and is valid on its own machine alone. If several machines share
-the place for temporary files, each removes only its own directories, marked by the kernel's boot id.
+A lock (flock), valid only on its own machine, marks a directory as in use. If machines share the location of
+temporary files, each removes only its own directories, whose names contain the kernel's boot id.
 """
 
 from __future__ import annotations
@@ -15,47 +15,41 @@ from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = f"bapo_worker_{Path('/proc/sys/kernel/random/boot_id').read_text()[:13]}_"
-
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-_DEPTH = 100
-"""Most nested directories that are open at once; a deeper one is moved up."""
+_DEPTH = 100  # maximum nested directories that are open together; deeper ones are moved up
 
 SWEEP_S = 20.0
-"""Time limit of a start for the directories of killed owners; the next start removes the rest."""
+"""Seconds that a start may spend on abandoned directories; the next start removes the rest."""
 
 
 class Scratch:
-    """Temporary directory of one worker, with a lock (flock) that its owner holds as long as it lives.
-
-    ``remove`` deletes it; after a kill of the owner the next start does. Made in ``process.py``, one for each
-    worker process.
-    """
+    """A worker process's temporary directory, with a lock (flock) that its owner holds while it lives.
+    ``remove`` deletes it; after a kill of the owner, the next start does."""
 
     def __init__(self) -> None:
         while True:
             self.path = tempfile.mkdtemp(prefix=_PREFIX)
-            with suppress(FileNotFoundError):  # another process has taken it for an abandoned one just now
+            with suppress(FileNotFoundError):  # another process just removed it as abandoned
                 self._lock = os.open(self.path, os.O_RDONLY)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 if os.path.exists(self.path):
                     break
                 os.close(self._lock)
-        if os.geteuid() == 0:  # tested programs, then another user, go through it to their own directory
+        if os.geteuid() == 0:  # tested programs run as another user and traverse it
             os.chmod(self.path, 0o711)
 
     def remove(self) -> None:
-        """Delete it with its content."""
+        """Delete the directory with its content and release the lock."""
         remove_tree(self.path)
         os.close(self._lock)
 
 
 def remove_abandoned() -> None:
-    """Delete the directories of this user whose owner was killed. Never raises, and ends after SWEEP_S."""
+    """Delete this user's directories whose owner was killed. Never raises; stops after SWEEP_S."""
     deadline = time.monotonic() + SWEEP_S
     with suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-            with suppress(OSError):  # another's, in use, or gone by now
+            with suppress(OSError):  # another user's, in use or already gone
                 lock = os.open(path, _FOLDER)
                 try:
                     if os.fstat(lock).st_uid == os.geteuid():
@@ -66,11 +60,9 @@ def remove_abandoned() -> None:
 
 
 def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
-    """Delete a directory with its content; whether it is gone. Never raises, follows no link.
-
-    Untrusted programs wrote it, so it may be deeper than the limits of paths, recursion and open files allow:
-    deep directories are moved to the top, and deleted there. After ``limit_s`` seconds the rest stays.
-    """
+    """Delete a directory with its content; return whether it is gone. Never raises, follows no links.
+    Untrusted programs wrote the content, so its depth may exceed path, recursion and open-file limits: deep
+    directories are moved to the top and deleted there. After ``limit_s`` seconds the rest remains."""
     deadline = time.monotonic() + limit_s
     with suppress(OSError):
         top = os.open(path, _FOLDER)
@@ -83,7 +75,7 @@ def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
 
 
 def _empty(top: int, deadline: float) -> None:
-    """Delete the content of the directory of the descriptor ``top``, until nothing more can be deleted."""
+    """Delete the content of directory descriptor ``top`` until nothing more can be deleted."""
     progress = True
     while progress and time.monotonic() < deadline:
         progress = False
@@ -92,7 +84,7 @@ def _empty(top: int, deadline: float) -> None:
 
 
 def _remove_folder(name: str, top: int, deadline: float) -> bool:
-    """Delete a directory in ``top``; what is deeper than _DEPTH moves to ``top``. Whether it changed."""
+    """Delete a directory in ``top``, moving content deeper than _DEPTH up; return whether it changed."""
     changed = False
     folders, names, left = [top], [""], [[name]]
     while left:
@@ -119,7 +111,7 @@ def _remove_folder(name: str, top: int, deadline: float) -> bool:
 
 
 def _unlink_files(folder: int, deadline: float) -> list[str]:
-    """Delete all but directories; the names of these."""
+    """Delete everything except directories, whose names it returns."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -134,7 +126,7 @@ def _unlink_files(folder: int, deadline: float) -> list[str]:
 
 
 def _opened(name: str, folder: int) -> int:
-    """The descriptor of a directory in ``folder``, made readable and writable for its owner."""
+    """Make a directory in ``folder`` accessible to its owner and return its descriptor."""
     place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         with suppress(OSError):

@@ -1,14 +1,14 @@
-"""Worker's side of the calls: answers the calls of a pool by id, until its input ends.
+"""The worker's side of pool calls: answers them by id until its input ends.
 
-The ``main`` of a worker program is a call of ``serve`` with the program's ``prepare``. Settings come first,
-then any number of calls, in lines of JSON; ``WorkerPool`` (pool.py) is at the other end:
+The ``main`` of a worker program calls ``serve`` with the program's ``prepare``. ``WorkerPool`` (pool.py)
+sends JSON lines, first the settings, then any number of calls:
 
     settings                                    {"notes", "is_async"}, or {"problem"}, after which it ends
     {"id", "function", "question", "limit_s"}   {"id", "answer"}, or {"id", "failure", "detail", ...}
     {"id", "cancel": true}                      the answer of that call, soon
 
-Plain functions answer one call at a time, in the main thread; async ones any number at a time, in an event
-loop. Only the standard library is imported: a program starts fast, and in any interpreter.
+Plain functions answer one call at a time in the main thread, async functions any number in an event loop.
+Imports no third-party package, so that a program starts fast, in any interpreter.
 """
 
 from __future__ import annotations
@@ -31,30 +31,27 @@ from bapo_megatron.runtime.exit_codes import ignore_signals
 from bapo_megatron.runtime.processes import die_with_parent
 
 DETAIL_CHARACTERS = 500
-"""Longest text of an error in an answer."""
-
+"""Maximum length of an error text in an answer."""
 TRACEBACK_CHARACTERS = 4000
-"""Longest traceback in an answer; of a longer one the middle is left out."""
-
-_LONGEST_LINE = 256 << 20
-"""Longest call of an async program, in bytes."""
+"""Maximum length of a traceback in an answer; a longer one loses its middle."""
+_LONGEST_LINE = 256 << 20  # maximum bytes of a call of an async program
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a worker program answers with: its functions, ready to be called."""
+    """A worker program's functions, ready to be called, and its limits."""
 
     functions: Mapping[str, Callable[[Any], Any]]
-    """Name to function, of one argument, the question: all plain, or all async (``async def``)."""
+    """Functions of one argument, the question, by name: all plain or all async (``async def``)."""
     memory_limit_mb: int
-    """Memory that all calls of the process together may take on top of what ``prepare`` has mapped."""
+    """Memory for all calls of the process together, beyond what ``prepare`` has mapped."""
     notes: Sequence[str] = ()
     """Texts for the user."""
     own_files: Sequence[str] = ()
-    """Files of the program whose frames do not belong into the traceback of a function that raised."""
+    """Program files whose frames are omitted from tracebacks."""
 
     def is_async(self) -> bool:
-        """Whether all functions are async; TypeError if some are and some are not."""
+        """Return whether all functions are async. Raises TypeError if only some are."""
         kinds = {inspect.iscoroutinefunction(function) for function in self.functions.values()}
         if len(kinds) != 1:
             raise TypeError(f"the functions of a worker are all async, or none: {sorted(self.functions)}")
@@ -62,11 +59,9 @@ class Prepared:
 
 
 def serve(prepare: Callable[[Any], Prepared]) -> None:
-    """Answer calls until the input ends; the last argument of the command is the lifeline.
-
-    ``prepare`` takes the settings, and imports what the calls need, before the memory is limited. Its
-    ConfigError is the pool's to raise.
-    """
+    """Answer calls until the input ends; the command's last argument is the lifeline's descriptor.
+    ``prepare`` takes the settings and imports dependencies before memory is limited; the pool raises its
+    ConfigError."""
     die_with_parent(int(sys.argv[-1]))
     ignore_signals()
     calls, answers = _private_channel()
@@ -87,16 +82,16 @@ def serve(prepare: Callable[[Any], Prepared]) -> None:
 
 
 def _private_channel() -> tuple[BinaryIO, BinaryIO]:
-    """Private descriptors of calls and answers: what a function prints goes to stderr instead."""
+    """Return private files for calls and answers; redirect the functions' prints to stderr."""
     calls, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    return open(calls, "rb"), open(answers, "wb")  # for as long as the process lives
+    return open(calls, "rb"), open(answers, "wb")  # open while the process lives
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Limit the address space to what is mapped now plus ``megabytes``: libraries map more than they use."""
+    """Limit the address space to the current size plus ``megabytes``; libraries map more than they use."""
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -113,7 +108,7 @@ def _send(answers: BinaryIO, message: object) -> None:
 def _send_answer(answers: BinaryIO, number: int, answer: dict[str, Any]) -> None:
     try:
         _send(answers, {"id": number, **answer})
-    except (TypeError, ValueError, RecursionError, MemoryError) as error:  # it cannot be written as JSON
+    except (TypeError, ValueError, RecursionError, MemoryError) as error:  # not serializable as JSON
         _send(answers, {"id": number, **_raised(error, ())})
 
 
@@ -123,24 +118,21 @@ def _send_answer(answers: BinaryIO, number: int, answer: dict[str, Any]) -> None
 def _answer(prepared: Prepared, call: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"answer": prepared.functions[call["function"]](call["question"])}
-    except BaseException as error:  # SystemExit too: a user's function does not end the worker
+    except BaseException as error:  # SystemExit too: a user's function must not end the worker
         return _raised(error, prepared.own_files)
 
 
-# --- many at a time ------------------------------------------------------------------------------
+# --- concurrent calls ----------------------------------------------------------------------------
 
 
-_withdrawn: WeakSet[asyncio.Task[Any]] = WeakSet()
-"""Calls that the pool has cancelled."""
+_withdrawn: WeakSet[asyncio.Task[Any]] = WeakSet()  # calls cancelled by the pool
 _clocks: WeakKeyDictionary[asyncio.Task[Any], asyncio.Timeout] = WeakKeyDictionary()
-"""The limit of each call."""
+"""Time limit of each call."""
 
 
 def is_over() -> bool:
-    """Whether nobody waits for the current call: the pool has cancelled it, or its limit has.
-
-    Not ``Task.cancelling()``: before Python 3.13 a ``TaskGroup`` of which a child failed leaves it above 0.
-    """
+    """Return whether the pool or the time limit has cancelled the current call. ``Task.cancelling()`` does
+    not tell: before Python 3.13, a failed child of a ``TaskGroup`` leaves it above 0."""
     task = asyncio.current_task()
     assert task is not None
     clock = _clocks.get(task)
@@ -162,7 +154,7 @@ async def _answer_many(prepared: Prepared, calls: BinaryIO, answers: BinaryIO) -
         call = json.loads(line)
         number: int = call["id"]
         if "cancel" in call:
-            if number in running:  # else its answer is on its way
+            if number in running:  # otherwise its answer is on its way
                 _withdrawn.add(running[number])
                 running[number].cancel()
             continue
@@ -171,14 +163,14 @@ async def _answer_many(prepared: Prepared, calls: BinaryIO, answers: BinaryIO) -
 
 
 async def _awaited_answer(prepared: Prepared, call: dict[str, Any]) -> dict[str, Any]:
-    """The answer of an async function, which its limit cancels. Raises only if the pool cancels it."""
+    """Return the answer of an async function, which its limit cancels. Raises only if the pool cancels it."""
     clock, task = asyncio.timeout(call["limit_s"]), asyncio.current_task()
     assert task is not None
     _clocks[task] = clock
     try:
         async with clock:
             answer = {"answer": await prepared.functions[call["function"]](call["question"])}
-    except BaseException as error:  # SystemExit too, and a cancellation that nobody has asked for
+    except BaseException as error:  # including SystemExit and unrequested cancellation
         if clock.expired():
             return {"failure": "time", "detail": ""}
         if isinstance(error, asyncio.CancelledError) and task in _withdrawn:
@@ -196,11 +188,8 @@ def _raised(error: BaseException, own_files: Sequence[str]) -> dict[str, Any]:
 
 
 def described(error: BaseException, own_files: Sequence[str]) -> dict[str, str]:
-    """Description of an error: ``detail`` (one line), ``traceback`` (from the user's code on), ``place``.
-
-    ``place``, the type and the line that raised, is the same for all errors of one mistake. The frames of
-    ``own_files`` before the user's are left out.
-    """
+    """Return an error's ``detail`` (``repr``), ``traceback`` (without leading frames of ``own_files``) and
+    ``place``, the error type and the line that raised it, which identify a bug."""
     kind, frames, ours = type(error).__name__, error.__traceback__, (__file__, *own_files)
     while frames and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
@@ -208,23 +197,23 @@ def described(error: BaseException, own_files: Sequence[str]) -> dict[str, str]:
         stack = traceback.extract_tb(frames, limit=-1)
         place = f"{kind} at {stack[0].filename}:{stack[0].lineno}" if stack else kind
         text = "".join(traceback.format_exception(type(error), error, frames))
-    except Exception:  # no memory is left, or the error cannot be shown
+    except Exception:  # out of memory, or the error cannot be formatted
         place, text = kind, kind
     return {"detail": text_of(error), "traceback": shortened(text), "place": place}
 
 
 def shortened(text: str) -> str:
-    """``text`` without control characters, and without its middle if it is long."""
+    """Return ``text`` without control characters, and without its middle if it is long."""
     half = TRACEBACK_CHARACTERS // 2
     if len(text) > TRACEBACK_CHARACTERS:
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters]\n{text[-half:]}"
-    # A message may quote the response: what the model wrote must not reach a terminal as it is.
+    # A message may quote the response, and raw model output must not reach a terminal.
     return printable(text.strip())
 
 
 def text_of(value: object) -> str:
-    """``repr`` of a value, at most ``DETAIL_CHARACTERS`` of it; its type if that fails."""
+    """Return the ``repr`` of a value, cut to ``DETAIL_CHARACTERS``; its type name if ``repr`` fails."""
     try:
         return repr(value)[:DETAIL_CHARACTERS]
-    except Exception:  # a user's class may fail at it
+    except Exception:  # a user's class may raise
         return type(value).__name__

@@ -1,8 +1,8 @@
-"""Safe unpickler with an allow-list: it reads torch's checkpoint pickles and imports or runs no code.
+"""Safe unpickler with an allow-list: reads torch's checkpoint pickles without importing or running code.
 
 A pickle may call any function of any module. Here a name in it stands for a constant (``torch.bfloat16`` is
-"BF16"), for a builtin container, or for a ``PickledObject`` that keeps the class's arguments. Every other
-name is refused with a CheckpointError. ``torch_zip.py`` and ``distcp.py`` read every pickle by it.
+"BF16"), a builtin container, or a ``PickledObject`` with the class's arguments. Any other name raises a
+CheckpointError. ``torch_zip.py`` and ``distcp.py`` read every pickle with it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ _TYPES = (
     ("uint8", "ByteStorage", "U8", 1),
     ("bool", "BoolStorage", "BOOL", 1),
 )
-"""Torch's name of each data type, that of its storage, safetensors' name, bytes of an element."""
+"""Torch's name of each data type and of its storage, safetensors' name, bytes of an element."""
 
 DTYPES = {torch_name: name for torch_name, _, name, _ in _TYPES}
-"""safetensors' name of each of torch's data types."""
+"""safetensors' name of each torch data type."""
 
 DTYPE_BYTES = {name: nbytes for _, _, name, nbytes in _TYPES}
-"""Bytes of an element, by safetensors' name of its type."""
+"""Bytes of an element, by safetensors' type name."""
 
-# Of the builtins only types whose attributes a pickle cannot change, so that one file cannot leave
-# anything behind for the next.
+# Only builtins whose attributes a pickle cannot change, so no file can affect the next one.
 _CONTAINERS: dict[str, Any] = {
     "torch.Size": tuple,
     "builtins.set": set,
@@ -50,7 +49,7 @@ _CONSTANTS: dict[str, Any] = {
 }
 _SCALARS = (str, bytes, int, float, type(None))
 MOST_PICKLE_BYTES = 1 << 28
-"""Bytes of a pickle, at most: reading one takes up to a hundred times its size in memory."""
+"""Largest pickle in bytes: reading one takes up to a hundred times its size in memory."""
 _MOST_CLASSES = 10_000
 _MOST_SHOWN = 200
 _DCP = "torch.distributed.checkpoint"
@@ -72,43 +71,43 @@ _RECORDS = {
     *(f"numpy.{name}" for name in ("ndarray", "dtype")),
     *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
 }
-# Megatron puts its arguments, with settings of many kinds, beside the weights.
+# Megatron stores its arguments, with many kinds of settings, beside the weights.
 _RECORD_MODULES = ("megatron.", "transformer_engine.")
 
 _FORBIDDEN_OPCODES = (
     pickle.INST + pickle.OBJ + pickle.NEWOBJ_EX + pickle.PERSID + pickle.EXT1 + pickle.EXT2 + pickle.EXT4
-    # Reserves as much memory as the file asks for, whatever the file's own length.
+    # Reserves as much memory as the file asks for, whatever the file's length.
     + pickle.BYTEARRAY8 + pickle.NEXT_BUFFER + pickle.READONLY_BUFFER
 )  # fmt: skip
 
 
 class PickledObject:
-    """Record of an object in a pickle: its class's name, arguments and state, and none of its code."""
+    """Record of a pickled object: its class's name, arguments and state, without its code."""
 
     __slots__ = ("arguments", "state")
     class_name = ""
-    """Module and name of the class, as the pickle gives them."""
+    """Module and name of the class, as in the pickle."""
 
     arguments: tuple[Any, ...]
     state: Any
 
     def __new__(cls, *arguments: Any) -> PickledObject:
-        """Keep the arguments of the class or function."""
+        """Store the arguments of the class or function."""
         record = object.__new__(cls)
         record.arguments = arguments
         record.state = None
         return record
 
     def field(self, name: str) -> Any:
-        """The attribute ``name`` of the object; None if it has none."""
+        """Return the object's attribute ``name``, None if it has none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 def load_pickle(data: bytes, source: str, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The object in ``data``: builtin values, safetensors' names of data types, and ``PickledObject``.
+    """Return the object in ``data``: builtin values, safetensors' names of data types, and ``PickledObject``.
 
-    ``persistent`` turns a persistent identifier (torch's storages) into an object. CheckpointError, which
-    names ``source``, for a damaged pickle and for one that names a class that no checkpoint needs.
+    ``persistent`` turns a persistent identifier (torch's storages) into an object. Raises CheckpointError,
+    naming ``source``, for a damaged pickle or a class that no checkpoint needs.
     """
     if len(data) > MOST_PICKLE_BYTES:
         raise CheckpointError(f"{source}: a pickle of {len(data):,} bytes is too long to be a description")
@@ -117,7 +116,7 @@ def load_pickle(data: bytes, source: str, persistent: Callable[[Any], Any] | Non
     except CheckpointError:
         raise
     except Exception as error:
-        # A damaged pickle can fail at anything that its instructions do: one message for all of it.
+        # A damaged pickle can fail in any way: one message for all.
         why = (
             "it ends too early"
             if isinstance(error, EOFError)
@@ -127,14 +126,14 @@ def load_pickle(data: bytes, source: str, persistent: Callable[[Any], Any] | Non
 
 
 def shown(text: str) -> str:
-    """Text of a file, escaped for a message: cut, and without line breaks or terminal codes."""
+    """Return a file's text for a message: cut, without line breaks or terminal codes."""
     cut = text[:_MOST_SHOWN] + ("..." if len(text) > _MOST_SHOWN else "")
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
 
 
 def _is_key(value: Any) -> bool:
-    """Whether ``value`` is allowed as a key of a dictionary or a set. Nested tuples are not: the hash of one
-    that a few bytes describe may take for ever, or overflow the interpreter's stack."""
+    """Whether ``value`` may be a key of a dictionary or set. Nested tuples may not: a few bytes can describe
+    one whose hash takes forever or overflows the interpreter's stack."""
     if isinstance(value, tuple):
         return all(isinstance(part, _SCALARS) for part in value)
     return isinstance(value, (*_SCALARS, PickledObject))
@@ -148,11 +147,11 @@ _KEYS_ON_STACK = {
     pickle.ADDITEMS: slice(None),
     pickle.FROZENSET: slice(None),
 }
-"""The keys among the values that an instruction finds on the stack."""
+"""Positions of the keys among an instruction's values on the stack."""
 
 
 def _with_checked_keys(code: bytes, keys: slice) -> Callable[[Any], None]:
-    """The instruction ``code``, preceded by a check of its keys."""
+    """Return the instruction ``code``, preceded by a check of its keys."""
 
     def run(unpickler: Any) -> None:
         _check_keys(unpickler.stack[keys])
@@ -167,8 +166,8 @@ def _check_keys(keys: Iterable[Any]) -> None:
             raise pickle.UnpicklingError(f"a {type(key).__name__} as a key")
 
 
-# Python's own unpickler, not that of C: the latter lets a file of a few bytes reserve gigabytes (its memo is
-# an array as long as the largest index), and this one lets us leave out instructions.
+# Python's own unpickler, not C's: with the latter a few bytes can reserve gigabytes (its memo is an array as
+# long as the largest index), and here instructions can be left out.
 class _Unpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         code: method for code, method in _ORDINARY.items() if code not in _FORBIDDEN_OPCODES
@@ -194,7 +193,7 @@ class _Unpickler(pickle._Unpickler):
         if full not in self._classes:
             if len(self._classes) == _MOST_CLASSES:
                 raise CheckpointError(f"{self._source} names more than {_MOST_CLASSES:,} classes: damaged")
-            # A class of this file alone: a pickle may set attributes of a class.
+            # One class per file: a pickle may set attributes of a class.
             self._classes[full] = type(
                 "PickledObject", (PickledObject,), {"class_name": full, "__slots__": ()}
             )
@@ -206,17 +205,14 @@ class _Unpickler(pickle._Unpickler):
         return self._persistent(pid)
 
     def _copy(self, items: int) -> None:
-        """Count items that are copied: of a file, no more than it has bytes."""
+        """Count copied items, at most as many as the file has bytes."""
         self._copies_left -= items
         if self._copies_left < 0:
             raise pickle.UnpicklingError("it copies more than it holds")
 
     def _construct(self) -> None:
-        """REDUCE and NEWOBJ: a record, or a small container.
-
-        A container may not be called as often as a pickle likes: each call copies what it is given, and a
-        few bytes of the pickle make it.
-        """
+        """REDUCE and NEWOBJ: build a record or a small container. Container calls are limited: each copies
+        its items, and a few bytes of the pickle suffice for a call."""
         arguments = self.stack.pop()
         kind = self.stack[-1]
         if isinstance(kind, type) and issubclass(kind, PickledObject) and type(arguments) is tuple:
@@ -242,7 +238,7 @@ class _Unpickler(pickle._Unpickler):
         return pair[0], pair[1]
 
     def _build(self) -> None:
-        """BUILD: attributes of a record, or of a dictionary of torch, whose ``_metadata`` is one."""
+        """BUILD: set attributes of a record, or of torch's dictionary, whose ``_metadata`` is one."""
         state = self.stack.pop()
         owner = self.stack[-1]
         if isinstance(owner, PickledObject):

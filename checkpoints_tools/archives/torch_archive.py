@@ -1,10 +1,10 @@
-"""Writer of ``torch.save``'s zip archives without torch: of one tensor, or of an object without any.
+"""Writer of ``torch.save``'s zip archives without torch: of one tensor, or of an object without tensors.
 
-For the writers of torch_dist checkpoints, whose files hold many archives end to end. Of a tensor's archive
-only the bytes before and after the tensor are made; the caller copies the tensor's in between.
+For torch_dist writers, whose files hold many archives end to end. Of a tensor's archive only the bytes before
+and after the tensor are made; the caller copies the tensor's in between.
 
-torch checks no checksum of the entries. The tensor's is left zero: to compute it, every byte would have to
-pass through the processor once more.
+torch does not check the entries' checksums. The tensor's stays zero: computing it would pass every byte
+through the processor once more.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from checkpoints_tools.core.blocks import ITEM_BYTES
 
-ALIGNMENT = 64  # of a tensor's first byte, as torch aligns it
+ALIGNMENT = 64  # of a tensor's first byte, as in torch
 _STORAGES = {"BF16": "BFloat16Storage", "F16": "HalfStorage", "F32": "FloatStorage"}
-# Bytes of a tensor: a zip file without the 64-bit extension holds 4 GiB, and what surrounds the tensor.
+# Largest tensor in bytes: a zip file without the 64-bit extension holds 4 GiB, including the rest.
 _MOST = (1 << 32) - (1 << 16)
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -35,7 +35,7 @@ _PAYLOAD = "archive/data/0"
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A reference to the class, function or constant ``name`` of ``module``."""
+    """Reference to the class, function or constant ``name`` of ``module``."""
 
     module: str
     name: str
@@ -43,7 +43,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of ``function`` with ``arguments``, made by the reader of the pickle."""
+    """Call of ``function`` with ``arguments``, made when the pickle is read."""
 
     function: Name
     arguments: tuple[Any, ...]
@@ -51,25 +51,23 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """An object of a class, made without its ``__init__``; may be the key of a dictionary."""
+    """Object of a class, made without its ``__init__``; may be a dictionary key."""
 
     kind: Name
     state: Mapping[str, Any] | tuple[Any, ...] | None
-    """Its attributes by name, or what its ``__setstate__`` takes; None for neither."""
+    """Its attributes by name, or the argument of its ``__setstate__``; None for neither."""
 
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """A persistent identifier, which the reader of the pickle resolves; torch's storages are some."""
+    """Persistent identifier, such as torch's storages, resolved when the pickle is read."""
 
     key: tuple[Any, ...]
 
 
 def dumps(value: Any) -> bytes:
-    """``value`` as a pickle of protocol 2, which all of torch's readers accept.
-
-    TypeError for anything but plain values and the objects above.
-    """
+    """Return ``value`` as a pickle of protocol 2, which all torch readers accept. Raises TypeError for
+    anything but plain values and the objects above."""
     out = bytearray(pickle.PROTO + b"\x02")
     _write(out, value)
     return bytes(out + pickle.STOP)
@@ -135,7 +133,7 @@ def _write_int(out: bytearray, value: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorArchive:
-    """A planned archive: the bytes before and after a tensor's own."""
+    """Planned archive: the bytes before and after a tensor's own."""
 
     before: bytes
     payload: int
@@ -149,7 +147,7 @@ class TensorArchive:
 
 
 def tensor_archive(dtype: str, shape: Sequence[int], position: int) -> TensorArchive:
-    """The archive of a contiguous tensor for byte ``position`` of a file, with its first element aligned."""
+    """Return a contiguous tensor's archive for byte ``position`` of a file; aligns its first element."""
     elements = prod(shape)
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     storage = Persistent(("storage", Name("torch", _STORAGES[dtype]), "0", "cpu", elements))
@@ -160,7 +158,7 @@ def tensor_archive(dtype: str, shape: Sequence[int], position: int) -> TensorArc
 
 
 def object_archive(value: Any) -> bytes:
-    """``torch.save`` of an object without tensors; ``value`` as ``dumps`` takes it."""
+    """Return ``torch.save``'s bytes of an object without tensors; ``value`` as in ``dumps``."""
     archive = _archive(dumps(value), None, 0)
     return archive.before + archive.after
 
@@ -196,7 +194,7 @@ def _add(
     nbytes: int = 0,
     extra: bytes = b"",
 ) -> None:
-    """Append an entry's header, and its data if given, to the archive and to its central directory."""
+    """Append an entry's header, and its data if given, to the archive and its central directory."""
     encoded = name.encode()
     crc, size = (0, nbytes) if data is None else (zlib.crc32(data), len(data))
     out += _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, _DATE, crc, size, size, len(encoded), len(extra))

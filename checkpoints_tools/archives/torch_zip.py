@@ -1,8 +1,8 @@
 """Reader of ``torch.save`` archives: positions of the tensors' bytes in the file, without torch.
 
-An archive is a zip file: ``data.pkl`` describes the objects, ``data/0`` and so on hold the tensors'
-storages, uncompressed. It may be a whole file, or one of many in a file of torch_dist. CheckpointError for
-a damaged one.
+An archive is a zip file: ``data.pkl`` describes the objects, ``data/0``, ``data/1``, ... hold the tensors'
+storages, uncompressed. It may be a whole file, or one of many in a torch_dist file. Raises CheckpointError
+for a damaged one.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _MOST_DIMENSIONS = 64  # as torch
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in an archive: the place, type and shape of its elements, which are not read."""
+    """Tensor in an archive: place, type and shape of its elements, which are not read."""
 
     file: Path
     position: int
-    """Byte in the file at which its first element begins."""
+    """Byte position of its first element in the file."""
     dtype: str
-    """Type by safetensors' name."""
+    """Type, by safetensors' name."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Strides in elements, one for each dimension."""
+    """Strides in elements, one per dimension."""
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements follow one another in the order of their indices."""
+        """Whether the elements are stored in the order of their indices."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
@@ -57,7 +57,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """The bytes of one storage in the archive's file, of which tensors are views."""
+    """Bytes of one storage in the archive's file, of which tensors are views."""
 
     position: int
     dtype: str
@@ -65,9 +65,10 @@ class _Storage:
 
 
 def read_archive(stream: BinaryIO, file: Path, name: str, start: int = 0, length: int | None = None) -> Any:
-    """The object in the archive at bytes ``start`` to ``start + length`` of ``stream``, which is ``file``.
+    """Return the object in the archive at bytes ``start`` to ``start + length`` of ``stream``, opened from
+    ``file``.
 
-    Tensors are StoredTensors, their elements are not read. ``name`` says in errors what the archive is.
+    Tensors become StoredTensors, their elements unread. ``name`` describes the archive in errors. Raises
     CheckpointError for an archive that is truncated, damaged, compressed, of another byte order, or that
     names a class that no checkpoint needs.
     """
@@ -92,7 +93,7 @@ def read_archive(stream: BinaryIO, file: Path, name: str, start: int = 0, length
 
 
 def read_tensor(stream: BinaryIO, file: Path, name: str, start: int, length: int) -> StoredTensor:
-    """The one tensor in an archive, as ``read_archive``. CheckpointError if it holds anything else."""
+    """Return the one tensor in an archive, as ``read_archive``. Raises CheckpointError for anything else."""
     value = read_archive(stream, file, name, start, length)
     if not isinstance(value, StoredTensor):
         raise CheckpointError(f"{file}: {name} should be a tensor, but its archive holds something else")
@@ -100,7 +101,7 @@ def read_tensor(stream: BinaryIO, file: Path, name: str, start: int, length: int
 
 
 class _MemberReader:
-    """The reader of one archive's members as objects."""
+    """Reader of one archive's members as objects."""
 
     def __init__(
         self, archive: zipfile.ZipFile, window: BinaryIO, file: Path, source: str, start: int, length: int
@@ -129,7 +130,7 @@ class _MemberReader:
         return self.archive.read(self.root + name)
 
     def _payload(self, name: str) -> zipfile.ZipInfo:
-        """The zip member ``name``. CheckpointError if it is missing or compressed."""
+        """Return the zip member ``name``. Raises CheckpointError if it is missing or compressed."""
         member = self.members.get(self.root + name)
         if member is None:
             raise CheckpointError(f"{self.source} has no member {name}: it is damaged")
@@ -158,11 +159,11 @@ class _MemberReader:
         return _Storage(self.start + position, dtype, elements)
 
     def _tensors(self, value: Any) -> Any:
-        """``value`` with StoredTensors in place of pickled ones. Shared parts stay shared."""
+        """Return ``value`` with StoredTensors in place of pickled ones. Shared parts stay shared."""
         if not isinstance(value, PickledObject | dict | list | tuple):
             return value
         if id(value) not in self._done:
-            # Kept beside what it becomes: the id of a deleted object would be given to another.
+            # Keeps the original alive: a deleted object's id could be reused.
             self._done[id(value)] = value, self._with_tensors(value)
         return self._done[id(value)][1]
 
@@ -196,7 +197,7 @@ class _MemberReader:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether ``value`` can be a size, the strides or a place in a tensor."""
+    """Whether ``value`` can be a size, strides or a place in a tensor."""
     return (
         isinstance(value, tuple)
         and len(value) <= _MOST_DIMENSIONS
@@ -205,7 +206,7 @@ def is_shape(value: Any) -> bool:
 
 
 class _Window(io.RawIOBase):
-    """File object over a byte range of a file; leaves the file's own position alone."""
+    """File object over a byte range of a file; does not move the file's own position."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Output folder of a conversion: the plan of its files, and how it appears whole or not at all.
+"""Output folder of a conversion: the plan of its files, and its atomic appearance.
 
-It is written under a hidden name beside its own and renamed when the block of ``atomic_output`` ends, before
-which the caller fills the plan's files and syncs them. The next run for the same output recognizes the
-leftovers of a killed run by that name and removes them. A lock on the folder excludes a second run, where the
-file system can lock folders. Call ``check_output`` first.
+It is written under a hidden name beside its own and renamed when the block of ``atomic_output`` ends; before
+that the caller fills and syncs the plan's files. The next run for the same output recognizes and removes a
+killed run's leftovers by that name. A lock on the folder excludes a second run where the file system can lock
+folders. Call ``check_output`` first.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from bapo_megatron.runtime.written_folders import (
 from checkpoints_tools.core.blocks import BlockTensor
 
 WRITER = "bapo-ckpt"
-"""Name of these tools in the mark file of an output that they wrote."""
+"""Name of these tools in the mark file of their outputs."""
 
 PARTIAL = ".partial"
-"""Ending of a data file's name until all data files of the output are whole."""
+"""Suffix of data files until all of the output's are complete."""
 
 _FOLDER_ALONE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = {
@@ -48,20 +48,20 @@ _FULL = {
 class OutputPlan:
     """Planned files of an output folder, by their paths in its temporary folder.
 
-    The writer of a format fills it. Then ``create``, the caller's copy of the tensors or a ``write`` of each,
-    and ``complete``; OSError if the disk does not take them.
+    Filled by a format's writer. Then call ``create``, copy the tensors or ``write`` each, and call
+    ``complete``. They raise OSError if the disk fails.
     """
 
     tensors: dict[str, BlockTensor] = field(default_factory=dict)
-    """Tensors by Hugging Face name; their blocks lie in files whose names end in ``PARTIAL``."""
+    """Tensors by Hugging Face name; their blocks are in files whose names end in ``PARTIAL``."""
     sizes: dict[Path, int] = field(default_factory=dict)
-    """Bytes of each data file."""
+    """Size of each data file in bytes."""
     around: dict[Path, list[tuple[int, bytes]]] = field(default_factory=lambda: defaultdict(list))
     """Bytes around each file's tensors, such as headers: position, content."""
     copied: dict[Path, Path] = field(default_factory=dict)
-    """Files that are copied as they are, with their source."""
+    """Files to copy unchanged, with their sources."""
     last: dict[Path, bytes] = field(default_factory=dict)
-    """Commit files: small, written in this order after all others are whole. Without them a folder is no
+    """Commit files: small, written in this order after all others are complete. Without them a folder is no
     checkpoint."""
 
     @property
@@ -71,7 +71,7 @@ class OutputPlan:
         return sum(self.sizes.values()) + carried + sum(len(data) for data in self.last.values())
 
     def create(self) -> None:
-        """Create the folders, and the data files at full size, with zeros in place of the tensors."""
+        """Create the folders, and the data files at full size with zeros in place of the tensors."""
         for folder in {path.parent for path in (*self.sizes, *self.copied, *self.last)}:
             folder.mkdir(parents=True, exist_ok=True)
         for path, size in self.sizes.items():
@@ -84,7 +84,7 @@ class OutputPlan:
                 shutil.copyfileobj(read, written, 1 << 20)
 
     def write(self, name: str, data: memoryview) -> None:
-        """Write all bytes of a tensor, whose blocks are one. ValueError for another number of bytes."""
+        """Write all bytes of a single-block tensor. Raises ValueError for another number of bytes."""
         tensor = self.tensors[name]
         if data.nbytes != tensor.nbytes:
             raise ValueError(f"tensor {name} has {data.nbytes} bytes, not {tensor.nbytes}")
@@ -93,9 +93,9 @@ class OutputPlan:
             _write_all(file.fileno(), data, block.position)
 
     def complete(self) -> None:
-        """Sync the data files, give them their names, and write the commit files."""
-        # The order makes a torn output recognizable: data on disk, then final names, then the files that a
-        # reader looks for, each whole before it has its name; folders last, since they hold the names.
+        """Sync the data files, rename them, and write the commit files."""
+        # This order makes a torn output recognizable: data on disk, then final names, then the files that
+        # readers look for, each complete before it has its name; folders last, since they hold the names.
         for path in (*self.sizes, *self.copied):
             sync_file(path)
         for path in self.sizes:
@@ -117,20 +117,20 @@ def _write_all(descriptor: int, data: bytes | memoryview, position: int) -> None
 
 
 def temporary_folder(output: Path) -> Path:
-    """Temporary folder in which ``output`` is written before it is renamed."""
+    """Return the temporary folder for writing ``output`` before the rename."""
     return output.with_name(f".{output.name}.bapo-ckpt.tmp")
 
 
 def replaced_folder(output: Path) -> Path:
-    """Hidden name of the old ``output`` between the two renames that replace it."""
+    """Return the hidden name of the old ``output`` between the two renames that replace it."""
     return output.with_name(f".{output.name}.bapo-ckpt.replaced")
 
 
 def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
-    """``output`` as an absolute path. ConfigError if it may not be written there."""
+    """Return ``output`` as an absolute path. Raises ConfigError if it may not be written there."""
     output = output.absolute()
     output = output.parent.resolve() / output.name
-    _restore(output)  # before the checks, which must see an output that a killed run had moved away
+    _restore(output)  # first: the checks must see an output that a killed run moved away
     for source in (source.resolve() for source in sources):
         if output == source or output in source.parents or source in output.parents:
             raise ConfigError(
@@ -144,12 +144,12 @@ def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
 
 
 def foreign(folder: Path) -> str | None:
-    """Description of a foreign file in ``folder``, or of the folder; None if these tools wrote all of it."""
+    """Return foreign content of ``folder``, in words; None if these tools wrote all of it."""
     return foreign_content(folder, WRITER)
 
 
 def check_space(output: Path, nbytes: int) -> int:
-    """Bytes that are free where ``output`` will be. ConfigError if ``nbytes`` do not fit."""
+    """Return the free bytes for ``output``. Raises ConfigError if ``nbytes`` do not fit."""
     folder = next(parent for parent in output.parents if parent.is_dir())
     free = shutil.disk_usage(folder).free
     if nbytes > free:
@@ -164,8 +164,8 @@ def check_space(output: Path, nbytes: int) -> int:
 def atomic_output(output: Path) -> Iterator[Path]:
     """Context manager of the temporary folder; renamed to ``output`` at the end, removed after an error.
 
-    ``output``, as ``check_output`` gives it, may hold a checkpoint that is to be replaced. ConfigError if the
-    disk is full, or if another process is writing the same output.
+    ``output``, from ``check_output``, may hold a checkpoint to be replaced. Raises ConfigError if the disk is
+    full, or another process is writing the same output.
     """
     folder = temporary_folder(output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -175,11 +175,11 @@ def atomic_output(output: Path) -> Iterator[Path]:
         try:
             _begin(folder, lock)
             yield folder
-            # Without locks (Lustre mounted without flock) a second run may have cleared the folder and begun
-            # its own there, whose files, half written, this one would publish.
+            # Without locks (Lustre mounted without flock) a second run may have cleared the folder and
+            # started its own there, whose half-written files this run would publish.
             if not lock.is_ours():
                 raise _FolderInUse(folder)
-            _publish(folder, output)  # still under the lock: a second run must not clear a folder in use
+            _publish(folder, output)  # under the lock: a second run must not clear a folder in use
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -187,10 +187,10 @@ def atomic_output(output: Path) -> Iterator[Path]:
                 f"{_FULL[error.errno]}: output {output} was not written, and nothing of it was left"
             ) from error
     except _FolderInUse:
-        raise  # the folder is another process's, and stays
-    except BaseException:  # also a signal, at whatever moment
-        is_ours = lock.is_ours()  # a second run's folder stays, whose clearing may be why this one fails
-        lock.release()  # first: _clear takes the lock itself, so that no other run begins in the folder
+        raise  # the folder belongs to another process and stays
+    except BaseException:  # including a signal at any moment
+        is_ours = lock.is_ours()  # a second run's folder stays; its clearing may have caused this failure
+        lock.release()  # first: _clear takes the lock itself, so no other run starts in the folder
         if is_ours:
             with suppress(_FolderInUse):
                 _clear(folder, ignore_errors=True)
@@ -200,18 +200,15 @@ def atomic_output(output: Path) -> Iterator[Path]:
 
 
 class _FolderInUse(ConfigError):
-    """Error of an output folder that another process is writing."""
+    """Raised when another process is writing the output folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"another process is writing {folder}: wait for it, or end it")
 
 
 class _FolderLock:
-    """Exclusive lock (flock) on a folder.
-
-    A signal while it is taken leaks no open descriptor, which would hold the lock until the process ends,
-    against this process, too.
-    """
+    """Exclusive lock (flock) on a folder. A signal while it is taken leaks no open descriptor, which would
+    hold the lock until the process ends, even against this process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -220,11 +217,11 @@ class _FolderLock:
     def take(self) -> None:
         """Lock the folder, or raise ``_FolderInUse``."""
         try:
-            # One call in C: no signal handler runs between the opening and the note of it.
+            # One C call: no signal handler runs between opening the folder and recording it.
             self._open.extend(map(os.open, [self._folder], [_FOLDER_ALONE]))
         except FileNotFoundError:
             raise _FolderInUse(self._folder) from None
-        except NotADirectoryError:  # so the system says of links, too
+        except NotADirectoryError:  # also raised for links
             raise ConfigError(
                 f"{self._folder}, in which the output is written first, is not a folder: move it away"
             ) from None
@@ -234,26 +231,26 @@ class _FolderLock:
             self.release()
             raise _FolderInUse(self._folder) from None
         except OSError:
-            pass  # some network file systems lock no folders; there a second run is the user's to avoid
-        # The folder may have been removed, and perhaps made anew, between the opening and the lock.
+            pass  # some network file systems lock no folders; there users must avoid a second run
+        # The folder may have been removed, and recreated, between opening and locking.
         if not _is_same_folder(self._folder, self._open[0]):
             self.release()
             raise _FolderInUse(self._folder)
 
     def is_ours(self) -> bool:
-        """Whether the folder is still the one that was taken; True if none was taken yet."""
+        """Whether the folder is still the locked one; True if none was locked yet."""
         return not self._open or _is_same_folder(self._folder, self._open[0])
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
+        """Release the lock if held."""
         while self._open:
-            with suppress(OSError):  # closed already, when a signal came before the next line
+            with suppress(OSError):  # already closed if a signal came before the next line
                 os.close(self._open[-1])
             self._open.pop()
 
 
 def _clear(folder: Path, ignore_errors: bool = False) -> None:
-    """Remove the leftovers of a killed run, under the lock, so that no other run begins in the folder."""
+    """Remove a killed run's leftovers under the lock, so that no other run starts in the folder."""
     if os.path.lexists(folder):
         lock = _FolderLock(folder)
         try:
@@ -267,16 +264,14 @@ def _begin(folder: Path, lock: _FolderLock) -> None:
     """Make the folder and lock it."""
     try:
         folder.mkdir()
-    except FileExistsError:  # made by one that began at the same moment
+    except FileExistsError:  # created by a simultaneous run
         raise _FolderInUse(folder) from None
     lock.take()
 
 
 def _restore(output: Path) -> None:
-    """Undo the first of the two renames of a killed run, which had moved the old ``output`` away.
-
-    ``_FolderInUse`` if that run is alive: between its renames it holds the lock of the temporary folder.
-    """
+    """Undo the first of a killed run's two renames, which moved the old ``output`` away. Raises
+    ``_FolderInUse`` if that run is alive: between renames it holds the temporary folder's lock."""
     aside = replaced_folder(output)
     if os.path.lexists(aside) and not os.path.lexists(output):
         folder = temporary_folder(output)
@@ -296,7 +291,7 @@ def _is_same_folder(folder: Path, descriptor: int) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        if error.errno == errno.ESTALE:  # so NFS says of a descriptor whose folder was removed
+        if error.errno == errno.ESTALE:  # NFS error for a descriptor whose folder was removed
             return False
         raise
 

@@ -1,9 +1,9 @@
 """Blocks, the common model of all checkpoint formats: Hugging Face tensors cut into rectangles of files.
 
-A reader gives the blocks of each tensor by its Hugging Face name: one block of a safetensors file, the
-query rows of many KV groups of a stacked ``linear_qkv``, the column shards of eight ranks. A writer gives
-the blocks of files that are yet to be filled. A conversion copies the intersections of both sides' blocks;
-a verification compares them. No element is read here.
+A reader provides each tensor's blocks by Hugging Face name: one block of a safetensors file, the query rows
+of many KV groups of a stacked ``linear_qkv``, the column shards of eight ranks. A writer provides the blocks
+of files to be filled. A conversion copies the intersections of both sides' blocks, a verification compares
+them. No element is read here.
 """
 
 from __future__ import annotations
@@ -22,21 +22,18 @@ from bapo_megatron.hf.fp8 import FP8
 from bapo_megatron.layers import RowSegment
 
 WEIGHT_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""Types of weights: safetensors' names to torch's."""
+"""Weight types: safetensors' names to torch's."""
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, FP8: 1}
-"""Bytes of an element in a file; weights in fp8 have block scales, and are read as BF16."""
+"""Bytes of an element in a file; fp8 weights have block scales and are read as BF16."""
 
 _HOLES_NOT_TOLD = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A rectangle of a tensor's elements as it lies in a file; each of its rows is contiguous there.
-
-    A tensor of shape [n] counts as n rows of one column, fused experts [e, n, m] as e n rows until they are
-    taken apart.
-    """
+    """Rectangle of a tensor's elements in a file; each of its rows is contiguous there. A tensor of shape [n]
+    counts as n rows of one column, fused experts [e, n, m] as e n rows until taken apart."""
 
     row: int
     rows: int
@@ -44,9 +41,9 @@ class Block:
     columns: int
     file: Path
     position: int
-    """Byte in the file at which the rectangle's first element begins."""
+    """Byte position of the rectangle's first element in the file."""
     stride: int
-    """Bytes from the beginning of a row to that of the next."""
+    """Bytes from one row's beginning to the next."""
 
     def __str__(self) -> str:
         return (
@@ -57,19 +54,19 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """One tensor of a model under its Hugging Face name, as blocks that cover it, none twice."""
+    """Tensor of a model under its Hugging Face name, as blocks that cover it without overlap."""
 
     name: str
     dtype: str
-    """Data type in the file by safetensors' name: one of WEIGHT_TYPES, or fp8."""
+    """Type in the file, by safetensors' name: one of WEIGHT_TYPES, or fp8."""
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
     scales: BlockTensor | None = None
-    """Scales of its blocks of 128 x 128; of a tensor in fp8 alone."""
+    """Scales of its 128 x 128 blocks, for an fp8 tensor."""
 
     @property
     def weight_type(self) -> str:
-        """Type of the weights that are read from it: BF16 for fp8."""
+        """Type of the weights as read: BF16 for fp8."""
         return "BF16" if self.scales is not None else self.dtype
 
     @property
@@ -81,10 +78,10 @@ class BlockTensor:
 def cut_into_sources(
     segments: Sequence[RowSegment], sources: int, blocks: Iterable[Block]
 ) -> tuple[list[Block], ...]:
-    """Blocks of a fused parameter (QKV, gate and up), split into the blocks of each of its HF tensors.
+    """Split a fused parameter's blocks (QKV, gate and up) into the blocks of each HF tensor.
 
     ``segments`` stack the rows of the ``sources`` HF tensors in the parameter, from its first row on. Rows
-    after the last segment (vocabulary padding) are left out.
+    after the last segment (vocabulary padding) are dropped.
     """
     starts = [0, *accumulate(segment.rows for segment in segments)]
     cut: tuple[list[Block], ...] = tuple([] for _ in range(sources))
@@ -102,11 +99,11 @@ def cut_into_sources(
 
 
 def check_cover(tensor: BlockTensor) -> None:
-    """Raise CheckpointError unless the blocks cover the tensor, none of it twice."""
+    """Raise CheckpointError unless the blocks cover the tensor without overlap."""
     rows, columns = tensor.shape[0], prod(tensor.shape[1:])
     blocks = sorted(tensor.blocks, key=lambda block: (block.row, block.column))
     row = 0
-    here: list[Block] = []  # those that hold the row, in the order of their columns
+    here: list[Block] = []  # blocks that hold the row, by column
     for block in blocks:
         if block.row + block.rows > rows or block.column + block.columns > columns:
             raise CheckpointError(f"tensor {tensor.name}: {block} lies outside of {list(tensor.shape)}")
@@ -130,7 +127,8 @@ def check_cover(tensor: BlockTensor) -> None:
 
 
 def holes(tensors: Mapping[str, BlockTensor]) -> int:
-    """Bytes of holes in the tensors' sparse files; a copy has the same holes and needs no space for them."""
+    """Return the bytes of holes in the tensors' sparse files; copies have the same holes and need no space
+    for them."""
     return sum(map(_hole_bytes, {block.file for tensor in tensors.values() for block in tensor.blocks}))
 
 
@@ -139,7 +137,7 @@ def _hole_bytes(path: Path) -> int:
         status = os.fstat(file.fileno())
         if status.st_blocks * 512 >= status.st_size:
             return 0
-        # Counted, not taken from the number of blocks: a file may also be small because it is compressed.
+        # Counted, not derived from the number of blocks: a compressed file may also be small.
         holes = position = 0
         while position < status.st_size:
             data = data_after(file.fileno(), position)
@@ -149,19 +147,19 @@ def _hole_bytes(path: Path) -> int:
 
 
 def data_after(descriptor: int, position: int) -> int:
-    """The first byte of data from ``position`` on, at most the file's size; OSError if the system fails."""
+    """Return the first byte of data from ``position`` on, at most the file's size. Raises OSError."""
     try:
         return os.lseek(descriptor, position, os.SEEK_DATA)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # nothing but a hole from here on
+        if error.errno == errno.ENXIO:  # only a hole from here on
             return os.fstat(descriptor).st_size
-        if error.errno in _HOLES_NOT_TOLD:  # by a file system that tells of none
+        if error.errno in _HOLES_NOT_TOLD:  # from a file system that does not report holes
             return position
         raise
 
 
 def _hole_after(descriptor: int, position: int) -> int:
-    """The first byte of a hole from ``position`` on, which is data; at most the file's size."""
+    """Return the first byte of a hole after ``position``, which is data; at most the file's size."""
     try:
         return os.lseek(descriptor, position, os.SEEK_HOLE)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Bitwise comparison of the tensors of two checkpoints, in bands of rows, for any two formats.
+"""Bitwise comparison of two checkpoints' tensors, in any two formats, in bands of rows.
 
-In threads, each with two buffers of a band.
+Runs in threads, each with two band buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from checkpoints_tools.core.copying import (
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of one tensor between two checkpoints, as plain data."""
+    """First difference of one tensor between two checkpoints."""
 
     tensor: str
     kind: str
@@ -36,12 +36,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """The result of comparing one tensor, as plain data. Made by ``compare_tensors`` for ``verify``."""
+    """Result of comparing one tensor, from ``compare_tensors`` for ``verify``."""
 
     name: str
     difference: Difference | None
     digests: tuple[str, str] | None
-    """SHA-256 of the elements in index order, in the first and in the second; only if asked for."""
+    """SHA-256 of the elements in index order, in the first and the second; only on request."""
 
 
 def compare_tensors(
@@ -51,11 +51,10 @@ def compare_tensors(
     digests: bool = False,
     done: Callable[[int], None] = lambda nbytes: None,
 ) -> Iterator[TensorReport]:
-    """A report for every tensor of either checkpoint, in the order of ``here``.
+    """Yield a report for every tensor of either checkpoint, in the order of ``here``.
 
     A NaN equals itself if its bits do. Without ``digests`` a tensor is read up to its first difference.
-    ``done`` is told, from any thread, the bytes of a tensor that were compared. Raises CheckpointError if a
-    file ends early.
+    ``done`` receives, from any thread, compared bytes. Raises CheckpointError if a file ends early.
     """
     names = [*here, *(name for name in there if name not in here)]
     with OpenFiles() as files, ThreadPoolExecutor(threads) as pool:
@@ -69,7 +68,7 @@ def compare_tensors(
 
 
 def tensor_difference(here: BlockTensor, there: BlockTensor) -> str | None:
-    """Difference of two tensors in type, shape or an element, as text; None if they are equal."""
+    """Return the difference of two tensors in type, shape or an element, as text; None if they are equal."""
     if (difference := _structure(here.name, here, there)) is None:
         with OpenFiles() as files:
             difference = _compare(here, there, files, False, lambda nbytes: None).difference
@@ -77,7 +76,7 @@ def tensor_difference(here: BlockTensor, there: BlockTensor) -> str | None:
 
 
 def _structure(name: str, here: BlockTensor | None, there: BlockTensor | None) -> Difference | None:
-    """Difference of a tensor in presence, type or shape; no element is read."""
+    """Return a tensor's difference in presence, type or shape, without reading elements."""
     if here is None or there is None:
         return Difference(name, "missing", f"is missing in {'the first' if here is None else 'the second'}")
     if (ours := here.weight_type) != (theirs := there.weight_type):
@@ -92,7 +91,7 @@ def _compare(
     here: BlockTensor, there: BlockTensor, files: OpenFiles, digests: bool, done: Callable[[int], None]
 ) -> TensorReport:
     difference = None
-    first_hash = second_hash = hashlib.sha256()  # one, until the tensors differ
+    first_hash = second_hash = hashlib.sha256()  # a single one until the tensors differ
     left, right = bytearray(BUFFER_BYTES), bytearray(BUFFER_BYTES)
     for band in row_bands(here, there):
         nbytes, other = band.rows * band.read_row, band.rows * band.written_row
@@ -110,7 +109,7 @@ def _compare(
             first = from_fp8(band, here.scales, files, first)
         if there.scales is not None:
             second = from_fp8(band, there.scales, files, second)
-        # Of bytes, not of memoryviews: those are compared element by element, many times slower.
+        # As bytes: memoryviews are compared by element, many times slower.
         equal = bytes(first) == bytes(second)
         if not equal and difference is None:
             difference = Difference(here.name, "value", _element(band, here.weight_type, first, second))
@@ -127,7 +126,7 @@ def _compare(
 
 
 def _element(band: RowBand, dtype: str, first: memoryview, second: memoryview) -> str:
-    """Row, column and both values of the first element that differs."""
+    """Return row, column and both values of the first differing element."""
     low, high = 0, len(first)  # the first difference is in bytes low to high
     while high - low > 1:
         middle = (low + high) // 2
@@ -147,7 +146,7 @@ def _element(band: RowBand, dtype: str, first: memoryview, second: memoryview) -
 
 
 def _value(bits: int, dtype: str) -> str:
-    """The number and its bits."""
+    """Return the number and its bits as text."""
     raw = bits.to_bytes(ITEM_BYTES[dtype], "little")
     if dtype == "BF16":
         raw = b"\0\0" + raw

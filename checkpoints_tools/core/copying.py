@@ -1,11 +1,11 @@
-"""Tensor copy from the blocks of one checkpoint into the blocks of another, in bounded memory.
+"""Tensor copy from one checkpoint's blocks into another's, in bounded memory.
 
-A tensor is copied in bands: as many whole rows as a buffer holds, within which no block begins or ends. The
-source's blocks are read into the buffer, the destination's are written from it; holes are skipped (not in a
-conversion to fp8), and the kernel copies what is contiguous in both and of one type, where the file system
-lets it. So a byte moves once, however the two are cut, and memory is one buffer, of at least a row, for each
-thread, and a few times that during a cast. Weights in fp8 are read as bfloat16; they are written block by
-block, and their scales beside them (``fp8.py``).
+Tensors are copied in bands: as many whole rows as fit into a buffer without crossing a block edge. Source
+blocks are read into the buffer and written from it to destination blocks. Holes are skipped (not in a
+conversion to fp8), and the kernel copies ranges that are contiguous and of one type in both, if the file
+system permits. So a byte moves once, however the two are cut, and memory is one buffer, of at least a row,
+per thread, and a few times that during a cast. fp8 weights are read as bfloat16; they are written by blocks,
+with their scales (``fp8.py``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from bapo_megatron.hf.fp8 import BLOCK, FP8
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor, data_after
 from checkpoints_tools.core.fp8 import as_float32, dequantized, quantized
 
-_NAN = 0x7FC0  # torch's kernels make 0x7FC0 or 0xFFFF of every NaN, by the machine
+_NAN = 0x7FC0  # torch's kernels turn every NaN into 0x7FC0 or 0xFFFF, depending on the machine
 
 
 def to_bfloat16(data: memoryview, dtype: str) -> memoryview:
-    """The values of ``data``, of type F32 or F16, as BF16: to nearest, ties to even, NaN to 0x7FC0."""
-    import numpy as np  # a conversion that keeps its type starts without it
+    """Return the values of ``data``, of type F32 or F16, as BF16: to nearest, ties to even, NaN to 0x7FC0."""
+    import numpy as np  # not needed if the type stays
 
     if dtype == "F16":
         with np.errstate(invalid="ignore"):
@@ -47,9 +47,9 @@ def to_bfloat16(data: memoryview, dtype: str) -> memoryview:
 BUFFER_BYTES = 1 << 20
 _WRITE_BEHIND_BYTES = 32 << 20
 _NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
-_VECTORS = 1024  # of one readv or writev: Linux' IOV_MAX
+_VECTORS = 1024  # per readv or writev: Linux' IOV_MAX
 Moved = Callable[[int], None]
-"""Progress callback: takes the number of bytes that were copied, from any thread."""
+"""Progress callback for the number of bytes copied, from any thread."""
 
 
 def copy_tensors(
@@ -58,14 +58,13 @@ def copy_tensors(
     threads: int,
     moved: Moved = lambda nbytes: None,
 ) -> None:
-    """Copy the source's blocks into the destination's, with a cast to BF16 or fp8 where the types differ.
+    """Copy the source's blocks into the destination's, casting to BF16 or fp8 where types differ.
 
-    The destination's files must exist at their full size and hold zeros: holes of the source are skipped.
-    Raises CheckpointError if a source file ends early, or if a weight that is to be fp8 is not finite,
-    OSError as the system does.
+    The destination's files must exist at full size, filled with zeros: holes of the source are skipped.
+    Raises CheckpointError if a source file ends early or a weight for fp8 is not finite, and OSError.
     """
-    # One thread for each destination file: two writers of one file would wait for each other in the file
-    # system. The largest file first, so that the last thread to end does not begin late.
+    # One thread per destination file: two writers of one file would block each other in the file system. The
+    # largest file first, so the last thread does not start late.
     by_file: dict[Path, list[str]] = {}
     for name, tensor in destination.items():
         by_file.setdefault(tensor.blocks[0].file, []).append(name)
@@ -85,7 +84,7 @@ def copy_tensors(
                     buffer = _quantize(band, files, buffer) if quantizes else _copy(band, files, buffer)
                     behind.copied(band)
                     moved(band.rows * band.written_row)
-            os.fsync(files.writing(file))  # here, while other threads copy, and not for all files at the end
+            os.fsync(files.writing(file))  # here, while other threads copy, not at the end
         except BaseException:
             failed.set()
             raise
@@ -94,17 +93,17 @@ def copy_tensors(
         try:
             for done in [pool.submit(work, file) for file in largest_first]:
                 done.result()
-        except BaseException:  # also an interrupt, of which only this thread knows
+        except BaseException:  # including an interrupt, which only this thread sees
             failed.set()
             raise
 
 
 class OpenFiles:
-    """A cache of file descriptors by path, for any thread; a context manager, at whose end all are closed."""
+    """Thread-safe cache of file descriptors by path; a context manager that closes all at its end."""
 
     def __init__(self) -> None:
         self.kernel_copies = True
-        """Whether copy_file_range is used; False once the system has refused one."""
+        """Whether to use copy_file_range; False once the system has refused it."""
         self._open: dict[tuple[Path, int], int] = {}
         self._sparse: set[int] = set()
         self._lock = threading.Lock()
@@ -118,11 +117,11 @@ class OpenFiles:
         self._open.clear()
 
     def reading(self, path: Path) -> int:
-        """A descriptor to read from."""
+        """Return a descriptor for reading."""
         return self._descriptor(path, os.O_RDONLY)
 
     def writing(self, path: Path) -> int:
-        """A descriptor to write to; the file exists."""
+        """Return a descriptor for writing to an existing file."""
         return self._descriptor(path, os.O_WRONLY)
 
     def is_hole(self, path: Path, position: int, nbytes: int) -> bool:
@@ -141,7 +140,7 @@ class OpenFiles:
 
 
 class _WriteBehind:
-    """Write-behind of copied files: starts the system's writes before gigabytes wait for the final sync."""
+    """Starts writes of copied files before gigabytes wait for the final sync."""
 
     def __init__(self, files: OpenFiles) -> None:
         self._files = files
@@ -149,7 +148,7 @@ class _WriteBehind:
         self._waiting = 0
 
     def copied(self, band: RowBand) -> None:
-        """Note that ``band`` was copied into the page cache, and start its write if enough is waiting."""
+        """Record that ``band`` was copied into the page cache; start writing if enough is waiting."""
         for block in band.written:
             begin = block.position + (band.row - block.row) * block.stride
             low, high = self._spans.get(block.file, (begin, begin))
@@ -157,7 +156,7 @@ class _WriteBehind:
         self._waiting += band.rows * band.written_row
         if self._waiting >= _WRITE_BEHIND_BYTES:
             for file, (low, high) in self._spans.items():
-                # The system keeps what is not written yet, but begins to write it.
+                # The system keeps unwritten pages but starts writing them.
                 os.posix_fadvise(self._files.writing(file), low, high - low, os.POSIX_FADV_DONTNEED)
             self._spans.clear()
             self._waiting = 0
@@ -165,7 +164,7 @@ class _WriteBehind:
 
 @dataclass(frozen=True, slots=True)
 class RowBand:
-    """A band of whole rows of a tensor that fits into a buffer and crosses no edge of a block."""
+    """Band of whole rows of a tensor that fits into a buffer and crosses no block edge."""
 
     name: str
     row: int
@@ -176,21 +175,21 @@ class RowBand:
     read_type: str
     written_type: str
     scales: tuple[BlockTensor | None, BlockTensor | None] = (None, None)
-    """Scales of the tensor that is read, and of the one that is written, where they are in fp8."""
+    """Scales of the tensors read and written, if in fp8."""
 
     @property
     def read_row(self) -> int:
-        """Bytes of a row as it is read."""
+        """Bytes of a row as read."""
         return self.columns * ITEM_BYTES[self.read_type]
 
     @property
     def written_row(self) -> int:
-        """Bytes of a row as it is written."""
+        """Bytes of a row as written."""
         return self.columns * ITEM_BYTES[self.written_type]
 
 
 def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand]:
-    """The row bands of a tensor, first to last: no block of either checkpoint begins or ends within one."""
+    """Yield a tensor's row bands in order; no block of either checkpoint begins or ends within one."""
     rows = source.shape[0]
     columns = prod(source.shape[1:])
     blocks = (*source.blocks, *destination.blocks)
@@ -214,7 +213,7 @@ def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand
 
 
 def block_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand]:
-    """Bands of a row of fp8 blocks each, which are read from as many of the source's blocks as there are."""
+    """Yield bands of one row of fp8 blocks each, read from any number of source blocks."""
     rows, columns = source.shape
     for row in range(0, rows, BLOCK):
         count = min(BLOCK, rows - row)
@@ -233,7 +232,7 @@ def block_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBa
 
 
 class _Sweep:
-    """Sweep line over the blocks of a tensor: those that hold a row, for ascending rows."""
+    """Sweep line over a tensor's blocks: those that hold a row, for ascending rows."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._ahead = sorted(blocks, key=lambda block: block.row, reverse=True)
@@ -247,7 +246,7 @@ class _Sweep:
 
 
 def _copy(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:
-    """Copy one band. Returns the buffer, a larger one if a single row did not fit."""
+    """Copy one band; return the buffer, a larger one if a single row did not fit."""
     if all(in_a_hole(band, block, files) for block in band.read) or _copy_in_kernel(band, files):
         return buffer
     if len(buffer) < band.rows * band.read_row:
@@ -265,7 +264,7 @@ def _copy(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:
 
 
 def from_fp8(band: RowBand, scales: BlockTensor | None, files: OpenFiles, data: memoryview) -> memoryview:
-    """The weights of a band as BF16, of ``data``, its numbers in fp8. CheckpointError for odd scales."""
+    """Return a band's weights as BF16 from ``data``, its fp8 bytes. Raises CheckpointError for bad scales."""
     assert scales is not None, "a tensor in fp8 has scales"
     [block] = scales.blocks
     first, last = band.row // BLOCK, (band.row + band.rows - 1) // BLOCK + 1
@@ -281,7 +280,7 @@ def from_fp8(band: RowBand, scales: BlockTensor | None, files: OpenFiles, data: 
 
 
 def _quantize(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:
-    """Copy one row of blocks as fp8, and their scales; the buffer. As many blocks at once as it holds."""
+    """Copy one row of blocks as fp8 with scales, as many blocks at a time as fit; return the buffer."""
     (written,), scales = band.written, band.scales[1]
     assert scales is not None, "a tensor in fp8 has scales"
     most = BUFFER_BYTES // (BLOCK * BLOCK * ITEM_BYTES[band.read_type]) * BLOCK
@@ -307,7 +306,7 @@ def _quantize(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview
 
 
 def _read_part(part: RowBand, column: int, files: OpenFiles, data: memoryview) -> None:
-    """Read a band's columns from ``column`` on, out of all blocks that hold some of them."""
+    """Read a band's columns from ``column`` on, from all blocks that contain some."""
     for block in part.read:
         if (piece := _within(block, part, column)) is None:
             continue
@@ -318,7 +317,7 @@ def _read_part(part: RowBand, column: int, files: OpenFiles, data: memoryview) -
 
 
 def _within(block: Block, part: RowBand, column: int) -> Block | None:
-    """The piece of a block that lies in the part, whose first column is ``column``; None if there is none."""
+    """Return the piece of a block within the part that starts at ``column``; None if there is none."""
     row, end = max(block.row, part.row), min(block.row + block.rows, part.row + part.rows)
     first, last = max(block.column, column), min(block.column + block.columns, column + part.columns)
     if row >= end or first >= last:
@@ -335,10 +334,8 @@ def _within(block: Block, part: RowBand, column: int) -> Block | None:
 
 
 def _copy_in_kernel(band: RowBand, files: OpenFiles) -> bool:
-    """Copy a band by copy_file_range, if it is contiguous in both files: half the work of a read and a write.
-
-    Returns whether it was copied; the system refuses it, for one, between different file systems.
-    """
+    """Copy a band by copy_file_range, if contiguous in both files: half the work of a read and a write.
+    Returns whether it was copied; the system refuses, for example, between file systems."""
     if len(band.read) != 1 or len(band.written) != 1 or band.read_type != band.written_type:
         return False
     (read,), (written,), row = band.read, band.written, band.read_row
@@ -361,7 +358,7 @@ def _copy_in_kernel(band: RowBand, files: OpenFiles) -> bool:
                 raise
             files.kernel_copies = False
             return False
-        if count == 0:  # the source has ended; reading will say so
+        if count == 0:  # the source has ended, which reading will report
             return False
         done += count
     return True
@@ -374,7 +371,7 @@ def in_a_hole(band: RowBand, block: Block, files: OpenFiles) -> bool:
 
 
 Transfer = Callable[[int, Sequence[memoryview], int], int]
-"""A positioned transfer, ``os.preadv`` or ``os.pwritev``."""
+"""Positioned transfer, ``os.preadv`` or ``os.pwritev``."""
 
 
 def move_rows(
@@ -402,7 +399,7 @@ def _transfer(
     path: Path,
     name: str,
 ) -> None:
-    """Transfer all pieces in one call; after a short transfer again piece by piece."""
+    """Transfer all pieces in one call; after a short transfer, repeat piece by piece."""
     if transfer(descriptor, pieces, position) == sum(len(piece) for piece in pieces):
         return
     for piece in pieces:

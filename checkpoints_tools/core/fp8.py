@@ -1,4 +1,4 @@
-"""Quantization to fp8 with block scales, and back, in numpy: bit for bit that of transformers.
+"""Quantization to fp8 with block scales, and back, in numpy: bit-identical to transformers.
 
 A block of 128 x 128 weights w has the scale s = amax / 448, where 448 is the largest number of float8_e4m3fn;
 it is stored as q = w / s, rounded to nearest even, and read as q s. Both factors are float32, computed as
@@ -27,8 +27,8 @@ _LARGEST = 448.0
 
 
 def as_float32(data: memoryview, dtype: str) -> Floats:
-    """The elements of ``data``, of type BF16, F16 or F32, as a new array of float32, without rounding."""
-    import numpy as np  # a conversion that keeps its type starts without it
+    """Return the elements of ``data``, of type BF16, F16 or F32, as a new float32 array, without rounding."""
+    import numpy as np  # not needed if the type stays
 
     if dtype == "BF16":
         return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -36,10 +36,10 @@ def as_float32(data: memoryview, dtype: str) -> Floats:
 
 
 def quantized(values_RC: Floats) -> tuple[Bytes, Floats]:
-    """The bytes of q [R, C], and the scales [1, blocks]; at most 128 rows, those of one row of blocks.
+    """Return the bytes of q [R, C] and the scales [1, blocks] of at most 128 rows, one row of blocks.
 
-    ``values_RC`` is overwritten. A block of zeros, or of numbers below 1.4e-36, whose factor is not a
-    float32, has the scale 1. ValueError for a number that is not finite, since its block has no scale.
+    Overwrites ``values_RC``. A block of zeros, or of numbers below 1.4e-36, whose factor exceeds float32, has
+    scale 1. Raises ValueError for a non-finite number, since its block has no scale.
     """
     import numpy as np
 
@@ -47,7 +47,7 @@ def quantized(values_RC: Floats) -> tuple[Bytes, Floats]:
     assert rows <= BLOCK
     starts = np.arange(0, columns, BLOCK)
     with np.errstate(invalid="ignore"):
-        largest_C = np.maximum(values_RC.max(0), -values_RC.min(0))  # not abs(): that would copy the part
+        largest_C = np.maximum(values_RC.max(0), -values_RC.min(0))  # abs() would copy the part
         amax_B = np.maximum.reduceat(largest_C, starts)
     if not np.isfinite(amax_B).all():
         raise ValueError("a number is not finite")
@@ -60,7 +60,7 @@ def quantized(values_RC: Floats) -> tuple[Bytes, Floats]:
 
 
 def _rounded(values_RC: Floats) -> Bytes:
-    """Round to float8_e4m3fn, to nearest even, at most 448; ``values_RC`` is overwritten."""
+    """Round to float8_e4m3fn, to nearest even, at most 448; overwrites ``values_RC``."""
     import numpy as np
 
     sign_RC = (values_RC.view(np.uint32) >> 24).astype(np.uint8) & 0x80
@@ -68,10 +68,10 @@ def _rounded(values_RC: Floats) -> Bytes:
     np.minimum(values_RC, np.float32(_LARGEST), out=values_RC)
     bits_RC = values_RC.view(np.uint32)
     is_small_RC = bits_RC < 0x3C800000  # 2^-6, the smallest number with a leading 1
-    # 20 bits of the mantissa go; what is left has its exponent counted from 120 higher.
+    # 20 bits of the mantissa are dropped; the rest has its exponent 120 too high.
     magnitude_RC = ((bits_RC + (((bits_RC >> 20) & 1) + 0x7FFFF)) >> 20) - (120 << 3)
     if is_small_RC.any():
-        # Multiples of 2^-9: those are the last bit of a float32 between 2^14 and 2^15.
+        # Multiples of 2^-9, the last bit of a float32 between 2^14 and 2^15.
         shifted = (values_RC[is_small_RC] + np.float32(2**14)).view(np.uint32)
         magnitude_RC[is_small_RC] = shifted - 0x46800000
     numbers_RC: Bytes = magnitude_RC.astype(np.uint8)
@@ -80,10 +80,10 @@ def _rounded(values_RC: Floats) -> Bytes:
 
 
 def dequantized(data: memoryview, columns: int, row: int, scales_GB: Floats) -> Floats:
-    """The weights q s in float32, of the bytes of q in rows from ``row`` on, ``columns`` wide.
+    """Return the weights q s in float32, from bytes of q in rows from ``row`` on, ``columns`` wide.
 
-    ``scales_GB``: the scales of those rows' blocks, the first of them that of ``row``. CheckpointError if one
-    is not a finite number.
+    ``scales_GB``: scales of those rows' blocks, from the block of ``row`` on. Raises CheckpointError for a
+    non-finite one.
     """
     import numpy as np
 
@@ -101,7 +101,7 @@ def dequantized(data: memoryview, columns: int, row: int, scales_GB: Floats) -> 
 
 @cache
 def _numbers() -> Floats:
-    """The number of each byte of float8_e4m3fn: sign, exponent (4 bits, from -7), mantissa (3); 127: NaN."""
+    """Return each float8_e4m3fn byte's number: sign, exponent (4 bits, from -7), mantissa (3); 127: NaN."""
     import numpy as np
 
     exponents, mantissas = np.arange(128) >> 3, np.arange(128) & 7

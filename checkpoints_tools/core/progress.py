@@ -1,7 +1,7 @@
-"""Progress of a copy on stderr, drawn by rich: share done, bytes, rate of the last seconds, time left.
+"""Copy progress on stderr, drawn by rich: share done, bytes, recent rate, time left.
 
-A line that changes five times a second in a terminal, and each ten seconds a new line in a log; at the end of
-the whole work one with bytes, time and mean rate. A stderr that fails costs the lines, not the work.
+In a terminal a line that changes five times a second, in a log a new line every ten seconds, and a final line
+with bytes, time and mean rate. A failing stderr costs the lines, not the work.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from typing import Any, TextIO, cast
 
 _TERMINAL_HZ = 5
 _LOG_S = 10.0
-"""Seconds between two lines of a log."""
+"""Interval of log lines, seconds."""
 _LOG_WIDTH = 120
-"""Cells of a log's line, wider than any: rich would take a narrow COLUMNS for the log's."""
+"""Width of a log line in cells, ample: rich would otherwise use a narrow COLUMNS."""
 
 
 @contextmanager
 def byte_progress(
     total: int, is_shown: bool, stream: TextIO | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """The context of a copy of ``total`` bytes. Call its value, from any thread, with bytes that are done.
-
-    Its end is the end of the work that the last line times: a caller publishes the copy within.
-    """
+    """Context manager of a copy of ``total`` bytes; yields a function that takes the bytes done, from any
+    thread. The last line times the whole block, so callers publish the copy within it."""
     if not is_shown:
         yield lambda nbytes: None
         return
@@ -43,7 +41,7 @@ def byte_progress(
 
     began = time.monotonic()
     stream = cast(TextIO, _Lossy(stream or sys.stderr))
-    # Asked of the stream, not of rich: rich takes FORCE_COLOR, which CI sets, for a terminal.
+    # Asked of the stream: rich takes FORCE_COLOR, which CI sets, for a terminal.
     terminal = stream.isatty()
     console = Console(file=stream, force_terminal=terminal, width=None if terminal else _LOG_WIDTH)
     progress = Progress(
@@ -56,7 +54,7 @@ def byte_progress(
         get_time=time.monotonic,
         disable=not terminal,
         transient=True,
-        redirect_stdout=False,  # else what the process prints meanwhile goes to stderr
+        redirect_stdout=False,  # otherwise the process's own prints go to stderr
         redirect_stderr=False,
     )
     task = progress.add_task("", total=max(1, total))
@@ -78,13 +76,13 @@ def byte_progress(
 
 
 class _Lossy:
-    """Stream that drops what cannot be written: rich would end the process, or the copy, at a closed pipe."""
+    """Stream that drops unwritable text: rich would end the process, or the copy, at a closed pipe."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write ``text`` if that is possible."""
+        """Write ``text`` if possible."""
         with suppress(OSError):
             self._stream.write(text)
         return len(text)
@@ -99,7 +97,7 @@ class _Lossy:
 
 
 def format_bytes(count: float) -> str:
-    """A size in decimal units, as disks are sold: ``3.55 GB``."""
+    """Return a size in decimal units, as disks are sold: ``3.55 GB``."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}" if unit != "bytes" else f"{count:.0f} bytes"

@@ -1,8 +1,8 @@
 """Reader of torch_dist files: ``.metadata``, the common state, and the byte ranges of each tensor's chunks.
 
-``.metadata`` lists objects and global tensors by key, each tensor with its chunks (rectangles), and for each
-chunk a range of a ``.distcp`` file that is one archive of torch.save. The common state is in ``common.pt``;
-from megatron-core 0.19 on it is one of the objects. No pickle is executed; CheckpointError for damaged files.
+``.metadata`` lists objects and global tensors by key, each tensor with its chunks (rectangles), and per chunk
+a range of a ``.distcp`` file, which is one torch.save archive. The common state is in ``common.pt``, or from
+megatron-core 0.19 on one of the objects. Executes no pickle; raises CheckpointError for damaged files.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from checkpoints_tools.archives.torch_zip import StoredTensor, is_shape, read_ar
 METADATA = ".metadata"
 COMMON_FILE = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
-"""The key of the common state where it is an object: a list, whose only item it is."""
+"""Key of the common state when stored as an object, a list with it as only item."""
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 METADATA_JSON = {
     COMMON_FILE: {**_BACKEND, "common_backend": "torch", "common_backend_version": 1},
     COMMON_OBJECT: _BACKEND,
 }
-"""Content of ``metadata.json``, the format's backends, by where the common state is."""
+"""Content of ``metadata.json``, the format's backends, by the common state's location."""
 _MOST_OBJECT_BYTES = 1 << 26
 _LONGEST_KEY = 1000
 _LONGEST_JSON = 1 << 16
@@ -36,7 +36,7 @@ _DCP = "torch.distributed.checkpoint.metadata."
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of an archive: file and bytes. Made from ``.metadata``."""
+    """Place of an archive, from ``.metadata``: file and bytes."""
 
     file: Path
     start: int
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """One stored chunk of a global tensor: a rectangle, and the place of its archive."""
+    """Stored chunk of a global tensor: a rectangle, and its archive's place."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -55,7 +55,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """A tensor of the checkpoint by its key, as chunks in files; plain data."""
+    """Tensor of the checkpoint by its key, as chunks in files."""
 
     key: str
     dtype: str
@@ -65,15 +65,15 @@ class GlobalTensor:
 
 @dataclass(frozen=True)
 class Metadata:
-    """The content of a torch_dist checkpoint: tensors and objects by key, as ``read_metadata`` finds them."""
+    """Content of a torch_dist checkpoint, from ``read_metadata``: tensors and objects by key."""
 
     tensors: dict[str, GlobalTensor]
     objects: dict[str, Place]
-    """Places of the archives that are not tensors, by key."""
+    """Places of non-tensor archives by key."""
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The content of ``folder/.metadata``, whose files are there and long enough."""
+    """Return the content of ``folder/.metadata``, whose files exist and are long enough."""
     path = file_inside(folder, METADATA)
     try:
         data = read_file_inside(folder, METADATA, MOST_PICKLE_BYTES)
@@ -100,10 +100,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def check_backends(folder: Path) -> None:
-    """Check of the backends in ``metadata.json``, by which megatron chooses its readers: those of torch_dist.
-
-    CheckpointError if it is missing, damaged, or names others.
-    """
+    """Check that ``metadata.json`` names torch_dist's backends, by which megatron chooses its readers. Raises
+    CheckpointError if it is missing, damaged, or names others."""
     path = file_inside(folder, "metadata.json")
     try:
         stored = json.loads(read_file_inside(folder, path.name, _LONGEST_JSON))
@@ -118,17 +116,17 @@ def check_backends(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Common:
-    """The common state of a checkpoint, and the place of its archive."""
+    """Common state of a checkpoint, and its archive's place."""
 
     place: Place
     layout: str
     """COMMON_FILE or COMMON_OBJECT."""
     content: dict[str, Any]
-    """Iteration, arguments, the optimizer's settings."""
+    """Iteration, arguments, optimizer settings."""
 
 
 def read_common(folder: Path, metadata: Metadata) -> Common:
-    """The common state of the checkpoint in ``folder``: that of ``common.pt``, where it is."""
+    """Return the common state of the checkpoint in ``folder``, preferably from ``common.pt``."""
     path, layout = file_inside(folder, COMMON_FILE), COMMON_FILE
     try:
         place = Place(path, 0, path.stat().st_size)
@@ -149,7 +147,7 @@ def read_common(folder: Path, metadata: Metadata) -> Common:
 
 
 class ChunkFiles:
-    """A locator of the elements of chunks; a context manager, in which each file is opened once."""
+    """Locator of chunks' elements; a context manager that opens each file once."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -162,7 +160,7 @@ class ChunkFiles:
         self._stack.close()
 
     def locate(self, tensor: GlobalTensor, chunk: TensorChunk) -> StoredTensor:
-        """The place of the elements of ``chunk``, row after row."""
+        """Return the place of a chunk's elements, row after row."""
         place = chunk.place
         name = f"{tensor.key} at {list(chunk.offsets)}"
         stored = read_tensor(self._stream(place.file), place.file, name, place.start, place.length)
@@ -178,7 +176,7 @@ class ChunkFiles:
         return stored
 
     def read(self, place: Place) -> bytes:
-        """The bytes of a small archive without tensors; its classes are on the allow-list."""
+        """Return the bytes of a small archive without tensors; its classes are on the allow-list."""
         if place.length > _MOST_OBJECT_BYTES:
             raise CheckpointError(
                 f"{place.file}: an object of {place.length:,} bytes is too long to carry along"
@@ -198,7 +196,7 @@ class ChunkFiles:
 
 
 class _Ranges:
-    """A map from a key and an offset to the part of a file that holds it."""
+    """Map from a key and an offset to the part of a file that holds it."""
 
     def __init__(self, folder: Path, source: Path, storage: dict[Any, Any]) -> None:
         self.source = source

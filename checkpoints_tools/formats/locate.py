@@ -6,7 +6,7 @@
     Megatron's layout    latest_checkpointed_iteration.txt  iter_0000100/ or release/ (either of the above)
     a run directory      checkpoints/step_000120/{manifest.json, policy/ (torch_dist)}
 
-CheckpointError if there is none, or the chosen one is not whole; of a run the newest whole one is taken.
+Raises CheckpointError without one or for an incomplete one; of a run the newest complete one is taken.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
 from checkpoints_tools.formats.torch_dist import OPTIMIZER_STATES, RESHARDABLE, TorchDist
 
 LATEST = "latest"
-"""The step that means the newest whole checkpoint."""
+"""Step name of the newest complete checkpoint."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _CONFIG = "config.json"
@@ -44,7 +44,7 @@ _MOST_DIGITS = 18
 
 
 class Format(StrEnum):
-    """The format of a checkpoint."""
+    """Format of a checkpoint."""
 
     HF = "HF"
     TORCH_DIST = "torch_dist"
@@ -53,27 +53,27 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class Location:
-    """The location of one checkpoint on disk, as plain data. Made by ``locate``."""
+    """Location of one checkpoint on disk, from ``locate``."""
 
     folder: Path
-    """Folder that directly holds the files of the weights."""
+    """Folder that directly contains the weight files."""
     format: Format
     iteration: int | None
-    """Iteration of Megatron or step of a run, by the folder's name or the tracker file."""
+    """Megatron iteration or run step, by the folder's name or tracker file."""
 
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """An opened checkpoint: its tensors under Hugging Face names, as places in files; none is held open."""
+    """Opened checkpoint: its tensors under Hugging Face names, as places in files; no file stays open."""
 
     location: Location
     reference: Path
-    """Folder of the model's config.json."""
+    """Folder with the model's config.json."""
     shape: ModelShape
     content: TorchDist | MpRank | None
-    """The checkpoint as its format's reader has it; None for a Hugging Face folder."""
+    """The format reader's checkpoint; None for a Hugging Face folder."""
     tensors: dict[str, BlockTensor]
-    """The weights. A tied model's output layer is not among them, even where a file holds a copy."""
+    """Weights, without a tied model's output layer, even if stored as a copy."""
 
     @property
     def has_whole_optimizer(self) -> bool:
@@ -81,18 +81,15 @@ class OpenedCheckpoint:
         return isinstance(self.content, TorchDist) and self.content.optimizer_format == RESHARDABLE
 
     def optimizer(self) -> dict[str, dict[str, BlockTensor]]:
-        """Adam's fp32 weights and moments, by OPTIMIZER_STATES; empty without ``has_whole_optimizer``."""
+        """Return Adam's fp32 weights and moments, by OPTIMIZER_STATES; {} without ``has_whole_optimizer``."""
         if not isinstance(self.content, TorchDist) or not self.has_whole_optimizer:
             return {}
         return {state: self.content.optimizer_tensors(state) for state in OPTIMIZER_STATES}
 
 
 def locate(path: Path, step: str = LATEST) -> Location:
-    """The location of the checkpoint that ``path`` means.
-
-    Where it holds several, ``step`` chooses: ``latest`` or a number. CheckpointError if there is none, or if
-    the one chosen is not whole.
-    """
+    """Return the location of the checkpoint that ``path`` names. ``step`` chooses among several: ``latest``
+    or a number. Raises CheckpointError if there is none, or the chosen one is incomplete."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give a checkpoint's, a model's or a run's")
     number = _number(step)
@@ -115,10 +112,8 @@ def locate(path: Path, step: str = LATEST) -> Location:
 
 
 def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> OpenedCheckpoint:
-    """The checkpoint that ``path`` names, with a check that all of its tensors are there.
-
-    ``reference`` names the folder of config.json for a checkpoint that carries none.
-    """
+    """Open the checkpoint that ``path`` names, checking that it has all its tensors. ``reference``: folder of
+    config.json for a checkpoint without one."""
     location = locate(path, step)
     model = hf_reference(location, reference)
     shape = read_model_shape(model)
@@ -135,10 +130,10 @@ def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = Non
 
 
 def hf_reference(location: Location, given: Path | None) -> Path:
-    """The folder with the config.json (and tokenizer) of the checkpoint's model.
+    """Return the folder with config.json (and tokenizer) of the checkpoint's model.
 
-    ``given`` if not None; else ``hf/`` in the checkpoint or beside it (of verl ``huggingface/``), or, for a
-    checkpoint of a run, the model that the run started from. CheckpointError if there is none.
+    ``given``, or ``hf/`` in the checkpoint or beside it (verl: ``huggingface/``), or for a run's checkpoint
+    the model that the run started from. Raises CheckpointError if there is none.
     """
     if given is not None:
         if not (given / _CONFIG).is_file():
@@ -225,10 +220,8 @@ def _tracked(path: Path) -> str:
 
 
 def newest_named(path: Path) -> Path:
-    """The folder of the newest checkpoint of a run, whole or not; ``path`` itself if it is not a run's.
-
-    For a check, which must not pass over the one that it is asked about.
-    """
+    """Return the folder of a run's newest checkpoint, complete or not, or ``path`` if it is not a run's. For
+    checks, which must not skip the checkpoint in question."""
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = _steps(folder) if folder.is_dir() else {}
     return steps[max(steps)] if steps else path
@@ -252,7 +245,7 @@ def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        for problem in problems:  # never silently: who asks for the newest means the end of the run
+        for problem in problems:  # never silently: users expect the newest to be the run's end
             with suppress(OSError):
                 print(f"passing over a newer checkpoint: {problem}", file=sys.stderr, flush=True)
         return location
@@ -260,7 +253,7 @@ def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
 
 
 def manifest_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of each file of a run's checkpoint, by its name, from the manifest."""
+    """Return size and SHA-256 of each file of a run's checkpoint, by name, from the manifest."""
     files = _json(folder / MANIFEST).get("files")
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
         raise CheckpointError(f"{folder / MANIFEST} lists no files: it is damaged")
@@ -268,7 +261,7 @@ def manifest_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _of_run(folder: Path) -> Location:
-    """A run's checkpoint. CheckpointError unless every file of its manifest has its full length."""
+    """Return a run's checkpoint. Raises CheckpointError unless all files in its manifest have full length."""
     files = manifest_files(folder)
     for name, entry in files.items():
         path = file_below(folder, name)
@@ -283,7 +276,7 @@ def _of_run(folder: Path) -> Location:
 
 
 def _model_of_run(path: Path) -> Path | None:
-    """The model folder that the run with this config.json names; None if it is not a run's."""
+    """Return the model folder named in a run's config.json; None if the file is not a run's."""
     if not path.is_file():
         return None
     config = _json(path).get("config")

@@ -3,8 +3,8 @@
     mp_rank_00/model_optim_rng.pt  mp_rank_01/...            TP 2
     mp_rank_00_000/...  mp_rank_00_001/...  mp_rank_01_000/  TP 2 x PP 2
 
-Each file holds the state of its stage under ``model``, or of its interleaved chunks under ``model0``,
-``model1``; layers are counted from 0 in each chunk. The optimizer's state is not converted.
+Each file holds its stage's state under ``model``, or its interleaved chunks under ``model0``, ``model1``,
+...; layers are counted from 0 in each chunk. Optimizer state is not converted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """One pipeline chunk of the model on one tensor-parallel rank: its parameters by name."""
+    """Pipeline chunk of the model on one tensor-parallel rank: its parameters by name."""
 
     file: Path
     parameters: dict[str, StoredTensor]
@@ -53,10 +53,8 @@ class ModelChunk:
 
 
 class RankFiles:
-    """Rank files of a legacy checkpoint, for any model; what describes their tensors is read when it is made.
-
-    CheckpointError names a rank that is missing and a file that is damaged.
-    """
+    """Rank files of a legacy checkpoint, for any model; tensor metadata is read on construction. Raises
+    CheckpointError for a missing rank or a damaged file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,22 +66,22 @@ class RankFiles:
         self.common: dict[str, Any] = {
             key: value for key, value in first.items() if not key.startswith("model") and key != "optimizer"
         }
-        """Iteration, arguments and so on, as the first rank has them."""
+        """Iteration, arguments and other state of the first rank."""
         self.virtual = len(_chunk_names(first, self.file(0, 0)))
-        """Interleaved chunks of the model on each rank."""
+        """Number of interleaved chunks on each rank."""
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the optimizer's state is there. These tools do not convert it."""
+        """Whether there is optimizer state, which these tools do not convert."""
         beside = any((path / _OPTIMIZER_FILE).exists() for path in self._folders.values())
         return beside or any("optimizer" in state for state in self._states.values())
 
     def file(self, tensor: int, pipeline: int) -> Path:
-        """The file of a rank."""
+        """Return the file of a rank."""
         return self._folders[tensor, pipeline] / STATE_FILE
 
     def chunk(self, tensor: int, pipeline: int, virtual: int) -> ModelChunk:
-        """One of the model's chunks on one rank."""
+        """Return one of the model's chunks on one rank."""
         file, state = self.file(tensor, pipeline), self._states[tensor, pipeline]
         names = _chunk_names(state, file)
         if len(names) != self.virtual:
@@ -93,7 +91,7 @@ class RankFiles:
         parameters = state[names[virtual]]
         if not isinstance(parameters, dict) or not all(isinstance(name, str) for name in parameters):
             raise CheckpointError(f"{file}: {names[virtual]} is not a state of a model")
-        # Extra states of layers (None, or settings of 8-bit formats) are not weights.
+        # Extra states of layers (None, or 8-bit format settings) are not weights.
         weights = {name: value for name, value in parameters.items() if not name.endswith("_extra_state")}
         for name, value in weights.items():
             if not isinstance(value, StoredTensor):
@@ -102,10 +100,8 @@ class RankFiles:
 
 
 class MpRank:
-    """A legacy checkpoint as a model: its weights as blocks of the rank files.
-
-    CheckpointError names what is unknown or of another shape.
-    """
+    """Legacy checkpoint as a model: its weights as blocks of the rank files. Raises CheckpointError for an
+    unknown or misshapen parameter."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         if shape.experts is not None or not shape.is_uniform:
@@ -139,7 +135,7 @@ class MpRank:
         return tensors
 
     def _parameters(self, table: dict[str, Mapping]) -> dict[tuple[str, int | None], list[StoredTensor]]:
-        """Each parameter's shards in order of the tensor-parallel ranks."""
+        """Return each parameter's shards in order of the tensor-parallel ranks."""
         shards: dict[tuple[str, int | None], list[StoredTensor]] = {}
         first_layer = 0
         files = self.files
@@ -165,7 +161,7 @@ class MpRank:
     def _blocks(
         self, key: str, vocabulary: bool, mapping: Mapping, shards: list[StoredTensor]
     ) -> Iterator[Block]:
-        """The shards as blocks of the whole parameter. A replicated parameter is taken from rank 0."""
+        """Yield the shards as blocks of the whole parameter; a replicated one from rank 0 only."""
         rows, *rest = mapping.shape
         ranks = self.files.tensor
         dim = mapping.tp_dim
@@ -191,10 +187,8 @@ class MpRank:
 def shard_blocks(
     mapping: Mapping, local: tuple[int, ...], rank: int, file: Path, position: int, dtype: str
 ) -> Iterator[Block]:
-    """The blocks of a parameter that lie, contiguous from ``position`` on, in the shard of a tensor rank.
-
-    ``local`` is the shard's shape. Gate and up projection, one over the other in it, are two blocks.
-    """
+    """Yield a parameter's blocks in a tensor rank's shard, contiguous from ``position`` on. ``local``: the
+    shard's shape. Gate and up projection, one above the other, are two blocks."""
     rows, columns = local[0], prod(local[1:])
     stride = columns * ITEM_BYTES[dtype]
     for first, whole in mapping.spans:
@@ -206,7 +200,7 @@ def shard_blocks(
 
 
 def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
-    """Folders by tensor- and pipeline-parallel rank; every pair must be there."""
+    """Return folders by tensor- and pipeline-parallel rank; every pair must exist."""
     folders: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = _FOLDER.fullmatch(path.name)

@@ -1,8 +1,8 @@
-"""Hugging Face folders as bytes: positions of the tensors, by checked headers, and the plan of a new folder.
+"""Hugging Face folders as bytes: positions of tensors, from checked headers, and the plan of a new folder.
 
-The reader reads headers, the index and config.json alone; a tensor in fp8 has its scales with it.
-CheckpointError for whatever is truncated or contradictory. The writer plans files equal to those of the
-safetensors library byte for byte, and ``conversion.py`` writes them.
+The reader reads only headers, the index and config.json; an fp8 tensor has its scales attached. Raises
+CheckpointError for truncated or contradictory files. The writer plans files byte-identical to the safetensors
+library's, which ``conversion.py`` writes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
 def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
-    """Every tensor of the folder by its name, from one file or from those that the index lists.
+    """Return every tensor of the folder by name, from one file or the index's files.
 
-    Scales are not tensors of their own: they are with the weights in fp8 that they belong to.
-    CheckpointError,
-    with file and tensor, for whatever is truncated, contradictory or of a type that these tools do not move.
+    Scales are attached to their fp8 weights, not tensors of their own. Raises CheckpointError, with file and
+    tensor, for anything truncated, contradictory or of an unsupported type.
     """
     check_files_inside(folder)
     by_name: dict[str, BlockTensor] = {}
@@ -60,14 +59,12 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
 
 
 UNTRAINED = "untrained.safetensors"
-"""File of a Megatron checkpoint's Hugging Face folder: the tensors that Megatron's model lacks."""
+"""File in a Megatron checkpoint's Hugging Face folder with the tensors that Megatron's model lacks."""
 
 
 def untrained_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
-    """Tensors of a folder that are not trained, such as those of vision: of the model, or of ``UNTRAINED``.
-
-    ConfigError for a folder without them of a model that has some. Those in fp8 are written as bfloat16, too.
-    """
+    """Return a folder's untrained tensors, such as those of vision, from the model or ``UNTRAINED``. Raises
+    ConfigError for a folder that lacks the model's untrained tensors. fp8 ones are written as bfloat16."""
     if not shape.untrained:
         return {}
     if (folder / UNTRAINED).is_file():
@@ -86,10 +83,8 @@ def untrained_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]
 def without_tied_copy(
     tensors: dict[str, BlockTensor], folder: Path, embedding: str = EMBEDDING
 ) -> dict[str, BlockTensor]:
-    """The tensors of a tied model without the copy of the embedding that many have as the output layer.
-
-    CheckpointError for one that is not equal, with which transformers would compute.
-    """
+    """Return a tied model's tensors without the common copy of the embedding as output layer. Raises
+    CheckpointError for an unequal copy, which transformers would use."""
     kept = {name: tensor for name, tensor in tensors.items() if name != OUTPUT}
     copy, own = tensors.get(OUTPUT), kept.get(embedding)
     if copy is not None and own is not None and (difference := tensor_difference(copy, own)):
@@ -101,7 +96,7 @@ def without_tied_copy(
 
 
 def _with_scales(found: dict[str, BlockTensor], folder: Path) -> dict[str, BlockTensor]:
-    """The tensors of a folder, those in fp8 with their scales. CheckpointError if the two do not fit."""
+    """Return a folder's tensors, fp8 ones with scales attached. Raises CheckpointError on mismatch."""
     scales = {weight_of_scale(name) or "": tensor for name, tensor in found.items() if weight_of_scale(name)}
     weights = {name: tensor for name, tensor in found.items() if not weight_of_scale(name)}
     described = is_quantized(folder)
@@ -119,7 +114,7 @@ def _with_scales(found: dict[str, BlockTensor], folder: Path) -> dict[str, Block
 
 
 def _experts_apart(tensor: BlockTensor) -> Iterator[BlockTensor]:
-    """The tensors of each expert, where transformers has fused them: other names for the same bytes."""
+    """Yield each expert's tensors if transformers has fused them: other names for the same bytes."""
     experts = expert_tensors(tensor.name, tensor.shape)
     if not experts:
         yield tensor
@@ -134,7 +129,7 @@ def _experts_apart(tensor: BlockTensor) -> Iterator[BlockTensor]:
 
 
 def _expert_scales(fused: BlockTensor, name: str, expert: int, rows: slice) -> BlockTensor:
-    """The scales of one expert's tensor, whose rows begin with a block, among those of all experts."""
+    """Return the scales of one expert's tensor, whose rows begin with a block, from all experts' scales."""
     [whole] = fused.blocks
     shape = (-(-(rows.stop - rows.start) // BLOCK), fused.shape[2])
     position = whole.position + (expert * fused.shape[1] + rows.start // BLOCK) * whole.stride
@@ -143,7 +138,7 @@ def _expert_scales(fused: BlockTensor, name: str, expert: int, rows: slice) -> B
 
 
 def read_safetensors(path: Path) -> list[BlockTensor]:
-    """The tensors of one file, in the order of their bytes."""
+    """Return one file's tensors in the order of their bytes."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -204,7 +199,7 @@ def _tensor(path: Path, data: int, name: str, entry: Any) -> BlockTensor:
 
 
 def _whole(name: str, dtype: str, shape: tuple[int, ...], path: Path, position: int) -> BlockTensor:
-    """A tensor whose bytes are at one place of a file; of fused experts, a row is one of an expert."""
+    """Return a tensor with contiguous bytes in a file; fused experts have one row per expert row."""
     fused = expert_tensors(weight_of_scale(name) or name, shape)
     columns = shape[-1] if fused else prod(shape[1:])
     rows, stride = prod(shape) // columns, columns * ITEM_BYTES[dtype]
@@ -212,18 +207,18 @@ def _whole(name: str, dtype: str, shape: tuple[int, ...], path: Path, position: 
 
 
 def _counts(values: Iterable[Any]) -> bool:
-    """Whether all values are non-negative integers that can be sizes or offsets in a file."""
+    """Whether all values are non-negative integers, usable as sizes or offsets in a file."""
     return all(type(value) is int and 0 <= value < 2**62 for value in values)
 
 
 # --- writer ---
 
 Planned = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Type and shape of tensors by name."""
+"""Types and shapes of tensors by name."""
 
 
 def with_fused_experts(tensors: Planned) -> Planned:
-    """The tensors with all experts of a layer in one of gates and ups, and one of downs."""
+    """Return the tensors with each layer's experts fused into one of gates and ups, and one of downs."""
     own: dict[str, str] = {}
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for fused, names in fused_experts(tensors).items():
@@ -242,13 +237,11 @@ def plan_safetensors(
     given: Mapping[str, str] | None = None,
     index: bytes | None = None,
 ) -> OutputPlan:
-    """The files of ``folder`` for ``tensors`` in their natural order; fp8 ones with their scales among them.
+    """Return the plan of ``folder`` for ``tensors`` in natural order, fp8 ones with their scales.
 
-    The plan has the tensors of each expert, as its places in a fused one.
-
-    ``most_bytes``: of a file of several tensors, unless ``given``, a weight map, says the file of each.
-    ``index``: the one of that map, kept as it is if the tensors still have the size it gives. ConfigError if
-    the weight map is one of other tensors.
+    Each expert's tensors in the plan are places in a fused one. ``most_bytes``: limit of a file with several
+    tensors, unless ``given``, a weight map, assigns files. ``index``: that map's index, kept if the tensors
+    still have its total size. Raises ConfigError if the weight map is of other tensors.
     """
     output = OutputPlan()
     weight_map = _checked_map(tensors, given) if given is not None else _dealt(tensors, most_bytes)
@@ -270,7 +263,7 @@ def plan_safetensors(
 
 
 def _index(output: OutputPlan, weight_map: Mapping[str, str], known: bytes | None) -> bytes:
-    """The index of a folder; ``known`` if it is that of these tensors."""
+    """Return a folder's index; ``known`` if it fits these tensors."""
     total = sum(tensor.nbytes for tensor in output.tensors.values())
     if known is not None:
         stored = json.loads(known).get("metadata")
@@ -292,7 +285,7 @@ def _checked_map(tensors: Planned, given: Mapping[str, str]) -> Mapping[str, str
 
 
 def _dealt(tensors: Planned, most_bytes: int) -> Mapping[str, str]:
-    """The file of each tensor: as many to a file as ``most_bytes`` hold."""
+    """Return each tensor's file: as many per file as fit into ``most_bytes``."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, (dtype, shape) in tensors.items():
@@ -311,7 +304,7 @@ def _dealt(tensors: Planned, most_bytes: int) -> Mapping[str, str]:
 
 
 def _file(tensors: Planned, path: Path) -> tuple[bytes, Sequence[BlockTensor]]:
-    """The header of a file, and its tensors in their places."""
+    """Return a file's header, and its tensors in their places."""
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name][0]], name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins = []

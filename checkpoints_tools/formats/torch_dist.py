@@ -1,9 +1,9 @@
 """Reader of torch_dist, megatron-core's format: weights and optimizer state as Hugging Face tensors.
 
-Three layouts of the layers occur. *stacked*: one key for all, with the layer as the first dimension.
-*per_layer*: a key for each. *singleton*: as per_layer, and gate and up projection under keys of their own
-(``linear_fc1.weight_w`` and ``_v``). Optimizer state has the model's keys behind a prefix. The tensors are
-given as places in files (``core/blocks.py``).
+Layers have one of three layouts. *stacked*: one key for all, with the layer as first dimension. *per_layer*:
+one key each. *singleton*: as per_layer, with separate keys for gate and up projection
+(``linear_fc1.weight_w`` and ``_v``). Optimizer state has the model's keys with a prefix. Tensors are places
+in files (``core/blocks.py``).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from checkpoints_tools.formats.distcp import (
 )
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
-"""The fp32 weights, and the two moments of Adam."""
+"""fp32 weights, and Adam's two moments."""
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Parameters whose rows are tokens, and may be more than the vocabulary's."""
+"""Parameters whose rows are tokens, perhaps padded beyond the vocabulary."""
 
 OPTIMIZER = "optimizer.state."
-"""Prefix of the optimizer's keys, before a state and a key of the model."""
+"""Prefix of optimizer keys, before a state and a model key."""
 
 RESHARDABLE = "fully_reshardable"
 
@@ -59,19 +59,17 @@ _MASTERS = ("param", "fp32_param")
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Key that holds some rows of a parameter; of one layer or one expert, where those are stacked."""
+    """Key of some of a parameter's rows, of one layer or expert if those are stacked."""
 
     key: str
     place: tuple[int, ...]
-    """Indices in the dimensions before the parameter's own: of its layer, of its expert."""
+    """Indices of its layer and expert, in the dimensions before the parameter's own."""
     segments: tuple[RowSegment, ...]
 
 
 class TorchDist:
-    """Reader of one torch_dist checkpoint, for conversion, resharding and verification.
-
-    CheckpointError, from any method, if a tensor is missing, unknown, damaged or misshapen.
-    """
+    """Reader of one torch_dist checkpoint, for conversion, resharding and verification. All methods raise
+    CheckpointError if a tensor is missing, unknown, damaged or misshapen."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         self.folder = folder
@@ -95,14 +93,12 @@ class TorchDist:
 
     @property
     def optimizer_format(self) -> str | None:
-        """How the optimizer was saved (``fully_reshardable`` and others); None without an optimizer."""
+        """Optimizer format (such as ``fully_reshardable``); None without an optimizer."""
         return optimizer_format(self.metadata, self.common.content)
 
     def optimizer_tensors(self, state: str) -> dict[str, BlockTensor]:
-        """One of OPTIMIZER_STATES for every weight, in fp32, by Hugging Face name.
-
-        CheckpointError without an optimizer, or if it was saved in a format that holds no whole tensors.
-        """
+        """Return one of OPTIMIZER_STATES for every weight, in fp32, by Hugging Face name. Raises
+        CheckpointError without an optimizer, or if its format has no whole tensors."""
         kind = self.optimizer_format
         if kind is None:
             raise CheckpointError(f"{self.folder} holds no optimizer state; it has only the weights")
@@ -115,7 +111,7 @@ class TorchDist:
         )
 
     def _check_keys(self) -> None:
-        """Check that the model family has every tensor of the checkpoint; CheckpointError if not."""
+        """Raise CheckpointError if the checkpoint has a tensor unknown to the model family."""
         known = {part.key for _, parts in self._parts(self.prefix) for part in parts}
         ours = tuple(self.prefix + part for part in ("embedding.", "decoder.", "output_layer."))
         for key in self.metadata.tensors:
@@ -149,7 +145,7 @@ class TorchDist:
         return tensors
 
     def _parts(self, prefix: str) -> Iterator[tuple[tuple[str, int | None], list[_Part]]]:
-        """For every parameter (name and layer) the keys that hold it."""
+        """Yield the keys of every parameter (name and layer)."""
         for name, parameter in self._table.items():
             for layer in parameter.places:
                 yield (name, layer), self._parts_of(prefix, name, parameter, layer)
@@ -162,7 +158,7 @@ class TorchDist:
                 _Part(key + own, (), tuple(parameter.rows_of(first, first + rows)))
                 for own, (first, rows) in zip(parameter.section_keys, parameter.spans, strict=True)
             ]
-        # Megatron's two layer specs agree on the fused names of the norms; other writers may not.
+        # Megatron's two layer specs use the same fused norm names; other writers may not.
         own = checkpoint_keys(name, self.shape.block_of(layer), stacked)
         keys = [prefix + key.format(layer=layer) for key in own]
         key = next((key for key in keys if key in self.metadata.tensors), keys[0])
@@ -191,14 +187,14 @@ class TorchDist:
                 )
 
     def _stacked(self, part: _Part, parameter: Parameter) -> tuple[int, ...]:
-        """The dimensions before the parameter's own under its key: layers, experts."""
+        """Return the dimensions before the parameter's own under its key: layers, experts."""
         experts = self.shape.experts
         counts = (experts.count,) if parameter.expert is not None and experts is not None else ()
         return (self.shape.layers, *counts) if len(part.place) > len(counts) else counts
 
 
 def optimizer_format(metadata: Metadata, common: Mapping[str, Any]) -> str | None:
-    """How the optimizer of a checkpoint was saved, in megatron-core's words; None without one."""
+    """Return a checkpoint's optimizer format, in megatron-core's words; None without one."""
     if not any(key.startswith("optimizer.") for key in (*metadata.tensors, *metadata.objects)):
         return None
     content, state = common.get("content_metadata"), common.get("optimizer")
@@ -209,14 +205,14 @@ def optimizer_format(metadata: Metadata, common: Mapping[str, Any]) -> str | Non
 
 
 def layers_layout(metadata: Metadata, prefix: str) -> str:
-    """The layout of the layers: ``stacked``, ``per_layer`` or ``singleton``."""
+    """Return the layers' layout: ``stacked``, ``per_layer`` or ``singleton``."""
     own = (_OF_A_LAYER.fullmatch(key.removeprefix(prefix)) for key in metadata.tensors)
     layers = {match[1] for match in own if match}
     return "stacked" if not layers else "per_layer" if layers == {None} else "singleton"
 
 
 def find_prefix(metadata: Metadata, folder: Path) -> str:
-    """The prefix of the model's keys. CheckpointError if there is none of megatron-core."""
+    """Return the prefix of the model's keys. Raises CheckpointError if there are no megatron-core keys."""
     for prefix in _PREFIXES:
         if prefix + _EMBEDDING in metadata.tensors:
             return prefix
@@ -228,8 +224,8 @@ def find_prefix(metadata: Metadata, folder: Path) -> str:
 class _ChunksByPlace:
     """Chunks of stacked parameters by layer and expert, as blocks of the parameter at one place.
 
-    Each key's chunks are sorted once: the experts of 30B-A3B have 12,288 chunks under two keys, and 12,288
-    parameters ask for theirs.
+    Sorts each key's chunks once: the experts of 30B-A3B have 12,288 chunks under two keys, and as many
+    parameters look for theirs.
     """
 
     def __init__(self, files: ChunkFiles) -> None:
@@ -237,10 +233,10 @@ class _ChunksByPlace:
         self._found: dict[tuple[int, int], dict[tuple[int, ...], list[TensorChunk]]] = {}
 
     def blocks(self, tensor: GlobalTensor, place: tuple[int, ...]) -> Iterator[Block]:
-        """Blocks of the parameter at ``place`` of the first dimensions of ``tensor``."""
+        """Yield the blocks of the parameter at ``place`` in the first dimensions of ``tensor``."""
         item, leading = ITEM_BYTES[tensor.dtype], len(place)
         for chunk in self._chunks(tensor, leading).get(place, ()):
-            before = 0  # parameters within the chunk that come first
+            before = 0  # parameters that precede it in the chunk
             for index, offset, size in zip(place, chunk.offsets, chunk.sizes, strict=False):
                 before = before * size + index - offset
             offsets, sizes = chunk.offsets[leading:], chunk.sizes[leading:]

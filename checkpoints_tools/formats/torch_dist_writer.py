@@ -1,9 +1,9 @@
 """Writer of torch_dist, the format of megatron-core's ``dist_checkpointing``: output plan of its files.
 
-It plans; ``conversion.py`` writes. The parameters are global tensors, those of all layers stacked under one
-key. Matrices that TP splits are cut into a grid of chunks (an expert's only above 1 GiB): a TP rank reads
-those that meet its slice, so a grid of 8 spares every rank of TP2, TP4 or TP8 the rest. ``.metadata`` says
-where the chunks of each key lie.
+``conversion.py`` writes the plan. Parameters are global tensors, with all layers stacked under one key.
+Matrices split by TP are cut into a grid of chunks (an expert's only above 1 GiB): a TP rank reads the chunks
+that meet its slice, so a grid of 8 lets every rank of TP2, TP4 or TP8 read only its part. ``.metadata`` maps
+keys to the places of their chunks.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from checkpoints_tools.core.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, Block
 from checkpoints_tools.formats.distcp import COMMON_FILE, METADATA_JSON
 from checkpoints_tools.formats.torch_dist import VOCABULARY
 
-DATA_FILES = 8  # each may be written by a thread of its own
-MOST_CHUNK_BYTES = 1 << 30  # a rank that needs a part of a chunk reads all of it
+DATA_FILES = 8  # each can be written by its own thread
+MOST_CHUNK_BYTES = 1 << 30  # a rank reads a whole chunk for any part of it
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One archive in a data file: a chunk of a tensor, or an object."""
+    """Archive in a data file: a chunk of a tensor, or an object."""
 
     offset: tuple[int, ...] | None
-    """The chunk's first element in the tensor; None for an object."""
+    """First element of the chunk in the tensor; None for an object."""
     size: tuple[int, ...]
     file: str
     position: int
-    """Byte in the file at which the archive begins."""
+    """Byte position of the archive in the file."""
     nbytes: int
 
 
 @dataclass
 class _StoredKey:
-    """A key of the checkpoint: its type, its shape and the pieces that hold it."""
+    """Key of the checkpoint: its type, shape and pieces."""
 
     dtype: str | None
     """Type by safetensors' name; None for an object."""
@@ -63,33 +63,30 @@ class _StoredKey:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint beside the weights: common state, optimizer keys, objects, padding."""
+    """Contents of a checkpoint besides the weights: common state, optimizer keys, objects, padding."""
 
     common: bytes
-    """The archive of the common state."""
+    """Archive of the common state."""
     states: tuple[str, ...] = ()
-    """Prefixes under which the optimizer keeps tensors of the model's keys, and ``tensors`` those of its
-    names."""
+    """Prefixes of optimizer states, in the checkpoint's keys and in the names of ``tensors``."""
     objects: Mapping[str, bytes] = field(default_factory=dict)
-    """Archives that are not tensors, by key."""
+    """Non-tensor archives by key."""
     vocabulary_rows: int | None = None
-    """Rows to which the vocabulary is padded; None for no padding."""
+    """Rows of the padded vocabulary; None for no padding."""
     common_layout: str = COMMON_FILE
-    """Where the common state is: a key of METADATA_JSON. Each megatron-core reads ``common.pt``."""
+    """Location of the common state, a key of METADATA_JSON; every megatron-core reads ``common.pt``."""
 
 
 def plan_torch_dist(
     tensors: Mapping[str, BlockTensor], shape: ModelShape, folder: Path, grid: int, contents: Contents
 ) -> OutputPlan:
-    """The files of a torch_dist checkpoint in ``folder`` for all of a model's ``tensors``.
-
-    CheckpointError if tensors that share a parameter differ in type.
-    """
+    """Return the plan of a torch_dist checkpoint in ``folder`` for all of a model's ``tensors``. Raises
+    CheckpointError if tensors that share a parameter differ in type."""
     return _TorchDistPlanner(tensors, shape, folder, grid, contents).plan()
 
 
 class _TorchDistPlanner:
-    """Planner of one checkpoint's files: puts each parameter into the shortest data file so far."""
+    """Planner of one checkpoint's files; puts each parameter into the shortest data file so far."""
 
     def __init__(
         self,
@@ -127,14 +124,14 @@ class _TorchDistPlanner:
         return self.output
 
     def _padded(self, name: str, parameter: Parameter) -> Parameter:
-        """The parameter as it is stored: its segments cover the rows of the vocabulary, not its padding."""
+        """Return the parameter as stored: its segments cover the vocabulary's rows, not its padding."""
         rows = self.contents.vocabulary_rows
         if rows is None or name not in VOCABULARY:
             return parameter
         return replace(parameter, hf_shapes=((rows, *parameter.shape[1:]),))
 
     def _place_all(self, prefix: str, name: str, parameter: Parameter, ending: str = "") -> None:
-        """A parameter of all layers, or each of its parts that has a key of its own."""
+        """Place a parameter of all layers, or each of its parts with its own key."""
         if parameter.stored_apart:
             for ending, part in parameter.parts():
                 self._place_all(prefix, name, part, ending)
@@ -159,9 +156,9 @@ class _TorchDistPlanner:
                 self._place(key, dtype, parameter, layer)
 
     def _place(self, key: str, dtype: str, parameter: Parameter, layer: int | None) -> None:
-        """One parameter of one layer, in one file: two threads must not write the same file."""
+        """Place one parameter of one layer in one file: two threads must not write the same file."""
         file = self.ends.index(min(self.ends))
-        # Ranks read whole experts (EP), and seldom a part of one (ETP): a chunk each.
+        # Ranks read whole experts (EP), seldom parts (ETP): one chunk each.
         grid = self.grid if parameter.expert is None else 1
         stack = layer if self.shape.is_uniform else None
         place = tuple(index for index in (stack, parameter.expert) if index is not None)
@@ -184,14 +181,11 @@ class _TorchDistPlanner:
                 self.blocks.setdefault(name.format(layer=layer), []).extend(blocks)
 
     def _extra_states(self) -> dict[str, bytes]:
-        """States that modules of Transformer Engine keep, which are nothing without FP8.
-
-        megatron-core asks for those of the modules that the loading model has, and refuses a checkpoint
-        without them.
-        """
+        """Return the states of Transformer Engine's modules, which are empty without FP8. megatron-core
+        requests those of the loading model's modules, and rejects a checkpoint without them."""
         shape, keys = self.shape, ["decoder.final_layernorm._extra_state/shard_0_1"]
         for layer, block in enumerate(shape.pattern):
-            # A key's shard: its place, and the sizes, in the dimensions for layers and experts.
+            # A key's shard: its place and the sizes in the dimensions of layers and experts.
             own, at, of = ("", [layer], [shape.layers]) if shape.is_uniform else (f"{layer}.", [], [])
             for module in (module for kind in shape.blocks[block].kinds for module in kind.states()):
                 count = shape.experts.count if shape.experts and module.startswith(EXPERTS) else 0
@@ -210,7 +204,7 @@ class _TorchDistPlanner:
     def _append(
         self, key: str, offset: tuple[int, ...] | None, size: tuple[int, ...], file: int, nbytes: int
     ) -> int:
-        """Give the archive of a piece its place at the end of a file."""
+        """Append a piece's archive to a file; return its position."""
         position = self.ends[file]
         self.ends[file] += nbytes
         piece = _Piece(offset, size, f"__0_{file}.distcp", position, nbytes)
@@ -222,10 +216,8 @@ class _TorchDistPlanner:
 
 
 def _chunks(parameter: Parameter, item: int, grid: int) -> Iterator[tuple[int, int, int, int]]:
-    """Chunks of a parameter of ``item`` bytes an element: first row, rows, first column, columns.
-
-    Vectors are stored whole: a piece costs a reader more than a vector's bytes.
-    """
+    """Yield a parameter's chunks, ``item`` bytes per element: first row, rows, first column, columns. Vectors
+    are stored whole: a piece costs a reader more than a vector's bytes."""
     rows, columns = parameter.shape[0], prod(parameter.shape[1:])
     if parameter.tp_dim is None or len(parameter.shape) == 1:
         yield 0, rows, 0, columns
@@ -245,7 +237,7 @@ def _cuts(length: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _metadata(stored: Mapping[str, _StoredKey]) -> bytes:
-    """The bytes of ``.metadata``, as torch 2.6 and newer read it."""
+    """Return the bytes of ``.metadata``, for torch 2.6 and newer."""
     places = {}
     for key, entry in stored.items():
         for piece in entry.pieces:
@@ -288,7 +280,7 @@ def _size(values: tuple[int, ...] | None) -> Call | None:
 
 
 def _shared_type(tensors: Mapping[str, BlockTensor], names: Sequence[str]) -> str:
-    """The type of the tensors ``names``, which share a parameter; CheckpointError if theirs differ."""
+    """Return the common type of tensors that share a parameter. Raises CheckpointError if they differ."""
     first = names[0]
     for name in names:
         if tensors[name].weight_type != tensors[first].weight_type:

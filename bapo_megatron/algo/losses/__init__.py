@@ -1,12 +1,11 @@
-"""Registry of policy-gradient losses, and base classes to write one: ``loss = -sum_t weight_t A_t value_t``.
+"""Policy-gradient losses: registry and base classes, ``loss = -sum_t weight_t A_t value_t``.
 
-``algorithm.loss`` is a registered name or ``package.module:Name``; ``build_loss`` makes it at a run's start,
-and raises ConfigError for an unknown loss or setting, or bounds that it would ignore. A loss is a subclass of
-``Loss``, which gives the loss of a pack and the gradient factor of each token. Clip fractions, diagnostics,
-the entropy rule and PAPO follow from these. Every rank calls it for its own packs; it makes no collective
-calls.
+``algorithm.loss`` is a registered name or ``package.module:Name``; ``build_loss`` creates it when a run
+starts. A ``Loss`` subclass returns the loss of a pack and the gradient factor of each token, from which clip
+fractions, diagnostics, entropy rule and PAPO follow. Every rank calls it for its own packs; it makes no
+collective calls.
 
-Legend: ``_T`` tokens of a pack, which is a micro-batch of packed sequences.
+Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 """
 
 from __future__ import annotations
@@ -42,68 +41,65 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Search that a loss needs first, over an update or parts of it: clipping bounds, sequence ratios.
+    """A search that precedes a loss, over an update or parts of it: clipping bounds, sequence ratios.
 
-    ``found = find(sum of measure over packs and ranks)``. ``trainer/update_loss.py`` gets the sums in the
-    cheapest way and finds, before the loss is computed; ``Loss.terms`` then gets ``found``, equal on every
-    rank.
+    ``found = find(sum of measure over packs and ranks)``. ``trainer/update_loss.py`` obtains the sums in the
+    cheapest way and calls ``find``; ``Loss.terms`` then receives ``found``, equal on every rank.
     """
 
     measure: TokenFn
-    """Additive sums of one pack: a float64 vector of one length in all packs."""
+    """Additive sums of one pack: a float64 vector of the same length for all packs."""
     find: Callable[[Tensor], Any]
-    """From the sums of ``measure`` over all packs and ranks to ``found``, the result of the search."""
+    """Maps the sums of ``measure`` over all packs and ranks to the result ``found``."""
     scope: Literal["update", "lagged", "micro_batch"]
-    """Tokens over which ``measure`` is summed: see ``BoundsConfig.scope``."""
+    """Tokens in the sums: see ``BoundsConfig.scope``."""
     size: int = 0
-    """Length of the vector of ``measure``; 0 if it depends on the update."""
+    """Length of ``measure``'s vector; 0 if it depends on the update."""
     known: Any = None
-    """``found`` if it needs no sums (fixed bounds); None otherwise."""
+    """``found`` if it needs no sums (fixed bounds), otherwise None."""
     is_ratio: bool = False
-    """Whether ``found`` is the ratio, the mask or the cap of the loss itself. Then it is measured also where
+    """Whether ``found`` is the ratio, mask or cap of the loss itself. Then it is measured even where
     ``algorithm.known_ratio`` takes the ratio as 1, except with ``old_log_probs=trainer``, where it is 1."""
 
 
 class Loss(ABC):
     """Base class of a policy-gradient loss; subclasses define ``terms``.
 
-    The constructor gets the run's ``AlgorithmConfig``, and raises ConfigError for a setting that it cannot
-    use. The settings of a loss are the constructor's arguments after ``algorithm``, with defaults;
-    ``algorithm.loss_settings`` gives them. Their annotations state types and ranges, ``Annotated[float,
-    Gt(0)]``, which are checked before work starts. ``narrow = functools.partial(MyLoss, width=0.1)`` in the
-    same module names another choice, ``package.module:narrow``.
+    The constructor receives the run's ``AlgorithmConfig`` and raises ConfigError for an unusable setting. Its
+    further arguments, with defaults, are the loss's settings, from ``algorithm.loss_settings``. Their
+    annotations state types and ranges, ``Annotated[float, Gt(0)]``, checked before work starts. A ``narrow =
+    functools.partial(MyLoss, width=0.1)`` in the same module is another choice, ``package.module:narrow``.
 
-    A loss keeps no state between updates: nothing of it is in a checkpoint.
+    A loss keeps no state between updates: checkpoints contain nothing of it.
     """
 
     bounds: ClassVar[BoundsUse] = "unused"
-    """Use of ``algorithm.bounds``: `searched`; `fixed`, which reads c_low and c_high and refuses ranges; or
-    `unused`, which refuses settings of bounds."""
+    """Use of ``algorithm.bounds``: `searched`; `fixed`: reads c_low and c_high, rejects ranges; or `unused`:
+    rejects bounds settings."""
     search: Search | None = None
-    """The search that comes before the loss; None for a loss that needs the pack alone."""
+    """The search before the loss; None if the loss needs only the pack."""
     measurements: Sequence[Measurement] = ()
-    """Its own metrics, besides those of every loss."""
+    """The loss's own metrics."""
 
     def __init__(self, algorithm: Any) -> None:
-        """``algorithm``: the run's ``AlgorithmConfig``."""
         self.algorithm = algorithm
 
     @abstractmethod
     def terms(self, stats: TokenStats, batch: MicroBatch, found: Any) -> LossTerms:
-        """Loss of one pack, with the gradient factor and the clipping of each token.
+        """Return the loss of one pack, with the gradient factor and clipping of each token.
 
-        A pack may come in parts (chunks of its tokens, parts of its sequences on context-parallel ranks), so
-        the loss of a token may depend on other tokens only through ``found``.
+        A pack may come in parts (chunks of its tokens, or context-parallel parts of its sequences), so a
+        token's loss may depend on other tokens only through ``found``.
 
         Args:
             stats: log-probs, differentiable, and entropies under the policy in training.
-            batch: the pack. Tokens whose mask is 0 must count nowhere, whatever they hold.
+            batch: the pack. Tokens with mask 0 must not count, whatever they hold.
             found: the result of ``search.find``; None without a search.
         """
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient; 0, the ratio 1, where masked."""
+    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient; 0 (ratio 1) where masked."""
 
     log_ratio_T: Tensor
     """log(pi / pi_old), nats."""
@@ -115,11 +111,10 @@ class Tokens(NamedTuple):
     old_log_prob_T: Tensor
     """log pi_old: the rollout's, or the trainer's own (``algorithm.old_log_probs``)."""
     rollout_log_prob_T: Tensor
-    """log pi_rollout."""
 
     @classmethod
     def of(cls, stats: TokenStats, batch: MicroBatch) -> Tokens:
-        """The tokens of one pack."""
+        """Read the tokens of one pack."""
         log_prob_T = stats.log_prob_T.detach()
         log_ratio_T, *fields = unmasked(
             batch.mask_T,
@@ -133,29 +128,29 @@ class Tokens(NamedTuple):
 
 
 class TokenRule(NamedTuple):
-    """Per-token result of ``TokenLoss.rule``, [T], as plain data: ``loss = -sum_t weight A value``."""
+    """Per-token result of ``TokenLoss.rule``, [T]: ``loss = -sum_t weight A value``."""
 
     value_T: Tensor
-    """float64: the factor of the advantage in the objective, PPO's clipped ratio for example."""
+    """float64: the advantage's factor in the objective, for example PPO's clipped ratio."""
     factor_T: Tensor
-    """float64: ``g``, the derivative of the value by log pi; 0 where the token has no gradient."""
+    """float64: ``g``, the derivative of the value by log pi; 0 without gradient."""
     clipped_T: Tensor
-    """bool: the tokens that the loss clips or masks."""
+    """bool: tokens clipped or masked by the loss."""
 
 
 class TokenLoss(Loss):
-    """Base class of a per-token loss, ``-sum_t weight A value``: subclasses define ``rule``.
+    """Base class of a per-token loss without a search, ``-sum_t weight A value``: subclasses define ``rule``.
 
-    A ``Loss`` without a search. The gradient is ``d loss / d log pi = -weight A g`` by construction, so a
-    paper's stop-gradient is a choice of the factor ``g``. A token beyond ``LOG_RATIO_LIMIT`` has no gradient.
+    The gradient is ``d loss / d log pi = -weight A g`` by construction, so the choice of ``g`` implements a
+    paper's stop-gradient. A token beyond ``LOG_RATIO_LIMIT`` has no gradient.
     """
 
     @abstractmethod
     def rule(self, tokens: Tokens) -> TokenRule:
-        """Value, gradient factor and clipping of each token, without gradient."""
+        """Return value, gradient factor and clipping of each token, without gradient."""
 
     def terms(self, stats: TokenStats, batch: MicroBatch, found: None) -> LossTerms:
-        """``-sum_t weight A value`` of the rule, with the rule's factors as derivatives."""
+        """Return the rule's loss, with its factors as derivatives."""
         tokens = Tokens.of(stats, batch)
         value_T, factor_T, clipped_T = self.rule(tokens)
         live_T = batch.mask_T != 0
@@ -168,11 +163,10 @@ class TokenLoss(Loss):
 
 
 def load_loss(name: str) -> Callable[..., Loss]:
-    """Loss class of a registered name or dotted path. ConfigError if there is none, or it is not a
-    ``Loss``."""
+    """Import the loss of a registered name or dotted path. Raises ConfigError unless it is a ``Loss``."""
     path = loss_path(name)
     target = load_dotted_path("algorithm.loss", path, "class")
-    cls = getattr(target, "func", target)  # of a functools.partial
+    cls = getattr(target, "func", target)  # unwraps functools.partial
     if not (isinstance(cls, type) and issubclass(cls, Loss)):
         raise ConfigError(
             f"algorithm.loss={name}: {target!r} is not a subclass of bapo_megatron.algo.losses.Loss; make "
@@ -185,9 +179,9 @@ def load_loss(name: str) -> Callable[..., Loss]:
 
 
 def build_loss(algorithm: Any) -> Loss:
-    """The loss of an ``AlgorithmConfig``: ``algorithm.loss``, made with ``algorithm.loss_settings``.
+    """Create the loss of an ``AlgorithmConfig`` from ``algorithm.loss`` and ``algorithm.loss_settings``.
 
-    ConfigError for an unknown loss, an unknown setting, or settings of bounds that it would ignore.
+    Raises ConfigError for an unknown loss or setting, or for bounds settings that it would ignore.
     """
     build = load_loss(algorithm.loss)
     owner, settings = f"algorithm.loss={algorithm.loss}", algorithm.loss_settings

@@ -1,16 +1,14 @@
-"""PPO-clip loss (Eq. 4) with searched or fixed bounds: BAPO, GRPO, clip-higher.
+"""PPO-clip loss (Eq. 4 of arXiv 2510.18927) with searched or fixed bounds: BAPO, GRPO, clip-higher.
 
     loss = -sum_t weight min(r A, clip(r, c_low, c_high) A),    r = pi / pi_old
 
-``algorithm.loss=clip``, the default. ``algorithm.bounds`` chooses the bounds, by presets in
-``bapo_megatron.algo.bapo``. Equation numbers are those of arXiv 2510.18927.
+``algorithm.loss=clip``, the default. ``algorithm.bounds`` chooses the bounds, with presets in
+``bapo_megatron.algo.bapo``. With ``algorithm.bounds.scope=micro_batch`` each search group, about
+``bounds_tokens`` tokens of an update, has its own bounds. Groups depend only on the update's data: they are
+the same for every rank, layout and pack length (with ``bounds_tokens=None`` the groups are the packs
+instead). Packs must come from ``data.packing.pack_samples``; others raise ValueError.
 
 Legend: ``_T`` tokens of a pack (a micro-batch), ``_G`` search groups of an update.
-
-With ``algorithm.bounds.scope=micro_batch`` parts of an update of about ``bounds_tokens`` tokens, its search
-groups, have bounds of their own. They depend on the update's data alone: they are the same on every rank, in
-every layout and with every pack length (not so with ``bounds_tokens=None``: then the parts are the packs).
-ValueError for a pack that is not of ``data.packing.pack_samples``.
 """
 
 from __future__ import annotations
@@ -51,20 +49,20 @@ from bapo_megatron.types import Metrics
 def group_of_sequences(trained_tokens: tuple[int, ...], bounds_tokens: int) -> tuple[int, ...]:
     """Search group of each sequence of an update: consecutive sequences, about ``bounds_tokens`` tokens each.
 
-    The update's tokens are divided into ``n = max(1, round(total / bounds_tokens))`` equal intervals, and a
-    sequence belongs to the interval that holds its middle. An interval without a sequence is not a group.
+    The update's tokens are divided into ``n = max(1, round(total / bounds_tokens))`` equal intervals; a
+    sequence belongs to the interval with its middle. An interval without a sequence is not a group.
 
     Args:
-        trained_tokens: trained tokens of each sequence, in the order of the update.
+        trained_tokens: trained tokens of each sequence, in update order.
         bounds_tokens: tokens of a group.
 
     Returns:
-        For each sequence the number of its group, ascending from 0 without gaps.
+        The group number of each sequence, ascending from 0 without gaps.
     """
     total = sum(trained_tokens)
     intervals = max(1, round(total / bounds_tokens))
     ends = accumulate(trained_tokens)
-    # In integers, so that no layout rounds differently: (end - tokens / 2) * intervals / total.
+    # Integers, so that no layout rounds differently: (end - tokens / 2) * intervals / total.
     places = [
         min(intervals - 1, (2 * end - tokens) * intervals // max(1, 2 * total))
         for end, tokens in zip(ends, trained_tokens, strict=True)
@@ -74,7 +72,7 @@ def group_of_sequences(trained_tokens: tuple[int, ...], bounds_tokens: int) -> t
 
 
 def group_count(batch: MicroBatch, bounds_tokens: int) -> int:
-    """Number of search groups of the update that the pack ``batch`` belongs to."""
+    """Number of search groups in the update of the pack ``batch``."""
     return 1 + max(_groups(batch, bounds_tokens), default=0)
 
 
@@ -95,14 +93,14 @@ def _groups(batch: MicroBatch, bounds_tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search of the bounds, as plain data; equal on every rank."""
+    """Result of a bounds search, equal on every rank."""
 
     bounds: Bounds
     one_sign: bool = False
-    """Whether all tokens of the search had advantages of one sign, so that there was nothing to balance."""
+    """Whether all advantages in the search had one sign, with nothing to balance."""
 
     def metrics(self) -> dict[str, float]:
-        """Bounds and contribution by their metric names."""
+        """Bounds and contribution by metric name."""
         return {
             "bapo/clip_low": self.bounds.low,
             "bapo/clip_high": self.bounds.high,
@@ -113,7 +111,7 @@ class SearchResult:
 
 
 def contribution_fn(config: BoundsConfig) -> TokenFn:
-    """Token function (``types.TokenFn``) of a pack's contribution sums, for the searches below."""
+    """Return a token function (``types.TokenFn``) of a pack's contribution sums, for the searches below."""
 
     def sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
         log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
@@ -127,18 +125,18 @@ def contribution_fn(config: BoundsConfig) -> TokenFn:
 
 
 def search(sums: Tensor, config: BoundsConfig) -> SearchResult:
-    """Algorithm 1 on the (reduced) sums of ``contribution_fn``."""
+    """Run Algorithm 1 on the (reduced) sums of ``contribution_fn``."""
     positive, negative = sums.split([len(high_values(config)), len(low_values(config))])
     return SearchResult(search_bounds(sums, config), bool(positive.any()) != bool(negative.any()))
 
 
 def search_groups(sums: Tensor, config: BoundsConfig) -> tuple[SearchResult, ...]:
-    """``search`` in each group, on the (reduced) sums of ``contribution_fn`` over the whole update."""
+    """``search`` for each group, on the (reduced) sums of ``contribution_fn`` over the whole update."""
     return tuple(search(row, config) for row in sums.reshape(-1, sum_count(config)))
 
 
 def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> SearchResult:
-    """Given bounds with their contribution on other (reduced) sums of ``contribution_fn``."""
+    """The given bounds, with their contribution for other (reduced) sums of ``contribution_fn``."""
     rows = sums.tolist()
     highs = high_values(config)
     positive = rows[highs.index(bounds.high)]
@@ -148,18 +146,18 @@ def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> SearchResul
 
 
 class ClipLoss(Loss):
-    """PPO-clip loss at the bounds of an update, which Algorithm 1 finds or which are fixed.
+    """PPO-clip loss at an update's bounds, searched by Algorithm 1 or fixed.
 
     With ``bounds.scope=update`` or ``bounds_tokens`` the search needs the ratios of all tokens of the update
-    before its first backward pass, which may cost a forward pass; fixed bounds need none, nor do lagged ones
-    or those of each pack. FloatingPointError from the search if its sums are not finite.
+    before its first backward pass, which may cost a forward pass; fixed, lagged or per-pack bounds do not.
+    The search raises FloatingPointError if its sums are not finite.
     """
 
     bounds = "searched"
     search: Search
 
     def __init__(self, algorithm: Any) -> None:
-        """Reads ``algorithm.bounds`` alone."""
+        """Read only ``algorithm.bounds``."""
         self._config: BoundsConfig = algorithm.bounds
         config = self._config
         size = sum_count(config)
@@ -179,7 +177,7 @@ class ClipLoss(Loss):
     def terms(
         self, stats: TokenStats, batch: MicroBatch, found: SearchResult | tuple[SearchResult, ...]
     ) -> LossTerms:
-        """Eq. 4 at the bounds of ``found``."""
+        """Return Eq. 4 at the bounds of ``found``."""
         log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
         bounds: Bounds | TokenBounds
         if isinstance(found, tuple):
@@ -194,14 +192,13 @@ class ClipLoss(Loss):
         )
 
     def _group_T(self, batch: MicroBatch) -> Tensor:
-        """Search group of each token, [T]."""
         assert self._config.bounds_tokens is not None
         return group_of_tokens(batch, self._config.bounds_tokens)
 
     def _in_force(self, view: PackView) -> Sequence[float | Tensor]:
-        """c_low, c_high, one sign, moved of each token's search: numbers where all have the same, else [T].
+        """c_low, c_high, one sign and moved of each token's search: numbers if all tokens share them, or [T].
 
-        One table: each costs a copy to a GPU, for which the host waits, and a pass over the tokens.
+        A single table, because each costs a blocking copy to a GPU and a pass over the tokens.
         """
         searches = view.found if isinstance(view.found, tuple) else (view.found,)
         rows = [
@@ -214,7 +211,7 @@ class ClipLoss(Loss):
         return table_G[self._group_T(view.batch)].unbind(1)
 
     def _bounds_sums(self, view: PackView) -> Tensor:
-        """Metrics of the bounds, each multiplied by the number of tokens in the loss: [5]."""
+        """Bounds metrics, each multiplied by the number of tokens in the loss: [5]."""
         if isinstance(view.found, tuple):
             values = [tuple(search.metrics().values()) for search in view.found]
             rows = constant_on(view.live_T.device, tuple(chain.from_iterable(values))).reshape(
@@ -231,8 +228,8 @@ class ClipLoss(Loss):
     def _bounds_metrics(self, sums: Tensor, update: UpdateSums) -> Metrics:
         """Metrics of an update's bounds: contribution on its own tokens, distance from the exact search.
 
-        With many searches in an update (``scope: micro_batch``) they are means over the tokens.
-        ``..._distance`` costs no pass: the update's own sums give the exact bounds.
+        With several searches per update (``scope: micro_batch``) they are token means. ``..._distance`` costs
+        no pass: the update's own sums give the exact bounds.
         """
         config = self._config
         measured = update.parts[SEARCH].reshape(-1, sum_count(config)).sum(0)
@@ -242,7 +239,7 @@ class ClipLoss(Loss):
             means = (number / update.tokens for number in sums.tolist())
             used = dict(zip(exact.metrics(), means, strict=True))
         else:
-            result = result or exact  # searched while the update held its forward passes
+            result = result or exact  # searched during the update, with held forward passes
             used = at_bounds(result.bounds, measured, config).metrics()
         has_moved = float(used["bapo/rounds"] > 0)
         return {
@@ -253,8 +250,8 @@ class ClipLoss(Loss):
         }
 
     def _in_force_sums(self, view: PackView) -> Tensor:
-        """``[sum of c_low over negative tokens, their number, sum of c_high over positive ones, their number,
-        tokens whose search saw one sign, tokens whose search moved a bound]``."""
+        """[6]: sum of c_low over negative tokens, their number, sum of c_high over positive tokens, their
+        number, tokens in one-sign searches, tokens in searches that moved a bound."""
         negative_T = (view.live_T & (view.batch.advantage_T < 0)).double()
         positive_T = (view.live_T & (view.batch.advantage_T > 0)).double()
         live_T = view.live_T.double()
@@ -263,7 +260,7 @@ class ClipLoss(Loss):
         return torch.stack([part.sum() for part in (*bounds, one_sign * live_T, has_moved * live_T)])
 
     def _in_force_metrics(self, sums: Tensor, update: UpdateSums) -> Metrics:
-        """Mean bounds over the tokens that they act on; shares of tokens by what their search saw and did."""
+        """Mean bounds over the tokens affected; token shares of one-sign searches and moved searches."""
         low, negative, high, positive, one_sign, moved = sums.tolist()
         return {
             "bapo/clip_low_negative": share(low, negative),

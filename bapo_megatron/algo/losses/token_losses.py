@@ -1,11 +1,9 @@
-"""Per-token losses ``-sum_t weight A value``: CISPO, SAPO, DPPO, CE-GPPO, ASPO and MASPO, by their papers.
+"""Per-token losses ``-sum_t weight A value``: CISPO, SAPO, DPPO, CE-GPPO, ASPO and MASPO, after their papers.
 
-Each is a ``TokenLoss``: it sees one pack at a time, and needs no pass of its own over the update. Here
-``r = pi / pi_old``, ``sg`` is stop-gradient, ``weight`` the token's share in the mean, and ``g`` the gradient
-factor: ``d loss / d log pi = -weight A g``. Where a paper's mean is within each response first, set
-``algorithm.loss_mean=sequence``.
-
-Legend: ``_T`` tokens of a pack. ``build_loss`` makes them by their names in ``algorithm.loss``.
+Each is a ``TokenLoss``: it sees one pack at a time and needs no extra pass over the update. Here ``r = pi /
+pi_old``, ``sg`` is stop-gradient, ``weight`` the token's share in the mean, and ``g`` the gradient factor:
+``d loss / d log pi = -weight A g``. Where a paper takes the mean within each response first, set
+``algorithm.loss_mean=sequence``. Legend: ``_T`` tokens of a pack.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ class Cispo(TokenLoss):
 
         loss = -sum_t weight A sg(clip(r, ratio_low, ratio_high)) log pi
 
-    Every token keeps a gradient, of bounded size: ``g = clip(r, ratio_low, ratio_high)``. The paper's bounds
-    are ``1 - eps_low`` and ``1 + eps_high`` of the importance weight; it sets no effective lower bound and
-    does not publish ``eps_high``. The default of 5 is from ScaleRL (arXiv 2510.13786), which TRL recommends,
-    too. The mean is over the tokens of the batch.
+    Every token keeps a bounded gradient: ``g = clip(r, ratio_low, ratio_high)``. The paper's bounds are ``1 -
+    eps_low`` and ``1 + eps_high``; it sets no effective lower bound and does not publish ``eps_high``. The
+    default of 5 is from ScaleRL (arXiv 2510.13786), also recommended by TRL. The mean is over the batch's
+    tokens.
 
-    Clipped: the tokens whose weight is a bound. Metric ``cispo/weight``: the mean weight.
+    Clipped: tokens whose weight is a bound. Metric ``cispo/weight``: the mean weight.
     """
 
     measurements = (token_mean("cispo/weight", lambda view: view.terms.gradient_T),)
@@ -45,7 +43,7 @@ class Cispo(TokenLoss):
         ratio_low: Annotated[float, Ge(0)] = 0.0,
         ratio_high: Annotated[float, Gt(0)] = 5.0,
     ) -> None:
-        """``ratio_low``, ``ratio_high``: bounds of the weight. ConfigError if they are not in order."""
+        """``ratio_low``, ``ratio_high``: bounds of the weight. Raises ConfigError if not in order."""
         super().__init__(algorithm)
         if ratio_low >= ratio_high:
             raise ConfigError(
@@ -60,14 +58,14 @@ class Cispo(TokenLoss):
 
 
 class Sapo(TokenLoss):
-    """SAPO loss (arXiv 2511.20347, Eqs. 5 and 6): a soft gate about r = 1 in place of clipping.
+    """SAPO loss (arXiv 2511.20347, Eqs. 5 and 6): a soft gate around r = 1 instead of clipping.
 
         loss = -sum_t weight A f(r)    with    f(r) = 4 / tau sigmoid(tau (r - 1))
 
     So ``g = 4 p (1 - p) r`` with ``p = sigmoid(tau (r - 1))`` (Eq. 8). The gate, ``g / r``, is 1 at r = 1 and
-    falls on both sides. Its temperature ``tau`` depends on the sign of the advantage; the larger one of
-    negative advantages lets their gradient fall faster. Defaults are the paper's, but for its mean, which is
-    within each response first, then over responses.
+    falls on both sides. Its temperature ``tau`` depends on the sign of the advantage; the larger one, for
+    negative advantages, makes their gradient fall faster. Defaults are the paper's, except its mean (within
+    each response first).
 
     Clips no token. Metric ``sapo/gate``: the mean gate.
     """
@@ -80,7 +78,7 @@ class Sapo(TokenLoss):
         temperature_positive: Annotated[float, Gt(0)] = 1.0,
         temperature_negative: Annotated[float, Gt(0)] = 1.05,
     ) -> None:
-        """``temperature_*``: tau of tokens with A > 0, and of the others."""
+        """``temperature_*``: tau of tokens with A > 0, and of other tokens."""
         super().__init__(algorithm)
         self.temperatures = temperature_positive, temperature_negative
 
@@ -95,24 +93,24 @@ class Sapo(TokenLoss):
 
 
 _ROUNDING = 1e-8
-"""Added to the probability of all other tokens, which float32 may round to 0; as in DPPO's authors' code."""
+"""Added to the other tokens' probability, which float32 may round to 0, as in the DPPO authors' code."""
 
 
 class _Dppo(TokenLoss):
-    """Base class of the DPPO losses (arXiv 2602.04879v3, Eq. 12); a subclass gives the divergence.
+    """Base class of the DPPO losses (arXiv 2602.04879v3, Eq. 12); subclasses define the divergence.
 
         loss = -sum_t weight M r A
 
-    ``M`` is 0 where the update has moved a token's probability the way its advantage asks for (A > 0 and
+    ``M`` is 0 where the update has moved a token's probability in the direction of its advantage (A > 0 and
     pi > mu, or A < 0 and pi < mu) and the divergence of the two distributions is above
-    ``divergence_threshold``; else 1. So ``g = M r``. The divergence is that of two outcomes, the sampled
-    token or any other, with ``mu = pi_rollout`` (the paper's Sec. 5.2: the trust region must be anchored to
-    the policy that sampled).
+    ``divergence_threshold``; otherwise 1. So ``g = M r``. The divergence is between two-outcome
+    distributions, the sampled token or any other, with ``mu = pi_rollout`` (the paper's Sec. 5.2 anchors the
+    trust region to the sampling policy).
 
-    The thresholds are those of Appendix C.1, 0.15 and 0.05 (Appendix E has 0.2 for most TV runs).
-    ``ratio_cap`` is the ``C`` of Eq. 23, ``g = M min(r, C)``: none in Appendix C.1, 5 in Appendix E, 20 in
-    the authors' code. A masked token stays in the count of tokens that the loss is divided by, as in that
-    code; the paper writes a sum over tokens and does not say.
+    The thresholds are from Appendix C.1, 0.15 and 0.05 (Appendix E has 0.2 for most TV runs). ``ratio_cap``
+    is the ``C`` of Eq. 23, ``g = M min(r, C)``: none in Appendix C.1, 5 in Appendix E, 20 in the authors'
+    code. A masked token stays in the loss's token count, as in that code; the paper's sum over tokens leaves
+    this open.
 
     Clipped: the masked tokens. Metric ``dppo/divergence``: its mean over the tokens.
     """
@@ -124,7 +122,7 @@ class _Dppo(TokenLoss):
 
     @abstractmethod
     def divergence(self, tokens: Tokens) -> Tensor:
-        """Divergence of the rollout policy and the policy at each token, [T]."""
+        """Divergence between rollout policy and policy at each token, [T]."""
 
     def rule(self, tokens: Tokens) -> TokenRule:
         """``g = M r``: the (capped) ratio, 0 where masked."""
@@ -174,21 +172,20 @@ class DppoKl(_Dppo):
 
 
 class CeGppo(TokenLoss):
-    """CE-GPPO loss (arXiv 2509.20712v5, Eqs. 8 to 10): clipped tokens keep a gradient of bounded size.
+    """CE-GPPO loss (arXiv 2509.20712v5, Eqs. 8 to 10): clipped tokens keep a bounded gradient.
 
         loss = -sum_t weight A v    with    g = beta1 (1 - clip_low)    where A < 0 and r < 1 - clip_low
                                             g = beta2 (1 + clip_high)   where A > 0 and r > 1 + clip_high
                                             g = r                       elsewhere
 
     ``v = g``: PPO's ratio, or a bound times beta, scaled by ``r / sg(r)``. ``beta1`` strengthens what lowers
-    the entropy (unlikely tokens pushed down), ``beta2`` what raises it; with both 0 it is PPO's gradient. The
-    defaults are those of the paper's 7B runs (0.5 and 1 at 1.5B), with its symmetric bounds. The paper's mean
-    is within each response first; the authors' code has a mean over tokens, and a dual clip of 3 for A < 0
-    which the paper does not have.
+    the entropy (unlikely tokens pushed down), ``beta2`` what raises it; with both 0 the gradient is PPO's.
+    The defaults are from the paper's 7B runs (0.5 and 1 at 1.5B), with its symmetric bounds. The paper takes
+    the mean within each response first; the authors' code has a token mean, and a dual clip of 3 for A < 0
+    that is not in the paper.
 
-    Clipped: the tokens that PPO clips. Metrics ``ce_gppo/preserved_low`` and ``_high``: the share of the
-    gradient mass ``sum weight g |A|`` from tokens beyond the lower and the upper bound, None where the mass
-    is 0.
+    Clipped: the tokens clipped by PPO. Metrics ``ce_gppo/preserved_low`` and ``_high``: the share of the
+    gradient mass ``sum weight g |A|`` beyond the lower and the upper bound, None if the mass is 0.
     """
 
     def __init__(
@@ -206,7 +203,7 @@ class CeGppo(TokenLoss):
         self.measurements = (Measurement("ce_gppo", 3, _mass, _shares),)
 
     def rule(self, tokens: Tokens) -> TokenRule:
-        """Eq. 10 as factor, which is also the value of Eq. 8."""
+        """Eq. 10 as factor and as the value of Eq. 8."""
         below_T = (tokens.advantage_T < 0) & (tokens.ratio_T < self.low)
         above_T = (tokens.advantage_T > 0) & (tokens.ratio_T > self.high)
         factor_T = torch.where(below_T, self.beta1 * self.low, tokens.ratio_T)
@@ -215,7 +212,7 @@ class CeGppo(TokenLoss):
 
 
 def _mass(view: PackView) -> Tensor:
-    """Gradient mass, [3]: of all tokens, of those beyond the lower bound, and beyond the upper bound."""
+    """Gradient mass, [3]: of all tokens, beyond the lower bound, and beyond the upper bound."""
     weight_T, advantage_T = unmasked(view.batch.mask_T, view.batch.weight_T, view.batch.advantage_T)
     mass_T = weight_T * view.terms.gradient_T * advantage_T.abs()
     low_T, high_T = (view.terms.clipped_T & side_T for side_T in (advantage_T < 0, advantage_T > 0))
@@ -228,7 +225,7 @@ def _shares(sums: Tensor, _update: UpdateSums) -> Metrics:
 
 
 class Aspo(TokenLoss):
-    """ASPO loss (arXiv 2510.06062v2): PPO's mask, and the reciprocal ratio as weight of positive tokens.
+    """ASPO loss (arXiv 2510.06062v2): PPO's mask, with the reciprocal ratio as weight of positive tokens.
 
         loss = -sum_t weight A min(w, dual_clip)    with    w = 1 / r for A > 0, w = r for A < 0
 
@@ -236,19 +233,18 @@ class Aspo(TokenLoss):
     three steps:
 
     1. PPO's mask: no gradient where A < 0 and ``r < 1 - clip_low``, or A > 0 and ``r > 1 + clip_high``
-    2. Eq. 3: ``w = r`` for A < 0, and ``w = 1 / r`` for A > 0, whose gradient is that of
-       ``pi_old pi / sg(pi^2)``
+    2. Eq. 3: ``w = r`` for A < 0, and ``w = 1 / r`` for A > 0, with the gradient of ``pi_old pi / sg(pi^2)``
     3. ``w`` is at most ``dual_clip``, and keeps its gradient there
 
     So ``g = min(w, dual_clip)``, or 0 where masked. A masked token has the value of its bound, as in PPO.
 
-    Defaults are those of the authors' scripts; the paper gives no numbers. The paper bounds ``w`` for A > 0
-    (its step 3) and for A < 0 by PPO's dual clip; that both keep their gradient is the authors' code. That
-    code also takes wider bounds, 0.4, for the fifth of the tokens with the highest entropy in a response, and
-    the log-prob for the value of a dual-clipped token (the same gradient): neither is in the paper, nor here.
-    The paper's mean is within each response first; the code's is over tokens.
+    Defaults are from the authors' scripts; the paper gives no numbers. The paper bounds ``w`` for A > 0 (step
+    3) and for A < 0 by PPO's dual clip; that both keep their gradient is the authors' code. Two details of
+    that code are neither in the paper nor here: wider bounds, 0.4, for the fifth of a response's tokens with
+    the highest entropy, and the log-prob as value of a dual-clipped token (the same gradient). The paper
+    takes the mean within each response first, the code over tokens.
 
-    Clipped: the masked tokens. Metric ``aspo/dual_clipped``: the share of the tokens whose weight is above
+    Clipped: the masked tokens. Metric ``aspo/dual_clipped``: share of tokens with a weight above
     ``dual_clip``.
     """
 
@@ -265,7 +261,7 @@ class Aspo(TokenLoss):
         self.measurements = (token_mean("aspo/dual_clipped", self._dual_clipped),)
 
     def rule(self, tokens: Tokens) -> TokenRule:
-        """The weight, bounded; without gradient where PPO would clip."""
+        """The bounded weight; no gradient where PPO would clip."""
         ratio_T, positive_T = tokens.ratio_T, tokens.advantage_T > 0
         clipped_T = torch.where(positive_T, ratio_T > self.high, ratio_T < self.low)
         clipped_T &= tokens.advantage_T != 0
@@ -279,7 +275,7 @@ class Aspo(TokenLoss):
 
 
 def _weight(ratio_T: Tensor, positive_T: Tensor) -> Tensor:
-    """ASPO's weight, Eq. 3: ``1 / r`` for A > 0, else ``r``."""
+    """ASPO's weight, Eq. 3: ``1 / r`` for A > 0, otherwise ``r``."""
     return torch.where(positive_T, 1 / ratio_T, ratio_T)
 
 
@@ -290,20 +286,19 @@ _LEAST, _MOST = 0.1, 10.0
 
 
 class Maspo(TokenLoss):
-    """MASPO loss (arXiv 2602.17550, Sec. 4): a one-sided Gaussian gate on the ratio in place of clipping.
+    """MASPO loss (arXiv 2602.17550, Sec. 4): a one-sided Gaussian gate on the ratio instead of clipping.
 
         loss = -sum_t weight A sg(F) r    with    F = exp(-(r - 1)^2 / (2 s^2))
 
-    So ``g = F r``. ``F`` gates only tokens that have moved in the direction of their advantage (A > 0 and
-    r > 1, or A < 0 and r < 1); elsewhere it is 1. Its width
+    So ``g = F r``. ``F`` gates only tokens that have moved in the direction of their advantage (A > 0 and r >
+    1, or A < 0 and r < 1); elsewhere it is 1. Its width
 
         s = clip(sigma pi_old^-alpha, sigma, 10) clip(h, 0.1, 10)
         h = 1 + beta A for A > 0, 1 / (1 - beta A) for A < 0
 
-    grows where a token was unlikely, and with the advantage, and shrinks for large negative advantages.
-    ``sigma`` is the paper's sigma_base. Formula, clips and defaults are those of the authors' code
-    (github.com/FlyTune/MASPO-RL); it recommends ``alpha`` 0.3 to 0.5 and ``beta`` 0.03. The mean is over the
-    tokens there.
+    grows for unlikely tokens and with the advantage, and shrinks for large negative advantages. ``sigma`` is
+    the paper's sigma_base. Formula, clips, defaults and token mean are from the authors' code
+    (github.com/FlyTune/MASPO-RL), which recommends ``alpha`` 0.3 to 0.5 and ``beta`` 0.03.
 
     Clips no token. Metric ``maspo/gate``: the mean of F.
     """

@@ -1,12 +1,9 @@
-"""Losses that need a statistic of the whole update first: a response's ratio, M2PO's mask, P3O's weight.
+"""Losses that first need a statistic of the whole update: sequence ratios, M2PO's mask, P3O's weight.
 
-A pass sees one pack, a context-parallel rank a part of a response. So what a response's ratio (of GSPO the
-geometric mean of its tokens', of VESPO their product), the mask or the weight depends on is summed over the
-whole update first (the loss's ``Search``), which may cost a forward pass (``trainer/update_loss.py``). Here
-``r = pi / pi_old``.
-
-Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_B`` bins. ``build_loss`` makes the
-losses by their names in ``algorithm.loss``.
+A pass sees one pack, a context-parallel rank only part of a response. So response ratios (for GSPO the
+geometric mean over tokens, for VESPO the product) and the inputs of mask and weight are first summed over the
+whole update (the loss's ``Search``), which may cost a forward pass (``trainer/update_loss.py``). Here ``r =
+pi / pi_old``. Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_B`` bins.
 """
 
 from __future__ import annotations
@@ -39,14 +36,14 @@ from bapo_megatron.types import Metrics
 
 
 class Gspo(Loss):
-    """GSPO loss (arXiv 2507.18071, Eqs. 5 and 7): PPO-clip with the ratio of a sequence, its geometric mean.
+    """GSPO loss (arXiv 2507.18071, Eqs. 5 and 7): PPO-clip with a sequence's geometric-mean ratio.
 
         loss = -sum_t weight min(s A, clip(s, 1 - clip_low, 1 + clip_high) A),    s = exp(mean_t log r_t)
 
-    The gradient is that of GSPO-token (Eqs. 13 and 14): ``d loss / d log pi_t = -weight A s``, which with one
-    weight and one advantage for all tokens of a response is GSPO's own (Eq. 10). A clipped response has no
-    gradient at any of its tokens. The paper's mean over responses is ``algorithm.loss_mean=sequence``. Metric
-    ``gspo/ratio``: the mean of s.
+    The gradient is GSPO-token's (Eqs. 13 and 14): ``d loss / d log pi_t = -weight A s``, which equals GSPO's
+    own (Eq. 10) if all tokens of a response share weight and advantage. No token of a clipped response has a
+    gradient. The paper's mean over responses is ``algorithm.loss_mean=sequence``. Metric ``gspo/ratio``: the
+    mean of s.
     """
 
     search: Search
@@ -57,7 +54,7 @@ class Gspo(Loss):
         clip_low: Annotated[float, Gt(0), Lt(1)] = 3e-4,
         clip_high: Annotated[float, Gt(0)] = 4e-4,
     ) -> None:
-        """``clip_low``, ``clip_high``: distances of the bounds from 1; defaults of the paper's Sec. 5.1."""
+        """``clip_low``, ``clip_high``: distances of the bounds from 1; defaults from the paper's Sec. 5.1."""
         super().__init__(algorithm)
         self.low, self.high = math.log1p(-clip_low), math.log1p(clip_high)
         self.search = Search(
@@ -89,8 +86,8 @@ class Vespo(Loss):
 
     ``W`` has no length normalization, ``sg`` is stop-gradient, and ``phi(W) = W^k exp(lambda (1 - W))``: 1 at
     W = 1, it falls on both sides of its peak at ``k / lambda``. ``k`` and ``lambda`` depend on the sign of
-    the advantage. No token is clipped. As in the authors' code (github.com/FloyedShen/VESPO) ``log W`` is
-    clamped to +-20. Metric ``vespo/phi``: the mean phi.
+    the advantage. Clips no token. As in the authors' code (github.com/FloyedShen/VESPO) ``log W`` is clamped
+    to +-20. Metric ``vespo/phi``: the mean phi.
     """
 
     search: Search
@@ -103,7 +100,7 @@ class Vespo(Loss):
         k_negative: Annotated[float, Gt(0)] = 3.0,
         lambda_negative: Annotated[float, Gt(0)] = 2.0,
     ) -> None:
-        """Defaults of the authors' runs. ConfigError with ``importance_cap``: W is the importance weight."""
+        """Defaults from the authors' runs. Raises ConfigError with ``importance_cap``: W is that weight."""
         super().__init__(algorithm)
         self.k, self.rate = (k_negative, k_positive), (lambda_negative, lambda_positive)
         if algorithm.importance_cap is not None:
@@ -141,20 +138,20 @@ class P3o(Loss):
         E = (sum_t r_t)^2 / (n sum_t r_t^2)                                 over the n tokens of the update
         loss = -sum_t weight sg(min(r, E)) A log pi + (1 - E) sum_t weight (1 / r - 1 + log r)
 
-    E caps the weight of the score function, and sets the strength of a pull towards the policy that sampled:
-    the estimate k3 of KL(pi || pi_old). On-policy E is 1, and the loss that of REINFORCE. The paper searches
-    each optimizer step (Eqs. 7 and 12, Algorithm 2), as here; the authors' code (FeynRL) each micro-batch
-    over the data-parallel ranks. No setting. The paper's mean is over tokens.
+    E caps the score function's weight and sets the strength of a pull towards the sampling policy: the k3
+    estimate of KL(pi || pi_old). On-policy E is 1 and the loss is REINFORCE's. The paper searches each
+    optimizer step (Eqs. 7 and 12, Algorithm 2), as here; the authors' code (FeynRL) searches each micro-batch
+    over the data-parallel ranks. There are no settings. The paper's mean is over tokens.
 
-    The gradient factor and the measures of the gradient are of the first term alone, as with the KL to a
-    reference. Clipped: the tokens at the cap, which are most of them: their ratios are near 1, and E is below
-    it. Metrics ``policy/ess``, as with every loss, and ``p3o/behavior_kl``, the mean of the estimate.
+    The gradient factor and the gradient measures cover only the first term, as with the KL to a reference.
+    Clipped: the tokens at the cap, which are most of them: their ratios are near 1, and E is below it.
+    Metrics ``policy/ess``, as with every loss, and ``p3o/behavior_kl``, the mean estimate.
     """
 
     search: Search
 
     def __init__(self, algorithm: Any) -> None:
-        """ConfigError with ``old_log_probs=trainer``: ratios are to be those to the policy that sampled."""
+        """Raises ConfigError with ``old_log_probs=trainer``: ratios must be to the sampling policy."""
         super().__init__(algorithm)
         if algorithm.old_log_probs != "rollout":
             raise ConfigError(
@@ -179,40 +176,37 @@ class P3o(Loss):
 
 
 def _behavior_kl(stats: TokenStats, batch: MicroBatch) -> Tensor:
-    """Estimate k3 of KL(pi || pi_old) of each token, [T], 0 at masked ones."""
+    """k3 estimate of KL(pi || pi_old) of each token, [T], 0 where masked."""
     log_prob_T, old_log_prob_T = unmasked(batch.mask_T, stats.log_prob_T, batch.old_log_prob_T)
     return kl_estimate(log_prob_T, old_log_prob_T, "k3")
 
 
 BIN = 1.005
-"""Ratio of the edges of a bin of ``|log r|``."""
+"""Edge ratio of a bin of ``|log r|``."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Result of M2PO's search, as plain data: mask threshold, second moment before and after masking.
-
-    Found by the search, before the loss of an update; ``M2po.terms`` masks by it, and the metrics show it.
-    """
+    """Result of M2PO's search before an update: mask threshold, second moment before and after masking."""
 
     threshold: float
-    """Smallest masked ``|log r|``, nats; inf where no token is masked."""
+    """Smallest masked ``|log r|``, nats; inf if no token is masked."""
     moment: float
     """Mean ``(log r)^2`` of the candidates; 0 without candidates."""
     kept: float
-    """The same mean without the masked tokens: at most ``tau``."""
+    """The mean without the masked tokens: at most ``tau``."""
 
 
 class M2po(Loss):
-    """M2PO loss (arXiv 2510.01161): ``-sum_t weight M r A``, ``M`` 0 at masked tokens, else 1.
+    """M2PO loss (arXiv 2510.01161): ``-sum_t weight M r A``, with ``M`` 0 at masked tokens, otherwise 1.
 
-    Its candidates, the trust-region tokens, are those that PPO could clip: A > 0 with r > 1, and A < 0 with
-    r < 1. While the mean of their ``(log r)^2`` is above ``tau``, the largest is masked (Algorithm 1 of that
-    paper). The others, and all tokens outside the trust region, keep ``r A`` unclipped. A masked token stays
-    in the count of tokens that the loss is divided by, as in the paper's objective.
+    The candidates, trust-region tokens, are those PPO could clip: A > 0 with r > 1, and A < 0 with r < 1.
+    While the mean of their ``(log r)^2`` is above ``tau``, the largest is masked (the paper's Algorithm 1).
+    All other tokens keep ``r A`` unclipped. A masked token stays in the loss's token count, as in the paper's
+    objective.
 
-    A sort of all tokens is not additive over packs and ranks, a histogram is: the threshold is the lower edge
-    of a bin of ``|log r|``, 0.5 % wide. So the bin in which Algorithm 1 stops is masked whole.
+    A sort of all tokens is not additive over packs and ranks, but a histogram is: the threshold is the lower
+    edge of a bin of ``|log r|``, 0.5 % wide, and the bin in which Algorithm 1 stops is masked as a whole.
 
     Clipped: the masked tokens. Metrics ``m2po/threshold``, ``m2po/second_moment`` and ``..._kept``.
     """
@@ -238,7 +232,7 @@ class M2po(Loss):
 
     @torch.no_grad()
     def _measure(self, stats: TokenStats, batch: MicroBatch) -> Tensor:
-        """Histogram of ``|log r|`` of the candidates: their number and sum of ``(log r)^2`` by bin, [2 B]."""
+        """Histogram over the candidates' ``|log r|``: count and sum of ``(log r)^2`` per bin, [2 B]."""
         log_ratio_T, advantage_T, _ = _fields(stats, batch)
         count_T = _candidates(log_ratio_T, advantage_T).double()
         bin_T = torch.bucketize(log_ratio_T.abs(), constant_on(count_T.device, self.edges), right=True)
@@ -250,14 +244,14 @@ class M2po(Loss):
         )
 
     def _find(self, sums: Tensor) -> Threshold:
-        """Algorithm 1 on whole bins, the largest ``|log r|`` first."""
+        """Run Algorithm 1 on whole bins, the largest ``|log r|`` first."""
         counts, squares = (list(itertools.accumulate(half.tolist())) for half in sums.chunk(2))
         means_B = [square / max(count, 1.0) for count, square in zip(counts, squares, strict=True)]
         kept = max(number for number, mean in enumerate(means_B) if mean <= self.tau or number == 0)
         return Threshold((*self.edges, math.inf)[kept], means_B[-1], means_B[kept])
 
     def _metrics(self, _sums: Tensor, update: UpdateSums) -> Metrics:
-        """The second moment of the candidates before and after masking, and the threshold in nats."""
+        """Second moment of the candidates before and after masking, and the threshold in nats."""
         threshold: Threshold = update.found or self._find(update.parts[SEARCH])
         return {
             "m2po/second_moment": threshold.moment,

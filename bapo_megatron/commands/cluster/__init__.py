@@ -1,4 +1,1 @@
-"""Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``.
-
-All but ``submit`` also take a run that was started without Slurm.
-"""
+"""Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``; all but ``submit`` take any run."""

@@ -1,7 +1,6 @@
 """Cluster file: the TOML settings of a Slurm site, which ``bapo submit --cluster FILE`` reads and checks.
 
-``load_cluster`` raises one ConfigError with all problems of names and types, or else of values, before
-anything is submitted.
+``load_cluster`` raises one ConfigError with all problems of names and types or, if none, of values.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-"""Characters that no line of a job's script can hold: what follows a line end would be a command."""
+"""Characters forbidden in a job script's lines: text after a line end would be a command."""
 
 _TEXTS = ("account", "partition", "qos", "constraint", "mem", "container")
 _OF_THE_FILE = ("account", "partition", "time", "qos", "constraint", "mem", "cpus-per-task")
@@ -42,7 +41,7 @@ _OF_THE_JOB = {
         ("array", "wrap", "wait", "test-only", "parsable"), "a run is one job, and not waited for"
     ),
 }
-"""Flags of sbatch that cannot be in the table ``sbatch``, and what to do instead."""
+"""sbatch flags not allowed in the table ``sbatch``, and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class ClusterFile:
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """The cluster file at ``path``. ConfigError lists every problem in it."""
+    """Read the cluster file at ``path``. Raises ConfigError listing all its problems."""
     try:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -162,7 +161,7 @@ def _build(table: Mapping[str, Any]) -> ClusterFile:
 
 
 def seconds_of(time: str) -> int:
-    """The seconds of a time limit as Slurm reads it: D-HH[:MM[:SS]], HH:MM:SS, MM:SS, or minutes."""
+    """Return a time limit in seconds as Slurm reads it: D-HH[:MM[:SS]], HH:MM:SS, MM:SS, or minutes."""
     days, dash, clock = time.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
     parts = [*parts, 0, 0][:3] if dash else [0, *parts, *[0] * (len(parts) == 1)][-3:]
@@ -212,7 +211,7 @@ def _broken_lines(cluster: ClusterFile) -> Iterator[str]:
 
 
 def _invalid_flags(cluster: ClusterFile) -> Iterator[str]:
-    """Flags of the table ``sbatch`` that would change what the file, or the job itself, relies on."""
+    """Yield problems of ``sbatch`` flags that conflict with the file or the job itself."""
     for name, value in cluster.sbatch.items():
         flag = name.replace("_", "-")
         if flag in _OF_THE_FILE:

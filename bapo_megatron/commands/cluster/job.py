@@ -1,6 +1,6 @@
-"""Slurm job of a recipe: node groups, environment settings, and the checks before its submission.
+"""Slurm job of a recipe: node groups, environment settings, and checks before submission.
 
-Nothing here calls Slurm: ``submit.py`` makes the job, has it checked, and hands its specification to
+Does not call Slurm: ``submit.py`` builds and checks the job and passes its specification to
 ``slurm/launch.py``.
 """
 
@@ -34,7 +34,7 @@ _TO_SLURM = ("account", "partition", "time", "qos", "constraint", "cpus_per_task
 
 
 def _without_run_dir(flags: Sequence[str]) -> Iterator[str]:
-    """The flags of `bapo train` without `--run-dir` and its value, in any spelling that tyro accepts."""
+    """Yield the flags without `--run-dir` and its value, in any spelling that tyro accepts."""
     words = iter(flags)
     for word in words:
         name, value, _ = word.replace("_", "-").partition("=")
@@ -46,24 +46,22 @@ def _without_run_dir(flags: Sequence[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """Slurm job of one recipe: the recipe with its flags, the cluster file, and all that follows from both.
-
-    Immutable; its methods compute and read files; ``rehearsal_misfits`` alone starts processes, for minutes.
-    """
+    """Slurm job of one recipe with its flags and a cluster file. Immutable; its methods compute and read
+    files. Only ``rehearsal_misfits`` starts processes, for minutes."""
 
     config: RunConfig
     cluster: ClusterFile
     recipe: Path
     flags: tuple[str, ...]
-    """Flags of `bapo train`, as they were given."""
+    """Flags of `bapo train` as given."""
     root: Path
-    """The folder of the submission, where relative paths of the recipe begin."""
+    """Submission folder, to which the recipe's relative paths refer."""
     templates: Path
-    """The folder `slurm/` of the checkout."""
+    """Folder `slurm/` of the checkout."""
 
     @property
     def tasks_per_node(self) -> int:
-        """Trainer processes on a node."""
+        """Trainer processes per node."""
         return self.cluster.tasks_per_node or max(1, self.cluster.gpus_per_node)
 
     @property
@@ -74,7 +72,7 @@ class ClusterJob:
 
     @property
     def rollout_nodes(self) -> int:
-        """Nodes of SGLang servers. Colocated servers are on the trainer's node, whatever the file says."""
+        """Nodes of SGLang servers; 0 if colocated, since those use the trainer's node."""
         return 0 if self.config.rollout.sglang.colocated else self.cluster.rollout_nodes
 
     @property
@@ -84,17 +82,17 @@ class ClusterJob:
 
     @property
     def servers_per_node(self) -> int:
-        """SGLang servers on a rollout node."""
+        """SGLang servers per rollout node."""
         tensor = self.config.rollout.sglang.tensor
         return self.cluster.servers_per_node or max(1, self.cluster.gpus_per_node // tensor)
 
     @property
     def run_dir(self) -> Path:
-        """The run directory, absolute."""
+        """Absolute run directory."""
         return self.root / self.config.directory
 
     def problems(self) -> Iterator[str]:
-        """Contradictions between the recipe and the cluster file; each makes the job impossible."""
+        """Yield contradictions between recipe and cluster file that make the job impossible."""
         size, data = self.config.parallel.model_size, self.config.parallel.data
         if self.processes % size:
             yield (
@@ -129,7 +127,7 @@ class ClusterJob:
                     f"{what} {str(text)!a} has a line end or another control character, which no line of "
                     "a job's script can hold: rename it"
                 )
-        # In paths, flags and variables alike: it would change them without a word.
+        # In paths, flags and variables, all of which NeMo-Run would change silently.
         for word in sorted({word for word in self._words() if "/nemo_run" in word}):
             yield f"{word}: NeMo-Run replaces /nemo_run in every path; rename the folder"
 
@@ -140,7 +138,7 @@ class ClusterJob:
         yield from (*self.settings().values(), *cluster.sbatch.values())
 
     def _no_servers(self) -> str | None:
-        """Problem of a job without SGLang servers; None if it starts some, is given some, or needs none."""
+        """Return the problem of a job without SGLang servers; None if it has some or needs none."""
         rollout, cluster = self.config.rollout, self.cluster
         elsewhere = self.rollout_nodes or "BAPO_ENGINES" in cluster.environment
         if rollout.engine != "sglang" or rollout.replay is not None or elsewhere:
@@ -156,14 +154,12 @@ class ClusterJob:
         )
 
     def missing_mounts(self) -> list[str]:
-        """Missing container mounts: paths that every task needs, with what to add to `mounts`.
-
-        Tasks use the host's paths, so only a mount with two equal sides counts.
-        """
+        """Return a message, with the mount to add, for each path that tasks need and the container lacks.
+        Tasks use the host's paths, so a mount counts only if both sides are equal."""
         if self.cluster.container is None:
             return []
         places = [[Path(side) for side in mount.split(":")[:2]] for mount in self.cluster.mounts]
-        # One that this machine lacks may be in the image, or have another path outside: it is only warned of.
+        # An input absent here may be in the image or at another host path: that is only a warning.
         inputs = {
             what: path
             for what, path in self._inputs().items()
@@ -175,11 +171,11 @@ class ClusterJob:
                 folder = path.parent if what == "recipe" or what.startswith("data file") else path
                 line = f'the container does not mount the {what} {path}: add "{folder}:{folder}" to mounts'
                 missing.append(line)
-                shown.append(folder)  # once told, it also covers the paths below it
+                shown.append(folder)  # covers the paths below it, too
         return missing
 
     def _paths(self) -> dict[str, Path]:
-        """Paths that every task needs, by their roles, and that this machine has at the same place."""
+        """Return paths that every task needs, by role, and that this machine has at the same place."""
         return {
             "folder of the submission": self.root,
             "checkout": self.templates.parent,
@@ -188,7 +184,7 @@ class ClusterJob:
         }
 
     def _inputs(self) -> dict[str, Path]:
-        """Paths that tasks read, by their roles. A replay reads no data."""
+        """Return paths that tasks read, by role. A replay reads no data."""
         data, replayed = self.config.data, self.config.rollout.replay
         needed = {"model": self.root / self.config.model.hf_path}
         if replayed is not None:
@@ -199,8 +195,8 @@ class ClusterJob:
         }
 
     def summary(self) -> list[str]:
-        """Summary of the job: the lines of `bapo plan`, or the nodes alone where the GPU type or the model's
-        config.json is unknown on this machine."""
+        """Return the lines of `bapo plan`, or just the nodes if the GPU type or the model's config.json is
+        unknown."""
         nodes = nodes_text(self.trainer_nodes, self.rollout_nodes)
         try:
             plan = make_plan(self.planned())
@@ -209,7 +205,7 @@ class ClusterJob:
             return [f"Nodes: {nodes}", f"No plan: {error}"]
 
     def warnings(self) -> Iterator[str]:
-        """Warnings that do not stop the submission."""
+        """Yield warnings, which do not prevent submission."""
         yield from self._absent_inputs()
         need, disk = self._disk_need(), self.cluster.health.disk_gb
         if self.cluster.health.probe == "on" and need is not None and disk < need:
@@ -250,7 +246,7 @@ class ClusterJob:
                 yield f"{field}: {path} is absent on this machine; the nodes must have it (docs/data.md)"
 
     def _shares(self) -> Iterator[str]:
-        """Memory and cores that are left to Slurm's defaults, mostly a small share of a node."""
+        """Yield warnings if memory or cores are left to Slurm's defaults, usually a small share of a node."""
         cluster, flags = self.cluster, {name.replace("_", "-") for name in self.cluster.sbatch}
         if cluster.mem is None and not flags & {"mem-per-cpu", "mem-per-gpu"}:
             yield (
@@ -265,8 +261,8 @@ class ClusterJob:
             )
 
     def _load_seconds(self) -> float | None:
-        """Time in which a server reads the model's weights, by its config.json where this machine lacks them;
-        None if it has neither."""
+        """Return a server's load time for the weights in seconds, from the weights or config.json; None
+        without both."""
         try:
             if seconds := load_seconds(self.root / self.config.model.hf_path, 0.0):
                 return seconds
@@ -276,15 +272,15 @@ class ClusterJob:
         return read_seconds(total_parameters(shape) * Job(self.config, shape, PlanOptions()).element)
 
     def _memory_need(self) -> float | None:
-        """Host memory in GB that a node needs while it saves, and a fifth more; None without a plan."""
+        """Return a node's host memory during a save in GB, plus a fifth; None without a plan."""
         try:
             return 1.2 * host_bytes(self.planned()) / GB
         except ConfigError:
             return None
 
     def _disk_need(self) -> float | None:
-        """Size of the run directory in GB, with its rollouts at the plan's lengths; None if this machine does
-        not have the model's config.json."""
+        """Return the run directory's size in GB at the plan's response lengths; None without the model's
+        config.json."""
         try:
             shape = find_shape(self.recipe, self.config.model.hf_path)
         except ConfigError:
@@ -292,14 +288,14 @@ class ClusterJob:
         return Job(self.config, shape, PlanOptions()).disk_with_rollouts / GB
 
     def misfits(self) -> list[str]:
-        """Reasons why the recipe does not fit the cluster's GPUs, by `bapo plan`; none without a `gpu`."""
+        """Return why the recipe does not fit the cluster's GPUs, by `bapo plan`; empty without a `gpu`."""
         if self.cluster.gpu is None:
             return []
         plan = make_plan(self.planned())
         return plan.verdict.problems if self.rollout_nodes else list(plan.verdict.memory)
 
     def rehearsal_misfits(self) -> list[str]:
-        """Reasons why the recipe does not run or fit, by a rehearsal of one rank of each kind (minutes)."""
+        """Return why the recipe does not run or fit, from a rehearsal of one rank of each kind (minutes)."""
         planned = self.planned()
         layout = ("--parallel.data", str(planned.run.parallel.data), "--gpu", planned.options.gpu)
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
@@ -313,7 +309,7 @@ class ClusterJob:
         return misfits
 
     def planned(self) -> Job:
-        """The job as `bapo plan` sees it. ConfigError if the cluster file does not name its GPUs."""
+        """Return the job for `bapo plan`. Raises ConfigError if the cluster file does not name its GPUs."""
         if self.cluster.gpu is None:
             raise ConfigError("the cluster file does not say which `gpu` its nodes have: add it")
         replicas = self.processes // self.config.parallel.model_size
@@ -326,13 +322,13 @@ class ClusterJob:
         return Job(run, find_shape(self.recipe, run.model.hf_path), options)
 
     def arguments(self) -> str:
-        """Recipe and flags, quoted as one line of shell."""
+        """Return recipe and flags quoted as one shell line."""
         # The run directory is absolute: nodes may see another working directory.
         words = [str(self.recipe), *_without_run_dir(self.flags), "--run-dir", str(self.run_dir)]
         return shlex.join(words)
 
     def settings(self) -> dict[str, str]:
-        """Variables of `slurm/lib/settings.sh`, and those of the cluster file."""
+        """Return the variables of `slurm/lib/settings.sh` and the cluster file."""
         cluster, budgets, health = self.cluster, self.cluster.budgets, self.cluster.health
         settings = {
             "BAPO_ROOT": self.root,
@@ -363,27 +359,27 @@ class ClusterJob:
             inside = {"BAPO_SGLANG_PYTHON": cluster.sglang_python} | inside
         if cluster.container is not None:
             settings |= {"BAPO_CONTAINER": cluster.container, "BAPO_MOUNTS": ",".join(cluster.mounts)}
-            # pyxis lets the image's own variables win over the job's: task.sh sets these again.
+            # Under pyxis the image's variables override the job's; task.sh sets these again.
             settings["BAPO_TASK_SETTINGS"] = "\n".join(
                 f"export {name}={shlex.quote(value)}" for name, value in inside.items()
             )
         return {name: str(value) for name, value in settings.items()} | inside
 
     def groups(self) -> list[dict[str, Any]]:
-        """Groups of nodes: the trainer's, then those of the rollout servers."""
+        """Return the node groups: the trainer's, then the rollout servers'."""
         cores, tasks = self.cluster.cpus_per_task, self.tasks_per_node
         groups = [{"role": "trainer", "nodes": self.trainer_nodes, "tasks": tasks, "cpus_per_task": cores}]
         if self.rollout_nodes:
-            # Its one task has all servers of the node: it gets the cores that a node's ranks would.
+            # A rollout node's one task has all its servers: give it the cores of a node's ranks.
             cores = cores and cores * tasks
             groups += [{"role": "rollout", "nodes": self.rollout_nodes, "tasks": 1, "cpus_per_task": cores}]
         return groups
 
     def specification(self) -> dict[str, Any]:
-        """The job's specification for `slurm/launch.py`, as plain values."""
+        """Return the job's specification for `slurm/launch.py`."""
         cluster = self.cluster
         return {
-            "name": f"bapo-{self.config.name}".replace("/", "-"),  # a part of the log's file name
+            "name": f"bapo-{self.config.name}".replace("/", "-"),  # part of the log's file name
             "run": str(self.run_dir),
             "root": str(self.root),
             "templates": str(self.templates),
@@ -401,12 +397,12 @@ class ClusterJob:
 
 
 def check_job(job: ClusterJob, force: bool, rehearse: bool = False, dry_run: bool = False) -> list[str]:
-    """Checks before a submission. ConfigError if the job cannot work; returns the warnings.
+    """Check the job before submission; return the warnings. Raises ConfigError if the job cannot work.
 
-    ``force`` turns memory that does not fit into warnings. ``rehearse`` adds a rehearsal of the ranks.
-    ``dry_run`` turns missing mounts into warnings: this machine may have the checkout at another place.
+    ``force`` turns memory misfits into warnings, ``rehearse`` adds a rehearsal of the ranks, and ``dry_run``
+    turns missing mounts into warnings, since the checkout may be at another place here.
     """
-    # Cheapest first: a rehearsal takes minutes, so everything else is checked before it.
+    # Cheapest first: a rehearsal takes minutes.
     unmounted = job.missing_mounts()
     if problems := [*job.problems(), *(unmounted if not dry_run else [])]:
         raise ConfigError("\n".join(problems))

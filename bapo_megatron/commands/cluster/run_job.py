@@ -1,7 +1,7 @@
-"""The job of a run, a Slurm job or a process of this machine: its state, its logs, its cancellation.
+"""A run's job (a Slurm job or a local process): state, logs and cancellation. ``bapo logs``, ``bapo cancel``.
 
-``bapo logs`` and ``bapo cancel``. Slurm's commands are called with a deadline. Logs are those of the newest
-start, RUN/logs/JOB/RESTART/*.log of a Slurm job.
+Slurm commands run with a deadline. Logs are those of the newest start; for a Slurm job,
+RUN/logs/JOB/RESTART/*.log.
 """
 
 from __future__ import annotations
@@ -24,58 +24,56 @@ from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 RUNNING_STATES = ("RUNNING", "SIGNALING", "RESIZING")
-"""States of a job whose processes run: also while Slurm sends a signal, or gives nodes back."""
+"""States of a job whose processes run, also while Slurm sends a signal or returns nodes."""
 
 LIVE_STATES = (
     *RUNNING_STATES,
     *("PENDING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "EXPEDITING"),
     *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
 )
-"""States of a job that runs or will run: also one that a preemption suspends, or that Slurm holds."""
+"""States of a job that runs or will run, also if suspended by a preemption or held by Slurm."""
 
 _DEADLINE_S = 15.0
 _ASK_S = 30.0
-"""Seconds for which an answer of Slurm may hold while logs are followed."""
+"""How long a Slurm answer is reused while following logs, seconds."""
 _MOST_STATE_BYTES = 1 << 20
 _LINES, _TAIL_BYTES = 40, 1 << 20
-"""Most lines, and bytes, of a log that are shown."""
+"""Most lines, and bytes, shown of a log."""
 _DEFAULTS = ("SQUEUE_", "SCANCEL_", "SINFO_")
 _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", "health")
 
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a Slurm job, as plain data from RUN/slurm.state, which slurm/lib/state.sh writes.
-
-    A number that the file lacks is 0, a text "".
-    """
+    """State of a Slurm job from RUN/slurm.state, which slurm/lib/state.sh writes. Missing numbers are 0,
+    missing texts ""."""
 
     job: str
     restart: int
     status: str
-    """`submitted` (it has not begun), `running`, `requeued`, `done`, `stopped` or `cancelled`."""
+    """`submitted` (not yet begun), `running`, `requeued`, `done`, `stopped` or `cancelled`."""
     end: int
-    """End of the job's time limit, in seconds since 1970; 0 if it has none."""
+    """End of the job's time limit, seconds since 1970; 0 if unlimited."""
     nodes: str
     excluded: str
     requeues: dict[str, int]
 
 
 Ask = Callable[[str], tuple[str, str] | None]
-"""A question to Slurm, as ``queue_state``."""
+"""Query to Slurm, with the signature of ``queue_state``."""
 
 
 def read_job_state(run: Path, ask: Ask | None = None) -> JobState | None:
-    """The state of the run's job; None if no job was ever started or, by `bapo submit`, submitted for it.
+    """Return the state of the run's job; None if no job was ever started or submitted for it.
 
-    A job that was submitted has no state file before it begins, which may be days later. It counts as the
-    run's once the job before it is over, for which ``ask`` (None: ``queue_state``) may ask Slurm.
+    A submitted job has no state file until it begins, perhaps days later. It becomes the run's job once the
+    previous one is over, which ``ask`` (None: ``queue_state``) may ask Slurm.
     """
     begun, submitted = _read_state_file(run), _submitted(run)
     if submitted is None or (begun is not None and submitted <= _number(begun.job)):
         return begun
     if begun is not None and begun.status not in ("done", "stopped", "cancelled"):
-        queued = (ask or queue_state)(begun.job)  # it may have been killed, and left no word
+        queued = (ask or queue_state)(begun.job)  # it may have been killed without a record
         if queued is None or queued[0] in LIVE_STATES:
             return begun
     return JobState(str(submitted), 0, "submitted", 0, "", "", dict.fromkeys(_COUNTERS, 0))
@@ -90,10 +88,8 @@ def _submitted(run: Path) -> int | None:
 
 
 def _read_state_file(run: Path) -> JobState | None:
-    """The state file; None if there is none. ConfigError if it names no job.
-
-    The job is an argument of Slurm's commands: `scancel --user=...` would end every job of the user.
-    """
+    """Return the state file's content, None without one. Raises ConfigError if it names no valid job. The job
+    becomes an argument of Slurm commands: `scancel --user=...` would end all jobs of the user."""
     path = RunPaths(run).slurm_state
     try:
         with path.open("rb") as file:
@@ -117,7 +113,7 @@ def _read_state_file(run: Path) -> JobState | None:
 
 
 def queue_state(job: str) -> tuple[str, str] | None:
-    """Queue state and reason of a job; ("", "") if squeue does not list it, None if Slurm does not answer."""
+    """Return a job's queue state and reason: ("", "") if not listed, None if Slurm does not answer."""
     try:
         output = call_slurm("squeue", "-h", "-j", job, "-o", "%T|%r")
     except SlurmError as error:
@@ -130,12 +126,12 @@ def queue_state(job: str) -> tuple[str, str] | None:
 
 
 class SlurmError(Exception):
-    """Error of a Slurm command that failed, gave no answer in time, or is not installed."""
+    """Raised when a Slurm command fails, times out, or is not installed."""
 
 
 def call_slurm(*command: str) -> str:
-    """The standard output of a Slurm command. SlurmError if it fails, hangs or is not installed."""
-    # Without the user's defaults: SQUEUE_STATES hides jobs, SCANCEL_INTERACTIVE asks back.
+    """Return a Slurm command's standard output. Raises SlurmError on failure, timeout or absence."""
+    # Without the user's defaults: SQUEUE_STATES hides jobs, SCANCEL_INTERACTIVE prompts.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_DEFAULTS)}
     try:
         completed = subprocess.run(
@@ -149,12 +145,10 @@ def call_slurm(*command: str) -> str:
 
 
 def lock_holder(run: Path) -> int | None:
-    """Process id of the lock holder: the process on this machine that trains the run; None if there is none.
-
-    The lock is looked up in /proc/locks, not tried: a run that starts in the same moment would be refused.
-    """
+    """Return the id of the local process that holds the run's lock; None if there is none. Looks in
+    /proc/locks: trying the lock could make a run that starts at that moment fail."""
     try:
-        lock = RunPaths(run).lock.lstat()  # a link could name the lock of another program, to be ended
+        lock = RunPaths(run).lock.lstat()  # a link could name another program's lock, which we would kill
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None
@@ -168,11 +162,8 @@ def lock_holder(run: Path) -> int | None:
 
 
 def _has_open(pid: int, file: os.stat_result) -> bool:
-    """Whether a process has ``file`` open; True if another user's process does not show it.
-
-    /proc/locks cannot tell: files of two file systems may have one inode number, and its device is not
-    everywhere that of stat.
-    """
+    """Whether a process has ``file`` open; True if it belongs to another user and cannot be read. /proc/locks
+    is ambiguous: file systems may share an inode number, and its device may differ from stat's."""
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except PermissionError:
@@ -200,10 +191,10 @@ def logs_command(arguments: Sequence[str]) -> None:
 
 
 def newest_logs(run: Path, every_rank: bool = False, ask: Ask | None = None) -> list[Path]:
-    """Log files of the newest start: the job's, rank 0's and the servers'; with ``every_rank`` all.
+    """Return the newest start's log files: the job's, rank 0's and the servers', or all with ``every_rank``.
 
-    Of the job that trains, if there is one: a later job may evaluate or convert its checkpoints. ``ask``: as
-    of ``read_job_state``.
+    Logs of the training job are preferred: a later job may evaluate or convert checkpoints. ``ask``: see
+    ``read_job_state``.
     """
     starts = [
         folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
@@ -220,12 +211,12 @@ def newest_logs(run: Path, every_rank: bool = False, ask: Ask | None = None) -> 
 
 
 def _outputs(run: Path, job: JobState | None) -> list[Path]:
-    """Slurm's own output of a job that has not begun to write logs, or could not."""
+    """Return Slurm's own output of a job without logs."""
     return sorted(RunPaths(run).logs.glob(f"sbatch_*_{job.job}.out")) if job else []
 
 
 def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
-    """Print the last lines of each log. ConfigError if the run has none."""
+    """Print the last lines of each log. Raises ConfigError if the run has none."""
     logs = newest_logs(run, every_rank)
     if not logs:
         raise ConfigError(
@@ -244,7 +235,7 @@ def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
 def follow_logs(
     run: Path, out: TextIO, every_rank: bool = False, is_following: Callable[[], bool] = lambda: True
 ) -> None:
-    """Print new log lines, also those of later starts, until interrupted (`tail -f`)."""
+    """Print new log lines, including later starts', until interrupted (`tail -f`)."""
     show_logs(run, out, every_rank)
     seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
     last: Path | None = None
@@ -267,8 +258,8 @@ def follow_logs(
 
 
 def _asked_rarely() -> Ask:
-    """``queue_state`` with answers that are kept for a while: logs are looked at twice a second, and Slurm's
-    controller serves the whole cluster."""
+    """Return ``queue_state`` with cached answers: logs are polled twice a second, and Slurm's controller
+    serves the whole cluster."""
     answers = lru_cache(lambda job, _moment: queue_state(job))
     return lambda job: answers(job, time.monotonic() // _ASK_S)
 
@@ -281,16 +272,16 @@ def _is_shown(name: str) -> bool:
 
 
 def cancel_command(arguments: Sequence[str]) -> None:
-    """``bapo cancel RUN [--now]``: stop a run after it has saved, or at once."""
+    """``bapo cancel RUN [--now]``: stop a run after it has saved, or immediately."""
     run, switches = run_and_switches("cancel", arguments, "--now")
     print(cancel(run, "--now" in switches))
 
 
 def cancel(run: Path, at_once: bool = False) -> str:
-    """Cancel the run: it saves first, unless ``at_once``. Returns a sentence that says what was done.
+    """Cancel the run, after it saves unless ``at_once``; return a sentence that says what was done.
 
-    By Slurm if its job is in the queue, else by a signal to the process here that holds the run's lock.
-    ConfigError if there is neither, or Slurm refuses or does not answer.
+    Uses Slurm if the run's job is in the queue, otherwise signals the local process that holds the run's
+    lock. Raises ConfigError if there is neither, or Slurm refuses or does not answer.
     """
     if not run.is_dir():
         raise ConfigError(f"run directory {run} does not exist")
@@ -302,12 +293,12 @@ def cancel(run: Path, at_once: bool = False) -> str:
             if at_once or state not in RUNNING_STATES:
                 call_slurm("scancel", job.job)
                 return f"job {job.job} is cancelled"
-            # Before the signal: the job's script looks for this file once its ranks have saved, and a job
-            # that does not find it would requeue itself.
+            # Before the signal: once its ranks have saved, the job's script looks for this file, and would
+            # otherwise requeue the job.
             write_atomically(RunPaths(run).stop, "bapo cancel\n")
             call_slurm("scancel", "--batch", "--signal=USR1", job.job)
         except SlurmError as error:
-            # A job that continues must not take its next time limit for the end that was asked for.
+            # A job that continues must not stop at its next time limit.
             RunPaths(run).stop.unlink(missing_ok=True)
             raise ConfigError(f"job {job.job} could not be cancelled: {error}") from None
         return f"job {job.job} is told to save and stop; `bapo status {run}` shows when it has"
@@ -320,7 +311,7 @@ def cancel(run: Path, at_once: bool = False) -> str:
 
 
 def run_and_switches(command: str, arguments: Sequence[str], *known: str) -> tuple[Path, set[str]]:
-    """The run directory and the switches of ``arguments``. An unknown switch prints the usage and exits."""
+    """Return the run directory and the switches. Prints the usage and exits for an unknown switch."""
     switches = {word for word in arguments if word.startswith("-")}
     names = [word for word in arguments if not word.startswith("-")]
     if len(names) != 1 or switches - set(known):

@@ -1,8 +1,8 @@
-"""``bapo status``: status of a run, read from its directory and from Slurm's queue.
+"""``bapo status``: status of a run, read from its directory and Slurm's queue.
 
-``read_status`` locks nothing and leaves nothing behind. Ages of files are by the clock of their file system,
-which may differ from this machine's. A file system that hangs blocks it: ``status_command`` calls it in a
-child process with a deadline.
+``read_status`` takes no lock and leaves nothing behind. File ages use the file system's clock, which may
+differ from this machine's. Since a file system may hang, ``status_command`` calls it in a child process with
+a deadline.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.text_table import text_table
 
 FRESH_S = 60.0
-"""Age of an entry in RUN/engines at which its server counts as gone, seconds."""
+"""Age in seconds at which an entry in RUN/engines counts as dead."""
 _WITHOUT_END = {
     "submitted": "it ended before its script began (`bapo logs`)",
     "running": "it ended without a record",
     "requeued": "it was cancelled before it started again",
 }
-"""What became of a job that is over by Slurm, and not by its state file."""
+"""Outcome of a job that is over in Slurm but not in its state file."""
 _WATCH_S = 5.0
 _STATUS_DEADLINE_S = 30.0
-"""Deadline for reading a run's status from its file system, seconds; longer than Slurm's own deadline."""
+"""Deadline for reading the status, seconds; longer than Slurm's own deadline."""
 _CLOCK_S = 2.0
 _MOST_ENTRY_BYTES = 1 << 16
 _LAST_STEPS = 40
-"""Steps whose moves of the bounds are told."""
+"""Number of last steps in the report of bound moves."""
 
 
 def status_command(arguments: Sequence[str]) -> None:
-    """``bapo status RUN [--watch]``: print the status of a run."""
+    """``bapo status RUN [--watch]``: print a run's status."""
     run, switches = run_and_switches("status", arguments, "--watch")
     while True:
         try:
@@ -68,20 +68,20 @@ def status_command(arguments: Sequence[str]) -> None:
             return
         from rich.console import Console
 
-        Console(force_terminal=sys.stdout.isatty()).clear()  # a terminal's screen; nothing in a pipe
+        Console(force_terminal=sys.stdout.isatty()).clear()  # clears a terminal, does nothing in a pipe
         print(text, flush=True)
         time.sleep(_WATCH_S)
 
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run at one moment, as plain data; None where nothing is known."""
+    """Status of a run at one moment; None where unknown."""
 
     run: Path
     job: JobState | None
-    """The Slurm job; None: never started by Slurm, or started by hand since."""
+    """Slurm job; None if never started by Slurm or since continued by hand."""
     state: str
-    """State of the job, or of the local process, in words."""
+    """State of the job or local process, in words."""
     seconds_left: float | None
     step: int
     steps: int | None
@@ -89,28 +89,26 @@ class Status:
     checkpoint: int | None
     checkpoint_age_s: float | None
     engines: tuple[int, int] | None
-    """Numbers of live and of registered engines, by RUN/engines or by the sampler's last metrics."""
+    """Live and registered engines, by RUN/engines or the sampler's last metrics."""
     moved: tuple[float, int] | None
-    """Share of stale updates in which a clipping bound moved, and the number of last steps it is a mean of;
-    None without a search of the bounds."""
+    """Share of stale updates in which a clipping bound moved, and the number of steps averaged; None without
+    a search."""
     starts: str
-    """The fixed bounds that a run without a move equals, as a preset."""
+    """Fixed-bounds preset that equals this run if no bound moves."""
     stalled_s: float | None
-    """Seconds without progress of a running run, if above its limit (``logging.stalled_minutes``)."""
+    """Seconds without progress while running, if above ``logging.stalled_minutes``."""
     trouble: str | None
-    """The last event of an error kind, as text."""
+    """Last error event, as text."""
     trouble_age_s: float | None
     forked: str | None = None
-    """The run and step that it was forked from, as text."""
+    """Run and step of its fork source, as text."""
     has_responses: bool = False
-    """Whether the run has sampled what its next start takes up."""
+    """Whether sampled responses wait for the next start."""
 
 
 def read_status(run: Path, now: float | None = None) -> Status:
-    """The status of ``run`` now. ConfigError if it is not a run directory.
-
-    ``now``: the time by all clocks. None: by this machine's, and for the ages of files by their own.
-    """
+    """Return the status of ``run``. Raises ConfigError if it is not a run directory. ``now``: the time for
+    all clocks; None: this machine's, and for file ages the file system's."""
     paths = RunPaths(run)
     known = (paths.config, paths.slurm_state, paths.events, paths.submitted_job)
     if not any(path.exists() for path in known):
@@ -131,7 +129,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
     trouble = next((row for row in rows_from_end(paths.events) if is_trouble(row)), None)
     running = job is not None and job.status == "running" and job.end > 0
     state = _state(run, job)
-    waits = state.startswith("PENDING")  # a requeued job has lost the nodes and servers of its last start
+    waits = state.startswith("PENDING")  # a requeued job has lost its nodes and servers
     runs = not waits and state.split(" ")[0] in (*LIVE_STATES, "COMPLETING", "running")
     return Status(
         run=run,
@@ -155,13 +153,11 @@ def read_status(run: Path, now: float | None = None) -> Status:
 
 
 def _files_now(run: Path) -> float:
-    """The time by the clock of the run's files; by this machine's where it is not told within ``_CLOCK_S``.
-
-    To be told it takes a write, and a disk that is read may take none for minutes.
-    """
+    """Return the time by the run's file system; by this machine if there is no answer in ``_CLOCK_S``. Asking
+    takes a write, for which a busy disk may need minutes."""
 
     def ask() -> float:
-        # The process may stay as long as the disk hangs: it must not hold the pipe that a reader waits for.
+        # The process lives while the disk hangs, and must not hold the pipe that a reader waits for.
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
@@ -174,13 +170,13 @@ def _files_now(run: Path) -> float:
 
 
 def _stalled_s(run: Path, config: dict[str, Any], now: float, files_now: float) -> float | None:
-    """Seconds without progress since the run's last start, if above its limit; else None."""
+    """Return the seconds without progress since the run's last start if above its limit, else None."""
     if config.get("steps") is None:
         return None
     rows = rows_from_end(RunPaths(run).events)
     start = next((row for row in rows if row.get("kind") in BEGINNINGS), {})
-    age = _age(start, now)  # its time is of the clock of the machine that wrote it, and of no file
-    begun = 0.0 if age is None else files_now - age  # a start that is not among the last events was long ago
+    age = _age(start, now)  # by the clock of the machine that wrote the event, not of a file
+    begun = 0.0 if age is None else files_now - age  # an unlisted start was long ago
     patience = Patience(
         config["steps"], config.get("evaluation.every") or 0, config.get("logging.stalled_minutes")
     )
@@ -202,14 +198,14 @@ def _starts(config: dict[str, Any]) -> str:
 
 
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:
-    """Step and time of the newest complete checkpoint. The manifest is written last, so it marks one."""
+    """Return step and time of the newest complete checkpoint, which its manifest, written last, marks."""
     try:
         saved = [
             (moment, manifest.stat().st_mtime)
             for moment, path in step_entries(RunPaths(run).checkpoints)
             if (manifest := path / MANIFEST).exists()
         ]
-    except PermissionError:  # another user's run: what may be read of it is shown
+    except PermissionError:  # another user's run: show what is readable
         return None
     if not saved:
         return None
@@ -233,10 +229,8 @@ def _state(run: Path, job: JobState | None) -> str:
 
 
 def _continued_by_hand(run: Path, job: JobState) -> bool:
-    """Whether the run was started without Slurm after the end of its job, by the order of their events.
-
-    A job that waits has written none: what went before its submission is not after its end.
-    """
+    """Whether the run was started without Slurm after its job's end, by the order of their events. A waiting
+    job has written no events, so those before its submission do not count."""
     paths = RunPaths(run)
     kinds = ((str(row.get("kind")), row) for row in rows_from_end(paths.events))
     turns = (kind for kind in kinds if kind[0] in (*BEGINNINGS, *ENDS) or kind[0].startswith("job_"))
@@ -250,7 +244,7 @@ def _continued_by_hand(run: Path, job: JobState) -> bool:
 
 
 def _ended(run: Path) -> str:
-    """State of a local run that no process here has open, by its last beginning or end in events.jsonl."""
+    """Return the state of a local run that no process here has open, from its last start or end event."""
     last = last_turn(rows_from_end(RunPaths(run).events))
     if last is None or last in ENDS:
         return f"not running, {last}" if last else "not running"
@@ -260,7 +254,7 @@ def _ended(run: Path) -> str:
 def _engines(run: Path, metrics: dict[str, Any], now: float, of_job: bool) -> tuple[int, int] | None:
     files = list(RunPaths(run).engines.glob("*.json"))
     ready = sum(_is_ready(file, now) for file in files)
-    if files and (of_job or ready):  # else a former job's
+    if files and (of_job or ready):  # otherwise they are a former job's
         return ready, len(files)
     alive = metrics.get("sampler/engines")
     return None if alive is None else (int(alive), int(alive))
@@ -271,7 +265,7 @@ def _is_ready(file: Path, now: float) -> bool:
         with file.open("rb") as opened:
             entry = parse_row(opened.read(_MOST_ENTRY_BYTES))
         return now - file.stat().st_mtime < FRESH_S and entry.get("state") == "ready"
-    except (OSError, ValueError, ConfigError):  # it is being replaced; or a link, which the job ignores, too
+    except (OSError, ValueError, ConfigError):  # being replaced, or a link, which the job ignores
         return False
 
 
@@ -283,7 +277,7 @@ def _age(row: dict[str, Any], now: float) -> float | None:
 
 
 def status_text(status: Status) -> str:
-    """The status as lines of text."""
+    """Return the status as lines of text."""
     rows = [(name, printable(text)) for name, text in _rows(status)]
     return "".join(f"{line}\n" for line in text_table(rows))
 
@@ -342,12 +336,12 @@ def _step(status: Status) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A duration as hours, minutes and seconds."""
+    """Return a duration as H:MM:SS."""
     return str(timedelta(seconds=round(seconds)))
 
 
 def ago(seconds: float | None) -> str:
-    """An age as text, rounded to its largest unit."""
+    """Return an age as text, rounded to its largest unit."""
     if seconds is None:
         return "at an unknown time"
     for size, name in ((86400, "days"), (3600, "hours"), (60, "min")):

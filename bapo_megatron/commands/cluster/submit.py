@@ -1,9 +1,7 @@
 """Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]``.
 
-``slurm/launch.py`` submits with NeMo-Run, in a process of its own, under a Python that has NeMo-Run.
-ConfigError if a check fails or nothing could be submitted. With ``--dry-run`` the script is printed and no
-file is written. ``submission_environment`` says which variables of this shell a job gets,
-``partition_warnings`` what it would wait for in vain.
+``slurm/launch.py`` submits with NeMo-Run, in its own process and a Python that has NeMo-Run. Raises
+ConfigError if a check or the submission fails. ``--dry-run`` prints the script and writes no file.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """The parsed command line of ``bapo submit``, with the flags that it leaves to ``bapo train``."""
+    """Parsed command line of ``bapo submit``, including flags for ``bapo train``."""
 
     recipe: Path
     cluster: Path
@@ -54,11 +52,11 @@ class SubmitCommand:
     flags: tuple[str, ...]
     """Flags of `bapo train`."""
     rehearse: bool = False
-    """Rehearse the recipe's ranks first; refuse the job if one fails or does not fit."""
+    """Whether to rehearse the ranks first, and reject the job if one fails or does not fit."""
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> SubmitCommand:
-        """Parse the command line. ConfigError without a recipe or a cluster file."""
+        """Parse the command line. Raises ConfigError without a recipe or cluster file."""
         if not arguments or arguments[0].startswith("-"):
             raise ConfigError(f"{USAGE}; the recipe comes first")
         cluster: str | None = None
@@ -93,11 +91,11 @@ def submit_command(arguments: Sequence[str]) -> None:
         return
     command = SubmitCommand.of(arguments)
     config, _, fork = train_flags("submit", [str(command.recipe), *command.flags])
-    from bapo_megatron.checkpoint.fork import check_fork  # with torch, which the usage and the flags need not
+    from bapo_megatron.checkpoint.fork import check_fork  # imports torch, which usage and flags do not need
 
     check_fork(config, fork)
     print(job := submit(command, config), end="", flush=True)
-    # The job id alone goes to stdout, so that a script can read it; the hints for a person go to stderr.
+    # Only the job id goes to stdout, for scripts; hints for people go to stderr.
     if not command.dry_run:
         run = shlex.quote(str(Path.cwd() / config.directory))
         print(
@@ -110,10 +108,8 @@ def submit_command(arguments: Sequence[str]) -> None:
 
 
 def submit(command: SubmitCommand, config: RunConfig) -> str:
-    """Submit the job to Slurm. Returns its id, or with ``dry_run`` the script that would be submitted.
-
-    Warnings go to stderr. ConfigError if a check fails, or the job cannot be submitted from here.
-    """
+    """Submit the job to Slurm; return its id, or with ``dry_run`` the script. Warnings go to stderr. Raises
+    ConfigError if a check fails or the job cannot be submitted from here."""
     if not _TEMPLATES.is_dir():
         raise ConfigError(
             f"{_TEMPLATES} does not exist: `bapo submit` works from a checkout of the project, installed "
@@ -134,14 +130,14 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
 
 
 def _queue_warnings(job: ClusterJob) -> Iterator[str]:
-    """What Slurm says against the submission, on a machine where it answers."""
+    """Yield Slurm's objections to the submission, where it answers."""
     yield from partition_warnings(job.cluster, job.trainer_nodes + job.rollout_nodes)
     if (other := earlier_job(job.run_dir)) is not None:
         yield f"{other}; of two jobs of a run the second stops"
 
 
 def earlier_job(run: Path) -> str | None:
-    """Words for the job of this run that is in the queue; None if there is none, or Slurm does not answer."""
+    """Return a description of this run's job in the queue; None without one or without Slurm."""
     job = read_job_state(run)
     state = (queue_state(job.job) or ("", ""))[0] if job else ""
     if job is None or state not in LIVE_STATES:
@@ -150,7 +146,7 @@ def earlier_job(run: Path) -> str | None:
 
 
 def launch(job: ClusterJob, dry_run: bool) -> str:
-    """Run `slurm/launch.py` in an interpreter that has NeMo-Run; its standard output."""
+    """Run `slurm/launch.py` in an interpreter that has NeMo-Run; return its standard output."""
     if not dry_run:
         if shutil.which("sbatch") is None:
             raise ConfigError(
@@ -179,19 +175,19 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
     if completed.returncode:
         raise ConfigError(f"the job was not submitted:\n{(completed.stderr or completed.stdout).strip()}")
     for line in completed.stderr.splitlines():
-        if line.startswith("sbatch:"):  # the site's words; NeMo-Run warns of things that are not used
+        if line.startswith("sbatch:"):  # the site's messages; NeMo-Run warns about unused features
             print(printable(line), file=sys.stderr)
     if not dry_run:
         try:
             write_atomically(RunPaths(job.run_dir).submitted_job, completed.stdout)
-        except OSError as error:  # Slurm has the job: no error may say otherwise
+        except OSError as error:  # Slurm has the job, so this must not look like a failure
             why = f"{error}: `bapo status` and `bapo cancel` know the job only once it has begun"
             print(f"warning: {why}", file=sys.stderr)
     return completed.stdout
 
 
 def nemo_run_python(here: Callable[[str], object] = find_spec) -> str:
-    """Interpreter that has NeMo-Run: ``BAPO_NEMO_RUN_PYTHON``, this one, or that of `make nemo-run`."""
+    """Return an interpreter that has NeMo-Run: ``BAPO_NEMO_RUN_PYTHON``, this one, or `make nemo-run`'s."""
     if named := environment_variable(PYTHON_VARIABLE):
         if not Path(named).is_file():
             raise ConfigError(f"{PYTHON_VARIABLE}={named} does not exist")
@@ -208,22 +204,22 @@ def nemo_run_python(here: Callable[[str], object] = find_spec) -> str:
 
 
 _OF_CLIENTS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_SACK_KEY")
-"""Slurm's variables that say where and who its controller is, and not what a job is."""
+"""Slurm variables that locate and authenticate its controller, not a job's settings."""
 _OF_CONTAINERS = tuple(f"PYXIS_CONTAINER_{name}" for name in ("IMAGE", "MOUNTS", "WORKDIR", "NAME", "SAVE"))
-"""Defaults of pyxis for every srun: also of a job that has no container."""
+"""pyxis defaults for every srun, even of a job without a container."""
 _OF_JOBS = ("SLURM_", "SLURMD_", "SRUN_")
 
 
 def submission_environment(
     shell: Mapping[str, str], settings: Container[str], library: Path
 ) -> tuple[dict[str, str], list[str]]:
-    """The environment for the submission of a job, and the names of what it leaves out and a user may miss.
+    """Return the environment for a submission, and names left out that a user may miss.
 
-    ``sbatch`` hands its environment on to the job, where variables of other purposes would take effect
-    without a word: defaults of sbatch (stronger than the script's header), those of the job that this shell
-    is in (Slurm 24.11 refuses two different SLURM_CPUS_PER_TASK), and settings of a job by plain sbatch.
-    ``shell``: the environment of the command. ``settings``: names that the job's script sets itself.
-    ``library``: the folder ``slurm/lib``, whose ``settings.sh`` has the names of all settings of a job.
+    ``sbatch`` passes its environment to the job, where unrelated variables would silently take effect: sbatch
+    defaults (stronger than the script's header), variables of the job around this shell (Slurm 24.11 rejects
+    two different SLURM_CPUS_PER_TASK), and settings for plain sbatch. ``shell``: the command's environment.
+    ``settings``: names that the job's script sets itself. ``library``: the folder ``slurm/lib``, whose
+    ``settings.sh`` names all job settings.
     """
     of_plain_sbatch = {"BAPO_DEVICE", *re.findall(r"(?m)^(BAPO_\w+)=", (library / "settings.sh").read_text())}
     in_a_job = "SLURM_JOB_ID" in shell
@@ -231,7 +227,7 @@ def submission_environment(
     for name, value in shell.items():
         if in_a_job and name.startswith(_OF_JOBS) and name not in _OF_CLIENTS:
             continue
-        # NeMo-Run's environment has other versions of packages than this one, which PYTHONPATH would mix in.
+        # NeMo-Run's environment has other package versions, which PYTHONPATH would mix in.
         if name == "PYTHONPATH" or name in of_plain_sbatch or name.startswith(("SBATCH_", *_OF_CONTAINERS)):
             if name not in settings:
                 left_out.append(name)
@@ -241,24 +237,24 @@ def submission_environment(
 
 
 _PARTITION = re.compile(r"([^|]+)\|(infinite|UNLIMITED|n/a|(?:\d+-)?\d+(?::\d+){0,2})\|(\d+)")
-"""Partition, time limit and number of nodes."""
+"""Partition, time limit and node count."""
 
 
 def partition_warnings(cluster: ClusterFile, nodes: int) -> Iterator[str]:
-    """What the file's partition cannot give by ``sinfo``: its time, or ``nodes`` nodes.
+    """Yield warnings if ``sinfo`` says the partition lacks the cluster file's time or ``nodes`` nodes.
 
-    Slurm lets such a job wait for ever. Warnings alone, since a site's QOS may raise the limits; none where
-    Slurm does not answer.
+    Slurm lets such a job wait forever. Only warnings, since a site's QOS may raise limits; none if Slurm does
+    not answer.
     """
     try:
-        # Lines of a partition are for each state of its nodes; a hidden partition needs -a.
+        # sinfo prints a line per partition and node state; hidden partitions need -a.
         said = call_slurm("sinfo", "-a", "-h", "-p", cluster.partition, "-o", "%R|%l|%D")
     except SlurmError:
         return
     sizes: dict[str, int] = defaultdict(int)
     limits: dict[str, str] = {}
     for line in said.splitlines():
-        if match := _PARTITION.fullmatch(line):  # a site's sinfo may say more
+        if match := _PARTITION.fullmatch(line):  # a site's sinfo may print more
             name, limit, count = match.groups()
             sizes[name] += int(count)
             limits[name] = limit

@@ -1,6 +1,5 @@
-"""``bapo doctor``: installation check of packages, machine and servers, and of whether a recipe could start.
+"""``bapo doctor``: checks of the installation, the machine, the servers and a recipe.
 
-It must work where the rest does not. So its modules need the standard library alone to load; what may hang or
-break, as an import of PyTorch, runs in a child process with a deadline, and a failure becomes a row of the
-table.
+It must work when the rest does not: its modules load with the standard library alone, and anything that may
+hang or crash (importing PyTorch, for one) runs in a child process with a deadline. A failure becomes a row.
 """

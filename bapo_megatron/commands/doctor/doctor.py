@@ -1,8 +1,8 @@
-"""Command ``bapo doctor [RECIPE] [flags of the recipe] [--json]``: runs all checks, and prints their rows.
+"""Command ``bapo doctor [RECIPE] [flags of the recipe] [--json]``: runs all checks and prints their rows.
 
-Checks of packages, SGLang, the machine, the code sandbox, the recipe and its servers. Rows are printed as
-they come, with ``--json`` all at the end. A section that crashes becomes a row. Exit code 1 if a run could
-not start.
+Checks packages, SGLang, the machine, the code sandbox, the recipe and its servers. Rows are printed as they
+arrive; with ``--json``, all at the end. A section that crashes becomes a row. Exit code 1 if a run could not
+start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ start. `bapo train RECIPE --help` lists the flags.
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """The parsed command line of ``bapo doctor``: the recipe if there is one, its flags, and ``--json``."""
+    """Parsed command line of ``bapo doctor``: the recipe, if any, its flags, and ``--json``."""
 
     recipe: Path | None
     flags: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class DoctorArguments:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> DoctorArguments:
-        """Parse the command line. ConfigError if flags come without a recipe."""
+        """Parse the command line. Raises ConfigError if flags come without a recipe."""
         left = [argument for argument in arguments if argument != "--json"]
         if left and left[0].startswith("-"):
             raise ConfigError(f"{left[0]}: the recipe comes first; {USAGE.splitlines()[0]}")
@@ -47,7 +47,7 @@ class DoctorArguments:
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Print the report as it is made. Exit code 1 if a run could not start. ConfigError for wrong flags."""
+    """Print the report; return 1 if a run could not start, else 0. Raises ConfigError for wrong flags."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
         return 0
@@ -64,8 +64,8 @@ def run_doctor(arguments: Sequence[str]) -> int:
 
 
 def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
-    """Every row of the report, section by section."""
-    # The recipe is checked first, since it says what the other sections need, and printed last.
+    """Yield every row of the report, section by section."""
+    # The recipe is checked first, because the other sections need its facts, but printed last.
     told, facts = ([], None) if command.recipe is None else check_recipe(command.recipe, command.flags)
     need = facts or RecipeFacts()
     python = Path(need.python) if need.python else None
@@ -81,16 +81,16 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
 
 
 def _is_told_by(package: DoctorRow, row: DoctorRow) -> bool:
-    """Whether a row of the recipe tells that a board's package is missing, which has a row of its own."""
+    """Whether a recipe row repeats ``package``'s row: the missing package of a tracking board."""
     missing = package.state == "problem" and row.found.startswith("logging.trackers has ")
     return missing and f", but {package.name} is not installed" in row.found
 
 
 def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:
-    """The rows of a section. An exception in it becomes a row, and the report continues."""
+    """Yield the rows of a section; an exception becomes a row, so the report continues."""
     try:
         yield from rows()
-    except Exception as error:  # a machine that nobody has thought of must not cost the other sections
+    except Exception as error:  # an unforeseen machine must not cost the other sections
         found = f"could not be looked at: {type(error).__name__}: {one_line(error)}"
         yield DoctorRow(
             section, section, "optional", found, "", "look at it by hand: the doctor itself has an error here"

@@ -1,10 +1,10 @@
-"""Environment check of ``bapo doctor``: one step of the environment of each source of prompts.
+"""Environment check of ``bapo doctor``: one step in the environment of each prompt source.
 
-It runs in the child process of ``recipe.py``, as in a run: in a worker of the pool, with the interpreter,
-settings and limits of the recipe, an object for the first row of the source. It is asked once, also where a
-run would ask again, since it may act outside. A step that fails is a row, no exception: a `problem` if there
-is not an object or no valid ``Reply``, which no turn can change; `optional` if the step failed on a turn
-that no model has said, or had no answer in the doctor's time.
+Runs in the child process of ``recipe.py``, in a pool worker with the recipe's interpreter, settings and
+limits, on the source's first row. Steps once, even where a run would retry, since an environment may have
+outside effects. A failing step becomes a row, not an exception: a `problem` if the environment cannot be
+built or returns no valid ``Reply``, which no turn can change; `optional` if the step failed on a turn that no
+model wrote, or exceeded the doctor's time.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ if TYPE_CHECKING:
     from bapo_megatron.types import Prompt
 
 TURN = "I do not know."
-"""The model's turn: any environment may meet it, and it asks for nothing."""
+"""The model's turn, plausible for any environment; it asks for nothing."""
 MOST_WAIT_S = 120.0
-"""Seconds that the doctor gives to a step whose own limit is longer."""
+"""Longest wait for a step, seconds, even if its own limit is longer."""
 _START_S = 120.0
-"""Seconds for the imports of a worker."""
+"""Seconds for a worker's imports."""
 GOES_ON = "a run continues, and this response fails (reward.on_failure)"
 _SHOWN, _SETTINGS_SHOWN = 60, 300
-"""Most characters of an observation, and of the settings of a class that failed."""
+"""Most characters shown of an observation, and of the settings of a failed class."""
 _LAST_LINES, _LAST_BYTES = 5, 4000
-"""Most of the stderr of an environment in the report."""
+"""Most lines and bytes of an environment's stderr in the report."""
 
 
 @dataclass(frozen=True)
 class _Tried:
     section: str
-    """Its field: ``environment``, or that of a source."""
+    """Config path of the environment: ``environment``, or the source's own."""
     config: EnvironmentConfig
-    """With one worker, and with a limit of at most ``MOST_WAIT_S``."""
+    """With one worker, and a step limit of at most ``MOST_WAIT_S``."""
     allowed_s: float
     limit_field: str
-    """The field of the section that limits the step to ``allowed_s``."""
+    """Field of the section that sets ``allowed_s``."""
     where: str
     prompt: Prompt
 
 
 def environment_row(state: State, found: str, fix: str = "") -> DoctorRow:
-    """Row of a trial step."""
+    """Return the row of a trial step."""
     return DoctorRow("recipe", "environment", state, found, "an answer to a turn of the model", fix)
 
 
 def try_environments(config: RunConfig, passed: Sequence[object]) -> Iterator[DoctorRow]:
-    """A step of each source's environment on its first row, one after the other.
+    """Yield a row for one step of each source's environment on its first row, one after another.
 
-    ``passed``: what the checks of the recipe returned; no data among it, no trial. An environment that only
-    evaluation suites have is tried on the first row of the first of them.
+    ``passed``: what the recipe's checks returned; without data in it, no trial runs. An environment that only
+    evaluation suites use is tried on the first row of the first suite.
     """
     rows = _first_rows(config, passed)
     environments = {
@@ -118,7 +118,7 @@ async def _try(tried: _Tried) -> DoctorRow:
         traits = read_traits(tried.config, _START_S)
         start_s = time.monotonic() - began
         result = await _stepped(tried, traits)
-    except Exception as error:  # one that a run would end with, too; the recipe's other rows must not be lost
+    except Exception as error:  # a run would end here, too; keep the recipe's other rows
         text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         found = f"{tried.section}.function={tried.config.function}, {tried.where}: no step: {text}"
         found += _last_lines(errors)
@@ -130,12 +130,12 @@ async def _try(tried: _Tried) -> DoctorRow:
 
 
 async def _stepped(tried: _Tried, traits: Traits) -> StepResult:
-    """The answer of a new object to ``TURN``. The object is closed, as at the end of an episode."""
+    """Return a new environment's answer to ``TURN``; closes it as at the end of an episode."""
     from bapo_megatron.environment import Task, Turn
     from bapo_megatron.environment.pool import EnvironmentPool, Question
 
     prompt = tried.prompt
-    # A name that no run and no earlier trial has had: it may be the key of an effect outside.
+    # Unique to this trial: an environment may use it as the key of an outside effect.
     episode = f"doctor-{uuid.uuid4().hex}"
     task = Task(prompt.messages, prompt.ground_truth, prompt.data_source, prompt.extra_info, episode)
     pool = EnvironmentPool(tried.config, traits, repeats=False)
@@ -162,7 +162,7 @@ def _answer(traits: Traits, result: StepResult) -> str:
 
 
 def _described(traits: Traits) -> str:
-    """The attributes of the class that decide how a run treats it."""
+    """Return the class attributes that decide how a run treats it."""
     tools = [str(tool["function"]["name"]) for tool in traits.tools]
     return f"resume {traits.resume}, tools: {', '.join(tools) or 'none'}"
 
@@ -190,16 +190,16 @@ def _failed(tried: _Tried, result: StepResult, errors: str) -> DoctorRow:
 
 
 def _fails_on_any_turn(result: StepResult) -> bool:
-    """Whether the object could not be made, or its answer was not a valid ``Reply``.
+    """Whether the environment could not be built, or its answer was not a valid ``Reply``.
 
-    Known by the traceback, which begins in the class: at ``__init__``, or nowhere if the worker has refused
-    the answer, but in `json` for a note that is none, and in ``Reply.text``.
+    Decided by the traceback, which starts in the class: in ``__init__``, in `json` for an invalid note, in
+    ``Reply.text``, or nowhere if the worker rejected the answer.
     """
-    if result.failure != "raised" or not result.place:  # the pool has found it, and there is no traceback
+    if result.failure != "raised" or not result.place:  # found by the pool, without a traceback
         return False
     if " at " not in result.place:
         return True
-    # The last one: the causes of an error are printed above it.
+    # The last one: causes of an error are printed first.
     begins = re.findall(
         r"Traceback \(most recent call last\):\n +File \".*\", line \d+, in (\S+)", result.traceback
     )
@@ -207,13 +207,13 @@ def _fails_on_any_turn(result: StepResult) -> bool:
 
 
 def _stderr_bytes() -> int | None:
-    """Bytes on stderr so far if that is a file, as under ``check_recipe``; else None."""
+    """Return the size of stderr in bytes if it is a file, as under ``check_recipe``, else None."""
     status = os.fstat(2)
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _last_lines(begin: int | None) -> str:
-    """The last lines of stderr since it had ``begin`` bytes, those of trials beside this one, too."""
+    """Return the last lines of stderr after byte ``begin``, including those of concurrent trials."""
     if begin is None:
         return ""
     with open("/proc/self/fd/2", "rb") as file:

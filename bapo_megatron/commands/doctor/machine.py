@@ -1,6 +1,6 @@
-"""Machine checks of ``bapo doctor``: cores, memory, limits, shared memory, disk; what the code sandbox needs.
+"""Machine checks of ``bapo doctor``: cores, memory, limits, shared memory, disk, code sandbox. Read-only.
 
-They only read; those that touch a file system do so in a child process with a deadline, since one may hang.
+File systems may hang, so calls to them run in a child process with a deadline.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from bapo_megatron.runtime.child_process import within
 
 SECTION = "machine"
 DISK_DEADLINE_S = 10.0
-"""Deadline of file system calls: a network file system whose server is gone never answers."""
+"""Deadline for file system calls, seconds: a network file system whose server is gone never answers."""
 SHARED_MEMORY_MB = 1024
-"""Least size of /dev/shm. NCCL and gloo meet there; containers have 64 MB by default."""
+"""Smallest sufficient /dev/shm, which NCCL and gloo use; containers have 64 MB by default."""
 OPEN_FILES = 4096
-"""Sockets of requests in flight, shards, logs; the usual limit of 1,024 is reached by a large batch."""
+"""Enough for request sockets, shards and logs; a large batch reaches the usual limit of 1,024."""
 _GB = 1e9
 
 
 def machine_rows(directory: Path, needed_gb: float | None = None) -> Iterator[DoctorRow]:
-    """The rows of all checks of this machine. ``directory``: the run's, which writes ``needed_gb`` there."""
+    """Yield the rows of all checks; ``directory`` is the run directory, which grows to ``needed_gb``."""
     yield DoctorRow(SECTION, "cores", "ok", str(len(os.sched_getaffinity(0))))
     yield memory_row()
     yield shared_memory_row(Path("/dev/shm"))
@@ -36,7 +36,7 @@ def machine_rows(directory: Path, needed_gb: float | None = None) -> Iterator[Do
 
 
 def memory_row() -> DoctorRow:
-    """Row of the machine's memory."""
+    """Return the row of the machine's memory."""
     total_kb = int(_field(Path("/proc/meminfo"), "MemTotal:"))
     available_kb = int(_field(Path("/proc/meminfo"), "MemAvailable:"))
     found = f"{total_kb * 1024 / _GB:.0f} GB, {available_kb * 1024 / _GB:.0f} GB available"
@@ -44,13 +44,13 @@ def memory_row() -> DoctorRow:
 
 
 def shared_memory_row(path: Path) -> DoctorRow:
-    """Row of shared memory (/dev/shm), through which NCCL and gloo communicate within a machine."""
+    """Return the row of /dev/shm, which NCCL and gloo use within a machine."""
     fix = f"mount -o remount,size=8G {path}, or docker run --shm-size 8g"
     needed = f"{SHARED_MEMORY_MB / 1024:.0f} GiB, for several processes on GPUs"
     try:
         total, _, free = within(
             DISK_DEADLINE_S, lambda: tuple(shutil.disk_usage(path))
-        )  # plain: it is pickled
+        )  # a plain tuple, for pickling
     except OSError as error:
         return DoctorRow(SECTION, str(path), "optional", one_line(error), needed, fix)
     enough = free >= SHARED_MEMORY_MB << 20
@@ -59,7 +59,7 @@ def shared_memory_row(path: Path) -> DoctorRow:
 
 
 def open_files_row(soft: int, hard: int) -> DoctorRow:
-    """Row of the limit on open files: each request in flight has a socket."""
+    """Return the row of the open-file limit; each request in flight takes a socket."""
     enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
     found = f"{_limit(soft)} (at most {_limit(hard)})"
     needed = f"{OPEN_FILES}, for many requests in flight"
@@ -73,7 +73,7 @@ def open_files_row(soft: int, hard: int) -> DoctorRow:
 
 
 def locked_memory_row(soft: int, infiniband: bool) -> DoctorRow:
-    """Row of the limit on locked memory, which InfiniBand needs to register buffers."""
+    """Return the row of the locked-memory limit; InfiniBand locks the buffers that it registers."""
     if soft == resource.RLIM_INFINITY:
         return DoctorRow(SECTION, "locked memory", "ok", "unlimited")
     found, needed = f"{soft >> 10} KiB", "unlimited, for InfiniBand"
@@ -84,15 +84,12 @@ def locked_memory_row(soft: int, infiniband: bool) -> DoctorRow:
 
 
 def has_infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
-    """Whether the kernel knows an InfiniBand (or RoCE) device."""
+    """Whether the kernel lists an InfiniBand (or RoCE) device."""
     return devices.is_dir() and any(devices.iterdir())
 
 
 def disk_rows(directory: Path, needed_gb: float | None = None) -> Iterator[DoctorRow]:
-    """Rows of the run directory's disk: free space, and write permission.
-
-    ``needed_gb``: gigabytes that the run writes; None where no recipe says.
-    """
+    """Yield rows of the run directory's disk: free space for ``needed_gb`` (None: unknown), write access."""
     name, least = f"disk of {directory}", (needed_gb or 0) * _GB
     needed = "" if needed_gb is None else f"{_size(least)}, for checkpoints, weights and rollouts"
     kept = "checkpoint.keep_last, rollout.keep_steps"
@@ -104,7 +101,7 @@ def disk_rows(directory: Path, needed_gb: float | None = None) -> Iterator[Docto
         return
     short, found = free < least, f"{_size(free)} free"
     if short and (own := _held(directory)):
-        # A run that continues has written a part of what it needs.
+        # A resumed run has already written part of what it needs.
         short, found = free + own < least, f"{found}, and {_size(own)} of this run there"
     yield DoctorRow(SECTION, name, "problem" if short else "ok", found, needed, fix)
     if not writable:
@@ -119,13 +116,13 @@ def _look_at(directory: Path) -> tuple[Path, int, bool]:
 
 
 def _held(folder: Path) -> int:
-    """Bytes of the files in a folder; 0 if it is absent, or a slow disk does not tell in time."""
+    """Return the size of a folder's files in bytes; 0 if it is absent or the disk does not answer in time."""
 
     def size() -> int:
         total = 0
         for place, _, names in os.walk(folder):
             for name in names:
-                with suppress(OSError):  # a run deletes old ones
+                with suppress(OSError):  # the run may be deleting old files
                     total += os.lstat(os.path.join(place, name)).st_size
         return total
 
@@ -153,21 +150,21 @@ SANDBOX = "code sandbox"
 
 
 def sandbox_rows(needed: bool, allow_weak: bool, forgeable_rows: int) -> Iterator[DoctorRow]:
-    """Rows of the code sandbox.
+    """Yield rows of the code sandbox.
 
-    ``needed``: the recipe's reward runs programs. ``allow_weak``: it permits missing isolation layers.
-    ``forgeable_rows``: rows of its dataset with tests that a program can pass by forging.
+    ``needed``: whether the recipe's reward runs programs. ``allow_weak``: whether it accepts missing
+    isolation layers. ``forgeable_rows``: dataset rows whose tests a program can pass by forging.
     """
     from bapo_megatron.reward.sandbox.sandbox import sandbox_notes
 
     required = needed and not allow_weak
     yield isolation_row(sandbox_notes, required)
-    if needed or forgeable_rows:  # forgeable tests are a problem on a sandbox server, too
+    if needed or forgeable_rows:  # forgeable tests matter with a sandbox server, too
         yield forgeable_row(forgeable_rows)
 
 
 def isolation_row(notes: Callable[[], list[str]], required: bool) -> DoctorRow:
-    """Row of the sandbox's isolation layers, which its documents call walls: which of them are missing."""
+    """Return the row of the sandbox's isolation layers ("walls" in its documentation) that are missing."""
     from bapo_megatron.reward.sandbox.sandbox import FIX, SandboxError
 
     try:
@@ -181,7 +178,7 @@ def isolation_row(notes: Callable[[], list[str]], required: bool) -> DoctorRow:
 
 
 def forgeable_row(rows: int) -> DoctorRow:
-    """Row of forgeable tests: dataset rows whose verdict comes from the tested program's own process."""
+    """Return the row of forgeable tests, whose verdict comes from the tested program's own process."""
     if not rows:
         return DoctorRow(SANDBOX, "tests", "ok", "no row of data.path has a test that a program can forge")
     found = f"rows of data.path with tests that a program can forge: {rows}"

@@ -2,11 +2,11 @@
 
     python -m bapo_megatron.commands.doctor.packages MODULE ...
 
-Packages are imported by this child process, so one that hangs or crashes costs only its own row. It prints a
-JSON object a line, after each import: ``{"module": ..., "error": null or text, "facts": {...}}``. The tested
-versions are pinned in ``constraints.txt``, and for SGLang's environment in its ``requirements.txt``, or with
-CUDA builds in ``cluster/sglang.txt``: `make` installs from them. The permitted ranges are in the metadata of
-this package (``setup.py``).
+This child process imports the packages, so one that hangs or crashes costs only its own row. After each
+import it prints a line of JSON: ``{"module": ..., "error": null or text, "facts": {...}}``. Tested versions
+are pinned in ``constraints.txt``, and for SGLang's environment in its ``requirements.txt`` or, for CUDA
+builds, in ``cluster/sglang.txt``; `make` installs them. Permitted ranges come from this package's metadata
+(``setup.py``).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _PACKAGE = Path(__file__).parents[2]
 TRAINING = _PACKAGE / "constraints.txt"
 SGLANG = _PACKAGE / "rollout/engines/sglang_cpu/requirements.txt"
 SGLANG_CUDA = _PACKAGE.parent / "cluster/sglang.txt"
-"""Of the checkout, from which `make cluster` installs."""
+"""In the checkout; `make cluster` installs from it."""
 IMPORT_DEADLINE_S = 120.0
-"""Seconds for all imports together, on a busy machine with a slow disk."""
+"""Seconds for all imports together, even on a busy machine with a slow disk."""
 _LEAST_S = 5.0
-"""Least seconds for the remaining imports, after one has used up the time."""
+"""Minimum seconds for the remaining imports after one has used up the time."""
 COMPILE_DEADLINE_S = 180.0
-"""Seconds to compile one small kernel: torch imports its compiler, and starts a worker for each core."""
+"""Seconds to compile one small kernel: torch imports its compiler and starts a worker per core."""
 _COMPILE = """
 import sys, torch
 try:
@@ -48,30 +48,30 @@ try:
 except Exception as error:
     sys.exit((str(error).strip() or repr(error)).splitlines()[0])
 """
-"""A kernel that is compiled as that of SwiGLU is, in the first update."""
+"""Compiles a kernel the way the first update compiles SwiGLU."""
 OLDEST_PYTHON = (3, 11)
 _NOT_APEX = "{}, and it is not NVIDIA's: PyPI has another package of that name"
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package to check: its name, the module to import, its use, and how to install it."""
+    """Package to check: its name, the module to import, its use, and how to install it."""
 
     name: str
     module: str | None = None
-    """The module that is imported to see whether it works; None: it is looked up, not imported."""
+    """Module for a trial import; None: only look up the version."""
     purpose: str = ""
-    """The use of an optional package. One without a purpose is required."""
+    """Use of an optional package; empty for a required one."""
     install: str = ""
-    """Arguments of ``pip install``, where the name and the tested version are not enough."""
+    """Arguments of ``pip install``, or a make command, if name and tested version are not enough."""
     on_gpu: bool = False
-    """Imported where torch sees a GPU only, and then used: a failing import is a problem there."""
+    """Import it only where torch sees a GPU; there, a failing import is a problem."""
     releases: tuple[str, ...] = ()
-    """Tested releases, ``MAJOR.MINOR``, where others are permitted, too. Empty: all that are permitted."""
+    """Tested releases, ``MAJOR.MINOR``, if others are permitted. Empty: all permitted ones."""
 
 
 BOARDS = "logging.trackers"
-"""The field that makes a board's package a required one."""
+"""Config field that makes a board's package required."""
 _OF_THEIR_NAMES = (
     *("transformers", "tokenizers", "safetensors", "datasets", "pyarrow", "math-verify", "aiohttp", "uvloop"),
     *("numpy", "packaging", "psutil", "einops", "orjson", "pybase64", "jinja2", "matplotlib", "rich"),
@@ -93,7 +93,7 @@ PACKAGES = (
 
 
 def package_rows(packages: Sequence[Package] = PACKAGES, trackers: Sequence[str] = ()) -> Iterator[DoctorRow]:
-    """The row of Python, then one for each package. ``trackers``: the boards of the recipe."""
+    """Yield Python's row, then one per package. ``trackers``: the recipe's boards."""
     yield python_row(sys.version_info[:3])
     ranges, tested = permitted(), pins(TRAINING)
     versions = {package.name: installed_version(package.name) for package in packages}
@@ -120,14 +120,14 @@ def package_rows(packages: Sequence[Package] = PACKAGES, trackers: Sequence[str]
 
 @dataclass(frozen=True)
 class Import:
-    """The outcome of one trial import: its error if it failed, and for torch what it says about GPUs."""
+    """Outcome of one trial import: its error, if any, and for torch its facts about GPUs."""
 
     error: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def python_row(version: tuple[int, ...]) -> DoctorRow:
-    """Row of this interpreter's version."""
+    """Return the row of this interpreter's version."""
     oldest = ".".join(map(str, OLDEST_PYTHON))
     found, needed = ".".join(map(str, version)), f"{oldest} or newer"
     if version >= OLDEST_PYTHON:
@@ -136,17 +136,17 @@ def python_row(version: tuple[int, ...]) -> DoctorRow:
 
 
 def installed_version(name: str) -> str | None:
-    """The installed version, "unknown" if its metadata cannot be read; None if it is not installed."""
+    """Return the installed version, "unknown" if its metadata is unreadable, None if not installed."""
     try:
         return metadata.version(name) or "unknown"
     except metadata.PackageNotFoundError:
         return None
-    except Exception:  # a metadata folder that is torn raises whatever its parser does
+    except Exception:  # a damaged metadata folder raises whatever its parser raises
         return "unknown"
 
 
 def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -> dict[str, Import]:
-    """Import each module in a child process. One that hangs or crashes does not affect the others."""
+    """Import each module in a child process and return the outcomes by module, unaffected by each other."""
     imports: dict[str, Import] = {}
     end = time.monotonic() + deadline_s
     while left := [name for name in modules if name not in imports]:
@@ -164,7 +164,7 @@ def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -
 def package_row(
     package: Package, version: str | None, imported: Import, allowed: str | None, tested: str | None
 ) -> DoctorRow:
-    """The row of one package."""
+    """Return the row of one package."""
     required = not package.purpose
     needed = _needed(package, allowed, tested)
     fix = _fix(package, allowed, tested)
@@ -183,7 +183,8 @@ def package_row(
 
 
 def gpu_row(facts: Mapping[str, Any]) -> DoctorRow:
-    """Row of torch's build and GPUs: a problem if the machine should have GPUs and torch sees none."""
+    """Return the row of torch's build and GPUs: a problem if the machine should have GPUs and torch sees
+    none."""
     name = "torch's GPUs"
     if gpus := facts.get("gpus", []):
         model, memory = gpus[0]
@@ -199,7 +200,8 @@ def gpu_row(facts: Mapping[str, Any]) -> DoctorRow:
 
 
 def compiler_row(child: CommandResult) -> DoctorRow:
-    """Row of torch's compiler, by what came of ``_COMPILE``: a policy's first update needs it on a GPU."""
+    """Return the row of torch's compiler, which the first update needs on a GPU, from the run of
+    ``_COMPILE``."""
     name, needed = "torch.compile", "the MLP's kernel, compiled in the first update"
     if not child.ended:
         return DoctorRow(SECTION, name, "ok", "compiles a kernel, which runs", needed)
@@ -232,14 +234,14 @@ def _fix(package: Package, allowed: str | None, tested: str | None) -> str:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Versions in ``path`` for this Python, by canonical name, from lines ``name==version; marker``."""
+    """Return the versions in ``path`` for this Python by canonical name: lines ``name==version; marker``."""
     lines = [line.partition("#")[0].partition(";") for line in path.read_text().splitlines()]
     wanted = [requirement.strip() for requirement, _, marker in lines if is_for_this_python(marker)]
     return {canonical(name): version for name, mark, version in (x.partition("==") for x in wanted) if mark}
 
 
 def is_for_this_python(marker: str) -> bool:
-    """Whether an environment marker (PEP 508) holds here; True if it is empty, or packaging is missing."""
+    """Whether an environment marker (PEP 508) holds here; True if it is empty or packaging is missing."""
     try:
         from packaging.markers import Marker
     except ImportError:  # packaging has a row of its own
@@ -248,15 +250,12 @@ def is_for_this_python(marker: str) -> bool:
 
 
 def canonical(name: str) -> str:
-    """The canonical name of a package (PEP 503): lower case, hyphens."""
+    """Return a package's canonical name (PEP 503): lower case, hyphens."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def permitted(distribution: str = "bapo-megatron") -> dict[str, str]:
-    """Permitted versions by package (specifiers of PEP 440), from the requirements without extras.
-
-    Empty if ``distribution`` is not installed, or the packaging library is not.
-    """
+    """Return the permitted versions (PEP 440) by package, without extras; empty if metadata is missing."""
     try:
         from packaging.requirements import Requirement
 
@@ -284,28 +283,28 @@ def is_permitted(version: str, specifier: str) -> bool:
 
 
 def main(modules: Sequence[str]) -> None:
-    """Import each module, in order, and print the outcome as a line of JSON."""
+    """Import each module in order and print each outcome as a line of JSON."""
     from bapo_megatron.policy.megatron_versions import replace_triton_kernels
 
     warnings.simplefilter("ignore")
     replace_triton_kernels()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print must not mix with the JSON lines
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # module output must not mix with the JSON lines
     for name in modules:
-        print(f"import {name}", file=sys.stderr, flush=True)  # names the module that crashes in silence
+        print(f"import {name}", file=sys.stderr, flush=True)  # names a module that crashes silently
         error, facts = None, {}
         try:
             module = importlib.import_module(name)
             if name == "torch":
                 facts = {**torch_facts(module), "asked": wants_cpu(), "problem": gpu_problem()}
-        except BaseException as raised:  # packages raise everything, SystemExit too
+        except BaseException as raised:  # packages raise anything, even SystemExit
             error = f"{type(raised).__name__}: {raised}"
         answers.write(json.dumps({"module": name, "error": error, "facts": facts}) + "\n")
         answers.flush()
 
 
 def torch_facts(torch: Any) -> dict[str, Any]:
-    """Facts about torch: `cuda` (None for a CPU build), `gpus` (name and GB of each), `nccl`."""
+    """Return torch's `cuda` (None for a CPU build), `gpus` (name and GB of each) and `nccl`."""
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.cuda.get_device_properties(index)

@@ -2,11 +2,11 @@
 
     python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
 
-The child prints JSON objects on its standard output, one a line, of which the last counts: so a user's code
-that hangs or crashes costs its own rows alone. `problems`; `facts` for the other sections, None if the recipe
-could not be loaded; `trials`, the rows of each source's reward and environment; `next`, what is tried after
-this line. A reward is tried as in a run, with one worker and one response to one row; one that fails is a
-row, no exception. It ends with exit code 2 if a flag is wrong.
+The child prints JSON objects, one a line, and the parent reads the last one, so user code that hangs or
+crashes costs only its own rows. Keys: `problems`; `facts` for the other sections, null if the recipe cannot
+be loaded; `trials`, the rows of each source's reward and environment; `next`, the trial that follows this
+line. A reward trial scores one response to one row with one worker, as a run would; a failing reward becomes
+a row, not an exception. Exits with code 2 if a flag is wrong.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 SECTION = "recipe"
 DEADLINE_S = 600.0
-"""Seconds for the check, in which the dataset is read and its answers are parsed."""
+"""Seconds for the whole check, which reads the dataset and parses its answers."""
 ENDPOINT_DEADLINE_S = 20.0
 """Seconds within which a reward endpoint must answer."""
 
 
 _COMMAND = re.compile(r"`((?:bapo data prepare .* --output|pip install) [^`]+)`")
-"""The command of a message that mends its problem: a missing suite, a missing package."""
+"""Matches the command in a message that fixes its problem: a missing suite, a missing package."""
 _OTHER_FIX = "change the recipe, or lay a flag over it: the message says which and how"
 
 
 @dataclass(frozen=True)
 class RecipeFacts:
-    """Facts of a recipe that the doctor's other sections need, which the child sends as JSON; or of none."""
+    """Facts about a recipe that the other sections need; the child sends them as JSON."""
 
     directory: str = "runs"
     starts_servers: bool = False
@@ -59,25 +59,25 @@ class RecipeFacts:
     dtype: str = ""
     runs_programs: bool = False
     model: dict[str, Any] | None = None
-    """`config.json` of the model; None if it cannot be read."""
+    """The model's `config.json`; None if unreadable."""
     disk_gb: float | None = None
-    """Gigabytes that the run directory will hold, without rollouts and logs."""
+    """Size of the finished run directory in GB."""
     api_key_file: str | None = None
-    """The file of the servers' API key, if the recipe names one."""
+    """API key file of the servers, if the recipe names one."""
     require_api_key: bool = False
     colocated: bool = False
-    """The servers are on the GPUs that train."""
+    """Whether the servers share the trainer's GPUs."""
     needs_routes: bool = False
-    """The run asks servers for the experts of each token (``rollout.route_replay``)."""
+    """Whether the run asks servers for each token's experts (``rollout.route_replay``)."""
     allow_weak_sandbox: bool = False
     forgeable_rows: int = 0
-    """Rows of the dataset with tests that a program can pass by forging."""
+    """Dataset rows whose tests a program can pass by forging."""
     trackers: list[str] = field(default_factory=list)
-    """The boards that it names."""
+    """Tracking boards of the recipe."""
 
 
 def check_recipe(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], RecipeFacts | None]:
-    """The recipe's rows, and its facts if it could be loaded. ConfigError if a flag is wrong."""
+    """Return the recipe's rows, and its facts if it loads. Raises ConfigError if a flag is wrong."""
     if not recipe.is_file():
         what = "is a folder: name a Python file in it" if recipe.is_dir() else "does not exist"
         raise ConfigError(f"recipe {recipe} {what}")
@@ -112,7 +112,7 @@ def _last_answer(output: str) -> dict[str, Any] | None:
 
 
 def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
-    """Rows of the problems that ``bapo train`` would report; a single row if there is none."""
+    """Yield a row for each problem that ``bapo train`` would report, or a single ok row."""
     if not problems:
         checked = "fields, model, tokenizer, layout, dataset and run directory fit together"
         yield DoctorRow(SECTION, name, "ok", checked)
@@ -123,9 +123,9 @@ def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The child process: print what is known of the recipe, before each trial and at the end."""
+    """Child process: print the current results before each trial and at the end."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # before the recipe is loaded: what it prints must not mix with the JSON
+    os.dup2(2, 1)  # before the recipe loads: its prints must not mix with the JSON
     problems: list[str] = []
     facts: RecipeFacts | None = None
     trials: list[DoctorRow] = []
@@ -142,19 +142,19 @@ def main(arguments: Sequence[str]) -> None:
         facts = facts_of(config)
         trials += [*_turn_end(config), *_files_left_out(config)]
         tell("reward")
-        # The sandbox's problem is reported once.
+        # The checks have already reported the sandbox's problem.
         trials += [row for row in _try_rewards(config, passed) if row.found not in problems]
         tell("environment")
         for row in try_environments(config, passed):
             trials.append(row)
-            tell("environment")  # a later one may take all the time that is left
+            tell("environment")  # a later trial may use up the time
     except ConfigError as error:
         problems.append(str(error))
     tell("")
 
 
 def _turn_end(config: RunConfig) -> list[DoctorRow]:
-    """The row of a chat template that ends turns with a token at which no response stops; else none."""
+    """Return a row if the chat template ends turns with a token that stops no response, else []."""
     from bapo_megatron.hf.tokenizer import load_tokenizer
     from bapo_megatron.rollout.engines.requests import stop_token_ids, unstopped_end
 
@@ -176,7 +176,7 @@ def _turn_end(config: RunConfig) -> list[DoctorRow]:
 
 
 def _files_left_out(config: RunConfig) -> list[DoctorRow]:
-    """The row of safetensors files in the model's folder that are not part of the model; else none."""
+    """Return a row if the model folder has safetensors files that are not part of the model, else []."""
     from bapo_megatron.hf.weight_files import left_out_text
 
     try:
@@ -198,7 +198,7 @@ def _try_rewards(config: RunConfig, passed: Sequence[object]) -> list[DoctorRow]
 
 
 def try_reward(config: RunConfig, prompt: Prompt) -> DoctorRow:
-    """Row of a trial call of the reward on ``prompt``: its score, or the error with traceback."""
+    """Score one response to ``prompt`` and return the row: the score, or the error with its traceback."""
     fix = "mend the reward function, or the row that it cannot read (docs/rewards.md)"
     response, what = _response(prompt.ground_truth)
     try:
@@ -214,7 +214,7 @@ def try_reward(config: RunConfig, prompt: Prompt) -> DoctorRow:
 
 
 def _response(ground_truth: str) -> tuple[str, str]:
-    """A plausible response to score, and its description."""
+    """Return a plausible response to score, and its description."""
     from bapo_megatron.reward.code_tests import is_tests
 
     if is_tests(ground_truth):
@@ -244,11 +244,8 @@ async def _scored(config: RunConfig, prompt: Prompt, response: str) -> RewardRes
 
 
 def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterator[str]:
-    """Every problem of the recipe, each once. What the checks that pass return is appended to ``passed``.
-
-    After wrong fields (the first check) others may crash on their values, or refuse the same fields in other
-    words: neither is another problem.
-    """
+    """Yield each problem of the recipe once, and append what the passing checks return to ``passed``. The
+    first check validates the fields; later checks' repetitions and crashes after wrong fields are dropped."""
     from bapo_megatron.trainer.preflight import run_checks
 
     told: set[str] = set()
@@ -264,7 +261,7 @@ def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterat
             ]
             if number == 0:
                 wrong_fields = {message.partition("=")[0] for message in problems}
-        except Exception as error:  # a check that crashes is reported like one that fails
+        except Exception as error:  # a crash is reported like a failure
             if wrong_fields:
                 continue
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -274,13 +271,13 @@ def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterat
 
 
 def _messages(text: str) -> list[str]:
-    """The problems of an error, a line each, or one whose first line ends in a colon: a list with its fix."""
+    """Return the problems in an error text: one per line, or one in all if the first line ends in a colon."""
     first, *rest = text.splitlines()
     return [f"{first} {'; '.join(rest)}"] if first.endswith(":") else [first, *rest]
 
 
 def facts_of(config: RunConfig) -> RecipeFacts:
-    """The facts of a configuration. Its fields may be invalid."""
+    """Return the facts of a configuration, whose fields may be invalid."""
     from bapo_megatron.reward.functions import needs_sandbox
 
     rollout, sglang = config.rollout, config.rollout.sglang
@@ -316,8 +313,7 @@ def _load(recipe: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def read_model_config(folder: Path) -> dict[str, Any] | None:
-    """``config.json`` of a model's folder, with a text model's fields among its own; None if it cannot be
-    read."""
+    """Return a model's ``config.json`` with its ``text_config`` merged in; None if unreadable."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):

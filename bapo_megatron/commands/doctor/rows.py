@@ -1,7 +1,7 @@
-"""Rows of the doctor's report, the common result of all its checks, and their text and JSON.
+"""Rows of the doctor's report, which all checks return, and their text and JSON forms.
 
-The text comes row by row, while later checks still run, so columns have fixed widths. Words stay whole:
-addresses and commands are copied from it.
+Text is printed row by row while later checks run, so columns have fixed widths. Words are never broken: users
+copy addresses and commands from the report.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from bapo_megatron.runtime.text_table import text_table
 
 State = Literal["ok", "optional", "problem"]
 _STATE, _NAME, _FOUND, _NEEDED = 8, 20, 44, 34
-"""Widths of the columns, in characters; two more are between them."""
+"""Column widths in characters; two spaces separate columns."""
 _REST = _NAME + _FOUND + _NEEDED + 4
-"""Width of the columns after the first."""
+"""Width of all columns after the first."""
 
 
 @dataclass(frozen=True)
 class DoctorRow:
-    """Row of the doctor's report, the outcome of one check: what was found, what is needed, and the fix."""
+    """Outcome of one check: what was found, what is needed, and the fix."""
 
     section: str
     name: str
     state: State
-    """`optional`: missing, low or untested, but a run can start. `problem`: it cannot."""
+    """`optional`: missing, low or untested, but a run can start. `problem`: a run cannot start."""
     found: str
     needed: str = ""
     fix: str = ""
-    """One line; empty where nothing is to be done, so in every row that is `ok`."""
+    """One line; empty if nothing needs fixing, so always empty for `ok`."""
 
     def __post_init__(self) -> None:
         if self.state == "ok":
@@ -40,18 +40,18 @@ class DoctorRow:
 
 
 def one_line(error: object, limit: int = 200) -> str:
-    """An error as one short line; its type if its message is empty."""
+    """Return an error as one short line; its type if the message is empty."""
     named = " ".join(str(error).split()) or type(error).__name__
     return named if len(named) <= limit else f"{named[: limit - 1]}…"
 
 
 def missing(required: bool) -> State:
-    """State of a missing package or setting: a problem if it is ``required``."""
+    """Return the state of something missing: "problem" if ``required``, else "optional"."""
     return "problem" if required else "optional"
 
 
 def lines(rows: Iterable[DoctorRow]) -> Iterator[str]:
-    """The report, line by line as rows come in: a section's title, then its rows and their fixes."""
+    """Yield the report's lines as rows arrive: section titles, rows and their fixes."""
     section = None
     for row in rows:
         if row.section != section:
@@ -62,7 +62,7 @@ def lines(rows: Iterable[DoctorRow]) -> Iterator[str]:
 
 
 def summary_line(rows: Sequence[DoctorRow], subject: str) -> str:
-    """The last line of the report. ``subject`` is what could start, `a run` or the recipe's."""
+    """Return the report's last line. ``subject``: what could start, `a run` or the recipe's name."""
     problems = sum(row.state == "problem" for row in rows)
     optional = sum(row.state == "optional" for row in rows)
     aside = f" ({optional} optional: missing, low or untested)" if optional else ""
@@ -72,16 +72,16 @@ def summary_line(rows: Sequence[DoctorRow], subject: str) -> str:
 
 
 def as_json(rows: Sequence[DoctorRow]) -> str:
-    """The report as one JSON object: `ok`, and `rows` with the fields of ``DoctorRow``."""
+    """Return the report as one JSON object: `ok`, and `rows` with the fields of ``DoctorRow``."""
     ok = all(row.state != "problem" for row in rows)
     return json.dumps({"ok": ok, "rows": [asdict(row) for row in rows]}, indent=2)
 
 
 def _row(row: DoctorRow) -> Iterator[str]:
-    # A path or an answer may hold a lone surrogate, which cannot be printed, or codes of the terminal.
+    # Paths and answers may hold lone surrogates, which cannot be printed, or terminal control codes.
     name, fix = printable(row.name), printable(row.fix)
     cells = [str(row.state), name, printable(row.found), printable(row.needed)]
-    if len(name) > _NAME:  # an address or a path: the rest goes below it
+    if len(name) > _NAME:  # an address or a path takes a line of its own
         yield from _table(cells[:2], (_STATE, _REST))
         cells[:2] = ["", ""]
     yield from _table(cells, (_STATE, _NAME, _FOUND, _NEEDED))
@@ -92,5 +92,5 @@ def _row(row: DoctorRow) -> Iterator[str]:
 def _table(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
     try:
         return text_table([cells], widths=widths, indent=2)
-    except (ImportError, AttributeError):  # rich is checked, too: a broken one must not cost other rows
+    except (ImportError, AttributeError):  # rich may be the broken package
         return [f"  {'  '.join(cells)}"]

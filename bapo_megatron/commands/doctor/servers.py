@@ -1,7 +1,7 @@
 """SGLang server checks of ``bapo doctor``: whether the recipe's servers answer and match the recipe.
 
-They read the endpoints of SGLang 0.5.23, `/ready`, `/model_info`, `/server_info`, and change nothing there. A
-server that does not answer becomes a row. As in a run, a server that asks for no API key is not sent it.
+Reads SGLang 0.5.23's `/ready`, `/model_info` and `/server_info`, and changes nothing there. A silent server
+becomes a row. As in a run, the API key goes only to servers that ask for one.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 SECTION = "servers"
 DEADLINE_S = 10.0
-"""Seconds for one answer."""
+"""Deadline for one answer, seconds."""
 _SAME_SHAPE = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
 )
-"""Fields of `config.json` that are equal where two folders hold versions of one model."""
+"""Fields of `config.json` that are equal in two versions of one model."""
 _INPUT_RESERVE = 6
-"""SGLang's `max_req_input_len` is its context without these."""
+"""SGLang's `max_req_input_len` is its context length minus this many tokens."""
 
 _IN_PLACE = {
     "disable_radix_cache": "no prefix cache, which would hold keys and values of old weights,",
@@ -59,8 +59,8 @@ _KEY_FILE = f"name its file with rollout.sglang.api_key_file or {VARIABLE}"
 
 
 def server_rows(facts: RecipeFacts) -> Iterator[DoctorRow]:
-    """The rows of every server in ``rollout.sglang.urls``; all servers are asked in parallel."""
-    urls = [url for url in facts.urls if "://" in url]  # others are among the recipe's problems
+    """Yield the rows of every server in ``rollout.sglang.urls``, asking all servers in parallel."""
+    urls = [url for url in facts.urls if "://" in url]  # the recipe check reports the others
     if not urls:
         return
     with ThreadPoolExecutor(len(urls)) as pool:
@@ -75,7 +75,7 @@ def server_rows(facts: RecipeFacts) -> Iterator[DoctorRow]:
 
 
 def rows_of(url: str, facts: RecipeFacts) -> tuple[list[DoctorRow], str | None]:
-    """The rows of one server, and the weight version that it reports."""
+    """Return the rows of one server, and the weight version that it reports."""
     ready = get(f"{url}/ready")
     if ready.status is None:
         fix = "start it (bapo rollout-server RECIPE --host HOST --port PORT), or correct rollout.sglang.urls"
@@ -103,17 +103,17 @@ def rows_of(url: str, facts: RecipeFacts) -> tuple[list[DoctorRow], str | None]:
 
 
 def get(url: str, deadline_s: float = DEADLINE_S, *, headers: Mapping[str, str] | None = None) -> Answer:
-    """The response of ``url``, within ``deadline_s`` for all of it. Never raises: errors are its reason."""
+    """Return the response of ``url`` within ``deadline_s`` in all. Never raises: errors become its reason."""
     try:
         return within(deadline_s, lambda: ask(url, headers=headers, timeout_s=deadline_s))
     except URLError as error:
         return Answer(None, one_line(error.reason))
-    except Exception as error:  # a server that does not speak HTTP raises all kinds of errors
+    except Exception as error:  # a server that does not speak HTTP raises various errors
         return Answer(None, one_line(error))
 
 
 def key_check(url: str, facts: RecipeFacts) -> tuple[dict[str, str] | None, DoctorRow]:
-    """Request headers for the server at ``url``, None if no known key opens it; and the row of its key."""
+    """Return the headers that open the server at ``url`` (None if no known key does), and its key row."""
     named = facts.api_key_file or environment_variable(VARIABLE)
     path = Path(named) if named else RunPaths(Path(facts.directory)).api_key
     try:
@@ -138,7 +138,7 @@ def _key_row(url: str, state: State, found: str, fix: str) -> DoctorRow:
 
 
 def weight_version_row(url: str, version: str | None) -> DoctorRow:
-    """Row of a server's weight version. It must be a number, since the weight sync increments it."""
+    """Return the row of a server's weight version, a number that the weight sync increments."""
     if version is not None and version.isdecimal():
         return DoctorRow(SECTION, url, "ok", f"weight version {version}")
     found = f"weight version {version!r}" if version is not None else "no weight version"
@@ -147,7 +147,7 @@ def weight_version_row(url: str, version: str | None) -> DoctorRow:
 
 
 def model_row(url: str, model: dict[str, Any], facts: RecipeFacts) -> DoctorRow:
-    """Row of a server's model: same type as the recipe's, and same shape if its folder is readable."""
+    """Return the row of a server's model: the recipe's type, and its shape if the folder is readable."""
     folder = str(model.get("model_path", "unknown"))
     needed = "the recipe's model"
     fix = "start it with the recipe: bapo rollout-server RECIPE"
@@ -163,10 +163,7 @@ def model_row(url: str, model: dict[str, Any], facts: RecipeFacts) -> DoctorRow:
 
 
 def longest_sequence(server: dict[str, Any]) -> int | None:
-    """Longest sequence (prompt + response) of a server: context length - ``RESERVED_TOKENS``, in tokens.
-
-    None if the server does not report its context length.
-    """
+    """Return a server's longest sequence (prompt + response) in tokens; None without a context length."""
     context, prompt = server.get("context_length"), server.get("max_req_input_len")
     if not isinstance(context, int):
         context = prompt + _INPUT_RESERVE if isinstance(prompt, int) else None
@@ -185,7 +182,7 @@ def _ready_row(url: str, ready: Answer) -> DoctorRow:
 
 
 def _other_program(url: str) -> DoctorRow:
-    """Row of a server without ``/ready``: SGLang's router, or another program."""
+    """Return the row of a server without ``/ready``: SGLang's router or another program."""
     workers = get(f"{url}/workers").fields.get("workers")
     if isinstance(workers, list):
         known = " ".join(str(worker.get("url")) for worker in workers if isinstance(worker, dict))
@@ -207,7 +204,7 @@ def _context_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Itera
 
 
 def _setting_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Iterator[DoctorRow]:
-    """Rows of server settings under which its log-probs would differ from the policy's."""
+    """Yield rows of the SGLang version and of settings that break log-probs, weight sync or routes."""
     version, tested = _text(server.get("version")), pins(SGLANG).get("sglang")
     if version is not None:
         fix = f"{install_command()} installs the tested version; the wire format may differ in others"
@@ -245,7 +242,7 @@ def _setting_rows(url: str, server: dict[str, Any], facts: RecipeFacts) -> Itera
 
 
 def _route_rows(url: str, server: dict[str, Any]) -> Iterator[DoctorRow]:
-    """Rows of a server that cannot return the routes that ``rollout.route_replay`` asks for."""
+    """Yield rows if the server cannot return the routes for ``rollout.route_replay``."""
     needed = "the routes that rollout.route_replay asks for"
     if server.get(ROUTES) is False:
         fix = f"start it with {flag(ROUTES)}"

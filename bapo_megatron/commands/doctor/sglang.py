@@ -1,6 +1,6 @@
-"""SGLang environment checks of ``bapo doctor``: versions and GPUs, asked of its own interpreter.
+"""SGLang environment checks of ``bapo doctor``: versions and GPUs, as its own interpreter reports them.
 
-SGLang has an environment of its own and is never imported here: child processes ask, each with a deadline.
+SGLang has its own environment and is never imported here: child processes with deadlines do that.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from bapo_megatron.runtime.device import should_have_gpu
 SECTION = "SGLang"
 DEADLINE_S = 30.0
 GPU_DEADLINE_S = 120.0
-"""Seconds for that environment's torch to be imported and to initialize CUDA."""
+"""Seconds for that environment's torch to load and initialize CUDA."""
 PACKAGES = {"sglang": True, "torch": True, "sglang-router": False}
-"""Packages to look up, and whether servers need them."""
+"""Packages to look up, and whether servers require them."""
 _KERNELS = "sglang-kernel"
-"""The package that an environment of `make cluster` has, and one of `make sglang` has not."""
+"""Package of an environment from `make cluster`, absent from one made by `make sglang`."""
 _CUDA = Path("/usr/local/cuda")
-"""Where SGLang and FlashInfer look for CUDA's compiler last."""
+"""Where SGLang and FlashInfer look last for CUDA's compiler."""
 
 _TOOLKIT = ("bin/nvcc", "include/cuda_runtime.h")
-"""Files of a toolkit that serves: a folder of links to programs has no headers."""
+"""Files of a usable toolkit: a folder of links to programs has no headers."""
 
 _ASK = """
 import json, sys
@@ -46,8 +46,8 @@ _ASK_GPU = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 
 
 def sglang_rows(required: bool, given: Path | None = None, colocated: bool = False) -> Iterator[DoctorRow]:
-    """Rows of SGLang's environment. ``required``: the run starts servers; ``colocated``: on the trainer's
-    GPUs; ``given``: the environment's interpreter."""
+    """Yield the rows of SGLang's environment, the interpreter ``given``; ``required``: the run starts
+    servers; ``colocated``: on the trainer's GPUs."""
     use = "for rollout.engine=sglang"
     try:
         from bapo_megatron.rollout.engines.sglang.requirements import tried_preload
@@ -58,7 +58,7 @@ def sglang_rows(required: bool, given: Path | None = None, colocated: bool = Fal
         )
 
         python = sglang_python(given)
-    except Exception as error:  # ConfigError, or whatever a broken package of this environment raises
+    except Exception as error:  # ConfigError, or any error of a broken package
         yield DoctorRow(SECTION, "interpreter", missing(required), one_line(error), use, install_command())
         return
     child = run_command([str(python), "-I", "-c", _ASK, *PACKAGES, _KERNELS], DEADLINE_S)
@@ -80,14 +80,14 @@ def sglang_rows(required: bool, given: Path | None = None, colocated: bool = Fal
 
 
 def tested_versions(is_cuda: bool) -> tuple[str, dict[str, str]]:
-    """The command that makes an environment, with CUDA kernels or without, and the versions it installs."""
+    """Return the command that builds an environment, with CUDA kernels or without, and its versions."""
     if is_cuda and SGLANG_CUDA.is_file():
         return "make cluster", pins(SGLANG_CUDA)
     return install_command(), {"torch": pins(TRAINING)["torch"], **pins(SGLANG)}
 
 
 def preload_row(child: CommandResult, python: Path, required: bool) -> DoctorRow:
-    """Row of the memory saver, the library that colocated servers preload: whether it loads."""
+    """Return the row of the memory saver, the library that colocated servers preload: whether it loads."""
     name, needed = "memory saver", "a library that colocated servers preload"
     if not child.ended:
         return DoctorRow(SECTION, name, "ok", "its library is found and loads", needed)
@@ -99,10 +99,7 @@ def preload_row(child: CommandResult, python: Path, required: bool) -> DoctorRow
 
 
 def compilers_row(environment: Mapping[str, str], required: bool) -> DoctorRow:
-    """Row of the programs by which a server's first start compiles kernels, and of CUDA's headers.
-
-    Found as SGLang and FlashInfer find them: in the folder above an nvcc of PATH, links not resolved.
-    """
+    """Return the row of the compilers for a server's kernels, found as SGLang does, links unresolved."""
     name, needed = "kernel compilers", "ninja and CUDA's toolkit, by which servers compile kernels"
     path = environment["PATH"]
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
@@ -122,7 +119,7 @@ def compilers_row(environment: Mapping[str, str], required: bool) -> DoctorRow:
 
 
 def sglang_gpu_row(child: CommandResult, required: bool) -> DoctorRow:
-    """Row of the GPUs that SGLang's torch can use."""
+    """Return the row of the GPUs that SGLang's torch can use."""
     name, needed = "torch's GPUs", "GPUs that servers can use"
     if not child.ended:
         return DoctorRow(SECTION, name, "ok", f"{child.output.strip()} GPUs", needed)
@@ -133,7 +130,7 @@ def sglang_gpu_row(child: CommandResult, required: bool) -> DoctorRow:
 def sglang_package_row(
     name: str, version: str | None, tested: str | None, required: bool, needed: bool, command: str
 ) -> DoctorRow:
-    """Row of one package. SGLang's wire format changes between versions, so only the pinned one is ok."""
+    """Return the row of one package; only the pinned version is ok, since SGLang's wire format changes."""
     purpose = "" if needed else "for the router, "
     said = f"{purpose}tested: {tested}"
     fix = f"{command} installs the tested versions"
@@ -145,7 +142,7 @@ def sglang_package_row(
 
 
 def _shown(path: Path) -> Path:
-    """The path as a user would type it: relative if it lies below the current folder."""
+    """Return the path as a user would type it: relative if below the current folder."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 

@@ -1,1 +1,1 @@
-"""``bapo report``: self-contained HTML page of a run, or of several compared, with plots as PNG."""
+"""``bapo report``: self-contained HTML page of one run, or of several compared, with PNG plots."""

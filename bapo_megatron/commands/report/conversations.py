@@ -1,6 +1,6 @@
-"""The report's episodes as conversations, and as trees where they have branches, out of the journal.
+"""Episodes of a report as conversations, or trees if they branch, read from the journal.
 
-Of three steps, the first, the middle and the last; only what is shown is read.
+Covers three steps (first, middle, last) and reads only what is shown.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.types import GIVEN, FinishReason, Rollout
 
 MOST_TOKENS = 1000
-"""Most tokens of a block that are shown: half of them from its start, half from its end."""
+"""Most tokens shown of a block: half from its start, half from its end."""
 
 _SHORT = 600
-"""Most tokens of a conversation that is open when the page opens."""
+"""Most tokens of a conversation that is initially open on the page."""
 
 Speaker = Literal["prompt", "model", "environment"]
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a conversation: who wrote it, and its text."""
+    """Block of a conversation: its speaker and text."""
 
     speaker: Speaker
     pieces: list[Piece]
-    """Ordinary texts and special tokens, in their order; what was left out is a piece, too."""
+    """Ordinary text and special tokens in order; an omission is a piece, too."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One episode as text, or why it cannot be shown."""
+    """One episode, or branch of one, as text, or the reason why it cannot be shown."""
 
     title: str
     blocks: list[Block]
     is_short: bool = True
     problem: str = ""
     depth: int = 0
-    """How many branches it comes from."""
+    """Number of ancestor branches."""
 
 
 def conversations(run: RunRecord) -> list[Conversation]:
-    """The three episodes, fewer of a short run. A problem of all of them is one without blocks."""
+    """Return three episodes, fewer for a short run. A problem with all of them is one without blocks."""
     paths = RunPaths(run.run_dir)
     try:
         decoder, steps = _decoder(run, paths), steps_in(paths.journal)
@@ -77,10 +77,10 @@ def _decoder(run: RunRecord, paths: RunPaths) -> TextDecoder:
 
 
 def _conversations(journal: Path, step: int, decoder: TextDecoder) -> list[Conversation]:
-    """An episode; of one with several branches each behind the one that has its beginning, without that."""
+    """Return a step's example episode; a branch follows its parent and omits the beginning they share."""
     try:
         ids_P, branches = read_example(journal, step)
-    except ConfigError as error:  # deleted while the run continues, or damaged
+    except ConfigError as error:  # deleted by the running run, or damaged
         return [Conversation(f"Step {step}", [], problem=str(error))]
     whole = [
         np.concatenate([ids_P[: len(ids_P) * branch.has_prompt], branch.token_ids_R]) for branch in branches
@@ -97,7 +97,7 @@ def _conversations(journal: Path, step: int, decoder: TextDecoder) -> list[Conve
 
 
 def _shared(ids: np.ndarray, other: np.ndarray) -> int:
-    """The number of first tokens that two sequences share."""
+    """Return the length of the common prefix of two sequences."""
     most = min(len(ids), len(other))
     differs = np.flatnonzero(ids[:most] != other[:most])
     return int(differs[0]) if len(differs) else most
@@ -112,7 +112,7 @@ def _branch(
     parent: int | None,
     decoder: TextDecoder,
 ) -> Conversation:
-    """A branch behind its first ``shared`` tokens, which branch ``parent`` has."""
+    """Return a branch after its first ``shared`` tokens, which branch ``parent`` shows."""
     branch = branches[place]
     ids_P = ids_P if branch.has_prompt else ids_P[:0]
     ids_R, mask_R = branch.token_ids_R, branch.loss_mask_R
@@ -122,7 +122,7 @@ def _branch(
     turns = list(_turns(ids_R[own:], mask_R[own:]))
     blocks = [_block("prompt", ids_P[shared:], decoder)] if shared < len(ids_P) else []
     blocks += [_block(who, ids, decoder) for who, ids in turns]
-    if blocks and not branch.has_prompt and is_given_R[: own + 1].all():  # nobody has answered yet
+    if blocks and not branch.has_prompt and is_given_R[: own + 1].all():  # the model has not spoken yet
         blocks[0] = replace(blocks[0], speaker="prompt")
     sampled = sum(who == "model" for who, _ in turns)
     name = f"Step {step}"
@@ -138,7 +138,7 @@ def _branch(
 
 
 def _end(reason: FinishReason, mask_R: np.ndarray) -> str:
-    """How a response ended; one without answers of an environment ended by itself."""
+    """Return how a response ended; one without environment answers ended by itself."""
     return "ended by a stop token" if reason == "stop" and mask_R.all() else EPISODE_ENDS[reason]
 
 

@@ -1,8 +1,7 @@
-"""Log reader of a report: metrics, updates and events of a run directory, metrics as float64 columns.
+"""Log reader of a report: events, and metrics by step and by update as float64 columns.
 
-The run may still be training. ConfigError for a directory without metrics, and for damaged metrics. A value
-takes 8 bytes, and logs are read line by line: 40,000 updates of 170 metrics take 55 MB, where their rows as
-dicts take 1 GB.
+The run may still be training. Raises ConfigError if metrics are missing or damaged. Logs are read line by
+line and a value takes 8 bytes: 40,000 updates of 170 metrics take 55 MB, but 1 GB as dicts.
 """
 
 from __future__ import annotations
@@ -29,29 +28,26 @@ class _Rows:
     """Rows with the same names in the same order."""
 
     places: dict[str, int]
-    """Place of each name within a row."""
+    """Index of each name within a row."""
     numbers: array[int] = field(default_factory=lambda: array("q"))
-    """Numbers of these rows in the table, from 0."""
+    """Table indices of these rows, from 0."""
     values: array[float] = field(default_factory=lambda: array("d"))
-    """Values of these rows, row after row; NaN for null."""
+    """Values row by row; NaN for null."""
 
     def column(self, name: str) -> np.ndarray:
         return np.frombuffer(self.values).reshape(-1, len(self.places))[:, self.places[name]]
 
 
 class MetricTable:
-    """Metrics of a log as columns, NaN where a row has null or lacks the name.
-
-    Rows that have the same names are stored together: a name of few rows takes no column of all rows, and
-    costs nothing until it is asked for. False in a condition if it has no rows.
-    """
+    """Metrics of a log as columns, NaN where a row has null or lacks the name. Rows with the same names are
+    stored together, so a rare name takes no full column until requested. An empty table is falsy."""
 
     def __init__(self, rows: Iterable[Row], source: Path | None = None) -> None:
-        """``source``: their file. ConfigError for a value that is not a number."""
+        """``source``: the log file. Raises ConfigError for a value that is not a number."""
         self._kinds: dict[tuple[str, ...], _Rows] = {}
         self._length = 0
         self.last: Row = {}
-        """Last row as it was logged; empty without rows."""
+        """Last row as logged; empty without rows."""
         for row in rows:
             names = tuple(row)
             if (kind := self._kinds.get(names)) is None:
@@ -72,19 +68,17 @@ class MetricTable:
             self.last = row
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self._length
 
     @property
     def names(self) -> list[str]:
-        """Names of all rows, in the order in which they first appear."""
+        """Names in all rows, by first appearance."""
         return list(dict.fromkeys(name for names in self._kinds for name in names))
 
     def column(self, name: str) -> np.ndarray:
-        """Values of a metric, one a row.
-
-        Rows of earlier versions have ``sampled/NAME`` as NAME: all their metrics were of what was sampled.
-        """
+        """Return a metric's values, one per row, NaN where missing. Earlier versions logged ``sampled/NAME``
+        as NAME, since all their metrics covered all samples."""
         values = np.full(self._length, np.nan)
         for kind in self._kinds.values():
             here = name if name in kind.places else name.removeprefix("sampled/")
@@ -98,7 +92,7 @@ class MetricTable:
         return known
 
     def rows(self) -> list[Row]:
-        """All rows as dicts, with None for null: for short logs and small parts of a run."""
+        """Return all rows as dicts, with None for null; for short logs."""
         rows: list[Row] = [{} for _ in range(self._length)]
         for kind in self._kinds.values():
             values = np.frombuffer(kind.values).reshape(-1, len(kind.places)).tolist()
@@ -111,26 +105,24 @@ class MetricTable:
 
 
 class Headline(TypedDict):
-    """The headline numbers of a run, as a dict; None for a number that the metrics do not have."""
+    """Headline numbers of a run. Rewards are None if no step has one; missing tokens or times count as 0."""
 
     reward_first: float | None
-    """Mean reward of the first ``window`` steps that have one."""
+    """Mean reward of the first ``window`` steps with one."""
     reward_last: float | None
-    """Mean reward of the last ``window`` steps that have one."""
+    """Mean reward of the last ``window`` steps with one."""
     window: int
     steps: int
     tokens: float
-    """Tokens per second times seconds, summed over the steps."""
+    """Tokens per second times seconds, summed over steps."""
     time_s: float
-    """Sum of the step times, without start-up and without waiting for a requeue."""
+    """Sum of step times, without start-up and requeue waits."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A time series: the values of one metric over a run, NaN where the log has none.
-
-    ``step`` is a fraction where the values are those of single updates.
-    """
+    """Values of one metric over a run, NaN where the log has none. ``step`` is fractional for values of
+    single updates."""
 
     step: np.ndarray
     value: np.ndarray
@@ -138,27 +130,27 @@ class Series:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The logs of one run directory, read once by ``read_run``, with their series by step and by update."""
+    """Logs of one run directory, read once by ``read_run``, with metric series by step and by update."""
 
     run_dir: Path
     steps: MetricTable
     updates: MetricTable
     events: list[Row]
     config: dict[str, Any]
-    """The resolved configuration by dotted names; empty if it was not stored."""
+    """Resolved configuration by dotted names; empty if not stored."""
     evaluations: MetricTable = field(default_factory=lambda: MetricTable([]))
-    """Metrics on held-out problems, at the steps that were evaluated."""
+    """Metrics on held-out problems at the evaluated steps."""
     forked: str | None = None
-    """The run and step that it was forked from, as text."""
+    """Run and step of its fork source, as text."""
 
     @property
     def name(self) -> str:
-        """The run's name, or the name of its directory if none was stored."""
+        """The run's name, or its directory's if not stored."""
         return str(self.config.get("name") or self.run_dir.resolve().name)
 
     @property
     def bounds(self) -> BoundsConfig | None:
-        """The clipping bounds that the run was configured with; None if its directory does not say."""
+        """Configured clipping bounds; None if not stored."""
         return configured_bounds(self.config)
 
     @property
@@ -172,17 +164,17 @@ class RunRecord:
 
     @property
     def first_step(self) -> int:
-        """The first step that can be drawn: 0 if the initial weights were evaluated."""
+        """First drawable step: 0 if the initial weights were evaluated."""
         return int(min(table.column("step").min() for table in (self.steps, self.evaluations) if table))
 
     def by_step(self, metric: str) -> Series:
-        """The values of a metric by step; those of an ``eval/`` metric at the evaluated steps."""
+        """Return a metric by step; an ``eval/`` metric at the evaluated steps."""
         if metric.startswith("eval/") and self.evaluations:
             return Series(self.evaluations.column("step"), self.evaluations.column(metric))
         return Series(self.step_numbers, self.steps.column(metric))
 
     def by_update(self, metric: str) -> Series:
-        """The values of a metric by update; the updates of step ``s`` lie evenly in (s - 1, s]."""
+        """Return a metric by update; the updates of step ``s`` are evenly spaced in (s - 1, s]."""
         steps = self.updates.column("step")
         _, first, count = np.unique(steps, return_index=True, return_counts=True)
         place = np.arange(len(steps)) - np.repeat(first, count)
@@ -191,7 +183,7 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read the logs of a run directory. ConfigError if metrics.jsonl, the only required one, has no step."""
+    """Read a run directory's logs. Raises ConfigError if metrics.jsonl, the only required one, is empty."""
     paths = RunPaths(run_dir)
     path = paths.metrics
     if not path.exists():
@@ -213,29 +205,29 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def read_metrics(path: Path) -> MetricTable:
-    """The table of a log of metrics, empty if there is no file. ConfigError for a line that is not JSON, or
-    has a value that is not a number."""
+    """Return the table of a metrics log, empty without a file. Raises ConfigError for a line that is not JSON
+    or a value that is not a number."""
     return MetricTable(_rows(path) if path.exists() else (), path)
 
 
 def _rows(path: Path) -> Iterator[Row]:
     for number, line in enumerate(whole_lines(path), 1):
         try:
-            row = orjson.loads(line)  # five times as fast as the reader that explains what is wrong
+            row = orjson.loads(line)  # five times as fast as parse_line, which explains errors
         except orjson.JSONDecodeError:
             row = None
         yield row if isinstance(row, dict) else parse_line(line, path, number)
 
 
 def configured_bounds(config: Mapping[str, Any]) -> BoundsConfig | None:
-    """The clipping bounds in a stored configuration; None if it has none."""
+    """Return the clipping bounds in a stored configuration; None if it has none."""
     named = {field.name: f"algorithm.bounds.{field.name}" for field in fields(BoundsConfig)}
     stored = {name: config[key] for name, key in named.items() if key in config}
     return BoundsConfig(**stored) if {"low_start", "high_start"} <= stored.keys() else None
 
 
 def headline(steps: MetricTable) -> Headline:
-    """The headline numbers of a metrics.jsonl; ``window`` is a tenth of the steps, between 1 and 5."""
+    """Return the headline numbers of a metrics.jsonl; ``window`` is a tenth of the steps, from 1 to 5."""
     rewards = steps.known("sampled/reward/mean")
     window = min(max(len(steps) // 10, 1), 5)
     seconds, tokens_per_s = (
@@ -252,12 +244,12 @@ def headline(steps: MetricTable) -> Headline:
 
 
 def mean(values: np.ndarray) -> float | None:
-    """The mean of ``values``; None if there are none."""
+    """Return the mean of ``values``; None if there are none."""
     return float(values.mean()) if len(values) else None
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """The centered moving mean over ``window`` (odd) values, missing ones left out."""
+    """Return the centered moving mean over ``window`` (odd) values, ignoring non-finite ones."""
     exists = np.isfinite(values)
     box = np.ones(window)
     sums = np.convolve(np.where(exists, values, 0.0), box, mode="same")
@@ -268,5 +260,5 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def smoothing_window(steps: int) -> int:
-    """The window of the moving mean, in steps: odd, about a twelfth of the run, at most 25."""
+    """Return the moving mean's window in steps: odd, about a twelfth of the run, at most 25."""
     return 2 * min(steps // 24, 12) + 1

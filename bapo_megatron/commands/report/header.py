@@ -1,6 +1,6 @@
-"""Header of a report: a run's method, staleness, held-out score and main settings, and what the runs show.
+"""Header of a report: a run's method, staleness, held-out score and main settings, and an interpretation.
 
-Texts made from the run's stored configuration and metrics; "not recorded" where they say nothing.
+The texts come from the run's stored configuration and metrics, or say "not recorded".
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ NOT_RECORDED = "not recorded"
 _NAMES = {"grpo": "GRPO", "clip_higher": "clip-higher (DAPO)"}
 _SEARCHED_FOR = {"update": "each update", "lagged": "each update, on the one before"}
 Fact = tuple[str, str]
-"""A name and its text."""
+"""Name and text of one fact."""
 
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """Outcome of a run's bounds searches, as shares of its updates, or of their tokens."""
+    """Outcome of a run's bounds searches, as shares of its updates or their tokens."""
 
     moved: float
-    """At least one search moved a bound: share of updates."""
+    """Share of updates in which at least one search moved a bound."""
     reached: float
-    """The target was reached: of the tokens of an update with many searches."""
+    """Share of updates whose search reached the target; with many searches per update, of tokens."""
     of: str = "updates"
-    """Which updates ``moved`` is a share of: the stale ones, where the log tells them apart."""
+    """Base of ``moved``: the stale updates, where the log tells them apart."""
 
 
 def search_outcome(run: RunRecord) -> SearchOutcome | None:
-    """Outcome of a run's bounds searches; None for fixed bounds, another loss, or logs without them."""
+    """Return a run's bounds search outcome; None for fixed bounds, other losses, or logs without it."""
     table = run.updates or run.steps
     moves, reached = table.column("bapo/rounds"), table.column("bapo/reached")
     known = np.isfinite(moves) & np.isfinite(reached)
@@ -60,7 +60,7 @@ def _loss(run: RunRecord) -> str:
 
 
 def facts(run: RunRecord) -> list[Fact]:
-    """Algorithm, preset, target, staleness, held-out problems, baseline and origin of a run, in words."""
+    """Return a run's algorithm, preset, target, staleness, held-out score, baseline and origin, in words."""
     return [
         ("algorithm", algorithm(run)),
         ("preset", _preset(run)),
@@ -73,7 +73,7 @@ def facts(run: RunRecord) -> list[Fact]:
 
 
 def algorithm(run: RunRecord) -> str:
-    """The name of the method, and how its bounds are set."""
+    """Return the method's name and how its bounds are set."""
     bounds, loss = run.bounds, _loss(run)
     if bounds is None:
         return NOT_RECORDED
@@ -166,7 +166,7 @@ def _score(row: Row) -> str:
 
 
 def _interval(row: Row) -> str:
-    """The 95% interval of a row's score, if it is that of one suite."""
+    """Return the 95% interval of a row's score if it comes from one suite, else ""."""
     ends = [
         [value for name, value in row.items() if "/avg@" in name and name.endswith(end)]
         for end in ("_low", "_high")
@@ -184,7 +184,7 @@ def _count(count: int, noun: str, many: str = "") -> str:
 
 
 def main_settings(config: dict[str, Any]) -> list[Fact]:
-    """Main settings of a run, from a resolved configuration by dotted names."""
+    """Return a run's main settings from a resolved configuration by dotted names."""
     get = config.get
     rows = [
         ("model", _joined(get("model.hf_path"), get("model.dtype"))),
@@ -241,17 +241,17 @@ _NO_BASELINE = (
     "The command bapo report RUN OTHER_RUN compares two."
 )
 _SELDOM = 0.05
-"""Share of updates with a moved bound below which the bounds count as fixed at their starts."""
+"""Below this share of updates with a moved bound, the bounds count as fixed."""
 
 
 def readings(run: RunRecord) -> list[str]:
-    """Interpretation of one run in sentences; first the recipe's own note."""
+    """Return the interpretation of one run in sentences, the recipe's own note first."""
     note = run.config.get("logging.note")
     return [*([str(note)] if note else []), *_of_reward(run), *_of_search(run), _NO_BASELINE]
 
 
 def comparison_readings(runs: Sequence[RunRecord]) -> list[str]:
-    """Interpretation of a comparison: the runs' notes, and the limits of one run of each setting."""
+    """Return the interpretation of a comparison: the runs' notes, and the limits of one run per setting."""
     notes = {run.name: str(run.config.get("logging.note") or "") for run in runs}
     said = [
         f"{name}: {note}" if len(set(notes.values())) > 1 else note for name, note in notes.items() if note

@@ -1,7 +1,7 @@
-"""Artists of a report's plots: a curve of a run by step, a distribution by ratio, the prediction of Eq. 6.
+"""Artists of a report's plots: a run's curve by step, a distribution by ratio, the prediction of Eq. 6.
 
-Of a curve single values are thin, their moving mean is thick, and pale where it is of few tokens. Lines of
-more points than pixels are thinned.
+Of a curve, single values are thin and the moving mean is thick, or pale where few tokens are behind it. Lines
+with more points than pixels are thinned.
 """
 
 from __future__ import annotations
@@ -25,32 +25,30 @@ from bapo_megatron.commands.report.series import (
 )
 
 MOST_UPDATES = 2000
-"""The number of updates above which the thin line follows the steps, as updates would make a solid block."""
+"""Above this many updates the thin line is by step: updates would fill a solid block."""
 _MOST_POINTS = 2000
-"""The number of points of a line above which it is thinned: two for each of its pixels in the PNG."""
+"""Lines with more points are thinned: two per pixel of the PNG."""
 _FEW_POINTS = 8
-"""The number of points below which a curve shows each; a line of one point is invisible without it."""
+"""Curves with fewer points mark each; a one-point line is invisible otherwise."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a run as it is drawn: thin single values, and their moving mean."""
+    """Drawable curve of a run: thin single values and their moving mean."""
 
     thin: Series
-    """Single updates, or single steps."""
+    """Values of single updates or steps."""
     thick: Series
-    """The moving mean by step, NaN where it is of few tokens."""
+    """Moving mean by step, NaN where few tokens are behind it."""
     pale: Series
-    """The rest of the moving mean, and the points where it meets the thick line."""
+    """Rest of the moving mean, and the points where it meets the thick line."""
     shown: np.ndarray
-    """The values that the axis must show."""
+    """Values that the axis must show."""
 
 
 def line_of(run: RunRecord, curve: Curve, panel: Panel) -> Line:
-    """The values of a metric by update, and their moving mean by step.
-
-    By step too where there are no values by update, or too many.
-    """
+    """Return a metric's values by update and their moving mean by step. Values are by step, too, if none, or
+    more than ``MOST_UPDATES``, are by update."""
     mean, raw = run.by_step(curve.metric), run.by_update(curve.metric)
     window = smoothing_window(len(mean.value))
     if not np.isfinite(raw.value).any() or len(raw.value) > MOST_UPDATES:
@@ -80,10 +78,8 @@ def line_of(run: RunRecord, curve: Curve, panel: Panel) -> Line:
 
 
 def thinned(series: Series) -> Series:
-    """The smallest and the largest of every few neighbouring points, where there are more than pixels.
-
-    No extreme value is lost, and a gap stays one where it is as long as that.
-    """
+    """Thin a long series to the minimum and maximum of every few neighbours. Keeps all extremes, and gaps at
+    least as long as a group of neighbours."""
     if len(series.value) <= _MOST_POINTS:
         return series
     size = -(-len(series.value) // (_MOST_POINTS // 2))
@@ -97,7 +93,7 @@ def thinned(series: Series) -> Series:
 def _weighted(
     steps: np.ndarray, at: np.ndarray, values: np.ndarray, tokens: np.ndarray, window: int
 ) -> tuple[Series, np.ndarray]:
-    """The moving mean by step over all tokens of its steps, and where these are few."""
+    """Return the token-weighted moving mean by step, and a mask of the steps with few tokens behind it."""
     order = np.argsort(steps, kind="stable")
     place = order[np.searchsorted(steps, at, sorter=order).clip(max=len(steps) - 1)]
     counted = (steps[place] == at) & np.isfinite(values)
@@ -113,8 +109,8 @@ def _weighted(
 
 
 def draw_line(axes: Any, line: Line, colour: str, style: Any, label: str | None = None) -> list[Any]:
-    """Draw a thin line of the measured values, and a thick one of their moving mean, pale where it is of few
-    tokens; returns the artists."""
+    """Draw the values as a thin line and their moving mean as a thick one, pale where few tokens are behind
+    it; return the artists."""
     known = np.isfinite(line.thick.value).any() or np.isfinite(line.pale.value).any()
     pale = {"color": colour, "linestyle": style, "linewidth": 1.2, "alpha": 0.4, **_markers(line.pale)}
     thick = {"color": colour, "linestyle": style, "linewidth": 2, **_markers(line.thick)}
@@ -126,8 +122,7 @@ def draw_line(axes: Any, line: Line, colour: str, style: Any, label: str | None 
 
 
 def _markers(series: Series) -> dict[str, Any]:
-    """Marks of all points of a short curve; of a longer one, of points without a neighbour, as a line between
-    gaps is none."""
+    """Return style options that mark all points of a short curve, or the isolated points of a longer one."""
     if len(series.step) < _FEW_POINTS:
         return {"marker": "o"}
     known = np.isfinite(series.value)
@@ -136,7 +131,7 @@ def _markers(series: Series) -> dict[str, Any]:
 
 
 def mark_cut_offs(axes: Any, line: Line, colour: str) -> list[Any]:
-    """Mark with triangles at the edge where a line leaves the axes; returns the artists."""
+    """Mark with triangles where a line leaves the axes; return the artists."""
     low, high = axes.get_ylim()
     artists: list[Any] = []
     for series in (line.thin, line.pale):
@@ -158,7 +153,7 @@ def mark_cut_offs(axes: Any, line: Line, colour: str) -> list[Any]:
 
 
 def _without_outliers(values: np.ndarray) -> np.ndarray:
-    """The values without the outermost 1%, so that one outlier does not flatten a whole curve."""
+    """Return the values without the outermost 1%, so that one outlier does not flatten the curve."""
     if len(values) < 100:
         return values
     low, high = np.percentile(values, [0.5, 99.5])
@@ -169,15 +164,15 @@ def _without_outliers(values: np.ndarray) -> np.ndarray:
 # --- distributions ---------------------------------------------------------------------------------
 
 _TICKS = {RATIO_CENTRES[0]: "<0.5", 0.7: "0.7", 1.0: "1", 1.4: "1.4", 2.0: "2", RATIO_CENTRES[-1]: "≥3"}
-"""The outer bins have no end."""
+"""The outer bins are open-ended."""
 _MANY = 200
-"""Number of points above which they are drawn small."""
+"""Above this many points they are drawn small."""
 _MOST = 2000
-"""Number of points above which every second, third, ... is drawn."""
+"""Above this many points only every second, third, ... is drawn."""
 
 
 def draw_distribution(axes: Any, panel: Panel, runs: Sequence[tuple[RunRecord, str]]) -> list[list[Any]]:
-    """Draw ``panel`` for runs and their colours; returns each run's artists, none if not measured."""
+    """Draw ``panel`` for (run, colour) pairs; return each run's artists, none if not measured."""
     if panel.file == "entropy_prediction":
         artists = [_scatter(axes, run, colour) for run, colour in runs]
         axes.set_xlabel("predicted change, any unit")

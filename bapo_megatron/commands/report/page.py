@@ -1,7 +1,7 @@
-"""HTML report of one run or several: ``index.html``, one self-contained page, and its plots as PNG.
+"""HTML report of one run or several: ``index.html``, a self-contained page, and its plots as PNG.
 
-``report_command`` is ``bapo report``. Several runs are compared: shared plots, results, and the settings that
-differ. matplotlib is imported when the page is drawn.
+``report_command`` is ``bapo report``. A comparison of runs shows shared plots, results, and the settings that
+differ. matplotlib is imported only to draw.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
 
 PAGE = "index.html"
-"""File of the page in a report's folder."""
+"""The page's file name in a report folder."""
 _TITLE = re.compile(rb"(?s)<title>.* \xc2\xb7 (training report|comparison)</title>")
 Cells = tuple[str, list[str]]
-"""A row of a table: its name, and its texts."""
+"""Table row: its name and its cells."""
 
 _OUR_PREFIXES = (
     *("reward", "rollout", "sampler", "policy", "bapo", "contribution", "staleness", "time", "eval"),
     *("source", "corrections", "polarity", "tokens", "raised", "entropy_rule", "quadrant", "ratio"),
     *("experts",),
 )
-"""First parts of the names of metrics that every run may have."""
+"""First parts of the metric names that any run may have."""
 _COMPARED_EVENTS = (
     *("start", "resume", "forked", "resume_mismatch_accepted", "config_changed"),
     *LOSS_EVENTS,
 )
-"""Kinds of events that a comparison shows; the page of one run shows all."""
+"""Event kinds in a comparison; a single run's page shows all."""
 
 
 def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
-    """Write the page of one run, or of several compared, into ``folder``; returns the page.
+    """Write the page of one run, or of several compared, into ``folder``; return the page's path.
 
-    By default the folder is ``report/`` of a single run, and ``comparison/`` of the first of several.
-    ConfigError for too many runs, one twice, one without metrics, or a damaged log.
+    The default folder is ``report/`` of a single run, ``comparison/`` of the first of several. Raises
+    ConfigError for too many runs, a repeated run, a run without metrics, or a damaged log.
     """
     # Imported here: matplotlib is slow to import.
     from bapo_megatron.commands.report.plots import COLOURS, curves_of, draw_overview, draw_panel
@@ -92,10 +92,8 @@ def write_report(run_dirs: Sequence[Path], folder: Path | None = None) -> Path:
 
 
 def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The runs with unique names: to a name that several have, each appends its folder.
-
-    That is the folder's name, with as many of those above as tell it from the others: `demo (a/run)`.
-    """
+    """Return the runs with unique names: each run of a shared name appends its folder. The folder is
+    shortened to the parts that distinguish it: `demo (a/run)`."""
     return [
         replace(run, config=run.config | {"name": f"{run.name} ({_place(run, alike)})"}) if alike else run
         for run in runs
@@ -104,7 +102,7 @@ def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _place(run: RunRecord, others: Sequence[RunRecord]) -> str:
-    """The shortest end of the path of a run's folder that no other's path has."""
+    """Return the shortest end of the run's folder path that no other path has."""
     parts, known = run.run_dir.resolve().parts, [other.run_dir.resolve().parts for other in others]
     count = next(
         count
@@ -124,7 +122,7 @@ def _check_runs(run_dirs: Sequence[Path], most: int) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder of a report. ConfigError if it is not writable, or has a page of another program."""
+    """Make the report folder. Raises ConfigError if it is not writable or holds another program's page."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK | os.X_OK)
@@ -140,7 +138,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _is_report(page: Path) -> bool:
-    """Whether a file is a page of a report or of a comparison, also of an earlier version."""
+    """Whether a file is a report or comparison page, of this or an earlier version."""
     if page.is_symlink() or not page.is_file():
         return False
     with page.open("rb") as file:
@@ -222,7 +220,7 @@ def _results(runs: Sequence[RunRecord]) -> list[Cells]:
 
 
 def own_metrics(runs: Sequence[RunRecord]) -> list[Cells]:
-    """User-defined metrics (of the user's losses and measurements), which no panel draws: last values."""
+    """Return the last values of user-defined metrics (of losses and measurements), which no panel draws."""
     last = [run.steps.last for run in runs]
     names = dict.fromkeys(name for row in last for name in row if "/" in name)
     own = [name for name in names if name.partition("/")[0] not in _OUR_PREFIXES]
@@ -230,7 +228,7 @@ def own_metrics(runs: Sequence[RunRecord]) -> list[Cells]:
 
 
 def setting_differences(configs: Sequence[dict[str, Any]]) -> list[Cells]:
-    """The settings that differ between runs, with every run's value; without names and directories."""
+    """Return the settings that differ between runs, with all values; names and directories excluded."""
     names = dict.fromkeys(name for config in configs for name in config)
     rows = []
     for name in sorted(set(names) - set(NOT_SETTINGS)):
@@ -248,7 +246,7 @@ def _metric_rows(run: RunRecord, window: int) -> list[Cells]:
 
 
 def _line_names(labels: Sequence[str]) -> str:
-    """The key to line styles, e.g. "Solid: upper; dashed: lower."; empty for a plot of one curve."""
+    """Return the key to line styles, e.g. "Solid: upper; dashed: lower."; empty for one unlabelled curve."""
     if len(labels) < 2:
         return f"Shown: {labels[0]}." if labels and labels[0] else ""
     lines = zip(("solid", "dashed", "dotted"), labels, strict=False)
@@ -256,7 +254,7 @@ def _line_names(labels: Sequence[str]) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """The HTML that a jinja template of this package makes of ``values``."""
+    """Render a jinja template of this package to HTML."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -268,20 +266,20 @@ def render(template: str, **values: Any) -> str:
 
 
 def svg_uri(svg: bytes) -> str:
-    """The data URI of an SVG."""
+    """Return an SVG as a data URI."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
 def setting_lines(config: dict[str, Any]) -> list[str]:
-    """The resolved configuration, one setting a line."""
+    """Return the resolved configuration, one setting per line."""
     return [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in sorted(config.items())]
 
 
 def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:
-    """The table cells of an event: time, kind and details."""
+    """Return an event's table cells: time, kind and details."""
     others = {key: value for key, value in event.items() if key not in ("time", "kind")}
     details = ", ".join(f"{key} {value}" for key, value in others.items())
-    time = str(event.get("time", ""))[:19].replace("T", " ")  # Whole seconds, without the zone: it is UTC.
+    time = str(event.get("time", ""))[:19].replace("T", " ")  # whole seconds, without the zone: it is UTC
     return time, str(event.get("kind", "")), details
 
 
@@ -289,7 +287,7 @@ def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def report_command(arguments: Sequence[str]) -> None:
-    """The command ``bapo report RUN [RUN ...] [--output DIR]``: write the page, and print where it is."""
+    """``bapo report RUN [RUN ...] [--output DIR]``: write the page and print its path."""
     usage = (
         "usage: bapo report RUN [RUN ...] [--output DIR], with directories of runs; DIR: RUN/report of one "
         "run, and comparison in the directory of the first of several"
@@ -307,6 +305,6 @@ def report_command(arguments: Sequence[str]) -> None:
 
 
 def _split_output(word: str) -> list[str]:
-    """``--output=DIR`` as two words; an empty DIR as none."""
+    """Split ``--output=DIR`` into two words, or one if DIR is empty."""
     name, equals, folder = word.partition("=")
     return [name, *([folder] if folder else [])] if equals and name == "--output" else [word]

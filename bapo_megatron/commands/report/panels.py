@@ -1,8 +1,8 @@
-"""Panels (plots) of a report as data: which metrics each draws, its colours, its caption.
+"""Panels (plots) of a report as data: the metrics of each, its colours and its caption.
 
-``plots.py`` draws them. Blue is for positive advantages and what is good, orange for negative ones and what
-is bad, near-black for what is neither; ages of tokens, and other sequences, go from yellow to black. People
-who do not tell red from green tell these apart; tests simulate what they see.
+``plots.py`` draws them. Blue marks positive advantages and good values, orange negative advantages and bad
+values, near-black neutral ones; token ages and other sequences run from yellow to black. The colours are
+distinct for the colour-blind; tests simulate their vision.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ NEUTRAL = "#30343b"
 POSITIVE = "#0072b2"
 NEGATIVE = "#d55e00"
 AGES = ("#f98e09", "#e05536", "#ca404a", "#b0315b", "#7c1d6d", "#000004")
-"""The colours of the staleness buckets, darker with age."""
+"""Colours of the staleness buckets, darker with age."""
 REFERENCE = "#6b7280"
-"""The colour of what belongs to no run: ranges and targets in a comparison."""
+"""Colour of ranges and targets in a comparison, which belong to no run."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a panel, as data: one metric, with its colour and label."""
+    """Curve of a panel: one metric, its colour and label."""
 
     metric: str
     colour: str = NEUTRAL
     label: str | None = None
     dashed: bool = False
     share: str | None = None
-    """The metric of the share of tokens that the value is a mean over. Where these are few, it is pale."""
+    """Metric of the share of tokens behind the mean; the curve is pale where these are few."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel, as data: one plot of a report, with its curves and caption."""
+    """Panel of a report: one plot with its curves and caption."""
 
     file: str
-    """The name of the PNG, without its suffix."""
+    """PNG file name without suffix."""
     title: str
     y_label: str
     curves: tuple[Curve, ...]
     caption: str
     """What the plot shows, and what to look for."""
     paper: str
-    """The figure or table of the paper that shows the same."""
+    """Figure or table of the paper that shows the same."""
     y_scale: Literal["auto", "from_zero", "percent", "ratio", "spikes"] = "from_zero"
-    """``from_zero``: from 0, or the smallest value below. ``ratio``: logarithmic. ``spikes``: logarithmic if
-    a few values are far above the others."""
+    """``from_zero``: from 0, or the minimum if negative. ``ratio``: logarithmic. ``spikes``: logarithmic if a
+    few values are far above the others."""
     thin: bool = True
-    """Whether single updates are drawn, too."""
+    """Whether to draw single updates as well."""
     compared: tuple[int, ...] | None = None
-    """Indices of the curves that a comparison of several runs draws; None for all."""
+    """Indices of the curves in a comparison of runs; None for all."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """A band of a panel, as data: a shaded range of the vertical axis, or a line if both ends are equal."""
+    """Band of a panel: a shaded range of the vertical axis, or a line if both ends are equal."""
 
     low: float
     high: float
@@ -69,7 +69,7 @@ class Band:
 
 
 def _quadrants(what: str) -> tuple[Curve, ...]:
-    """The curves of the four kinds of tokens; kinds that raise the entropy are dashed."""
+    """Return the curves of the four kinds of tokens; kinds that raise the entropy are dashed."""
     kinds = (
         ("positive_high", POSITIVE, "rewarded, likely", False),
         ("positive_low", POSITIVE, "rewarded, unlikely", True),
@@ -82,7 +82,7 @@ def _quadrants(what: str) -> tuple[Curve, ...]:
             colour,
             label,
             dashed,
-            f"quadrant/{kind}/tokens" if what == "clipped" else None,  # the other is a share of one sum
+            f"quadrant/{kind}/tokens" if what == "clipped" else None,  # contributions are shares of one sum
         )
         for kind, colour, label, dashed in kinds
     )
@@ -244,7 +244,7 @@ PANELS = (
         (Curve("staleness/mean", NEUTRAL, "mean"), Curve("staleness/max", AGES[0], "oldest token")),
         "How many updates lie between the policy that sampled a token and the one that trains on it.",
         "the setting of Figs. 2 and 11",
-        thin=False,  # within a step it climbs with every update
+        thin=False,  # staleness climbs within a step
         compared=(0,),
     ),
     Panel(
@@ -318,25 +318,25 @@ DISTRIBUTIONS = (
         "Eq. 6",
     ),
 )
-"""The panels that ``draw_distribution`` draws, which have no curves by step."""
+"""Panels for ``draw_distribution``, without curves by step."""
 
 OVERVIEW = PANELS[:8]
-"""The panels of the overview image."""
+"""Panels of the overview image."""
 
 
 def expert_panels(runs: Sequence[RunRecord]) -> tuple[Panel, ...]:
-    """The panels of a mixture of experts, if some run trains one and has their metrics."""
+    """Return the mixture-of-experts panels if any run has their metrics."""
     metric = EXPERT_PANELS[0].curves[0].metric
     return EXPERT_PANELS if any(metric in run.steps.names for run in runs) else ()
 
 
 def bands(panel: Panel, run: RunRecord) -> list[Band]:
-    """The bands of a plot: ranges of the clipping bounds and the target, from the configuration."""
+    """Return a plot's bands from the configuration: clipping bound ranges and target."""
     ranges = [*_range(run, "high", POSITIVE), *_range(run, "low", NEGATIVE)]
     target = run.config.get("algorithm.bounds.target")
     if panel.file == "clip_bounds":
         return ranges
-    if panel.file == "contribution" and target is not None and ranges:  # fixed bounds aim at nothing
+    if panel.file == "contribution" and target is not None and ranges:  # fixed bounds have no target
         return [Band(target, target, NEUTRAL, f"target {target:g}")]
     return []
 
@@ -345,12 +345,12 @@ def _range(run: RunRecord, bound: str, colour: str) -> list[Band]:
     start = run.config.get(f"algorithm.bounds.{bound}_start")
     end = run.config.get(f"algorithm.bounds.{bound}_end")
     if start is None or end is None or start == end:
-        return []  # A fixed bound has no range.
+        return []  # a fixed bound has no range
     return [Band(start, end, colour, "allowed range")]
 
 
 def episode_panels(runs: Sequence[RunRecord]) -> list[Panel]:
-    """The plots by step, each with the curves that some run has; none for runs without an environment."""
+    """Return the episode panels with the curves that any run has; none for runs without an environment."""
     names = {name for run in runs for name in run.steps.names}
     if "environment/turns_mean" not in names:
         return []

@@ -1,8 +1,8 @@
-"""Matplotlib plots of a report: one for each panel, and the overview image, written atomically as PNG.
+"""Matplotlib plots of a report, one per panel, and the overview image, written atomically as PNG.
 
-A single run's curves have the colours of their panel. Of several each run has a colour, each curve a line
-style, and each run a layer, which the page can hide. Slow to import (matplotlib): ``page.py`` does so only
-when it draws.
+A single run's curves have their panel's colours. Among several runs, each has a colour, each curve a line
+style, and each run a layer that the page can hide. ``page.py`` imports this module only to draw, since
+matplotlib loads slowly.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ STYLE: dict[str, Any] = {
     "legend.fontsize": 9,
     "figure.constrained_layout.w_pad": 0.1,
     "figure.constrained_layout.h_pad": 0.1,
-    "svg.hashsalt": "report",  # Same run, same bytes.
+    "svg.hashsalt": "report",  # same run, same bytes
 }
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d")
-"""The colours of compared runs, distinct with any kind of colour vision (Okabe and Ito)."""
+"""Colours of compared runs, distinct with any colour vision (Okabe and Ito)."""
 LINES: tuple[Any, ...] = ("-", (0, (3, 1.2)), (0, (1, 1.2)))
-"""The line styles of the curves of a compared plot: solid, dashed, dotted."""
+"""Line styles of the curves in a compared plot: solid, dashed, dotted."""
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11.5, "fontweight": "bold"}
 _SPIKE_RATIO = 20
-"""The ratio of maximum to median above which the axis is logarithmic."""
+"""Above this ratio of maximum to median the axis is logarithmic."""
 _RATIO_TICKS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5, 10)
 _PLAIN_TITLE_PAD, _LEGEND_TITLE_PAD = 10, 25
-"""Points between a title and its axes, without and with a legend between them."""
+"""Points between a title and its axes, without and with a legend in between."""
 _SHORT_NAME, _LONGEST_LINE = 20, 54
-"""Characters of the longest name that leaves room for two columns of a legend, and of one line of a name."""
+"""Characters of the longest name that allows two legend columns, and of one line of a name."""
 _LINE_INCHES = 0.18
-"""Height of a line of a legend."""
+"""Height of a legend line."""
 _TWO_ROWS, _TWO_ROWS_TITLE_PAD = 4, 33
-"""The number of curves whose legend has two rows, and the points between title and axes then."""
+"""Number of curves with a two-row legend, and the points between title and axes then."""
 
 
 def _title_pad(panel: Panel) -> int:
@@ -88,44 +88,44 @@ def _title_pad(panel: Panel) -> int:
 
 
 Layers = tuple[bytes, list[bytes]]
-"""A plot for the page as transparent SVGs of one size: its axes, and a layer of the curves of each run. The
-axes of a single run hold its curves; it has no layer."""
+"""A plot for the page as transparent SVGs of one size: its axes, and one layer of curves per run. A single
+run has its curves in the axes and no layer."""
 
 
 def draw_panel(panel: Panel, runs: Sequence[RunRecord], folder: Path) -> Layers:
-    """Draw a panel as a PNG into ``folder``, with a legend; returns its layers for the page."""
+    """Draw a panel as a PNG with legend into ``folder``; return its layers for the page."""
     with matplotlib.rc_context(STYLE):
         figure, axes = _new_figure()
         if len(runs) == 1:
             _draw(axes, panel, runs[0])
             write_png(figure, folder / f"{panel.file}.png", 200)
-            figure.set_layout_engine("none")  # all has its place; to find it again takes long
+            figure.set_layout_engine("none")  # the layout is final; computing it again is slow
             return _svg(figure), []
         _draw_compared(axes, panel, runs)
         _add_legend(figure, [*_run_handles(runs), *_line_handles(panel, runs)])
         write_png(figure, folder / f"{panel.file}.png", 200)
-        figure, axes = _new_figure()  # without the legend, which the page has; it would take room
+        figure, axes = _new_figure()  # without the legend: the page has its own
         return _layers(figure, axes, _draw_compared(axes, panel, runs))
 
 
 def curves_of(panel: Panel, runs: Sequence[RunRecord]) -> list[Curve]:
-    """The curves of a panel that are drawn for ``runs``."""
+    """Return the curves of a panel to draw for ``runs``."""
     every = panel.compared is None or len(runs) == 1
     return [curve for place, curve in enumerate(panel.curves) if every or place in (panel.compared or ())]
 
 
 def draw_overview(run: RunRecord, path: Path) -> None:
-    """Draw the overview panels as one PNG of two rows, for a README."""
+    """Draw the overview panels as one PNG with two rows, for a README."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 7), layout="constrained")
         for axes, panel in zip(figure.subplots(2, len(OVERVIEW) // 2).flat, OVERVIEW, strict=True):
             _draw(axes, panel, run)
-            axes.set_title(panel.title, pad=_LEGEND_TITLE_PAD, **TITLE)  # Equal, so that titles line up.
+            axes.set_title(panel.title, pad=_LEGEND_TITLE_PAD, **TITLE)  # equal, to align titles
         write_png(figure, path, 130)
 
 
 def write_png(figure: Figure, path: Path, dpi: int) -> None:
-    """Write a picture beside the page atomically, and not through a link."""
+    """Write a picture atomically, not through a link."""
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=dpi)
     write_atomically(path, picture.getvalue())
@@ -169,7 +169,7 @@ def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
 def _frame(
     axes: Any, panel: Panel, runs: Sequence[RunRecord], lines: Sequence[Line], shaded: list[Band]
 ) -> bool:
-    """Set both axes for what was drawn; False, and said in the axes, if nothing was measured."""
+    """Set both axes for the drawn lines; if nothing was measured, write so and return False."""
     frame_steps(axes, runs)
     values = np.concatenate([line.shown for line in lines])
     if len(values):
@@ -183,7 +183,7 @@ def _frame(
 
 
 def _draw_compared(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> list[list[Any]]:
-    """Draw several runs; returns the artists of each."""
+    """Draw several runs; return the artists of each."""
     axes.set_title(panel.title, pad=_PLAIN_TITLE_PAD, **TITLE)
     axes.set_ylabel(panel.y_label)
     drawn = list(zip(runs, COLOURS, strict=False))
@@ -204,7 +204,7 @@ def _draw_compared(axes: Any, panel: Panel, runs: Sequence[RunRecord]) -> list[l
 
 
 def _draw_run(axes: Any, panel: Panel, runs: Sequence[RunRecord], place: int) -> tuple[list[Any], list[Line]]:
-    """Draw the curves of the run at ``place``; returns their artists and lines."""
+    """Draw the curves of the run at ``place``; return their artists and lines."""
     run, colour = runs[place], COLOURS[place]
     artists: list[Any] = []
     lines = [line_of(run, curve, panel) for curve in curves_of(panel, runs)]
@@ -217,7 +217,7 @@ def _draw_run(axes: Any, panel: Panel, runs: Sequence[RunRecord], place: int) ->
 
 
 def common_bands(panel: Panel, runs: Sequence[RunRecord]) -> list[Band]:
-    """The bands of a plot (ranges and target), if they are equal for all runs that have any."""
+    """Return a plot's bands (ranges and target) if all runs with bands have the same ones."""
     all_bands = [of_run for of_run in (bands(panel, run) for run in runs) if of_run]
     if not all_bands or any(of_run != all_bands[0] for of_run in all_bands):
         return []
@@ -225,7 +225,7 @@ def common_bands(panel: Panel, runs: Sequence[RunRecord]) -> list[Band]:
 
 
 def _add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
-    """Add a legend below the axes. The figure grows by its lines: long names must not squeeze the plot."""
+    """Add a legend below the axes. The figure grows by its lines, so long names do not squeeze the plot."""
     labels = [str(handle.get_label()) for handle in handles]
     columns = 2 if max(map(len, labels)) <= _SHORT_NAME else 1
     lines = -(-sum(label.count("\n") + 1 for label in labels) // columns)
@@ -235,7 +235,7 @@ def _add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
 
 
 def _run_handles(runs: Sequence[RunRecord]) -> list[Line2D]:
-    """Legend entries of the runs."""
+    """Return the runs' legend entries."""
     return [
         Line2D([], [], color=colour, linewidth=2, label=_drawable(run.name))
         for run, colour in zip(runs, COLOURS, strict=False)
@@ -243,7 +243,7 @@ def _run_handles(runs: Sequence[RunRecord]) -> list[Line2D]:
 
 
 def _drawable(name: str) -> str:
-    """A name as it can be drawn: in lines, and what the font has no picture of escaped."""
+    """Return a name in wrapped lines, escaping characters that the font lacks."""
     font = get_font(findfont(STYLE["font.family"]))
     known = (
         char if font.get_char_index(ord(char)) else char.encode("unicode_escape").decode() for char in name
@@ -253,7 +253,7 @@ def _drawable(name: str) -> str:
 
 
 def _line_handles(panel: Panel, runs: Sequence[RunRecord]) -> list[Line2D]:
-    """Legend entries for the line styles, if there is more than one."""
+    """Return legend entries for the line styles, if there are several."""
     curves = curves_of(panel, runs)
     if len(curves) < 2:
         return []
@@ -265,7 +265,7 @@ def _line_handles(panel: Panel, runs: Sequence[RunRecord]) -> list[Line2D]:
 
 def _layers(figure: Figure, axes: Any, artists: list[list[Any]]) -> Layers:
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # The same place for the axes in every layer.
+    figure.set_layout_engine("none")  # keeps the axes' place in every layer
     for artist in (artist for of_run in artists for artist in of_run):
         artist.set_visible(False)
     base = _svg(figure)
@@ -305,12 +305,12 @@ def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> No
             fontsize=7.5 if crowded else 9,
         )
         for handle in legend.legend_handles:
-            handle.set_marker("")  # it would hide a dash
-        legend.set_in_layout(False)  # the title's pad keeps its place
+            handle.set_marker("")  # a marker would hide a dash
+        legend.set_in_layout(False)  # the title's pad reserves its place
 
 
 def draw_band(axes: Any, band: Band) -> None:
-    """Shade a range, labelled above; or draw a line, labelled below, where no curve is."""
+    """Shade a range, labelled above, or draw a line, labelled below, away from curves."""
     is_line = band.low == band.high
     if is_line:
         axes.axhline(band.low, color=band.colour, linewidth=1, linestyle=(0, (1, 2)))
@@ -336,7 +336,7 @@ def nothing_measured(axes: Any) -> None:
 
 
 def frame_steps(axes: Any, runs: Sequence[RunRecord]) -> None:
-    """Set limits and ticks of the axis of steps."""
+    """Set limits and ticks of the step axis."""
     first, last = min(run.first_step for run in runs), max(run.step_numbers.max() for run in runs)
     margin = max((last - first) * 0.02, 0.5)
     axes.set_xlim(first - margin, last + margin)

@@ -1,7 +1,7 @@
 """Derived series of a report: ratio profiles, entropy changes, event marks, final results; values as text.
 
-Entropy changes are those that the Entropy-Clip Rule (Eq. 6) predicts, and the measured ones. Metrics that
-an older log lacks give NaN or None.
+Entropy changes are both predicted by the Entropy-Clip Rule (Eq. 6) and measured. Metrics that an older log
+lacks are NaN or None.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.types import FinishReason
 
 LOSS_EVENTS = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
-"""The kinds of events that count as losses."""
+"""Event kinds that count as losses."""
 
 RATIO_CENTRES = np.array(
-    [0.45, *np.sqrt(np.multiply(RATIO_EDGES[:-1], RATIO_EDGES[1:])), 3.5]  # the outer bins have no end
+    [0.45, *np.sqrt(np.multiply(RATIO_EDGES[:-1], RATIO_EDGES[1:])), 3.5]  # the outer bins are open-ended
 )
 
 
 FEW_TOKENS = 100
-"""The number of tokens below which a mean is drawn pale. The standard error of a share is then above 0.05 at
-the most, and single tokens make spikes."""
+"""Means over fewer tokens are drawn pale: a share's standard error can exceed 0.05, and single tokens make
+spikes."""
 
 SOURCE_COLUMNS = (
     *("prompts", "trained on", "reward", "length", "entropy", "tokens", "gradient"),
     *("contribution", "without bounds", "clipped high", "clipped low"),
 )
-"""Columns of the table by source of training data."""
+"""Columns of the table of training data sources."""
 
 NO_VALUE = "–"  # noqa: RUF001, the dash is meant
 
 
 @dataclass(frozen=True)
 class Mark:
-    """An event marked on the axis of steps: a resume, or a loss (of an engine or the like)."""
+    """Event on the step axis: a resume, or a loss (of an engine, for example)."""
 
     position: float
     loss: bool
@@ -50,19 +50,19 @@ class Mark:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Entropy changes between updates, in nats: predicted by the Entropy-Clip Rule (Eq. 6), and measured."""
+    """Entropy changes between updates in nats, predicted by the Entropy-Clip Rule (Eq. 6) and measured."""
 
     predicted: np.ndarray
-    """Learning rate times minus the covariance, or times the mean effect, summed over the updates between
-    two measurements."""
+    """Learning rate times minus the covariance, or times the mean effect, summed over the updates between two
+    measurements."""
     measured: np.ndarray
-    """As many."""
+    """Measured changes, one per prediction."""
     correlation: float | None
-    """Pearson's correlation; None for fewer than three pairs, or for constants."""
+    """Pearson correlation; None for fewer than three pairs or constants."""
 
 
 def ratio_profile(run: RunRecord, what: str) -> Series:
-    """Mean ``what``, probability or entropy, of the tokens in each bin of the ratio, over the whole run."""
+    """Return the mean ``what`` (probability or entropy) of the tokens in each ratio bin over the run."""
     table = run.updates or run.steps
     values = []
     for name in RATIO_BINS:
@@ -74,7 +74,7 @@ def ratio_profile(run: RunRecord, what: str) -> Series:
 
 
 def ratio_tokens(run: RunRecord) -> np.ndarray | None:
-    """The number of tokens in each bin of the ratio, over the whole run; None if they were not counted."""
+    """Return the number of tokens in each ratio bin over the whole run; None if not counted."""
     table = run.updates or run.steps
     tokens = table.column("policy/tokens")
     if np.isnan(tokens).all():
@@ -83,20 +83,20 @@ def ratio_tokens(run: RunRecord) -> np.ndarray | None:
 
 
 def tokens_averaged(table: MetricTable, share: str) -> np.ndarray | None:
-    """The number of tokens behind a mean in each row, with the metric ``share``; None if not counted."""
+    """Return the number of tokens behind each row's mean, given the metric ``share``; None if not counted."""
     tokens: np.ndarray = table.column("policy/tokens") * table.column(share)
     return None if np.isnan(tokens).all() else np.nan_to_num(tokens)
 
 
 Reading = Literal["covariance", "effect"]
-"""The reading of Eq. 6: the covariance over tokens, or the mean of the tokens' effects, state by state."""
+"""Reading of Eq. 6: covariance over tokens, or mean effect of the tokens, state by state."""
 
 
 def prediction(run: RunRecord, bucket: str | None = None, reading: Reading = "covariance") -> Prediction:
-    """Predicted (Eq. 6) and measured entropy changes, of all tokens or of one staleness bucket.
+    """Return predicted (Eq. 6) and measured entropy changes, of all tokens or of one staleness bucket.
 
-    If batches are reused, from each pass over a batch to the next, which has the same tokens; else from each
-    update to the next, which has others.
+    If batches are reused, from each pass over a batch to the next, with the same tokens; otherwise from each
+    update to the next, with different tokens.
     """
     table = run.updates
     if not table:
@@ -110,7 +110,7 @@ def prediction(run: RunRecord, bucket: str | None = None, reading: Reading = "co
 
 
 def _passes(table: MetricTable) -> tuple[np.ndarray, np.ndarray]:
-    """The pass over a batch that each update belongs to, by number, and which passes have a successor."""
+    """Return the number of each update's pass over a batch, and which passes have a successor."""
     epochs = np.nan_to_num(table.column("epoch"))
     if not epochs.any():
         return np.arange(len(table)), np.ones(len(table) - 1, dtype=bool)
@@ -119,7 +119,7 @@ def _passes(table: MetricTable) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _predicted(table: MetricTable, bucket: str | None, reading: Reading) -> np.ndarray:
-    """The entropy change that Eq. 6 predicts from the tokens of a bucket, or from all, for each update."""
+    """Return the entropy change that Eq. 6 predicts for each update, from one bucket's tokens or all."""
     rate, value = table.column("policy/lr"), table.column(f"entropy_rule/{reading}")
     if bucket:
         share = np.nan_to_num(table.column(f"staleness/{bucket}/tokens"))
@@ -137,13 +137,13 @@ def _entropy(table: MetricTable, group: np.ndarray) -> np.ndarray:
 
 
 def _tokens(table: MetricTable) -> np.ndarray:
-    """The number of tokens of each update; 1 for logs without it, so that all updates weigh the same."""
+    """Return the number of tokens of each update; 1 if not logged, so that all updates weigh the same."""
     tokens = table.column("policy/tokens")
     return np.where(np.isnan(tokens), 1.0, tokens)
 
 
 def event_marks(run: RunRecord) -> list[Mark]:
-    """Marks of resumes and of losses (of an engine etc.); an event without a step is placed by its time."""
+    """Return marks of resumes and losses; a loss is placed by its time."""
     timed = [(_seconds(event), event) for event in run.events]
     anchors = [(time, _finished_step(event)) for time, event in timed if time is not None]
     known = sorted((time, step) for time, step in anchors if step is not None)
@@ -156,7 +156,7 @@ def event_marks(run: RunRecord) -> list[Mark]:
 
 
 def final_results(run: RunRecord) -> dict[str, float | None]:
-    """Final results of a run by their names in the results table; None where the log has none."""
+    """Return a run's final results by their names in the results table; None where the log has none."""
     figures = headline(run.steps)
 
     def final(metric: str) -> float | None:
@@ -187,7 +187,7 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
 
 
 def staleness_table(run: RunRecord) -> list[tuple[str, list[float | None]]]:
-    """The staleness buckets with tokens: share, clipped, entropy, effect, and the correlation of Eq. 6."""
+    """Return, for staleness buckets with tokens: share, clipped, entropy, effect, and Eq. 6's correlation."""
     logged = run.updates or run.steps
     table = []
     for bucket in BUCKETS:
@@ -222,7 +222,7 @@ def _finished_step(event: Row) -> float | None:
 
 
 def number(value: float | None) -> str:
-    """A number as text, with at least three significant digits; integers in full."""
+    """Return a number as text with at least three significant digits; integers in full."""
     if value is None:
         return NO_VALUE
     if isinstance(value, int):
@@ -235,7 +235,7 @@ def number(value: float | None) -> str:
 
 
 def short_count(count: float) -> str:
-    """A count in short, e.g. 12.3M."""
+    """Return a short count, e.g. 12.3M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.1f}{unit}"
@@ -243,7 +243,7 @@ def short_count(count: float) -> str:
 
 
 def staleness_cells(run: RunRecord) -> list[tuple[str, list[str]]]:
-    """Table rows, one for each staleness bucket with tokens; the first two values are percentages."""
+    """Return table rows, one per staleness bucket with tokens; the first two values are percentages."""
     return [
         (bucket, [*(percent(value) for value in values[:2]), *(number(value) for value in values[2:])])
         for bucket, values in staleness_table(run)
@@ -251,17 +251,15 @@ def staleness_cells(run: RunRecord) -> list[tuple[str, list[str]]]:
 
 
 def percent(share: float | None) -> str:
-    """A share as text, e.g. 12.5%."""
+    """Return a share as text, e.g. 12.5%."""
     return NO_VALUE if share is None else f"{100 * share:.3g}%"
 
 
 def ends(
     steps: MetricTable, name: str, window: int, form: Callable[[float | None], str] = number
 ) -> tuple[str, str]:
-    """Means of a metric over the first and over the last ``window`` steps that have it, as text.
-
-    Behind the second stands the last of these steps, where that is not the run's last.
-    """
+    """Return means of a metric over the first and the last ``window`` steps that have it, as text. If the
+    last of these is not the run's last step, the second text names it."""
     values = steps.column(name)
     known = np.flatnonzero(~np.isnan(values))
     first, last = form(mean(values[known[:window]])), form(mean(values[known[-window:]]))
@@ -271,12 +269,12 @@ def ends(
 
 
 def source_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
-    """Table rows, one for each source of training data: ``SOURCE_COLUMNS``; none for a run of one file."""
+    """Return table rows of ``SOURCE_COLUMNS``, one per training data source; none for a run of one file."""
     return [(name, _source_cells(run, f"source/{name}/", window)) for name in source_names(run)]
 
 
 def source_names(run: RunRecord) -> list[str]:
-    """Names of the sources of training data; none for a run of one file."""
+    """Return the names of the training data sources; none for a run of one file."""
     first, last = "source/", "/rollout/groups"
     named = [name for name in run.steps.names if name.startswith(first) and name.endswith(last)]
     return [*dict.fromkeys(name.removeprefix(first).removesuffix(last) for name in named)]
@@ -317,19 +315,19 @@ _ROWS = (
     *((said, f"finish_{reason}", percent) for reason, said in EPISODE_ENDS.items()),
 )
 REWARD_BY_TURN = "environment/reward_turn_"
-"""First part of the names of the rewards by turn."""
+"""Prefix of the rewards by turn."""
 _REWARD_TURN = re.compile(f"{REWARD_BY_TURN}([0-9]{{1,9}})")
 
 
 def reward_turns(metrics: Iterable[str]) -> list[int]:
-    """The numbers of the answers that have a reward, from 1."""
+    """Return the numbers, from 1, of the answers that have a reward."""
     return sorted({int(turn[1]) for name in metrics if (turn := _REWARD_TURN.fullmatch(name))})
 
 
 def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
-    """The rows of the table: a name, then the means of the first and of the last ``window`` steps (``ends``).
+    """Return the rows of the episode table: name, means of the first and last ``window`` steps (``ends``).
 
-    None for a run without an environment. With several sources, rows of all episodes, then of each source.
+    Empty for a run without an environment. With several sources: rows of all episodes, then of each source.
     """
     sources = source_names(run)
     own = [(f"{name}: ", f"source/{name}/") for name in sources]
@@ -337,7 +335,7 @@ def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
 
 
 def _episode_cells(run: RunRecord, window: int, of: str, prefix: str) -> list[tuple[str, list[str]]]:
-    """The rows of the metrics behind ``prefix``, each label behind ``of``."""
+    """Return the rows of metrics under ``prefix``, each label prefixed with ``of``."""
     names = [name.removeprefix(prefix) for name in run.steps.names if name.startswith(prefix)]
     rows = [(label, f"environment/{name}", form) for label, name, form in _ROWS]
     rows += [(f"reward of answer {turn}", f"{REWARD_BY_TURN}{turn}", number) for turn in reward_turns(names)]

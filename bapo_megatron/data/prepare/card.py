@@ -1,6 +1,6 @@
 """Data card of a prepared dataset (card.json, README.md): sources, rows kept and dropped, reasons, digests.
 
-Training and evaluation read from it which reward the data was prepared for (``data/problem_sets.py``).
+Training and evaluation read from it the reward for which the data was prepared (``data/problem_sets.py``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from bapo_megatron.reward.math import is_operation
 FORMAT = 1
 
 EXAMPLES = 3
-"""Number of examples of left-out rows for each reason."""
+"""Number of example dropped rows per reason."""
 
 _LONG_CHARACTERS = 4000
-"""Characters a row from which a column of ``extra_info`` is mentioned."""
+"""Mean characters per row above which an ``extra_info`` column is reported."""
 _SHOWN_CHARACTERS = 300
 _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
 _NEEDS = {
@@ -34,12 +34,12 @@ _NEEDS = {
     **dict.fromkeys(("min_difficulty", "max_difficulty"), "difficulty"),
     **dict.fromkeys(("seed", "task_settings"), "size"),
 }
-"""Options that say nothing of the data unless another is given."""
+"""Options that matter only if another one is given."""
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A dropped row, with the name and the reason of the filter that dropped it."""
+    """Dropped row, with the filter's name and reason."""
 
     reason: str
     source: str
@@ -51,9 +51,7 @@ class Dropped:
 @dataclass
 class Card:
     """Data card: counts and examples, filled row by row by ``prepare`` in ``command.py``, which writes it.
-
-    It has no time: equal data, options and version of the code, equal card.
-    """
+    Contains no time: equal data, options and code version give an equal card."""
 
     sources: list[dict[str, Any]]
     """Name, SHA-256 and number of rows of each source."""
@@ -69,17 +67,17 @@ class Card:
     by_data_source: Counter[str] = field(default_factory=Counter)
     by_ability: Counter[str] = field(default_factory=Counter)
     forgeable: int = 0
-    """Kept rows with tests that a program can forge (`reward.code_tests.forgeable_tests`)."""
+    """Kept rows with forgeable tests (`reward.code_tests.forgeable_tests`)."""
     operations: int = 0
-    """Kept rows whose ground truth is an unevaluated operation, so that such an answer is right."""
+    """Kept rows whose ground truth is an unevaluated operation, which makes such answers right."""
     control_tokens: int = 0
-    """Kept rows whose prompt spells a control token, which is text to a model."""
+    """Kept rows whose prompt spells a control token, which the model sees as text."""
     texts: Counter[str] = field(default_factory=Counter)
-    """Characters of ``extra_info``, by column."""
+    """Characters of ``extra_info`` by column."""
     too_long: Counter[int] = field(default_factory=Counter)
-    """Histogram of the lengths of prompts that were too long, in tokens."""
+    """Histogram of too long prompts by tokens."""
     lengths: Counter[int] = field(default_factory=Counter)
-    """Histogram of the lengths of kept prompts, in tokens; empty without a tokenizer."""
+    """Histogram of kept prompts by tokens; empty without a tokenizer."""
 
     def keep(self, problem: Problem) -> None:
         self.kept += 1
@@ -91,7 +89,7 @@ class Card:
             self.texts[name] += len(value if isinstance(value, str) else json.dumps(value))
 
     def drop(self, row: Dropped) -> None:
-        """Count a dropped row; the first of each reason are the examples."""
+        """Count a dropped row; the first rows per reason become examples."""
         self.dropped[row.reason] += 1
         short = dataclasses.replace(row, why=_short(row.why), question=_short(row.question))
         if row.reason == INVALID:
@@ -133,7 +131,7 @@ class Card:
 
 
 def as_markdown(card: Card) -> str:
-    """Content of README.md."""
+    """Return the content of README.md."""
     data = card.as_json()
     rows = sum(source["rows"] for source in card.sources)
     lines = [
@@ -163,7 +161,7 @@ def as_markdown(card: Card) -> str:
 
 
 def summary(card: Card) -> str:
-    """Summary that ``bapo data prepare`` prints."""
+    """Return the summary printed by ``bapo data prepare``."""
     rows = sum(source["rows"] for source in card.sources)
     output = card.options.output
     lines = [f"{card.kept} of {rows} rows are in {output / DATA_FILE} (SHA-256 {card.sha256[:12]}...)"]

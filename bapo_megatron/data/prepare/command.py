@@ -1,8 +1,8 @@
-"""The command ``bapo data prepare``: reads the sources twice, filters, and writes a prepared folder.
+"""``bapo data prepare``: reads the sources twice, filters, and writes a prepared folder.
 
-The first pass finds repeated questions and templates, the second filters and writes. The same sources and
-options give the same bytes, so the digest of data.jsonl identifies a dataset. The folder appears whole, or
-not at all. ConfigError for bad options or sources, too many invalid rows, or no row that is left.
+The first pass finds repeated questions and templates, the second filters and writes. Equal sources and
+options give equal bytes, so data.jsonl's digest identifies a dataset. The folder appears whole or not at all.
+Raises ConfigError for bad options or sources, too many invalid rows, or if no row is left.
 """
 
 from __future__ import annotations
@@ -53,17 +53,15 @@ from bapo_megatron.runtime.written_folders import (
 _WRITER = "bapo data prepare"
 
 _CONFLICTING = "conflicting answers"
-"""Rows that are dropped as they ask the question of another row, and have another answer."""
+"""Name of the filter for rows whose question another row answers differently."""
 
 
 def prepare(options: PrepareOptions) -> Card:
-    """Prepare a dataset: write the folder ``options.output`` atomically; its data card.
-
-    ConfigError for bad sources, too many invalid rows, or no row that is left.
-    """
+    """Prepare a dataset: write the folder ``options.output`` atomically; return its data card. Raises
+    ConfigError for bad sources, too many invalid rows, or if no row is left."""
     options.check()
     check_dataset_output(options.output, options.overwrite)
-    instruct = options.instruct and not options.own_reward  # which reads neither box nor block
+    instruct = options.instruct and not options.own_reward  # an own reward reads neither box nor block
     options = replace(options, reward=options.reward_function, instruct=instruct)
     generated = options.size, options.seed, json.loads(options.task_settings)
     sources = [open_source(text, options.split, options.revision, *generated) for text in options.sources]
@@ -92,7 +90,7 @@ def prepare(options: PrepareOptions) -> Card:
 
 
 def check_dataset_output(output: Path, overwrite: bool) -> None:
-    """Preflight of the output folder: ConfigError if it exists and may not be replaced."""
+    """Raise ConfigError if the output folder exists and may not be replaced."""
     check_replaceable(output, _WRITER, _foreign)
     check_aside(output, replaced_folder(output), _WRITER, _foreign)
     if not overwrite and (output / CARD_FILE).exists():
@@ -100,14 +98,14 @@ def check_dataset_output(output: Path, overwrite: bool) -> None:
 
 
 def _foreign(folder: Path) -> str | None:
-    """Foreign content of ``folder``, in words; None if it is a prepared dataset and nothing else."""
+    """Return foreign content of ``folder``, in words; None if it is just a prepared dataset."""
     if (content := content_besides(folder, {DATA_FILE, CARD_FILE, CARD_TEXT})) is not None:
         return content
     return None if (folder / CARD_FILE).is_file() else "is not a prepared dataset"
 
 
 def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> Iterator[Problem | RowError]:
-    """Rows of a source, each a problem or its error. ``renamed``: with the columns that the options name."""
+    """Yield a source's rows, each a problem or its error. ``renamed``: apply the options' columns."""
     own, column = options.own_reward, options.source_column if renamed else None
     names = {options.question_column: "problem", options.answer_column: "answer"} if renamed else {}
     dropped = options.drop_columns if renamed else ()
@@ -177,7 +175,7 @@ def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[
 def _write(
     path: Path, sources: list[Source], filters: list[tuple[str, Filter]], card: Card, tokenizer: Any
 ) -> str:
-    """Second pass: write the kept rows, count the others in ``card``; the SHA-256 of the file."""
+    """Second pass: write the kept rows, count the others in ``card``; return the file's SHA-256."""
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for source in sources:
@@ -229,7 +227,7 @@ def _lengths(card: Card) -> str:
 
 
 def data_command(arguments: Sequence[str]) -> None:
-    """Prepare the dataset that the arguments describe, and print what was left out."""
+    """Prepare the dataset that the arguments describe; print what was dropped."""
     if arguments[:1] != ["prepare"]:
         raise ConfigError("usage: bapo data prepare SOURCE ... --output DIR [flags]; --help lists the flags")
     options = parse_options(PrepareOptions, "bapo data prepare", arguments[1:])

@@ -1,7 +1,7 @@
 """Filters of dataset preparation: duplicates, contamination, difficulty, length, scorability.
 
-A filter is a function that gives the reason why a row is dropped, or None. It sees only the rows that the
-filters before it keep; RowError for an invalid row. ``command.py`` applies them.
+A filter returns the reason to drop a row, or None, and sees only rows that earlier filters keep. It raises
+RowError for an invalid row. ``command.py`` applies them.
 """
 
 from __future__ import annotations
@@ -21,45 +21,46 @@ from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 from bapo_megatron.reward.math import MAX_ANSWER_CHARACTERS, answers_equal
 
 Filter = Callable[[Problem], str | None]
-"""A filter: the reason why a problem is dropped, or None. RowError for an invalid row."""
+"""Returns the reason to drop a problem, or None. Raises RowError for an invalid row."""
 
 _RUN = re.compile(r"(?<![\\\w])[A-Za-z]{2,}(?:[ ,]+[A-Za-z]{2,}){2,}(?!\w)")
 _WORD = re.compile(r"[a-z]{3}")
-"""Three words in a row, one of them with three lower-case letters: ``AB, BC, CA`` are segments."""
+"""Three words in a row, one with three lower-case letters: ``AB, BC, CA`` are segments."""
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
 
 INVALID = "invalid"
 
 COMMON = 3
-"""N-grams in so many evaluation problems or more do not count."""
+"""N-grams in this many evaluation problems or more do not count."""
 
 TEMPLATE, TEMPLATE_SHARE = 20, 0.01
-"""N-grams in so many training questions, and in such a share of them, are a template: they do not count."""
+"""N-grams in this number and share of training questions are a template and do not count."""
 
 TEMPLATED, TEMPLATED_LEAST = 0.25, 0.8
-"""Templates: the share of template n-grams from which a problem counts as one, and the share of its other
-n-grams that is then a match."""
+"""Share of template n-grams from which a problem counts as a template, and the share of its other n-grams
+that then makes a match."""
 
 OWN = 4
-"""Least n-grams of a problem that its share is computed from."""
+"""Least n-grams of a problem for computing its share."""
 
 
 class Duplicates:
-    """Deduplication filter: of prompts with equal normal form the first stays; none if answers differ.
+    """Deduplication filter: keeps the first of several prompts with equal normal form; none if answers
+    differ.
 
-    It sees every prompt in the first pass, all messages of it, and filters in the second. Tests of programs
-    are not compared. Answers of which the normal forms differ are compared as the reward does it.
+    The first pass shows it every prompt (all messages), the second filters. Tests of programs are not
+    compared. Answers with different normal forms are compared as the reward does.
     """
 
     def __init__(self, equal: Callable[[str, str], bool] = lambda _one, _other: False) -> None:
-        """``equal``: whether the reward calls two ground truths equal that are written differently."""
+        """``equal``: whether the reward equates two differently written ground truths."""
         self._equal = equal
         self._answers: dict[bytes, str] = {}
         self._torn: set[bytes] = set()
         self._seen: set[bytes] = set()
 
     def show(self, problem: Problem) -> bool:
-        """First pass: remember the prompt and its answer; whether the prompt is new."""
+        """First pass: remember the prompt and its answer; return whether the prompt is new."""
         prompt = key(problem.conversation)
         answer = "" if problem.is_code else _shown(problem.ground_truth)
         first = self._answers.get(prompt)
@@ -75,12 +76,12 @@ class Duplicates:
         return bool(answer and other) and self._equal(answer, other)
 
     def conflict(self, problem: Problem) -> str | None:
-        """Second pass: the reason to drop a prompt that another row answers differently, or None."""
+        """Second pass: return the reason to drop a prompt that another row answers differently, or None."""
         torn = key(problem.conversation) in self._torn
         return f"answered {problem.ground_truth!r} here and differently elsewhere" if torn else None
 
     def repeated(self, problem: Problem) -> str | None:
-        """Second pass: the reason to drop a prompt that came before, or None."""
+        """Second pass: return the reason to drop a repeated prompt, or None."""
         prompt = key(problem.conversation)
         if prompt in self._seen:
             return "the question came before"
@@ -89,19 +90,19 @@ class Duplicates:
 
 
 def _shown(answer: str) -> str:
-    """The answer, or of a long one, which no reward parses, a digest: all of them are held in memory."""
+    """Return the answer or, to save memory, the digest of one too long for any reward to parse."""
     return answer if len(answer) <= MAX_ANSWER_CHARACTERS else key(answer_text(answer)).hex()
 
 
 def same_answer(answer: str, other: str) -> bool:
-    """Whether the mathematics reward takes one of two ground truths as an answer to the other."""
+    """Whether the mathematics reward accepts one of two ground truths as an answer to the other."""
     pairs = ((answer, other), (other, answer))
     return any(answers_equal(truth, last_boxed(said) or said, None, True) for truth, said in pairs)
 
 
 @dataclass(frozen=True)
 class EvaluationProblem:
-    """A problem of an evaluation set, which must not be trained on: its set, row and question."""
+    """Problem of an evaluation set, which must not be trained on: its set, row and question."""
 
     suite: str
     row: int
@@ -110,32 +111,32 @@ class EvaluationProblem:
 
 @dataclass(frozen=True)
 class Match:
-    """Contamination match: the evaluation problem that a question overlaps with most."""
+    """Contamination match: the evaluation problem that overlaps most with a question."""
 
     problem: EvaluationProblem
     share: float
-    """Share of the problem's n-grams that the question has; 1 for an equal normal form."""
+    """Share of the problem's n-grams in the question; 1 for an equal normal form."""
 
 
 class Contamination:
     """Decontamination: an n-gram index of evaluation problems, in two passes over the training questions.
 
-    First ``show`` for each distinct question, then ``settle`` once, then ``match`` for each question.
+    Call ``show`` for each distinct question, ``settle`` once, then ``match`` for each question.
 
-    A training question is contaminated by an evaluation problem if at least ``share`` of the problem's
-    n-grams of words are in it. N-grams that ``COMMON`` or more of the problems share do not count: contest
-    problems end alike ("where m and n are relatively prime positive integers, find m + n"), and so do
-    hundreds of training questions. N-grams of many training questions, a template, do not count either:
-    problems of a template differ in a few numbers and names, and sharing one of these is not contamination;
-    of a problem that is a template in part (``TEMPLATED``) the question must have at least 0.8 of the rest. A
-    question that holds a whole problem is contaminated, however many do.
+    An evaluation problem contaminates a training question that contains at least ``share`` of the problem's
+    word n-grams. N-grams in ``COMMON`` or more problems do not count: contest problems, like hundreds of
+    training questions, end alike ("where m and n are relatively prime positive integers, find m + n").
+    Templates, n-grams of many training questions, do not count either: problems of a template differ in a few
+    numbers and names, and a shared one is no contamination. Of a problem that is partly a template
+    (``TEMPLATED``) the question must have at least 0.8 of the rest. A question that contains a whole problem
+    is contaminated, however many do.
 
-    A problem with fewer than ``OWN`` n-grams that count ("7 + 9 =") has no reliable share: it must be equal
-    in normal form, except for the order of a sum or a product.
+    A problem with fewer than ``OWN`` counted n-grams ("7 + 9 =") has no reliable share: it must be equal in
+    normal form, except for the order of a sum or product.
     """
 
     def __init__(self, problems: Iterable[EvaluationProblem], size: int, share: float) -> None:
-        """``size`` words make an n-gram; ``share``, in (0, 1], is how much of a problem is too much."""
+        """``size``: words per n-gram; ``share``, in (0, 1]: least contaminating share of a problem."""
         self._size, self._share = size, share
         distinct: dict[bytes, EvaluationProblem] = {}
         for problem in problems:
@@ -154,15 +155,15 @@ class Contamination:
         self._questions, self._trained = 0, Counter[str]()
         self._templates: dict[str, list[int]] = {}
         self._texts: dict[int, str] = {}
-        """The normal forms of problems that have an n-gram of a template."""
+        """Normal forms of problems that have a template n-gram."""
 
     def show(self, question: str) -> None:
-        """First pass: count the n-grams of a training question; each distinct one once, before ``settle``."""
+        """First pass: count a question's n-grams; call it once per distinct question, before ``settle``."""
         self._questions += 1
         self._trained.update(gram for gram in ngrams(words(question), self._size) if gram in self._having)
 
     def settle(self) -> None:
-        """End of the first pass: remove the n-grams of templates from the index."""
+        """End the first pass: remove template n-grams from the index."""
         least = max(TEMPLATE, TEMPLATE_SHARE * self._questions)
         having, whole = self._having, self._counts
         self._having = {gram: problems for gram, problems in having.items() if self._trained[gram] < least}
@@ -176,7 +177,7 @@ class Contamination:
                 self._least[number] = max(self._share, TEMPLATED_LEAST)
 
     def match(self, question: str) -> Match | None:
-        """Second pass: the evaluation problem with the largest share of n-grams in the question, or None."""
+        """Second pass: return the evaluation problem with the most n-grams in the question, or None."""
         equal = self._equal.get(commuted_key(question))
         if equal is not None:
             return Match(self._problems[equal], 1.0)
@@ -195,7 +196,7 @@ class Contamination:
         return Match(self._problems[-number], best) if enough else None
 
     def overlap(self, problem: Problem) -> str | None:
-        """Second pass: the reason to drop a question of an evaluation set, or None."""
+        """Second pass: return the reason to drop a question of an evaluation set, or None."""
         match = self.match(problem.dialogue)
         if match is None and len(problem.messages) > 1:
             match = self.match(problem.question)
@@ -205,12 +206,12 @@ class Contamination:
 
 
 def _text(question: str) -> str:
-    """The normal form as a text in which others are looked for, token by token."""
+    """Return the normal form as text, for token-wise substring search."""
     return f" {' '.join(tokens(question))} "
 
 
 def difficulty_filter(path: str, least: float, most: float) -> Filter:
-    """Difficulty filter: drops problems that are too easy, too hard, or of unknown difficulty."""
+    """Return a filter that drops problems that are too easy, too hard, or of unknown difficulty."""
 
     def why(problem: Problem) -> str | None:
         value = difficulty_of(problem.extra_info, path)
@@ -222,10 +223,8 @@ def difficulty_filter(path: str, least: float, most: float) -> Filter:
 
 
 def length_filter(tokenizer: Any, most: int, lengths: Counter[int], too_long: Counter[int]) -> Filter:
-    """Length filter: drops prompts of more than ``most`` tokens.
-
-    ``too_long`` counts their lengths, ``lengths`` those of the others.
-    """
+    """Return a filter that drops prompts of more than ``most`` tokens. ``too_long`` counts their lengths,
+    ``lengths`` those of the others."""
 
     def why(problem: Problem) -> str | None:
         count = len(prompt_token_ids(problem.messages, tokenizer))
@@ -239,11 +238,8 @@ def length_filter(tokenizer: Any, most: int, lengths: Counter[int], too_long: Co
 
 
 def scorable(reward: str) -> Filter:
-    """Scorability filter: drops problems that the built-in reward function cannot score.
-
-    Such as an answer that is not mathematics, invalid tests, or no entry of a task. For a user's function
-    nothing is dropped.
-    """
+    """Return a filter that drops problems that the built-in reward cannot score, none for a user's reward.
+    Such as an answer that is not mathematics, invalid tests, or no entry of a task."""
     if (check_info := extra_info_check(reward)) is not None:
         return lambda problem: check_info(problem.extra_info)
     check = ground_truth_check(reward)
@@ -266,15 +262,15 @@ def scorable(reward: str) -> Filter:
 
 
 def _sentence(answer: str) -> str | None:
-    r"""Three or more words in a row in an answer; None if there are none. ``\text{...}`` counts as its text,
-    and names of LaTeX commands are not words."""
+    r"""Return three or more words in a row in an answer, or None. ``\text{...}`` counts as its text; names of
+    LaTeX commands are not words."""
     while (outside := _TEXT.sub(" 0 ", answer)) != answer:
         answer = outside
     return next((run[0] for run in _RUN.finditer(answer) if _WORD.search(run[0])), None)
 
 
 def first_reason(problem: Problem, filters: Iterable[tuple[str, Filter]]) -> tuple[str, str] | None:
-    """Name and reason of the first filter that drops ``problem``; None if all keep it."""
+    """Return name and reason of the first filter that drops ``problem``; None if all keep it."""
     for name, leaves_out in filters:
         try:
             if why := leaves_out(problem):

@@ -30,10 +30,10 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import load_function
 
 DATA_FILE, CARD_FILE, CARD_TEXT = PREPARED, "card.json", "README.md"
-"""Files of a prepared folder: problems, data card as JSON, data card as text."""
+"""Files of a prepared folder: problems, data card as JSON and as text."""
 
 SUITES = Path("data/suites")
-"""Folder in which evaluation suites are looked up by name."""
+"""Folder of evaluation suites by name."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class PrepareOptions:
 
     @property
     def own_reward(self) -> bool:
-        """Whether ground truths may be any text: with a reward of the user's, of an endpoint or of a task."""
+        """Whether ground truths may be any text: for a reward by the user, an endpoint or a task."""
         return self.reward_function not in BOXED_REWARDS
 
     def _problems(self) -> Iterator[str]:
@@ -151,10 +151,8 @@ class PrepareOptions:
 
 
 def reward_problem(path: str) -> str | None:
-    """Error of the dotted path of a user's reward function, or None.
-
-    Its module, or an import of it, may exist only on the machines of the run: then this only warns.
-    """
+    """Return the error in the dotted path of a user's reward function, or None. A module or import may exist
+    only on the run's machines: that is only a warning."""
     module, _, function = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):
         return f"reward={path} is not a module:function"

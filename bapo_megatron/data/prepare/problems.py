@@ -1,15 +1,15 @@
-r"""Schema adapters: convert a row of any known dataset schema into a problem of the one format.
+r"""Schema adapters: convert a row of any known dataset schema into a problem of the common format.
 
-Chat rows (Skywork-OR1-RL-Data, DAPO-Math-17k, this project's own) have ``prompt``, as messages or as text,
-and ``reward_model.ground_truth``. Plain rows have a question, as messages or as text, and an answer, in
-columns of their own: ``prompt`` without ``reward_model`` (slime, TRL, verifiers), ``problem`` or
-``question`` (DeepScaleR, MATH-500, AIME); ``answer`` (GSM8K's ends with ``#### 72``), a ``solution`` with a
-box, ``final_answer``, ``expected_answer``, ``label`` or ``tests``. Names may be capitalised.
+Chat rows (Skywork-OR1-RL-Data, DAPO-Math-17k, this project's own) have ``prompt``, as messages or text, and
+``reward_model.ground_truth``. Plain rows have a question, as messages or text, and an answer in separate
+columns: ``prompt`` without ``reward_model`` (slime, TRL, verifiers), ``problem`` or ``question`` (DeepScaleR,
+MATH-500, AIME); ``answer`` (GSM8K's ends with ``#### 72``), a ``solution`` with a box, ``final_answer``,
+``expected_answer``, ``label`` or ``tests``. Names may be capitalised.
 
-The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
-ask for that form gets an instruction, unless the reward reads neither (the user's own, an endpoint's, a
-task's) or the options say otherwise. Then the other instructions are removed, which contradict it: DAPO's, a
-line "Answer:", and that of verl's GSM8K, ``####``.
+Reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not ask
+for that form gets an instruction, and contradicting instructions are removed (DAPO's line "Answer:", ``####``
+in verl's GSM8K), unless the reward reads neither (a user's, an endpoint's, a task's) or the options say
+otherwise.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CODE_INSTRUCTION = "Write one Python program, and put it into a ```python block 
 
 _PLAIN_QUESTION, _ANSWER, _SOLUTION = ("problem", "question"), "answer", "solution"
 _OTHER_ANSWERS = ("final_answer", "expected_answer", "label", "tests")
-"""Columns of the answer in rows without the two above: of DeepMath, OpenMathReasoning, slime, DeepCoder."""
+"""Other answer columns: of DeepMath, OpenMathReasoning, slime, DeepCoder."""
 _OF_CHATS = ("prompt", "reward_model")
 """Columns that identify a chat row."""
 _QUESTION = ("prompt", *_PLAIN_QUESTION)
 _OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
-"""Columns of a prepared row; all other columns go into ``extra_info``."""
+"""Columns of a prepared row; others go into ``extra_info``."""
 _TESTS = "; tests of a program have one of the forms of docs/rewards.md#programs"
 _GSM8K = re.compile(r"\n####\s*(\S(?:[^\n]*\S)?)\s*\Z")
 _ANSWER_LINE = re.compile(
@@ -53,7 +53,7 @@ _ANSWER_LINE = re.compile(
 _LAST_LINE = re.compile(
     r"(?<!\s)\s*let'?s think step by step and output the final answer after \"?####\"?\.?\s*\Z", re.IGNORECASE
 )
-"""GSM8K's request, as verl's files have it."""
+"""GSM8K's request in verl's files."""
 _BOX_REQUEST = re.compile(
     r"(?<!\s)\s*\b(?:let'?s think|please|put|present|return|output|give|write|enclose|make sure|remember)\b"
     r"(?:(?!\n\s*\n).){0,200}?\\boxed\s*\{\s*\}[^\n]{0,80}\Z",
@@ -63,21 +63,18 @@ _BOX_REQUEST = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem in the format of prepared datasets: ``problem_of`` makes one, ``row`` is its line there.
-
-    ``command.py`` filters and writes them.
-    """
+    """Problem in the format of prepared datasets, made by ``problem_of``; ``row`` is its line there."""
 
     messages: list[Message]
     question: str
-    """The last message without the instruction about the form of the answer."""
+    """Last message without the instruction about the answer's form."""
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any]
     own_reward: bool = False
-    """Whether its reward function takes any ground truth: a user's, or a task's."""
+    """Whether its reward takes any ground truth: a user's or a task's."""
     named_ability: str = ""
-    """Kind of problem, as its row has it."""
+    """Kind of problem stated in its row."""
 
     @property
     def is_code(self) -> bool:
@@ -89,24 +86,24 @@ class Problem:
 
     @property
     def ability(self) -> str:
-        """Kind of problem: ``math`` or ``code``; for another reward what its row says, or ``other``."""
+        """Kind of problem: ``math`` or ``code``; for another reward the row's own, or ``other``."""
         if self.own_reward:
             return self.named_ability or "other"
         return "code" if self.is_code else "math"
 
     @property
     def dialogue(self) -> str:
-        """The turns up to the question, and it. Decontamination compares them: system messages differ from
-        file to file."""
+        """Turns up to and including the question, without the system message, which differs between files;
+        compared by decontamination."""
         return self._said(self.messages[int(self.messages[0]["role"] == "system") : -1])
 
     @property
     def conversation(self) -> str:
-        """The dialogue behind its system message; deduplication compares it."""
+        """System message and dialogue; compared by deduplication."""
         return self._said(self.messages[:-1])
 
     def _said(self, before: Sequence[Message]) -> str:
-        """Messages as text, the question behind them. Fields beside role and content count, too."""
+        """Return messages as text, followed by the question; includes fields besides role and content."""
         texts = [
             f"{said['role']} {said['content']} {json.dumps(said, sort_keys=True) if len(said) > 2 else ''}"
             for said in before
@@ -114,17 +111,15 @@ class Problem:
         return "\n".join([*texts, self.question])
 
     def with_system(self, text: str | None) -> Problem:
-        """The problem with the system message ``text`` in place of its own; unchanged for None."""
+        """Return the problem with ``text`` as its system message; unchanged for None."""
         if text is None:
             return self
         rest = [message for message in self.messages if message["role"] != "system"]
         return replace(self, messages=[{"role": "system", "content": text}, *rest])
 
     def row(self) -> Row:
-        """The problem as a row of data.jsonl, its keys in order.
-
-        Not those within messages: a template writes the arguments of a call in the order that they have.
-        """
+        """Return the problem as a row of data.jsonl with sorted keys. Keys within messages keep their order:
+        templates write a call's arguments in that order."""
         return {
             "ability": self.ability,
             "data_source": self.data_source,
@@ -135,9 +130,9 @@ class Problem:
 
 
 def with_columns(row: Row, names: Mapping[str | None, str]) -> Row:
-    """The row as a plain row: the user's columns, the keys of ``names``, get the names of a plain row.
+    """Return the row as a plain row: the user's columns, keys of ``names``, get a plain row's names.
 
-    A None among the keys is skipped: then ``prompt`` is the question of a row without another. RowError for a
+    A None key is skipped: ``prompt`` is then the question of a row without another. Raises RowError for a
     missing column.
     """
     if not any(names):
@@ -156,7 +151,7 @@ def with_columns(row: Row, names: Mapping[str | None, str]) -> Row:
 
 
 def without_columns(row: Row, columns: Sequence[str]) -> Row:
-    """The row without the user's ``columns``; RowError for a missing one."""
+    """Return the row without the user's ``columns``. Raises RowError for a missing one."""
     for column in columns:
         if column not in row:
             raise _no_column(column, row)
@@ -168,7 +163,7 @@ def _no_column(column: str, row: Row) -> RowError:
 
 
 def with_source(row: Row, column: str | None) -> Row:
-    """The row with the text in the user's ``column`` as its data source; unchanged for None. RowError."""
+    """Return the row with the user's ``column`` as data source, unchanged for None. Raises RowError."""
     if column is None:
         return row
     value = row.get(column)
@@ -180,13 +175,13 @@ def with_source(row: Row, column: str | None) -> Row:
 def problem_of(
     row: Row, source: str, number: int, instruct: bool = True, own_reward: bool = False
 ) -> Problem:
-    """Convert row ``number`` of ``source`` into a problem. RowError says what is missing or wrong.
+    """Convert row ``number`` of ``source`` into a problem. Raises RowError for anything missing or wrong.
 
-    ``instruct``: add an instruction to prompts that do not ask for the form that the reward function reads.
+    ``instruct``: add an instruction to prompts that do not ask for the form that the reward reads.
     ``own_reward``: a user's reward function, which takes any ground truth.
     """
     named = {name.lower(): value for name, value in row.items()}
-    truth = named.get("reward_model")  # None, in rows beside others that have it
+    truth = named.get("reward_model")  # may be None if other rows have it
     if truth is not None and ("prompt" in named or isinstance(truth, dict)):
         messages, known = _chat_messages(named), _OF_THE_FORMAT
         ground_truth = ground_truth_of(named, own_reward)
@@ -212,7 +207,7 @@ def problem_of(
 
 
 def _numbered(info: dict[str, Any], number: int) -> dict[str, Any]:
-    """``extra_info`` with the row's number; another ``row`` of the source becomes ``source_row``."""
+    """Return ``extra_info`` with the row's number; a different ``row`` becomes ``source_row``."""
     own = info.get("row")
     return {**({} if own in (None, number) else {"source_row": own}), **info, "row": number}
 
@@ -255,7 +250,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _answer_column(row: Row) -> str:
-    """The column of a plain row's answer: the first of the known ones that has a value."""
+    """Return a plain row's answer column: the first known one with a value."""
     names = (_ANSWER, _SOLUTION, *_OTHER_ANSWERS)
     column = _first(row, names)
     if column is None and (empty := next((name for name in names if name in row), None)):
@@ -269,18 +264,18 @@ def _answer_column(row: Row) -> str:
 
 
 def _first(row: Row, names: Sequence[str]) -> str | None:
-    """The first of the columns that has a value; if there is none, the first with an empty text."""
+    """Return the first column with a value; if there is none, the first that is not None."""
     there = [name for name in names if row.get(name) is not None]
     return next((name for name in there if not _is_missing(row[name])), there[0] if there else None)
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a value is None, blank, or the NaN that pandas has in place of one."""
+    """Whether a value is None, blank, or NaN (pandas' missing value)."""
     return value is None or value != value or (isinstance(value, str) and not value.strip())
 
 
 def _answer(row: Row, column: str, several: bool) -> str:
-    """Answer of a plain row: a text or a whole number; of a ``solution`` its last box."""
+    """Return a plain row's answer: a text, a whole number, or a ``solution``'s last box."""
     answer = row[column]
     if column == _SOLUTION and isinstance(answer, str):
         answer = last_boxed(answer)
@@ -299,11 +294,11 @@ def _answer(row: Row, column: str, several: bool) -> str:
 
 
 def _asked(content: str, is_code: bool, instruct: bool) -> tuple[str, str]:
-    """The content of the last message, with the instruction, and the question without any."""
+    """Return the last message's content with the instruction, and the question without any."""
     wrapped = _ANSWER_LINE.fullmatch(content)
     asked = wrapped[1].strip() if wrapped else _LAST_LINE.sub("", content) or content
     question = _BOX_REQUEST.sub("", asked).strip() or asked
     form, instruction = ("```", CODE_INSTRUCTION) if is_code else ("\\boxed", MATH_INSTRUCTION)
-    if not instruct:  # the reward may read the form that the prompt asks for
+    if not instruct:  # the reward may read the prompt's own form
         return content, question
     return asked if form in asked else f"{asked}\n\n{instruction}", question

@@ -1,9 +1,9 @@
 """reasoning-gym dataset source: problems generated from its tasks, without a network.
 
-A child process generates them, ``python -m bapo_megatron.data.prepare.reasoning_gym LIFELINE`` (the file
-descriptor with which it dies): some tasks iterate over sets of texts, whose order only a new interpreter with
-a fixed hash seed can fix. Requests are lines of JSON: first whether the tasks can be used, then the problems
-of one task after the other. Equal requests have equal replies.
+A child process generates them, ``python -m bapo_megatron.data.prepare.reasoning_gym LIFELINE`` (a file
+descriptor, see ``processes.py``): some tasks iterate over sets of texts, whose order only a new interpreter
+with a fixed hash seed can fix. Requests are lines of JSON: first whether the tasks are usable, then the
+problems of each task. Equal requests have equal replies.
 """
 
 from __future__ import annotations
@@ -34,34 +34,32 @@ from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with
 from bapo_megatron.runtime.processes import die_with_parent
 
 PREFIX = "reasoning-gym:"
-"""Prefix of a source of tasks: ``reasoning-gym:chain_sum,products``."""
+"""Prefix of a task source: ``reasoning-gym:chain_sum,products``."""
 
 _LIMIT_S = 24 * 3600.0
 _COMMAND = (sys.executable, "-m", "bapo_megatron.data.prepare.reasoning_gym")
 
 _DRAW = 1000
-"""Problems of a task that are drawn with one seed. If none of them is new, the task has no more."""
+"""Problems drawn from a task with one seed; if none is new, the task has no more."""
 
 
 @dataclass(frozen=True)
 class GeneratedSource:
-    """Source of generated problems: some tasks in equal shares, none with a question twice.
-
-    All are generated at the first call, in a child process, and kept. ConfigError if that fails.
-    """
+    """Source of generated problems: several tasks in equal shares, no question twice within a task. The first
+    call generates all in a child process and caches them. Raises ConfigError if that fails."""
 
     tasks: tuple[str, ...]
     size: int
     seed: int
     settings: Mapping[str, Any]
-    """Settings of each task by its name, or of all tasks."""
+    """Settings by task name, or of all tasks."""
 
     @property
     def name(self) -> str:
         return f"{PREFIX}{','.join(self.tasks)}, {self.size} problems, seed {self.seed}"
 
     def rows(self) -> Iterator[Row]:
-        """Problems, one of each task in turn. ConfigError for an unusable task, or too few problems."""
+        """Yield problems, one of each task in turn. Raises ConfigError if a task is unusable or runs out."""
         yield from self._rows
 
     def digest(self) -> str:
@@ -101,7 +99,8 @@ class GeneratedSource:
 
 
 def tasks_of(text: str, size: int | None, seed: int, settings: Mapping[str, Any]) -> GeneratedSource:
-    """Source of ``reasoning-gym:TASK,TASK``. ConfigError if its size is missing, or too small."""
+    """Return the source of ``reasoning-gym:TASK,TASK``. Raises ConfigError if its size is missing or too
+    small."""
     names = tuple(name.strip() for name in text.removeprefix(PREFIX).split(",") if name.strip())
     if not names:
         raise ConfigError(f"source {text}: it names no task; give e.g. {PREFIX}chain_sum,products")
@@ -120,7 +119,7 @@ def tasks_of(text: str, size: int | None, seed: int, settings: Mapping[str, Any]
 
 
 def main() -> None:
-    """Entry point: answer requests until the input ends."""
+    """Answer requests until the input ends."""
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # some generators print
@@ -151,13 +150,13 @@ def _checked_settings(task: str, settings: object) -> None:
         raise ConfigError(f"--task-settings: {task} has no setting {wrong[0]}; it has {', '.join(known)}")
     try:
         problems(config=options(seed=0, **settings))
-    except Exception as error:  # each task checks its own settings, most by assert
+    except Exception as error:  # tasks check their own settings, mostly by assert
         told = printable(str(error).partition("\n")[0]) or type(error).__name__
         raise ConfigError(f"--task-settings: {task} refuses {json.dumps(settings)}: {told}") from error
 
 
 def _made(task: str, count: int, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """``count`` rows with distinct questions; or the error that there are fewer."""
+    """Return ``count`` rows with distinct questions, or the problem that there are fewer."""
     rows: list[Row] = []
     seen: set[bytes] = set()
     vain = 0
@@ -179,10 +178,8 @@ def _made(task: str, count: int, seed: int, settings: dict[str, Any]) -> dict[st
 
 
 def _entries(task: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Endless problems of a task.
-
-    A task seeds its n-th problem with seed + n: nearby seeds would give the same problems, so ours is hashed.
-    """
+    """Yield a task's problems endlessly. A task seeds its n-th problem with seed + n, so nearby seeds would
+    repeat problems: our seed is hashed."""
     import numpy as np
 
     problems, options = tasks()[task]
@@ -192,7 +189,7 @@ def _entries(task: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[st
         first = int.from_bytes(name[:4], "big") >> 1
         dataset = problems(config=options(seed=first, size=_DRAW, **settings))
         for number in range(_DRAW):
-            random.seed(first + number)  # a few tasks draw from the interpreter's generators
+            random.seed(first + number)  # a few tasks use global generators
             np.random.seed(first + number)
             entry: dict[str, Any] = dataset[number]  # type: ignore[index]
             yield entry
@@ -200,7 +197,7 @@ def _entries(task: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[st
 
 
 def _row(task: str, settings: dict[str, Any], entry: dict[str, Any]) -> Row | None:
-    """The problem as a chat row; None if the task's verifier does not accept the task's own answer."""
+    """Return the problem as a chat row; None if the task's verifier rejects the task's own answer."""
     answer = entry["answer"]
     info = extra_info_of_entry(task, settings, entry)
     if check_extra_info(info) is not None or not entry["question"].strip():

@@ -1,8 +1,8 @@
 """Dataset sources, read row by row: a JSONL, JSON or parquet file, a hub dataset, CHAMP, generated problems.
 
-``open_source`` makes one. CHAMP's 270 contest problems come in the package champ-dataset; only those are read
-whose answer is a number: the others are words, or formulas in plain text. Each source has ``name``,
-``digest()``, and ``rows()``, which may be called again: ``command.py`` reads all rows twice.
+Made by ``open_source``. Each has ``name``, ``digest()``, and ``rows()``, which may be called repeatedly:
+``command.py`` reads all rows twice. CHAMP's 270 contest problems come from the package champ-dataset; only
+those with a numeric answer are read, since other answers are words or plain-text formulas.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 @dataclass(frozen=True)
 class FileSource:
-    """Source in a file, JSONL, JSON or parquet, which is opened anew at each call of ``rows``."""
+    """Source in a JSONL, JSON or parquet file, opened by each call of ``rows``."""
 
     path: Path
 
@@ -50,7 +50,7 @@ class FileSource:
         return self.path.name
 
     def rows(self) -> Iterator[Row]:
-        """All rows in the order of the file, one at a time. ConfigError with the row's number."""
+        """Yield all rows in file order. Raises ConfigError with the row's number."""
         yield from iterate_rows(self.path)
 
     def digest(self) -> str:
@@ -59,7 +59,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """Source on the Hugging Face hub: a split of a dataset, which is downloaded when the source is opened."""
+    """Source on the Hugging Face hub: a dataset split, downloaded when the source is opened."""
 
     name: str
     dataset: Any
@@ -73,12 +73,12 @@ class HubSource:
 
 
 class ChampSource:
-    """Source of the contest problems of the package champ-dataset, in its order; each call reads the file."""
+    """Source of champ-dataset's contest problems, in its order; each call reads the file."""
 
     name = CHAMP
 
     def rows(self) -> Iterator[Row]:
-        """Problems whose answer is a number. ConfigError if the package is not installed."""
+        """Yield problems with a numeric answer. Raises ConfigError if the package is not installed."""
         for problem in json.loads(self._path.read_text(encoding="utf-8"))["problems"].values():
             if answer := _champ_number(problem["_raw_answer"]):
                 yield {
@@ -103,7 +103,7 @@ class ChampSource:
 
 
 def _champ_number(answer: str | None) -> str | None:
-    """First form of an answer that is a number; None if there is none."""
+    """Return the first numeric form of an answer, or None."""
     forms = _ALTERNATIVE.split((answer or "").replace("@@", ""))
     return next((form.strip() for form in forms if _NUMBER.fullmatch(form.strip())), None)
 
@@ -119,10 +119,10 @@ def open_source(
     seed: int = 0,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Source:
-    """Open a source: the file at the path ``text``, ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` of the hub,
+    """Open a source: the file at the path ``text``, ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` on the hub,
     ``champ``, or ``size`` problems of ``reasoning-gym:TASK,TASK`` with ``seed`` and ``settings``.
 
-    ConfigError if it is none of these, or cannot be loaded.
+    Raises ConfigError if it is none of these or cannot be loaded.
     """
     if text.startswith(PREFIX):
         return tasks_of(text, size, seed, settings)
@@ -143,7 +143,7 @@ def _from_hub(name: str, config: str | None, split: str, revision: str | None) -
 
     try:
         return datasets.load_dataset(name, config, split=split, revision=revision)
-    except Exception as error:  # it raises whatever the hub, the network or a builder does
+    except Exception as error:  # raises whatever the hub, network or builder raises
         raise ConfigError(
             f"source {name}: cannot be loaded from the hub ({error}); check --split and --revision, or "
             f"download its files where there is a network and give their paths"

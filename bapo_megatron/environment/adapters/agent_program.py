@@ -1,7 +1,7 @@
-"""Agent programs in a worker: their processes, what they print, their reward.
+"""Agent programs in a worker: their processes, output and reward.
 
-A program's task goes through a pipe, which is empty once it is read: it holds the ground truth, and what the
-program runs for the policy, in a sandbox too, inherits its standard input, where a file could be read again.
+A program reads its task from a pipe, which is empty afterwards. The task holds the ground truth, and whatever
+the program runs for the policy inherits its standard input, where a file could be read again.
 """
 
 from __future__ import annotations
@@ -25,39 +25,37 @@ from bapo_megatron.runtime.child_process import ChildProcess, with_users_path
 from bapo_megatron.runtime.http import without_proxy
 
 REWARD_FILE = "BAPO_REWARD_FILE"
-"""Variable of a program: the path of a file into which it may write its reward, a number."""
+"""Environment variable with the path of a file into which a program may write its reward, a number."""
 
 PROBLEM = "problem"
-"""Field of a row's `extra_info`: the messages of its problem, where the prompt is the program's own."""
+"""Field of a row's `extra_info` with the problem's messages, if the prompt is the program's own."""
 
 TAIL_BYTES = 1 << 16
-"""The end of its output, and of its errors, that is read and kept: some print all that they do."""
+"""Maximum number of bytes kept from the end of a program's output, and of its errors."""
 
 MOST_LOGS = 500
-"""Logs of programs that a run keeps, the newest."""
+"""Number of newest program logs that a run keeps."""
 
 _LIMITED = (
     "import os, resource, sys; size = int(sys.argv[1]) << 20; "
     "resource.setrlimit(resource.RLIMIT_DATA, (size, size)); os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""Program that limits the memory of each process of the command behind it. Not the address space, of which
+"""Program that limits the memory of each process of the command after it. Not the address space, of which
 Node.js and Java reserve more than they use."""
 
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """How a program ended."""
+    """Result of a program."""
 
     code: int
-    """Its exit code, negative for a signal."""
     output: str
     errors: str
-    """The ends of what it has printed; errors are empty if they went to this process's."""
+    """``output`` and ``errors``: the last ``TAIL_BYTES`` each; errors are empty if they were not captured."""
     reward_file: str
-    """What it has written into the file of ``REWARD_FILE``; empty if it has not."""
+    """Content of the file ``REWARD_FILE``; empty if the program wrote none."""
 
     def log(self, command: Sequence[str]) -> str:
-        """The text of its log."""
         return (
             f"{command} ended with {self.code}\nreward file: {self.reward_file[:80]!r}\n\n"
             f"--- standard error ---\n{self.errors}\n--- standard output ---\n{self.output}\n"
@@ -65,15 +63,15 @@ class AgentEnd:
 
 
 def given_task(task: Task) -> bytes:
-    """What a program reads on its standard input."""
+    """Return the program's standard input."""
     messages = task.extra_info.get(PROBLEM, task.messages)
     return json.dumps({**asdict(task), "messages": messages}).encode()
 
 
 def given_variables(base_url: str, key: str) -> dict[str, str]:
-    """The endpoint's address and key by the names that programs read."""
+    """Return the endpoint's address and key under the names that programs read."""
     anthropic = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
-    # langchain and older litellm read OPENAI_API_BASE, which may be that of a real service.
+    # langchain and older litellm read OPENAI_API_BASE, which may point to a real service.
     return {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key, **anthropic}
 
 
@@ -84,12 +82,11 @@ async def run_agent(
     memory_mb: int | None = None,
     keeps_errors: bool = False,
 ) -> AgentEnd:
-    """Run a program with ``task`` on its standard input, to its end.
+    """Run a program with ``task`` on its standard input to its end, and return its result.
 
-    ``variables``: for it, besides those of this process, of which PYTHONPATH is the user's. It reaches this
-    machine without a proxy, which would see the policy's turns and the episode's key. It and its descendants
-    end with the call. ``keeps_errors``: whether its standard error is read, and not this process's. OSError
-    if it cannot be started.
+    ``variables`` extend this process's environment, with the user's PYTHONPATH. The program reaches this
+    machine without a proxy, which would see the policy's turns and the episode's key. Its descendants end
+    with the call. ``keeps_errors``: capture standard error. Raises OSError if the program cannot start.
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
@@ -104,7 +101,7 @@ async def run_agent(
         reward = Path(folder) / "reward"
         inherited = {**with_users_path(os.environ), **without_proxy()}
         environment = {**inherited, REWARD_FILE: str(reward), **variables}
-        environment.pop("ANTHROPIC_AUTH_TOKEN", None)  # of a real service: Anthropic's client would send it
+        environment.pop("ANTHROPIC_AUTH_TOKEN", None)  # Anthropic's client would send a real service's token
         stderr = errors if keeps_errors else None
         try:
             child = ChildProcess(command, environment, True, stdin=reading, stdout=output, stderr=stderr)
@@ -113,7 +110,7 @@ async def run_agent(
             raise
         finally:
             os.close(reading)
-        # In a thread of its own: a program that reads late must hold up nobody whose task fills its pipe.
+        # In a separate thread: a program that reads late must not block others if its task fills the pipe.
         threading.Thread(target=_write, args=(writing, task), daemon=True).start()
         pause_s = 0.02
         try:
@@ -129,12 +126,12 @@ async def run_agent(
 
 
 def keep_log(folder: Path, episode: str, text: str) -> None:
-    """Keep the log of an episode's program in ``folder``, and of all logs the newest ``MOST_LOGS``."""
+    """Write the log of an episode's program to ``folder``, and keep only the newest ``MOST_LOGS`` logs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{episode.replace(os.sep, '_')}.log").write_text(text)
     logs = []
     for log in folder.glob("*.log"):
-        with suppress(FileNotFoundError):  # another worker has removed it
+        with suppress(FileNotFoundError):  # another worker removed it
             logs.append((log.lstat().st_mtime_ns, log))
     for _, path in sorted(logs)[:-MOST_LOGS]:
         with suppress(FileNotFoundError):
@@ -147,5 +144,5 @@ def _tail(file: IO[bytes]) -> str:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    with suppress(BrokenPipeError), open(descriptor, "wb") as pipe:  # it need not read its task
+    with suppress(BrokenPipeError), open(descriptor, "wb") as pipe:  # programs may ignore their task
         pipe.write(data)

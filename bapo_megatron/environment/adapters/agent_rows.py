@@ -2,9 +2,9 @@
 
     python -m bapo_megatron.environment.adapters.agent_rows data/sums.jsonl data/agent.jsonl -- node agent.js
 
-The program is run once for each row, until its first request. A row keeps the problem's own messages in
-`extra_info.problem`; in a run the program gets these on standard input, not its own prompt. The tools of the
-request are in `extra_info.prompt_tools`: the chat template writes them into the prompt.
+Runs the program once per row until its first request. A row keeps the problem's own messages in
+`extra_info.problem`; in a run the program gets these on standard input, not its own prompt. The request's
+tools go into `extra_info.prompt_tools`: the chat template writes them into the prompt.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import check_output_file, write_atomically
 
 AT_A_TIME = 8
-"""Programs that run at a time."""
 
 
 async def rows(command: Sequence[str], problems: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of problems, in the fields of ``data.path``. ConfigError if the program asks nothing, RowError
-    for a problem without messages."""
+    """Return the rows of problems, in the fields of ``data.path``. Raises ConfigError if the program sends no
+    request, RowError for a problem without messages."""
     places = asyncio.Semaphore(AT_A_TIME)
 
     async def row(problem: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +67,7 @@ async def _row(command: Sequence[str], problem: dict[str, Any]) -> dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: write the rows of a file of problems."""
+    """Entry point: write the rows for a file of problems."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("problems", type=Path, help="a file of prepared problems, data.jsonl")
     parser.add_argument("output", type=Path, help="the file of rows to write")

@@ -1,9 +1,8 @@
-"""Conversations of an agent program with the policy: the requests of an episode, as questions.
+"""Conversations of an agent program with the policy: an episode's requests as questions.
 
-A request that repeats an earlier conversation up to a turn continues behind it. One that adds to the last
-turn is an observation; every other one is a branch: a history that was rewritten, a second conversation, a
-request beside others. That each question comes here once, also where its client asks again, sees the server
-(``protocols/server.py``). Only the standard library is imported.
+A request that repeats an earlier conversation up to a turn continues after it. One that adds to the last turn
+is an observation; any other is a branch: a rewritten history, a second conversation, a concurrent request.
+The server (``protocols/server.py``) removes client retries. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from bapo_megatron.environment.protocols.chat import Refused, text_of
 from bapo_megatron.environment.tools.calls import answer_part, results, tool_calls, typed, without_calls
 
 Ask = Callable[[Callable[[int], Reply]], Awaitable[tuple[int, SampledTurn]]]
-"""``LoopEnvironment.question``."""
+"""Signature of ``LoopEnvironment.question``."""
 
 _SHOWN = 100
-"""Characters of a message that a refusal shows."""
 
 _NO_TOOLS = (
     "make the rows with bapo_megatron.environment.adapters.agent_rows, or set tools_in_prompts in "
@@ -34,22 +32,21 @@ _SYSTEM_ROLES = ("system", "developer")
 
 @dataclass
 class _Spoken:
-    """A turn of the model in the tree of conversations."""
+    """A model turn in the tree of conversations."""
 
     number: int
-    """Among the model's turns of the episode, counted from 1."""
+    """Index among the episode's model turns, counted from 1."""
     text: str
     follows: _Place
 
     def is_repeated_by(self, message: Mapping[str, Any]) -> bool:
-        """Whether an assistant's message is this turn. Programs may leave out its thoughts, and have calls
-        apart or in the text."""
+        """Whether an assistant message is this turn, perhaps without its thoughts or with its calls apart."""
         said, calls = _squashed(message["content"]), _calls_of(message)
         if not calls:
             return said in self._texts
         return calls == self._calls and said in {"", self._text_beside_calls, _squashed(self.text)}
 
-    # Each is asked for by every later request.
+    # Cached: every later request uses them.
 
     @cached_property
     def _texts(self) -> set[str]:
@@ -68,40 +65,39 @@ class _Spoken:
 
 @dataclass
 class _Place:
-    """A place in the tree of conversations: what was said there, or sampled."""
+    """A node in the tree of conversations, with the messages and model turns that follow it."""
 
     said: dict[str, _Place] = field(default_factory=dict)
     turns: list[_Spoken] = field(default_factory=list)
 
 
 class _Found(NamedTuple):
-    """A question in the tree of conversations."""
+    """A question's position in the tree of conversations."""
 
     place: _Place
     after: int
-    """The last turn that it repeats with all before it, 0 for none."""
+    """Last turn that the question repeats with all before it; 0 for none."""
     repeated: int
     """Number of messages up to that turn."""
     messages: list[dict[str, Any]]
-    """All, the model's turns by their numbers."""
+    """All messages, with the model's turns as numbers."""
 
 
 class Conversation:
-    """The requests of one episode, as questions to the policy."""
+    """Requests of one episode as questions to the policy."""
 
     def __init__(self, prompt: Sequence[Any], role: str, ask: Ask, tools: Sequence[Any] = ()) -> None:
-        """``prompt``: messages of the dataset, which are the first question. ``role``: that of what continues
-        behind the last turn as an observation. ``ask``: asks the policy. ``tools``: those that the chat
-        template has written into the prompt."""
+        """``prompt``: the dataset's messages, which are the first question. ``role``: role of an observation.
+        ``ask``: asks the policy. ``tools``: tools in the prompt."""
         self._prompt, self._role, self._ask, self._tools = read_messages(prompt), role, ask, [*tools]
         self._has_begun = False
         self._roots: dict[str, _Place] = {}
-        """By the tools of a conversation: other tools are another beginning."""
+        """Roots of the conversation trees, keyed by their tools as JSON."""
         self._spoken: list[_Spoken] = []
 
     async def answer(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> SampledTurn:
-        """The policy's turn for the messages of a request. ``tools``: None: those of the prompt. Refused for
-        messages that are not questions."""
+        """Return the policy's turn for the messages of a request. ``tools``: None for the prompt's tools.
+        Raises Refused for messages that are not a question."""
         question, tools = read_messages(messages), self._tools if tools is None else [*tools]
         has_own = tools == self._tools
         if not question or question[-1]["role"] == "assistant":
@@ -134,7 +130,7 @@ class Conversation:
         return turn
 
     def _found(self, question: list[dict[str, Any]], tools: list[Any]) -> _Found:
-        """Where a question is in the tree; it is there from now on."""
+        """Return the position of a question in the tree, adding it if needed."""
         root = self._roots.setdefault(json.dumps(tools, sort_keys=True), _Place())
         place, after, repeated, messages = root, 0, 0, []
         for number, message in enumerate(question):
@@ -147,8 +143,7 @@ class Conversation:
         return _Found(place, after, repeated, messages)
 
     def _turn(self, place: _Place, message: dict[str, Any]) -> _Spoken | None:
-        """The turn that an assistant's message is: of those at this place, or, where the history is another
-        one, of all."""
+        """Return the turn that a message repeats: one of this place's, or, in another history, of all."""
         known = place.turns or self._spoken
         return next((turn for turn in reversed(known) if turn.is_repeated_by(message)), None)
 
@@ -158,7 +153,7 @@ def _shown(question: list[dict[str, Any]]) -> str:
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them. Refused for one that is not text."""
+    """Return messages in a chat template's format. Raises Refused for content that is not text."""
     result = []
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -172,7 +167,7 @@ def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _call(place: int, call: Any) -> dict[str, Any]:
-    """A call of an assistant's message, its arguments as an object; without its id."""
+    """Return a call of an assistant message with its arguments as an object, without its id."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(400, f"message {place} has a call without a function's name")
@@ -190,7 +185,7 @@ def _calls_of(message: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _as_text(arguments: Any) -> str:
-    """Arguments of a call; a value and its text are one, as schemas of tools make the one of the other."""
+    """Return call arguments as JSON text, in which a value equals its text: tool schemas convert them."""
     if isinstance(arguments, dict):
         arguments = {name: typed(x, "") if isinstance(x, str) else x for name, x in arguments.items()}
     return json.dumps(arguments, sort_keys=True)

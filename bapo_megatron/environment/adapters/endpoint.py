@@ -1,12 +1,12 @@
-"""Adapter of an agent program: a command in any language, its requests to the endpoint as turns.
+"""Adapter for agent programs: runs a command in any language and treats its endpoint requests as turns.
 
     environment.function = "bapo_megatron.environment.adapters.endpoint:EndpointEnvironment"
     environment.settings = {"command": ["python", "agent.py"]}
 
-It gets the task as JSON on stdin, and in its variables the address of an endpoint on loopback, which speaks
-OpenAI's chat completions and responses and Anthropic's messages, with a key of this episode alone. What a
-request adds to the conversation is the observation. Its reward is what it writes into the file of
-BAPO_REWARD_FILE, or its exit code, or the last word that it prints; without any ``reward.function`` judges.
+The program gets the task as JSON on stdin, and environment variables with a loopback endpoint address and a
+key for this episode. The endpoint supports OpenAI's chat completions and responses and Anthropic's messages.
+Messages that a request adds to the conversation are the observation. The reward is the content of the
+BAPO_REWARD_FILE file, the exit code, or the last printed word; without any, ``reward.function`` judges.
 """
 
 from __future__ import annotations
@@ -26,20 +26,16 @@ from bapo_megatron.environment.protocols.server import EpisodeQuestions
 from bapo_megatron.environment.settings import AgentSettings
 
 _SHOWN = 500
-"""Characters of a program's errors that a failure shows."""
 
 
 class EndpointEnvironment(LoopEnvironment):
-    """An episode that is a run of a program, made by the worker of environments.
-
-    Subclass it with another ``run`` for an agent without a process.
-    """
+    """Episode that runs an agent program. Subclass it with another ``run`` for an agent without a process."""
 
     settings_type = AgentSettings
     wants_tokens = True
 
     async def run(self, base_url: str, key: str) -> float | None:
-        """Run the agent against the endpoint; its reward, or None."""
+        """Run the agent against the endpoint. Returns its reward, or None."""
         command, logs = self.settings["command"], self.logs_dir
         task, variables = agent_program.given_task(self.task), agent_program.given_variables(base_url, key)
         memory_mb = self.settings.get("memory_mb")
@@ -69,7 +65,7 @@ class EndpointEnvironment(LoopEnvironment):
             ) from None
 
     async def play(self, ask: Ask) -> float | None:
-        """Give the program an endpoint for as long as it runs."""
+        """Give the program an endpoint while it runs."""
         self._takes_tools = bool(self.settings.get("tools_in_prompts"))
         self._row_tools = self.task.extra_info.get(PROMPT_TOOLS, [])
         tools = [*self.tools, *self._row_tools]

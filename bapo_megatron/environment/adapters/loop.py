@@ -1,7 +1,7 @@
-"""Adapter of a loop: a user's ``async def play(ask)`` as an environment, each ``ask`` one turn of the model.
+"""Adapter for loops: a user's ``async def play(ask)`` as an environment; each ``ask`` is one model turn.
 
-Durable by replay: a new object runs ``play`` again, and answers its questions from the journal, each with the
-turn that answered it, in whatever order they come. Only the standard library is imported.
+Durable by replay: a new object runs ``play`` again and answers its questions from the journal, each with its
+recorded turn, in any order. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -14,61 +14,56 @@ from typing import Any, ClassVar, Literal
 from bapo_megatron.environment import Environment, Reply, SampledTurn, Task
 
 Ask = Callable[[str | Sequence[str] | None], Awaitable[SampledTurn]]
-"""Ask the model: its next turn, a text, after the observation, one text or several, as ``Reply`` has them.
-The first question is the prompt: None, or its text."""
+"""Asks the model: takes the observation, one text or several as in ``Reply``, and returns the model's next
+turn. The first question is the prompt: None, or its text."""
 
 
 OTHER_S = 10.0
-"""Time that a replay waits for the question that the journal has, while the loop asks others."""
+"""Seconds that a replay waits for the journal's question while the loop asks others."""
 
 
 class Question:
-    """A question of a loop to the model, and its answer."""
+    """A loop's question to the model, and its answer."""
 
     def __init__(self, reply: Callable[[int], Reply]) -> None:
-        """``reply``: the question as a reply, after so many turns of the model."""
+        """``reply`` returns the question as a reply, given the number of model turns so far."""
         self.reply = reply
         self.answer: asyncio.Future[tuple[int, SampledTurn]] = asyncio.get_running_loop().create_future()
-        """The number of the turn that answers it, counted from 1, and the turn."""
+        """Number of the answering turn, counted from 1, and the turn."""
 
 
 class LoopEnvironment(Environment):
-    """An episode that is a loop. Subclass it with ``play``; a worker of environments makes the object."""
+    """Episode that runs a loop. Subclass it with ``play``."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         super().__init__(task, settings)
         self._waiting: list[Question] = []
-        """Those that wait, in the order in which they were asked."""
         self._asked: Question | None = None
-        """The one that the model answers now."""
         self._turns = 0
-        """Turns of the model so far."""
         self._end: Reply | Exception | None = None
         self._changed = asyncio.Event()
         self._playing: asyncio.Task[None] | None = None
         self._is_asking = self._is_closed = False
 
     async def play(self, ask: Ask) -> float | None:
-        """Play the episode: ``await ask(observation)`` is the model's next turn. Its end is the episode's.
-
-        Returns the reward; None: ``reward.function`` judges the last turn. It must ask the same again when it
-        is answered the same, or it is begun again after a kill.
-        """
+        """Play the episode: ``await ask(observation)`` returns the model's next turn. Its end ends the
+        episode. Returns the reward; with None, ``reward.function`` judges the last turn. Given equal answers
+        it must ask equal questions, or the response starts over after a kill."""
         raise NotImplementedError
 
     async def step(self, turn: str) -> Reply:
-        """Answer ``play`` with a turn; what it asks next is the observation."""
+        """Answer ``play`` with a turn; its next question is the observation."""
         return await self._stepped(turn, None)
 
     async def again(self, turn: str, given: str) -> Reply:
-        """``step`` in a replay: what it asks next is what it had asked, though others came before."""
+        """Repeat ``step`` in a replay: the next question is the recorded one, even if others come first."""
         return await self._stepped(turn, given)
 
     async def question(self, reply: Callable[[int], Reply]) -> tuple[int, SampledTurn]:
-        """Ask the model; the number of its turn, and the turn. Several may wait: the model takes them in
-        order. One that is cancelled before its turn is not asked."""
+        """Ask the model. Returns the number of its turn, and the turn. Several questions may wait and are
+        asked in order; one that is cancelled before its turn is not asked."""
         asked = Question(reply)
         self._waiting.append(asked)
         self._changed.set()
@@ -84,7 +79,7 @@ class LoopEnvironment(Environment):
             self._playing.cancel()
 
     async def _ask(self, observation: str | Sequence[str] | None) -> SampledTurn:
-        if self._is_asking:  # each would get the turn that answers another
+        if self._is_asking:  # concurrent questions would get each other's turns
             raise RuntimeError(
                 "play() asks while its last question has no answer, or was given up: an episode is one "
                 "conversation, so await each ask() before the next, and never cancel one"
@@ -97,9 +92,9 @@ class LoopEnvironment(Environment):
     async def _play(self) -> None:
         try:
             self._end = Reply(None, reward=await self.play(self._ask))
-        except Exception as error:  # the step that waits raises it
+        except Exception as error:  # the waiting step raises it
             self._end = error
-        except BaseException as error:  # sys.exit() in a task would end the worker, with all that it holds
+        except BaseException as error:  # sys.exit() in a task would end the worker and all its episodes
             if self._is_closed:
                 raise
             self._end = _ended(error)
@@ -112,13 +107,13 @@ class LoopEnvironment(Environment):
             self._check_opening(await self._next(None))
         self._turns += 1
         assert self._asked is not None, "a loop that is over is asked nothing"
-        if not self._asked.answer.done():  # given up by who asked
+        if not self._asked.answer.done():  # done if the loop cancelled the question
             sampled = turn if isinstance(turn, SampledTurn) else SampledTurn(turn)
             self._asked.answer.set_result((self._turns, sampled))
         return await self._next(given)
 
     async def _next(self, given: str | None) -> Reply:
-        """The end of the loop, or the question that the model answers next: in a replay the ``given`` one."""
+        """Return the loop's end or the next question for the model; in a replay the ``given`` one."""
         limit = None
         while True:
             if isinstance(self._end, Exception):
@@ -139,8 +134,7 @@ class LoopEnvironment(Environment):
                     await self._changed.wait()
 
     def _check_opening(self, first: Reply) -> None:
-        """ValueError if the loop's first question is not what the model was asked: it would learn to answer
-        another one."""
+        """Raise ValueError if the loop's first question differs from the prompt."""
         prompt = str(self.task.messages[-1]["content"])
         if first.observation is None:
             raise ValueError("play() ended before it asked the model: it must ask at least once")
@@ -152,7 +146,7 @@ class LoopEnvironment(Environment):
 
 
 def _ended(error: BaseException) -> RuntimeError:
-    """What a step raises for a ``play`` that left with ``error``, no Exception."""
+    """Return the error that a step raises if ``play`` ended with ``error``, which is not an Exception."""
     ended = RuntimeError(f"play() ended with {error!r}")
     ended.__cause__ = error
     return ended

@@ -1,11 +1,10 @@
-"""Adapter of OpenEnv: an episode is a session of a server; a new session replays the actions after a kill.
+"""Adapter for OpenEnv: an episode is a server session; after a kill a new session replays the actions.
 
     environment.function = "bapo_megatron.environment.adapters.openenv:OpenEnv"
     environment.settings = {"url": "http://localhost:8000", "action": "message", "observation": "text"}
 
-A row's ``extra_info`` may have ``reset``, arguments of the server's reset: without ``{"seed": 3}`` or so a
-server that draws cannot replay. A lost session is replayed in a new one. Rewards of the steps add up. Tried
-with openenv-core 0.3.0. Workers of environments load it by that name.
+A row's ``extra_info`` may have ``reset``, arguments of the server's reset; replays of a server with random
+draws need a seed there, ``{"seed": 3}``. Step rewards add up. Tested with openenv-core 0.3.0.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from bapo_megatron.environment.tools.calls import answer_part
 
 
 class OpenEnv(Environment):
-    """An episode that is a session. Made by a worker of environments; async, so thousands wait in one."""
+    """Episode that is a server session. Async, so one worker holds thousands."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
     settings_type = OpenEnvSettings
@@ -33,15 +32,15 @@ class OpenEnv(Environment):
         self._settings = OpenEnvSettings(**settings)
         self._client: Any = None
         self._acted: list[tuple[str, str]] = []
-        """Actions so far, and what was shown after each."""
+        """Actions so far, with the observation after each."""
 
     async def step(self, turn: str) -> Reply:
-        """Act in the session, which the first step opens."""
+        """Send the action to the session, which the first step opens."""
         action = answer_part(turn).strip()
         try:
             reply = await self._reply(action)
         except (ConnectionError, ConnectionClosed):
-            if self._client is None:  # a new one could not be opened
+            if self._client is None:  # no new session opened
                 raise
             await self.close()
             reply = await self._reply(action)
@@ -50,7 +49,7 @@ class OpenEnv(Environment):
         return reply
 
     async def _reply(self, action: str) -> Reply:
-        """What the server answers to an action, in a session that has had those before it."""
+        """Return the server's reply to an action, in a session that has replayed the earlier ones."""
         if self._client is None:
             client = GenericEnvClient(base_url=self._settings.url)
             await client.connect()

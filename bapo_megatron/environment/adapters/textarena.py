@@ -1,11 +1,10 @@
-"""Adapter of TextArena: a game for one player, rebuilt after a kill by playing its moves again.
+"""Adapter for TextArena: a single-player game, rebuilt after a kill by replaying its moves.
 
     environment.function = "bapo_megatron.environment.adapters.textarena:TextArena"
 
-A row's ``extra_info`` names the game and its seed, ``{"env_id": "GuessTheNumber-v0", "seed": 3}``, and the
-last message of its prompt ends with the game's first observation; ``rows`` makes such rows. Workers of
-environments load the class by the path above. Tried with textarena 0.7.4; games with word lists need those of
-nltk, which textarena downloads.
+A row's ``extra_info`` has the game and its seed, ``{"env_id": "GuessTheNumber-v0", "seed": 3}``, and the last
+message of its prompt ends with the game's first observation; ``rows`` generates such rows. Tested with
+textarena 0.7.4; games with word lists need those of nltk, which textarena downloads.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from bapo_megatron.environment.tools.calls import answer_part
 
 
 class TextArena(Environment):
-    """An episode that is a game."""
+    """Episode that is a game."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
     settings_type = TextArenaSettings
-    own_random = True  # games draw from the global generator, also between two moves
+    own_random = True  # games draw from the global generator, even between moves
 
     def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
         super().__init__(task, settings)
@@ -41,7 +40,7 @@ class TextArena(Environment):
             )
 
     def step(self, turn: str) -> Reply:
-        """Make the move: the turn without its thinking part. The only player's reward comes with the end."""
+        """Make the move: the turn without its thinking part. The last reply has the player's reward."""
         over, _ = self._game.step(action=answer_part(turn).strip())
         if over:
             return Reply(None, reward=reward_of(*self._game.close()))
@@ -51,7 +50,7 @@ class TextArena(Environment):
 
 
 def started(env_id: str, seed: int) -> Any:
-    """A new game. Its draws follow from the seed, also those of games that draw from ``random``."""
+    """Return a new game. All its draws follow from the seed, even those from ``random``."""
     game = textarena.make(env_id)
     random.seed(seed)
     game.reset(num_players=1, seed=seed)
@@ -59,14 +58,14 @@ def started(env_id: str, seed: int) -> Any:
 
 
 def observed(game: Any) -> str:
-    """What its player sees now."""
+    """Return the player's current observation."""
     _, observation = game.get_observation()
     return str(observation)
 
 
 def reward_of(rewards: Mapping[int, Any], about: Mapping[int, Mapping[str, Any]]) -> float:
-    """The only player's reward. Some games of 0.7.4 (Countdown, Cryptarithm, Slitherlink, ThreeCardMonte) end
-    invalid moves with the reward and its reason the wrong way round."""
+    """Return the player's reward. Some games of 0.7.4 (Countdown, Cryptarithm, Slitherlink, ThreeCardMonte)
+    swap reward and reason after invalid moves."""
     reward = rewards[0]
     if isinstance(reward, str):
         reward = str(about[0]["reason"]).removeprefix("Invalid Move: ")
@@ -74,7 +73,7 @@ def reward_of(rewards: Mapping[int, Any], about: Mapping[int, Mapping[str, Any]]
 
 
 def rows(env_id: str, seeds: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """Rows of a dataset, in the fields of ``data.path``: a game with each seed."""
+    """Yield dataset rows in the fields of ``data.path``: one game per seed."""
     for seed in seeds:
         yield {
             "data_source": f"textarena/{env_id}",

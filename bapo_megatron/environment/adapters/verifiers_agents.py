@@ -1,4 +1,4 @@
-"""The agents and traces of verifiers' v1 environments, with the policy of an episode behind every agent.
+"""Agents and traces for verifiers' v1 environments, where every agent is the episode's policy.
 
 One conversation is one trace, which rewards judge; an episode has one.
 """
@@ -14,7 +14,7 @@ import verifiers.v1 as vf
 
 
 class Agents(SimpleNamespace):
-    """The agents of an environment's ``run``, by any name: each is the policy."""
+    """Agents of an environment's ``run``, by any name: each is the policy."""
 
     def __getattr__(self, name: str) -> _Agent:
         return _Agent(name, self)
@@ -31,7 +31,7 @@ class _Agent:
 
     @asynccontextmanager
     async def interaction(self, task: Any) -> AsyncIterator[Any]:
-        """A conversation on the task, whose rewards judge its end; ``turn`` is the policy's next turn."""
+        """Yield a conversation on the task, scored at its end; ``turn`` returns the policy's next turn."""
         info = vf.AgentInfo(config=vf.AgentConfig(), name=self._name)
         trace: Any = vf.Trace(task=traced(task), agent=info)
         _add(trace, prompt_of(task), sampled=False)
@@ -51,7 +51,7 @@ class _Agent:
         self._all.traces.append(trace)
 
     def _check(self, task: Any, trace: Any, messages: Any) -> None:
-        """ValueError where a prompt opens a conversation that the policy has not seen: an episode is one."""
+        """Raise ValueError if a prompt opens a conversation besides the episode's own."""
         opens = not messages and not trace.num_turns
         if opens and (self._all.talks or prompt_of(task) != self._all.prompt):
             raise ValueError(
@@ -62,13 +62,13 @@ class _Agent:
 
 
 def prompt_of(task: Any) -> list[Any]:
-    """The messages that a task begins with."""
+    """Return the initial messages of a task."""
     said = (vf.SystemMessage, task.data.system_prompt), (vf.UserMessage, task.data.prompt_text)
     return [kind(content=text) for kind, text in said if text]
 
 
 def _answer(turn: str) -> Any:
-    """The policy's turn with its thoughts apart, as a server with a parser of them gives it to rewards."""
+    """Return the policy's turn with separate thoughts, as a server with a reasoning parser does."""
     thought, mark, said = turn.rpartition("</think>")
     thoughts = {"reasoning_content": thought.strip().removeprefix("<think>").strip()} if mark else {}
     return vf.AssistantMessage(content=said.strip() if mark else turn, **thoughts)
@@ -81,5 +81,5 @@ def _add(trace: Any, messages: Any, sampled: bool) -> None:
 
 
 def traced(task: Any) -> Any:
-    """The task as a trace names it."""
+    """Return the task in a trace's form."""
     return vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)

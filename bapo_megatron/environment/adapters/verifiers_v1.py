@@ -1,10 +1,11 @@
-"""Adapter of verifiers' v1 environments: their own ``run(task, agents)``, in which the agents are the policy.
+"""Adapter for verifiers' v1 environments: runs their own ``run(task, agents)`` with the policy as every
+agent.
 
     environment.function = "bapo_megatron.environment.adapters.verifiers_v1:VerifiersV1"
     environment.settings = {"taskset": {"id": "my-taskset"}, "env": {}}
 
-``settings`` are verifiers' own; a row's ``extra_info`` has the task's place, ``{"idx": 3}`` (``rows``). What
-needs a box, some rewards and all harnesses, is not run. Tried with 0.4.0. Workers load it by that name.
+``settings`` are verifiers' own; a row's ``extra_info`` has the task index, ``{"idx": 3}`` (``rows``). Does
+not run anything that needs a box: some rewards and all harnesses. Tested with 0.4.0.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from bapo_megatron.environment.settings import VerifiersSettings
 
 
 class VerifiersV1(LoopEnvironment):
-    """An episode that is one of verifiers' environments."""
+    """Episode that is a verifiers environment."""
 
     settings_type = VerifiersSettings
     own_random = True
 
     async def play(self, ask: Ask) -> float:
-        """Run the environment; the reward is the sum over the policy's traces."""
-        state = random.getstate()  # a taskset may draw when it is loaded, which is not at every replay
+        """Run the environment. Returns the sum of rewards over the policy's traces."""
+        state = random.getstate()  # a taskset may draw on loading, which not every replay repeats
         environment = loaded(json.dumps(self.settings, sort_keys=True))
         task = next(itertools.islice(iter(environment.taskset), self.task.extra_info["idx"], None))
         random.setstate(state)
@@ -46,13 +47,13 @@ class VerifiersV1(LoopEnvironment):
 
 @cache
 def loaded(settings: str) -> Any:
-    """The environment that the settings, as JSON, configure; one for all episodes of a worker."""
+    """Return the environment that the settings, as JSON, configure; shared by all episodes of a worker."""
     options = VerifiersSettings(**json.loads(settings))
     return load_environment(resolve_env_config({**options.env, "taskset": options.taskset}))
 
 
 def rows(settings: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
-    """Rows of a dataset, in the fields of ``data.path``: the first ``count`` tasks, with system prompts."""
+    """Yield dataset rows in the fields of ``data.path``: the first ``count`` tasks with system prompts."""
     for task in itertools.islice(iter(loaded(json.dumps(settings)).taskset), count):
         prompt = [{"role": message.role, "content": message.content} for message in prompt_of(task)]
         judged = {

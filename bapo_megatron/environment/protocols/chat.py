@@ -1,7 +1,6 @@
-"""Requests of agent programs and the model's answers, whichever protocol they came by.
+"""Protocol-independent requests of agent programs and model replies; imports only the standard library.
 
-Each protocol reads its requests into a ``ChatRequest``, and writes its answer from an ``Answered``. Only the
-standard library is imported.
+Each protocol parses its requests into a ``ChatRequest`` and writes its reply from an ``Answered``.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from bapo_megatron.environment import SampledTurn
 from bapo_megatron.environment.tools.calls import tool_calls, without_calls
 
 _TOLD: set[str] = set()
-"""Fields of which this worker has told."""
+"""Fields that this worker has already reported."""
 
 
 class Refused(Exception):
-    """Refusal of a request, with its HTTP status and the reason. Raised by protocols, ``Conversation``, the
-    server; each protocol has a form for it."""
+    """Refusal of a request, with its HTTP status and reason. Each protocol has its own form of it."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -30,16 +28,16 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request for a turn of the model: messages and tools as OpenAI's chat completions have them."""
+    """Request for a model turn: messages and tools in OpenAI's chat completions format."""
 
     messages: list[Any]
     tools: list[Any] = field(default_factory=list)
     takes_calls: bool = True
-    """Whether calls in the turn are calls; else they are its text (`tool_choice` = `none`)."""
+    """Whether calls in the turn are returned as calls; otherwise they stay text (`tool_choice` = `none`)."""
 
 
 class ToolUse(NamedTuple):
-    """A call of a tool, for the program."""
+    """A tool call for the program."""
 
     id: str
     name: str
@@ -48,14 +46,12 @@ class ToolUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Answered:
-    """A turn of the model for the program, in no protocol's form yet. Made by ``answered``."""
+    """A model turn for the program, before a protocol formats it. Built by ``answered``."""
 
     name: str
-    """Another one for each turn, because programs keep answers and calls by their ids, and the same after a
-    replay."""
+    """Unique for each turn, since programs store answers and calls by id; stable across replays."""
     turn: SampledTurn
     text: str
-    """The turn without its calls."""
     calls: Sequence[ToolUse]
 
     @property
@@ -64,8 +60,8 @@ class Answered:
 
     @property
     def log_probs(self) -> list[dict[str, Any]]:
-        """The sampled tokens with their log-probs, as OpenAI has them. A token that is a part of a character
-        has no bytes of its own here."""
+        """Sampled tokens with log-probs in OpenAI's format. Tokens that are part of a character have no
+        bytes."""
         return [
             {
                 "token": token.text,
@@ -78,8 +74,7 @@ class Answered:
 
 
 def answered(name: str, turn: SampledTurn, request: ChatRequest) -> Answered:
-    """The model's turn as an answer to ``request``: its text and its calls. A call that cannot be read stays
-    in the text."""
+    """Return the model's turn as a reply: text and calls. Unreadable calls stay in the text."""
     parsed = tool_calls(turn, request.tools) if request.takes_calls else []
     called = [call for call in parsed if call.problem is None]
     calls = [ToolUse(f"{name}_{place}", call.name, call.arguments) for place, call in enumerate(called)]
@@ -88,39 +83,38 @@ def answered(name: str, turn: SampledTurn, request: ChatRequest) -> Answered:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A protocol of the endpoint: how it reads requests, and writes answers and errors."""
+    """A protocol of the endpoint: parses requests, and formats replies and errors."""
 
     path: str
-    """Path of its requests, behind the server's address."""
     read: Callable[[dict[str, Any]], ChatRequest]
-    """The request of a body. Refused."""
+    """Parses a request body. Raises Refused."""
     whole: Callable[[Answered, dict[str, Any]], dict[str, Any]]
-    """The answer to a body that asks for no stream."""
+    """Formats the reply to a body without streaming."""
     events: Callable[[Answered, dict[str, Any]], Iterator[bytes]]
-    """The events of the answer to a body that asks for a stream."""
+    """Formats the reply to a streaming body as events."""
     error: Callable[[Refused], dict[str, Any]]
     error_event: Callable[[Refused], bytes]
-    """An error within a stream."""
+    """Formats an error within a stream."""
     ping: bytes
-    """What a stream says while the model answers."""
+    """Sent in a stream while the model answers."""
 
 
 def event(data: Mapping[str, Any] | str, name: str | None = None) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
     text = data if isinstance(data, str) else json.dumps(data)
     return f"{head}data: {text}\n\n".encode()
 
 
 def refuse_others(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refused for a field of ``fields`` that has none of its values: others change the answer's form."""
+    """Raise Refused for a field with none of its values in ``fields``: others change the reply's form."""
     for name, allowed in fields.items():
         if body.get(name) not in allowed:
             raise Refused(400, f"{name}={body[name]!r} is not offered here: leave it out")
 
 
 def tell_unheeded(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Tell once of each field of ``fields`` that has none of its values: it binds the model elsewhere."""
+    """Report each field with none of its values in ``fields`` once: other servers would obey it."""
     for name, allowed in fields.items():
         if body.get(name) not in allowed and name not in _TOLD:
             _TOLD.add(name)
@@ -133,7 +127,7 @@ def tell_unheeded(body: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]
 
 
 def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
-    """A field that is a list, empty if it is left out. Refused."""
+    """Return a list field, empty if missing. Raises Refused for other types."""
     items = body.get(name) or []
     if not isinstance(items, list):
         raise Refused(400, f"{name} is not a list")
@@ -141,7 +135,8 @@ def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def text_of(place: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
-    """The text of a content: a text, or a list of parts of the types ``kinds``. Refused for another one."""
+    """Return the text of a content: text, or a list of parts of types ``kinds``. Raises Refused for
+    others."""
     parts = content or []
     if isinstance(parts, str):
         return parts
@@ -156,7 +151,7 @@ def text_of(place: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
 
 
 def tool_schema(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    """A tool as OpenAI's chat completions have it. Refused without a name."""
+    """Return a tool in OpenAI's chat completions format. Raises Refused without a name."""
     if not isinstance(name, str):
         raise Refused(400, "it has a tool without a name")
     described = {"description": description} if description else {}

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, ``POST /v1/chat/completions``: whole answers and streams."""
+"""OpenAI chat completions, ``POST /v1/chat/completions``: whole and streamed replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bapo_megatron.environment.protocols.chat import (
 )
 
 _NOT_OFFERED: dict[str, tuple[Any, ...]] = {"n": (None, 1), "top_logprobs": (None, 0)}
-"""Fields of a request that change the answer's form, with the values that do not."""
+"""Request fields that change the reply's form, with the values that do not."""
 
 _UNHEEDED: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
@@ -29,7 +29,7 @@ _UNHEEDED: dict[str, tuple[Any, ...]] = {
     "max_tokens": (None,),
     "max_completion_tokens": (None,),
 }
-"""Fields that bind the model where they are heeded, with the values that do not. Here they do nothing."""
+"""Fields that constrain the model on other servers, with the values that do not. They have no effect here."""
 
 
 def _read(body: dict[str, Any]) -> ChatRequest:
@@ -55,8 +55,7 @@ def _whole(answer: Answered, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(answer: Answered, body: dict[str, Any]) -> Iterator[bytes]:
-    """A chunk for the role, one for the text, one for each call, one for the end: the turn is complete when
-    it comes here."""
+    """Yield a chunk for the role, the text, each call and the end; the turn is already complete."""
     options = body.get("stream_options")
     with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
     head = {**_head(answer, body, "chat.completion.chunk"), **({"usage": None} if with_usage else {})}
@@ -105,7 +104,7 @@ def _usage(answer: Answered) -> dict[str, int]:
 
 
 def error(refused: Refused) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+    """Return an error in OpenAI's form."""
     message = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": None}
     return {"error": message}
 

@@ -1,4 +1,4 @@
-"""Anthropic's messages, ``POST /v1/messages``: system blocks, tool use, whole answers and streams."""
+"""Anthropic messages, ``POST /v1/messages``: system blocks, tool use, whole and streamed replies."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _UNHEEDED: dict[str, tuple[Any, ...]] = {
     "thinking": (None, {"type": "disabled"}),
     "output_format": (None,),
 }
-"""Fields that bind the model where they are heeded, with the values that do not. `max_tokens`, without which
-there is no request, is another: all requests have it."""
+"""Fields that constrain the model on other servers, with the values that do not. The equally ignored
+`max_tokens` is missing here because every request must have it."""
 
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error"}
 _THOUGHTS = ("thinking", "redacted_thinking")
@@ -50,7 +50,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _messages(place: str, message: Any) -> list[dict[str, Any]]:
-    """A message as OpenAI's chat has it: results of tools are messages of their own."""
+    """Return a message in OpenAI's chat format, where tool results are separate messages."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise Refused(400, f"{place} is not an object with a role: user or assistant")
     content = message.get("content")

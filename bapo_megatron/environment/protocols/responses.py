@@ -1,4 +1,4 @@
-"""OpenAI's responses, ``POST /v1/responses``: items of input and output, whole answers and streams."""
+"""OpenAI responses, ``POST /v1/responses``: input and output items, whole and streamed replies."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "top_logprobs": (None, 0),
 }
-"""Fields that need what the endpoint does not keep, or change the answer's form, with the values that do
-not."""
+"""Fields that need server state or change the reply's form, with the values that do not."""
 
 _UNHEEDED: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "auto", "none"),
     "max_output_tokens": (None,),
     "text": (None, {}, {"format": {"type": "text"}}),
 }
-"""Fields that bind the model where they are heeded, with the values that do not. Here they do nothing."""
+"""Fields that constrain the model on other servers, with the values that do not. They have no effect here."""
 
 _LOG_PROBS = "message.output_text.logprobs"
 
@@ -71,7 +70,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _message(place: str, item: Any) -> dict[str, Any] | None:
-    """An item as a message of OpenAI's chat; None for thoughts, which the policy's tokens have."""
+    """Return an item in OpenAI's chat format; None for thoughts, which the policy's tokens contain."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "reasoning":
         return None

@@ -1,7 +1,6 @@
-"""HTTP server of agent programs, one for a worker's event loop, on loopback: episodes by their keys.
+"""Loopback HTTP server for agent programs, one per worker event loop, with one API key per episode.
 
-The API key of a request says to which episode it belongs. A question is asked once: a turn outlives the
-request, whose client may be gone, and a retry gets it (``EpisodeQuestions``). Needs aiohttp.
+A turn outlives a request whose client disappears; retries receive it (``EpisodeQuestions``). Needs aiohttp.
 """
 
 from __future__ import annotations
@@ -27,19 +26,18 @@ from bapo_megatron.environment.protocols.responses import RESPONSES
 PROTOCOLS = (CHAT_COMPLETIONS, RESPONSES, MESSAGES)
 
 KEEP_ALIVE_S = 10.0
-"""Time between two pings, or blanks, which JSON may begin with, that are sent while the model answers:
-clients and proxies end a connection that is silent for long (OpenAI's after 600 s), and a turn may take
-longer."""
+"""Seconds between two pings (in JSON: leading spaces) while the model answers. Clients and proxies close a
+connection that is silent for long (OpenAI's after 600 s), and a turn may take longer."""
 
 KEPT_ANSWERS = 32
-"""Answers that an episode keeps for retries, the newest: each has the tokens of its turn."""
+"""Number of newest answers that an episode keeps for retries; each holds the tokens of its turn."""
 
 _URLS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[str]] = WeakKeyDictionary()
 _EPISODES: dict[str, EpisodeQuestions] = {}
 
 
 async def opened(key: str, questions: EpisodeQuestions) -> str:
-    """The base URL, for ``key``, of this loop's server; it starts at the first call."""
+    """Register ``key`` and return the base URL of this loop's server. The first call starts the server."""
     loop = asyncio.get_running_loop()
     if loop not in _URLS:
         _URLS[loop] = loop.create_task(_serve())
@@ -48,14 +46,14 @@ async def opened(key: str, questions: EpisodeQuestions) -> str:
 
 
 def closed(key: str) -> None:
-    """The episode of ``key`` is over: its requests are refused, its turns given up."""
+    """End the episode of ``key``: its requests are refused and its turns cancelled."""
     if questions := _EPISODES.pop(key, None):
         questions.close()
 
 
 @dataclass
 class _Question:
-    """A question of an episode, and who waits for its answer."""
+    """A question of an episode, and the clients that wait for its answer."""
 
     name: str
     digest: str
@@ -63,32 +61,30 @@ class _Question:
     clients: int = 0
     is_delivered: bool = False
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """A client has got the answer, or is gone."""
+    """Set when a client got the answer or disappeared."""
 
 
 class EpisodeQuestions:
-    """The questions of an episode. Each is asked once, whoever asks it again: a retry (``Idempotency-Key``,
-    or ``x-stainless-retry-count`` of OpenAI's and Anthropic's clients), or the same request where no
-    answer was written. Made for an episode by ``EndpointEnvironment``, kept by its key."""
+    """Questions of one episode, each asked once even if its request repeats: as a retry (``Idempotency-Key``,
+    or ``x-stainless-retry-count`` of OpenAI's and Anthropic's clients), or as an equal request before an
+    answer was written. ``EndpointEnvironment`` creates it."""
 
     def __init__(self, ask: Callable[[ChatRequest], Awaitable[SampledTurn]]) -> None:
-        """``ask``: the model's turn for a request. Raises ``Refused``."""
+        """``ask`` returns the model's turn for a request. It raises ``Refused``."""
         self._ask = ask
         self._questions: dict[str, _Question] = {}
-        """By their idempotency keys, or the digests of their requests."""
+        """By idempotency key or request digest."""
         self._repeats: dict[str, int] = {}
         self.problem = ""
-        """Why its last request has got no answer; empty if it has."""
+        """Why the last request got no answer; empty if it got one."""
 
     @asynccontextmanager
     async def question(
         self, request: ChatRequest, digest: str, key: str, is_retry: bool
     ) -> AsyncIterator[_Question]:
-        """The question of a request: a new one, or the one that it asks again.
-
-        A request without a mark that equals one whose client waits may be a retry, or one for a second
-        answer: it waits until that client has its answer, or is gone.
-        """
+        """Yield the question of a request: a new one, or the one that the request repeats. An unmarked
+        request that equals one with a waiting client may be a retry, or ask for a second answer: it waits
+        until that client has its answer or disappears."""
         while not self._is_new(name := key or digest, is_retry or bool(key)):
             question = self._questions[name]
             if question.digest != digest:
@@ -157,7 +153,7 @@ async def _handle(protocol: Protocol, request: web.Request) -> web.StreamRespons
         questions = _questions_of(request)
         body = await _body(request)
         read = protocol.read(body)
-        # A client may ask for the same without a stream, after one that broke.
+        # After a broken stream a client may repeat its request without streaming.
         asked = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
         digest = hashlib.sha256(json.dumps([protocol.path, asked], sort_keys=True).encode()).hexdigest()
         key = request.headers.get("Idempotency-Key", "")
@@ -189,7 +185,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
 async def _deliver(
     request: web.Request, protocol: Protocol, body: dict[str, Any], answer: asyncio.Task[Answered]
 ) -> web.StreamResponse:
-    """Write the answer, with pings before it if it takes long. Refused, if nothing is written yet."""
+    """Write the answer, with pings while it takes long. Raises Refused if nothing is written yet."""
     is_stream = bool(body.get("stream"))
     kind = "text/event-stream" if is_stream else "application/json"
     response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
@@ -202,7 +198,7 @@ async def _deliver(
     except Refused as refused:
         if not response.prepared:
             raise
-        if not is_stream:  # its status is sent: the client shall ask again, and read the reason
+        if not is_stream:  # status already sent: break off, so the client retries and reads the reason
             raise ConnectionError("refused after it was kept alive") from refused
         parts = [protocol.error_event(refused)]
     else:
@@ -217,13 +213,13 @@ async def _deliver(
 
 
 def _refused(protocol: Protocol, refused: Refused) -> web.Response:
-    # OpenAI's client would ask again: it takes 409 for a lock that is soon free.
+    # OpenAI's client would retry: it treats 409 as a short lock.
     headers = {"x-should-retry": "false"}
     return web.json_response(protocol.error(refused), status=refused.status, headers=headers)
 
 
 async def _models(request: web.Request) -> web.Response:
-    """The list of models in a form that OpenAI's and Anthropic's clients read. All names are the policy's."""
+    """Return a model list for OpenAI's and Anthropic's clients. All model names mean the policy."""
     try:
         _questions_of(request)
     except Refused as refused:
@@ -240,5 +236,5 @@ async def _not_here(request: web.Request) -> web.Response:
 
 
 def _protocol_of(request: web.Request) -> Protocol:
-    """The protocol in whose form a request on no protocol's path is refused."""
+    """Return the protocol whose form refuses a request on an unknown path."""
     return MESSAGES if "anthropic-version" in request.headers else CHAT_COMPLETIONS

@@ -1,10 +1,9 @@
-r"""Calculator: an environment that evaluates the arithmetic of the model's turns, exactly.
+"""Calculator: an environment that evaluates the arithmetic in the model's turns exactly.
 
     environment.function = "bapo_megatron.environment.tools.calculator:Calculator"
     environment.settings = {"format": "plain"}
 
-A turn without a call is the answer: it ends the episode, and ``reward.function`` judges it. Only the standard
-library is imported. Workers of environments load it by that name.
+A turn without a call ends the episode as its answer; ``reward.function`` judges it. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from bapo_megatron.environment.settings import CalculatorSettings
 from bapo_megatron.environment.tools.calls import answer_part, argument, results, tool_calls
 
 LONGEST = 1000
-"""Most characters of an expression."""
+"""Maximum expression length in characters."""
 
 MOST_BITS = 10_000
-"""Longest number, numerator or denominator: 3,010 digits."""
+"""Maximum size of a numerator or denominator in bits: 3,010 digits."""
 
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})  # noqa: RUF001
 _PLAIN = re.compile(r"[-+*/%^().,\d\s]+=?")
@@ -42,7 +41,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 class Calculator(Environment):
-    """The episode with a calculator. Made by a worker of environments; it keeps nothing between turns."""
+    """Episode with a calculator. Keeps no state between turns."""
 
     resume = "restore"
     settings_type = CalculatorSettings
@@ -52,7 +51,7 @@ class Calculator(Environment):
         self._format = CalculatorSettings(**settings).format
 
     def step(self, turn: str) -> Reply:
-        """The values of the turn's calls, a message each; without a call the episode is over."""
+        """Return the values of the turn's calls, one message each. A turn without a call ends the episode."""
         calls = self._expressions(turn)
         if not calls:
             return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0})
@@ -66,7 +65,7 @@ class Calculator(Environment):
         return Reply(results(values), metrics={"calls": float(len(calls)), "call_errors": float(errors)})
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
-        """Nothing: a calculator remembers nothing."""
+        """Do nothing: a calculator has no state."""
 
     def _expressions(self, turn: str) -> list[Callable[[], str]]:
         if self._format == "plain":
@@ -76,11 +75,8 @@ class Calculator(Environment):
 
 
 def _is_plain(line: str) -> bool:
-    """Whether a line is nothing but an expression, with an operator in it; ``=`` may follow.
-
-    Three looks, each in time linear in the line: a policy writes lines of a hundred thousand characters, and
-    one expression for all of it tries every pair of places.
-    """
+    """Whether a line is only an expression with an operator; ``=`` may follow. Three linear scans instead of
+    one regular expression, which would try every pair of positions in lines of 100,000 characters."""
     if not _PLAIN.fullmatch(line) or (first := _OPERATOR.search(line)) is None:
         return False
     last = max(line.rfind(digit, first.end()) for digit in set(filter(str.isdecimal, line)))
@@ -88,11 +84,11 @@ def _is_plain(line: str) -> bool:
 
 
 def evaluate(expression: str) -> str:
-    """The value of an expression of numbers, ``+ - * / // % ^ **`` and brackets, as text.
+    """Return the value of an expression of numbers, ``+ - * / // % ^ **`` and brackets, as text.
 
-    Fractions are exact until they are written: ``0.1+0.2`` is 0.3, ``2/3`` is 0.666666666667 (12 digits). A
-    power with a fraction as its exponent is computed in floating point. ValueError, for the model, for
-    anything else, and for numbers of more than ``MOST_BITS`` bits, before they are computed.
+    Fractions are exact until written: ``0.1+0.2`` is 0.3, ``2/3`` is 0.666666666667 (12 digits). A power with
+    a fractional exponent uses floating point. Raises ValueError, whose text the model reads, for anything
+    else, and for numbers above ``MOST_BITS`` bits before computing them.
     """
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters; at most {LONGEST} may be")
@@ -144,7 +140,6 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def _unit(base: Fraction, exponent: Fraction) -> Fraction:
-    """A large power of -1, 0 or 1."""
     if base == 0 and exponent < 0:
         raise ZeroDivisionError
     return base if exponent % 2 else base * base

@@ -1,12 +1,12 @@
-"""Tool calls in a turn of the model; pure functions on text.
+"""Parser for tool calls in a model turn; pure text functions.
 
-Read are the forms in which the templates of the models that are trained here ask for calls:
+Supports the call formats in the chat templates of the models trained here:
 
     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>                          Qwen, Hermes
     <tool_call><function=add><parameter=a>1</parameter></function></tool_call>             Qwen3-Coder
     {"name": "add", "parameters": {"a": 1}}, alone, maybe behind <|python_tag|>            Llama 3.1, 3.2
 
-Only the standard library is imported: an environment may run in an interpreter of its own.
+Imports only the standard library: an environment may run in a separate interpreter.
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 _BEGINS = re.compile(r"\s*<function=[^<>\n]+>")
 _PART = re.compile(r"<function=([^<>\n]+)>|<parameter=([^<>\n]+)>\n?(.*?)(?:\n?</parameter>|(\Z))", re.DOTALL)
-"""A function, or an argument of it. The template puts a line break on either side of a value; others belong
-to it. A name has no ``<``: else each of many beginnings would be read to the end of the turn, in time
-quadratic in its length."""
+"""A function or one of its arguments. One line break on either side of a value is the template's. Names
+exclude ``<``, since matching many starts to the end of the turn would take quadratic time."""
 _NEXT = re.compile(r"^\s{0,9}<(?:parameter|function)=[^<>\n]+>", re.MULTILINE)
-"""Within a value whose end is missing: a line that begins the next part. Elsewhere in a line it is text."""
+"""A line within an unclosed value that starts the next part. Elsewhere in a line it is text."""
 _TAG = re.compile(r"</?think>")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _PYTHON_TAG = "<|python_tag|>"
 
 Tools = Sequence[Any]
-"""Schemas of tools, as OpenAI's chat completions have them. They say which arguments are not texts."""
+"""Tool schemas in OpenAI's chat completions format, which give the types of arguments."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One tool call, as plain data."""
+    """One tool call of a turn."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
-    """Why it is not a call, for the model; None if it is one."""
+    """Error for the model; None for a valid call."""
 
 
 def answer_part(turn: str) -> str:
-    """The turn without its thinking part: a call that is only thought of is none, also where the thought that
-    the turn began has no end. A tag within an argument of a call is text."""
-    for whole in (turn, turn.partition("</think>")[2]):  # a call of a Llama model
+    """Return the turn without its thinking part, so that calls within thoughts do not count, even in unclosed
+    thoughts. A thinking tag within a call's argument is text."""
+    for whole in (turn, turn.partition("</think>")[2]):  # Llama call
         if _TAG.search(whole) and any(call.problem is None for call in _object_alone(whole)):
             return whole
     before, thought, _ = _with_plain_arguments(turn).partition("</think>")
@@ -60,12 +59,12 @@ def answer_part(turn: str) -> str:
 
 
 def _with_plain_arguments(text: str) -> str:
-    """The text, as long as before, with blanks for tags of thoughts in the arguments of its calls."""
+    """Return the text, at equal length, with thinking tags in call arguments blanked."""
     return _CALL.sub(_without_tags_in_arguments, text) if _TAG.search(text) else text
 
 
 def _without_tags_in_arguments(match: re.Match[str]) -> str:
-    """A block without them. What only begins as a call, in a thought, keeps its tags."""
+    """Blank thinking tags in one call block. An incomplete call, within a thought, keeps its tags."""
     text = match[0]
     if not _TAG.search(text) or any(call.problem for call in _calls(match, ())):
         return text
@@ -79,16 +78,15 @@ def _blank(text: str) -> str:
 
 
 def tool_calls(turn: str, tools: Tools | None = None) -> list[Call]:
-    """The calls of a turn, in their order. ``tools``: what may be called; None: not known. Where nothing
-    may be, an object alone is an answer."""
+    """Return the calls of a turn in order. ``tools``: callable tools, None if unknown, empty for none."""
     text = answer_part(turn)
     calls = [call for match in _CALL.finditer(text) for call in _calls(match, tools or ())]
     return calls or (_object_alone(text) if tools is None or tools else [])
 
 
 def without_calls(turn: str) -> str:
-    """The text of a turn that has calls, beside them and its thinking part. What is not a call, only begun as
-    one, stays: who reads the text can say what is wrong with it."""
+    """Return the text of a turn with calls, without the calls and the thinking part. Malformed calls stay, so
+    that the reader can report the error. Empty for a turn that is a bare JSON object."""
     text = answer_part(turn)
     if not _CALL.search(text):
         return ""
@@ -98,7 +96,7 @@ def without_calls(turn: str) -> str:
 
 
 def _calls(match: re.Match[str], tools: Tools) -> list[Call]:
-    """The calls of a block: one, or each function of Qwen3-Coder's."""
+    """Return the calls of a block: one, or each function in Qwen3-Coder's format."""
     text, is_closed = match[1], bool(match[2])
     if _BEGINS.match(text):
         return _functions(text, is_closed, tools)
@@ -110,8 +108,8 @@ def _calls(match: re.Match[str], tools: Tools) -> list[Call]:
 
 
 def _functions(text: str, is_closed: bool, tools: Tools) -> list[Call]:
-    """The calls of Qwen3-Coder's block. An argument without its end is a problem: where it should have ended
-    is not known. It may have none where the turn ends with it."""
+    """Return the calls of a Qwen3-Coder block. An argument without its end tag is an error, since its end is
+    unknown, except where the turn ends with it."""
     calls: list[Call] = []
     types: dict[str, Any] = {}
     for part in _PART.finditer(text):
@@ -138,7 +136,7 @@ def _call_of(call: Any, field: str) -> Call:
 
 
 def _object_alone(text: str) -> list[Call]:
-    """The call of a Llama model, whose whole turn is an object; none if it is an answer."""
+    """Return the call of a Llama model, whose whole turn is an object; empty for an answer."""
     stripped = text.strip()
     is_tagged, body = stripped.startswith(_PYTHON_TAG), stripped.removeprefix(_PYTHON_TAG)
     if not is_tagged and not (body.startswith("{") and body.endswith("}")):
@@ -164,7 +162,7 @@ def _types(name: str, tools: Tools) -> dict[str, Any]:
 
 
 def typed(value: str, kind: Any) -> Any:
-    """A value that is written without quotes: a text, unless the schema has another type and it is one."""
+    """Parse an unquoted value: text, unless the schema has another type and the value parses."""
     if kind is None or kind == "string":
         return value
     try:
@@ -174,7 +172,7 @@ def typed(value: str, kind: Any) -> Any:
 
 
 def argument(call: Call, tool: str, name: str) -> str:
-    """The text argument ``name`` of a call of ``tool``. ValueError, for the model, if it is another call."""
+    """Return the text argument ``name`` of a call of ``tool``. Raises ValueError, for the model."""
     if call.problem:
         raise ValueError(call.problem)
     if call.name != tool:
@@ -186,5 +184,5 @@ def argument(call: Call, tool: str, name: str) -> str:
 
 
 def results(texts: list[str]) -> str | list[str]:
-    """The observation of a turn's calls: a message for each, as its template writes the model's calls."""
+    """Return the observation for a turn's calls: one message each."""
     return texts[0] if len(texts) == 1 else texts

@@ -1,16 +1,15 @@
-"""Python tool: an environment that runs the model's code in the sandbox of the code reward, as a session.
+"""Python tool: an environment that runs the model's code as a session in the sandbox of the code reward.
 
     environment.function = "bapo_megatron.environment.tools.python_tool:PythonTool"
     environment.settings = {"format": "fenced"}
 
-A call sees what the calls before it have defined, as in a notebook. Between two calls nothing runs: the
-session is rebuilt from the turns, by running the earlier calls again, silently, in a fresh sandbox
-(docs/rewards.md#the-sandbox). So an episode costs no process while the model samples, and after a kill it
-continues. What earlier calls draw is seeded (``random``, numpy's global generator, the order of sets); what
-they read from a clock differs, and what they draw from the system, as numpy's ``default_rng()`` does. A turn
-without a call is the answer, which ends the episode; ``reward.function`` judges it. A call costs a sandbox
-(about 20 a second and core: benchmarks/results/settled.md), and the time of the calls before it.
-Workers of environments load it by that name.
+A call sees the definitions of earlier calls, as in a notebook. Nothing runs between calls: each call rebuilds
+the session from the turns by silently running the earlier calls in a fresh sandbox
+(docs/rewards.md#the-sandbox). So an episode costs no process while the model samples, and survives a kill.
+Draws of earlier calls are seeded (``random``, numpy's global generator, set order); clock readings and draws
+from the system, such as numpy's ``default_rng()``, differ. A turn without a call is the answer: it ends the
+episode, and ``reward.function`` judges it. A call costs a sandbox (about 20 per second and core:
+benchmarks/results/settled.md) plus the time of earlier calls.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ from bapo_megatron.reward.sandbox.isolation import be_untraceable
 from bapo_megatron.reward.sandbox.sandbox import FIX, Ended, Sandbox, sandbox_notes
 
 WELL, BADLY = 100, 101
-"""Exit codes of a call that ran to its end, and of one that raised, behind a mark in the output that differs
-each time. Without both, the call itself ended its interpreter, by ``os._exit(100)``, too: played again, it
-would end all calls behind it."""
+"""Exit codes of a call that completed, and of one that raised, after a random mark in the output. Without
+both, the call itself ended its interpreter; replaying it would end all later calls."""
 
 RUNNER = (
     r"""
@@ -101,21 +99,21 @@ WELL, BADLY = """
 main()
 """
 )
-"""Program of the sandbox: runs the calls before without output, then the call; prints what it ends with.
+"""Program in the sandbox: silently runs the earlier calls, then the call, and prints its output.
 
-The last line's value is printed, if the call ends with an expression, and the traceback of an error. Names
-that a call defines are those of ``__main__``, as in a script: pickle and dataclasses look there.
+Prints the value of a final expression, and the traceback of an error. Names live in ``__main__``, as in a
+script: pickle and dataclasses look there.
 """
 
 TURN_LIMITS = 4
-"""Time of all calls of a turn, as multiples of ``limit_s``: else a turn of many calls that hang would run
-into ``environment.step_limit_s``, and fail the response, in place of an error that the model reads."""
+"""Time limit of all calls in a turn, as a multiple of ``limit_s``. Otherwise many hanging calls would exceed
+``environment.step_limit_s`` and fail the response, instead of giving the model an error."""
 
 _KEPT = "nothing of this call is kept"
 
 
 class PythonTool(Environment):
-    """The episode with a Python session. Made by a worker of environments; plain, so 32 calls at a time."""
+    """Episode with a Python session. Plain steps, so a worker runs at most 32 concurrently."""
 
     resume = "restore"
     settings_type = PythonSettings
@@ -124,9 +122,9 @@ class PythonTool(Environment):
         super().__init__(task, settings)
         self._settings = PythonSettings(**settings)
         self._codes: list[str] = []
-        """Code of all calls so far that ran."""
+        """Code of all calls so far, including those not kept."""
         self._lost: list[int] = []
-        """Places of those that are not kept: they took too long, or ended their interpreter."""
+        """Indices of calls that are not kept: they timed out or ended their interpreter."""
         _hide()
         if not self._settings.allow_weak_sandbox and (notes := _missing_walls()):
             raise ConfigError(
@@ -135,7 +133,7 @@ class PythonTool(Environment):
             )
 
     def step(self, turn: str) -> Reply:
-        """What the turn's calls print, a message each; without a call the episode is over."""
+        """Return the output of the turn's calls, one message each. A turn without a call ends the episode."""
         calls = self._calls(turn)
         if not calls:
             return Reply(None, metrics={"calls": 0.0, "call_errors": 0.0}, note=list(self._lost))
@@ -154,13 +152,13 @@ class PythonTool(Environment):
         return Reply(results(outputs), metrics=metrics, note=list(self._lost))
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
-        """The session of the turns before; ``note``: the places of the calls that are not kept."""
+        """Restore the session from earlier turns; ``note``: indices of calls that are not kept."""
         calls = [code for turn in turns if turn.kind == "sampled" for code in self._calls(turn.text)]
         self._codes = [code for code in calls if isinstance(code, str)]
         self._lost = list(note)
 
     def _calls(self, turn: str) -> list[str | ValueError]:
-        """The code of each call, or what is wrong with it, for the model."""
+        """Return the code of each call, or its error for the model."""
         if self._settings.format == "fenced":
             block = last_code_block(answer_part(turn))
             return [] if block is None else [block]
@@ -173,7 +171,7 @@ class PythonTool(Environment):
         return codes
 
     def _run(self, code: str) -> tuple[str, bool, float]:
-        """Run a call: its output, whether it failed, and the time that it took with those before it."""
+        """Run a call. Returns its output, whether it failed, and the time taken including earlier calls."""
         before = [earlier for place, earlier in enumerate(self._codes) if place not in self._lost]
         limit_s, mark = self._settings.limit_s, secrets.token_hex(16)
         with Sandbox(RUNNER, "", self._settings.memory_mb, limit_s, hash_seed=0) as sandbox:
@@ -187,7 +185,7 @@ class PythonTool(Environment):
         return said, failed, sandbox.used_s
 
     def _left_out(self, code: str) -> str:
-        """Note a call for which its turn has no time: what the model is told."""
+        """Record a call that exceeds its turn's time, and return the error for the model."""
         self._codes.append(code)
         self._lost.append(len(self._codes) - 1)
         return "error: not run: the calls before it in this turn took too long"
@@ -206,11 +204,10 @@ class PythonTool(Environment):
 
 @cache
 def _hide() -> None:
-    """Keep programs off this process's memory, with the answers of the dataset, where walls are missing."""
+    """Hide this process's memory with the dataset's answers from programs where walls are missing."""
     be_untraceable()
 
 
 @cache
 def _missing_walls() -> list[str]:
-    """Walls that this machine's kernel does not grant; one trial a process."""
     return sandbox_notes()

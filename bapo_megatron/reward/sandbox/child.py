@@ -1,9 +1,8 @@
-"""Processes of a sandbox, started by sandbox.py without this run's environment variables.
+"""Sandbox processes, started by sandbox.py without the run's environment variables.
 
-Three: the first, which enters the namespaces; the server, process 1 inside them, which sets up the isolation,
-takes cases and gives results, but runs no tested code; and for each case a fork, which does. Their
-interpreter is isolated (``python -I``, or what that stands for), and loads only those modules of this package
-that are imported here.
+The first process enters the namespaces. The server, process 1 inside them, sets up the isolation, takes cases
+and returns results, but runs no tested code. A fork of it runs each case. The interpreter is isolated
+(``python -I`` or its equivalent) and loads only the modules of this package imported here.
 """
 
 from __future__ import annotations
@@ -23,39 +22,37 @@ from bapo_megatron.reward.sandbox import file_system, isolation, plain
 from bapo_megatron.runtime.processes import die_with_parent
 
 STANDARD_OUTPUT, VALUE = 1, 3
-"""File descriptors of a case."""
 
 _COMMON_MODULES = (
     *("bisect", "collections", "copy", "datetime", "heapq", "io", "itertools", "math", "operator", "random"),
     *("re", "statistics", "string", "typing"),
 )
-"""Modules of the standard library that the tests of functions import."""
 
 
 def main(lifeline: int) -> None:
     """Entry point: isolate this process, then serve the cases of one source."""
     die_with_parent(lifeline)
-    for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # sent to all processes of a job, for the trainer
         signal.signal(number, lambda *_: None)
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     first = os.getpid()
     walls = isolation.enter_namespaces(job["box"], first)
-    die_with_parent(lifeline)  # again, for the user that this process may have become
+    die_with_parent(lifeline)  # again: a change of user resets it
     server = os.fork()
     if server:
         isolation.be_untraceable()
         signal.signal(signal.SIGUSR2, lambda *_: _end(server))
-        for descriptor in (sys.stdin.fileno(), sys.stdout.fileno()):  # so that the server's end is seen
+        for descriptor in (sys.stdin.fileno(), sys.stdout.fileno()):  # so the server's end shows
             os.close(descriptor)
         os.waitpid(server, 0)
         os._exit(0)
     os.close(lifeline)
     readable = job["readable"] or file_system.readable()
     isolation.confine_sandbox(walls, job["box"], readable, first)
-    die_with_parent()  # after it: the kernel forgets this with a change of user
+    die_with_parent()  # last: a change of user resets it
     os.chdir(job["box"])
     for name in _COMMON_MODULES if job["prelude"] else ():
-        __import__(name)  # once, not in every case
+        __import__(name)  # once for all cases
     _answer({"notes": walls.notes, "readable": readable})
     for line in iter(sys.stdin.buffer.readline, b""):
         _answer(_run(walls, job, json.loads(line)))
@@ -63,7 +60,7 @@ def main(lifeline: int) -> None:
 
 
 def _end(server: int) -> None:
-    """Kill the server and its programs; if root may not kill another user's, by the end of this process."""
+    """Kill the server and its programs; if root may not kill another user's processes, exit to end them."""
     try:
         os.kill(server, signal.SIGKILL)
     except PermissionError:
@@ -76,7 +73,7 @@ def _answer(answer: object) -> None:
 
 
 def _run(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Run one case in a fork. Its exit code, output, value or None, and CPU time, as `sandbox.Ended`."""
+    """Run one case in a fork and return the fields of `sandbox.Ended`."""
     stdin, printed, told = files = [os.memfd_create(name) for name in ("stdin", "stdout", "value")]
     with open(stdin, "wb", closefd=False) as file:
         file.write(case.get("stdin", "").encode(errors="replace"))
@@ -85,7 +82,7 @@ def _run(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any]) -> d
     running = os.fork()
     if not running:
         _be_alone(stdin, printed, told)
-        _be_the_case(walls, job, case, token)  # and never return
+        _be_the_case(walls, job, case, token)  # never returns
     _, status, used = os.wait4(running, 0)
     value = _content(told)
     result = {
@@ -109,7 +106,7 @@ def _content(descriptor: int) -> str:
 
 
 def _be_alone(stdin: int, printed: int, told: int) -> None:
-    """Close the server's descriptors, and drop the modules of this package that tested code could import."""
+    """Redirect standard streams, close the server's descriptors, and unload this package's modules."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number, descriptor in enumerate((stdin, printed, nowhere, told)):
         os.dup2(descriptor, number)
@@ -121,7 +118,7 @@ def _be_alone(stdin: int, printed: int, told: int) -> None:
 
 
 def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any], token: str) -> None:
-    """Run the source; then end as a script would, or write the value of the case's expression."""
+    """Run the source, then end like a script or write the value of the case's expression. Never returns."""
     isolation.confine_program(walls, job["box"], job["memory_mb"], job["cpu_s"])
     is_script = "stdin" in case
     module = types.ModuleType("__main__" if is_script else "solution")
@@ -137,7 +134,7 @@ def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, An
     _execute(job["source"], "<solution>", space)
     if is_script:
         _end_script(space)
-    vars(builtins).update(originals)  # the source may have replaced some
+    vars(builtins).update(originals)  # undo replacements by the source
     _execute(case["setup"], "<test>", space)
     space["ARGUMENTS"] = case["arguments"]
     value = _evaluate(case["expression"], space)
@@ -147,7 +144,6 @@ def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, An
 
 
 def _judged(judgements: list[list[str]], space: dict[str, Any]) -> bool:
-    """Whether each expression is true of its values."""
     for expression, values in judgements:
         space["ARGUMENTS"] = plain.decoded(json.loads(values), space)
         if not _evaluate(expression, space):
@@ -164,13 +160,13 @@ def _execute(source: str, name: str, space: dict[str, Any]) -> None:
 
 
 def _end_script(space: dict[str, Any], leave: Any = os._exit) -> None:
-    """End as the interpreter would, without its teardown: five times as fast."""
+    """Exit like the interpreter but without its teardown, which is five times as fast."""
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
     printed = sys.stdout
-    space.clear()  # files that it holds are closed
+    space.clear()  # closes its files
     for stream in (printed, sys.__stdout__):
         if stream is not None and not stream.closed:
             stream.flush()
@@ -178,7 +174,7 @@ def _end_script(space: dict[str, Any], leave: Any = os._exit) -> None:
 
 
 def _write_value(text: str, write: Any = os.write, leave: Any = os._exit) -> None:
-    """Write the value and end. Defaults hold the functions: tested code may replace those of modules."""
+    """Write the value and exit. Defaults bind the functions: tested code may replace those in modules."""
     data = text.encode()
     while data:
         data = data[write(VALUE, data) :]

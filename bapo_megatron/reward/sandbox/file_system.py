@@ -1,13 +1,12 @@
-"""File system of a sandbox: a new root (pivot_root) with Python's libraries, one directory, three devices.
+"""Sandbox file system: a new root (pivot_root) with Python's libraries, one directory and three devices.
 
-``box`` is that directory. The libraries are read-only views. There is no home, no run directory, no dataset,
-no socket or FIFO of others, and of /proc only the sandbox's own processes (before Linux 5.8 the machine's
-settings, too, read-only).
+``box`` is that directory; the libraries are read-only views. The root has no home, run directory, dataset, or
+foreign sockets and FIFOs; /proc shows only the sandbox's processes (before Linux 5.8 also the machine's
+settings, read-only).
 
-Landlock (Linux 5.13, linux/landlock.h) restricts a process and its children to files beneath some paths; any
-user may use it, also in containers without namespaces. An older version of it leaves some actions open
-(truncation before 6.2, signals and abstract sockets before 6.12); changes of the mode, owner and times of a
-file always are.
+Landlock (Linux 5.13, linux/landlock.h) restricts a process and its children to files beneath given paths. Any
+user may use it, even in containers without namespaces. Older versions allow some actions (truncation before
+6.2, signals and abstract sockets before 6.12); none restricts changes of file mode, owner and times.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from contextlib import suppress
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x20, 0x1000, 0x4000, 1 << 18, 2
 _OPTIONS = {b"noexec": _MS_NOEXEC, b"noatime": 1 << 10, b"nodiratime": 1 << 11, b"relatime": 1 << 21}
-"""Mount options that a remount must name again, or it would clear them."""
+"""Mount options that a remount must repeat to keep them."""
 _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR = -100, 0x8000, 442
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 BOX_MB = 64
-"""Size of the sandbox's directory, a tmpfs."""
+"""Size of the sandbox directory, a tmpfs, in MiB."""
 
 BOX_FILES = 4096
-"""Most files and directories in it."""
+"""Maximum number of files and directories in it."""
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
@@ -47,10 +46,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def readable() -> list[str]:
-    """Files and folders that Python reads: its libraries and the system's, without nested folders.
-
-    Of an environment (venv, conda) its ``lib`` alone: the folders next to it may hold data.
-    """
+    """Return the files and folders that Python reads: its libraries and the system's, without nested folders.
+    Of an environment (venv, conda) only ``lib``: folders next to it may hold data."""
     homes = dict.fromkeys((sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix))
     libraries = [os.path.join(home, lib) for home in homes for lib in ("lib", "lib64")]
     wanted = [*_SYSTEM, os.path.dirname(os.__file__), *libraries, *packages()]
@@ -63,7 +60,7 @@ def readable() -> list[str]:
 
 
 def packages() -> list[str]:
-    """The folders of installed packages."""
+    """Return the folders of installed packages."""
     return [path for path in site.getsitepackages() if os.path.isdir(path)]
 
 
@@ -78,11 +75,8 @@ def _mapped_libraries() -> set[str]:
 
 
 def pivot_to_own_root(box: str, paths: list[str], user: int, group: int) -> None:
-    """Create the new root and pivot to it, with ``box`` a tmpfs of ``user`` and ``group`` at its path there.
-
-    For the first process of a process namespace that has a mount namespace of its own. OSError if the kernel
-    does not permit it.
-    """
+    """Create the new root and pivot to it; ``box`` becomes a tmpfs of ``user`` and ``group`` there. For the
+    first process of a process namespace with its own mount namespace. Raises OSError if forbidden."""
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", box, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=2048,mode=0755")
     try:
@@ -102,9 +96,9 @@ def _furnish_and_enter(box: str, paths: list[str], owner: str) -> None:
     for name, number in _NEAR.items():
         os.symlink(f"/proc/self/fd/{number}", f"{box}/dev/{name}")
     _make_read_only(box)
-    for device in DEVICES:  # after it: nodev would close them
+    for device in DEVICES:  # last: nodev would disable them
         _mount(device, box + device, None, _MS_BIND)
-        _make_read_only(box + device, 0)  # its mode and times, not what is written into it
+        _make_read_only(box + device, 0)  # its mode and times; writes still work
     _mount_proc(box + "/proc")
     own = f"size={BOX_MB}m,nr_inodes={BOX_FILES},mode=0700,{owner}"
     _mount("tmpfs", box + box, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, own)
@@ -126,8 +120,8 @@ def _show(path: str, place: str) -> None:
 
 
 def _make_read_only(root: str, without: int = _MS_NODEV) -> None:
-    """With all mounts in it: no writing, no set-user-id programs, and by ``without`` no device nodes."""
-    flags = _MS_RDONLY | _MS_NOSUID | without  # those of mount(2) and of mount_setattr(2) are the same
+    """Make ``root`` and its mounts read-only, without set-user-id programs or (by ``without``) devices."""
+    flags = _MS_RDONLY | _MS_NOSUID | without  # equal in mount(2) and mount_setattr(2)
     attributes = struct.pack("QQQQ", flags, 0, 0, 0)
     size = ctypes.c_size_t(len(attributes))
     result = _LIBC.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(root), _AT_RECURSIVE, attributes, size)
@@ -142,7 +136,6 @@ def _make_read_only(root: str, without: int = _MS_NODEV) -> None:
 
 
 def _mounts_beneath(root: str) -> list[tuple[str, int]]:
-    """The mounts at ``root`` and beneath it, each with the flags of its options."""
     with open("/proc/self/mountinfo", "rb") as file:
         lines = [line.split(b" ") for line in file.read().split(b"\n") if line]
     places = (re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), line[4]) for line in lines)
@@ -152,24 +145,23 @@ def _mounts_beneath(root: str) -> list[tuple[str, int]]:
 
 
 def _mount_proc(place: str) -> None:
-    """The namespace's processes and nothing else of /proc. A container that hides parts of its own /proc may
-    permit none: then the sandbox has none."""
+    """Mount a /proc with only the namespace's processes. A container that hides parts of its own /proc may
+    forbid this; then the sandbox has no /proc."""
     flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    for options in ("subset=pid", None):  # before Linux 5.8 all of it, read-only
+    for options in ("subset=pid", None):  # before Linux 5.8 all of /proc, read-only
         with suppress(OSError):
             _mount("proc", place, "proc", flags, options)
             return
 
 
 def _mount(source: str | None, place: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """mount(2). OSError names the place."""
     texts = [None if text is None else os.fsencode(text) for text in (source, place, kind, options)]
     result = _LIBC.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
     check(result, f"mount {kind or 'a view'} at {place}")
 
 
 def check(result: int, what: str) -> None:
-    """OSError, with ``what`` was called, for a failed call of libc."""
+    """Raise OSError for a failed libc call ``what``."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -191,17 +183,15 @@ _ANY_FILE = _READ_FILE | _WRITE_FILE | _TRUNCATE
 
 
 def landlock_version() -> int:
-    """The kernel's version of Landlock; 0 or less if it has none, or if it is off."""
+    """Return the kernel's Landlock version; 0 or less if it is missing or off."""
     version: int = _LIBC.syscall(_CREATE, None, ctypes.c_size_t(0), _VERSION)
     return version
 
 
 def confine(own: str, readable: Iterable[str], devices: Iterable[str]) -> bool:
-    """Let this process write in the folder ``own`` and to ``devices`` alone, and read ``readable`` besides.
-
-    For good. It also connects no TCP, signals no process outside and traces none, by the kernel's version.
-    Needs no_new_privs. False if the kernel has no Landlock.
-    """
+    """Permanently restrict this process: write only in the folder ``own`` and to ``devices``, read also
+    ``readable``. Depending on the kernel version, also blocks TCP, and signals to and traces of outside
+    processes. Needs no_new_privs. Returns False if the kernel has no Landlock."""
     known = landlock_version()
     if known < 1:
         return False
@@ -223,7 +213,7 @@ def confine(own: str, readable: Iterable[str], devices: Iterable[str]) -> bool:
 
 
 def _permit(rules: int, path: str, rights: int) -> None:
-    """Permit ``rights`` at a file, or beneath a folder; nothing if it is not there."""
+    """Permit ``rights`` at a file or beneath a folder; does nothing if it is missing."""
     with suppress(OSError):
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:

@@ -1,9 +1,8 @@
-"""Client of a SandboxFusion server, which runs programs in place of the sandbox of this machine.
+"""Client of a SandboxFusion server, which runs programs instead of this machine's sandbox.
 
-Its API is that of github.com/bytedance/SandboxFusion: ``POST /run_code`` with ``code``, ``stdin``,
-``run_timeout`` and ``memory_limit_MB`` gives ``status`` and ``run_result`` (``status``, ``return_code``,
-``stdout``). Expected outputs stay here, as with the sandbox of this machine. Calls block; SandboxError if the
-server fails.
+API (github.com/bytedance/SandboxFusion): ``POST /run_code`` takes ``code``, ``stdin``, ``run_timeout`` and
+``memory_limit_MB`` and returns ``status`` and ``run_result`` (``status``, ``return_code``, ``stdout``).
+Expected outputs never leave this machine. Calls block and raise SandboxError if the server fails.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.sandbox import CLOCK_FACTOR, START_LIMIT_S, Ended, Sandbox, SandboxError
 
 _CALL_S = 120.0
-"""Longest call, in seconds. The limits of tests and responses are shorter, except on an overloaded server."""
+"""Time limit of a call in seconds; only an overloaded server reaches it."""
 
 _TRIAL_S = 30.0
 
-# Follows the source of `plain`, and does what `child._be_the_case` does, in one process with the program.
+# Appended to the source of `plain`; does the work of `child._be_the_case` in the program's process.
 _CASE = """
 import builtins, json, os, sys, types
 
@@ -66,14 +65,14 @@ def _end(text, out=os.fdopen(os.dup(1), "w", encoding="utf-8"), leave=os._exit):
 
 
 class FusionServer:
-    """A SandboxFusion server, for one reward worker; a call blocks, and opens a connection of its own."""
+    """SandboxFusion server for one reward worker. Calls block, and each opens its own connection."""
 
     def __init__(self, url: str) -> None:
-        """``url``: its address, with or without ``/run_code``."""
+        """``url``: server address, with or without ``/run_code``."""
         self._client = JsonClient(with_path(url, "/run_code"), _CALL_S, _CALL_S)
 
     def check(self) -> None:
-        """Preflight: run a program of one line. ConfigError if the server fails, or gives a wrong result."""
+        """Run a one-line program. Raises ConfigError if the server fails or returns a wrong result."""
         try:
             ended = self.run("print(6 * 7)", "", 256, 10.0, _TRIAL_S)
             problem = "" if ended and ended.output.strip() == "42" else f"`print(6 * 7)` gave {ended}"
@@ -88,10 +87,8 @@ class FusionServer:
     def run(
         self, code: str, stdin: str, memory_mb: int, case_limit_s: float, clock_limit_s: float
     ) -> Ended | None:
-        """Run the code. None if it took longer than ``case_limit_s`` there.
-
-        SandboxError if the server did not answer within ``clock_limit_s``, or could not run it.
-        """
+        """Run the code. Returns None if it exceeds ``case_limit_s`` there or prints too much. Raises
+        SandboxError if the server does not answer within ``clock_limit_s``, or could not run the code."""
         body = {
             "code": code,
             "language": "python",
@@ -126,7 +123,7 @@ class FusionServer:
 
 
 class FusionSandbox(Sandbox):
-    """Sandbox of one source on a server, where each case is a program of its own."""
+    """Sandbox of one source on a server; each case is a separate program."""
 
     def __init__(
         self,
@@ -137,7 +134,7 @@ class FusionSandbox(Sandbox):
         case_limit_s: float,
         recursion_limit: int,
     ) -> None:
-        # Not the base's, which would start a process.
+        # Skips the base class, which would start a process.
         self._server, self._source, self._prelude = server, source, prelude
         self._memory_mb, self._case_limit_s = memory_mb, case_limit_s
         self._first = f"import sys\nsys.setrecursionlimit({recursion_limit})\n"
@@ -148,7 +145,7 @@ class FusionSandbox(Sandbox):
         return self._run(f"{self._first}del sys\n{self._prelude}\n{program}", stdin, limit_s)
 
     def close(self) -> None:
-        """Nothing stays on the server."""
+        """Do nothing: the server keeps no state."""
 
     def _run(self, code: str, stdin: str, limit_s: float) -> Ended | None:
         limit_s = min(limit_s, self._case_limit_s)
@@ -158,7 +155,7 @@ class FusionSandbox(Sandbox):
         return ended
 
     def _ask(self, case: dict[str, Any], limit_s: float) -> Ended | None:
-        """Value of a case, printed after a random mark in the output. Judgements never see the source."""
+        """Run a case that prints its value after a random mark. Judgements never see the source."""
         mark = os.urandom(16).hex()
         source = {} if "judgements" in case else {"source": self._source}
         told = json.dumps({**case, **source, "prelude": self._prelude})

@@ -1,10 +1,10 @@
-"""Isolation of tested code (the sandbox's walls): namespaces, files, user, Landlock, seccomp, limits, hook.
+"""Isolation of tested code (the sandbox's walls): namespaces, files, user, Landlock, seccomp, limits, audit
+hook.
 
-Runs in the sandbox's own processes (child.py), and imports no package of others. Once for each sandbox:
+Runs in the sandbox's processes (child.py) and imports no third-party package. Once per sandbox:
 `enter_namespaces`, then `confine_sandbox` (file system, user, Landlock). For each program: `confine_program`
-(limits, system call filter, audit hook). A wall is one of these layers; one that this kernel does not grant
-leaves a note, or is covered by another; the file system needs the namespaces. ``box`` is the sandbox's
-directory.
+(limits, system call filter, audit hook). A wall is one of these layers; a wall that the kernel does not grant
+leaves a note or is covered by another one. ``box`` is the sandbox's directory.
 """
 
 from __future__ import annotations
@@ -27,41 +27,38 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 
 OUTPUT_BYTES = 8 << 20
-"""Longest output, and largest file, of a case."""
+"""Maximum output, and maximum file size, of a case."""
 
 STACK_BYTES = 64 << 20
-"""Stack of a tested program's main thread: for as deep a recursion as tests permit, also through C code."""
+"""Stack size of a tested program's main thread: allows the recursion limit of tests, even through C code."""
 
 TASKS = 128
-"""Most threads of a tested program, with the sandbox's own three processes."""
+"""Maximum number of threads of a tested program, including the sandbox's three processes."""
 
 _NOBODY = 65534
 
 _ALL_USERS = 4294967295
-"""Users that the kernel's first user namespace maps."""
+"""Number of users that the kernel's first user namespace maps."""
 
 
 class Walls:
-    """Walls (layers of isolation) of a sandbox that this kernel grants; filled in while they are put up."""
+    """Walls (isolation layers) of a sandbox that this kernel grants, filled in during setup."""
 
     def __init__(self) -> None:
         self.namespaces = False
         self.own_user = False
-        """It has a user or user namespace of its own, and so the kernel counts its threads alone."""
+        """Whether it has its own user or user namespace, so that the kernel counts only its threads."""
         self.own_root = False
         self.landlock = False
         self.filter: bytes | None = None
-        """Instructions of the filter of system calls."""
         self.notes: list[str] = []
-        """Missing walls, as texts for the user."""
+        """Missing walls, as text for the user."""
 
 
 def enter_namespaces(box: str, number: int) -> Walls:
-    """Namespaces for this process's next children: no network, no other processes.
-
-    Root that may not do so, as in Docker, first becomes an ordinary user, who may with a user namespace.
-    ``box``, ``number``: as in `confine_sandbox`.
-    """
+    """Create namespaces for this process's next children (no network, no other processes), and return the
+    walls. Root without that permission, as in Docker, first becomes an ordinary user, who may use a user
+    namespace. ``box``, ``number``: as in `confine_sandbox`."""
     os.umask(0o022)
     walls = Walls()
     flags = _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWNS
@@ -83,8 +80,8 @@ def enter_namespaces(box: str, number: int) -> Walls:
 
 
 def _map_user(user: int, group: int) -> None:
-    """Identity map of user and group in the new user namespace, without which no file can be created."""
-    LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # who has changed its user cannot write there
+    """Write the identity map of the new user namespace; without it no file can be created."""
+    LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # a change of user blocks writes there
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{user or _NOBODY} {user} 1"),
@@ -103,11 +100,9 @@ def _linux() -> tuple[int, ...]:
 
 
 def confine_sandbox(walls: Walls, box: str, readable: list[str], number: int) -> None:
-    """Walls that all programs of a sandbox share, around this process and its children.
-
-    A root of their own with ``box`` and the ``readable`` paths in it, a user of their own where this one is
-    root, no capabilities, Landlock. ``number``: one that no other sandbox of the machine has at this time.
-    """
+    """Put up the walls that all programs of a sandbox share, around this process and its children. Sets a
+    root with ``box`` and the ``readable`` paths, an unprivileged user if this one is root, no capabilities,
+    and Landlock. ``number``: unique among the machine's current sandboxes."""
     user, group = _spare_ids(number) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
     if walls.namespaces and walls.own_user and not _threads_are_counted():
         walls.own_user = False
@@ -118,7 +113,7 @@ def confine_sandbox(walls: Walls, box: str, readable: list[str], number: int) ->
             walls.own_root = True
         except OSError as error:
             walls.notes.append(f"no file system of its own ({error}): programs see the machine's files")
-    if walls.namespaces and user != os.geteuid():  # without them it was tried before
+    if walls.namespaces and user != os.geteuid():  # without namespaces it was tried before
         _become(walls, box, user, group)
     file_system.check(LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     file_system.check(LIBC.capset(struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
@@ -133,7 +128,7 @@ def confine_sandbox(walls: Walls, box: str, readable: list[str], number: int) ->
 
 
 def _spare_ids(number: int) -> tuple[int, int]:
-    """Unused user and group ids; root's own where its user namespace maps no others."""
+    """Return unused user and group ids; root's own where its user namespace maps no others."""
     spare = []
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}") as file:
@@ -144,7 +139,7 @@ def _spare_ids(number: int) -> tuple[int, int]:
 
 
 def _threads_are_counted() -> bool:
-    """Whether this kernel limits the threads of this process's user; it does not limit the machine's root."""
+    """Whether the kernel limits the threads of this process's user; it does not limit the machine's root."""
     with open("/proc/self/uid_map") as file:
         if file.read().split()[1:2] != ["0"]:
             return True
@@ -161,7 +156,7 @@ def _threads_are_counted() -> bool:
 
 
 def _become(walls: Walls, box: str, user: int, group: int) -> None:
-    """Become an ordinary user for good, if that user can read the interpreter and reach the directory."""
+    """Permanently become an ordinary user, if that user can read the interpreter and reach the directory."""
     groups = os.getgroups()
     try:
         if not walls.own_root:
@@ -188,7 +183,7 @@ def _become(walls: Walls, box: str, user: int, group: int) -> None:
 
 
 def be_untraceable() -> None:
-    """Keep other processes from tracing this one, reading its memory and its environment."""
+    """Prevent other processes from tracing this one and from reading its memory and environment."""
     LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
@@ -196,7 +191,7 @@ def be_untraceable() -> None:
 
 
 def confine_program(walls: Walls, box: str, memory_mb: int, cpu_s: int) -> None:
-    """Walls of one program: every limit on this process, for good. OSError if one fails."""
+    """Put up the walls of one program, permanently, around this process. Raises OSError if a limit fails."""
     file_system.check(LIBC.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
     _limit(walls, memory_mb, cpu_s)
     _watch(box, alone=not (walls.own_root or walls.landlock))
@@ -217,7 +212,7 @@ def _limit(walls: Walls, memory_mb: int, cpu_s: int) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 64,
     }
-    if walls.own_user or walls.filter is None:  # without a filter it also holds off a fork bomb
+    if walls.own_user or walls.filter is None:  # without a filter it also stops a fork bomb
         limits[resource.RLIMIT_NPROC] = TASKS
     for name, value in limits.items():
         hard = resource.getrlimit(name)[1]
@@ -239,7 +234,7 @@ _PATHS_AND_FOLDERS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "os.setxattr": ((0,), ()),
     "os.removexattr": ((0,), ()),
 }
-"""Audit events of changes to files: argument indices of paths, and of their folders' descriptors."""
+"""Audit events of file changes: argument indices of paths, and of their folders' descriptors."""
 
 _REFUSED = frozenset(
     (
@@ -259,14 +254,14 @@ _SIGNALS_OF_FILES = (8, 10, 15, 1024, 1026)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, 
 
 
 def _watch(box: str, alone: bool) -> None:
-    """Install the audit hook in this process, for good: PermissionError for what it may not do.
+    """Install the audit hook permanently in this process; forbidden actions raise PermissionError.
 
-    It refuses changes of files outside of ``box``, new processes, signals to others, and sockets but socket
-    pairs. Functions of os and signal that raise no audit event are removed. Where the kernel grants no other
-    layer it is the only one. C code other than Python's own bypasses it.
+    The hook refuses changes to files outside of ``box``, new processes, signals to others, and all sockets
+    except socket pairs. Functions of os and signal without audit events are removed. Where the kernel grants
+    no other layer, the hook is the only one. C code other than Python's own bypasses it.
 
-    ``box``: the sandbox's directory, where files may be changed. ``alone``: no layer of the kernel holds
-    files, so C code is refused too.
+    ``box``: the only directory with writable files. ``alone``: no kernel layer protects files, so C code is
+    refused too.
     """
     sys.modules["_posixshmem"] = None  # type: ignore[assignment]  # shared memory has no event either
     for module in filter(None, map(sys.modules.get, ("os", "posix", "signal", "_signal"))):
@@ -277,14 +272,14 @@ def _watch(box: str, alone: bool) -> None:
 
 
 def _hook(box: str, alone: bool) -> Any:
-    # What it uses is bound here: tested code may replace what modules and builtins hold.
+    # Bound here: tested code may replace names in modules and builtins.
     real, decoded, is_directory, null = os.path.realpath, os.fsdecode, os.path.isdir, os.devnull
     separator, inside, denied, unix = os.sep, os.path.realpath(box) + os.sep, PermissionError, _AF_UNIX
     changes, refused_events, flags, signals = _PATHS_AND_FOLDERS, _REFUSED, _WRITE_FLAGS, _SIGNALS_OF_FILES
     is_a, string, binary, integer, exactly = isinstance, str, bytes, int, str.__str__
 
     def text_of(path: Any) -> str | None:
-        """A path as text, not of a class of the program's; None for a descriptor."""
+        """Return a path as exact str, not a subclass of the program's; None for a descriptor."""
         path = decoded(path) if is_a(path, binary) else path
         return exactly(path) if is_a(path, string) else None
 
@@ -300,7 +295,7 @@ def _hook(box: str, alone: bool) -> Any:
         places, folders = changes[event]
         for place in places:
             path = arguments[place]
-            if is_a(path, integer) and event != "os.truncate":  # a file that was opened for reading
+            if is_a(path, integer) and event != "os.truncate":  # a file opened for reading
                 return True
             if outside(path):
                 return True
@@ -310,7 +305,7 @@ def _hook(box: str, alone: bool) -> Any:
     def opens(path: Any, mode: Any, how: Any) -> bool:
         if how & flags and text_of(path) != null and outside(path):
             return True
-        # os.open has no mode. It tells no dir_fd, and may open a directory to be a later dir_fd.
+        # os.open reports no mode and no dir_fd, and may open a directory as a later dir_fd.
         return mode is None and (climbs(path) or (outside(path) and is_directory(path)))
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,11 +1,10 @@
-"""Serialization of tested programs' values as plain JSON, for a comparison outside the program's process.
+"""Serialization of tested programs' values as plain JSON, for comparison outside the program's process.
 
-``encoded`` runs in the program's process, ``decoded`` outside. None, booleans, numbers and text stay as they
-are, numbers and text as exactly int, float and str, so that a subclass's own equality does not count. numpy's
-arrays and numbers are lists and numbers. A list, tuple, set or dict is [kind, items]. On request a range,
-bytes, complex number or deque is [``written``, name of its type, parts], an iterator or a view of a dict
-[``iterator``, items], another object [``object``, name of its type, attributes]. Anything else is
-[``other``, name of its type].
+``encoded`` runs in the program's process, ``decoded`` outside. None, booleans, numbers and text stay
+unchanged, numbers and text as exactly int, float and str, so that a subclass's equality does not count. numpy
+arrays and numbers become lists and numbers. A list, tuple, set or dict is [kind, items]. On request, a range,
+bytes, complex number or deque is [``written``, type name, parts], an iterator or dict view is [``iterator``,
+items], and another object is [``object``, type name, attributes]. Anything else is [``other``, type name].
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
 LONGEST_ITERATOR = 100_000
-"""Most items that are taken from an iterator."""
 
 _WRITTEN: dict[type, Callable[[Any], Any]] = {
     range: lambda value: [value.start, value.stop, value.step],
@@ -26,17 +24,17 @@ _WRITTEN: dict[type, Callable[[Any], Any]] = {
 }
 _READ: dict[str, Callable[[Any], Any]] = {
     "range": lambda parts: range(*parts),
-    "bytes": lambda items: bytes(list(items)),  # not of a number, which is a size
+    "bytes": lambda items: bytes(list(items)),  # a number would be a size
     "complex": lambda parts: complex(*parts),
     "deque": lambda items: deque(map(decoded, items)),
 }
-"""Further types with a plain form, written if objects are asked for."""
+"""Further types with a plain form, written if objects are requested."""
 
 _SEQUENCES = (("list", list), ("tuple", tuple), ("set", (set, frozenset)))
 
 
 def encoded(value: Any, objects: bool = False) -> Any:
-    """The plain JSON of a value. ``objects``: with the attributes of objects and the items of iterators."""
+    """Return a value as plain JSON. ``objects`` includes attributes of objects and items of iterators."""
     if hasattr(value, "tolist"):  # numpy
         value = value.tolist()
     if value is None or isinstance(value, bool):
@@ -61,11 +59,9 @@ def encoded(value: Any, objects: bool = False) -> Any:
 
 
 def decoded(value: Any, classes: dict[str, Any] | None = None) -> Any:
-    """The inverse of `encoded`; an object that equals nothing for what has no form.
-
-    ``classes``: a module's names, among which the types of objects are found if it defines them itself.
-    ValueError, TypeError, KeyError or AttributeError if ``value`` was not made by `encoded`.
-    """
+    """Invert `encoded`; values without a form become an object that equals nothing. ``classes``: names of a
+    module, whose own classes become the types of objects. Raises ValueError, TypeError, KeyError or
+    AttributeError if ``value`` does not come from `encoded`."""
     if not isinstance(value, list):
         return value
     kind, items, *rest = value

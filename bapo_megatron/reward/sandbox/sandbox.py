@@ -1,11 +1,10 @@
-"""Code sandbox: runs untrusted programs, one isolated process tree for each source (docs/rewards.md).
+"""Code sandbox: runs untrusted programs, one isolated process tree per source (docs/rewards.md).
 
-Calls block. Layers of isolation (walls) that the kernel does not grant are only noted by a sandbox; code
-rewards need every one, and ``checked_sandbox``, a preflight by a trial program, refuses a machine that lacks
-some, unless ``reward.allow_weak_sandbox`` is set.
+Calls block. A sandbox only notes isolation layers (walls) that the kernel does not grant. Code rewards need
+all walls: ``checked_sandbox``, a preflight with a trial program, refuses a machine that lacks some, unless
+``reward.allow_weak_sandbox`` is set.
 
-A case's limit counts its processor time and its sleep, not the clock: a busy or paused machine makes no
-program slow.
+A case's limit counts CPU time and sleep, not clock time: a busy or paused machine makes no program slow.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from bapo_megatron.runtime.child_process import WATCH_S, AnsweringChild, ChildDi
 from bapo_megatron.workers.scratch import remove_tree
 
 START_LIMIT_S = 20.0
-"""Seconds for an interpreter and its isolation on a busy machine."""
+"""Seconds for an interpreter and its isolation to start on a busy machine."""
 
-# The name is taken from the module, so that it is imported here: the sandboxes write no bytecode.
+# Uses the module's name, so that it is imported here: sandboxes write no bytecode.
 _BEGIN = f"""import sys
 sys.path.insert(0, sys.argv[1])
 from {child.__name__} import main
@@ -40,11 +39,10 @@ main(int(sys.argv[2]))
 """
 
 CLOCK_FACTOR = 10
-"""Longest time of a case, or of a response, on the clock, as a multiple of its limit: then the machine gave
-it no processor, and nothing is known of the program."""
+"""Clock limit, as a multiple of a time limit. Beyond it the machine gave no CPU: the result is unknown."""
 
 END_LIMIT_S = 5.0
-"""Seconds for the isolated processes to end; then the rest is killed."""
+"""Seconds for the isolated processes to end before the rest is killed."""
 
 FIX = (
     "in Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; "
@@ -56,36 +54,30 @@ FIX = (
 _PROBE_S = 20.0
 
 _READABLE: dict[str, list[str]] = {}
-"""Cache of `file_system.readable`, by interpreter."""
+"""Cache of `file_system.readable` by interpreter."""
 
 
 class SandboxError(Exception):
-    """Failure of the sandbox itself: it did not start, was killed, or had no processor.
-
-    That of tested code is an ``Ended`` with its exit code, or None.
-    """
+    """Failure of the sandbox itself, not of tested code: it did not start, was killed, or got no CPU."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of one test case that ended, as plain data: exit code, output, value."""
+    """Result of a test case that ended."""
 
     code: int
     """Exit code; negative for a signal."""
     output: str
     """Standard output, up to `isolation.OUTPUT_BYTES`."""
     value: str | None
-    """JSON of the expression's value, see `plain.encoded`; None if it gave none."""
+    """JSON of the expression's value, see `plain.encoded`; None without one."""
     time_s: float = 0.0
-    """What counts against limits: seconds of processor time, of all its threads, and of sleep."""
+    """Seconds that count against limits: CPU time of all threads, and sleep."""
 
 
 class Sandbox:
-    """Sandbox of one source, a context manager of its isolated processes; each case is a fork of them.
-
-    All cases share a temporary directory. After a case that gave None (out of time) the sandbox takes no
-    other.
-    """
+    """Sandbox of one source: context manager of its isolated processes, which fork for each case. Cases share
+    a temporary directory. After a case that returned None (out of time) no other may follow."""
 
     def __init__(
         self,
@@ -96,13 +88,13 @@ class Sandbox:
         hash_seed: int | None = None,
         recursion_limit: int | None = None,
     ) -> None:
-        """Start and isolate it; raises SandboxError. ``prelude`` runs before the source in its namespace.
-        ``hash_seed``: of the hashes of texts, so that a program that runs again sees its sets in one order;
-        None: others in each sandbox. ``recursion_limit``: None for Python's own."""
+        """Start and isolate the sandbox. Raises SandboxError. ``prelude`` runs before the source in its
+        namespace. ``hash_seed`` fixes text hashes, so that a repeated program sees its sets in the same
+        order; None: random. ``recursion_limit``: None for Python's own."""
         self._box = box = os.path.realpath(tempfile.mkdtemp(prefix="bapo_box_"))
         self._case_limit_s = case_limit_s
         self.used_s = 0.0
-        """Sum of the times of its cases so far, see `Ended.time_s`."""
+        """Total time of all cases so far, see `Ended.time_s`."""
         self._out_of_memory = _out_of_memory_kills()
         job = {
             "source": source,
@@ -115,7 +107,7 @@ class Sandbox:
         }
         root = str(Path(bapo_megatron.__file__).resolve().parents[1])
         variables, isolated = _environment(box), ["-I"]
-        if hash_seed is not None:  # a variable, which -I would ignore; its other two parts are kept
+        if hash_seed is not None:  # -I would ignore the variable; -P and -s are its other parts
             variables, isolated = {**variables, "PYTHONHASHSEED": str(hash_seed)}, ["-P", "-s"]
         command = [sys.executable, *isolated, "-B", "-X", "utf8", "-c", _BEGIN, root]
         try:
@@ -132,10 +124,8 @@ class Sandbox:
         _READABLE[sys.executable] = answer["readable"]
 
     def run(self, stdin: str, limit_s: float) -> Ended | None:
-        """Run the source as a script on ``stdin``. None if it took more than ``limit_s``, see `Ended.time_s`.
-
-        SandboxError if nothing is known of the program.
-        """
+        """Run the source as a script on ``stdin``. Returns None if it exceeds ``limit_s``, see
+        `Ended.time_s`. Raises SandboxError if the program's result is unknown."""
         return self._ask({"stdin": stdin}, limit_s)
 
     def value(
@@ -147,27 +137,23 @@ class Sandbox:
         truth: bool = False,
         objects: bool = False,
     ) -> Ended | None:
-        """Import the source, run ``setup``, evaluate the expression, in which ARGUMENTS are the arguments.
-
-        ``truth``: the value is whether it is true. ``objects``: see `plain.encoded`. None as for ``run``.
-        """
+        """Import the source, run ``setup``, and evaluate the expression with ``arguments`` as ARGUMENTS.
+        ``truth``: as a truth value. ``objects``: see `plain.encoded`. Returns None as ``run`` does."""
         kinds = {"truth": truth, "objects": objects}
         return self._ask({"expression": expression, "arguments": arguments, "setup": setup, **kinds}, limit_s)
 
     def judge(self, judgements: list[tuple[str, str]], limit_s: float, setup: str = "") -> Ended | None:
-        """Whether all expressions are true where the source never ran.
-
-        ``judgements``: expressions, each with the value of another case, which is its ARGUMENTS.
-        """
+        """Evaluate judgements in a process that never ran the source; the value is whether all are true.
+        ``judgements``: expressions, each with the value of another case as its ARGUMENTS."""
         return self._ask({"judgements": judgements, "setup": setup}, limit_s)
 
     def close(self) -> None:
         """End every process of the sandbox and delete its directory."""
         try:
-            os.kill(self._child.pid, signal.SIGUSR2)  # it ends and collects those behind the walls
+            os.kill(self._child.pid, signal.SIGUSR2)  # it ends and reaps the isolated processes
         except ProcessLookupError:
             pass
-        except PermissionError:  # root that may signal its own processes alone
+        except PermissionError:  # root that may only signal its own processes
             self._child.end_questions()
         self._child.wait_end(END_LIMIT_S)
         self._child.close()
@@ -180,7 +166,6 @@ class Sandbox:
         self.close()
 
     def _ask(self, case: dict[str, Any], limit_s: float) -> Ended | None:
-        """Run a case in the child. After None the sandbox is lost, and takes no other case."""
         limit_s = min(limit_s, self._case_limit_s)
         clock = _CaseClock(self._child.pid, limit_s)
         clock_limit_s = CLOCK_FACTOR * limit_s + START_LIMIT_S
@@ -211,11 +196,9 @@ class _OutOfTime(Exception):
 
 
 class _CaseClock:
-    """Clock of a running case, read from /proc: its processor time, and the time in which all of it slept.
-
-    Processes that it may have started where a wall is missing count, too. Waiting for a processor or a disk,
-    or being stopped, counts for nothing. A pause of this process counts as two looks at most.
-    """
+    """Clock of a running case, read from /proc: its CPU time, and the time in which all its threads slept.
+    Includes processes that the case may have started where a wall is missing. Waiting for a CPU or a disk, or
+    being stopped, does not count. A pause of this process counts as sleep for at most 2 ``WATCH_S``."""
 
     def __init__(self, first: int, limit_s: float) -> None:
         """``first``: the sandbox's first process, the case's grandparent."""
@@ -223,12 +206,12 @@ class _CaseClock:
         self._looked = time.monotonic()
         self.used_s = self.slept_s = 0.0
         self.advice = "it slept, if /proc does not show it: mount that without hidepid"
-        """What to do where nothing is known of the case."""
+        """Advice for the user where the case's result is unknown."""
 
     def watch(self) -> None:
-        """Look at the case. _OutOfTime if it has had its time."""
+        """Update the times. Raises _OutOfTime if the case has exceeded its limit."""
         looked, self._looked = self._looked, time.monotonic()
-        with suppress(OSError, ValueError):  # it has just ended, or /proc is not readable
+        with suppress(OSError, ValueError):  # just ended, or /proc is not readable
             [server] = _children_of(self._first)
             processes = list(_descendants_of(server))
             states = {_stat(thread)[0] for process in processes for thread in _threads_of(process)}
@@ -259,20 +242,20 @@ def _descendants_of(pid: int) -> Iterator[int]:
 
 
 def _stat(folder: str) -> list[str]:
-    """Fields of a process or thread behind its name, which may have any characters."""
+    """Return the fields of a process or thread after its name, which may have any characters."""
     with open(f"{folder}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
 
 
 def _out_of_memory_kills() -> int:
-    """Number of processes that the kernel has killed since its start for want of memory, in any cgroup."""
+    """Return the number of out-of-memory kills in any cgroup since boot."""
     with suppress(OSError), open("/proc/vmstat") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
     return 0
 
 
 def _environment(box: str) -> dict[str, str]:
-    """Environment variables of the sandbox: none of the run's, which may hold keys."""
+    """Return the sandbox's environment variables: none of the run's, which may hold keys."""
     return {
         "HOME": box,
         "TMPDIR": box,
@@ -284,7 +267,7 @@ def _environment(box: str) -> dict[str, str]:
 
 
 def sandbox_notes() -> list[str]:
-    """Missing walls on this machine, found by a trial program; SandboxError if the sandbox does not work."""
+    """Return the walls missing on this machine, found by a trial program. Raises SandboxError if it fails."""
     with Sandbox("print(input())", "", memory_mb=1024, case_limit_s=_PROBE_S) as sandbox:
         ended = sandbox.run("seen", limit_s=_PROBE_S)
         if ended is None or ended.output != "seen\n":
@@ -293,7 +276,7 @@ def sandbox_notes() -> list[str]:
 
 
 def checked_sandbox(allow_weak: bool) -> list[str]:
-    """``sandbox_notes``. ConfigError if the sandbox does not work, or lacks walls without ``allow_weak``."""
+    """Return ``sandbox_notes``. Raises ConfigError on failure, or for missing walls unless ``allow_weak``."""
     try:
         notes = sandbox_notes()
     except SandboxError as error:

@@ -1,8 +1,8 @@
-"""Seccomp filter of a tested program: the denied system calls, on x86-64 and aarch64.
+"""Seccomp filter of a tested program: denied system calls on x86-64 and aarch64.
 
-A denied call returns EPERM; clone3, and one that is newer than this file, ENOSYS; nothing is killed, so that
-a library which only asks continues. Numbers are those of the kernel's headers (asm/unistd_64.h,
-asm-generic/unistd.h). isolation.py installs it for each program.
+A denied call returns EPERM; clone3, and calls newer than this file, return ENOSYS. Nothing is killed, so a
+library that only probes continues. Numbers come from the kernel's headers (asm/unistd_64.h,
+asm-generic/unistd.h). isolation.py installs the filter for each program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Iterator
 
-# name:x86-64:aarch64, "-" where the architecture lacks it
+# name:x86-64:aarch64, "-" if the architecture lacks it
 DENIED = """
 execve:59:221 execveat:322:281 fork:57:- vfork:58:- kill:62:129 tkill:200:130 tgkill:234:131
 rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 pidfd_open:434:434 pidfd_send_signal:424:424
@@ -46,38 +46,37 @@ setdomainname:171:162 iopl:172:- ioperm:173:- modify_ldt:154:- acct:163:89 quota
 quotactl_fd:443:443 syslog:103:116 settimeofday:164:170 clock_settime:227:112 adjtimex:159:171
 clock_adjtime:305:266 personality:135:92 vhangup:153:58 lookup_dcookie:212:18
 """
-"""Denied always: processes and signals, sockets (a socketpair is fine), namespaces and mounts, looking into
-processes, memory and keys that no limit counts or that outlive the program, device nodes, the machine.
+"""Always denied: processes and signals, sockets (except socketpair), namespaces and mounts, process
+inspection, memory and keys that no limit counts or that outlive the program, device nodes, machine settings.
 
 Pages that a pipe holds by reference (vmsplice, splice, tee, sendfile) count for no limit once they are
 unmapped or truncated, and one byte holds a whole huge page. Rulesets, filters and watches are kernel memory
-without a limit."""
+without a limit.
+"""
 
 DENIED_ON_SHARED_FILES = """
 chmod:90:- fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 chown:92:- fchown:93:55 lchown:94:-
 fchownat:260:54 utime:132:- utimes:235:- futimesat:261:- utimensat:280:88
 """
-"""Denied too where the program sees the machine's files: Landlock does not hold these."""
+"""Also denied where the program sees the machine's files: Landlock does not cover these."""
 
 CHECKED = """
 clone:56:220 clone3:435:435 sendto:44:206 socketpair:53:199 prlimit64:302:261 fcntl:72:25 ioctl:16:29
 prctl:157:167
 """
-"""Calls of which some arguments are denied."""
+"""Calls with some denied arguments."""
 
 NEWEST = 462
-"""Number of the newest system call that was read for these lists (Linux 6.10, both architectures)."""
+"""Number of the newest system call considered for these lists (Linux 6.10, both architectures)."""
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE_THREAD, _CLONE_FILES = 0x00010000, 0x00000400
 _AF_UNIX = 1
 _FCNTL = (8, 10, 15, 1024, 1026, 1031)
-"""Signals to others: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY. The pages of all of a user's
-pipes: F_SETPIPE_SZ."""
+"""F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY (signals), F_SETPIPE_SZ (a user's pipe pages)."""
 _IOCTL = (0x8901, 0x8902, 0x5412, 0x541C, 0x540E)  # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX, TIOCSCTTY
 _PRCTL = (1, 22, 35, 36, 62)
-"""PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_MM, PR_SET_CHILD_SUBREAPER; PR_SCHED_CORE, which takes half of a
-core from others."""
+"""PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_SCHED_CORE (half of a core)."""
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 # Instructions of classic BPF; offsets are into struct seccomp_data.
@@ -93,36 +92,36 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """The numbers of a table's calls on ``machine``, by name."""
+    """Return the system call numbers of a table on ``machine``, by name."""
     column = 1 + ("x86_64", "aarch64").index(machine)
     rows = (entry.split(":") for entry in table.split())
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
 def problem() -> str | None:
-    """Why system calls cannot be filtered here; None if they can."""
+    """Return why system calls cannot be filtered here, or None."""
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH:
         return f"no filter of system calls for {machine}: C code may start processes and open sockets"
     ctypes.set_errno(0)
-    _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, None, 0, 0)  # EFAULT from a kernel that would take one
+    _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, None, 0, 0)  # EFAULT if the kernel supports filters
     if ctypes.get_errno() != errno.EFAULT:
         return "the kernel filters no system calls (seccomp): C code may start processes and open sockets"
     return None
 
 
 def program(machine: str, shared_files: bool) -> bytes:
-    """The filter's instructions. ``shared_files``: the program sees the machine's files, not its own root."""
+    """Return the filter's instructions. ``shared_files``: the program sees the machine's files."""
     return assemble([*_denied(machine, shared_files), *_checked(machine), (_GIVE, 0, 0, _ALLOW)])
 
 
 def assemble(code: list[Instruction]) -> bytes:
-    """Instructions as the kernel reads them, struct sock_filter."""
+    """Return the instructions in the kernel's form, struct sock_filter."""
     return b"".join(struct.pack("HBBI", *line) for line in code)
 
 
 def install(code: bytes) -> None:
-    """Put this thread and all that it starts under the filter, for good. Needs no_new_privs. OSError."""
+    """Permanently filter this thread and its descendants. Needs no_new_privs. Raises OSError."""
     buffer = ctypes.create_string_buffer(code, len(code))
     described = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
     if _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, described, 0, 0) != 0:
@@ -143,11 +142,14 @@ def _denied(machine: str, shared_files: bool) -> Iterator[Instruction]:
 
 
 def _checked(machine: str) -> Iterator[Instruction]:
-    """Refuse by argument: processes that are not threads, threads with a table of files of their own (each
-    would have the whole limit of open files), addresses of datagrams, other socket pairs and limits."""
+    """Refuse by argument: processes that are not threads, threads with a separate file table (each would have
+    the whole limit of open files), datagram addresses, and other socket pairs and limits."""
     number = numbers(CHECKED, machine)
     first, second, address = _ARGUMENTS, _ARGUMENTS + 8, _ARGUMENTS + 4 * 8
-    yield from ((_EQUAL, 0, 1, number["clone3"]), (_GIVE, 0, 0, _NO_SUCH_CALL))  # the C library takes clone
+    yield from (
+        (_EQUAL, 0, 1, number["clone3"]),
+        (_GIVE, 0, 0, _NO_SUCH_CALL),
+    )  # libc falls back to clone
     yield from ((_EQUAL, 0, 5, number["clone"]), (_LOAD, 0, 0, first), (_ANY_BIT, 0, 1, _CLONE_THREAD))
     yield from ((_ANY_BIT, 1, 0, _CLONE_FILES), (_GIVE, 0, 0, _DENY), (_GIVE, 0, 0, _ALLOW))
     yield from ((_EQUAL, 0, 7, number["sendto"]), (_LOAD, 0, 0, address), (_TO_X, 0, 0, 0))

@@ -1,7 +1,6 @@
-"""The pool of a run's engines, made by ``open_pool``, and the pool of colocated ones.
+"""``open_pool``, which builds a run's engine pool, and the pool of engines that share GPUs with the policy.
 
-Colocated engines share GPUs with the policy: they sleep, wake up and get weights as the GPU hand-over
-(``trainer/gpu_handover.py``) asks by ``SamplerClient``.
+The GPU hand-over (``trainer/gpu_handover.py``) makes these sleep, wake and load through ``SamplerClient``.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ async def open_pool(
     opened: AsyncExitStack,
     max_in_flight: int | None = None,
 ) -> EnginePool:
-    """The engine pool of a run; ``opened`` closes it. Arguments as of `EngineBackend.open`.
-
-    ``max_in_flight``: most requests in flight at each engine, in place of the engine's setting.
-    """
+    """Return a run's engine pool, which ``opened`` closes. Other arguments as in `EngineBackend.open`.
+    ``max_in_flight``: most requests in flight on each engine, in place of the backend's setting."""
     rollout = config.rollout
     backend = engine_backend(rollout.engine)
     engines = await backend.open(config, urls, device, opened)
@@ -54,7 +51,6 @@ async def open_pool(
 
 
 def _check_transport(backend: str, sync: str, engines: Sequence[Engine]) -> None:
-    """Raise ConfigError if an engine does not take weights by ``sync``."""
     transport = TRANSPORTS[sync]
     call = "wake" if transport.colocated else "load"
     for engine in engines:
@@ -68,13 +64,12 @@ def _check_transport(backend: str, sync: str, engines: Sequence[Engine]) -> None
 
 
 class ColocatedPool(EnginePool):
-    """An ``EnginePool`` of colocated engines, which sleep while the policy trains; all are held at first.
+    """``EnginePool`` of colocated engines, which sleep while the policy trains; all are held initially.
 
         admit -> sample -> release -> (the policy trains; new weights are announced) -> wake -> admit -> ...
 
-    A held engine gets no requests and no weights. ``release`` and ``wake`` return the names of the
-    engines on which they succeeded; a failing one raises nothing. If a release or a wake fails the engine
-    stays held: its memory is in an unknown state, and its server must be ended before ``admit``.
+    Held engines get no requests or weights. ``release`` and ``wake`` return the names of the engines on which
+    they succeeded. Failed ones stay held with memory in an unknown state: end their servers before ``admit``.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -83,16 +78,13 @@ class ColocatedPool(EnginePool):
             slot.is_held = True
         self.down_since = None  # held engines do not count as lost
         self._ipc_weights: tuple[int, DigestQuorum] | None = None
-        """The version of the weights that come by memory handles (CUDA IPC), and its digest quorum."""
+        """Version of the weights sent by memory handles (CUDA IPC), with its digest quorum."""
         self._without_weights = set[str]()
-        """Names of engines in quarantine that were found to have other weights than those."""
+        """Names of quarantined engines found without that version, or that failed the check."""
 
     async def release(self) -> list[str]:
-        """Put engines to sleep: hold all, and have the working ones release their memory; names of those
-        that have. Requests in flight return their tokens so far.
-        """
-        # All are held before the first await: no request may be sent to, and no weights loaded into, an
-        # engine that is releasing its memory.
+        """Hold all engines, abort requests and release memory; returns names of engines that released it."""
+        # Hold all before the first await: a releasing engine must get no request and no weights.
         for slot in self._slots:
             slot.is_held = True
         up = [slot for slot in self._slots if slot.is_up]
@@ -101,49 +93,44 @@ class ColocatedPool(EnginePool):
         return [slot.engine.name for slot, done in zip(up, released, strict=True) if done]
 
     async def wake(self, names: Collection[str]) -> list[str]:
-        """Wake sleeping engines with the current weights, from their folder; names of those that sample.
-
-        Engines that are not named wait for ``admit``.
-        """
+        """Wake engines with the current weights from their folder; returns the names of those that sample."""
         sleeping = self.named(names)
-        # All are expected before the first loads: the digest quorum waits for those that still load.
+        # Expect all before the first loads: the digest quorum waits for engines that still load.
         for slot in sleeping:
             self._begin_load(slot)
         woken = await asyncio.gather(*(self._wake(slot) for slot in sleeping))
         return [slot.engine.name for slot, done in zip(sleeping, woken, strict=True) if done]
 
     def expect_handles(self, version: int) -> None:
-        """Announce weights by memory handles: ``version`` is in no folder, and comes at the wake-up
-        (``WeightUpdates``)."""
+        """Announce ``version``, which is in no folder: ``WeightUpdates`` loads it by handles on wake-up."""
         self._weights = None
         self._ipc_weights = version, DigestQuorum(self._timeouts.silent_s)
         self._without_weights.clear()
 
     def resumed(self, version: int, slots: Collection[EngineSlot]) -> None:
-        """Mark engines that got the weights by handles ready; the others are held until ``admit``."""
+        """Mark receivers of weights by handles ready; the other engines stay held until ``admit``."""
         for slot in slots:
             self._resume_sampling(slot, version)
 
     async def admit(self) -> None:
-        """End the hold of all engines: each takes requests after a health check and a load of the weights."""
+        """Unhold all engines; one that is down takes requests after a health check and a weight load."""
         for slot in self._slots:
             slot.is_held = False
             self._restart_timeouts(slot)
         self.down_since = None if self.up else self._clock.now()
 
     def _restart_timeouts(self, slot: EngineSlot) -> None:
-        # The time in which the engine slept must not count as silence.
+        # Sleep must not count as silence.
         self._worked_at = slot.last_answer_at = self._clock.now()
         slot.hang_reported_at, slot.hang_report_backoff_s = -math.inf, 0.0
 
     @property
     def needs_weights(self) -> bool:
-        """Whether no engine works, and each was found without the weights that came by handles."""
+        """Whether no engine works and each was found without the weights sent by handles."""
         return super().needs_weights and self._without_weights >= {slot.engine.name for slot in self._slots}
 
     async def _bring_back(self, slot: EngineSlot) -> None:
-        """Recover an engine that answers again, also without a folder of weights: it may still have those
-        that came by handles. A restarted server has others."""
+        """Recover an engine that answers again; without a weight folder, only if it still has the weights."""
         if self._weights is not None or self._ipc_weights is None:
             await super()._bring_back(slot)
             return
@@ -155,12 +142,12 @@ class ColocatedPool(EnginePool):
             self._without_weights.add(slot.engine.name)
 
     async def _check(self, slot: EngineSlot, version: int) -> None:
-        """Abort an engine's orphaned requests. EngineError if its weights are not of ``version``."""
+        """Abort an engine's orphaned requests and resume. Raises EngineError if it lacks ``version``."""
         if (actual := await slot.engine.weight_version()) != version:
             raise EngineError(
                 f"{slot.engine.name}: has weight version {actual}, and {version} is in no folder"
             )
-        # Abort before resume: orphaned requests, which were sent again to other engines, must not sample on.
+        # Abort before resume: orphaned requests were resent to other engines and must not sample further.
         await slot.engine.abort()
         await slot.engine.resume()
 
@@ -187,7 +174,7 @@ class ColocatedPool(EnginePool):
         self.changed.set()
 
     def quorum(self, version: int, sent: SentDigests | None) -> DigestQuorum:
-        """The digest quorum of a version, shared between transfers by handles and loads by disk."""
+        """Return the digest quorum of a version, shared by its handle transfers and disk loads."""
         if self._ipc_weights is not None and self._ipc_weights[0] == version:
             if sent is not None:
                 self._ipc_weights[1].is_sent = partial(self.sent_check.is_sent, sent)

@@ -1,6 +1,4 @@
-"""Batched autoregressive decoding of a set of requests, one token per step.
-
-Tokens are sampled by inverse CDF, independent of the batch's other rows:
+"""Batched autoregressive decoding, one token per step, by inverse CDF, independent of the other rows:
 
     token = min { v : sum_{u <= v} p_u >= draw },  p = softmax(logits / temperature),  draw in (0, 1]
 
@@ -23,22 +21,17 @@ from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 
 
 def draws_R(request: GenerateRequest) -> np.ndarray:
-    """The request's uniform draws in (0, 1], float64, one for each token that it may sample.
-
-    A seed makes one stream for the whole response, and a later segment skips the draws of its prefix: so a
-    response that was cut and continued equals an uncut one. Without a seed the draws are random.
-    """
+    """Return a request's uniform draws in (0, 1], float64, one per token up to ``max_new_tokens``. With a
+    seed, a later segment skips the draws of its prefix: a response in segments equals an uncut one."""
     params = request.params
     uniform = np.random.default_rng(params.seed).random(request.prefix_tokens + params.max_new_tokens)
     return 1.0 - uniform[request.prefix_tokens :]
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, draw_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's sampled token (int64) and its log-prob (float32, nats) under softmax(logits / temperature).
-
-    The CDF is float64. Temperature 0 is greedy, and its log-prob is that at temperature 1, as in SGLang.
-    FloatingPointError if the logits are not finite.
-    """
+    """Return each row's token (int64) and log-prob (float32, nats) under softmax(logits / temperature). The
+    CDF is float64. Temperature 0 is greedy, with the log-prob at temperature 1, as in SGLang. Raises
+    FloatingPointError if the logits are not finite."""
     greedy_B = temperature_B == 0
     scale_B = torch.where(greedy_B, 1.0, temperature_B)
     log_prob_BV = torch.log_softmax(logits_BV.float() / scale_B[:, None], dim=-1)
@@ -46,10 +39,10 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, draw_B: Tensor) -> tuple[Te
     total_B1 = cumulative_BV[:, -1:]
     if not bool(torch.isfinite(total_B1).all()):
         raise FloatingPointError("the logits are not finite: the model's weights have overflowed")
-    # A draw is above 0 and at most 1, so the token exists and never has probability 0.
+    # Draws are in (0, 1], so the token exists and never has probability 0.
     drawn_B = torch.searchsorted(cumulative_BV, draw_B[:, None] * total_B1)[:, 0]
     token_B = torch.where(greedy_B, log_prob_BV.argmax(dim=-1), drawn_B)
-    # A CPU's log_softmax sums in float32, one after another: at 49,152 entries its total is off by 1e-5.
+    # On a CPU log_softmax sums sequentially in float32: with 49,152 entries its total is off by 1e-5.
     chosen_B = log_prob_BV.gather(1, token_B[:, None])[:, 0] - total_B1[:, 0].log()
     return token_B, chosen_B.float()
 
@@ -58,21 +51,18 @@ NO_TOKEN = -1
 """Padding of the stop-token lists."""
 
 COMPACT_BELOW = 0.75
-"""Compaction threshold: finished rows are removed when at most this share is open. It copies the KV cache."""
+"""Largest share of open rows at which finished rows are removed, which copies the KV cache."""
 
 BLOCK = 64
-"""Tokens that the KV cache allocates at a time."""
+"""KV cache allocation step, in tokens."""
 
 
 class RouteRecorder:
-    """A note of the last forward pass's routes: the experts that transformers' routers choose for each token.
-
-    By a hook on each layer's router; for one thread at a time.
-    """
+    """Record of the last pass's routes (each token's experts), by a hook on each router; not thread-safe."""
 
     def __init__(self, model: Any) -> None:
         self.is_on = False
-        """Whether passes are noted: only while a request asks for routes."""
+        """Whether to record passes: only while a request asks for routes."""
         self._noted: list[Tensor] = []
         routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         for router in routers:
@@ -83,17 +73,14 @@ class RouteRecorder:
             self._noted.append(output[2])
 
     def take(self, rows: int) -> Tensor:
-        """The routes of the last position of each of the ``rows`` of the batch, [rows, layers, per_token]."""
+        """Return and clear the routes of each row's last position, [rows, layers, per_token]."""
         noted, self._noted = self._noted, []
         return torch.stack([chosen.view(rows, -1, chosen.shape[-1])[:, -1] for chosen in noted], 1)
 
 
 class Decoding:
-    """The decoding of one batch of requests, with left-padded prompts, so that all rows are at one column.
-
-    Calls block: ``step`` until ``done`` (or an abort), then ``results``. FloatingPointError for logits that
-    are not finite.
-    """
+    """Decoding of one batch of requests, with left-padded prompts, so that all rows share a column. Call
+    ``step`` until ``done`` (or an abort), then ``results``; calls block."""
 
     def __init__(self, model: Any, requests: Sequence[GenerateRequest], recorder: RouteRecorder) -> None:
         self._model = model
@@ -137,7 +124,7 @@ class Decoding:
         self._draw_BR = torch.from_numpy(draw_BR).to(self._device)
 
     def _pad_prompts(self, longest: int) -> None:
-        place: dict[tuple[int, ...], int] = {}  # of each distinct prompt, in the order of their first rows
+        place: dict[tuple[int, ...], int] = {}  # of each distinct prompt, in order of first rows
         prompts = [tuple(request.input_ids.tolist()) for request in self._requests]
         self._prompt_B = [place.setdefault(prompt, len(place)) for prompt in prompts]
         width = max(len(request.input_ids) for request in self._requests)
@@ -158,7 +145,7 @@ class Decoding:
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
-        """Decode step: sample one token for each open request. ``version``: of the model's weights."""
+        """Sample a token of weight ``version`` for each open request; FloatingPointError as in ``sample``."""
         logits_BV = self._forward()
         token_B, log_prob_B = sample(logits_BV, self._temperature_B, self._draw_BR[:, self._made])
         self._record(token_B.cpu().numpy(), log_prob_B.cpu().numpy(), version)
@@ -175,8 +162,7 @@ class Decoding:
         return self._call(self._next_ids, mask_BT, self._next_positions)
 
     def _prefill(self, mask_BL: Tensor) -> Tensor:
-        """The logits after the prompts. Equal prompts, such as a group's, are prefilled once; the other rows
-        get copies of their keys, values and logits."""
+        """Return the logits after the prompts; equal prompts, such as a group's, are prefilled once."""
         first = [self._prompt_B.index(place) for place in range(max(self._prompt_B) + 1)]
         rows = torch.tensor(first, device=self._device)
         logits_UV = self._call(self._next_ids[rows], mask_BL[rows], self._next_positions[rows])
@@ -231,7 +217,7 @@ class Decoding:
         self._next_ids, self._next_positions = self._next_ids[kept], self._next_positions[kept]
 
     def results(self) -> list[Generation]:
-        """The generations of all requests so far; unfinished ones have the finish reason ``abort``."""
+        """Return all generations so far; unfinished ones have the finish reason ``abort``."""
         return [self._result(index) for index in range(len(self._requests))]
 
     def _result(self, index: int) -> Generation:
@@ -247,7 +233,7 @@ class Decoding:
 
 
 def block_cache(model_config: Any) -> DynamicCache:
-    """An empty cache for a model; sliding-window layers keep transformers' own kind."""
+    """Return an empty cache for a model; sliding-window layers keep transformers' class."""
     cache = DynamicCache(config=model_config)
     own = {DynamicLayer: BlockLayer, LinearAttentionLayer: StateLayer}
     cache.layers = [own.get(type(layer), lambda layer=layer: layer)() for layer in cache.layers]
@@ -255,19 +241,16 @@ def block_cache(model_config: Any) -> DynamicCache:
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """The states of one layer of linear attention, of which rows can be selected."""
+    """State of one linear-attention layer, with row selection."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)
 
 
 class BlockLayer(DynamicLayer):  # type: ignore[misc]
-    """The KV cache of one layer, as transformers calls it, which grows by ``BLOCK`` tokens.
-
-    ``DynamicCache`` copies all its keys and values to append one token: half the time of a decode step of a
-    small model at batch 256. This one copies only when a block is full. ``keys``, ``values``
-    [batch, kv_heads, tokens, head_dim] are views of larger buffers.
-    """
+    """KV cache of one layer for transformers, copied only when a block of ``BLOCK`` tokens is full. Its base
+    class copies all keys and values for every token: half the decode time of a small model at batch 256.
+    ``keys``, ``values`` [batch, kv_heads, tokens, head_dim] are views of larger buffers."""
 
     keys: Tensor
     values: Tensor

@@ -1,9 +1,8 @@
 """The ``local`` engine: an embedded Hugging Face model behind ``interfaces.Engine``, with request batching.
 
-Any causal language model of transformers works; it is meant for small ones. Requests that arrive in one turn
-of the event loop, while no batch is computed, are one batch. Sampled tokens depend on the request (seed,
-prefix) and the weights, and on the batch only through the rounding of matrix products: with the rounds of
-``LocalBackend`` a run without overlap always forms the same batches and samples the same tokens.
+It serves any causal language model in transformers, and suits small ones. Requests that wait when the model
+becomes free form one batch. Tokens depend on the request (seed, prefix), the weights and, only by rounding in
+matrix products, the batch: with ``LocalBackend.rounds``, a run without overlap is reproducible.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ _BODY = "model."
 
 
 class LocalEngine:
-    """The ``Engine`` of a ``LocalModel``, which computes in threads. Make it inside the event loop.
-
-    A folder with wrong weights leaves it as it was. RuntimeError for a request after ``close``.
-    """
+    """``Engine`` of a ``LocalModel``, which computes in threads. Construct it inside the event loop. Wrong
+    weights in a folder leave it unchanged. A request after ``close`` raises RuntimeError."""
 
     name = "local"
 
@@ -72,7 +69,7 @@ class LocalEngine:
         return await answer
 
     async def abort(self) -> None:
-        """Abort the requests: those in flight return their tokens so far, those in the queue none."""
+        """Abort all requests: running ones return their tokens so far, queued ones none."""
         waiting, self._waiting = self._waiting, []
         await self._in_thread(self._model.abort)
         for request, answer in waiting:
@@ -86,7 +83,6 @@ class LocalEngine:
         await self._in_thread(self._model.resume)
 
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
-        # Staged, confirmed, then committed: a folder with wrong weights leaves the model as it was.
         staged = await self._in_thread(lambda: self._model.stage(_weights_in(folder)))
         await confirm(await self._in_thread(partial(_digest, staged)))
         await self._in_thread(partial(self._model.commit, staged, version))
@@ -105,7 +101,7 @@ class LocalEngine:
             requests = [request for request, _ in batch]
             try:
                 generations = await self._in_thread(partial(self._model.generate, requests))
-            except Exception as error:  # of any kind: the waiting callers must get it
+            except Exception as error:  # any error: the waiting callers must get it
                 for _, answer in batch:
                     if not answer.done():
                         answer.set_exception(error)
@@ -133,12 +129,9 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
 
 
 class LocalModel:
-    """The thread-safe model of ``LocalEngine``; calls block.
-
-    Locking: each decode step holds ``_gate``. A pause, an abort or a weight replacement first sets a flag,
-    then waits for the lock; decoding checks the flags before each step. Without the flags the decoding thread
-    would take the lock again before a waiter wakes up.
-    """
+    """Thread-safe model of ``LocalEngine``, with blocking calls. Locking: each decode step holds ``_gate``. A
+    pause, abort or weight replacement sets a flag, then takes the lock; decoding checks the flags before each
+    step. Without flags the decoding thread would retake the lock before a waiter wakes up."""
 
     def __init__(
         self,
@@ -147,7 +140,7 @@ class LocalModel:
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: str = "cpu",
     ) -> None:
-        """Load the folder ``hf_path`` as version 0; at most ``max_batch`` requests decode at a time."""
+        """Load the folder ``hf_path`` as version 0; at most ``max_batch`` requests decode together."""
         choose_vector_kernels()
         self._model = _load(hf_path, dtype, device)
         vocabulary = self._model.get_input_embeddings().num_embeddings
@@ -171,13 +164,13 @@ class LocalModel:
         return self._version
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Answers to all requests, in order. ValueError, before any is decoded, if one is malformed."""
+        """Return the answers, in order. Raises ValueError before decoding if a request is malformed."""
         if self._model is None:
             raise RuntimeError("the engine is closed")
         for request in requests:
             check_request(request, self.limits)
         ticket = self._abort_ticket
-        # Rows of similar length decode together: less padding.
+        # Sorting by length reduces padding.
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
         answers: dict[int, Generation] = {}
         with self._call_lock:
@@ -193,7 +186,7 @@ class LocalModel:
         return decoding.results()
 
     def _step(self, decoding: Decoding, ticket: object) -> bool:
-        """One decode step, unless the call was aborted; returns whether it was made."""
+        """Make one decode step; returns False, without a step, if the call was aborted."""
         with self._gate:
             self._gate.wait_for(lambda: self._abort_ticket is not ticket or self._may_sample())
             if self._abort_ticket is not ticket:
@@ -210,7 +203,7 @@ class LocalModel:
             self._gate.notify_all()
 
     def pause(self) -> None:
-        """Stop sampling. When it returns, no decode step is running."""
+        """Stop sampling; on return no decode step is running."""
         self._paused = True
         with self._gate:
             pass
@@ -221,16 +214,12 @@ class LocalModel:
             self._gate.notify_all()
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copy and check new weights, for ``commit``; until then the memory holds two sets of weights.
-
-        All tensors are checked before the first is replaced: if ``weights`` raises, or they are not exactly
-        the model's (ValueError), the model stays as it is.
-        """
+        """Return a copy of new weights for ``commit``. Raises ValueError unless names and shapes match."""
         with self._update_lock:
             return self._weights.stage(weights)
 
     def commit(self, staged: dict[str, Tensor], version: int) -> None:
-        """Replace the weights between two tokens. Requests in flight keep their KV cache."""
+        """Replace the weights between two tokens; requests in flight keep their KV cache."""
         with self._update_lock:
             self._update_waits = True
             with self._gate:
@@ -247,13 +236,11 @@ class LocalModel:
 
 
 class ModelWeights:
-    """The parameters of a Hugging Face model by name, replaced all or none; tied ones count once.
-
-    ``stage`` copies and checks new ones, ``commit`` replaces the old. ``LocalModel`` does the locking.
-    """
+    """Parameters of a Hugging Face model by name, replaced all or none; tied ones count once. ``stage``
+    copies and checks new ones, ``commit`` replaces the old. ``LocalModel`` does the locking."""
 
     def __init__(self, model: Any, body: str = _BODY) -> None:
-        """``body``: prefix of the folder's names, in the place of the text model's own in transformers."""
+        """``body``: the folder's name prefix, which replaces the text model's prefix in transformers."""
 
         def named(**options: bool) -> dict[str, Tensor]:
             every = model.named_parameters(**options)
@@ -265,12 +252,12 @@ class ModelWeights:
         self._aliases = {name: names[id(every[name])] for name in every.keys() - parameters.keys()}
         self._own: dict[str, Tensor] = {}
         for name, tensor in parameters.items():
-            # Experts, which transformers keeps fused, arrive one by one: each is a view of the fused tensor.
+            # Experts arrive one by one, but transformers fuses them: each is a view of the fused tensor.
             experts = expert_tensors(name, tensor.shape)
             self._own |= {own: tensor.detach()[place] for own, place in experts.items()} or {name: tensor}
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies of new weights in the model's dtype and device. ValueError if names or shapes differ."""
+        """Copy weights to the model's dtype and device. Raises ValueError if names or shapes differ."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
         return {
             name: tensor.detach().to(self._own[name].device, self._own[name].dtype, copy=True)
@@ -292,8 +279,8 @@ def _load(hf_path: Path, dtype: str, device: str) -> Any:
         raise ConfigError(f"model.hf_path={hf_path}: no config.json there; give a Hugging Face model folder")
     transformers_logging.disable_progress_bar()
     if is_quantized(hf_path):
-        # By our reader, whose values the policy has: transformers would make fp8 layers of it on a GPU, and
-        # elsewhere cut the blocks of some shapes at other places. The weights come after.
+        # Our reader loads the weights later, as for the policy: transformers would build fp8 layers on a GPU
+        # and, elsewhere, cut the blocks of some shapes differently.
         read_model_shape(hf_path)
         config = AutoConfig.from_pretrained(hf_path, local_files_only=True, trust_remote_code=False)
         del config.quantization_config

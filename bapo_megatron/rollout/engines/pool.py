@@ -1,9 +1,8 @@
 """The engine pool: load balancing, health checks, quarantine and recovery of a run's inference engines.
 
-An engine that fails in any way (refuses, hangs, crashes, answers nonsense, reports wrong weights) is put in
-quarantine: its requests fail at once, and the caller sends them to other engines. It takes requests again
-after a health check and a verified load of the current weights. All of this happens in one event loop: that
-of the sampler's process, or of `bapo eval`.
+An engine that refuses, hangs, crashes, answers nonsense or reports wrong weights goes into quarantine: its
+requests fail immediately, and callers send them to other engines. It takes requests again after a health
+check and a verified weight load. The pool lives in one event loop, of the sampler's process or `bapo eval`.
 """
 
 from __future__ import annotations
@@ -32,37 +31,36 @@ from bapo_megatron.rollout.engines.sent_weights import DigestQuorum, SentCheck, 
 from bapo_megatron.types import GenerateRequest, Generation
 
 Report = Callable[..., None]
-"""``report(kind, **fields)`` records an event of the run."""
+"""``report(kind, **fields)`` records a run event."""
 
 _STABLE_S = 60.0
-"""Crash loop: an engine that is lost within this time of its recovery is tried again with growing backoff."""
+"""Crash-loop threshold: an engine lost within this time of its recovery is retried with growing backoff."""
 
 _MAX_BACKOFF_S = 60.0
 _LATE_S = 1.0
-"""Event loop lag, in seconds, from which on a missed deadline is this process's fault, not the engine's."""
+"""Event loop lag in seconds above which a missed deadline is this process's fault, not the engine's."""
 
 
 class EngineLost(Exception):
-    """A request failed because its engine was put in quarantine; it may be sent to another engine."""
+    """A request failed because its engine went into quarantine; another engine may take it."""
 
     def __init__(self, message: str, by_this_request: bool = False) -> None:
         super().__init__(message)
         self.by_this_request = by_this_request
-        """Whether this request itself failed, and not another one at the same engine."""
+        """Whether this request caused the failure, rather than another one on the same engine."""
 
 
 class EnginesGone(Exception):
-    """The run has no engines: none has worked for ``lost_minutes``."""
+    """No engine of the run has worked for ``lost_minutes``."""
 
 
 class EnginePool:
-    """The engines of a run with their health checks: requests, weight updates and quarantine.
+    """A run's engines: requests, weight updates, health checks and quarantine.
 
-    Make it in a running event loop, which it needs for its health checks. No engine takes requests before
-    it has weights, by ``update``, a broadcast or, in a ``ColocatedPool``, a wake-up. For a request:
-    ``reserve``, which never waits (``changed`` is set when an engine may have room), then ``generate``; at
-    its end the caller lowers ``slot.load`` by one and sets ``changed``. An engine has ``max_in_flight``
-    requests in flight at most, but for those reserved ``over_capacity``.
+    Construct it in a running event loop. An engine takes requests once it has weights, from ``update``, a
+    broadcast or, in a ``ColocatedPool``, a wake-up. For a request call ``reserve``, which never waits
+    (``changed`` is set when an engine may have room), then ``generate``; afterwards lower ``slot.load`` by 1
+    and set ``changed``. ``max_in_flight`` limits an engine's requests, except those ``over_capacity``.
     """
 
     def __init__(
@@ -73,25 +71,23 @@ class EnginePool:
         timeouts: EngineTimeouts | None = None,
         prefix_cache: bool = False,
     ) -> None:
-        """``prefix_cache``: whether engines keep a request's keys and values for its continuation, until
-        their weights change."""
+        """``prefix_cache``: engines keep a request's keys and values until their weights change."""
         self._clock = LoopLagClock()
         self._slots = [EngineSlot(engine, last_answer_at=self._clock.now()) for engine in engines]
         self._max_in_flight = max_in_flight
         self._report = report
         self.sent_check = SentCheck(report)
-        """Compares the engines' digests with those of the sent weights."""
         self._timeouts = timeouts or EngineTimeouts()
         self._prefix_cache = prefix_cache
         self._weights: CurrentWeights | None = None
         self.changed = asyncio.Event()
         """Set when an engine becomes ready, is lost, or has room again."""
         self._worked_at = self._clock.now()
-        """Time of the last answer to a request, or of the last health check of a stable engine."""
+        """Time of the last accepted answer, or of a stable engine's last health check."""
         self.ready_transitions = 0
-        """Number of times that an engine became ready: at first, or again after quarantine."""
+        """Number of times an engine became ready, initially or after quarantine."""
         self.down_since: float | None = self._clock.now()
-        """Time since which no engine works; None if one does, or all are held."""
+        """Time since which no engine has worked; None while one is up or all are held."""
         self._monitors = [asyncio.create_task(self._monitor(slot)) for slot in self._slots]
 
     @property
@@ -100,7 +96,7 @@ class EnginePool:
 
     @property
     def update_s(self) -> float:
-        """Longest step of a weight update in parts, in seconds."""
+        """Time limit for each step of a weight update in parts, in seconds."""
         return self._timeouts.update_s
 
     @property
@@ -114,10 +110,8 @@ class EnginePool:
             raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {reasons}")
 
     def reserve(self, over_capacity: bool = False, cached: CachedPrefix | None = None) -> EngineSlot | None:
-        """Reserve an engine for a request (``pool_state.choose``); None if none has room.
-
-        ``over_capacity``: also a full engine, because the trainer waits. ``cached``: of its last segment.
-        """
+        """Reserve an engine for a request (``pool_state.choose``) and return it; None if none has room.
+        ``over_capacity``: accept a full engine (the trainer waits). ``cached``: cache of the last segment."""
         most = math.inf if over_capacity else self._max_in_flight
         free = [slot for slot in self._slots if slot.is_up and not slot.is_held and slot.load < most]
         if not free:
@@ -127,15 +121,15 @@ class EnginePool:
         return slot
 
     def cached_at(self, slot: EngineSlot) -> CachedPrefix | None:
-        """The prefix cache that a sequence's last segment has left at ``slot``; None without a cache."""
+        """Return the prefix cache of a segment just sampled on ``slot``; None if engines have no cache."""
         return CachedPrefix(slot, slot.loads) if self._prefix_cache else None
 
     async def generate(
         self, slot: EngineSlot, request: GenerateRequest, is_known: Callable[[int], bool], expected: str
     ) -> Generation:
-        """Send a request to its reserved engine; returns the answer. EngineLost if the engine fails, in this
-        or another request, or has other weights: older ones than it was given, or of a version that is not
-        ``is_known``, which the reason calls not ``expected``; ValueError if the request is malformed."""
+        """Send a request to its reserved engine and return the answer. Raises ValueError if it is malformed,
+        EngineLost if the engine fails (also on another request) or answers with tokens of weights older than
+        its last load or not ``is_known``; ``expected`` describes the known weights in the error."""
         version = slot.version
         request_task = asyncio.ensure_future(slot.engine.generate(request))
         slot.inflight.add(request_task)
@@ -143,7 +137,7 @@ class EnginePool:
             answer = await request_task
             slot.last_answer_at = self._clock.now()
             self._check_versions(slot, answer, version, is_known, expected)
-            self._worked_at = slot.last_answer_at  # an answer that is not used is not work
+            self._worked_at = slot.last_answer_at  # only an accepted answer counts
             return answer
         except asyncio.CancelledError:
             this = asyncio.current_task()
@@ -167,12 +161,9 @@ class EnginePool:
         is_known: Callable[[int], bool],
         expected: str,
     ) -> None:
-        """EngineLost, and quarantine, if an answer has tokens of older weights than ``version``, or unknown.
-
-        A server that was restarted between two health checks samples so, from the weights of its start; and
-        one into which another run has loaded its weights. A request that meets several is given up, as one
-        that engines fail at: they would answer so after every load.
-        """
+        """Quarantine the engine and raise EngineLost if an answer has tokens of unknown weights, or of
+        weights older than ``version``: its server was restarted between two health checks, or another run
+        loaded its weights. ``by_this_request`` is set: a request that meets this repeatedly is given up."""
         if not len(versions_R := answer.versions_R):
             return
         oldest, newest = int(versions_R.min()), int(versions_R.max())
@@ -192,16 +183,16 @@ class EnginePool:
         raise EngineLost(f"{slot.engine.name}: {reason}", by_this_request=True)
 
     def quarantine(self, slot: EngineSlot, reason: str) -> None:
-        """Put an engine in quarantine. Its requests end with EngineLost."""
+        """Put a working engine in quarantine and end its requests with EngineLost."""
         if not slot.is_up:
             return
-        # The state first: the cancelled requests read the reason, and must not be sent here again.
+        # State before cancellation: the requests read the reason, and must not return to this engine.
         slot.is_up, slot.reason = False, reason
         for request_task in slot.inflight:
             request_task.cancel()
         soon = self._clock.now() - slot.ready_since < _STABLE_S
         slot.backoff_s = min(_MAX_BACKOFF_S, 2 * slot.backoff_s + self._timeouts.heartbeat_s) if soon else 0.0
-        if self.up == 0:  # not from now on: an engine in a crash loop has sampled nothing since then
+        if self.up == 0:  # not now: an engine in a crash loop has sampled nothing since
             self.down_since = self._worked_at
         self._report("engine_lost", engine=slot.engine.name, reason=reason, engines=self.up)
         self.changed.set()
@@ -212,20 +203,18 @@ class EnginePool:
         await asyncio.gather(*(self.or_quarantine(slot, slot.engine.abort(), limit_s) for slot in up))
 
     async def update(self, folder: Path, version: int) -> None:
-        """Load the weights in ``folder`` into every working engine; into the others when they recover.
-
-        Returns when the working ones have loaded them or are in quarantine; a failing engine raises nothing.
-        """
+        """Load the weights in ``folder`` into every working engine, and into the others once they recover.
+        Returns when each working engine has loaded them or is in quarantine; engine errors are not raised."""
         load_s = load_seconds(folder, self._timeouts.update_s)
         quorum = self.quorum(version, SentDigests.read(folder))
-        # Before the loads: an engine that recovers meanwhile must get these weights, not those before.
+        # Before the loads: an engine that recovers meanwhile must get these weights, not the previous ones.
         self._weights = CurrentWeights(folder, version, quorum, load_s)
         up = [slot for slot in self._slots if slot.is_up]
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
     async def gather(self) -> list[EngineSlot]:
-        """The engines that answer, to receive a weight broadcast; none recovers until it has ended."""
-        # First, so that no engine recovers with the folder of an older version during the broadcast.
+        """Return the engines that answer, for a weight broadcast; no other recovers until it has ended."""
+        # First: no engine may recover from an older version's folder during the broadcast.
         self._weights = None
         alive = await asyncio.gather(*(slot.engine.is_alive() for slot in self._slots))
         return [
@@ -233,7 +222,7 @@ class EnginePool:
         ]
 
     def resumed(self, version: int, slots: Collection[EngineSlot]) -> None:
-        """Mark the receivers of a broadcast ready with ``version``; put the other engines in quarantine."""
+        """Mark a broadcast's receivers ready with ``version``; quarantine the other engines."""
         for slot in self._slots:
             if slot in slots:
                 self._mark_ready(slot, version)
@@ -245,7 +234,7 @@ class EnginePool:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether no engine works and the trainer must push the weights once more: they are in no folder."""
+        """Whether the trainer must push the weights again: no engine works, and no folder has them."""
         return self.up == 0 and self._weights is None
 
     async def close(self) -> None:
@@ -257,7 +246,7 @@ class EnginePool:
                 await asyncio.wait_for(slot.engine.close(), self._timeouts.abort_s)
 
     async def _update(self, slot: EngineSlot) -> None:
-        """Load the current weights into one engine, and mark it ready. One that is up keeps its requests."""
+        """Load the current weights into one engine and mark it ready; a working one keeps its requests."""
         if slot.is_busy or slot.is_held:
             return
         weights = self._begin_load(slot)
@@ -267,7 +256,7 @@ class EnginePool:
             loaded = await self.or_quarantine(slot, weights.load(slot), weights.load_s)
         finally:
             await self._end_load(slot, weights)
-        # Newer weights, or a hold for the policy's turn, may have come during the load.
+        # During the load newer weights or a hold (the policy's turn on the GPU) may have arrived.
         if loaded and self._weights is weights and not slot.is_held:
             self._mark_ready(slot, weights.version)
 
@@ -285,7 +274,7 @@ class EnginePool:
         await weights.quorum.release(slot.engine.name)
 
     def _mark_ready(self, slot: EngineSlot, version: int) -> None:
-        slot.loads += 1  # also if it was up: its prefix cache is of the old weights
+        slot.loads += 1  # even if it was up: its prefix cache belongs to the old weights
         slot.version = version
         if not slot.is_up:
             slot.is_up, self.down_since = True, None
@@ -298,8 +287,7 @@ class EnginePool:
     async def or_quarantine(
         self, slot: EngineSlot, call: Coroutine[Any, Any, Any], limit_s: float | None = None
     ) -> bool:
-        """Await a control call, with a deadline and health checks; quarantine the engine if it fails. Returns
-        whether it succeeded. ``limit_s``: None for that of a weight update."""
+        """Await a control call under health checks. Quarantines the engine and returns False on failure."""
         task = asyncio.create_task(call)
         reason = await self._failure(slot, task, self._timeouts.update_s if limit_s is None else limit_s)
         if reason is None:
@@ -312,7 +300,7 @@ class EnginePool:
         return False
 
     async def _failure(self, slot: EngineSlot, call: asyncio.Task[Any], limit_s: float) -> str | None:
-        """The failure of a control call as text; None if it succeeded. A silent engine ends it early."""
+        """Await a control call; returns its failure as text, or None. Cancels it early on a silent engine."""
         began = self._clock.now()
         before_s = late_s = self._clock.late_s
         slot.last_answer_at = began
@@ -336,8 +324,7 @@ class EnginePool:
         if error is None:
             return None
         reason = str(error) or repr(error)
-        # Lag since the look before the last, not the last: after a lag the loop may run one look before the
-        # deadlines that passed meanwhile fire.
+        # Lag since the second-to-last poll: after a lag the loop may poll once before overdue deadlines fire.
         is_ours = self._clock.late_s - before_s > _LATE_S
         timed_out = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if timed_out and not is_ours:
@@ -345,7 +332,7 @@ class EnginePool:
         return reason
 
     async def _check_health(self, slot: EngineSlot) -> bool:
-        """Health check: whether the engine answers. A failure during event loop lag does not count."""
+        """Return whether the engine answers. Failure during event loop lag does not count as silence."""
         began, late_s = self._clock.now(), self._clock.late_s
         if not await slot.engine.is_alive():
             if self._clock.late_s - late_s > _LATE_S:  # this process may have read the answer too late
@@ -355,7 +342,7 @@ class EnginePool:
         return True
 
     def _report_hang(self, slot: EngineSlot, reason: str) -> None:
-        """Report that an engine hangs, so that its server is ended; repeated with growing backoff."""
+        """Report that an engine hangs, so that its server is ended; repeats are spaced by growing backoff."""
         now = self._clock.now()
         if now - slot.hang_reported_at >= slot.hang_report_backoff_s:
             slot.hang_reported_at = now
@@ -363,7 +350,7 @@ class EnginePool:
             self._report("engine_hangs", engine=slot.engine.name, reason=reason)
 
     async def _monitor(self, slot: EngineSlot) -> None:
-        """The health-check loop of one engine: quarantine when it is silent, recovery when it answers."""
+        """Run one engine's health checks: quarantine it when silent, recover it when it answers."""
         timeouts = self._timeouts
         while True:
             await asyncio.sleep(timeouts.heartbeat_s + (0.0 if slot.is_up else slot.backoff_s))
@@ -382,6 +369,6 @@ class EnginePool:
                 await self._bring_back(slot)
 
     async def _bring_back(self, slot: EngineSlot) -> None:
-        """Recover an engine that answers again: load the current weights, if they are in a folder."""
+        """Load the current weights into an engine that answers again, if they are in a folder."""
         if self._weights is not None:
             await self._update(slot)

@@ -1,7 +1,4 @@
-"""Generation requests to inference engines: their dataset, seeds, stop tokens, and validation.
-
-Both engines validate a request before they send it, because an invalid token id can crash an engine.
-"""
+"""Generation requests: dataset, seeds, stop tokens, validation (invalid token ids can crash an engine)."""
 
 from __future__ import annotations
 
@@ -27,24 +24,22 @@ from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTok
 
 @dataclass(frozen=True)
 class Dataset:
-    """The tokenized prompts of a run, with the tokenizer that decodes the responses."""
+    """A run's tokenized prompts, with the tokenizer that decodes the responses."""
 
     prompts: Sequence[Prompt]
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
-    """Those of the model; environments may have more."""
+    """The model's stop tokens; environments may add more."""
     sources: tuple[MixedSource, ...] = ()
-    """The sources of the prompts, in order; empty in a run of one file."""
+    """Prompt sources, in order; empty in a run with one file."""
     tools_sha256: str = ""
-    """Digest of the tools that the prompts describe; empty without any."""
+    """Digest of the tools described in the prompts; empty without tools."""
 
     def texts(self, ids: Sequence[np.ndarray]) -> list[str]:
-        """Responses as text, see ``response_text``."""
         return [response_text(self.tokenizer, response_ids) for response_ids in ids]
 
     def turn_text(self, ids: np.ndarray, stops: Sequence[int]) -> str:
-        """A turn of the model as text: without the token of ``stops`` that ended it, with all other special
-        ones."""
+        """Decode a model turn, with special tokens but without the token of ``stops`` that ended it."""
         listed = ids.tolist()
         if listed and listed[-1] in stops:
             listed.pop()
@@ -53,11 +48,9 @@ class Dataset:
 
 
 def response_text(tokenizer: Any, ids: np.ndarray) -> str:
-    """Text of a response, without special tokens but those around a thinking part and ordinary characters.
-
-    Rewards find the answer behind the tags, which some tokenizers call special, and some models pad with
-    ``!``: the answer would be lost, or its factorial.
-    """
+    """Decode a response without special tokens, except thinking tags and single ordinary characters. Rewards
+    find the answer after the thinking tags, which some tokenizers mark special. Some models have ``!`` as a
+    special padding token: an answer's factorial must survive."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {number: str(token) for number, token in added.items() if token.special}
     told = {number for number, text in special.items() if _is_told(text)}
@@ -71,9 +64,8 @@ def _is_told(special: str) -> bool:
 
 
 def prompt_of_turn(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int) -> Prompt:
-    """The prompt, as of the turn that begins at token ``start`` of a response: ``opens_thinking`` is of what
-    the model was given before it. R1's template opens a thought behind a prompt, and none behind a tool's
-    answer."""
+    """Return the prompt for the turn that begins at response token ``start``, with ``opens_thinking`` from
+    the tokens before it: R1's template opens a thought after a prompt, but not after a tool's answer."""
     if start == 0:
         return prompt
     return replace(prompt, opens_thinking=ends_in_thinking(tokenizer, ids_R[:start]))
@@ -81,22 +73,22 @@ def prompt_of_turn(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits of a model on requests: vocabulary and context length, from its config.json."""
+    """A model's limits on requests: vocabulary and context length."""
 
     vocabulary: int
-    """Vocabulary size: token ids are below it."""
+    """Exclusive upper bound on token ids."""
     context: int
     """Most tokens of prompt and response together."""
 
 
 def limits_of(hf_path: Path) -> ModelLimits:
-    """The limits of the model in an HF folder."""
+    """Read the model limits from an HF folder's config.json."""
     _, config = read_text_config(hf_path)
     return ModelLimits(config["vocab_size"], config["max_position_embeddings"])
 
 
 def asked_routes(config: RunConfig) -> RouteShape | None:
-    """The shape of the routes that a run asks its engines for; None for none, or without experts."""
+    """Return the shape of the routes that a run requests from its engines; None without routes or experts."""
     if config.rollout.route_replay == "off":
         return None
     shape = read_model_shape(config.model.hf_path)
@@ -105,7 +97,7 @@ def asked_routes(config: RunConfig) -> RouteShape | None:
 
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
-    """Validate a request. ValueError names it and its first mistake."""
+    """Validate a request. Raises ValueError with its id and first mistake."""
     if problem := next(_problems(request, limits), None):
         raise ValueError(f"request {request.request_id!r}: {problem}")
 
@@ -135,7 +127,7 @@ def _problems(request: GenerateRequest, limits: ModelLimits) -> Iterator[str]:
 
 
 def empty_generation(request: GenerateRequest) -> Generation:
-    """The answer without tokens: of a request that was aborted before it began."""
+    """Return the answer without tokens to a request that was aborted before it began."""
     return Generation(
         **ResponseTokens.joined([]).columns, request_id=request.request_id, finish_reason="abort"
     )
@@ -143,22 +135,19 @@ def empty_generation(request: GenerateRequest) -> Generation:
 
 @lru_cache(1 << 16)  # every segment of a response asks again
 def request_seed(run_seed: int, epoch: int, index: int, sample: int) -> int:
-    """The seed of a response: a 63-bit hash of the arguments, equal on every machine."""
+    """Return a response's seed: a 63-bit hash of the arguments, equal on every machine."""
     entropy = np.random.SeedSequence([run_seed % 2**64, epoch, index, sample])
     return int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 _LLAMAS_END = "<|eom_id|>"
-"""SGLang's own (``_ADDITIONAL_STOP_TOKEN_TEXTS``). Files of base and distilled models do not name it."""
+"""SGLang's extra stop token (``_ADDITIONAL_STOP_TOKEN_TEXTS``); base and distilled models' files omit it."""
 
 
 def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The stop tokens: the end-of-sequence ids of the tokenizer, generation_config.json and config.json, and
-    ``<|eom_id|>`` of every Llama 3, R1-Distill-Llama too.
-
-    Chat models have several. SGLang stops at all of them, whatever a request says, so every engine must.
-    ConfigError if one of the files names something else.
-    """
+    """Return the stop tokens: end-of-sequence ids of tokenizer, generation_config.json and config.json, and
+    ``<|eom_id|>`` of every Llama 3, also R1-Distill-Llama. SGLang stops at all of them whatever a request
+    says, so every engine must. Raises ConfigError if a file cannot be read or names anything but ids."""
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     stops = {tokenizer.eos_token_id, added.get(_LLAMAS_END)}
     for name in ("config.json", "generation_config.json"):
@@ -180,11 +169,8 @@ def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def unstopped_end(tokenizer: Any, stops: Sequence[int]) -> str | None:
-    """The added token with which the chat template ends a turn of the model, if it is none of ``stops``.
-
-    None otherwise, and for a template that ends turns with no such token, or refuses one. A base model of
-    Qwen stops at ``<|endoftext|>`` alone, and its template writes ``<|im_end|>``.
-    """
+    """Return the added token with which the chat template ends a model turn, if it is not in ``stops``; else
+    None. A Qwen base model stops only at ``<|endoftext|>``, but its template writes ``<|im_end|>``."""
     mark = "Aturn7f3aEnd"
     messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": mark}]
     try:
@@ -197,15 +183,14 @@ def unstopped_end(tokenizer: Any, stops: Sequence[int]) -> str | None:
 
 
 ENVIRONMENT = "environment.function"
-"""Key of a journal's identity: the environment of all its prompts, or that of each source, by name."""
-
+"""Key of a journal's identity: the environment of all prompts, or of each source by name."""
 
 PROMPTS = "model.prompts_sha256"
-"""Key of a journal's identity: digest of all prompts' tokens. Journals of earlier versions lack it."""
+"""Key of a journal's identity: digest of all prompts' tokens. Older journals lack it."""
 
 
 def _environment(config: RunConfig) -> str | dict[str, str | None] | None:
-    """The value of ``ENVIRONMENT``: one text where all sources have the same; None where none has any."""
+    """Return the value of ``ENVIRONMENT``: a name if all sources share one, None if none has any."""
     names = config.data.source_names or ("",)
     by_source = {name: config.environments[name].function for name in names}
     functions = set(by_source.values())
@@ -213,9 +198,9 @@ def _environment(config: RunConfig) -> str | dict[str, str | None] | None:
 
 
 def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
-    """The identity of a journal: the settings that its records depend on; a resume must not change them."""
+    """Return a journal's identity: the settings behind its records, which a resume must not change."""
     rollout, environment = config.rollout, _environment(config)
-    # A program without environments compares the size, and refuses such a journal in words.
+    # A version without environments compares the size, and so refuses such a journal with a clear message.
     optional: dict[str, Any] = {} if environment is None else {ENVIRONMENT: environment}
     if dataset.tools_sha256:
         optional["environment.tools"] = dataset.tools_sha256

@@ -1,8 +1,7 @@
-"""Verification of a weight sync: each engine's tensor digests against those sent, and against the others'.
+"""Verification of a weight sync: digests (hashes) of each engine's tensors against those sent.
 
-A digest is a hash. The trainer computes those that an engine must report while it sends the weights; the
-engine pool compares, before the engine samples from them. Engines that all lack the same tensor agree with
-each other: only the trainer's digests show it. Where those are unknown, a quorum of engines decides.
+The trainer computes expected digests while it sends weights; the engine pool compares them before an engine
+samples. If they are unknown, a quorum of engines decides, which misses a tensor that all engines lack.
 """
 
 from __future__ import annotations
@@ -19,38 +18,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE_NAME = "sent_digests.json"
-"""The file of the digests in a folder of weights."""
+"""Digest file in a weight folder."""
 _NO_WEIGHTS = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq", "axis_map", "gemma_weight")
-"""Parts of the names of buffers that an engine computes itself: RoPE tables, and 1 + w of a norm's weight."""
+"""Name parts of buffers that an engine computes itself: RoPE tables, and 1 + w of a norm's weight."""
 _NAMED = 3
-"""Most tensors that a message names."""
 
 
 class TensorDigests(str):
-    """An engine's digest of all its weights (the string), with that of each tensor on each of its ranks."""
+    """An engine's digest of all its weights (the string) and of each tensor: ``ranks[rank][name]``."""
 
     ranks: Sequence[Mapping[str, str]]
 
     def __new__(cls, digest: str, ranks: Sequence[Mapping[str, str]]) -> TensorDigests:
-        """``digest``: of all weights together."""
         made = super().__new__(cls, digest)
         made.ranks = ranks
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle support: it may be sent to another process."""
         return TensorDigests, (str(self), self.ranks)
 
 
 @dataclass(frozen=True)
 class SentDigests:
-    """The digests of the sent weights, which an engine must report after it has loaded them.
-
-    Weights on disk have them in their folder, others in the call that ends the transfer.
-    """
+    """Digests that engines must report after a load, from the weight folder or a transfer's last call."""
 
     ranks: tuple[Mapping[str, str], ...] = ()
-    """For each of the engine's ranks: its name of each tensor, to the digest."""
+    """For each engine rank, tensor digests by the engine's tensor name."""
     hashed_bytes: int = 0
     unknown: str = ""
     """Why the digests are unknown; empty if they are known."""
@@ -61,7 +54,7 @@ class SentDigests:
 
     @classmethod
     def read(cls, folder: Path) -> SentDigests | None:
-        """The digests in a folder of weights; None if it has none, because no trainer wrote it."""
+        """Read the digests in a weight folder; None if it has none (no trainer wrote it)."""
         path = folder / FILE_NAME
         if not path.is_file():
             return None
@@ -70,22 +63,22 @@ class SentDigests:
 
 
 class WeightDigester(Protocol):
-    """The streaming hash (protocol) of one version's weights, tensor by tensor, in the engine's layout."""
+    """Protocol of a streaming hash: one version's weights, tensor by tensor, in the engine's layout."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a whole tensor by its Hugging Face name. ValueError if its layout on the engine is unknown."""
+        """Add a whole tensor by its Hugging Face name. Raises ValueError if its engine layout is unknown."""
 
     def result(self) -> SentDigests:
-        """The digests, after the last tensor. ValueError if they are unknown."""
+        """Return the digests after the last tensor. Raises ValueError if they are unknown."""
 
 
 MakeDigester = Callable[[], WeightDigester]
-"""The factory of the digests that engines must report; None in its place: none are compared."""
+"""Factory of the digester of one weight version; None where nothing is compared."""
 
 
 @dataclass(frozen=True)
 class UnknownDigests:
-    """The ``WeightDigester`` of engines whose digests cannot be computed here, with the reason."""
+    """``WeightDigester`` for engines whose digests cannot be computed here, for ``reason``."""
 
     reason: str
 
@@ -97,10 +90,8 @@ class UnknownDigests:
 
 
 class DigestingIterator:
-    """An iterator over weights that computes their digests as they pass; ask ``sent`` after its end.
-
-    A failing digest does not stop it: other ranks take part in the all-gathers.
-    """
+    """Weight iterator that computes digests as tensors pass; call ``sent`` after its end. A failing digest
+    does not stop it: other ranks take part in the all-gathers."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], make: MakeDigester | None) -> None:
         self._weights = weights
@@ -112,12 +103,12 @@ class DigestingIterator:
             if self._digester is not None and not self._error:
                 try:
                     self._digester.add(name, tensor)
-                except Exception as error:  # of any kind: the weights must reach the engines
+                except Exception as error:  # any error: the weights must reach the engines
                     self._error = str(error) or repr(error)
             yield name, tensor
 
     def sent(self) -> SentDigests | None:
-        """The digests of all weights; None where nothing is compared."""
+        """Return the digests of all weights; None where nothing is compared."""
         if self._digester is None:
             return None
         try:
@@ -127,17 +118,11 @@ class DigestingIterator:
 
 
 class DigestMismatch(RuntimeError):
-    """A wrong digest: an engine's weights differ from the others', or from those that were sent.
-
-    The engine may not sample: the pool puts it in quarantine, or a broadcast fails.
-    """
+    """An engine's weights differ from those sent or from the other engines': it must not sample."""
 
 
 class SentCheck:
-    """The comparison of engines' digests with the trainer's, one for an engine pool.
-
-    Each reason not to compare is reported once, as an event.
-    """
+    """Comparison of engine digests with the trainer's; reports each reason not to compare once (event)."""
 
     def __init__(self, report: Callable[..., None]) -> None:
         self._report = report
@@ -145,11 +130,8 @@ class SentCheck:
         self._has_matched = False
 
     def is_sent(self, sent: SentDigests | None, engine: str, digest: str) -> bool:
-        """Whether an engine has the weights ``sent``; False if unknown, DigestMismatch if it has others.
-
-        Before the first match of any tensor a complete mismatch counts as another hash function, not as other
-        weights.
-        """
+        """Return whether an engine has the weights ``sent``; False if unknown. Raises DigestMismatch on other
+        weights. A complete mismatch before the first match counts as a different hash function."""
         if sent is None:
             return False
         if reason := sent.unknown or _incomparable(digest, sent):
@@ -178,14 +160,14 @@ class SentCheck:
 
 @dataclass
 class _DigestDiff:
-    """The difference of sent and reported digests: names with their ranks, and the number of equal ones."""
+    """Difference of sent and reported digests: "NAME on rank R" lists, and the number of equal digests."""
 
     matching: int = 0
     differing: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """Sent, but not on the engine."""
+    """Sent but not on the engine."""
     unknown: list[str] = field(default_factory=list)
-    """On the engine, but not sent."""
+    """On the engine but not sent."""
 
     @classmethod
     def between(cls, sent: Sequence[Mapping[str, str]], reported: Sequence[Mapping[str, str]]) -> _DigestDiff:
@@ -227,20 +209,20 @@ def _some(names: Sequence[str]) -> str:
 
 
 IsSent = Callable[[str, str], bool]
-"""``SentCheck.is_sent`` for one version: an engine's name and digest to whether they are those sent."""
+"""``SentCheck.is_sent`` for one version: (engine name, digest) to whether they are the sent weights'."""
 
 
 class DigestQuorum:
-    """The digest quorum of one weight version, in the event loop of the engine pool.
+    """Digest quorum of one weight version, in the engine pool's event loop.
 
-    For each engine: ``expect`` before its load; ``confirm`` with its digest; ``release`` after the load, also
-    after an error. The right digest is that of the sent weights. Where that is unknown, it is the first that
-    two engines report; an engine alone with its digest waits for those that still load, and is right if no
-    other digest was reported. If no two agree, no engine is right: all must load again.
+    For each engine call ``expect`` before its load, ``confirm`` with its digest, and ``release`` after the
+    load or its error. The right digest is the sent weights' or, where unknown, the first that two engines
+    report. An engine alone with its digest waits for engines that still load, and is right if no other
+    digest arrives. If no two agree, no engine is right and all must load again.
     """
 
     def __init__(self, wait_s: float, is_sent: IsSent | None = None) -> None:
-        """``wait_s``: the longest wait of an engine for others that still load."""
+        """``wait_s``: longest wait for engines that still load."""
         self._wait_s = wait_s
         self.is_sent = is_sent
         self._digest: str | None = None
@@ -249,22 +231,22 @@ class DigestQuorum:
         self._changed = asyncio.Condition()
 
     def expect(self, engine: str) -> None:
-        """Note that the engine begins to load: others wait for its digest."""
+        """Note that the engine begins to load, so that others wait for its digest."""
         self._loading.add(engine)
         self._reported.pop(engine, None)
 
     def withdraw(self, engine: str) -> None:
-        """Remove the digest of an engine that failed afterwards."""
+        """Remove the digest of an engine that failed after its report."""
         self._reported.pop(engine, None)
 
     async def release(self, engine: str) -> None:
-        """Note that the engine's load is over, whether or not it has reported a digest."""
+        """Note that the engine's load has ended, with or without a digest."""
         self._loading.discard(engine)
         async with self._changed:
             self._changed.notify_all()
 
     async def confirm(self, engine: str, digest: str) -> None:
-        """Report the engine's ``digest``; returns when it is known to be right. DigestMismatch if wrong."""
+        """Report the engine's ``digest``; returns once it is known right. Raises DigestMismatch if wrong."""
         if self.is_sent is not None and self.is_sent(engine, digest):
             self._digest = digest
         self._reported[engine] = digest

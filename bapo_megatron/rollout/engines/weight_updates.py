@@ -1,8 +1,7 @@
-"""Weight updates in parts, for the engine pool: begin, receive, confirm, resume, whatever the transport.
+"""Drivers of weight updates in parts: begin, receive, confirm, resume, for every transport.
 
-The trainer's side of a transport is a file of ``rollout/weight_sync/``, which makes the four calls in this
-order by ``SamplerClient``. An engine sees one call, its ``load`` or ``wake``, which waits for them. For
-weights in a folder the pool makes that call alone (``CurrentWeights``).
+The trainer (``rollout/weight_sync/``) makes these four calls in order through ``SamplerClient``. An engine
+sees one call, ``load`` or ``wake``, which spans all four; for weights in a folder the pool makes it directly.
 """
 
 from __future__ import annotations
@@ -24,17 +23,15 @@ Load = Callable[[WeightParts, int, Confirm], Coroutine[Any, Any, None]]
 """An engine's ``load`` or ``wake``."""
 
 _ERROR_GRACE_S = 0.5
-"""Wait for the errors of other engines, after the first."""
+"""Time to collect other engines' errors after the first, in seconds."""
 
 
 class EngineLoad:
-    """One engine's load of ``WeightParts`` in steps: begin, receive (each part), end, confirm, resume.
-
-    A step returns when the engine has done it, and raises the engine's error.
-    """
+    """One engine's ``load`` or ``wake`` call in steps: begin, receive (each part), end, confirm, resume. A
+    step returns when the engine has completed it, and raises the engine's error."""
 
     def __init__(self, slot: EngineSlot, load: Load, version: int) -> None:
-        """Call ``load``, whose engine pauses or reclaims memory, and asks for the first part."""
+        """Start ``load``: the engine pauses or reclaims memory, then asks for the first part."""
         self.slot, self.name = slot, slot.engine.name
         self._parts: asyncio.Queue[WeightPart | None] = asyncio.Queue()
         self._asked = asyncio.Event()
@@ -49,25 +46,25 @@ class EngineLoad:
         await self._until(self._asked.wait())
 
     async def receive(self, part: WeightPart) -> None:
-        """Give the engine a part; it has loaded it when it asks for the next."""
+        """Give the engine a part; returns when it asks for the next, i.e. has loaded this one."""
         self._asked.clear()
         self._parts.put_nowait(part)
         await self._until(self._asked.wait())
 
     async def end(self) -> None:
-        """End the parts; the engine closes its update, and reports its digest."""
+        """Signal the end of the parts; returns when the engine has reported its digest."""
         self._is_ended = True
         self._parts.put_nowait(None)
         await self._until(asyncio.wait({self._reported}))
 
     async def confirm(self, quorum: DigestQuorum) -> None:
-        """Compare the reported digest. EngineError if it is wrong."""
+        """Compare the reported digest. Raises EngineError if it is wrong."""
         try:
             await quorum.confirm(self.name, self._reported.result())
         except DigestMismatch as error:
             raise EngineError(f"{self.name}: {error}") from error
         finally:
-            await quorum.release(self.name)  # also if it was found wrong before others were asked
+            await quorum.release(self.name)  # also after an early mismatch
         self._is_confirmed = True
 
     async def resume(self) -> None:
@@ -77,11 +74,11 @@ class EngineLoad:
         await self._call
 
     def cancel(self) -> None:
-        """End the load, if it continues. The engine's weights are unknown then."""
+        """Cancel an unfinished load, which leaves the engine's weights unknown."""
         self._call.cancel()
 
     async def _load(self, load: Load, version: int) -> None:
-        await load(self._handed(), version, self._confirm)  # here, so that a wrong signature is its error
+        await load(self._handed(), version, self._confirm)  # inside the task, which catches a wrong signature
 
     async def _handed(self) -> AsyncIterator[WeightPart]:
         self._asked.set()
@@ -90,7 +87,7 @@ class EngineLoad:
             self._asked.set()
 
     async def _confirm(self, digest: str) -> None:
-        """The engine's ``confirm``: with all weights it waits here until it may sample from them."""
+        """The engine's ``confirm``: record its digest, and wait until it may sample from the new weights."""
         if not self._is_ended:
             raise EngineError(f"{self.name}: reports a digest before the parts of its weights have ended")
         if self._reported.done() and self._reported.result() != digest:
@@ -100,7 +97,7 @@ class EngineLoad:
         await self._may_resume.wait()
 
     async def _until(self, step: Coroutine[Any, Any, Any]) -> None:
-        """Wait for ``step``. If the engine's call ends before it: its error, or else an EngineError."""
+        """Wait for ``step``. If the engine's call ends first, raise its error or EngineError."""
         waiting = asyncio.create_task(step)
         try:
             await asyncio.wait({waiting, self._call}, return_when=asyncio.FIRST_COMPLETED)
@@ -113,26 +110,20 @@ class EngineLoad:
 
 
 class WeightUpdates:
-    """The driver of colocated engines' updates in parts, by memory handles; the base class of the others.
-
-    In order: ``begin``; ``receive`` for every bucket; ``confirm``; ``resume``. Each returns the names of the
-    engines on which it succeeded. One that fails takes no further part: it is in quarantine, and must be
-    ended.
-    """
+    """Driver of updates of colocated engines by memory handles; base class of the other drivers. In order:
+    ``begin``; ``receive`` for every bucket; ``confirm``; ``resume``. Each returns the names of the engines on
+    which it succeeded, and quarantines the others: they drop out of the update and must be ended."""
 
     calls: tuple[str, ...] = ()
-    """Names of more calls that the trainer may make."""
+    """Names of additional calls for the trainer."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool, self._version = pool, 0
         self._loads: list[EngineLoad] = []
 
     async def begin(self, version: int, names: Collection[str] = ()) -> list[str]:
-        """Make engines ready for the weights of ``version``.
-
-        ``names``: of sleeping engines, which reclaim the memory of their weights. EngineError if no engine
-        receives: a later ``resume`` would put all of them in quarantine.
-        """
+        """Prepare engines for the weights of ``version``; sleeping engines ``names`` reclaim weight memory.
+        Raises EngineError if no engine receives: a later ``resume`` would quarantine all of them."""
         self.cancel()
         self._version = version
         receivers = self._receivers(names)
@@ -146,31 +137,31 @@ class WeightUpdates:
         return await self._on_all(lambda load: load.begin())
 
     async def receive(self, part: WeightPart | Mapping[str, WeightPart]) -> list[str]:
-        """Let engines load one bucket: ``part``, or that of the engine's name."""
+        """Load one bucket into the engines: ``part``, or its entry under the engine's name."""
         by_engine = part if isinstance(part, Mapping) else {load.name: part for load in self._loads}
         return await self._on_all(lambda load: load.receive(by_engine[load.name]))
 
     async def confirm(self, sent: SentDigests | None = None) -> list[str]:
-        """Compare the digests of engines that have got all weights, with those ``sent`` and each other."""
+        """End the parts and compare the engines' digests with ``sent`` and with each other."""
         quorum = self._pool.quorum(self._version, sent)
-        # All digests are there before one is compared, and all are compared before any engine resumes.
+        # All digests arrive before the first comparison, and all comparisons finish before any resume.
         reported = await self._on_all(lambda load: load.end())
         for name in reported:
             quorum.expect(name)
         confirmed = await self._on_all(lambda load: load.confirm(quorum))
         for name in set(reported) - set(confirmed):
-            quorum.withdraw(name)  # its digest must not count in the quorum of later loads by disk
+            quorum.withdraw(name)  # its digest must not count in the quorum of later disk loads
         return confirmed
 
     async def resume(self) -> list[str]:
-        """Let engines with confirmed weights reclaim the rest of their memory, and sample."""
+        """Let engines with confirmed weights reclaim their remaining memory and sample."""
         resumed = await self._on_all(lambda load: load.resume())
         self._pool.resumed(self._version, [load.slot for load in self._loads])
         self._loads = []
         return resumed
 
     def cancel(self) -> None:
-        """End the updates that were not resumed: other calls of their engines would wait for them."""
+        """Cancel updates that were not resumed: they would block other calls to their engines."""
         for load in self._loads:
             load.cancel()
         self._loads = []
@@ -180,7 +171,7 @@ class WeightUpdates:
         return [(slot, engine.wake) for slot, engine in engines if isinstance(engine, ReceivesHandles)]
 
     async def _on_all(self, step: Callable[[EngineLoad], Coroutine[Any, Any, None]]) -> list[str]:
-        """Run a step of all loads at once; returns the names of the engines on which it succeeds."""
+        """Run a step on all loads concurrently; returns the names of the engines on which it succeeds."""
         done = await asyncio.gather(
             *(self._pool.or_quarantine(load.slot, step(load)) for load in self._loads)
         )
@@ -192,19 +183,16 @@ class WeightUpdates:
 
 
 def driver_class(sync: str) -> type[WeightUpdates]:
-    """The driver of the transport of weights ``sync``, by ``config/transports.py``."""
+    """Return the driver class of weight transport ``sync`` (``config/transports.py``)."""
     driver: type[WeightUpdates] = load_dotted_path("sync", TRANSPORTS[sync].driver, "class")
     return driver
 
 
 class BroadcastUpdates(WeightUpdates):
-    """The driver of weight broadcasts, in which engines go in lockstep: a broadcast passes data through them.
-
-    ``gather`` and, for engines in no group, ``join`` come first; then the calls of ``WeightUpdates`` update
-    all that were gathered, or raise EngineError, which names engines that fail. After it weights may be
-    mixed, and ``fail`` must follow. An engine that hangs must be ended: the pool finds it when it does not
-    load from disk (``engine_hangs``).
-    """
+    """Driver of weight broadcasts, which all engines receive in lockstep. ``gather`` comes first, then
+    ``join`` unless the engines share a group. The ``WeightUpdates`` calls then update all gathered engines,
+    or raise EngineError with the names of those that fail; ``fail`` must follow, because weights may be
+    mixed. The pool reports ``engine_hangs`` if an engine then fails to load from disk."""
 
     calls = ("gather", "join", "fail")
 
@@ -212,21 +200,21 @@ class BroadcastUpdates(WeightUpdates):
         super().__init__(pool)
         self._gathered: list[tuple[EngineSlot, ReceivesBroadcast]] = []
         self._members: tuple[list[Any], int] | None = None
-        """The engines of the group, and the pool's ``ready_transitions`` then."""
+        """Engines of the group, with the pool's ``ready_transitions`` after their last broadcast."""
 
     async def gather(self) -> tuple[int, bool]:
-        """Select the receiving engines; returns their number of ranks, and whether they are in a group."""
+        """Select the receiving engines; returns their total ranks, and whether they share a group already."""
         engines = [(slot, slot.engine) for slot in await self._pool.gather()]
         self._gathered = [
             (slot, receiver) for slot, receiver in engines if isinstance(receiver, ReceivesBroadcast)
         ]
-        # An engine that became ready again may be another process, which is in no group: all join anew.
+        # An engine that became ready again may be a new process, outside the group: all join anew.
         is_joined = self._members == (self._gathered, self._pool.ready_transitions)
         return sum(engine.broadcast_ranks for _, engine in self._gathered), is_joined
 
     async def join(self, group: BroadcastGroup) -> None:
-        # Leave first: a failed broadcast may have left a group of that name. All leave before one joins: a
-        # server that waits for a lost one in a join answers nothing for minutes.
+        # Leave first: a failed broadcast may have left a group of this name. All leave before one joins: in
+        # a join, a server that waits for a lost peer answers nothing for minutes.
         limit_s = self._pool.update_s
         await _all_or_none(
             [_within(limit_s, engine.name, engine.leave_group, group.name) for _, engine in self._gathered]
@@ -243,7 +231,7 @@ class BroadcastUpdates(WeightUpdates):
         return resumed
 
     async def fail(self, reason: str) -> None:
-        """Put the engines in quarantine after a failed broadcast, until they have loaded weights."""
+        """Quarantine the gathered engines after a failed broadcast, until they have loaded weights."""
         self.cancel()
         for slot, _ in self._gathered:
             self._pool.quarantine(slot, reason)
@@ -253,7 +241,7 @@ class BroadcastUpdates(WeightUpdates):
         return [(slot, engine.load) for slot, engine in self._gathered]
 
     async def _on_all(self, step: Callable[[EngineLoad], Coroutine[Any, Any, None]]) -> list[str]:
-        """Run a step of all loads at once; returns the names of all engines. EngineError if one fails."""
+        """Run a step on all loads concurrently; returns all names. Raises EngineError if one fails."""
         limit_s = self._pool.update_s
         await _all_or_none([_within(limit_s, load.name, step, load) for load in self._loads])
         return [load.name for load in self._loads]
@@ -262,7 +250,7 @@ class BroadcastUpdates(WeightUpdates):
 async def _within(
     limit_s: float, name: str, call: Callable[..., Coroutine[Any, Any, None]], *arguments: Any
 ) -> None:
-    """Await a call of an engine. EngineError after ``limit_s``: nothing else ends one that hangs."""
+    """Await a call to an engine. Raises EngineError after ``limit_s``: nothing else ends a hanging call."""
     try:
         async with asyncio.timeout(limit_s) as limit:
             await call(*arguments)
@@ -273,7 +261,7 @@ async def _within(
 
 
 async def _all_or_none(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run the calls at once. EngineError at the first error, with others' within ``_ERROR_GRACE_S``."""
+    """Run the calls concurrently. EngineError joins the errors up to ``_ERROR_GRACE_S`` after the first."""
     tasks = [asyncio.create_task(call) for call in calls]
     _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     if waiting:

@@ -1,10 +1,9 @@
-"""The tree of an episode: its turns, each of which follows another, and the branches that training gets.
+"""The turn tree of an episode and its branches, which are the training samples.
 
-An episode's tokens lie end to end in the order of time, turn by turn. A turn follows the one before it,
-unless a *fork* says otherwise: an agent program has rewritten its history, or holds several conversations.
-The way from the root to a turn that none follows is a *branch*, a training sample. Every sampled token is
-trained on once, in the first branch that has it; in later ones it is context. Pure functions; ``response.py``
-has the episode.
+An episode's tokens are stored end to end in chronological order, turn by turn. Each turn follows the previous
+one unless a *fork* gives another parent: an agent program rewrote its history or holds several conversations.
+A path from the root to a leaf turn is a *branch*. Every sampled token is trained on once, in the first branch
+that contains it; in later branches it is context. Pure functions; ``response.py`` defines the episode.
 """
 
 from __future__ import annotations
@@ -16,49 +15,47 @@ from typing import NamedTuple
 import numpy as np
 
 PROMPT = -1
-"""What a turn follows that comes directly behind the dataset's prompt."""
-
+"""Parent of a turn that directly follows the dataset's prompt."""
 NOTHING = -2
-"""What a turn follows that begins with a prompt of its own."""
-
+"""Parent of a turn that begins with its own prompt."""
 Fork = tuple[int, int]
-"""The number of a given turn, counted from 0, and that of the turn that it follows; PROMPT or NOTHING."""
+"""The number of a given turn, counted from 0, and its parent's number (or PROMPT or NOTHING)."""
 
 
 class Branch(NamedTuple):
-    """A way through an episode from its root to a turn: the places of its tokens."""
+    """A path through an episode from its root to a turn: the positions of its tokens."""
 
     has_prompt: bool
-    """Whether the dataset's prompt comes first; if not, its own prompt is among its tokens."""
+    """Whether the dataset's prompt comes first; otherwise the tokens include the branch's own prompt."""
     spans: tuple[tuple[int, int], ...]
-    """Start and end of each piece, among the tokens of the episode."""
+    """Start and end of each piece among the episode's tokens."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, without the dataset's prompt."""
+        """Number of tokens, excluding the dataset's prompt."""
         return sum(end - start for start, end in self.spans)
 
     def of(self, values_N: np.ndarray) -> np.ndarray:
-        """Values of its tokens; ``values_N``: those of all tokens of the episode."""
+        """Return the values of this branch's tokens, given ``values_N`` for all tokens of the episode."""
         if self.spans == ((0, len(values_N)),):
             return values_N
         return np.concatenate([values_N[:0], *(values_N[start:end] for start, end in self.spans)])
 
 
 class Tree(NamedTuple):
-    """The tree of an episode as numbers: where its turns end, an unfinished one included, and its forks."""
+    """An episode's turn tree: the end position of each turn, including an unfinished one, and the forks."""
 
     ends: tuple[int, ...]
     forks: tuple[Fork, ...]
 
     @classmethod
     def of(cls, ends: Sequence[int], forks: Sequence[Fork], tokens: int) -> Tree:
-        """``ends``: of the finished turns of an episode with ``tokens`` tokens."""
+        """Return the tree of an episode with ``tokens`` tokens whose finished turns end at ``ends``."""
         unfinished = (tokens,) if tokens > (ends[-1] if ends else 0) else ()
         return cls((*ends, *unfinished), tuple(forks))
 
     def way(self, turn: int) -> tuple[int, list[int]]:
-        """The beginning of the way to a turn, PROMPT or NOTHING, and the turns on it, up to that one."""
+        """Return the root (PROMPT or NOTHING) and the turns of the path to ``turn``, inclusive."""
         follows, turns = dict(self.forks), []
         while turn >= 0:
             turns.append(turn)
@@ -66,7 +63,7 @@ class Tree(NamedTuple):
         return turn, turns[::-1]
 
     def to(self, turn: int) -> Branch:
-        """The way to the end of a turn, by its number, as tokens."""
+        """Return the branch from the root to the end of ``turn``."""
         root, turns = self.way(turn)
         spans: list[tuple[int, int]] = []
         for number in turns:
@@ -77,7 +74,7 @@ class Tree(NamedTuple):
         return Branch(root == PROMPT, tuple(spans))
 
     def lengths(self, prompt_tokens: int) -> dict[int, int]:
-        """Tokens of the way to the end of each turn, with those of the dataset's prompt where it begins."""
+        """Return the path length in tokens by turn (PROMPT and NOTHING too), dataset's prompt included."""
         follows, lengths = dict(self.forks), {PROMPT: prompt_tokens, NOTHING: 0}
         for turn, (start, end) in enumerate(pairwise((0, *self.ends))):
             lengths[turn] = lengths[follows.get(turn, turn - 1)] + end - start
@@ -85,12 +82,12 @@ class Tree(NamedTuple):
 
     @property
     def last(self) -> Branch:
-        """The way to the last turn: what is being sampled, or what its environment answers."""
+        """The branch of the last turn, which is being sampled or awaits its environment's answer."""
         return self.to(len(self.ends) - 1)
 
     @property
     def branches(self) -> list[Branch]:
-        """The ways to all turns that none follows, in their order."""
+        """The branches of all leaf turns, in turn order."""
         if not self.forks:
             return [self.last]
         follows = dict(self.forks)
@@ -99,7 +96,7 @@ class Tree(NamedTuple):
 
     @property
     def trained(self) -> list[tuple[Branch, np.ndarray]]:
-        """All branches, with the tokens that no earlier one has, as bool values."""
+        """All branches, each with a bool mask of the tokens that no earlier branch contains."""
         trained = []
         seen_N = np.zeros(self.ends[-1] if self.ends else 0, np.bool_)
         for branch in self.branches:

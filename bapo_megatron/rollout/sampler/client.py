@@ -1,7 +1,4 @@
-"""The trainer's client of the sampler process: RPC through a pipe, restart of a process that dies or hangs.
-
-On rank 0; the other end is ``process.py``.
-"""
+"""Rank 0's client of the sampler process (``process.py``): RPC over a pipe, restarts after death or hang."""
 
 from __future__ import annotations
 
@@ -28,139 +25,118 @@ from bapo_megatron.runtime.exit_codes import holding_signals
 from bapo_megatron.runtime.guards import death
 from bapo_megatron.types import StepHeader
 
-_RESTARTS = 5
-"""Most restarts in a row without a batch between them (crash loop); the next death ends the run."""
-
+_RESTARTS = 5  # maximum consecutive restarts without a batch in between; the next death ends the run
 _SILENT_S = 300.0
-"""Longest time without a heartbeat during a call; then the process is killed. Its event loop sends
-heartbeats every few seconds, also during weight loads and long requests."""
-
+"""Seconds without a heartbeat during a call after which the process is killed. Its event loop sends one every
+few seconds, even during weight loads and long requests."""
 _END_S = 60.0
-"""Longest wait for a killed process. One that is blocked in a hanging file system cannot be killed."""
-
-_WAITS = 20
-"""Number of waits that make up the timeout of a ``HeartbeatWatchdog``."""
-
-_CLOSE_S = 30.0
-"""Longest wait for a process that is asked to close."""
-
+"""Maximum wait for a killed process, in seconds; a process blocked in a hung file system cannot be killed."""
+_WAITS = 20  # waits per ``HeartbeatWatchdog`` timeout
+_CLOSE_S = 30.0  # maximum wait for a process to close on request
 _SERVICE = "bapo_megatron.rollout.sampler.process"
 
 _ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "FailingDiskError": StorageFailed}
-"""Exception types by the names that the process sends; any other becomes a RunStopped."""
+"""Exception types by the name that the process sends; other names become RunStopped."""
 
 Event = Callable[[dict[str, Any]], None]
-"""A callback for events: a kind and its fields."""
+"""An event callback; takes the event's fields, including ``kind``."""
 
 
 class SamplerDied(Exception):
-    """The sampler's process has ended during a call. Only futures of ``submit`` raise it."""
+    """The sampler process ended during a call. Only ``submit`` futures raise it to callers."""
 
 
 class SamplerClient:
-    """The ``Sampler`` of the trainer: blocking calls to the sampler's process, which is restarted if it dies.
+    """The trainer's ``Sampler``: blocking calls to the sampler process, which is restarted if it dies.
 
-    The call is then repeated, but for the wake-up calls of colocated engines, which name no engine then, and
-    ``submit``, whose future fails. RunStopped in a crash loop, StorageFailed if the process cannot be killed;
-    errors that it reports are raised here, as these or as ConfigError.
+    After a restart the call is repeated, except wake-up calls of colocated engines, which then return no
+    engine, and ``submit``, whose future fails. Raises RunStopped in a crash loop, StorageFailed if the
+    process cannot be killed, and errors reported by the process as RunStopped, StorageFailed or ConfigError.
     """
 
     def __init__(self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S) -> None:
-        """Start the process. ``silent_s``: longest time without a heartbeat during a call."""
+        """Start the process. ``silent_s``: maximum seconds without a heartbeat during a call."""
         self._setup, self._on_event, self._silent_s = setup, on_event, silent_s
         self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)
-        """The arguments of ``start`` for a restarted process."""
+        """Arguments of ``start`` for a restarted process."""
         self._weights: tuple[Path, int, int] | None = None
         self._ipc_weights: tuple[int, int] | None = None
-        """The version and step of weights that colocated engines get by memory handles; None for a folder."""
+        """Version and step of weights that colocated engines get as memory handles; None for a folder."""
         self._is_admitted = False
-        """Whether colocated engines may sample: a restarted process holds them until it is told."""
+        """Whether colocated engines may sample; a restarted process holds them until ``admit``."""
         self._deaths = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")  # one call at a time
         self._is_set_up = False
         self._process, self._pipe = self._launch()
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
-        """Start sampling for ``first_step``. ``state``: the sampler's part of the checkpoint before it."""
+        """Start sampling for ``first_step``. ``state``: sampler state from the preceding checkpoint."""
         self._start_arguments = (first_step, state)
         self._call("start", first_step, state)
 
     def next_batch(self, step: int, wait_s: float) -> StepHeader | Need | None:
-        """The header of the batch of ``step``; None if it is not ready within ``wait_s`` seconds."""
+        """Return the batch header of ``step``, None if it is not ready within ``wait_s`` seconds, or
+        ``Need.WEIGHTS`` if no engine works and the trainer must push the weights again."""
         path = self._call("next_batch", step, wait_s)
         if path is None or path is Need.WEIGHTS:
             return path  # type: ignore[no-any-return]
-        # The journal has this step: a restarted process needs no state of a checkpoint any more.
+        # The journal contains this step, so a restarted process needs no checkpoint state.
         self._deaths = 0
         self._start_arguments = (step + 1, None)
         return read_header(path.parent, step)
 
     def evaluated(self, step: int, wait_s: float) -> Path | Need | None:
-        """The file of the responses to held-out problems at the weights of ``step``, like ``next_batch``."""
+        """Return the file of held-out responses at the weights of ``step``; otherwise like ``next_batch``."""
         answer: Path | Need | None = self._call("evaluated", step, wait_s)
         return answer
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
-        """Load the weights in ``folder``, made by the updates of ``step``, into the engines."""
-        # Noted before the call: if the process dies in it, the restart loads them.
+        """Load the weights in ``folder``, produced by ``step``, into the engines."""
+        # Set before the call: if the process dies during it, the restart loads these weights.
         self._weights, self._ipc_weights = (folder, version, step), None
         self._call("load_weights", folder, version, step)
 
     def keep_weights(self, step: int) -> None:
-        """Record that ``step`` made no update: engines sample on from the same weights, and load nothing.
-
-        For a run that trains nothing (`--rollout-only`).
-        """
+        """Record that ``step`` made no update, so engines keep their weights (`--rollout-only`)."""
         assert self._weights is not None
         folder, version, _ = self._weights
         self._weights = (folder, version, step)
         self._call("keep_weights", version, step)
 
     def submit(self, method: str, *arguments: Any) -> Future[Any]:
-        """Begin a call of a weight broadcast. The future fails if an engine does, or the process dies.
-
-        A process that dies is restarted only by the next call.
-        """
+        """Start a weight broadcast call. The future fails if an engine fails or the process dies."""
         if method == "begin":
-            # The engines' next weights are in no folder: a restart must not load the folder of older ones.
+            # The next weights are in no folder, and a restart must not load an older folder.
             self._weights = None
         return self._thread.submit(self._exchange, method, *arguments)
 
     def release(self) -> list[str]:
-        """Put colocated engines to sleep; names of those that have released their memory.
-
-        The memory of the others, of all if the process dies meanwhile, is in an unknown state.
-        """
-        self._is_admitted = False  # before the call: a process that is restarted in it must hold them, too
+        """Put colocated engines to sleep. Returns those that released their memory; the memory of the others
+        (of all engines if the process dies) is in an unknown state."""
+        self._is_admitted = False  # before the call: a process restarted during it must hold the engines too
         names: list[str] = self._call("release")
         return names
 
     def wake(self, names: Sequence[str]) -> list[str]:
-        """Wake sleeping engines; names of those that sample again.
-
-        Empty if the process dies meanwhile: their memory is in an unknown state then.
-        """
+        """Wake sleeping engines. Returns those that can sample again; none if the process dies."""
         return self._call("wake", names) or []
 
     def expect_handles(self, version: int, step: int) -> None:
-        """Announce weights, made by ``step``, that colocated engines get by memory handles at wake-up."""
+        """Announce weights, produced by ``step``, that colocated engines get as memory handles at wake-up."""
         self._weights, self._ipc_weights = None, (version, step)
         self._call("expect_handles", version, step)
 
     def update(self, call: str, *arguments: Any) -> list[str]:
-        """Make a call of ``WeightUpdates``, for weights by handles; names of engines on which it succeeded.
-
-        Empty if the process dies.
-        """
+        """Call ``WeightUpdates`` and return the engines on which it succeeded; none if the process dies."""
         return self._call(call, *arguments) or []
 
     def admit(self) -> None:
-        """End the hold of colocated engines."""
+        """Let colocated engines sample again."""
         self._is_admitted = True
         self._call("admit")
 
     def state(self) -> dict[str, Any]:
-        """The sampler's part of a checkpoint, for a fork or a lost journal; empty if the sampler ended."""
+        """Return the sampler state for a checkpoint (``GroupSampler.state``); empty if the run stopped."""
         try:
             state: dict[str, Any] = self._call("state")
         except RunStopped:
@@ -168,21 +144,18 @@ class SamplerClient:
         return state
 
     def checkpointed(self, oldest: int) -> None:
-        """Delete journal files that a resume from step ``oldest``, the oldest checkpoint, does not need."""
+        """Delete journal files that a resume from ``oldest``, the oldest checkpoint's step, does not need."""
         self._call("checkpointed", oldest)
 
     def close(self) -> None:
-        """End the process, which first commits the tokens of requests in flight.
-
-        It is killed if that takes too long.
-        """
+        """End the process, which first commits the tokens of in-flight requests; kill it on timeout."""
         try:
             with HeartbeatWatchdog(self._process, self._pipe, _CLOSE_S):
                 self._pipe.send(None)
                 while self._pipe.recv() == ALIVE:
                     pass
         except (OSError, EOFError):
-            pass  # the process has ended already
+            pass  # the process already ended
         self._pipe.close()
         self._exit_code(10)
 
@@ -193,12 +166,11 @@ class SamplerClient:
             except SamplerDied as died:
                 self._restart(str(died))
                 if method in ("start", "load_weights") or method in WAKE_CALLS:
-                    # A restart includes the first two. A wake is not repeated: what state it left the
-                    # engines in is unknown, so the caller ends their servers.
+                    # A restart includes the first two; after a failed wake the caller ends the servers.
                     return None
 
     def _exchange(self, method: str, *arguments: Any) -> Any:
-        """One call and its reply. SamplerDied if the process ends, or sends no heartbeat."""
+        """Make one call and return its result. Raises SamplerDied if the process ends or hangs."""
         watch = HeartbeatWatchdog(self._process, self._pipe, self._silent_s)
         try:
             with watch:
@@ -229,13 +201,12 @@ class SamplerClient:
             self._pipe.close()
             self._process, self._pipe = self._launch()
             try:
-                # The journal first, then the weights, then admission: an engine may sample only when the
-                # sampler knows its groups and which weights the engine must have.
+                # In this order: an engine may sample only once the sampler knows its groups and weights.
                 self._exchange("start", *self._start_arguments)
                 if self._weights is not None:
                     self._exchange("load_weights", *self._weights)
                 if self._ipc_weights is not None:
-                    self._exchange("expect_handles", *self._ipc_weights)  # engines that run have them already
+                    self._exchange("expect_handles", *self._ipc_weights)  # running engines already have them
                 if self._is_admitted:
                     self._exchange("admit")
                 return
@@ -243,7 +214,7 @@ class SamplerClient:
                 why = str(died)
 
     def _end(self, kill_reason: str | None) -> str:
-        """Reap the process; returns why it ended. StorageFailed if it cannot even be killed."""
+        """Reap the process and return why it ended. Raises StorageFailed if it cannot be killed."""
         if (code := self._exit_code(_END_S)) is None:
             raise StorageFailed(
                 f"the sampler's process {self._process.pid} cannot be ended; its file system may hang"
@@ -269,12 +240,11 @@ class SamplerClient:
 
 
 class HeartbeatWatchdog:
-    """A watchdog that kills ``process`` if ``beat`` is not called for ``limit_s`` seconds within the block.
+    """A watchdog thread that kills ``process`` after ``limit_s`` seconds without ``beat`` (context manager).
 
-    A context manager, with a thread: a process that is stopped, or hangs, does not close its pipe, and a
-    reader without a timeout would wait for ever. Reads and writes of ``pipe`` fail after the kill, also if
-    the process cannot be killed. Time is counted in many waits: if both processes are stopped for hours (a
-    suspended job), that counts as one wait.
+    Needed because a stopped or hung process keeps its pipe open, and a blocking reader would wait forever.
+    After the kill, reads and writes of ``pipe`` fail even if the process survives. The timeout is split into
+    many waits, so that a suspension of both processes for hours (a suspended job) counts as one wait.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, limit_s: float) -> None:
@@ -283,7 +253,6 @@ class HeartbeatWatchdog:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sampler-watch", daemon=True)
         self.kill_reason: str | None = None
-        """Why the process was killed; None if it was not."""
 
     def beat(self) -> None:
         self._waits = 0
@@ -304,7 +273,7 @@ class HeartbeatWatchdog:
             if self._waits >= _WAITS:
                 self.kill_reason = f"no heartbeat for {self._limit_s:g} s"
                 self._process.kill()
-                # The pipe, too: a process that is blocked in the kernel keeps its end open after the kill.
+                # A process blocked in the kernel keeps its end of the pipe open after the kill.
                 with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
                     ours.shutdown(socket.SHUT_RDWR)
                 return

@@ -1,9 +1,9 @@
-"""What is sampled now, and where: admission by staleness, and the dispatcher of requests to engines.
+"""Admission control by staleness, and the dispatcher that schedules requests on engines.
 
-Admission is back-pressure: it bounds how far sampling runs ahead of the trainer. (AReaL bounds staleness in
-the same way, arXiv 2505.24298, with samples for groups.) The dispatcher schedules the requests of admitted
-groups, one segment of a response at a time: an engine's answer to one request, the next tokens of a response,
-at most ``rollout.segment_tokens``.
+Admission is back-pressure: it bounds how far sampling runs ahead of the trainer. (AReaL, arXiv 2505.24298,
+bounds staleness in the same way, by samples instead of groups.) The dispatcher schedules the requests of
+admitted groups. An engine answers each request with one segment: the response's next tokens, at most
+``rollout.segment_tokens``.
 """
 
 from __future__ import annotations
@@ -36,44 +36,38 @@ from bapo_megatron.rollout.sampler.turns import Environments, within
 from bapo_megatron.types import GenerateRequest, Generation
 
 ResponseKey = tuple[int, int]
-"""The key of a response: the number of its group, and its position in it."""
-
-_BURST = 128
-"""Burst size: requests that are sent before results of others are processed."""
+"""Group number and position in the group."""
+_BURST = 128  # requests sent before pending results are processed
 
 
 class AdmissionController:
-    """The admission rules over the sampler's state: how many groups may be outstanding, which may sample.
+    """Admission rules: how many groups may be outstanding and which of them may sample.
 
         outstanding groups <= (S + 1 + w - p) B      S = max_staleness, B = prompts_per_step
 
-    w: step of the engines' weights; p: last step whose groups the trainer has; outstanding: sampled, scored,
-    or waiting for their step. While the policy trains, p = w + 1: S B groups; when it waits for groups, p =
-    w: (S + 1) B. So no group is opened that would have to wait for more than S steps, and S = 0 samples
-    nothing during training. After a resume more may be outstanding, opened under newer weights than those
-    that the engines have now: then only as many may sample, the oldest. Nothing before ``open``.
+    w: step of the engines' weights; p: last step whose groups the trainer has; outstanding: being sampled or
+    scored, or waiting for a step. While the policy trains, p = w + 1 (S B groups); while it waits for groups,
+    p = w ((S + 1) B groups). So no group has to wait more than S steps, and S = 0 samples nothing during
+    training. After a resume more groups may be outstanding, opened under newer weights than the engines hold;
+    then only the oldest groups within the bound may sample. Nothing samples before ``open``.
 
-    Synchronous. The loop asks it before it opens groups, the dispatcher before it sends a request.
+    Synchronous. The loop queries it before opening groups, the dispatcher before sending requests.
     """
 
     def __init__(self, config: RolloutConfig, sampler_state: SamplerState) -> None:
         self._config = config
         self._state = sampler_state
-        self._trainer_step = 0
-        """The last step whose groups the trainer has."""
+        self._trainer_step = 0  # last step whose groups the trainer has
         self._asked_step = 0
         self._is_open = False
 
     def open(self) -> None:
-        """Admit requests from now on: this process has loaded weights into the engines.
-
-        The state alone does not tell: it may know newer weights, of a trainer that was killed and resumed
-        from an older checkpoint.
-        """
+        """Admit requests, because this process has loaded weights into the engines. The state cannot show
+        this: after a resume from an older checkpoint it may record newer weights."""
         self._is_open = True
 
     def trainer_has(self, step: int) -> None:
-        """Note that the trainer has the groups of ``step``, and none of later steps."""
+        """Record that the trainer has the groups of ``step`` and of no later step."""
         self._trainer_step = step
 
     def trainer_asks(self, step: int) -> None:
@@ -81,7 +75,7 @@ class AdmissionController:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the trainer has asked for groups that it was not given yet."""
+        """Whether the trainer waits for groups that it requested."""
         return self._asked_step > self._trainer_step
 
     @property
@@ -90,8 +84,8 @@ class AdmissionController:
 
     @property
     def _steps_ahead(self) -> int:
-        """Steps by which sampling may still run ahead of the weights; negative if it may not sample."""
-        trained = max(self._trainer_step, self._state.served)  # served is ahead while old steps are replayed
+        """Steps that sampling may still run ahead of the weights; negative if it may not sample."""
+        trained = max(self._trainer_step, self._state.served)  # `served` is ahead while replaying old steps
         return self._config.max_staleness + self._state.weights_step - trained
 
     @property
@@ -110,7 +104,7 @@ class AdmissionController:
 
     @property
     def newest_sampling(self) -> float:
-        """Number of the newest group that may sample: a later one would be too old for its step."""
+        """Number of the newest group that may sample; a later group would be too stale for its step."""
         if not self.may_sample:
             return -1
         most = (self._steps_ahead + 1) * self._config.prompts_per_step
@@ -119,25 +113,25 @@ class AdmissionController:
         return heapq.nsmallest(most, [*self._state.open, *self._state.finished])[-1]
 
     def budget(self, group: OpenGroup, sample: int) -> int | None:
-        """Most tokens that a response may still have from the current weights; None: any number."""
+        """Return the tokens that a response may still get from the current weights; None: unlimited."""
         budget = self._config.budget_tokens
         return None if budget is None else self._state.remaining_budget(group, sample, budget)
 
     def is_stale(self, group: OpenGroup | FinishedGroup, step: int) -> bool:
-        """Whether the group's lag at ``step`` is more than ``max_staleness``."""
+        """Return whether the group's lag at ``step`` exceeds ``max_staleness``."""
         return self._state.lag(group.oldest_version, step) > self._config.max_staleness
 
     def must_drop(self, group: OpenGroup | FinishedGroup, step: int) -> bool:
-        """Whether the group is stale at ``step``, and ``on_stale`` does not train on stale groups."""
+        """Return whether the group is stale at ``step`` and ``on_stale`` excludes stale groups."""
         return self._config.on_stale != "train" and self.is_stale(group, step)
 
 
 class Dispatcher:
-    """The scheduler of requests: sends them to engines with room, oldest group first; collects results.
+    """The request scheduler: sends requests to engines with room, oldest group first, and collects results.
 
-    In the sampler's event loop: ``SamplerLoop`` adds responses, lets it ``send``, and takes the results,
-    which count only when they are in the write-ahead log. A request that fails with its engine is queued
-    again; a malformed one, or one that may have lost engine after engine, is a refusal of its group.
+    ``SamplerLoop`` adds responses, calls ``send`` and takes the results, which count only once they are in
+    the write-ahead log. A request is requeued if its engine fails. A malformed request, or one involved in
+    too many engine losses, becomes a refusal of its group.
     """
 
     def __init__(
@@ -149,7 +143,7 @@ class Dispatcher:
         pool: EnginePool,
         environments: Environments,
     ) -> None:
-        """``environments``: a turn of their responses ends at their stop tokens, too."""
+        """``environments``: their stop tokens also end a turn."""
         self._dataset, self._group_size = dataset, config.rollout.group_size
         plain = Sampling(
             config.rollout.temperature,
@@ -161,62 +155,54 @@ class Dispatcher:
         )
         sources = {prompt.source for prompt in dataset.prompts}
         self._samplings = {source: within(plain, environments.get(source)) for source in sources}
-        """The sampling parameters of the responses to each source's prompts."""
+        """Sampling parameters by prompt source."""
         self._state, self._admission, self._pool = sampler_state, admission, pool
-        self._ready: list[ResponseKey] = []
-        """A heap of the responses that wait for an engine."""
+        self._ready: list[ResponseKey] = []  # heap of responses that wait for an engine
         self._parked: list[ResponseKey] = []
-        """Responses that have used up their token budget under the current weights."""
+        """Responses without remaining token budget under the current weights."""
         self._running: dict[ResponseKey, asyncio.Task[None]] = {}
         self._segments: list[Segment] = []
         self._refusals: list[tuple[OpenGroup, str]] = []
         self._useless: ConfigError | None = None
-        """Why no answer of an engine can be used: the next ``take_results`` raises it."""
+        """Error of an engine whose answers are unusable; the next ``take_results`` raises it."""
         self._cached: dict[ResponseKey, CachedPrefix] = {}
-        """The prefix cache of each unfinished response: the engine of its last segment."""
-        self._losses: Counter[ResponseKey] = Counter()
-        """Number of engine losses of each response."""
-        self._next_version: int | None = None
-        """The version of the weights that engines are loading."""
+        """Where each unfinished response's prefix is cached: the engine of its last segment."""
+        self._losses: Counter[ResponseKey] = Counter()  # engine losses per response
+        self._next_version: int | None = None  # weight version that engines are loading
 
     def expect_weights(self, version: int) -> None:
-        """Accept tokens of weight ``version`` from now on: engines begin to load it."""
+        """Accept tokens of weight ``version`` from now on, because engines begin to load it."""
         self._next_version = version
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is in flight or waits for an engine, or a result is not taken yet.
-
-        A group that may sample only under newer weights does not count.
-        """
+        """Whether requests are in flight, may be sent under the current weights, or have untaken results."""
         waits = bool(self._ready) and self._ready[0][0] <= self._admission.newest_sampling
         return bool(self._running or waits or self.has_results)
 
     @property
     def has_results(self) -> bool:
-        """Whether there are segments or refusals that are not taken yet, or an error."""
+        """Whether there are untaken segments or refusals, or an error."""
         return bool(self._segments or self._refusals or self._useless)
 
     def take_results(self) -> tuple[list[Segment], list[tuple[OpenGroup, str]]]:
-        """Take the results since the last call: segments, and groups that cannot be sampled, with reasons.
-
-        ConfigError if an engine does not return the routes that the run asks for.
-        """
+        """Return and clear the pending results: segments, and refused groups with their reasons. Raises
+        ConfigError if an engine omits the routes that the run requires."""
         if self._useless:
             raise self._useless
         results, self._segments, self._refusals = (self._segments, self._refusals), [], []
         return results
 
     def add(self, group: OpenGroup, sample: int) -> None:
-        """Queue a response for its next segment, if it needs one, and its group is open."""
+        """Queue a response if its group is open and it needs another segment; clean up if it is complete."""
         if self._state.open.get(group.number) is group and group.responses[sample].is_sampling:
             heapq.heappush(self._ready, (group.number, sample))
-        elif group.responses[sample].is_complete:  # perhaps ended by its environment
+        elif group.responses[sample].is_complete:  # possibly by its environment
             self._cached.pop((group.number, sample), None)
             self._losses.pop((group.number, sample), None)
 
     def unpark(self) -> None:
-        """Queue the parked responses: new weights bring new budgets."""
+        """Queue the parked responses, because new weights bring new budgets."""
         for key in self._parked:
             heapq.heappush(self._ready, key)
         self._parked.clear()
@@ -229,7 +215,7 @@ class Dispatcher:
                 task.cancel()
 
     async def send(self, at_once: bool) -> None:
-        """Fill the engines with requests: ``at_once``, or in bursts between which results are processed."""
+        """Send requests to engines with room: all if ``at_once``, otherwise one burst before other work."""
         newest = self._admission.newest_sampling
         for sent in count(1):
             if not self._send_one(newest):
@@ -240,7 +226,7 @@ class Dispatcher:
                 return
 
     def _send_one(self, newest: float) -> bool:
-        """Send the first request of a group up to ``newest`` to an engine with room; whether one was sent."""
+        """Send the first request of a group up to ``newest``; return False if none was sent."""
         while self._ready and self._ready[0][0] <= newest:
             key = self._ready[0]
             group = self._state.open.get(key[0])
@@ -256,7 +242,7 @@ class Dispatcher:
                 return False
             heapq.heappop(self._ready)
             self._running[key] = task = asyncio.create_task(self._sample(slot, group, key, need))
-            # A callback, no `finally` in the task: a task that is cancelled before it begins runs none.
+            # A callback because a task cancelled before it starts runs no `finally`.
             task.add_done_callback(partial(self._release, slot))
             return True
         return False
@@ -266,7 +252,7 @@ class Dispatcher:
         self._pool.changed.set()
 
     async def drain(self, limit_s: float) -> None:
-        """Abort the requests in flight, and wait at most ``limit_s`` seconds for their tokens."""
+        """Abort in-flight requests and wait up to ``limit_s`` seconds for their tokens."""
         await self._pool.abort()
         if self._running:
             await asyncio.wait(self._running.values(), timeout=limit_s)
@@ -276,7 +262,7 @@ class Dispatcher:
             task.cancel()
 
     async def _sample(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, need: Tokens) -> None:
-        """Request one segment of one response; keep the result, or queue the response again."""
+        """Request one segment of a response; keep the result or requeue the response."""
         request = self._request(group, key[1], need)
         try:
             answer = await self._pool.generate(slot, request, self._is_known, "the run's weights")
@@ -293,14 +279,14 @@ class Dispatcher:
                 self._refusals.append((group, why))
             else:
                 self.add(group, key[1])
-        except ValueError as error:  # malformed: any engine would refuse it
+        except ValueError as error:  # malformed: every engine would refuse it
             self._refusals.append((group, str(error)))
         finally:
             if self._running.get(key) is asyncio.current_task():
                 del self._running[key]
 
     def _keep(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, answer: Generation) -> None:
-        """Queue a segment for the next commit; note where its prefix is cached, if the response continues."""
+        """Queue a segment for the next commit; record its prefix cache if the response continues."""
         response = group.responses[key[1]]
         finish_reason = finish_reason_of(response.branch.tokens, answer, self._sampling(group))
         self._segments.append(Segment(group, key[1], response.tokens, answer, finish_reason))

@@ -1,9 +1,9 @@
-"""The events of the sampler: one constructor for each kind of record in the write-ahead log but snapshots.
+"""Sampler events: a constructor for each kind of write-ahead log record except snapshots.
 
-``SamplerLoop`` commits the records, then ``SamplerState.apply`` changes the state by them. At the end the
-first records of a journal that begins at a checkpoint: of a fork, or after the journal was lost. A checkpoint
-has the sampler's position in the dataset and the prompts of unfinished groups, without their tokens: these
-prompts are sampled again, first. A fork with another order of prompts starts its dataset anew.
+``SamplerLoop`` commits the records, then ``SamplerState.apply`` applies them. ``journal_start`` builds the
+first records of a journal that begins at a checkpoint (a fork, or after journal loss). A checkpoint holds the
+dataset position and the prompts of unfinished groups without their tokens; these prompts are resampled first.
+A fork with a different prompt order restarts its dataset.
 """
 
 from __future__ import annotations
@@ -20,58 +20,51 @@ from bapo_megatron.rollout.sampler.write_ahead_log import Record
 from bapo_megatron.types import Generation, ResponseTokens
 
 MOST_BYTES = 2**30
-"""Most bytes of the segments of one record, if it has several: a record counts its bytes in 32 bits."""
-
+"""Maximum segment bytes in a record of several segments; a record's byte count has 32 bits."""
 OUTSTANDING = "outstanding"
-"""Key in a checkpoint's state: number, epoch and prompt of each unfinished group; none in early versions."""
-
+"""Checkpoint state key: number, epoch and prompt index of each unfinished group; absent in early versions."""
 FORKED = "forked"
-"""Key in the state of a fork: the reason why its dataset starts anew; None if it continues."""
-
+"""State key of a fork: why its dataset restarts; None if it continues."""
 _NO_ORDER = ("model.", "rollout.", "environment.")
-"""Prefixes of the identity's keys that do not decide the order of prompts."""
+"""Prefixes of identity keys that do not affect the prompt order."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of a response: an engine's answer to one request, with its place in the response."""
+    """A response segment: an engine's answer to one request, with its position in the response."""
 
     group: OpenGroup
     sample: int
     """Position of the response in its group."""
     start: int
-    """Tokens of the response before the segment."""
+    """Response tokens before the segment."""
     generation: Generation
     finish_reason: SegmentEnd | None
-    """Finish reason of the response if the segment completes it, ``turn`` if it ends a turn, else None."""
+    """Finish reason if the segment completes the response, ``turn`` if it ends a turn, otherwise None."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a response was given: its environment's answer to a turn, with its place in the response."""
+    """An environment's answer to a turn, with its position in the response."""
 
     group: OpenGroup
     sample: int
     start: int
-    """Tokens of the response before it."""
+    """Response tokens before the answer."""
     attempt: int
-    """How often the response had begun again."""
+    """Number of earlier restarts of the response."""
     answer: Answer
 
 
 def groups_opened(groups: Sequence[tuple[int, int, int]], taken: int | None) -> Record:
-    """Event: groups are opened; (number, epoch, index of the prompt) of each.
-
-    ``taken``: number of prompts taken from the dataset so far; None if these prompts are resampled.
-    """
+    """Event: groups were opened, each given as (number, epoch, prompt index). ``taken``: number of prompts
+    taken from the dataset so far; None if these prompts are resampled."""
     return Record("open", {"groups": [list(group) for group in groups], "taken": taken}, {})
 
 
 def in_records(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Segments of each record, in order, at most ``MOST_BYTES`` together.
-
-    An abort brings the tokens of all requests in flight at once, with routes tens of gigabytes.
-    """
+    """Split segments into records of at most ``MOST_BYTES``, in order. An abort returns the tokens of all
+    in-flight requests together: tens of gigabytes with routes."""
     part: list[Segment] = []
     filled = 0
     for segment in segments:
@@ -86,7 +79,7 @@ def in_records(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
 
 
 def segments_arrived(segments: Sequence[Segment]) -> Record:
-    """Event: segments arrived from engines; they lie end to end in the record's arrays."""
+    """Event: segments arrived from engines; the record's arrays hold them end to end."""
     rows = []
     for segment in segments:
         group, length = segment.group, len(segment.generation.token_ids_R)
@@ -97,7 +90,7 @@ def segments_arrived(segments: Sequence[Segment]) -> Record:
 
 
 def answers_given(answers: Sequence[Given]) -> Record:
-    """Event: environments answered turns; the given tokens lie end to end in the record's array."""
+    """Event: environments answered turns; the record's array holds the given tokens end to end."""
     rows = []
     for one in answers:
         group, said = one.group, asdict(one.answer)
@@ -109,7 +102,7 @@ def answers_given(answers: Sequence[Given]) -> Record:
 
 
 def response_restarted(group: OpenGroup, sample: int, why: str) -> Record:
-    """Event: a response begins again, because its environment cannot be brought back to where it was."""
+    """Event: a response restarts because its environment's state cannot be restored."""
     return Record("restarted", {"number": group.number, "sample": sample, "why": why}, {})
 
 
@@ -121,63 +114,55 @@ def group_scored(
     scores: Sequence[float | None] = (),
     named: Sequence[Mapping[str, float]] = (),
 ) -> Record:
-    """Event: a complete group has its rewards, and the teacher's log-probs of its responses if there is one.
-
-    A reward None: the response is left out of the group. ``failures``: the kind of each failed score.
-    ``scores``: the rewards without penalties; none: the same. ``named``: the named rewards of each response.
-    """
+    """Event: a complete group was scored; a response whose reward is None is left out of the group.
+    ``failures``: the kind of each failed score. ``teacher_log_probs``: per response or branch, if there is a
+    teacher. ``scores``: rewards without penalties; empty if equal. ``named``: each response's named
+    rewards."""
     arrays = {} if teacher_log_probs is None else {TEACHER_LOG_PROBS: np.concatenate(teacher_log_probs)}
     fields: dict[str, Any] = {"number": number, "rewards": list(rewards), "failures": list(failures)}
     if scores and list(scores) != fields["rewards"]:
         fields["scores"] = list(scores)
     if any(named):
         fields["named"] = list(named)
-    # The kind on disk is "judged", as in journals of earlier versions.
+    # "judged" on disk, for compatibility with journals of earlier versions.
     return Record("judged", fields, arrays)
 
 
 def group_dropped(number: int, reason: str) -> Record:
-    """Event: a group is dropped, and not trained on. ``reason``: ``uniform``, ``stale``, ``refused``,
-    ``failed`` (too few scores), or ``untaught`` where the run has a teacher, and had none when the
-    group was sampled."""
+    """Event: a group is dropped from training. ``reason``: ``uniform``, ``stale``, ``refused``, ``failed``
+    (too few scores), or ``untaught`` (scored before the run had a teacher)."""
     return Record("dropped", {"number": number, "reason": reason}, {})
 
 
 def batch_served(step: int, numbers: Sequence[int]) -> Record:
-    """Event: the batch of ``step`` consists of these groups, and its step file is on disk."""
+    """Event: the batch of ``step`` consists of these groups, and its file is on disk."""
     return Record("batch", {"step": step, "groups": list(numbers)}, {})
 
 
 def steps_rewound(step: int) -> Record:
-    """Event: the batches after ``step`` are lost, and will be sampled anew."""
+    """Event: the batches after ``step`` are lost and will be resampled."""
     return Record("rewind", {"step": step}, {})
 
 
 def weights_loaded(version: int, step: int) -> Record:
-    """Event: the engines sample from weight ``version``, made by the updates of ``step``."""
+    """Event: the engines sample from weight ``version``, produced by ``step``."""
     return Record("weights", {"version": version, "step": step}, {})
 
 
 class JournalStart(NamedTuple):
-    """The first records of a journal, and the event that reports them.
-
-    Plain data: ``GroupSampler`` commits and reports them.
-    """
+    """First records of a journal, which ``GroupSampler`` commits, and the event that reports them."""
 
     state: Record
     opened: list[Record]
-    """Records that open the unfinished groups again."""
+    """Records that reopen the unfinished groups."""
     kind: str
-    """Kind of the event."""
     message: str
 
 
 def journal_start(state: dict[str, Any], identity: dict[str, Any], step: int) -> JournalStart:
-    """The first records of a journal at ``state``, that of a checkpoint after ``step``.
-
-    ``identity``: the settings that the journal depends on. Without the key ``FORKED`` they must equal those
-    of the state (``SamplerState``).
-    """
+    """Return the first records of a journal that begins at ``state``, the checkpoint state after ``step``.
+    ``identity``: settings that the journal depends on. Unless ``state`` has the key ``FORKED``, they must
+    match the identity in ``state``; ``SamplerState`` checks this."""
     forked = FORKED in state
     again = state.get(OUTSTANDING)
     fields = {name: value for name, value in state.items() if name not in (OUTSTANDING, FORKED)}
@@ -195,13 +180,13 @@ def journal_start(state: dict[str, Any], identity: dict[str, Any], step: int) ->
         told = f"the dataset begins at its start: {why}"
         return JournalStart(Record("state", fields, {}), [], "fork_position", told)
     told = f"the dataset continues after {state['taken']} prompts; {_told_again(again)}"
-    if state["served"] > step:  # the other run had repeated steps, after a kill
+    if state["served"] > step:  # the other run was killed and repeated steps
         told += f"; those that it had sampled for the steps {step + 1} to {state['served']} are skipped"
     return JournalStart(Record("state", fields, {}), _opened(again), "fork_position", told)
 
 
 def _without_outstanding(tokens: dict[str, int]) -> dict[str, int]:
-    """The token counts, with those of unfinished groups counted as dropped."""
+    """Return the token counts, with tokens of unfinished groups counted as ``dropped_lost``."""
     left = tokens.get("sampled", 0) - sum(count for name, count in tokens.items() if name != "sampled")
     return {**tokens, "dropped_lost": tokens.get("dropped_lost", 0) + left} if left else dict(tokens)
 

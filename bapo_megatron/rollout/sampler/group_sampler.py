@@ -1,7 +1,7 @@
-"""The group sampler: prompts to durable step batches; it wires state, journal, loop and dispatcher.
+"""The group sampler: turns prompts into durable step batches; wires state, journal, loop and dispatcher.
 
-The journal, a write-ahead log of all that was sampled, is the state that outlives the process. The batch
-builder selects the finished groups of a step, and writes the step's file.
+The journal, a write-ahead log of everything sampled, survives the process. The batch builder selects the
+finished groups of a step and writes the step's file.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from bapo_megatron.types import StepBatch
 
 
 class GroupSampler:
-    """The rollout sampler: prompts to step batches of rewarded groups. Async; in the sampler's event loop.
+    """The rollout sampler: turns prompts into step batches of rewarded groups, in the sampler's event loop.
 
-    In order: ``start``, which replays the journal; ``load_weights`` (for weights in parts ``expect_weights``
-    and ``record_weights``), before which nothing is sampled; ``next_batch`` for each step; ``close``. An
-    error of its loop (a full disk, say) ends the sampling, and ``next_batch`` raises it. Made and closed in
-    ``process.py``, called by ``Service``.
+    Call order: ``start``, which replays the journal; ``load_weights`` (``expect_weights`` and
+    ``record_weights`` for weights sent in parts), before which nothing is sampled; ``next_batch`` per step;
+    ``close``. A loop error (such as a full disk) ends the sampling, and ``next_batch`` raises it.
+    ``process.py`` creates and closes it; ``Service`` calls it.
     """
 
     def __init__(
@@ -58,13 +58,11 @@ class GroupSampler:
         environments: Environments | None = None,
         teacher: Teacher | None = None,
     ) -> None:
-        """Open the journal of the run. ConfigError if another process writes it.
-
-        ``rounds``: open new groups, and form a batch, only when no group is open, so that an engine whose
-        answers depend on its batch always gets the same batches. ``is_held``: whether requests must wait,
-        because such an engine has an evaluation's requests. ``environments``: by the names of the prompts'
-        sources; None if no source has one. ``teacher``: scores groups for a distillation.
-        """
+        """Open the run's journal. Raises ConfigError if another process writes it. ``rounds``: open new
+        groups and form batches only when no group is open, so that an engine whose answers depend on its
+        batch always gets the same batches. ``is_held``: whether requests must wait because such an engine
+        serves an evaluation. ``environments``: by prompt source; None if no source has one. ``teacher``:
+        scores groups for distillation."""
         self._rollout, self._report, self._pool = config.rollout, report, pool
         self._folder = config.paths.journal
         self._journal = SegmentJournal(self._folder, OldFiles(report))
@@ -93,7 +91,7 @@ class GroupSampler:
         )
 
     async def start(self, first_step: int, state: dict[str, Any] | None) -> None:
-        """Replay the journal, and resume for ``first_step``. ``state``: of the checkpoint before it."""
+        """Replay the journal and resume at ``first_step``. ``state``: from the preceding checkpoint."""
         # In a thread: a journal has gigabytes, and the event loop must send heartbeats.
         for damage in await asyncio.to_thread(self._journal.replay, self._state.apply):
             self._report("journal_damaged", detail=damage)
@@ -103,12 +101,12 @@ class GroupSampler:
             self._state.apply(begun.state)
             opened = begun.opened
             self._report(begun.kind, detail=begun.message)
-        # Snapshot and reopened groups in one commit: a kill between them would lose prompts.
+        # Snapshot and reopened groups share a commit: a kill between two commits would lose prompts.
         self._journal.rotate(self._state.snapshot(), *opened)
         for record in opened:
             self._state.apply(record)
         missing = await asyncio.to_thread(self._files.missing_records, self._state, first_step)
-        if missing:  # committed, or the next process would count their groups once more
+        if missing:  # without this commit, the next process would count their groups again
             await asyncio.to_thread(self._journal.commit, missing)
         for record in missing:
             self._state.apply(record)
@@ -117,18 +115,16 @@ class GroupSampler:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether no engine works, and the trainer must push the weights once more."""
+        """Whether no engine works and the trainer must push the weights again."""
         return self._pool.needs_weights
 
     async def next_batch(self, step: int, wait_s: float) -> Path | None:
-        """The file of the batch of ``step``; None if it is not ready within ``wait_s`` seconds.
-
-        EnginesGone if no engine has worked for too long. Raises the error that has ended the loop.
-        """
+        """Return the batch file of ``step``; None if it is not ready within ``wait_s`` seconds. Raises
+        EnginesGone if no engine has worked for too long, or the error that ended the loop."""
         path = step_path(self._folder, step)
-        # Idempotent: a step that was served, before a kill or a resume, gets the same file again.
+        # Idempotent: a step served before a kill or resume gets the same file again.
         if step <= self._state.served:
-            # In a thread: it reads gigabytes where there are routes, and this loop sends heartbeats.
+            # In a thread: routes are gigabytes, and the event loop must send heartbeats.
             if await asyncio.to_thread(self._files.is_readable, step):
                 self._admission.trainer_has(step)
                 return path
@@ -139,12 +135,12 @@ class GroupSampler:
         if not await self._loop.wait_for(lambda: self._choose(step) is not None, wait_s):
             self.check_engines()
             return None
-        # The groups are chosen again within the block: until then a commit may have dropped some.
+        # Chosen again inside the block because a commit may have dropped groups.
         async with self._loop.between_commits():
             self._loop.post(await self._batches.write(step, self._choose(step) or []))
         self._admission.trainer_has(step)
         if self._rollout.max_staleness and not self._rollout.overlap:
-            # Nothing is sampled while the policy trains: unfinished responses continue under new weights.
+            # Without overlap, unfinished responses continue only under the new weights.
             await self._pool.abort()
         return path
 
@@ -152,42 +148,39 @@ class GroupSampler:
         self._pool.check(self._rollout.engine_config.lost_minutes)
 
     async def load_weights(self, folder: Path, version: int, step: int) -> None:
-        """Load the weights in ``folder``, made by the updates of ``step``, into every working engine."""
-        # Expected before, recorded after the load: engines that are faster than others sample with the new
-        # weights already, and admission opens only when the load is over.
+        """Load the weights in ``folder``, produced by ``step``, into every working engine."""
+        # Expected before the load, during which fast engines already sample; the record opens admission.
         self.expect_weights(version)
         await self._pool.update(folder, version)
         self.record_weights(version, step)
 
     def expect_weights(self, version: int) -> None:
-        """Accept tokens of weight ``version`` from now on: engines begin to load it."""
+        """Accept tokens of weight ``version`` from now on, because engines begin to load it."""
         self._dispatcher.expect_weights(version)
 
     def record_weights(self, version: int, step: int) -> None:
-        """Record that the engines have loaded weight ``version``, made by the updates of ``step``."""
+        """Record that the engines have loaded weight ``version``, produced by ``step``."""
         self._loop.post(weights_loaded(version, step))
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, used by a fork or after a lost journal: the position in the dataset,
-        counts, and the prompts of unfinished groups."""
+        """Return the checkpoint state, for a fork or a lost journal: the state snapshot, with the dataset
+        position and counts, and the unfinished groups' prompts."""
         return {**self._state.snapshot().fields, OUTSTANDING: self._state.outstanding_places}
 
     async def checkpointed(self, oldest: int) -> int:
-        """Start a new log, and delete files that no resume from step ``oldest`` needs.
-
-        Returns the last step whose files are not kept; below 1 for none.
-        """
+        """Start a new log; delete files that no resume from ``oldest`` needs; return the last step deleted,
+        below 1 for none."""
         keep = self._rollout.keep_steps
         last = 0 if keep is None else min(oldest, self._state.served - keep)
         await asyncio.to_thread(self._files.delete, last)
         async with self._loop.between_commits():
-            # The snapshot first: only then are the older logs without unfinished groups superfluous.
+            # The snapshot makes older logs without unfinished groups redundant.
             self._journal.rotate(self._state.snapshot())
             self._journal.delete_old([*self._state.open, *self._state.finished])
         return last
 
     async def close(self) -> None:
-        """Stop, and commit the tokens of requests in flight, unless it samples in ``rounds``."""
+        """Stop sampling; unless in ``rounds``, commit the tokens of in-flight requests."""
         await self._loop.close()
         self._journal.close()
 
@@ -196,10 +189,8 @@ class GroupSampler:
 
 
 class BatchBuilder:
-    """The builder of a step's batch: the finished groups that were opened first, but for those to be dropped.
-
-    ``choose``, then ``write``, between two commits of the sampler's loop.
-    """
+    """Builder of a step's batch from the finished groups opened first, excluding groups to be dropped.
+    Call ``choose``, then ``write``, between two commits of the sampler loop."""
 
     def __init__(
         self,
@@ -210,15 +201,13 @@ class BatchBuilder:
         folder: Path,
         rounds: bool,
     ) -> None:
-        """``folder``: of the step files. ``rounds``: see ``GroupSampler``."""
+        """``rounds``: see ``GroupSampler``."""
         self._config, self._state, self._admission, self._pool = config, sampler_state, admission, pool
         self._folder, self._rounds = folder, rounds
 
     def choose(self, step: int, is_last: bool) -> list[FinishedGroup] | None:
-        """Select the groups of ``step``; None if there are too few and more may come.
-
-        ``is_last``: no more can come, so the step takes what there is, even nothing.
-        """
+        """Return the groups of ``step``; None if there are too few and more may come. ``is_last``: no more
+        can come, so the step takes the available groups, even none."""
         count = self._config.rollout.prompts_per_step
         if not is_last and (self._rounds or len(self._state.finished) < count):
             return None
@@ -227,11 +216,8 @@ class BatchBuilder:
         return fresh[:count] if is_last or len(fresh) >= count else None
 
     async def write(self, step: int, groups: Sequence[FinishedGroup]) -> Record:
-        """Write the step's file, and return the event that records it.
-
-        The file comes before the event: from then on the groups belong to the step, and after a kill in
-        between the next start makes the event from the file (``StepFiles.missing_records``).
-        """
+        """Write the step's file and return the event that records it. After a kill before the event's commit,
+        the next start rebuilds the event from the file (``StepFiles.missing_records``)."""
         numbers = [group.number for group in groups]
         stale = sum(self._admission.is_stale(group, step) for group in groups)
         config = self._config

@@ -1,7 +1,7 @@
-"""Tasks that score complete groups, beside the sampling of others; part of ``SamplerLoop``.
+"""Background scoring of complete groups, part of ``SamplerLoop``.
 
-A group is scored as soon as its last response is complete, and has the teacher's log-probs in a distillation.
-One whose scores all failed waits, and is scored again (``FailedScores``).
+A group is scored as soon as its last response is complete; in distillation it also gets the teacher's
+log-probs. A group whose scores all failed waits and is rescored (``FailedScores``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bapo_megatron.rollout.sampler.write_ahead_log import Record
 
 
 class GroupScoring:
-    """The scoring of complete groups, a task for each: rewards become events, useless groups are dropped."""
+    """One scoring task per complete group, which posts the rewards as an event and drops useless groups."""
 
     def __init__(
         self, config: RunConfig, dataset: Dataset, scorer: Scorer, report: Report, teacher: Teacher | None
@@ -29,13 +29,12 @@ class GroupScoring:
         rollout, reward = config.rollout, config.reward
         self._drops_uniform = rollout.drop_uniform_groups
         self._reads_named = ":" in config.algorithm.advantage or config.algorithm.advantage == "gdpo"
-        """Whether the advantage may depend on named rewards."""
+        """Whether the advantage may use named rewards."""
         self._scorer = GroupScorer(dataset, scorer, reward)
         self._failed = FailedScores(rollout.prompts_per_step, reward.outage_minutes, report)
         self._teacher = GroupTeacher(dataset, teacher) if teacher else None
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._retrying: asyncio.Task[None] | None = None
-        """Scores waiting groups again; None while none waits."""
+        self._retrying: asyncio.Task[None] | None = None  # rescores waiting groups; None while none waits
 
     def start(
         self,
@@ -44,10 +43,9 @@ class GroupScoring:
         drop: Callable[[OpenGroup, str], bool],
         end: Callable[[Exception], None],
     ) -> list[FinishedGroup]:
-        """The finished groups that a teacher, whom the run has got later, has not seen.
-
-        ``post`` takes events, ``drop`` a group and why, ``end`` an error of scoring, which ends the loop.
-        """
+        """Set the callbacks; return the finished groups without log-probs of a teacher that was added later.
+        ``post`` takes an event, ``drop`` a group and a reason, ``end`` a scoring error, which ends the
+        loop."""
         self._post, self._drop, self._end = post, drop, end
         self._failed.begin(state)
         if not self._teacher:
@@ -76,7 +74,7 @@ class GroupScoring:
             task.cancel()
 
     async def _score(self, group: OpenGroup, is_last_try: bool) -> None:
-        """Score a group; post its rewards, if they count, and drop it, if it trains nothing."""
+        """Score a group; if the results count, post its rewards and drop it if it is useless for training."""
         scores_before = self._failed.scores
         results = await self._scorer.score(group)
         rewards = self._scorer.rewards(results)
@@ -84,7 +82,7 @@ class GroupScoring:
         why = self._why_useless(rewards, named)
         taught = await self._teacher.of_group(group) if self._teacher and not why else None
         del self._tasks[group.number]
-        # What scores works, if another score has succeeded meanwhile.
+        # Scoring works if another score succeeded in the meantime.
         is_last_try = is_last_try or self._failed.scores > scores_before
         if not self._failed.passes(group, results, is_last_try, asyncio.get_running_loop().time()):
             if self._retrying is None:
@@ -121,13 +119,13 @@ class GroupScoring:
             return "failed"
         if not self._drops_uniform or not is_uniform(scored):
             return None
-        if self._reads_named:  # equal sums of different rewards: GDPO tells them apart
+        if self._reads_named:  # GDPO distinguishes equal sums of different rewards
             kept = [values for values, reward in zip(named, rewards, strict=True) if reward is not None]
             if any(not is_uniform([values.get(name, 0.0) for values in kept]) for name in set().union(*kept)):
                 return None
         return "uniform"
 
     def _note_error(self, task: asyncio.Task[None]) -> None:
-        """End the loop after an error of scoring: the trainer's next call raises it."""
+        """End the loop after a scoring error; the trainer's next call raises it."""
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._end(error)

@@ -1,14 +1,14 @@
 """Held-out evaluation during training, and the sampling of one whole response, also for `bapo eval`.
 
-    evaluation/step_000040.jsonl    one line per response, of suites at the weights of step 40, with its score
+    evaluation/step_000040.jsonl    one scored response per line, sampled at the weights of step 40
 
-The trainer waits for it. Its requests take at most half of the engines' capacity, beside those for training.
-On an engine that samples in rounds the turns of episodes go out together, so that it repeats bit for bit.
-The file is written atomically at the end; an evaluation that a kill interrupts begins anew.
+The trainer waits for it. Its requests use at most half of the engines' capacity, alongside training requests.
+On an engine that samples in rounds, the turns of all episodes go out together, for bit-exact repeats. The
+file is written atomically at the end; a killed evaluation starts over.
 
-``whole_response`` sends a request for each segment, or in `bapo eval` for the whole response or turn; a lost
-engine costs the request in flight only. Responses for training go through ``dispatcher.py`` instead, which
-journals them. Both follow the state machine of ``response.py``.
+``whole_response`` sends one request per segment (in `bapo eval`, per response or turn); an engine loss costs
+only the in-flight request. Training responses go through ``dispatcher.py``, which journals them. Both follow
+the state machine in ``response.py``.
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ from bapo_megatron.runtime.storage import OldFiles, writing
 from bapo_megatron.types import Prompt
 
 _EPOCH = 2**32
-"""The epoch in evaluation seeds, beyond all of training's. It is equal at every step: common random numbers
-reduce the noise between steps."""
-
-_POLL_S = 1.0
-"""Interval of polling for an engine with room, in seconds."""
+"""Epoch in evaluation seeds, beyond training's; constant, as common random numbers reduce noise."""
+_POLL_S = 1.0  # polling interval for an engine with room
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,8 @@ class _Item:
 
 
 class HeldOut:
-    """The held-out evaluations of a run, in the sampler's event loop, one at a time.
-
-    For a step: ``expect`` before its weights are loaded, ``begin`` after that, then poll ``responses``.
-    """
+    """The run's held-out evaluations in the sampler's event loop, one at a time. Per step: ``expect``
+    before its weights are loaded, ``begin`` afterwards, then poll ``responses``."""
 
     def __init__(
         self,
@@ -81,8 +76,7 @@ class HeldOut:
         rounds: bool = False,
         old: OldFiles | None = None,
     ) -> None:
-        """``environments``: those of the run, by source; a suite has that of the source of its name.
-        ``rounds``: see ``GroupSampler``. ``old``: deletes old results."""
+        """``environments``: by source. ``rounds``: see ``GroupSampler``. ``old``: deletes old results."""
         self._config, self._suites = config, suites
         self._dataset, self._pool, self._scorer = dataset, pool, scorer
         temperature, most = config.evaluation_sampling
@@ -92,24 +86,19 @@ class HeldOut:
         sources = {suite.name: config.source_of_suite(suite.name) for suite in suites}
         takers = turn_takers(environments, dataset, most)
         self._samplings = {name: within(plain, environments.get(source)) for name, source in sources.items()}
-        """The sampling parameters of each suite's responses."""
+        """Sampling parameters by suite."""
         self._turns = {name: takers.get(source) for name, source in sources.items()}
-        """What answers the turns of each suite's responses; None for nothing."""
+        """Turn taker by suite; None without an environment."""
         self._programs = {suite.name: programs_of(suite, config.reward.function) for suite in suites}
-        """The problems of each suite that ask for a program, which is in no box."""
+        """By suite: problems that ask for a program, whose answers are unboxed."""
         self._in_rounds = rounds and any(self._turns.values())
         self._paths, self._old = config.paths, old or OldFiles()
         self._task: asyncio.Task[None] | None = None
-        self._step: int | None = None
-        """The step that is being evaluated, or will be when its weights are loaded."""
-        self._version = 0
-        """The version of its weights: tokens of others are refused."""
+        self._step: int | None = None  # step under evaluation, or due once its weights are loaded
+        self._version = 0  # its weight version; tokens of other versions are refused
 
     def start(self, first_step: int) -> None:
-        """Delete the results of ``first_step`` and later steps: the run resumes before them.
-
-        Those that cannot be deleted stay the results of their steps.
-        """
+        """Delete the results of ``first_step`` and later steps; undeletable ones remain in use."""
         self._delete(lambda step: step >= first_step)
 
     def delete(self, last: int) -> None:
@@ -122,16 +111,14 @@ class HeldOut:
                     path.unlink()
 
     def expect(self, step: int, version: int) -> None:
-        """Prepare the evaluation of ``step``, if it is due and not done; its weights are being loaded.
-
-        ``version``: of these weights. Cancels an earlier evaluation: engines would answer with other weights.
-        """
+        """Prepare the evaluation of ``step``, if it is due and not done, while ``version`` loads.
+        Cancels an earlier evaluation, because engines would answer with different weights."""
         self.close()
         self._version = version
         self._step = step if self._config.evaluates(step) and not self._path(step).exists() else None
 
     def begin(self) -> None:
-        """Begin the prepared evaluation, now that the weights are loaded."""
+        """Start the prepared evaluation, after the weights are loaded."""
         if self._step is not None:
             self._task = asyncio.create_task(self._evaluate(self._step))
 
@@ -140,10 +127,7 @@ class HeldOut:
         return self._step is not None
 
     async def responses(self, step: int, wait_s: float) -> Path | None:
-        """The file of ``step``; None if it is not ready within ``wait_s`` seconds.
-
-        Raises the error of a failed evaluation.
-        """
+        """Return the file of ``step``; None if not ready within ``wait_s`` seconds. Raises its error."""
         path = self._path(step)
         if not path.exists() and self._task is not None:
             await asyncio.wait({self._task}, timeout=wait_s)
@@ -180,7 +164,7 @@ class HeldOut:
         self._pool.changed.set()
 
     async def _freely(self, step: int, items: Sequence[_Item], room: int) -> list[Row]:
-        """The rows of the items, at most ``room`` at a time in engines, each as soon as there is room."""
+        """Return the items' rows; sample each item as soon as fewer than ``room`` are in engines."""
         places = asyncio.Semaphore(room)
 
         async def row(item: _Item) -> Row:
@@ -193,7 +177,7 @@ class HeldOut:
         return [task.result() for task in tasks]
 
     async def _by_rounds(self, step: int, items: Sequence[_Item], room: int) -> list[Row]:
-        """The rows of the items, whose requests are always the same batches, however long a step takes."""
+        """Return the items' rows; requests form the same batches regardless of environment step times."""
         rows = []
         for first in range(0, len(items), room):
             wave = items[first : first + room]
@@ -212,7 +196,6 @@ class HeldOut:
     async def _sampled(
         self, step: int, item: _Item, together: Callable[[], Awaitable[None]] | None = None
     ) -> Response:
-        """One complete response. ``together``: see ``whole_response``."""
         prompt = item.suite.prompts[item.problem]
         name = f"evaluation.{step}.{item.suite.name}.{item.problem}-{item.sample}"
         place = (_EPOCH, item.problem, item.sample)
@@ -249,11 +232,11 @@ class HeldOut:
 
 
 class RoundBarrier:
-    """Barrier of the responses of an evaluation: their requests go out together, in the order of ``members``.
+    """A barrier for an evaluation's responses, which releases their requests together in member order.
 
-    For an engine whose last bits depend on its batch (``EngineBackend.rounds``), in an environment: steps
-    take as long as they take, so without it each evaluation would form other batches. A round begins when
-    every member waits for it, or has left.
+    For an engine whose last bits depend on its batch (``EngineBackend.rounds``): environment steps vary in
+    duration, so evaluations would otherwise form different batches. A round begins when every member waits or
+    has left.
     """
 
     def __init__(self, members: int) -> None:
@@ -263,11 +246,11 @@ class RoundBarrier:
     async def meet(self, member: int) -> None:
         loop = asyncio.get_running_loop()
         self._waiting[member] = future = loop.create_future()
-        loop.call_soon(self._begin_if_all_wait)  # not at once: the last to come would not wait, and go first
+        loop.call_soon(self._begin_if_all_wait)  # deferred, or the last arrival would go first
         await future
 
     def leave(self) -> None:
-        """A member is complete, and asks for nothing more."""
+        """Remove a member, which makes no more requests."""
         self._left -= 1
         asyncio.get_running_loop().call_soon(self._begin_if_all_wait)
 
@@ -275,7 +258,7 @@ class RoundBarrier:
         if len(self._waiting) < self._left:
             return
         waiting, self._waiting = self._waiting, {}
-        # Not as they came: the place in a batch decides about last bits, too.
+        # Sorted, because the position in a batch also affects last bits.
         for _, future in sorted(waiting.items(), key=lambda item: item[0]):
             if not future.done():  # cancelled
                 future.set_result(None)
@@ -293,16 +276,16 @@ async def whole_response(
     turns: TurnTaker | None = None,
     together: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
-    """Sample a complete response from the weights of ``version``.
+    """Sample a complete response from weights ``version`` and return it.
 
-    ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``slot``: an engine that
-    is reserved already. ``over_capacity``: see `EnginePool.reserve`. ``turns``: of the environment that
-    answers it, if `Sampling.in_environment`; its failures are data of the response. ``together``: awaited
-    before each request, ``RoundBarrier.meet`` where requests must go out with those of other responses.
+    ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``slot``: an engine
+    reserved by the caller. ``over_capacity``: see `EnginePool.reserve`. ``turns``: required if
+    `Sampling.in_environment`; environment failures are stored in the response. ``together``: awaited before
+    each request, such as ``RoundBarrier.meet``.
 
-    An engine that answers with a token of other weights is lost, and the answer is not used. It waits without
-    a limit for an engine with room: the caller watches ``EnginePool.check``. RunStopped if the request is
-    refused, or ``MOST_LOSSES`` engines fail with it.
+    An engine that returns a token of other weights is lost and its answer discarded. Waits indefinitely for
+    an engine with room; the caller watches ``EnginePool.check``. Raises RunStopped if the request is refused
+    or ``MOST_LOSSES`` engines fail with it.
     """
     response, losses = Response(), 0
     cached: CachedPrefix | None = None
@@ -328,7 +311,7 @@ async def whole_response(
                 if why := given_up(losses, name):
                     raise RunStopped(f"{why}: {lost}") from lost
                 continue
-            except ValueError as error:  # any engine would refuse it
+            except ValueError as error:  # every engine would refuse it
                 raise RunStopped(f"a request of an evaluation was refused: {error}") from error
             finally:
                 slot.load -= 1
@@ -342,12 +325,11 @@ async def whole_response(
 
 
 def _episode(name: str, response: Response) -> str:
-    """The name of the response's episode: another one for each attempt."""
     return f"{name}-{response.episode.restarts}"
 
 
 async def _stepped(turns: TurnTaker, prompt: Prompt, response: Response, name: str) -> Response:
-    """The response after its environment's answer, or begun again if that could not be brought back."""
+    """Return the response after its environment's answer, restarted if the environment was not restored."""
     result = await turns.result(prompt, response, _episode(name, response))
     if turns.must_restart(response, result):
         return restarted(response)

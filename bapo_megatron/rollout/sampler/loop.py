@@ -1,9 +1,8 @@
-"""The sampler's event loop: commit events to the write-ahead log, apply them to the state, act on the change.
+"""The sampler's event loop: commits events to the write-ahead log, applies them and acts on them.
 
-One task wakes up at every change. It writes all queued events and returned segments in one commit, and only
-then applies them. It opens new groups as admission allows, and sends requests to engines (both
-``dispatcher.py``), and turns to their environments (``stepper.py``). Complete groups are scored
-(``group_scoring.py``).
+One task wakes at every change. It writes all queued events and results in one commit before applying them. It
+opens groups as admission allows and sends requests to engines (``dispatcher.py``), sends turns to
+environments (``stepper.py``), and has complete groups scored (``group_scoring.py``).
 """
 
 from __future__ import annotations
@@ -31,17 +30,13 @@ from bapo_megatron.rollout.sampler.stepper import Stepper
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal
 
 MAX_RESAMPLES = 3
-"""Most retries of a prompt whose group was stale; then it is dropped."""
-
-_DRAIN_S = 5.0
-"""Longest wait, at the end of a run, for the tokens of requests in flight, in seconds."""
+"""Maximum resamples of a prompt with stale groups; after that the prompt is dropped."""
+_DRAIN_S = 5.0  # maximum wait at the end of a run for the tokens of in-flight requests
 
 
 class SamplerLoop:
-    """The event loop of the event-sourced state: events are queued, committed to the log, and applied.
-
-    Part of ``GroupSampler``: a task from ``start`` to ``close``. An error ends it; ``wait_for`` raises it.
-    """
+    """The event loop of the event-sourced state: queues events, commits them to the log and applies them.
+    Runs as a task from ``start`` to ``close``. An error ends the loop; ``wait_for`` raises it."""
 
     def __init__(
         self,
@@ -58,19 +53,16 @@ class SamplerLoop:
         is_held: Callable[[], bool],
         stepper: Stepper | None = None,
     ) -> None:
-        """``changed``: wakes the loop; also set by the engine pool. ``rounds``, ``is_held``: see
-        ``GroupSampler``. ``stepper``: None in a run without an environment."""
+        """``changed``: wakes the loop; the engine pool sets it too. ``rounds``, ``is_held``: see
+        ``GroupSampler``. ``stepper``: None in a run without environments."""
         self._config, self._order, self._state, self._journal = config, order, sampler_state, journal
         self._admission, self._dispatcher, self._scoring = admission, dispatcher, scoring
         self._changed, self._report, self._rounds, self._is_held = changed, report, rounds, is_held
         self._stepper = stepper
-        self._events: list[Record] = []
-        """Events that are queued for the next commit."""
+        self._events: list[Record] = []  # events queued for the next commit
         self._next_number = 0
-        self._dropping: set[int] = set()
-        """Numbers of groups whose drop is queued."""
-        self._resampled: Counter[tuple[int, int]] = Counter()
-        """Number of retries of each (epoch, index)."""
+        self._dropping: set[int] = set()  # numbers of groups whose drop is queued
+        self._resampled: Counter[tuple[int, int]] = Counter()  # resamples by (epoch, index)
         self._advanced = asyncio.Condition()
         self._error: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -78,7 +70,7 @@ class SamplerLoop:
     # --- for the sampler ---
 
     def start(self) -> None:
-        """Resume the open groups, and start the loop."""
+        """Drop untaught groups, resume the open groups and start the loop."""
         self._next_number = self._state.next_number
         for finished in self._scoring.start(self._state, self.post, self._drop, self._end):
             self._drop(finished, "untaught")
@@ -91,7 +83,7 @@ class SamplerLoop:
         self._changed.set()
 
     async def wait_for(self, condition: Callable[[], bool], wait_s: float) -> bool:
-        """Whether ``condition`` holds within ``wait_s`` seconds. Raises the error that has ended the loop."""
+        """Return whether ``condition`` holds within ``wait_s`` seconds. Raises the error that ended it."""
         self._changed.set()
         try:
             async with asyncio.timeout(wait_s), self._advanced:
@@ -104,7 +96,7 @@ class SamplerLoop:
 
     @asynccontextmanager
     async def between_commits(self) -> AsyncIterator[None]:
-        """A critical section: commit, hold the loop while the block runs, then commit what it has posted."""
+        """Commit, hold the loop while the block runs, then commit the block's events (critical section)."""
         async with self._advanced:
             await self._commit()
             yield
@@ -112,13 +104,11 @@ class SamplerLoop:
         self._changed.set()
 
     async def close(self) -> None:
-        """Stop, and commit the tokens of requests in flight.
-
-        Not in ``rounds``: a round that is continued forms other batches, so its last bits would differ.
-        """
+        """Stop and commit the tokens of in-flight requests, except in ``rounds``: continuing a partial round
+        would form different batches with different last bits."""
         if self._task is not None and not self._error:
             async with self.between_commits():
-                # Cancelled before the drain: aborted responses must not be sent again.
+                # Before the drain, so that aborted responses are not sent again.
                 self._task.cancel()
                 if not self._rounds:
                     await self._dispatcher.drain(_DRAIN_S)
@@ -129,11 +119,11 @@ class SamplerLoop:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no group can be finished or opened before the next weight update."""
+        """Whether no group can finish or open before the next weight update."""
         return not self._is_busy and self._admission.may_sample and self._admission.room == 0
 
     def drop_stale(self, groups: Iterable[OpenGroup | FinishedGroup], step: int) -> None:
-        """Drop groups that are too stale for ``step``, and resample their prompts if ``on_stale`` says so."""
+        """Drop groups that are too stale for ``step``; resample their prompts if ``on_stale`` says so."""
         for group in list(groups):
             if self._admission.must_drop(group, step) and self._drop(group, "stale"):
                 place = (group.epoch, group.index)
@@ -165,12 +155,11 @@ class SamplerLoop:
         if self._is_held():
             return
         self._admit_groups()
-        # Nothing is sent before all is committed: a queued event may drop the group of a request, and a new
-        # group must be in the journal before an engine samples for it.
+        # Commit before sending: a queued event may drop a group, and new groups must be in the journal.
         while self._events or self._has_results:
             await self._commit()
         if self._rounds and self._stepper and self._stepper.is_busy:
-            return  # the requests go out together when all have been answered: always the same batches
+            return  # wait for all answers, so that requests always form the same batches
         await self._dispatcher.send(at_once=self._rounds)
 
     @property
@@ -179,12 +168,12 @@ class SamplerLoop:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether anything is being sampled, stepped or scored, or is queued for a commit."""
+        """Whether sampling, steps, scoring or commits are pending."""
         steps = self._stepper is not None and self._stepper.is_busy
         return self._dispatcher.is_busy or steps or self._scoring.is_busy or bool(self._events)
 
     async def _commit(self) -> None:
-        """Write all new events and segments in one commit, then apply them and act on them."""
+        """Commit all new events and results together, then apply them and act on them."""
         arrived, refusals = self._dispatcher.take_results()
         for group, why in refusals:
             if self._is_open(group) and self._drop(group, "refused"):
@@ -194,7 +183,7 @@ class SamplerLoop:
         answers = [one for one in answers if self._is_open(one.group)]
         restarts = [one for one in restarts if self._is_open(one.group)]
         events, self._events = self._events, []
-        # First: applied after the drop of its group, which may be queued, any of them would reopen it.
+        # Results come first: applied after a queued drop of their group, they would reopen it.
         events[:0] = [
             *(segments_arrived(part) for part in in_records(segments)),
             *([answers_given(answers)] if answers else []),
@@ -204,7 +193,7 @@ class SamplerLoop:
             return
         if self._journal.is_full:
             self._journal.rotate(self._state.snapshot())
-        # Write ahead: nothing is applied, answered or requested that a kill could take back.
+        # Write ahead: nothing is applied, answered or requested that a kill could undo.
         await asyncio.to_thread(self._journal.commit, events)
         for event in events:
             self._state.apply(event)
@@ -217,7 +206,7 @@ class SamplerLoop:
         for group in {group.number: group for group, _ in changed}.values():
             self._score_if_complete(group)
         if any(event.kind == "weights" for event in events):
-            # After the events are applied: staleness and budgets depend on the step of the new weights.
+            # Staleness and budgets depend on the step of the new weights, which is applied above.
             self.drop_stale(self._state.open.values(), self._state.weights_step + 1)
             self._dispatcher.unpark()
             self._admission.open()
@@ -231,18 +220,15 @@ class SamplerLoop:
                 self._resume(self._state.open[number])
 
     def _is_open(self, group: OpenGroup) -> bool:
-        """Whether the group is open: it may have been dropped while a request was in flight."""
         return self._state.open.get(group.number) is group
 
     # --- groups: opened, resumed, dropped ---
 
     def _admit_groups(self) -> None:
-        """Open as many groups as admission allows.
-
-        In ``rounds`` only if no group is open, and the trainer waits: else new weights could come in a round.
-        """
-        # Not as soon as the weights are new: the trainer's checkpoint comes before its question, and a fork
-        # from the middle of a round would form other batches, whose last bits differ.
+        """Open as many groups as admission allows; in ``rounds`` only if no group is open and the trainer
+        waits, because otherwise new weights could arrive during a round."""
+        # In rounds, also wait for the trainer's request: its checkpoint comes before it, and a fork from the
+        # middle of a round would form different batches with different last bits.
         is_asked = self._admission.trainer_waits and self._admission.is_asked
         if self._rounds and (self._is_busy or not is_asked):
             return
@@ -255,7 +241,7 @@ class SamplerLoop:
         self.post(groups_opened(groups, taken))
 
     def _resume(self, group: OpenGroup) -> None:
-        """Queue the unfinished responses of a group, new or from the journal; score a complete group."""
+        """Queue a group's unfinished responses; score it if it is complete."""
         for sample in range(len(group.responses)):
             self._continue(group, sample)
         self._score_if_complete(group)
@@ -270,7 +256,7 @@ class SamplerLoop:
             self._scoring.begin(group)
 
     def _drop(self, group: OpenGroup | FinishedGroup, reason: str) -> bool:
-        """Queue the drop of a group; False if it is queued already. The state keeps it until the commit."""
+        """Queue the drop of a group, which the state keeps until the commit; return False if already done."""
         if group.number in self._dropping:
             return False
         self._dropping.add(group.number)

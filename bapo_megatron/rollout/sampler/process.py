@@ -1,9 +1,9 @@
 """The sampler process: sampler, engines (or their clients) and reward workers in one event loop; RPC by pipe.
 
 ``client.py``, on rank 0, starts ``python -m bapo_megatron.rollout.sampler.process FD``. The first message is
-a ``Setup``; then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
-``("error", kind, text, events)``, with heartbeats before it, which stop where this process hangs. When the
-trainer ends the pipe closes, and this process ends, too: all that it has told the trainer is in the journal.
+a ``Setup``. Then each call ``(method, arguments)`` gets one reply, ``("ok", value, events)`` or ``("error",
+kind, text, events)``, preceded by heartbeats unless this process hangs. When the trainer ends, the pipe
+closes and this process ends too: everything it has reported is in the journal.
 """
 
 from __future__ import annotations
@@ -50,46 +50,38 @@ from bapo_megatron.runtime.storage import FailingDiskError, OldFiles, is_of_fail
 T = TypeVar("T")
 
 ALIVE = ("alive",)
-"""The heartbeat message, sent while a reply is computed."""
-
-_BEAT_S = 5.0
-"""Seconds between two heartbeats."""
+"""Heartbeat message, sent while a reply is being computed."""
+_BEAT_S = 5.0  # seconds between heartbeats
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of the process: settings, dataset, and the engines' addresses or device. Plain data."""
+    """Process arguments: settings, dataset, and the engines' addresses or device."""
 
     config: RunConfig
     problems: PromptSet
     urls: tuple[str, ...]
-    """Addresses of the engines' servers; empty for an engine in this process."""
+    """Engine server addresses; empty for an in-process engine."""
     device: str
-    """The device of an engine in this process."""
+    """Device of an in-process engine."""
     held_out: tuple[Suite, ...] = ()
-    """The suites that `config.evaluation` names."""
+    """Suites named by `config.evaluation`."""
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's ``mallopt`` (malloc.h)."""
-
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's `mallopt` (malloc.h)
 _KEPT_BYTES, _LARGEST_BYTES = 256 << 20, 32 << 20
-"""Freed bytes that stay at a heap's end; size from which on a buffer is mapped on its own, at most 32 MiB."""
+"""Freed bytes kept at a heap's end; minimum size of a separately mapped buffer (glibc: at most 32 MiB)."""
 
 _SENT_ERRORS = (ConfigError, RunStopped, EnginesGone, EngineError, OSError)
-"""Errors that are sent to the trainer. Any other crashes this process, and the trainer restarts it."""
-
+"""Errors sent to the trainer. Any other error crashes this process, and the trainer restarts it."""
 
 WAKE_CALLS = ("wake", "begin", "receive", "confirm", "resume")
-"""Wake-up calls of colocated engines (``ColocatedPool``, ``WeightUpdates``). They are not repeated after a
-death of this process: the engines' state is unknown then."""
+"""Wake-up calls of colocated engines; not repeated if this process dies, as engine state is then unknown."""
 
 
 class Service:
-    """The RPC service: the methods that the trainer calls through the pipe, one at a time.
-
-    ``answer`` returns a reply also for the errors that the trainer must see; any other ends the process.
-    """
+    """The RPC service: handles the trainer's calls, one at a time. ``answer`` turns errors meant for the
+    trainer into replies; any other error ends the process."""
 
     def __init__(
         self,
@@ -99,14 +91,14 @@ class Service:
         events: list[dict[str, Any]],
         sync: str,
     ) -> None:
-        """``sync``: the name of the run's transport of weights."""
+        """``sync``: name of the run's weight transport."""
         self._sampler, self._pool, self._held_out = sampler, pool, held_out
         self._events = events
         self._updates = driver_class(sync)(pool)
         self._methods = self._table()
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The reply to one call, with the events since the last reply."""
+        """Return the reply to a call, with the events since the last reply."""
         try:
             reply: tuple[Any, ...] = ("ok", await self._methods[method](*arguments))
         except _SENT_ERRORS as error:
@@ -116,7 +108,6 @@ class Service:
         return (*reply, events)
 
     def _table(self) -> dict[str, Callable[..., Awaitable[Any]]]:
-        """The methods by the names that the trainer calls; which there are depends on the engines."""
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "start": self._start,
             "next_batch": self._next_batch,
@@ -147,7 +138,7 @@ class Service:
 
     async def _checkpointed(self, oldest: int) -> None:
         last = await self._sampler.checkpointed(oldest)
-        # Not the step's own: the trainer may still read it.
+        # Keep the step's own file: the trainer may still read it.
         await asyncio.to_thread(self._held_out.delete, last - 1)
 
     async def _next_batch(self, step: int, wait_s: float) -> Path | Need | None:
@@ -162,8 +153,7 @@ class Service:
         return Need.WEIGHTS if path is None and self._sampler.needs_weights else path
 
     async def _load_weights(self, folder: Path, version: int, step: int) -> None:
-        # Before the load: an engine that samples in rounds must not begin a round for training meanwhile
-        # (`is_held` in `_open`).
+        # Before the load, so that no training round begins during it (`is_held` in `_open`).
         self._held_out.expect(step, version)
         await self._sampler.load_weights(folder, version, step)
         self._held_out.begin()
@@ -179,7 +169,7 @@ class Service:
         self._held_out.begin()
 
     async def _admit(self, pool: ColocatedPool) -> None:
-        self._updates.cancel()  # of engines that were ended: from now on the pool gives them weights by disk
+        self._updates.cancel()  # for ended engines, which the pool now gives weights by disk
         await pool.admit()
 
     async def _begin(self, version: int, *names: Collection[str]) -> list[str]:
@@ -187,7 +177,7 @@ class Service:
         return await self._updates.begin(version, *names)
 
     async def _resume(self, version: int, step: int) -> None:
-        # Recorded only after the digests were verified: the record opens admission for the next step.
+        # Recorded only after digest verification, because the record opens admission for the next step.
         await self._updates.resume()
         self._held_out.expect(step, version)
         self._sampler.record_weights(version, step)
@@ -198,17 +188,17 @@ class Service:
 
 
 def _failed(error: Exception) -> tuple[str, str, str]:
-    # By name, of the errors that the trainer tells apart: a disk that fails must be one wherever it is met.
+    # The trainer distinguishes errors by name; a failing disk needs the same name wherever it occurs.
     kind = FailingDiskError if is_of_failing_disk(error) or isinstance(error, StorageFailed) else type(error)
     return "error", kind.__name__, str(error)
 
 
 def main() -> None:
-    """Run the sampler process, until the pipe closes."""
-    die_with_parent()  # by the kernel: also if this process is stopped or hangs
+    """Run the sampler process until the pipe closes."""
+    die_with_parent()  # enforced by the kernel, even if this process is stopped or hangs
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ignore_signals()  # the trainer needs the sampler until it has saved
-    allow_open_files()  # a connection for each request in flight
+    allow_open_files()  # one connection per in-flight request
     pipe = Connection(int(sys.argv[1]))
     try:
         setup: Setup | None = pipe.recv()
@@ -220,16 +210,14 @@ def main() -> None:
             keep_freed_memory()
         uvloop.run(_serve(pipe, setup))
     except (EOFError, ConnectionResetError, BrokenPipeError):
-        os._exit(0)  # the trainer has ended; a clean exit would wait for decoding threads
+        os._exit(0)  # the trainer ended; a clean exit would wait for decoding threads
     except RunStopped as stopped:  # the last tokens could not be written
         sys.exit(f"sampler: {stopped}")
 
 
 def use_threads(of_a_rank: int | None) -> None:
-    """Let an engine in this process use the threads of this machine's ranks, which wait meanwhile.
-
-    ``of_a_rank``: threads of one rank; None: torch's own number.
-    """
+    """Let an in-process engine use the threads of this machine's ranks, which are idle while it samples.
+    ``of_a_rank``: threads per rank; None: torch's default."""
     if of_a_rank is not None:
         ranks = environment_variable("LOCAL_WORLD_SIZE") or environment_variable("WORLD_SIZE") or "1"
         torch.set_num_threads(of_a_rank * int(ranks))
@@ -237,19 +225,15 @@ def use_threads(of_a_rank: int | None) -> None:
 
 def collect_garbage_rarely() -> None:
     """Make Python's cyclic garbage collection rare: with tens of thousands of requests it takes half a core.
-
-    The sampler's objects have few cycles: errors with their tracebacks.
-    """
-    gc.freeze()  # the dataset stays: collections need not traverse it
+    The sampler's only cycles are errors with their tracebacks."""
+    gc.freeze()  # collections need not traverse the dataset
     gc.set_threshold(100_000, 20, 100)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory, up to ``_KEPT_BYTES`` at a heap's end, for answers of megabytes.
-
-    It would give each buffer back to the system, and page faults for the next one are half of the processor
-    time of receiving routes. Nothing with another C library.
-    """
+    """Make glibc keep up to ``_KEPT_BYTES`` of freed memory at a heap's end, for multi-megabyte answers. By
+    default it returns each buffer to the system, and page faults for the next one take half of the CPU time
+    of receiving routes. No effect with another C library."""
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
@@ -263,8 +247,8 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
             sampler, pool, held_out = await with_heartbeats(
                 pipe, _open(setup, opened, partial(_record_event, events))
             )
-        except (ConfigError, RunStopped) as error:  # after any other error the trainer restarts this process
-            await asyncio.to_thread(pipe.recv)  # the trainer's first call, whose reply is the error
+        except (ConfigError, RunStopped) as error:  # after other errors the trainer restarts this process
+            await asyncio.to_thread(pipe.recv)  # the trainer's first call, to which the error is the reply
             _send(pipe, (*_failed(error), events))
             return
         sync = setup.config.rollout.engine_config.sync
@@ -273,8 +257,7 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
             try:
                 call = await asyncio.to_thread(pipe.recv)
             except (EOFError, OSError):
-                # The trainer has ended. No clean exit: it would wait for engines to answer an abort, and the
-                # next run of this folder for the journal's lock.
+                # A clean exit would wait for engines, and make the next run wait for the journal's lock.
                 os._exit(0)
             if call is None:
                 break
@@ -284,10 +267,8 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
 
 
 async def with_heartbeats(pipe: Connection, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``, and send heartbeats until it is done; returns its result.
-
-    The event loop sends them, so that they stop when it hangs: long work must not block it.
-    """
+    """Await ``work`` and return its result, sending heartbeats meanwhile. The event loop sends them, so they
+    stop when it hangs; long work must not block it."""
     task = asyncio.create_task(work)
     while not (await asyncio.wait({task}, timeout=_BEAT_S))[0]:
         await asyncio.to_thread(_send, pipe, ALIVE)
@@ -295,7 +276,7 @@ async def with_heartbeats(pipe: Connection, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _send(pipe: Connection, message: Any) -> None:
-    """Send a message to the trainer. If the trainer has ended, this process ends at once."""
+    """Send a message to the trainer; exit immediately if the trainer has ended."""
     try:
         pipe.send(message)
     except OSError:
@@ -319,8 +300,7 @@ async def _open(
     dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources, problems.tools_sha256)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer, environments, rounds, OldFiles(report))
     teacher = await _open_teacher(config, dataset, opened)
-    # If an engine samples in rounds, the last bits of its answers depend on the other requests of a batch: an
-    # evaluation and training must not mix.
+    # In rounds, the last bits of answers depend on the batch: evaluation and training must not mix.
     is_held = lambda: rounds and held_out.is_busy  # noqa: E731
     sampler = GroupSampler(config, dataset, pool, scorer, report, rounds, is_held, environments, teacher)
     opened.push_async_callback(sampler.close)
@@ -343,7 +323,7 @@ def _record_event(events: list[dict[str, Any]], kind: str, **fields: Any) -> Non
     events.append({"kind": kind, **fields})
     shown = {name: f"\n{text}" if "\n" in (text := str(value)) else text for name, value in fields.items()}
     text = ", ".join(f"{name}={value}" for name, value in shown.items())
-    with suppress(OSError):  # a log on a full disk
+    with suppress(OSError):  # the log's disk may be full
         print(printable(f"sampler: {kind.replace('_', ' ')}: {text}"), flush=True)
 
 

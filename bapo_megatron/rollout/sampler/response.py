@@ -1,4 +1,4 @@
-"""The state machine of one response: what it needs next, the request for it, and how an answer continues it.
+"""The state machine of one response: its next need, the request for it, and its next state after an answer.
 
     state       needs        event                               next state
     sampling    Tokens(n)    a segment without a reason          sampling
@@ -9,10 +9,10 @@
     waiting     STEP         ``restarted``                       sampling, without tokens
     complete    nothing
 
-Only responses in an environment wait; one without is an *episode* of a single turn. The turns of an episode
-may form a tree (``branches.py``); what is sampled continues its last branch. Pure functions on frozen data:
-no engine, no file, no clock. The dispatcher and the stepper drive responses for training with it (the
-write-ahead log is between an answer and the next state), ``held_out.py`` those of evaluations.
+Only responses in an environment wait; without one, a response is an *episode* of a single turn. An episode's
+turns may form a tree (``branches.py``); sampling continues its last branch. Pure functions on frozen data: no
+engine, file or clock. The dispatcher and the stepper drive training responses (events go through the
+write-ahead log before the next state); ``held_out.py`` drives evaluation responses.
 """
 
 from __future__ import annotations
@@ -39,59 +39,57 @@ from bapo_megatron.types import (
 )
 
 MOST_LOSSES = 20
-"""Engines lost with one response after which it is given up: its request may be what crashes them."""
+"""Engine losses after which a response is given up, because its request may crash engines."""
 
 TURN: Literal["turn"] = "turn"
-"""The reason of a segment that ends a turn of the model, but not the response: its environment answers."""
+"""End reason of a segment that ends a model turn, which an environment answers, but not the response."""
 
 SegmentEnd = FinishReason | Literal["turn"]
-"""Why a segment is the last of its turn, or of its response."""
+"""Why a segment ends its turn or its response."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters of responses: plain data, made by ``Dispatcher``, ``HeldOut``, `bapo eval`."""
+    """Sampling parameters of responses, created by ``Dispatcher``, ``HeldOut`` and `bapo eval`."""
 
     temperature: float
     max_response_tokens: int
     seed: int
-    """The seed of the run or evaluation, from which each response has its own (``request_seed``)."""
+    """Seed of the run or evaluation; ``request_seed`` derives each response's seed from it."""
     stop_token_ids: tuple[int, ...]
     segment_tokens: int | None = None
-    """Most tokens of one request; None: one request for the whole response."""
+    """Maximum tokens per request; None: no limit."""
     routes: RouteShape | None = None
-    """The shape of the routes that engines must return; None: none are asked for."""
+    """Shape of the routes that engines must return; None: no routes."""
     in_environment: bool = False
-    """Whether a stop token ends a turn, which an environment answers, and not the response."""
+    """Whether a stop token ends only a turn, which an environment answers."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An environment's answer to a turn: the tokens that the model is given, or the end of the response."""
+    """An environment's answer to a turn: tokens given to the model, or the end of the response."""
 
     token_ids_R: np.ndarray
-    """int32; none if the response ends."""
+    """int32; empty if the response ends."""
     text: str = ""
-    """The observation as the environment said it; empty if the response ends."""
+    """The observation as the environment returned it; empty if the response ends."""
     finish_reason: FinishReason | None = None
-    """Finish reason of the response if it ends, else None."""
+    """Finish reason if the response ends, otherwise None."""
     reward: float | None = None
     failure: str | None = None
-    """Kind of the failure if the step failed."""
+    """Kind of failure if the step failed."""
     detail: str = ""
-    """Text of the failure."""
     note: Any = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-    """Time of the step."""
     after: int | None = None
-    """The turn that these tokens follow, if it is not the last one, as a ``Fork`` has it: a branch."""
+    """Parent turn of a new branch, as in ``Fork``; None: the tokens follow the last turn."""
     rewritten: bool = False
-    """Whether the branch begins because the chat template writes earlier turns otherwise."""
+    """Whether the branch starts because the chat template renders earlier turns differently."""
 
     @property
     def tokens(self) -> ResponseTokens:
-        """The given tokens with all columns: mask False, log-prob 0, and no version that sampled them."""
+        """The given tokens with all columns: mask False, log-prob 0, version GIVEN."""
         count = len(self.token_ids_R)
         versions_R, mask_R = np.full(count, GIVEN, np.int32), np.zeros(count, np.bool_)
         return ResponseTokens(self.token_ids_R, np.zeros(count, np.float32), versions_R, loss_mask_R=mask_R)
@@ -99,82 +97,74 @@ class Answer:
 
 @dataclass(frozen=True)
 class Episode:
-    """What a response has beside its tokens: the ends of its turns, and its environment's answers so far.
-
-    Part of a ``Response``; ``continued`` and ``given`` make the next one.
-    """
+    """The part of a ``Response`` beside its tokens: turn ends and a record of the environment's answers."""
 
     turns: tuple[tuple[int, str | None], ...] = ()
-    """For each finished turn, sampled and given by turns: the tokens up to its end, and the text of a given
-    one, None for a sampled one."""
+    """For each finished turn: response tokens up to its end; text of a given turn, None of a sampled one."""
     is_waiting: bool = False
-    """Whether the model's turn has ended, and its environment has not answered yet."""
+    """Whether the model's turn has ended and awaits the environment's answer."""
     given_tokens: int = 0
     rewards: tuple[float | None, ...] = ()
-    """Reward of each answer."""
     failure: str | None = None
     detail: str = ""
     note: Any = None
-    """The last note that it gave."""
+    """The environment's last note."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of all answers, added up by name."""
+    """Sums over all answers, by name."""
     seconds: float = 0.0
-    """Time of all steps."""
+    """Total step time."""
     restarts: int = 0
-    """How often the response has begun again."""
     forks: tuple[Fork, ...] = ()
-    """The given turns that do not follow the turn before them."""
+    """Given turns that do not follow the previous turn."""
     rewritten: int = 0
-    """Number of forks because of the chat template."""
+    """Number of forks caused by the chat template."""
 
     @property
     def steps(self) -> int:
-        """Number of answers."""
         return len(self.rewards)
 
     @property
     def sampled_turns(self) -> int:
-        """Number of finished turns of the model."""
+        """Number of finished model turns."""
         return sum(text is None for _, text in self.turns)
 
     @property
     def reward(self) -> float | None:
-        """Sum of the environment's rewards; None if it gave none, and ``reward.function`` judges."""
+        """Sum of the environment's rewards; None without any, so that ``reward.function`` judges."""
         rewards = [reward for reward in self.rewards if reward is not None]
         return sum(rewards) if rewards else None
 
     @property
     def last_turn_start(self) -> int:
-        """Tokens of the response before the model's last turn."""
+        """Number of response tokens before the model's last turn."""
         return max((end for end, text in self.turns if text is not None), default=0)
 
 
 @dataclass(frozen=True)
 class Response:
-    """State of one response that is being sampled: its tokens so far, and its finish reason when complete.
+    """State of one response: its tokens so far, and its finish reason when complete.
 
-    Held by the open groups of the sampler's state, and by ``held_out.py`` in evaluations;
-    ``continued``, ``given`` and ``restarted`` make the next one.
+    Open groups of the sampler's state and ``held_out.py`` hold it. ``continued``, ``given`` and
+    ``restarted`` create the next one.
     """
 
     so_far: ResponseTokens = field(default_factory=lambda: ResponseTokens.joined([]))
     finish_reason: FinishReason | None = None
-    """That of a complete response, else None."""
+    """None while incomplete."""
     tokens_by_version: Mapping[int, int] = field(default_factory=dict)
-    """Number of sampled tokens by the weight version that sampled them."""
+    """Number of sampled tokens by weight version."""
     episode: Episode = field(default_factory=Episode)
     routed: tuple[ResponseTokens, ...] = ()
-    """The segments with their routes, from the first token on; empty while no route is known. ``so_far`` has
-    none: joined at each segment, all routes so far would be copied each time."""
+    """All parts with their routes, from the first token; empty while no routes are known. Separate from
+    ``so_far``, whose joining at each segment would copy all earlier routes."""
 
     @property
     def is_sampling(self) -> bool:
-        """Whether it needs more tokens from an engine."""
         return not self.is_complete and not self.episode.is_waiting
 
     @property
     def is_complete(self) -> bool:
-        """Whether it needs nothing more, and can be scored."""
+        """Whether it has finished and can be scored."""
         return self.finish_reason is not None
 
     @property
@@ -184,13 +174,11 @@ class Response:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the model has sampled."""
         return self.tokens - self.episode.given_tokens
 
     @property
     def longest_sampled(self) -> int:
-        """Number of sampled tokens of the branch that has most: a penalty for length counts these, as
-        ``max_response_tokens`` is the limit of a branch."""
+        """Maximum number of sampled tokens in a branch, for length penalties."""
         if not self.episode.forks:
             return self.sampled_tokens
         is_sampled_N = self.so_far.versions_R != GIVEN
@@ -198,18 +186,17 @@ class Response:
 
     @property
     def last_turn_R(self) -> np.ndarray:
-        """Token ids of the model's last turn, the whole response if it has one: what a reward judges."""
+        """Token ids of the model's last turn, which the reward function judges."""
         ids_R: np.ndarray = self.so_far.token_ids_R[self.episode.last_turn_start :]
         return ids_R
 
     @property
     def tree(self) -> Tree:
-        """Its turns as a tree."""
         return Tree.of([end for end, _ in self.episode.turns], self.episode.forks, self.tokens)
 
     @property
     def branch(self) -> Branch:
-        """The branch of its last turn, all its tokens where there is no other: what a request continues."""
+        """The branch of the last turn (all tokens without forks), which the next request continues."""
         return self.tree.last if self.episode.forks else Branch(True, ((0, self.tokens),))
 
     def rollouts(
@@ -218,8 +205,8 @@ class Response:
         teacher_log_probs: Sequence[np.ndarray] | None = None,
         named_rewards: Mapping[str, float] | None = None,
     ) -> list[Rollout]:
-        """The complete response with its rewards, a rollout for each branch; a token is trained on in the
-        first that has it. ``teacher_log_probs``: of each branch, in a distillation."""
+        """Return the complete response as one rollout per branch; a token is trained on in its first branch.
+        ``teacher_log_probs``: per branch, in distillation."""
         assert self.finish_reason is not None
         columns: dict[str, Any] = dict(self.so_far.columns)
         if self.routed:
@@ -241,14 +228,14 @@ class Response:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A need of a response, found by ``needs``: more tokens from an engine."""
+    """A response's need, returned by ``needs``: more tokens from an engine."""
 
     most: int
-    """Most tokens of the next request; 0: none before new weights bring a new budget."""
+    """Maximum tokens of the next request; 0: wait for new weights, which bring a new budget."""
 
 
 class Step(Enum):
-    """A need of a response: the environment's answer to the model's turn. ``STEP`` is its only member."""
+    """A response's need, returned by ``needs``: the environment's answer to the model's turn."""
 
     STEP = "step"
 
@@ -257,10 +244,8 @@ STEP = Step.STEP
 
 
 def needs(response: Response, sampling: Sampling, budget: int | None = None) -> Tokens | Step | None:
-    """What the response needs next; None if it is complete.
-
-    ``budget``: most tokens that it may still have from the current weights (``rollout.budget_tokens``).
-    """
+    """Return what the response needs next; None if it is complete. ``budget``: tokens that it may still get
+    from the current weights (``rollout.budget_tokens``)."""
     if response.is_complete:
         return None
     if response.episode.is_waiting:
@@ -272,11 +257,8 @@ def needs(response: Response, sampling: Sampling, budget: int | None = None) -> 
 def next_request(
     response: Response, need: Tokens, sampling: Sampling, prompt: Prompt, name: str, seed: int
 ) -> GenerateRequest:
-    """The request for the next segment: the prompt and the response so far.
-
-    ``name``: of the response, unique; the request's id adds the place of the segment. ``seed``: of the
-    response's draws, the same for all its segments.
-    """
+    """Return the request for the next segment: the prompt and the response so far. ``name``: unique response
+    name; the request id appends the segment's position. ``seed``: the same for all segments."""
     return GenerateRequest(
         request_id=f"{name}-{response.tokens}",
         input_ids=branch_ids(response, response.branch, prompt),
@@ -287,8 +269,8 @@ def next_request(
 
 
 def _own(seed: int, response: Response) -> int:
-    """The seed of a response's draws; in an episode with branches that of a turn, from what it follows: so
-    questions that were asked together have the same draws in any order, a repeated one has others."""
+    """Return the sampling seed; in an episode with branches, a turn's seed, derived from its context.
+    Questions asked together get the same draws in any order; a repeated question gets different ones."""
     episode = response.episode
     if not episode.forks:
         return seed
@@ -300,17 +282,14 @@ def _own(seed: int, response: Response) -> int:
 
 
 def branch_ids(response: Response, branch: Branch, prompt: Prompt) -> np.ndarray:
-    """Token ids of a branch of a response, with the dataset's prompt where it has that."""
+    """Return a branch's token ids, preceded by the dataset's prompt if the branch has it."""
     ids = branch.of(response.so_far.token_ids_R)
     return np.concatenate([prompt.token_ids_P, ids]) if branch.has_prompt else ids
 
 
 def finish_reason_of(before: int, segment: ResponseTokens, sampling: Sampling) -> SegmentEnd | None:
-    """The finish reason of a response with ``segment`` after ``before`` tokens of a branch; None: unfinished.
-
-    ``turn`` in place of ``stop`` in an environment, which says whether the response ends. From the tokens,
-    whatever the engine reports: an abort may coincide with the stop token.
-    """
+    """Return the end reason of ``segment`` after ``before`` tokens of its branch; None: unfinished. Derived
+    from the tokens, not from the engine's report, because an abort may coincide with the stop token."""
     ids = segment.token_ids_R
     if len(ids) and ids[-1] in sampling.stop_token_ids:
         return TURN if sampling.in_environment else "stop"
@@ -318,7 +297,7 @@ def finish_reason_of(before: int, segment: ResponseTokens, sampling: Sampling) -
 
 
 def continued(response: Response, segment: ResponseTokens, reason: SegmentEnd | None) -> Response:
-    """The response with ``segment`` appended. ``reason``: if the segment completes it, or a turn of it."""
+    """Return the response with ``segment`` appended. ``reason``: why the segment ends response or turn."""
     by_version = dict(response.tokens_by_version)
     for version, count in _counts(segment.versions_R).items():
         by_version[version] = by_version.get(version, 0) + count
@@ -330,7 +309,7 @@ def continued(response: Response, segment: ResponseTokens, reason: SegmentEnd | 
 
 
 def given(response: Response, answer: Answer) -> Response:
-    """The response with its environment's answer, which gives it tokens or completes it."""
+    """Return the response after its environment's answer, which adds tokens or completes it."""
     joined, routed = response.so_far, response.routed
     if len(answer.token_ids_R):
         joined, routed = _joined(response, answer.tokens), _routed(response, answer.tokens)
@@ -341,7 +320,7 @@ def given(response: Response, answer: Answer) -> Response:
 
 
 def restarted(response: Response) -> Response:
-    """The response begun again: its environment cannot be brought back to where it was."""
+    """Return the restarted response, because its environment's state cannot be restored."""
     return Response(episode=Episode(restarts=response.episode.restarts + 1))
 
 
@@ -374,7 +353,7 @@ def _answered(episode: Episode, tokens: int, answer: Answer) -> Episode:
 
 
 def summary(response: Response) -> dict[str, Any]:
-    """What the metrics of a step need of a response's episode, as JSON."""
+    """Return the part of an episode that step metrics need, as JSON."""
     episode = response.episode
     forked = {"branches": len(response.tree.branches), "rewritten": episode.rewritten}
     return {
@@ -390,14 +369,14 @@ def summary(response: Response) -> dict[str, Any]:
 
 
 def _routed(response: Response, part: ResponseTokens) -> tuple[ResponseTokens, ...]:
-    """``Response.routed`` with ``part``, whose routes may be unknown, as those of given tokens are."""
+    """Return ``Response.routed`` extended by ``part``; routes of given tokens are unknown."""
     if part.routes_R is None and not response.routed:
         return ()
     return (*(response.routed or [response.so_far] * bool(response.tokens)), part)
 
 
 def without_routes(answer: Generation, request: GenerateRequest, engine: str) -> str | None:
-    """Why the run must stop: ``answer`` lacks the routes that ``request`` asks for. None if it has them."""
+    """Return an error message if ``answer`` lacks the routes that ``request`` requires, otherwise None."""
     if request.routes is None or answer.routes_R is not None or not len(answer.token_ids_R):
         return None
     return (
@@ -408,7 +387,7 @@ def without_routes(answer: Generation, request: GenerateRequest, engine: str) ->
 
 
 def given_up(losses: int, name: str) -> str | None:
-    """Why a response is given up after so many engine losses with its requests; None: it is sent again."""
+    """Return why a response with ``losses`` engine losses is given up; None: resend it."""
     return f"{MOST_LOSSES} engines were lost with request {name!r}" if losses >= MOST_LOSSES else None
 
 
@@ -418,7 +397,7 @@ def _joined(response: Response, more: ResponseTokens) -> ResponseTokens:
 
 def _counts(versions_R: np.ndarray) -> dict[int, int]:
     first = versions_R[:1]
-    if (versions_R == first).all():  # the common case, several times as fast
+    if (versions_R == first).all():  # common case, several times faster
         return dict.fromkeys(first.tolist(), len(versions_R))
     versions, counts = np.unique(versions_R, return_counts=True)
     return dict(zip(versions.tolist(), counts.tolist(), strict=True))

@@ -1,7 +1,4 @@
-"""Metrics of a step's groups and of what was sampled: rewards, lengths, episodes; an account of all tokens.
-
-Episodes are those of environments: turns, given tokens, failures, and what the environments reported.
-"""
+"""Metrics of a step's groups and of all sampling: rewards, lengths, episodes, token accounting."""
 
 from __future__ import annotations
 
@@ -15,11 +12,9 @@ from bapo_megatron.rollout.sampler.state import FinishedGroup, GroupSummary, Sam
 from bapo_megatron.types import FinishReason, Metrics
 
 REPORTED = "episode/"
-"""Prefix of the metrics of a user's environment."""
-
-
+"""Prefix of metrics reported by a user's environment."""
 SAMPLED = "sampled/"
-"""Prefix of the metrics of what was sampled since the last batch, trained on or not."""
+"""Prefix of metrics of all groups scored since the last batch, trained on or not."""
 
 
 def sampler_metrics(
@@ -29,19 +24,17 @@ def sampler_metrics(
     reward: RewardConfig,
     sources: Sequence[str] = (),
 ) -> Metrics:
-    """The metrics of a step that trains on the groups ``chosen``, of which ``stale`` are too old.
-
-    Those of ``group_metrics`` are of these groups, whenever they were sampled; under ``sampled/`` they are of
-    all groups that were scored since the last batch, before uniform ones are dropped: so the filter does not
-    bias them. Counts from the start of the run: sampled = trained + dropped + kept (``sampler/tokens_*``).
-    """
+    """Return the metrics of a step that trains on the groups ``chosen``, of which ``stale`` are too old.
+    ``group_metrics`` covers the chosen groups; under ``sampled/`` it covers all groups scored since the last
+    batch, uniform ones included, so that the filter does not bias them. Token counts (``sampler/tokens_*``)
+    start with the run: sampled = trained + dropped + kept."""
     trained, scored = [item.summary for item in chosen], sampler_state.scored
     tokens = sum(group.tokens for group in chosen)
     dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
     sampled = group_metrics(scored, reward, sources)
     return {
         **group_metrics(trained, reward, sources, trained_only=True),
-        # Times have one name, which whoever compares two runs leaves out.
+        # Times appear under one name only, which run comparisons can exclude.
         **{SAMPLED + name: value for name, value in sampled.items() if not name.startswith("time/")},
         **_counts(trained, scored),
         **{
@@ -74,9 +67,8 @@ def group_metrics(
     sources: Sequence[str] = (),
     trained_only: bool = False,
 ) -> Metrics:
-    """``rollout_metrics`` and ``episode_metrics`` of scored groups, and those of each source as
-    ``source/NAME/...``. ``sources``: names of the run's sources. ``trained_only``: without the responses that
-    are left out of their groups."""
+    """Return ``rollout_metrics`` and ``episode_metrics`` of scored groups, also per source as
+    ``source/NAME/...``. ``trained_only``: exclude responses that are left out of their groups."""
 
     def metrics(groups: Sequence[GroupSummary]) -> Metrics:
         shown = [group.trained for group in groups] if trained_only else groups
@@ -93,12 +85,9 @@ def group_metrics(
 def rollout_metrics(
     groups: Sequence[GroupSummary], reward: RewardConfig, trained_only: bool = False
 ) -> Metrics:
-    """Statistics of the responses of scored groups. ``trained_only``: see ``group_metrics``.
-
-    Rewards are of the responses that have one, lengths of all. A response is correct if its
-    score, the reward without penalties, is nearer to ``reward.correct`` than to
-    ``reward.wrong``. A mean over nothing is None. Lengths are in tokens.
-    """
+    """Return response statistics of scored groups. ``trained_only``: see ``group_metrics``. Rewards cover the
+    responses that have one; lengths, in tokens, cover all. A response is correct if its score (reward without
+    penalties) is nearer to ``reward.correct`` than to ``reward.wrong``. A mean over nothing is None."""
     groups = sorted(groups, key=lambda summary: summary.number)
     responses = sum(len(group.rewards) for group in groups)
     scored = [summary for group in groups if (summary := group.trained).rewards]
@@ -111,7 +100,7 @@ def rollout_metrics(
     truncated = np.array([reason == "length" for group in shown for reason in group.reasons])
     failures = sum(len(group.failures) for group in groups)
     ends = np.cumsum([len(group.rewards) for group in scored], dtype=np.int64)
-    # Not `np.split` of nothing: it gives one empty group, which would count as solved by none and by all.
+    # `np.split` of nothing gives one empty group, which would count as solved by none and by all.
     correct_by_group = np.split(correct, ends[:-1]) if scored else []
     return {
         "reward/mean": _array_mean(rewards),
@@ -135,20 +124,17 @@ def _array_mean(values: np.ndarray) -> float | None:
 
 
 def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
-    """Statistics of all episodes of scored groups; empty where no prompt has an environment.
+    """Return statistics of all episodes of scored groups; empty if no group has an environment.
 
-    Groups without episodes, of a source without an environment, count nowhere.
-
-    - ``environment/turns_mean``, ``.../turns_max``: turns of the model in a response
-    - ``.../steps_mean``: answers of the environment in a response; ``time/environment_s``: the time of its
-      steps together, mean over responses
-    - ``.../given_share``: share of all tokens that were given
-    - ``.../branches_mean``, ``.../branches_max``: branches of a response, where one has several;
-      ``.../branches_rewritten``: those that began because the chat template writes earlier turns otherwise
-    - ``.../failures``: responses whose environment failed; ``.../restarts``: times that responses began again
-    - ``.../finish_REASON``: share of responses that ended so, for each ``FinishReason`` of a response
-    - ``.../reward_turn_N``: mean reward of the environment's N-th answer, over those with one
-    - ``episode/NAME``: a metric of the environment's own, mean over the episodes that report it
+    - ``environment/turns_mean``, ``.../turns_max``: model turns per response
+    - ``.../steps_mean``: environment answers per response; ``time/environment_s``: mean total step time
+    - ``.../given_share``: given tokens as a share of all tokens
+    - ``.../branches_mean``, ``.../branches_max``: branches per response, if any response has several;
+      ``.../branches_rewritten``: branches caused by the chat template's different rendering of earlier turns
+    - ``.../failures``: responses whose environment failed; ``.../restarts``: response restarts
+    - ``.../finish_REASON``: share of responses per ``FinishReason``
+    - ``.../reward_turn_N``: mean reward of the N-th answer, over answers with one
+    - ``episode/NAME``: mean of an environment's own metric over the episodes that report it
     """
     scored = [group for group in scored if group.episodes]
     episodes = [episode for group in scored for episode in group.episodes]
@@ -174,7 +160,7 @@ def episode_metrics(scored: Sequence[GroupSummary]) -> Metrics:
             sum(episode.get("rewritten", 0) for episode in episodes)
         )
     for reason in get_args(FinishReason):
-        if reason != "abort":  # of a request, never of a response
+        if reason != "abort":  # requests abort, responses do not
             metrics[f"environment/finish_{reason}"] = reasons.count(reason) / len(reasons)
     for turn in range(max(len(episode["rewards"]) for episode in episodes)):
         rewards = [episode["rewards"][turn] for episode in episodes if turn < len(episode["rewards"])]

@@ -1,7 +1,4 @@
-"""Scoring of complete groups: decode the responses, compute their rewards, notice an outage of the scores.
-
-``SamplerLoop`` scores a group as soon as its last response is complete, beside the sampling of others.
-"""
+"""Scoring of complete groups: decodes responses, computes rewards and detects scoring outages."""
 
 from __future__ import annotations
 
@@ -25,27 +22,22 @@ from bapo_megatron.types import Prompt
 
 
 class Scorer(Protocol):
-    """A reward function for one response (protocol).
-
-    Async; it never raises because of a response's content. ``RewardPool`` is one, ``RobustScorer`` another
-    around it; ``GroupScorer`` and evaluations call it.
-    """
+    """A reward function for one response (protocol), which never raises because of the response's content.
+    ``RewardPool`` implements it and ``RobustScorer`` wraps it; ``GroupScorer`` and evaluations call it."""
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        """The reward of a response with ``tokens`` tokens; the kind of failure if it could not be scored."""
+        """Return the reward of a response with ``tokens`` tokens, or the kind of scoring failure."""
 
 
 class RobustScorer:
-    """A ``Scorer`` that reports failures, and turns an OSError (no process, no file) into a failed score.
-
-    Around the reward pool, in the sampler's process and in `bapo eval`.
-    """
+    """A ``Scorer`` that reports failures and turns an OSError (no process, no file) into a failed score.
+    Wraps the reward pool in the sampler process and in `bapo eval`."""
 
     def __init__(self, scorer: Scorer, failed: float, report: Report) -> None:
         self._scorer, self._failed, self._reports = scorer, failed, FailureReports(report)
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        """The inner scorer's reward; the reward ``failed`` if it raises OSError."""
+        """Return the inner scorer's result, or the reward ``failed`` if it raises OSError."""
         try:
             result = await self._scorer.score(prompt, response, tokens)
         except OSError as error:
@@ -55,20 +47,20 @@ class RobustScorer:
 
 
 class GroupScorer:
-    """The scorer of a complete group: decodes its responses, then scores all at once."""
+    """Scorer of a complete group: decodes its responses, then scores them concurrently."""
 
     def __init__(self, dataset: Dataset, scorer: Scorer, reward: RewardConfig) -> None:
         self._dataset, self._scorer, self._reward = dataset, scorer, reward
 
     def rewards(self, results: Sequence[RewardResult]) -> list[float | None]:
-        """The rewards of a group; None for a failed response that is left out of it."""
+        """Return the rewards of a group; None for a failed response that is left out."""
         leaves_out = self._reward.on_failure == "leave_out"
         return [None if result.failure and leaves_out else result.reward for result in results]
 
     async def score(self, group: OpenGroup) -> list[RewardResult]:
-        """The results of a complete group, in the order of its responses."""
+        """Return the results of a complete group, in response order."""
         prompt = self._dataset.prompts[group.index]
-        judged = await asyncio.to_thread(self._judged, prompt, group)  # it takes a while for long responses
+        judged = await asyncio.to_thread(self._judged, prompt, group)  # slow for long responses
         return await asyncio.gather(
             *(response_score(self._scorer, *arguments, self._reward.failed) for arguments in judged)
         )
@@ -80,13 +72,12 @@ class GroupScorer:
 
 
 def judged_prompt(tokenizer: Any, prompt: Prompt, response: Response) -> Prompt:
-    """The prompt as of the last turn of a response, see ``prompt_of_turn``, with the turns of its branch
-    before that."""
+    """Return the prompt of a response's last turn (``prompt_of_turn``) with its branch's earlier turns."""
     ids_R, last, tree = response.so_far.token_ids_R, response.episode.last_turn_start, response.tree
     turns, forks = [], dict(tree.forks)
     for number in tree.way(len(tree.ends) - 1)[1][:-1]:
         start, (end, given) = tree.ends[number - 1] if number else 0, response.episode.turns[number]
-        if number in forks:  # what the program asked is in the template's form
+        if number in forks:  # the agent program's input is in template form
             given = response_text(tokenizer, ids_R[start:end])
         text = _turn_text(tokenizer, prompt, ids_R[:end], start) if given is None else given
         turns.append({"role": "assistant" if given is None else "environment", "content": text})
@@ -94,7 +85,7 @@ def judged_prompt(tokenizer: Any, prompt: Prompt, response: Response) -> Prompt:
 
 
 def _turn_text(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int) -> str:
-    """A turn as text; with the tag of its thinking part where the template has opened one without end."""
+    """Return a turn's text, prefixed by the thinking tag if the template opened an unclosed thinking part."""
     text = response_text(tokenizer, ids_R[start:])
     opened = prompt_of_turn(tokenizer, prompt, ids_R, start).opens_thinking
     return f"{THINKING}{text}" if opened and THOUGHT not in text else text
@@ -103,9 +94,9 @@ def _turn_text(tokenizer: Any, prompt: Prompt, ids_R: np.ndarray, start: int) ->
 async def response_score(
     scorer: Scorer, prompt: Prompt, response: Response, text: str, failed: float
 ) -> RewardResult:
-    """The result of a complete response: ``failed`` if its environment failed; else the sum of what that
-    gave; else ``scorer``'s reward for ``text``, the model's last turn. A failure if no advantage can be
-    computed from it."""
+    """Return the result of a complete response: ``failed`` if its environment failed; otherwise the sum of
+    its environment's rewards; without these, ``scorer``'s result for ``text``, the model's last turn.
+    Rewards that are too large or not finite count as failures."""
     episode = response.episode
     if episode.failure is not None:
         return RewardResult(failed, "environment", f"{episode.failure}: {episode.detail}")
@@ -115,7 +106,7 @@ async def response_score(
 
 
 async def text_score(scorer: Scorer, prompt: Prompt, text: str, tokens: int, failed: float) -> RewardResult:
-    """The reward of ``scorer`` for a text of ``tokens`` tokens; a failure as of ``response_score``."""
+    """Return ``scorer``'s result for a text of ``tokens`` tokens; failures as in ``response_score``."""
     return _finite(await scorer.score(prompt, text, tokens), failed)
 
 
@@ -126,41 +117,36 @@ def _finite(result: RewardResult, failed: float) -> RewardResult:
 
 
 ScoredGroup = tuple[OpenGroup, list[RewardResult]]
-"""A complete group and the results of its responses."""
+"""A complete group and its responses' results."""
 
 RETRY_S = 10.0
-"""Seconds between two attempts to score a group again while no score succeeds."""
-
+"""Seconds between attempts to rescore while no score succeeds."""
 
 _OUTAGE_GROUPS = 8
-"""Groups without a score, one after the other, that are not an accident of their prompts; fewer if a step
-has."""
+"""Consecutive groups without a score that count as an outage, at most ``groups_per_step`` but at least 2."""
 
 
 class FailedScores:
-    """The check of scores that fail one after the other, as a judge's do that is out.
+    """Detector of scoring outages: consecutive groups without any score, as when a judge is down.
 
-    Groups whose scores all failed wait until another score succeeds; then they are scored once more, and what
-    comes counts. Where none succeeds: in the first step of a run ConfigError, before any update, once a whole
-    step's groups wait; later RunStopped after ``outage_minutes``, in which they are tried again and again.
-    The journal keeps them without rewards, and a resumed run scores them again. Fewer groups than an outage
-    has are tried once more, and then dropped; so are the first ones of an outage.
+    Groups whose scores all failed wait until another score succeeds; then they are rescored once, and the
+    result counts. If no score succeeds, raises ConfigError in a run's first step once a whole step's groups
+    wait (before any update), later RunStopped after retries for ``outage_minutes``. The journal keeps these
+    groups without rewards, and a resumed run rescores them. Fewer failed groups than an outage are retried
+    once and then dropped, as are the first groups of an outage.
     """
 
     def __init__(self, groups_per_step: int, outage_minutes: float, report: Report) -> None:
         self._groups_per_step, self._outage_minutes, self._report = groups_per_step, outage_minutes, report
         self._waiting: dict[int, ScoredGroup] = {}
-        self._failed: set[int] = set()
-        """Numbers of the groups without a score since the last score."""
-        self._since_s = 0.0
-        """When the first of them had none."""
-        self._has_scores = False
-        """Whether a score of the run has succeeded."""
+        self._failed: set[int] = set()  # numbers of groups that failed since the last successful score
+        self._since_s = 0.0  # time of the first of these failures
+        self._has_scores = False  # whether any score of the run has succeeded
         self.scores = 0
-        """Groups with a score in this process."""
+        """Number of groups with a successful score in this process."""
 
     def begin(self, sampler_state: SamplerState) -> None:
-        """Skip the check of the first step if the journal has a step, or a score that succeeded."""
+        """Skip the first-step check if the journal has a step or a successful score."""
         succeeded = any(len(summary.failures) < len(summary.rewards) for summary in sampler_state.scored)
         self._has_scores = sampler_state.served > 0 or succeeded
 
@@ -172,11 +158,8 @@ class FailedScores:
         self._waiting.pop(number, None)
 
     def passes(self, group: OpenGroup, results: list[RewardResult], is_last_try: bool, now_s: float) -> bool:
-        """Whether the results of a group count; if not, the group waits.
-
-        ``is_last_try``: they count, unless so many groups have failed in a row that what scores is out: a
-        score before that says nothing. ConfigError if all scores of a first step's groups failed.
-        """
+        """Return whether a group's results count; if not, the group waits. ``is_last_try``: failures count
+        unless there is an outage. Raises ConfigError if all scores of the first step failed."""
         if any(result.failure is None for result in results):
             self.scores += 1
             self._has_scores = True
@@ -198,11 +181,9 @@ class FailedScores:
         return False
 
     def to_score_again(self, now_s: float) -> tuple[list[OpenGroup], bool]:
-        """The waiting groups to score now, which then wait no more, and whether it is their last try.
-
-        RunStopped if no score has succeeded for ``outage_minutes``.
-        """
-        if not self._has_scores or not self._waiting:  # which may have been dropped meanwhile, as too old
+        """Remove and return the waiting groups to rescore, and whether this is their last try. Raises
+        RunStopped if an outage has lasted ``outage_minutes``."""
+        if not self._has_scores or not self._waiting:  # waiting groups may have been dropped as stale
             return [], False
         is_outage = len(self._failed) >= self._outage_groups
         if is_outage and now_s - self._since_s >= self._outage_minutes * 60:

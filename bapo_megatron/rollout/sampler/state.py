@@ -1,11 +1,9 @@
-"""The event-sourced state of the sampler: open groups, finished groups, and counts of all others.
+"""The sampler's event-sourced state: open groups, finished groups, and counts of all others.
 
-``apply`` is the only mutator, and its records are in the write-ahead log before anything acts on them: a
-replay of the log gives the same state. A damaged record costs only its content: a response continues from
-the tokens before the gap, and nothing is trained on twice.
-
-Steps: ``served`` is the last step that got its groups; the weights of step s are made by its updates (0: the
-initial ones).
+``apply`` is the only mutator; its records are in the write-ahead log before anything acts on them, so a log
+replay gives the same state. A damaged record costs only its content: a response continues from the tokens
+before the gap, and nothing is trained on twice. ``served`` is the last step that received its groups; step s
+produces the weights of step s (0: the initial weights).
 
     lag of a group at step t = (t - 1) - (step of the weights of its oldest token)      0 is on-policy
 """
@@ -26,45 +24,41 @@ from bapo_megatron.rollout.sampler.write_ahead_log import Record
 from bapo_megatron.types import RESPONSE_COLUMNS, Group, Prompt, ResponseTokens
 
 FORMAT = 3
-"""Format of the journal of a run with an environment, since episodes have branches; without one it is 1, and
-the same as before."""
+"""Journal format of a run with an environment; without one it is 1."""
 TEACHER_LOG_PROBS = RESPONSE_COLUMNS["teacher_log_probs_R"].array
-"""Array of a record ``judged``: the teacher's log-probs of all responses, end to end."""
+"""Array of a ``judged`` record: the teacher's log-probs of all responses, end to end."""
 _PROMPTS_DIFFER = (
     " (the data, or the model's tokenizer or chat template; or a message of a prompt spells a control token, "
     "such as <|im_end|>: in a run of an earlier version it became that token, now it is text)"
 )
 KEPT_STEPS = 10_000
-"""Steps for which the state remembers weights and token counts, at least: far more than a group waits or a
-resume goes back. Each checkpoint has all of them, and its reader takes at most 64 MiB."""
+"""Minimum steps with remembered weights and token counts: far more than a group waits or a resume rewinds.
+Bounded because each checkpoint contains them and its reader accepts at most 64 MiB."""
 
 
 class GroupSummary(NamedTuple):
-    """The statistics of a scored group for the metrics of a step, also if it is dropped. Plain data.
-
-    Made when a group's scores are applied, from records of the log alone: a resumed run counts the same.
-    ``sampling_metrics.py`` reads it.
-    """
+    """Statistics of a scored group, dropped or not, for step metrics (``sampling_metrics.py``). Created from
+    log records alone when scores are applied, so a resumed run counts the same."""
 
     number: int
     rewards: Sequence[float | None]
-    """Of each response; None for one that is left out of the group."""
+    """Reward of each response; None for a response left out of the group."""
     lengths: Sequence[int]
     """Sampled tokens of each response."""
     reasons: Sequence[str]
     """Finish reason of each response."""
     failures: list[str]
-    """The kind of each failed score."""
+    """Kind of each failed score."""
     source: str = ""
-    """The source of the prompt; empty in a run of one file."""
+    """Prompt source; empty in a run of one file."""
     episodes: Sequence[dict[str, Any]] = ()
-    """The ``summary`` of each response's episode; none for a prompt without an environment."""
+    """The ``summary`` of each response; empty without an environment."""
     scores: Sequence[float | None] = ()
-    """The reward of each response without penalties; none where all equal ``rewards``."""
+    """Reward of each response without penalties; empty if all equal ``rewards``."""
 
     @property
     def trained(self) -> GroupSummary:
-        """The summary without the responses that are left out, but for their failures."""
+        """The summary without left-out responses; it keeps their failures."""
         kept = [place for place, reward in enumerate(self.rewards) if reward is not None]
         if len(kept) == len(self.rewards):
             return self
@@ -76,8 +70,7 @@ class GroupSummary(NamedTuple):
 
     @property
     def stored(self) -> tuple[Any, ...]:
-        """The fields for a snapshot, without the last ones if they are empty: as earlier versions wrote them,
-        which know fewer."""
+        """The fields for a snapshot, without empty trailing ones, for compatibility with earlier versions."""
         fields = list(self)
         while not fields[-1] and len(fields) > 6:
             fields.pop()
@@ -86,20 +79,16 @@ class GroupSummary(NamedTuple):
 
 @dataclass
 class OpenGroup:
-    """A group that is being sampled or scored. Numbers follow the order in which groups are opened.
-
-    Only ``SamplerState.apply`` makes and changes it; the modules of ``rollout/sampler/`` that sample, score
-    and drop groups read it.
-    """
+    """A group that is being sampled or scored, numbered in opening order. Only ``SamplerState.apply`` creates
+    and changes it; the rest of ``rollout/sampler/`` reads it."""
 
     number: int
     epoch: int
-    """Epoch of the dataset."""
     index: int
     """Position of the prompt in the dataset."""
     responses: list[Response]
     opened_after: int
-    """The step of the engines' weights when the group was opened."""
+    """Step of the engines' weights when the group was opened."""
 
     @property
     def is_complete(self) -> bool:
@@ -112,17 +101,14 @@ class OpenGroup:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest weight version that sampled one of its tokens; None before the first token."""
+        """Oldest weight version that sampled one of its tokens; None before the first token."""
         versions = (version for response in self.responses for version in response.tokens_by_version)
         return min(versions, default=None)
 
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A scored group that waits for its training step. Plain data.
-
-    Made when scores are applied, taken by ``BatchBuilder``.
-    """
+    """A scored group that waits for its training step; ``BatchBuilder`` selects it."""
 
     number: int
     epoch: int
@@ -134,71 +120,62 @@ class FinishedGroup:
 
 
 class SamplerState:
-    """The state of the sampler: a pure function of the records of the write-ahead log.
-
-    Only ``apply`` changes it. ConfigError if the log was written under another ``identity`` or in a newer
-    format.
-    """
+    """The sampler state, a pure function of the write-ahead log's records; only ``apply`` changes it.
+    ``apply`` raises ConfigError if the log has a different ``identity`` or a newer format."""
 
     def __init__(
         self, prompts: Sequence[Prompt], group_size: int, identity: Mapping[str, Any] | None = None
     ) -> None:
-        """An empty state. ``prompts``: the dataset; ``identity``: settings that the records depend on."""
+        """Create an empty state of the dataset ``prompts``. ``identity``: settings that records depend on."""
         self._prompts = prompts
         self._group_size = group_size
         self._identity = dict(identity or {})
-        self.next_number = 0
-        """The number of the next group."""
+        self.next_number = 0  # number of the next group to open
         self.taken = 0
-        """Number of prompts taken from the dataset, over all epochs."""
+        """Number of prompts taken from the dataset over all epochs."""
         self.served = 0
-        """The last step that got its groups."""
+        """Last step that received its groups."""
         self.unrecorded: set[int] = set()
-        """Steps up to ``served`` whose batches no record tells: it was damaged."""
+        """Steps up to ``served`` whose batch record was damaged."""
         self.weights_step = 0
-        """The step whose updates made the engines' weights."""
-        self._version = 0
-        """The version of the engines' weights."""
-        self._step_of: dict[int, int] = {}
-        """The last step of each weight version."""
-        self._newest = -1
-        """The newest version in ``_step_of``."""
+        """Step that produced the engines' weights."""
+        self._version = 0  # version of the engines' weights
+        self._step_of: dict[int, int] = {}  # last step of each weight version
+        self._newest = -1  # newest version in `_step_of`
         self._first_step_of: dict[int, int] = {}
-        """The first step of each weight version: a step without an update keeps the version."""
+        """First step of each weight version; a step without an update keeps the version."""
         self.open: dict[int, OpenGroup] = {}
         self.finished: dict[int, FinishedGroup] = {}
         self.tokens: Counter[str] = Counter()
-        """Token counts of the run: ``sampled``, ``trained``, and ``dropped_REASON``."""
+        """The run's token counts: ``sampled``, ``trained``, and ``dropped_REASON``."""
         self._trained: dict[int, int] = {}
         """Token count of each step's batch; needed if the step's file is lost."""
         self.scored: list[GroupSummary] = []
-        """Groups that were scored since the last batch."""
+        """Groups scored since the last batch."""
         self.dropped: Counter[str] = Counter()
-        """Groups that were dropped since the last batch, by reason."""
+        """Number of groups dropped since the last batch, by reason."""
 
     def apply(self, record: Record) -> None:
-        """Apply a record, which is in the write-ahead log already."""
+        """Apply a record that is already in the write-ahead log."""
         change: Callable[[Record], None] = getattr(self, f"_on_{record.kind}")
         change(record)
 
     def step_of(self, version: int) -> int | None:
-        """The step whose updates made weight ``version``; None if engines never had such weights."""
+        """Return the last step of weight ``version``; None if unknown."""
         return self._step_of.get(version)
 
     def lag(self, oldest_version: int | None, step: int) -> int:
-        """The lag in steps of a group with this oldest version, if ``step`` trains on it."""
+        """Return the lag, in steps, of a group with ``oldest_version`` that ``step`` trains on."""
         if oldest_version is None or oldest_version > self._newest:
-            return 0  # sampled from weights that are being loaded now
+            return 0  # sampled from weights that are still being loaded
         made = self._step_of.get(oldest_version)
-        return step if made is None else step - 1 - made  # None: the record of these weights was damaged
+        return step if made is None else step - 1 - made  # None: these weights' record was damaged
 
     def remaining_budget(self, group: OpenGroup, sample: int, budget: int) -> int:
-        """The remaining token budget of a response under the current weights, at ``budget`` tokens a step.
-
-        The same weights serve several steps if a step had nothing to train on. A response may have tokens of
-        newer weights while these are being loaded, and after a trainer resumed from a checkpoint; a request
-        that is sent now may get the newest.
-        """
+        """Return a response's remaining token budget under the current weights, at ``budget`` tokens a step.
+        Weights serve several steps if a step had nothing to train on. A response may have tokens of newer
+        weights while they are being loaded or after a resume, and a new request may get the newest
+        weights."""
         by_version, present = group.responses[sample].tokens_by_version, self._version
         newer = max((count for version, count in by_version.items() if version > present), default=0)
         first = max(self._first_step_of.get(present, 0), min(group.opened_after, self.weights_step))
@@ -207,17 +184,17 @@ class SamplerState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no record has loaded weights or opened a group."""
+        """Whether no weights were loaded and no group was opened."""
         return not self._step_of and self.next_number == 0
 
     @property
     def outstanding(self) -> int:
-        """Number of groups that are neither trained on nor dropped."""
+        """Number of groups neither trained on nor dropped."""
         return len(self.open) + len(self.finished)
 
     @property
     def outstanding_places(self) -> list[tuple[int, int, int]]:
-        """Number, epoch and prompt of each outstanding group, in the order of opening."""
+        """Number, epoch and prompt index of each outstanding group, in opening order."""
         groups: list[OpenGroup | FinishedGroup] = [*self.open.values(), *self.finished.values()]
         return sorted((group.number, group.epoch, group.index) for group in groups)
 
@@ -227,7 +204,7 @@ class SamplerState:
         return of_open + sum(group.tokens for group in self.finished.values())
 
     def snapshot(self) -> Record:
-        """The snapshot record of everything but the groups: the first record of every log."""
+        """Return a snapshot record of everything except the groups, the first record of every log."""
         fields = {
             **({"format": FORMAT} if ENVIRONMENT in self._identity else {}),
             "identity": self._identity,
@@ -239,12 +216,12 @@ class SamplerState:
             "first_step_of": sorted(self._first_step_of.items()),
             "tokens": dict(self.tokens),
             "trained": sorted(self._trained.items()),
-            "judged": [summary.stored for summary in self.scored],  # the key of earlier versions
+            "judged": [summary.stored for summary in self.scored],  # key of earlier versions
             "dropped": dict(self.dropped),
         }
         return Record("state", fields, {})
 
-    # --- one method for each kind of record, found by its name on disk ---
+    # --- one method per record kind, named as on disk ---
 
     def _on_state(self, record: Record) -> None:
         fields = record.fields
@@ -261,7 +238,7 @@ class SamplerState:
                     f"the run's journal was written with {name}={theirs}, now it is {ours}{what}: continue "
                     "with the same settings and files, or name another --run-dir"
                 )
-        if not self.is_empty:  # else the logs before it were deleted, and with them the groups of their steps
+        if not self.is_empty:  # otherwise earlier logs, with their steps' groups, were deleted
             self._pass_over(fields["served"] + 1)
         self.next_number, self.taken = fields["next_number"], fields["taken"]
         self.served, self.weights_step = fields["served"], fields["weights_step"]
@@ -286,7 +263,7 @@ class SamplerState:
             segments, parts, strict=True
         ):
             responses = self._group(number, epoch, index).responses
-            # What was before it was lost to damage: a segment, or the beginning of another attempt.
+            # Damage destroyed a preceding record: a segment or a restart.
             if responses[sample].tokens != start or not responses[sample].is_sampling:
                 continue
             responses[sample] = continued(responses[sample], segment, reason)
@@ -377,7 +354,7 @@ class SamplerState:
             self.tokens["dropped_lost"] += lost
 
     def _pass_over(self, step: int) -> None:
-        """Note the steps between the last one that was served and ``step``: their records are missing."""
+        """Mark steps between ``served`` and ``step`` as unrecorded."""
         self.unrecorded.update(range(self.served + 1, step))
 
     def _on_weights(self, record: Record) -> None:
@@ -395,7 +372,7 @@ class SamplerState:
         return (named.get(source) if isinstance(named, dict) else named) is not None
 
     def _group(self, number: int, epoch: int, index: int) -> OpenGroup:
-        """The open group of this number; opened now if it is unknown, because its own record is damaged."""
+        """Return the open group ``number``; open it if its own record was damaged."""
         if number not in self.open:
             responses = [Response() for _ in range(self._group_size)]
             self.open[number] = OpenGroup(number, epoch, index, responses, self.weights_step)
@@ -407,7 +384,7 @@ class SamplerState:
 
 
 def _split(values: np.ndarray, lengths_B: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
-    """Values that lie end to end, for each response a list with those of each of its branches."""
+    """Split end-to-end values into a list of branches for each response."""
     ends = np.cumsum([length for row in lengths_B for length in row])
     parts = iter(np.split(values, ends[:-1]))
     return [[next(parts) for _ in row] for row in lengths_B]

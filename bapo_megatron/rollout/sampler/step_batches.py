@@ -1,12 +1,11 @@
-"""The step files: one atomic .npz file with the training batch of each step, and replay from them.
+"""Step files: one atomic .npz file per step with its training batch, and replay from these files.
 
     RUN/journal/step_000001.npz  step_000002.npz ...      step_000001.routes.npy ...
 
-The sampler's process writes them; rank 0 of the trainer reads a file as a whole and makes its header, every
-rank its own samples (``step_columns.py``). A file holds a JSON header, the prompts' ids, and an array for
-each column of the responses (``types.RESPONSE_COLUMNS``), in numpy's zip format: it is bit-exact, and
-checksums show damage. Routes, thirty times as large as all else, are in a file beside it
-(``data/routes.py``).
+The sampler process writes them. Trainer rank 0 reads a whole file and derives its header; every rank reads
+its own samples (``step_columns.py``). A file holds a JSON header, the prompts' ids, and an array per response
+column (``types.RESPONSE_COLUMNS``), in numpy's zip format: bit-exact, with checksums that reveal damage.
+Routes, thirty times larger than the rest, are in a separate file (``data/routes.py``).
 """
 
 from __future__ import annotations
@@ -46,27 +45,22 @@ from bapo_megatron.types import (
     StoredRoutes,
 )
 
-_ROUTES, _LOST_ROUTES = ".routes.npy", ".routes.lost"
-"""The ends of the names of files of routes."""
-
+_ROUTES, _LOST_ROUTES = ".routes.npy", ".routes.lost"  # suffixes of route files
 _APART: dict[str, Any] = {name: None for name, column in RESPONSE_COLUMNS.items() if column.apart}
-"""The columns that are in files of their own, as a step file has them."""
+"""Columns stored in separate files, None in a step file."""
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """The path of a step file."""
+    """Return the path of a step file."""
     return directory / f"{step_name(step)}.npz"
 
 
 def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[int] = ()) -> Path:
-    """Write the batch of ``step`` atomically. ``numbers``: of its groups in the sampler's state.
-
-    RunStopped if the disk fails; no step file remains then.
-    """
+    """Write the batch of ``step`` atomically and return its path; raises RunStopped if the disk fails."""
     content, path = io.BytesIO(), step_path(directory, step)
     with writing(f"the rollouts of step {step}", path):
         directory.mkdir(parents=True, exist_ok=True)
-        # The routes first: the step counts from the step file on, which has their checksums.
+        # Routes first, because the step file, which holds their checksums, makes the step valid.
         about, crcs = _write_routes(directory, step, batch)
         np.savez(content, allow_pickle=False, **_arrays(batch, numbers, about), **crcs)
         write_atomically(path, content.getvalue())
@@ -74,13 +68,12 @@ def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[i
 
 
 def routes_path(directory: Path, step: int) -> Path:
-    """The path of the file of a step's routes."""
+    """Return the path of a step's route file."""
     return directory / f"{step_name(step)}{_ROUTES}"
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps with a file in ``directory``, in order; ConfigError or FailingDiskError if it cannot be
-    listed."""
+    """Return the sorted steps in ``directory``; raises ConfigError or FailingDiskError if unreadable."""
     try:
         return sorted(step for (step, _), _ in step_entries(directory, ".npz"))
     except OSError as error:
@@ -89,38 +82,31 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def step_groups(directory: Path, step: int) -> list[int]:
-    """The numbers of the groups of ``step``. Raises ConfigError as ``read_step`` does."""
+    """Return the group numbers of ``step``. Raises ConfigError as ``read_step`` does."""
     with _opened(directory, step) as (_, arrays):
         return list(json.loads(arrays["header"].tobytes()).get("numbers", []))
 
 
 def read_step(directory: Path, step: int) -> StepBatch:
-    """The batch of ``step``, its routes left in their file (``Rollout.stored_routes``).
-
-    Raises ConfigError that names the file if it is missing or damaged.
-    """
+    """Return the batch of ``step``, with routes left in their file (``Rollout.stored_routes``). Raises
+    ConfigError if the file is missing or damaged."""
     with _opened(directory, step) as (_, arrays):
         return _batch(dict(arrays), routes_path(directory, step).absolute())
 
 
 def read_header(directory: Path, step: int) -> StepHeader:
-    """The header of ``step``, for all ranks. Reads the whole file, once, and verifies it.
-
-    ConfigError as of ``read_step``, and for a compressed file.
-    """
+    """Verify the file of ``step`` and return the header. Raises ConfigError if damaged or compressed."""
     with _opened(directory, step) as (file, arrays):
-        # First, as it refuses compressed files: ten megabytes of them may hold arrays of ten gigabytes.
+        # First, to reject compressed files: ten megabytes may expand to ten gigabytes.
         columns = column_file(step_path(directory, step).absolute(), file, arrays.zip)
         return header_of(_batch(dict(arrays), routes_path(directory, step).absolute()), columns)
 
 
 def read_example(directory: Path, step: int) -> tuple[np.ndarray, list[Rollout]]:
-    """Example of ``step`` for a reader, and its prompt's ids: all branches of the first episode with several,
-    or the first response that was given tokens, or the first.
-
-    Reads the header and what is shown, however large the file is, and verifies no checksum. ConfigError as
-    of ``read_step``, for a compressed file, and for a step without responses.
-    """
+    """Return an example response of ``step`` for display: its prompt's ids and its branches. Picks the first
+    episode with several branches, or the first response with given tokens, or the first one. Reads only the
+    header and the example, and verifies no checksum. Raises ConfigError as ``read_step`` does, for a
+    compressed file, and for a step without responses."""
     with _opened(directory, step) as (file, arrays):
         # First, as in read_header.
         columns = column_file(step_path(directory, step).absolute(), file, arrays.zip).columns
@@ -133,7 +119,7 @@ def read_example(directory: Path, step: int) -> tuple[np.ndarray, list[Rollout]]
 def _example(
     groups: list[dict[str, Any]], values: Callable[[str, int, int], np.ndarray | None]
 ) -> tuple[np.ndarray, list[Rollout]]:
-    """``values``: those of an array from a place on, by its name, place and count; None without the array."""
+    """``values``: returns values of an array by name, start and count; None if there is no such array."""
     prompts = [0, *accumulate(group["prompt"]["token_ids_P"] for group in groups)]
     listed = [
         (number, *_with_branch(entry)) for number, group in enumerate(groups) for entry in group["rollouts"]
@@ -181,16 +167,16 @@ def _opened(directory: Path, step: int) -> Iterator[tuple[BinaryIO, Any]]:
         raise
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file; step {step} was not recorded there") from error
-    except Exception as error:  # a damaged zip file makes zipfile, zlib and numpy raise all kinds
+    except Exception as error:  # a damaged zip file raises many error types
         check_readable(error, f"the rollouts of step {step}", path)
         raise ConfigError(f"{path}: the record of step {step} is damaged: {error!r}") from error
 
 
 class StepFiles:
-    """The step files in ``folder``: recovery at a start, and deletion. Blocking.
+    """Recovery and deletion of the step files in ``folder``. Blocking.
 
-    A damaged or lost file, and all later ones, are renamed to ``*.lost``, and an event says so. ConfigError
-    or FailingDiskError where the disk gives no right to read, or fails.
+    Renames a damaged file and all later ones to ``*.lost`` and reports an event. Raises ConfigError or
+    FailingDiskError if the disk denies access or fails.
     """
 
     def __init__(self, folder: Path, report: Report) -> None:
@@ -198,12 +184,9 @@ class StepFiles:
         self._old = OldFiles(report)
 
     def missing_records(self, sampler_state: SamplerState, first_step: int) -> list[Record]:
-        """Batch records that ``sampler_state`` lacks, rebuilt from the step files.
-
-        A record is missing after damage, or after a kill between the file and the record. The file decides:
-        its groups belong to its step. Steps before ``first_step`` have been trained. Files whose records are
-        in the log are not opened: there may be a thousand.
-        """
+        """Return batch records that ``sampler_state`` lacks, rebuilt from the step files. A record is missing
+        after damage or a kill between file and record. The file is authoritative for its groups. Steps before
+        ``first_step`` were trained. Does not open the (many) files with logged records."""
         missing, served = [], sampler_state.served
         outstanding = {*sampler_state.open, *sampler_state.finished}
         unrecorded = sampler_state.unrecorded
@@ -223,7 +206,7 @@ class StepFiles:
         return missing
 
     def delete(self, last: int) -> None:
-        """Delete the files of the steps up to ``last``, the ``*.lost`` ones included."""
+        """Delete the files of steps up to ``last``, including ``*.lost`` files."""
         for suffix in (".npz", ".lost", _ROUTES, _LOST_ROUTES):
             for (step, _), path in step_entries(self._folder, suffix):
                 if step <= last:
@@ -231,7 +214,7 @@ class StepFiles:
                         path.unlink()
 
     def is_readable(self, step: int) -> bool:
-        """Whether the file of ``step`` can be read. If not, it and all later ones become ``*.lost``."""
+        """Return whether the file of ``step`` is readable; if not, rename it and later ones to ``*.lost``."""
         try:
             for group in read_step(self._folder, step).groups:
                 for rollout in group.rollouts:
@@ -243,7 +226,7 @@ class StepFiles:
         return True
 
     def _put_aside(self, step: int, why: Exception) -> None:
-        # A disk that fails now, as a server of NFS does for a minute, may have the file all the same.
+        # A temporarily failing disk, such as an NFS server that is briefly down, may still have the file.
         check_readable(why, f"the rollouts of step {step}", step_path(self._folder, step))
         self._report("step_lost", step=step, detail=f"{why}; it is sampled anew")
         for later in steps_in(self._folder):
@@ -255,11 +238,8 @@ class StepFiles:
 
 
 class ReplaySampler:
-    """A ``Sampler`` that serves the stored batches of another run (``config.rollout.replay``).
-
-    It has no engines, and never waits. ConfigError if there is no journal, or a step's file is missing or
-    damaged.
-    """
+    """A ``Sampler`` that serves another run's stored batches (``config.rollout.replay``) without engines.
+    Never waits. Raises ConfigError if there is no journal, or a step file is missing or damaged."""
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = RunPaths(run_dir).journal
@@ -267,7 +247,7 @@ class ReplaySampler:
             raise ConfigError(f"rollout.replay={run_dir}: no journal there; give the directory of a run")
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
-        """Do nothing: a step's number names its file."""
+        """Do nothing: the step number identifies the file."""
 
     def next_batch(self, step: int, wait_s: float) -> StepHeader:
         return read_header(self._directory, step)
@@ -279,11 +259,11 @@ class ReplaySampler:
         """Do nothing: a replay samples nothing."""
 
     def state(self) -> dict[str, Any]:
-        """An empty state: a replay continues by the step's number."""
+        """Return an empty state: a replay continues by step number."""
         return {}
 
     def checkpointed(self, oldest: int) -> None:
-        """Do nothing: the files are the other run's."""
+        """Do nothing: the files belong to the other run."""
 
     def close(self) -> None:
         """Do nothing: there are no resources."""
@@ -292,7 +272,7 @@ class ReplaySampler:
 def _write_routes(
     directory: Path, step: int, batch: StepBatch
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Write the routes of a step; returns their header, and the arrays of their checksums. None: nothing."""
+    """Write a step's routes; return their header and checksum arrays, both empty without routes."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     known = [rollout.routes_R for rollout in rollouts if rollout.routes_R is not None]
     if not known:
@@ -331,7 +311,7 @@ def _group_header(group: Group) -> dict[str, Any]:
 
 
 def _listed(rollout: Rollout) -> tuple[Any, ...]:
-    """The numbers of a rollout. Those of its branch come last, and only if there are several."""
+    """Return a rollout's header entry; branch fields come last, only for a branch other than the default."""
     entry = (len(rollout.token_ids_R), rollout.finish_reason, float(rollout.reward))
     return (*entry, rollout.branch, rollout.has_prompt) if rollout.branch or not rollout.has_prompt else entry
 
@@ -371,14 +351,13 @@ def _batch(arrays: dict[str, np.ndarray], routes: Path) -> StepBatch:
 
 
 def _named_rewards(group: dict[str, Any]) -> list[dict[str, float]]:
-    """The named rewards of each response of a group; none where the reward function gives a number."""
     return group.get("named_rewards") or [{}] * len(group["rollouts"])
 
 
 def _stored_routes(
     file: Path, about: dict[str, Any] | None, lengths: Sequence[int], arrays: dict[str, np.ndarray]
 ) -> Iterator[StoredRoutes | None]:
-    """Where the routes of each response are; None of each if the step has none."""
+    """Yield the location of each response's routes; None for each if the step has none."""
     if about is None:
         yield from [None] * len(lengths)
         return

@@ -1,12 +1,11 @@
-"""Per-token columns of a step on a rank of the trainer: single responses, read out of the step's file.
+"""Per-token columns of a step on a trainer rank, read from the step file one response at a time.
 
     rank 0       header_of       numbers and checksums of all responses; broadcast, about 50 bytes a response
     every rank   StepColumns     prompt and columns of one response, at each ``read``
 
-A batch has gigabytes where a header has kilobytes, and a rank trains on its own samples alone: so the columns
-travel through the run directory, which all nodes share. A rank takes only the file that rank 0 has read: it
-compares size and tail, where the zip format has the CRC-32 of every array, then the checksum of each
-response.
+A batch has gigabytes, a header kilobytes, and a rank trains only on its own samples, so the columns travel
+through the run directory, which all nodes share. To verify that it reads the same file as rank 0, a rank
+compares size and tail (where the zip format stores the CRC-32 of every array), then each response's checksum.
 """
 
 from __future__ import annotations
@@ -41,18 +40,15 @@ from bapo_megatron.types import (
 )
 
 PROMPTS = "prompt_ids"
-"""Name of the array of the prompts' token ids, end to end."""
-
+"""Name of the array of all prompts' token ids, end to end."""
 VISIBLE_S = 90.0
-"""Longest wait for a step's file. An NFS client may say for a minute (acdirmax) that there is no file."""
-
+"""Maximum wait for a step file, in seconds; an NFS client may hide a new file for a minute (acdirmax)."""
 _POLL_S = 0.1
-_TAIL_BYTES = 4096
-"""More than the directory of a zip file of a step takes; the file may be shorter."""
+_TAIL_BYTES = 4096  # more than a step file's zip directory; the file may be shorter
 
 
 def header_of(batch: StepBatch, file: ColumnFile) -> StepHeader:
-    """The header of ``batch``, whose columns are in ``file``."""
+    """Return the header of ``batch``, whose columns are in ``file``."""
     return StepHeader(tuple(map(_group_header, batch.groups)), batch.metrics, file)
 
 
@@ -90,7 +86,7 @@ def _response_header(rollout: Rollout, ids_P: np.ndarray) -> ResponseHeader:
 
 
 def checksum(ids_P: np.ndarray, tokens: ResponseTokens) -> int:
-    """CRC-32 of a prompt's ids and all columns of a response, in their order, as files have them."""
+    """Return the CRC-32 of a prompt's ids and all columns of a response, in file order."""
     total = zlib.crc32(ids_P.data)
     for array in tokens.arrays.values():
         total = zlib.crc32(array.data, total)
@@ -98,17 +94,15 @@ def checksum(ids_P: np.ndarray, tokens: ResponseTokens) -> int:
 
 
 def column_file(path: Path, file: BinaryIO, archive: ZipFile) -> ColumnFile:
-    """Where the arrays of a step's file are. ``archive``: of the open ``file``, whose place it moves.
-
-    ConfigError for a compressed one, as ``numpy.savez_compressed`` writes it: no part can be read alone.
-    """
+    """Return the layout of a step file's arrays. ``archive``: of the open ``file``, whose position changes.
+    Raises ConfigError for a compressed file (``numpy.savez_compressed``), which has no random access."""
     columns = {}
     for member in archive.infolist():
         if member.compress_type != ZIP_STORED:
             raise ConfigError(f"{path}: its {member.filename} is compressed; write it with numpy.savez")
         file.seek(
             member.header_offset + 26
-        )  # the lengths of name and extra field end a local header of 30 bytes
+        )  # name length and extra-field length end the 30-byte local header
         name, extra = struct.unpack("<HH", file.read(4))
         file.seek(name + extra, os.SEEK_CUR)
         np.lib.format.read_magic(file)
@@ -124,35 +118,31 @@ def _tail(file: BinaryIO | FileIO, size: int) -> str:
 
 
 class StepColumns:
-    """The columns of a step's responses: ``open``, then ``read`` of the responses that this rank packs.
+    """The columns of a step's responses, a ``TrainingBatch``: ``open``, ``read`` one response, ``close``.
 
-    A ``TrainingBatch``. Reads by offset, not through a memory map: a mapped file that is cut short, or whose
-    server is gone, ends the process with SIGBUS and says nothing. Call ``close``. StorageFailed, on this rank
-    alone, if the file cannot be read.
+    Reads by offset, not through a memory map, because truncation or server loss of a mapped file kills the
+    process with SIGBUS. Raises StorageFailed, on this rank only, if the file cannot be read.
     """
 
     def __init__(self, header: StepHeader, limit_s: float = VISIBLE_S) -> None:
-        """``limit_s``: longest time that ``open`` waits for the file, in seconds."""
+        """``limit_s``: maximum seconds that ``open`` waits for the file."""
         self._header, self._limit_s = header, limit_s
         self._prompts = [0, *accumulate(group.prompt_tokens for group in header.groups)]
-        """Place of each group's prompt among the ids of all prompts."""
+        """Offset of each group's prompt among all prompt ids."""
         tokens = (response.tokens for group in header.groups for response in group.responses)
-        self._responses = [0, *accumulate(tokens)]
-        """Place of each response among the tokens of all responses."""
+        self._responses = [0, *accumulate(tokens)]  # offset of each response among all response tokens
         self._first = [0, *accumulate(len(group.responses) for group in header.groups)]
-        """Number of each group's first response in the step."""
+        """Index of each group's first response in the step."""
         self._opened: FileIO | None = None
 
     @property
     def header(self) -> StepHeader:
-        """The numbers of all responses, equal on every rank."""
+        """The step header, equal on every rank."""
         return self._header
 
     def open(self) -> None:
-        """Open the file that rank 0 has read, and wait for it where a file system shows it late.
-
-        StorageFailed, with path and host, if it is not there in time, or another file is.
-        """
+        """Open the file that rank 0 read, waiting for a file system that shows it late. Raises StorageFailed,
+        with path and host, if the file is missing or different after the wait."""
         deadline = time.monotonic() + self._limit_s
         while problem := self._open_problem():
             if time.monotonic() >= deadline:
@@ -164,8 +154,8 @@ class StepColumns:
             time.sleep(_POLL_S)
 
     def read(self, group: int, response: int) -> tuple[np.ndarray, ResponseTokens]:
-        """Token ids of a group's prompt, and the tokens of one of its responses, by their numbers. No prompt
-        for a branch that has its own."""
+        """Return the token ids of a group's prompt (empty for a branch with its own prompt) and the tokens of
+        one response. Raises StorageFailed if the bytes differ from rank 0's."""
         about, number = self._header.groups[group], self._first[group] + response
         expected = about.responses[response]
         prompt_tokens = about.prompt_tokens if expected.has_prompt else 0
@@ -207,17 +197,17 @@ class StepColumns:
         except FileNotFoundError:
             problem = "no such file"
             self._ask_server()
-        except OSError as error:  # a stale handle may heal, as a missing file
+        except OSError as error:  # a stale handle may recover
             problem = f"the file cannot be read: {error.strerror}"
         return problem
 
     def _ask_server(self) -> None:
-        """Open the folder: an NFS client asks its server then whether what it knows of it still holds."""
+        """Open the folder, which makes an NFS client revalidate its directory cache."""
         with suppress(OSError):
             os.close(os.open(self._header.file.path.parent, os.O_RDONLY | os.O_DIRECTORY))
 
     def _values(self, array: str, start: int, count: int) -> np.ndarray:
-        """``count`` values of an array of the file from value ``start`` on; a copy, of its own memory."""
+        """Return a copy of ``count`` values of an array, from value ``start``."""
         assert self._opened is not None, "open() comes first"
         offset, dtype = self._header.file.columns[array]
         values = np.empty(count, dtype)

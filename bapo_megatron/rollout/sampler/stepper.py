@@ -1,7 +1,6 @@
-"""The stepper: asks environments for their answers to the model's turns, and collects them.
+"""The stepper: asks environments to answer the model's turns and collects their answers.
 
-The dispatcher's counterpart: a response is with one or the other, and holds no place at an engine while its
-environment works.
+It is the dispatcher's counterpart: a response occupies no engine while its environment works.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from bapo_megatron.rollout.sampler.turns import Environments, TurnTaker, turn_ta
 
 
 class Restart(NamedTuple):
-    """A response that must begin again, and why."""
+    """A response that must restart, and why."""
 
     group: OpenGroup
     sample: int
@@ -26,10 +25,9 @@ class Restart(NamedTuple):
 
 
 class Stepper:
-    """The scheduler of steps: asks the environment of each response that waits for it; collects answers.
+    """The step scheduler: asks the environments of waiting responses and collects their answers.
 
-    In the sampler's event loop, as the dispatcher is: ``SamplerLoop`` adds responses and takes the answers,
-    which count only when they are in the write-ahead log.
+    ``SamplerLoop`` adds responses and takes answers, which count only once they are in the write-ahead log.
     """
 
     def __init__(
@@ -40,18 +38,17 @@ class Stepper:
         environments: Environments,
         changed: Callable[[], None],
     ) -> None:
-        """``changed`` is called when there are results."""
+        """``changed``: called after each step."""
         most = config.rollout.max_response_tokens
         self._turns = turn_takers(environments, dataset, most)
         self._dataset, self._state, self._changed = dataset, sampler_state, changed
         self._group_size = config.rollout.group_size
         self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._episodes: dict[tuple[int, int], tuple[str, TurnTaker]] = {}
-        """Episodes whose environment may hold an object, with the way to it."""
+        """Names and turn takers of episodes whose environment may hold an object."""
         self._answers: list[Given] = []
         self._restarts: list[Restart] = []
-        self._error: BaseException | None = None
-        """A mistake of this program in a step."""
+        self._error: BaseException | None = None  # a step's exception, a bug in this program
 
     @property
     def is_busy(self) -> bool:
@@ -59,21 +56,19 @@ class Stepper:
 
     @property
     def has_results(self) -> bool:
-        """Whether there are answers or restarts that are not taken yet, or an error."""
+        """Whether there are untaken answers or restarts, or an error."""
         return bool(self._answers or self._restarts or self._error)
 
     def take_results(self) -> tuple[list[Given], list[Restart]]:
-        """Take the results since the last call: answers, and responses that must begin again.
-
-        Raises the error of a step, which is a mistake of this program: what an environment does is data.
-        """
+        """Return and clear the pending results: answers, and responses that must restart. Raises a step's
+        exception, which is a bug in this program; environment failures are data."""
         if self._error:
             raise self._error
         results, self._answers, self._restarts = (self._answers, self._restarts), [], []
         return results
 
     def add(self, group: OpenGroup, sample: int) -> None:
-        """Ask the environment of a response that waits for it; release that of a complete one."""
+        """Ask the environment of a waiting response; release the environment of a complete one."""
         key, response = (group.number, sample), group.responses[sample]
         if self._state.open.get(group.number) is not group or key in self._running:
             return
@@ -90,7 +85,7 @@ class Stepper:
             self._forget((number, sample))
 
     def cancel(self) -> None:
-        """Cancel all steps. They are asked again at the next start."""
+        """Cancel all steps; the next start repeats them."""
         for task in self._running.values():
             task.cancel()
 
@@ -105,10 +100,10 @@ class Stepper:
             turns.forget(name)
 
     async def _step(self, group: OpenGroup, sample: int) -> None:
-        """One step of one response; keep its answer, or note that the response must begin again."""
+        """Take one step of a response; keep its answer or request a restart."""
         key, response = (group.number, sample), group.responses[sample]
         attempt = response.episode.restarts
-        # The same after a kill, and another for each attempt: a key for outer effects.
+        # Stable across kills and unique per attempt: an idempotency key for external effects.
         name, prompt = f"{group.number}-{sample}-{attempt}", self._dataset.prompts[group.index]
         turns = self._turns[prompt.source]
         self._episodes[key] = name, turns

@@ -1,9 +1,8 @@
-"""Frozen teacher of on-policy distillation: log-probs of sampled tokens, by SGLang servers.
+"""The frozen teacher of on-policy distillation: log-probs of sampled tokens from SGLang servers.
 
-A complete group is scored by the teacher once it has its rewards and is kept; its log-probs go to the
-write-ahead log before they count, and from there into the step's file. So a resumed or replayed run does not
-ask for those again. SGLang gives the log-probs of given tokens at temperature 1 alone, which
-``rollout.temperature`` must therefore be.
+The teacher scores a complete group that has rewards and is kept. Its log-probs count once they are in the
+write-ahead log and go from there into the step file, so a resumed or replayed run does not request them
+again. SGLang returns log-probs of given tokens only at temperature 1, so ``rollout.temperature`` must be 1.
 """
 
 from __future__ import annotations
@@ -30,23 +29,19 @@ from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.state import OpenGroup
 
 FIELD = "algorithm.distillation"
-
-_PROBES = 4
-"""Prompts of the dataset that the servers must tokenize as the policy does."""
-
-_BYTES_A_TOKEN = 128
-"""Room in an answer for one token: its log-prob, its id and punctuation take 40."""
+_PROBES = 4  # dataset prompts that the servers must tokenize as the policy does
+_BYTES_A_TOKEN = 128  # answer bytes allowed per token; log-prob, id and punctuation take 40
 
 
 class Teacher:
-    """Client of the teacher's servers, async: ``open``, ``log_probs`` any number at once, ``close``.
+    """Async client of the teacher servers: ``open``, concurrent ``log_probs`` calls, ``close``.
 
-    A response goes to the server with the fewest; where that fails to the others, and the last of them is
-    asked again until ``give_up_s``.
+    A response goes to the least loaded server, after a failure to the others in turn; the last is retried
+    until ``give_up_s``.
     """
 
     def __init__(self, config: DistillationConfig, longest: int) -> None:
-        """``longest``: tokens of the longest sequence."""
+        """``longest``: maximum sequence length in tokens."""
         self._config = config
         self._key = key = key_of(config.api_key_env)
         most = 4096 + _BYTES_A_TOKEN * longest
@@ -56,8 +51,8 @@ class Teacher:
         self._load = [0] * len(self._servers)
 
     async def open(self, dataset: Dataset) -> None:
-        """Wait for the servers, and compare vocabularies. RunStopped if one is not there, ConfigError if one
-        has another vocabulary."""
+        """Wait for the servers and compare vocabularies. Raises RunStopped if one is unreachable, ConfigError
+        if its vocabulary differs."""
         texts = [
             dataset.tokenizer.decode(prompt.token_ids_P.tolist()) for prompt in dataset.prompts[:_PROBES]
         ]
@@ -74,10 +69,7 @@ class Teacher:
                 ) from None
 
     async def log_probs(self, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
-        """Log-probs of the response's tokens under the teacher, nats, float32 [R].
-
-        RunStopped if no server gives them.
-        """
+        """Return log-probs of the response's tokens, nats, float32 [R]; raises RunStopped if none answers."""
         ids = np.concatenate([prompt_ids, response_ids])
         body = {
             "input_ids": ids.tolist(),
@@ -91,7 +83,7 @@ class Teacher:
             server = self._servers[place]
             self._load[place] += 1
             try:
-                # Patience with the last one alone: while others answer, a dead server holds nothing up.
+                # Only the last server is retried, so that a dead server delays nothing while others answer.
                 answer = await (server.ask(body) if place == places[-1] else server.ask_once(body))
                 return self._read(server.address, answer, response_ids)
             except EndpointError as error:
@@ -104,8 +96,7 @@ class Teacher:
         )
 
     def _read(self, address: str, answer: Any, response_ids: np.ndarray) -> np.ndarray:
-        """The log-probs in an answer, float32 [R]. EndpointError unless they are finite, and those of these
-        ids."""
+        """Return an answer's log-probs, float32 [R]; raises EndpointError for invalid values or other ids."""
         try:
             rows: Sequence[Sequence[Any]] = answer["meta_info"]["input_token_logprobs"]
             rows = rows[len(rows) - len(response_ids) :]
@@ -133,11 +124,11 @@ class Teacher:
             )
 
     def _shown(self, answer: Any) -> str:
-        """An answer in a message, shortened: a server may send the key back."""
+        """Return an answer shortened for a message, without the key, which a server may echo."""
         return redacted(repr(answer), self._key)[:200]
 
     def _preference(self, place: int) -> tuple[bool, int]:
-        """Order of servers: those whose last call succeeded, of them first the one with fewest responses."""
+        """Return the sort key: servers whose last call succeeded first, then by load."""
         return self._servers[place].has_failed, self._load[place]
 
     async def close(self) -> None:
@@ -145,14 +136,14 @@ class Teacher:
 
 
 class GroupTeacher:
-    """The teacher of complete groups: asks for all responses of one at once."""
+    """The teacher of complete groups: requests log-probs for all responses of a group concurrently."""
 
     def __init__(self, dataset: Dataset, teacher: Teacher) -> None:
         self._dataset, self._teacher = dataset, teacher
 
     async def of_group(self, group: OpenGroup) -> list[np.ndarray]:
-        """Log-probs of the tokens of each response, float32 [R], in order; of each branch in an episode with
-        several. RunStopped as of ``Teacher``."""
+        """Return each response's (each branch's, if there are several) log-probs, float32 [R], in order.
+        Raises RunStopped as ``Teacher`` does."""
         prompt = self._dataset.prompts[group.index].token_ids_P
         asked = [
             (prompt if branch.has_prompt else prompt[:0], branch.of(response.so_far.token_ids_R))
@@ -164,14 +155,14 @@ class GroupTeacher:
     async def _of_branch(self, prompt: np.ndarray, ids_R: np.ndarray) -> np.ndarray:
         if len(prompt):
             return await self._teacher.log_probs(prompt, ids_R)
-        # No position predicts the first token, which was given, and servers have no number for it.
+        # No position predicts the first token, which was given, so servers return no log-prob for it.
         return np.append(np.float32(0), await self._teacher.log_probs(ids_R[:1], ids_R[1:]))
 
 
 def check_teacher(config: RunConfig) -> None:
-    """Preflight of a distillation: ConfigError for an address or a key that cannot be used."""
+    """Preflight check of distillation. Raises ConfigError for an unusable address or key."""
     distillation = config.algorithm.distillation
-    if not distillation.enabled or config.rollout.replay is not None:  # a replay has the log-probs
+    if not distillation.enabled or config.rollout.replay is not None:  # a replay has stored log-probs
         return
     for url in distillation.urls:
         if problem := url_problem(url):

@@ -1,7 +1,6 @@
-"""A turn of a model and what it is given next: the question to its environment, and the answer as tokens.
+"""Turns in environments: the question to the environment, its answer as tokens, preflight checks and start.
 
-And the start of environments, one for each source of prompts or for all: their checks before any work, and
-their parts in the process that samples.
+A run has one environment per prompt source, or one for all sources.
 """
 
 from __future__ import annotations
@@ -43,51 +42,50 @@ from bapo_megatron.types import FinishReason, Prompt
 T = TypeVar("T")
 
 MOST_RESTARTS = 20
-"""Times that a response begins again because its environment could not be brought back; then it has failed.
-Far more than kills, which are not its fault, may hit it."""
+"""Maximum restarts of a response whose environment cannot be restored, far more than kills may cause."""
 
 
 class Steps(Protocol):
-    """What takes steps of environments (protocol): ``EnvironmentPool`` is one."""
+    """Protocol for stepping environments, implemented by ``EnvironmentPool``."""
 
     async def step(self, question: Question) -> StepResult:
-        """The environment's answer; whatever the environment does, this does not raise."""
+        """Return the environment's answer; never raises, whatever the environment does."""
 
     def forget(self, episode: str) -> None:
-        """The episode is over."""
+        """Release a finished episode."""
 
 
 class GivesTokens(Protocol):
-    """The rule for the tokens of observations (protocol): ``ObservationTemplate`` is one."""
+    """Protocol for converting observations into tokens, implemented by ``ObservationTemplate``."""
 
     def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
-        """The ids, int32, from the end of the model's turn, whose last token is given, to its next."""
+        """Return the ids, int32, between a model turn that ends with ``last_token`` and the next turn."""
 
 
 @dataclass(frozen=True)
 class Stepping:
-    """The parts of an environment: they take steps, make answers tokens, and report failures."""
+    """The parts of an environment for steps, tokenization of answers, and failure reports."""
 
     steps: Steps
     template: GivesTokens
     report: Report
     stop_token_ids: tuple[int, ...]
-    """Those of the model, and those of its class."""
+    """Stop tokens of the model and of the environment class."""
     max_turns: int
     wants_tokens: bool = False
-    """Whether its turns go with their tokens."""
+    """Whether the environment receives the turns' tokens."""
     conversations: ConversationTokens | None = None
-    """The rule for the tokens of branches."""
+    """Tokenizes conversations, for branches."""
     tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """A tokenizer is asked by one thread at a time, whichever environment asks."""
+    """Limits the tokenizer, which all environments share, to one thread at a time."""
 
 
 Environments = Mapping[str, Stepping]
-"""The environments of a run by the names of the sources that have one (``RunConfig.environments``)."""
+"""A run's environments by source name (``RunConfig.environments``)."""
 
 
 def within(sampling: Sampling, stepping: Stepping | None) -> Sampling:
-    """The sampling parameters of responses in an environment; those of others unchanged."""
+    """Return the sampling parameters for an environment's responses; unchanged without an environment."""
     if stepping is None:
         return sampling
     return replace(sampling, stop_token_ids=stepping.stop_token_ids, in_environment=True)
@@ -96,7 +94,7 @@ def within(sampling: Sampling, stepping: Stepping | None) -> Sampling:
 def turn_takers(
     environments: Environments, dataset: Dataset, max_response_tokens: int
 ) -> dict[str, TurnTaker]:
-    """A ``TurnTaker`` for each environment, by the sources' names; sources that share one share it."""
+    """Return a ``TurnTaker`` by source; sources with the same environment share one."""
     made = {
         id(environment): TurnTaker(environment, dataset, max_response_tokens)
         for environment in environments.values()
@@ -105,7 +103,7 @@ def turn_takers(
 
 
 class TurnTaker:
-    """The way from a turn of the model to what it is given next, for training and evaluations."""
+    """Client of an environment that turns a model turn into an answer, for training and evaluations."""
 
     def __init__(self, stepping: Stepping, dataset: Dataset, max_response_tokens: int) -> None:
         self._stepping, self._dataset = stepping, dataset
@@ -114,7 +112,7 @@ class TurnTaker:
         self._restarts = FailureReports(stepping.report, event="episode_restarted")
 
     async def result(self, prompt: Prompt, response: Response, episode: str) -> StepResult:
-        """The environment's answer to the last turn of a response that waits for it."""
+        """Return the environment's answer to the last turn of a waiting response."""
         so_far = response.episode
         start = so_far.last_turn_start
         task = Task(prompt.messages, prompt.ground_truth, prompt.data_source, prompt.extra_info, episode)
@@ -129,14 +127,14 @@ class TurnTaker:
         return await self._stepping.steps.step(question)
 
     def must_restart(self, response: Response, result: StepResult) -> bool:
-        """Whether the response must begin again: its environment could not be brought back."""
+        """Return whether the response must restart because its environment could not be restored."""
         if result.failure != "diverged" or response.episode.restarts >= MOST_RESTARTS:
             return False
         self._restarts.note(result)
         return True
 
     async def answer(self, prompt: Prompt, response: Response, result: StepResult) -> Answer:
-        """What the response is given: tokens, which may begin a branch, or its end."""
+        """Return the answer as given tokens, which may start a branch, or as the end of the response."""
         self._failures.note(result)
         if result.failure is not None or result.observation is None:
             return _end("failed" if result.failure is not None else "stop", result)
@@ -145,12 +143,12 @@ class TurnTaker:
         try:
             async with self._stepping.tokenizing:
                 given = await asyncio.to_thread(self._given, prompt, response, result)
-        except Exception as error:  # a chat template raises what it likes
+        except Exception as error:  # chat templates may raise anything
             why = f"its observation cannot be rendered: {error!r}"
             failed = StepResult(failure="raised", detail=why, seconds=result.seconds, place="template")
             self._failures.note(failed)
             return _end("failed", failed)
-        if given.context + len(given.ids) >= self._max_response_tokens:  # no token would be left to the model
+        if given.context + len(given.ids) >= self._max_response_tokens:  # leaves the model no token
             return _end("length", result)
         return Answer(
             given.ids,
@@ -164,7 +162,7 @@ class TurnTaker:
         )
 
     def _given(self, prompt: Prompt, response: Response, result: StepResult) -> _Given:
-        """The tokens of an observation, or what a conversation has beyond the turns that it repeats."""
+        """Return an observation's tokens, or a conversation's tokens beyond the turns that it repeats."""
         if result.context is None:
             said = result.messages or result.observation
             assert said is not None
@@ -192,18 +190,18 @@ class TurnTaker:
         return _placed(ids, prompt, response, turns, last)
 
     def forget(self, episode: str) -> None:
-        """There will be no more turns of an episode."""
+        """Release a finished episode."""
         self._stepping.steps.forget(episode)
 
     def _text(self, prompt: Prompt, ids_R: np.ndarray, start: int, end: int) -> str:
-        """A turn as its environment reads it. The chat template may have opened its thinking part; where that
-        has no end, its tag is put in front: a call that is only thought of would look like one."""
+        """Return a turn's text for its environment, prefixed by the thinking tag if the chat template opened
+        a thinking part without an end; otherwise a call within the thoughts would look like a real one."""
         text = self._dataset.turn_text(ids_R[start:end], self._stepping.stop_token_ids)
         opened = prompt_of_turn(self._dataset.tokenizer, prompt, ids_R, start).opens_thinking
         return f"{THINKING}{text}" if opened and THOUGHT not in text else text
 
     def _sampled(self, prompt: Prompt, response: Response, start: int, end: int) -> str:
-        """A turn of the model, with its tokens if its environment wants them."""
+        """Return a model turn's text, with its tokens if the environment wants them."""
         so_far = response.so_far
         text = self._text(prompt, so_far.token_ids_R, start, end)
         if not self._stepping.wants_tokens:
@@ -227,26 +225,23 @@ class TurnTaker:
 
 
 class _Given(NamedTuple):
-    """What a response is given, and where in its tree."""
+    """Given tokens and their position in the turn tree; ``after`` and ``rewritten`` as in ``Answer``."""
 
     ids: np.ndarray
     context: int
-    """Tokens of the branch before it."""
+    """Branch tokens before the given tokens."""
     after: int | None = None
-    """As of ``Answer``, as is ``rewritten``."""
     rewritten: bool = False
 
 
 def _placed(
     ids: np.ndarray, prompt: Prompt, response: Response, turns: Sequence[int], repeated: int | None
 ) -> _Given:
-    """A conversation behind the longest beginning of it, token by token, that the response has.
-
-    ``turns``: numbers of the model's turns. ``repeated``: the last of those that its messages repeat.
-    """
+    """Return a conversation's tokens beyond its longest prefix in the response, compared token by token.
+    ``turns``: numbers of the model's turns. ``repeated``: the last one that the conversation repeats."""
     tree, after = response.tree, NOTHING
     lengths = tree.lengths(len(prompt.token_ids_P))
-    for turn in sorted((PROMPT, *turns), key=lengths.__getitem__, reverse=True):  # mostly the first one fits
+    for turn in sorted((PROMPT, *turns), key=lengths.__getitem__, reverse=True):  # usually the first fits
         count = lengths[turn]
         if count < len(ids) and np.array_equal(branch_ids(response, tree.to(turn), prompt), ids[:count]):
             after = turn
@@ -272,13 +267,10 @@ def _end(reason: FinishReason, result: StepResult) -> Answer:
 def check_environment(
     environment: EnvironmentConfig, model: Path, tokenizer: Any, begun: bool = False
 ) -> Tools:
-    """Check of the environment: its class in a worker, its stops, the tokens of its observations.
-
-    ``begun``: for a run with steps, as in ``check_template``.
-    Returns the schemas of its tools, for the prompts. ConfigError for a class that does not load or
-    contradicts itself, a stop of several tokens, and a chat template that ignores its tools, or does not
-    continue a response over several turns as it was sampled.
-    """
+    """Check an environment's class (in a worker), stops and observation tokens; return its tool schemas.
+    ``begun``: whether the run has steps, as in ``check_template``. Raises ConfigError for a class that does
+    not load or contradicts itself, a stop of several tokens, and a chat template that ignores the tools or
+    does not continue a multi-turn response as sampled."""
     if environment.function is None:
         return ()
     if problem := interpreter_problem(environment.python):
@@ -294,10 +286,8 @@ def check_environment(
 
 
 def check_environments(config: RunConfig, tokenizer: Any, begun: bool = False) -> dict[str, Tools]:
-    """Check of all environments of a run, each once; returns the tools of each source's.
-
-    ConfigError as ``check_environment``, with the field.
-    """
+    """Check each of a run's environments once; return the tool schemas by source. Raises ConfigError as
+    ``check_environment`` does, naming the source's field."""
     tools: dict[str, Tools] = {}
     for source, environment in _distinct(config.environments).items():
         with _naming_field_of(source, config):
@@ -306,8 +296,7 @@ def check_environments(config: RunConfig, tokenizer: Any, begun: bool = False) -
 
 
 def tools_of(config: RunConfig) -> dict[str, Tools]:
-    """The tools of the environment of each source, from the classes in a worker. ConfigError if one is not
-    there."""
+    """Return each source's tool schemas, read in a worker; raises ConfigError if a class is missing."""
     distinct = _distinct(config.environments)
     tools: dict[str, Tools] = {
         name: read_traits(environment).tools if environment.function else ()
@@ -324,10 +313,8 @@ async def open_environment(
     opened: AsyncExitStack,
     logs_dir: Path | None = None,
 ) -> Stepping | None:
-    """The parts of an environment, started; None without a ``function``. ``logs_dir``: for its programs.
-
-    ConfigError, ChildError or OSError if it does not start.
-    """
+    """Start an environment and return its parts; None without a ``function``. ``logs_dir``: for its programs.
+    Raises ConfigError, ChildError or OSError if it does not start. ``opened`` closes it."""
     if environment.function is None:
         return None
     stops = stop_token_ids(model, tokenizer)
@@ -344,10 +331,8 @@ async def open_environment(
 async def open_environments(
     config: RunConfig, tokenizer: Any, report: Report, opened: AsyncExitStack
 ) -> dict[str, Stepping]:
-    """The environments of a run, started, by source; equal ones are one, with one set of workers.
-
-    ConfigError, ChildError or OSError as ``open_environment``.
-    """
+    """Start a run's environments and return them by source; equal environments share one set of workers.
+    Raises ConfigError, ChildError or OSError as ``open_environment`` does."""
     tokenizing, logs_dir = asyncio.Lock(), config.paths.agent_logs
     started: dict[str, Stepping | None] = {}
     for source, environment in _distinct(config.environments).items():
@@ -361,7 +346,7 @@ async def open_environments(
 
 
 def _distinct(environments: Mapping[str, EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
-    """The first source of each environment, with it."""
+    """Return each distinct environment under its first source."""
     distinct: dict[str, EnvironmentConfig] = {}
     for source, environment in environments.items():
         if environment not in distinct.values():
@@ -370,7 +355,7 @@ def _distinct(environments: Mapping[str, EnvironmentConfig]) -> dict[str, Enviro
 
 
 def _for_all_sources(values: Mapping[str, T], environments: Mapping[str, EnvironmentConfig]) -> dict[str, T]:
-    """What was found for the sources of ``_distinct``, for all sources with an equal environment."""
+    """Extend ``values`` from the sources of ``_distinct`` to all sources with an equal environment."""
     return {
         name: next(value for first, value in values.items() if environments[first] == environment)
         for name, environment in environments.items()
@@ -379,12 +364,12 @@ def _for_all_sources(values: Mapping[str, T], environments: Mapping[str, Environ
 
 _NAMES = "|".join(one.name for one in fields(EnvironmentConfig))
 _FIELD = re.compile(rf"(?<![\w.\]])environment\.(?=({_NAMES})\b)")
-"""Beginning of a field of the section, in a message."""
+"""Prefix of an ``environment.`` field name in a message."""
 
 
 @contextmanager
 def _naming_field_of(source: str, config: RunConfig) -> Iterator[None]:
-    """A ConfigError of an environment names the source's own fields, if it has some."""
+    """Make an environment's ConfigError name the source's own fields, if it has an environment section."""
     owners = {owner.name for owner in config.data.sources if owner.environment is not None}
     try:
         yield

@@ -1,12 +1,12 @@
-"""The journal of a run: write-ahead logs, append-only files of checksummed records, that survive a kill.
+"""A run's journal: kill-safe write-ahead logs, append-only files of checksummed records.
 
     RUN/journal/segments-000001.log  segments-000002.log ...   (and step_000001.npz ..., see step_batches.py)
 
-A record is a header (magic, kind, sizes, CRC of the header), a JSON object, and numpy arrays end to end,
-with a CRC over both. The magic says whether more records of the same commit follow: at the end of a file a
-commit counts only if it is complete. Recovery: a torn tail is truncated when the file is opened for
-writing; a damaged record is reported with its offset, and reading continues at the next whole one. Every log
-begins with a snapshot of the sampler's state, so that older logs can be deleted.
+A record is a header (magic, kind, sizes, header CRC), a JSON object, numpy arrays end to end, and a CRC over
+both. The magic tells whether more records of the same commit follow; an incomplete commit at the end of a
+file does not count. Opening a file for writing truncates a torn tail. Reading reports a damaged record with
+its offset and continues at the next whole record. Every log begins with a snapshot of the sampler's state, so
+that older logs can be deleted.
 """
 
 from __future__ import annotations
@@ -31,40 +31,32 @@ from bapo_megatron.runtime.files import append_whole, open_lock, sync_folder
 from bapo_megatron.runtime.storage import OldFiles, writing
 
 _MAGIC = b"BPR"
-_LAST, _MORE = _MAGIC + b"1", _MAGIC + b"+"
-"""The magic of a commit's last record, and of those before it."""
-
+_LAST, _MORE = _MAGIC + b"1", _MAGIC + b"+"  # magic of a commit's last record; of its other records
 _HEAD = struct.Struct("<4s16sII")  # magic, kind, bytes of JSON, bytes of arrays
 _CHECK = struct.Struct("<I")
 _OVERHEAD = _HEAD.size + 2 * _CHECK.size
 
 FILE_BYTES = 256 * 2**20
-"""Rotation size: a new log begins when the current one has reached it."""
-
-_LOCK_WAIT_S = 30.0
-"""Longest wait for the lock, in seconds: a killed process may take so long to end."""
+"""Log size at which a new log begins."""
+_LOCK_WAIT_S = 30.0  # maximum wait for the lock: a killed process may take this long to end
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a write-ahead log, an event of the sampler: JSON fields and numpy arrays.
-
-    Made by ``events.py``, snapshots of the state by ``state.py`` too, and read back by ``read_records``;
-    ``SamplerState.apply`` applies them.
-    """
+    """A write-ahead log record, which is a sampler event: JSON fields and numpy arrays. ``events.py`` and
+    ``SamplerState.snapshot`` create records, ``SamplerState.apply`` applies them."""
 
     kind: str
-    """The kind of event, at most 16 ASCII characters."""
+    """Event kind, 1 to 16 ASCII characters."""
     fields: dict[str, Any]
-    """The plain JSON part."""
     arrays: dict[str, np.ndarray]
     offset: int = -1
-    """Offset in the file that it was read from, else -1."""
+    """Offset in its file if read from one, otherwise -1."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged range of a log, without a whole record: ``read_records`` yields it in place of an error."""
+    """A damaged range of a log without a whole record; ``read_records`` yields it instead of raising."""
 
     offset: int
     size: int
@@ -72,14 +64,10 @@ class Damage:
 
 
 class WriteAheadLog:
-    """A log of the sampler's events, open for appending by one process.
-
-    ``write`` is durable when it returns; a kill leaves all of its records or none. Opening a file reads it,
-    and truncates the torn tail that a kill has left. Disk errors are OSErrors.
-    """
+    """A log of sampler events, open for appending by one process. Disk errors raise OSError."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file, and truncate the torn tail that a kill has left."""
+        """Open or create the file; read it and truncate a torn tail left by a kill."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = FileIO(path, "ab")
@@ -89,18 +77,15 @@ class WriteAheadLog:
             self._file.truncate(self.size)
 
     def write(self, records: Iterable[Record]) -> None:
-        """Commit ``records`` atomically: all are durable when this returns; none if it raises OSError.
-
-        After a kill during the write all of them are read, or none.
-        """
+        """Commit ``records`` atomically, even if killed: all are durable on return, none on an OSError."""
         *others, last = records
         parts = [part for record in others for part in _parts(record, _MORE)] + _parts(last, _LAST)
         try:
-            # In parts: routes make a commit of hundreds of megabytes, and a copy costs as much as their CRC.
+            # In parts: with routes a commit has hundreds of megabytes, and a copy costs as much as the CRC.
             appended = append_whole(self._file, parts, self.size)
             os.fsync(self._file.fileno())
         except OSError:
-            # A full disk: the tail goes, so that a later commit does not follow half of this one.
+            # Full disk: drop the tail so that no later commit follows half of this one.
             self._file.truncate(self.size)
             raise
         self.size += appended
@@ -110,12 +95,12 @@ class WriteAheadLog:
 
 
 def encode(record: Record) -> bytes:
-    """The bytes of a record, the last of its commit."""
+    """Return the bytes of a record that ends its commit."""
     return b"".join(_parts(record, _LAST))
 
 
 def _parts(record: Record, magic: bytes) -> list[bytes | memoryview]:
-    """The bytes of a record in parts, the arrays as they lie in memory."""
+    """Return the bytes of a record in parts, without copying contiguous arrays."""
     kind = record.kind.encode("ascii")
     if not 0 < len(kind) <= 16:
         raise ValueError(f"kind {record.kind!r} must have 1 to 16 characters")
@@ -130,13 +115,12 @@ def _parts(record: Record, magic: bytes) -> list[bytes | memoryview]:
 
 
 def read_records(path: Path) -> Iterator[Record | Damage]:
-    """The records of a log in order, with the damaged ranges between them."""
+    """Yield a log's records in order, and the damaged ranges between them."""
     if path.stat().st_size == 0:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         at = 0
-        commit: list[Record] = []
-        """The records of a commit whose last record is not read yet."""
+        commit: list[Record] = []  # records of a commit whose last record has not been read
         while at < len(content):
             record, end = _record_at(content, at)
             if record is not None:
@@ -158,7 +142,7 @@ def read_records(path: Path) -> Iterator[Record | Damage]:
 
 
 def _whole_end(path: Path) -> int:
-    """The end of the last complete commit; the rest is a torn tail."""
+    """Return the end of the last complete commit; the rest is a torn tail."""
     end = 0
     for record in read_records(path):
         if isinstance(record, Record):
@@ -176,7 +160,7 @@ def _next_record(content: mmap.mmap, start: int) -> int:
 
 
 def _record_at(content: mmap.mmap, at: int) -> tuple[Record | None, int]:
-    """The record at offset ``at``, and its end; None if there is no whole record."""
+    """Return the record at offset ``at`` (None if it is not whole) and its end."""
     if len(content) - at < _OVERHEAD or content[at : at + len(_LAST)] not in (_LAST, _MORE):
         return None, at
     head = content[at : at + _HEAD.size]
@@ -203,24 +187,20 @@ def _decoded(kind: bytes, text: bytes, data: bytes, offset: int) -> Record:
 
 
 class SegmentJournal:
-    """The write-ahead logs in ``folder``, with a lock on it. ConfigError if another process writes there.
-
-    In order: ``replay``, then ``rotate``, then any number of ``commit``s. Calls block until the disk has the
-    data; RunStopped if it fails.
-    """
+    """The write-ahead logs in ``folder``, which it locks. Call order: ``replay``, ``rotate``, then any number
+    of ``commit``s. Calls block until the data is on disk, and raise RunStopped if the disk fails."""
 
     def __init__(self, folder: Path, old: OldFiles | None = None) -> None:
-        """``old``: deletes old logs."""
+        """Lock ``folder``; raises ConfigError if another process writes there. ``old``: deletes old logs."""
         self._folder, self._old = folder, old or OldFiles()
         with writing("the journal", folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(folder / ".lock")
-        self._groups: dict[Path, set[int]] = {}
-        """Numbers of the groups with records in each log."""
+        self._groups: dict[Path, set[int]] = {}  # numbers of groups with records in each log
         self._log: WriteAheadLog | None = None
 
     def replay(self, apply: Callable[[Record], None]) -> list[str]:
-        """Replay: call ``apply`` with every record in order; returns descriptions of the damage."""
+        """Call ``apply`` with every record in order; return descriptions of damage."""
         damage: list[str] = []
         for path in self._paths():
             groups = self._groups[path] = set()
@@ -235,10 +215,8 @@ class SegmentJournal:
         return damage
 
     def rotate(self, snapshot: Record, *more: Record) -> None:
-        """Start a new log: once after ``replay``, and whenever the current one ``is_full``.
-
-        ``more``: records that are committed together with the snapshot, all or none.
-        """
+        """Start a new log, once after ``replay`` and whenever the current one ``is_full``. ``more``: records
+        committed atomically with the snapshot."""
         if self._log is not None:
             self._log.close()
         number = max((int(path.stem.removeprefix("segments-")) for path in self._paths()), default=0) + 1
@@ -246,7 +224,7 @@ class SegmentJournal:
         with writing("the journal", path):
             self._log, self._groups[path] = WriteAheadLog(path), set()
         self.commit([snapshot, *more])
-        # The file's name must be durable, too, before `delete_old` may remove the logs before it.
+        # The new file's name must also be durable before `delete_old` removes earlier logs.
         sync_folder(self._folder)
 
     @property
@@ -254,7 +232,7 @@ class SegmentJournal:
         return self._log is not None and self._log.size >= FILE_BYTES
 
     def commit(self, records: Sequence[Record]) -> None:
-        """Write ``records`` durably, all of them, or none if it raises RunStopped."""
+        """Write all ``records`` durably, or none if it raises RunStopped."""
         assert self._log is not None
         with writing("the journal", self._log.path):
             self._log.write(records)
@@ -262,8 +240,7 @@ class SegmentJournal:
             self._groups[self._log.path].update(_group_numbers(record))
 
     def delete_old(self, outstanding: Iterable[int]) -> None:
-        """Delete the oldest logs, up to the first with records of one of the ``outstanding`` groups, or that
-        cannot be deleted: what is replayed has no holes."""
+        """Delete the oldest logs up to the first with ``outstanding`` groups or that cannot be deleted."""
         needed = set(outstanding)
         for path in self._paths()[:-1]:
             if self._groups.get(path, needed) & needed:
@@ -280,7 +257,7 @@ class SegmentJournal:
         self._lock.close()
 
     def _paths(self) -> list[Path]:
-        # Not by glob, which finds no log where the folder cannot be listed: the journal would begin anew.
+        # `glob` would find no logs in an unlistable folder, and the journal would start over.
         names = os.listdir(self._folder)
         return sorted(self._folder / n for n in names if n.startswith("segments-") and n.endswith(".log"))
 

@@ -1,9 +1,9 @@
-"""Weight sync by broadcast (NCCL on GPUs, gloo on a CPU): the sender, on the trainer's rank 0.
+"""Weight sync by broadcast (NCCL on GPUs, gloo on a CPU): the sender, on trainer rank 0.
 
 Every tensor-parallel rank of every engine receives (``rollout/engines/weight_updates.py``), in a process
-group that is separate from the trainer's own. Control calls to the engines go another way (the sampler's
-process, then HTTP): each returns a future that is done when all engines have answered. A broadcast that fails
-is replaced by the sync by disk. Opened by its path in ``config/transports.py``.
+group separate from the trainer's own. Control calls go through the sampler process and HTTP; each returns a
+future that is done when all engines have answered. Disk sync replaces a failed broadcast. Registered in
+``config/transports.py``.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 StartCall = Callable[[T], "Future[Any]"]
-"""A non-blocking call to all engines; its future is done when all have answered, or one has failed."""
+"""A non-blocking call to all engines; its future is done when all have answered or one has failed."""
 
 _GROUP_NAME = "bapo_weights"
 _ERROR_GRACE_S = 2.0
 
 
 class BroadcastError(RuntimeError):
-    """A failed broadcast: some engines may have parts of the weights. The process group is closed."""
+    """A failed broadcast: some engines may have partial weights. The process group is closed."""
 
 
 def _in_thread(call: Callable[[], T], name: str) -> Future[T]:
@@ -63,22 +63,20 @@ def _in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
 
 class SendingGroup:
-    """The sender's side of a broadcast group: its rendezvous store, and the group once all have joined.
+    """The sender's side of a broadcast group: rendezvous store, and process group once all have joined.
 
-    In order: ``form`` (the receivers join meanwhile), any number of ``broadcast``s one after the other,
-    ``close``. They return futures, which raise the error of their call: what may block on a receiver runs in
-    threads, so that the caller can time out. gloo ends a wait at the group's timeout. NCCL waits for ever in
-    a kernel, so the thread enforces a deadline, and aborts the group.
+    Call order: ``form`` while receivers join, sequential ``broadcast``s, ``close``. They return futures that
+    raise the call's error: calls that may block on a receiver run in threads, so that the caller can time
+    out. gloo stops waiting at the group's timeout; NCCL waits forever in a kernel, so the thread enforces a
+    deadline and aborts the group.
     """
 
     def __init__(self, address: str, name: str, receivers: int, device: torch.device, timeout_s: float):
-        """Open the rendezvous store at a free port. ``address``: of this machine, as the receivers reach it.
-
-        ``receivers``: number of the other ranks. ``timeout_s``: longest wait for all to join, and for one
-        broadcast.
-        """
+        """Open the rendezvous store at a free port. ``address``: this machine, as receivers reach it.
+        ``receivers``: number of other ranks. ``timeout_s``: maximum wait for all to join and per
+        broadcast."""
         timeout = timedelta(seconds=timeout_s)
-        # Made here and not by an init method: under torchrun those would join the agent's store instead.
+        # Under torchrun, an init method would join the agent's store instead.
         self._store = bound_store(address, 0, None, timeout)
         backend = "nccl" if device.type == "cuda" else "gloo"
         self.place = BroadcastGroup(address, self._store.port, name, receivers + 1, backend)
@@ -88,18 +86,18 @@ class SendingGroup:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def form(self) -> Future[None]:
-        """Form the group; done when all ranks have joined."""
+        """Form the group; the future is done when all ranks have joined."""
         return _in_thread(self._form, "weights-form")
 
     def broadcast(self, payload_B: Tensor) -> Future[None]:
         """Broadcast the payload; done when it may be overwritten, perhaps before all receivers have it."""
-        # Recorded here, not in the thread: the sending stream must wait for the caller's copies.
+        # Recorded in the caller's thread, because the sending stream must wait for the caller's copies.
         ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
         return _in_thread(lambda: self._broadcast(payload_B, ready), "weights-broadcast")
 
     def close(self) -> Future[None]:
-        """Close the group, also during a broadcast: receivers that wait for its data fail."""
-        self._closing.set()  # first: a broadcast that waits, and a group that still forms, look at it
+        """Close the group, even during a broadcast, which fails the waiting receivers."""
+        self._closing.set()  # first, because pending broadcasts and forming groups check it
         return _in_thread(self._close, "weights-close")
 
     def _form(self) -> None:
@@ -108,7 +106,7 @@ class SendingGroup:
             group, _ = c10d._new_process_group_helper(
                 place.world_size,
                 0,
-                [],  # ranks of no other group
+                [],  # no ranks of another group
                 c10d.Backend(place.backend),
                 c10d.PrefixStore(place.name, self._store),
                 group_name=c10d.GroupName(place.name),
@@ -129,15 +127,15 @@ class SendingGroup:
             self._stream.wait_event(ready)
             work = dist.broadcast(payload_B, src=0, group=group, async_op=True)
             deadline = time.monotonic() + self._timeout_s
-            while not work.is_completed():  # also once NCCL has noticed an error
+            while not work.is_completed():  # also true once NCCL has detected an error
                 if self._closing.is_set():
                     raise RuntimeError("the group was closed")
                 if time.monotonic() > deadline:
-                    # Not left to the caller, which may itself wait for GPU work that is queued behind this.
+                    # Not left to the caller, which may itself wait for GPU work queued behind this.
                     group.abort()
                     raise TimeoutError(f"the broadcast did not end within {self._timeout_s:g} s")
                 time.sleep(0.001)
-            work.wait()  # raises that error, and ends what still runs
+            work.wait()  # raises that error and ends running work
 
     def _close(self) -> None:
         group, self._group = self._group, None
@@ -148,12 +146,10 @@ class SendingGroup:
 
 @contextmanager
 def _without_nccl_watchdog() -> Iterator[None]:
-    """Disable torch's watchdog of NCCL for a group that is made within the block, which reads the variable.
-
-    It would kill this process when a receiver dies, minutes after the sync by disk: it notes the error for
-    all groups (``shouldDump_`` in ProcessGroupNCCL.hpp), also with TORCH_NCCL_ASYNC_ERROR_HANDLING=0, and the
-    monitor of the trainer's own group then ends the process. A group with this variable has no watchdog.
-    """
+    """Disable torch's NCCL watchdog for groups created within the block, which read the variable. When a
+    receiver dies, the watchdog would kill this process, minutes after the disk sync: even with
+    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 it records the error for all groups (``shouldDump_`` in
+    ProcessGroupNCCL.hpp), and the monitor of the trainer's own group then ends the process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -167,11 +163,8 @@ def _without_nccl_watchdog() -> Iterator[None]:
 
 
 class WeightBroadcast:
-    """The sender of weight broadcasts, on the trainer's rank 0: ``open`` a group once, ``send`` each version.
-
-    Calls block, at most for their timeouts. After an error, most often a BroadcastError, ``open`` a new
-    group.
-    """
+    """The weight broadcaster on trainer rank 0: ``open`` a group once, then ``send`` each version. Calls
+    block for at most their timeouts. After an error, usually a BroadcastError, ``open`` a new group."""
 
     def __init__(
         self,
@@ -180,10 +173,9 @@ class WeightBroadcast:
         bucket_mb: float = 512,
         timeout_s: float = 120.0,
     ) -> None:
-        """``device``: where weights are, which decides between NCCL and gloo. ``address``: this machine, as
-        servers reach it. ``bucket_mb``: size of each of two buffers, in 2^20 bytes. ``timeout_s``: the
-        longest wait for the group, and for one bucket to be sent and loaded; NCCL connects in the first.
-        """
+        """``device``: the weights' device, which selects NCCL or gloo. ``address``: this machine, as servers
+        reach it. ``bucket_mb``: size of each of two buffers, in 2^20 bytes. ``timeout_s``: maximum wait for
+        the group, and for sending and loading a bucket; the first also includes NCCL's connection setup."""
         self._device, self._address = device, address
         self._buckets = Buckets(int(bucket_mb * 2**20), device)
         self._timeout_s = timeout_s
@@ -194,7 +186,7 @@ class WeightBroadcast:
         return self._group is not None
 
     def open(self, receivers: int, join: StartCall[BroadcastGroup]) -> None:
-        """Form the process group of this rank and ``receivers`` others. BroadcastError if one cannot join."""
+        """Form a process group with ``receivers`` other ranks. Raises BroadcastError if one cannot join."""
         self.close()
         try:
             group = SendingGroup(self._address, _GROUP_NAME, receivers, self._device, self._timeout_s)
@@ -202,7 +194,7 @@ class WeightBroadcast:
             raise BroadcastError(f"no rendezvous at {self._address}: {error}") from error
         self._group = group
         try:
-            # Both at once: the group forms only when the servers join, and they join only when it forms.
+            # Concurrent: the group forms only when the servers join, and they join only when it forms.
             parts = {"the servers": join(group.place), "the group": group.form()}
         except BaseException:
             self._drop_group()
@@ -210,18 +202,15 @@ class WeightBroadcast:
         self._wait_for(parts, self._deadline())
 
     def send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: StartCall[BucketSpec]) -> int:
-        """Broadcast all ``weights``; returns their bytes. BroadcastError, in time, if a server fails.
-
-        ``weights`` is always run to its end, because other ranks take part in its all-gathers. A bucket is
-        announced to the servers when all have loaded the one before.
-        """
+        """Broadcast all ``weights`` and return their bytes. Raises BroadcastError on failure or timeout.
+        Always exhausts ``weights``, because other ranks take part in its all-gathers."""
         try:
             return self._send(weights, on_bucket)
         except BaseException:
-            self._drop_group()  # else the servers would wait in a broadcast that never comes
+            self._drop_group()  # otherwise servers would wait for a broadcast that never comes
             raise
         finally:
-            # CUDA's allocator caches the memory. On a CPU allocating it anew takes as long as filling it.
+            # CUDA's allocator caches the memory; on a CPU, reallocation takes as long as filling it.
             if self._device.type == "cuda":
                 self._buckets.release()
             for _ in weights:
@@ -241,7 +230,7 @@ class WeightBroadcast:
                 in_flight()
             in_flight = self._begin(bucket, on_bucket)
             sent_bytes += bucket.spec.nbytes
-            if bucket.is_borrowed:  # its memory is the weight itself, which the next all-gather overwrites
+            if bucket.is_borrowed:  # the next all-gather overwrites its memory
                 in_flight()
                 in_flight = None
         if in_flight:
@@ -249,10 +238,10 @@ class WeightBroadcast:
         return sent_bytes
 
     def _begin(self, bucket: Bucket, on_bucket: StartCall[BucketSpec]) -> Callable[[], None]:
-        """Begin to broadcast ``bucket``; returns the function that waits for its end."""
+        """Start to broadcast ``bucket``; return a function that waits for its end."""
         assert self._group is not None
         deadline = self._deadline()
-        # Both begin before either is awaited: a broadcast ends only when the servers take part in it.
+        # Start both before waiting: a broadcast ends only when the servers take part in it.
         received = on_bucket(bucket.spec)
         parts = {"the servers": received, "the broadcast": self._group.broadcast(bucket.payload_B)}
         return lambda: self._wait_for(parts, deadline)
@@ -261,33 +250,33 @@ class WeightBroadcast:
         return time.monotonic() + self._timeout_s
 
     def _wait_for(self, parts: Mapping[str, Future[Any]], deadline: float) -> None:
-        """Wait for all futures; the first that fails closes the group."""
+        """Wait for all futures; on a failure or timeout, close the group and raise BroadcastError."""
         wait(parts.values(), max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
         if all(_outcome(part) == "done" for part in parts.values()):
             return
         self._drop_group()
-        # When one has failed the other often fails, too, with the name of the server.
+        # After one failure, the other future often fails too, with the server's name.
         wait(parts.values(), min(_ERROR_GRACE_S, max(0.0, deadline - time.monotonic())))
         raise BroadcastError("; ".join(f"{name}: {_outcome(part)}" for name, part in parts.items()))
 
     def _drop_group(self) -> Future[None] | None:
         group, self._group = self._group, None
-        self._buckets.release()  # never reused: a broadcast that hangs still reads from them
+        self._buckets.release()  # never reused: a hung broadcast still reads from them
         return None if group is None else group.close()
 
 
 def sender_address(config: EngineConfig) -> str:
-    """The sender's address, as servers reach it: the loopback address if all of them are on this machine."""
+    """Return this sender's address as servers reach it: loopback if all of them are on this machine."""
     hosts = {urlsplit(url).hostname for url in config.urls}
     return config.address or ("127.0.0.1" if hosts <= {*LOOPBACK} else socket.gethostname())
 
 
 class BroadcastSync:
-    """The ``WeightSync`` by broadcast, with the disk as fallback.
+    """The broadcast ``WeightSync``, with disk sync as fallback.
 
-    ``push`` returns when the engines have the weights and their digests (hashes) were compared. A broadcast
-    that fails is an event, no error: all engines load from disk, and the next push forms a new group. On
-    every rank but 0, ``engines`` and ``broadcast`` are None.
+    ``push`` returns when the engines have the weights and their digests (hashes) match. A failed broadcast is
+    an event, not an error: all engines load from disk, and the next push forms a new group. ``engines`` and
+    ``broadcast`` are None except on rank 0.
     """
 
     def __init__(
@@ -306,24 +295,24 @@ class BroadcastSync:
         engine = parts.engine
         if parts.client is None:
             return cls(None, None, parts.disk, parts.on_event)
-        # Longer than the engines wait: their error, which names the engine, must come first.
+        # Longer than the engines' timeout, because their error, which names the engine, must come first.
         timeout_s = 1.1 * 60 * engine.update_minutes
         sender = WeightBroadcast(parts.device, sender_address(engine), engine.bucket_mb, timeout_s)
         return cls(parts.client, sender, parts.disk, parts.on_event, parts.make_digester)
 
     def push(self, policy: Policy, step: int) -> None:
-        """Broadcast the weights to every engine that answers; if one fails, all of them load from disk."""
+        """Broadcast the weights to every engine that answers; if one fails, all load from disk."""
         failed = None
         if policy.data_rank == 0:
             weights = policy.hf_weights()
             if self._engines is not None and self._broadcast is not None:
                 failed = self._attempt(self._engines, self._broadcast, weights, policy.version, step)
-            # Also after a failure: the other ranks of the replica wait in the same all-gathers.
+            # Even after a failure, because the replica's other ranks wait in the same all-gathers.
             for _ in weights:
                 pass
         else:
             policy.give_experts()
-        # Writing to disk is collective, and only rank 0 knows whether the broadcast failed.
+        # The disk sync is collective, but only rank 0 knows whether the broadcast failed.
         if broadcast_from_main(failed):
             self._disk.push(policy, step)
 
@@ -341,19 +330,17 @@ class BroadcastSync:
                 raise BroadcastError("no engine answers that takes broadcasts")
             if not (are_joined and broadcast.is_open):
                 broadcast.open(ranks, lambda group: engines.submit("join", group))
-            # Sampling pauses before the first bucket, so that no token comes from mixed weights; engines
-            # resume when the digests of all have been compared.
+            # Sampling pauses until all digests match, so that no token comes from mixed weights.
             engines.submit("begin", version).result()
             watched = DigestingIterator(weights, self._make_digester)
             broadcast.send(iter(watched), lambda bucket: engines.submit("receive", bucket))
             engines.submit("confirm", watched.sent()).result()
             engines.submit("resume", version, step).result()
-        except Exception as error:  # of any kind: the fallback is the disk
+        except Exception as error:  # any kind: disk is the fallback
             reason = f"a broadcast of weights failed: {error}"
-            # The group first: the sampler answers one call at a time, and a `receive` that still waits for
-            # data ends with the group.
+            # First, because the sampler handles one call at a time, and closing ends a pending `receive`.
             broadcast.close()
-            engines.submit("fail", reason).exception()  # the sync by disk restarts a dead sampler
+            engines.submit("fail", reason).exception()  # the disk sync restarts a dead sampler
             self._on_event({"kind": "broadcast_failed", "version": version, "reason": str(error)})
             print(printable(f"{reason}; falling back to disk"), flush=True)
             return reason

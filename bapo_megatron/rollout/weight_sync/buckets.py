@@ -1,7 +1,6 @@
-"""Buckets of weights: flat byte buffers of bounded size, the unit of weight transport (broadcast, IPC).
+"""Weight buckets: flat byte buffers of bounded size, the unit of weight transport (broadcast, IPC).
 
-Many tensors travel in one message, and no second copy of the model exists. Shapes (suffix of a name): ``_B``
-bytes of a bucket.
+One message carries many tensors, and no second copy of the model exists. Shape suffix: ``_B``, bucket bytes.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from bapo_megatron.types import BucketSpec
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket, from ``Buckets.cut``: some tensors flattened into one buffer, with their names and layout."""
+    """Tensors flattened into one buffer by ``Buckets.cut``, with their names and layout."""
 
     spec: BucketSpec
     payload_B: Tensor
-    """uint8."""
+    """Shape [B], uint8."""
     is_borrowed: bool
-    """Whether the payload is the weight itself, not a copy: valid until the weights' iterator moves on."""
+    """Whether the payload is the weight itself, valid until the weights' iterator advances."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         tensors, start = [], 0
@@ -39,36 +38,33 @@ class Bucket:
 
 
 Allocate = Callable[[int], Tensor]
-"""An allocator: a number of bytes to an uninitialized uint8 tensor."""
+"""An allocator that returns an uninitialized uint8 tensor of the given bytes."""
 
 
 class Buckets:
-    """The bucketing of weights: tensors are copied, in order, into reused buffers of ``nbytes`` bytes.
+    """Packer of weights into buckets: copies tensors, in order, into reused buffers of ``nbytes`` bytes.
 
-    Local, without communication. Buffers are allocated at their first use and kept until ``release``. A copy
-    that fails raises only at its bucket's end, when all of the bucket's tensors have passed.
+    No communication. Buffers are allocated on first use and kept until ``release``. A failed copy raises only
+    at its bucket's end, after all of the bucket's tensors have passed.
     """
 
     def __init__(
         self, nbytes: int, device: torch.device, allocate: Allocate | None = None, buffers: int = 2
     ) -> None:
-        """``allocate`` makes the memory of every bucket. None: torch does, and a tensor that is larger than a
-        bucket is not copied."""
+        """``allocate``: for every bucket; None: torch's, without a copy of tensors larger than a bucket."""
         self._nbytes, self._device, self._owns = nbytes, device, allocate is not None
         self._allocate = allocate or partial(torch.empty, dtype=torch.uint8, device=device)
         self._buffers = [_Buffer(nbytes, self._allocate) for _ in range(buffers)]
 
     def cut(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        """The buckets of ``weights``, in order.
-
-        Double buffering: with two buffers a payload is valid until the next bucket but one is asked for, so
-        one is sent while the other fills. A larger tensor is a bucket of its own. Receivers view each tensor
-        in place, so a bucket also ends before a tensor that would not be aligned.
-        """
+        """Yield the buckets of ``weights``, in order. Double buffering: with two buffers, a payload is valid
+        until the next bucket but one is requested, so one is sent while the other fills. A tensor larger than
+        a buffer is its own bucket. Receivers view tensors in place, so a bucket also ends before a tensor
+        that would be misaligned."""
         buffers = cycle(self._buffers)
         buffer = next(buffers)
         for each in self._buffers:
-            each.begin()  # a failed push may have left tensors there
+            each.begin()  # a failed push may have left tensors
         for name, tensor in weights:
             is_large = tensor.nbytes > self._nbytes
             if buffer.names and (is_large or not buffer.has_room(tensor)):
@@ -96,7 +92,7 @@ class Buckets:
 
 
 class _Buffer:
-    """The memory of one bucket, allocated at its first tensor: ``add`` while ``has_room``, then ``take``."""
+    """Memory of one bucket, allocated at its first tensor: ``add`` while ``has_room``, then ``take``."""
 
     def __init__(self, nbytes: int, allocate: Allocate) -> None:
         self._nbytes, self._allocate = nbytes, allocate
@@ -110,15 +106,12 @@ class _Buffer:
         self._end = 0
 
     def has_room(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` fits behind the others, aligned for its type."""
+        """Return whether ``tensor`` fits after the others, aligned for its type."""
         return self._end + tensor.nbytes <= self._nbytes and self._end % tensor.itemsize == 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy ``tensor`` behind the others.
-
-        An error is kept, and raised by ``take``. The ranks all-gather each tensor together: one that stopped
-        within a bucket would leave the others waiting, and they compare errors at the bucket's end.
-        """
+        """Copy ``tensor`` after the others; ``take`` raises an error of the copy, because a rank that stopped
+        within a bucket would leave the others waiting in an all-gather."""
         place = slice(self._end, self._end + tensor.nbytes)
         self.names.append(name)
         self._tensors.append((_type_name(tensor), tuple(tensor.shape)))
@@ -130,10 +123,7 @@ class _Buffer:
                 self._error = error
 
     def take(self) -> Bucket:
-        """The bucket of the added tensors; the buffer begins an empty one in the same memory.
-
-        Raises the error of a copy that failed.
-        """
+        """Return the bucket and start an empty one in the same memory. Raises the error of a failed copy."""
         if self._error is not None:
             raise self._error
         assert self._memory_B is not None

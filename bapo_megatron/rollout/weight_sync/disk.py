@@ -1,7 +1,7 @@
-"""Weight sync by disk: one Hugging Face folder per version on a file system that engines read.
+"""Weight sync by disk: one Hugging Face folder per version on a file system shared with the engines.
 
 All ranks of the first replica write in parallel: the all-gather gives each of them every tensor, and each
-writes its share to files of its own. Rank 0 makes a temporary folder first, and renames it last.
+writes its share to its own files. Rank 0 first creates a temporary folder and finally renames it.
 """
 
 from __future__ import annotations
@@ -39,46 +39,43 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.sampler.client import SamplerClient
 
 _VERSION = re.compile(r"v\d+|\.v\d+\.tmp|\.v\S+\.deleted")
-"""The names of a version's folder, of its temporary folder, and of what could not be deleted."""
+"""Names of a version's folder, its temporary folder, and folders that could not be deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SenderParts:
-    """What a transport's sender is made of, by its class method ``open``, on every rank. Plain data."""
+    """Arguments of ``Sender.open``, on every rank."""
 
     engine: EngineConfig
     disk: DiskSync
     """The fallback: every engine loads a folder."""
     client: SamplerClient | None
-    """Rank 0's way to the sampler's process; None elsewhere."""
+    """Rank 0's client of the sampler process; None on other ranks."""
     gpus: Mapping[str, Sequence[int]]
-    """GPU numbers of each server that the run has started, by its address; known on rank 0 alone."""
+    """GPU numbers of each server started by the run, by address; known only on rank 0."""
     device: torch.device
-    """Where this rank's weights are."""
+    """Device of this rank's weights."""
     on_event: Callable[[dict[str, Any]], None]
     make_digester: MakeDigester | None
 
 
 class Sender(WeightSync, Protocol):
-    """A transport's sender: a ``WeightSync`` that its class makes of ``SenderParts``."""
+    """A transport's sender class, whose ``open`` creates a ``WeightSync`` from ``SenderParts``."""
 
     @classmethod
     def open(cls, parts: SenderParts) -> WeightSync:
-        """The sender of a run, on every rank."""
+        """Return a run's sender; called on every rank."""
 
 
 def sender_class(sync: str) -> type[Sender]:
-    """The class of the sender of the transport ``sync``, by ``config/transports.py``."""
+    """Return the sender class of the transport ``sync``, listed in ``config/transports.py``."""
     sender: type[Sender] = load_dotted_path("sync", TRANSPORTS[sync].sender, "class")
     return sender
 
 
 class DiskSync:
-    """The ``WeightSync`` by disk: write the HF folder, then have the engines load it.
-
-    ``push`` returns when the working engines have loaded it. If a rank cannot write, all ranks raise. It is
-    the fallback of the other syncs, too.
-    """
+    """The disk ``WeightSync``, also the fallback of the others: writes an HF folder that the engines load.
+    ``push`` returns when the working engines have loaded it. If a rank cannot write, all ranks raise."""
 
     def __init__(
         self,
@@ -86,41 +83,39 @@ class DiskSync:
         staging: WeightStaging | None,
         make_digester: MakeDigester | None = None,
     ) -> None:
-        """``sampler``: None on every rank but 0. ``staging``: None on all of them in a replay, where nothing
-        is sampled."""
+        """``sampler``: None except on rank 0. ``staging``: None in a replay, where nothing is sampled."""
         self._sampler, self._staging = sampler, staging
         self._make_digester = make_digester
-        self._writers: list[int] = []
-        """The ranks of the first replica, which write; empty before the first push."""
+        self._writers: list[int] = []  # ranks of the first replica, which write; empty before the first push
 
     @classmethod
     def open(cls, parts: SenderParts) -> DiskSync:
         return parts.disk
 
     def push(self, policy: Policy, step: int) -> None:
-        """All-gather the weights within rank 0's replica, write them, and have the engines load them."""
+        """All-gather the weights within rank 0's replica, write them and make the engines load them."""
         if self._staging is None:
             return
         folder = self._write(self._staging, policy)
         on_all_ranks(lambda: self._load(folder, policy.version, step))
 
     def discard(self) -> None:
-        """Delete the folders of all versions: no engine may load them any more."""
+        """Delete the folders of all versions, so that no engine can load them."""
         if self._staging is not None and self._sampler is not None:
             self._staging.keep_only(None)
 
     def checked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """``weights``, checked as they pass. ValueError, at their end at the latest, if not the model's."""
+        """Yield ``weights``; raises ValueError, by their end, if they are not exactly the model's tensors."""
         return self._staging.checked(weights) if self._staging is not None else weights
 
     def _load(self, folder: Path, version: int, step: int) -> None:
         if self._sampler is not None and self._staging is not None:
             self._sampler.load_weights(folder, version, step)
-            # Only now: until the call above the pool brings engines back with the version before.
+            # Only now, because the pool revives engines with the previous version until the call above.
             self._staging.keep_only(folder)
 
     def _write(self, staging: WeightStaging, policy: Policy) -> Path:
-        """Write ``policy.version``; returns its folder, on every rank. All raise if one rank cannot write."""
+        """Write ``policy.version`` and return its folder, on every rank. All raise if one cannot write."""
         version = policy.version
         if not self._writers:
             replicas = all_gather(policy.data_rank)
@@ -140,14 +135,14 @@ class DiskSync:
                 sent[0] = watched.sent()
                 return written
             finally:
-                # Also after an error of this rank: the others wait in the same all-gathers.
+                # Even after this rank's error, because the others wait in the same all-gathers.
                 for _ in weights:
                     pass
 
         try:
             shares = on_all_ranks(write_share)
             files = {name: shard for share in shares for name, shard in share.items()}
-            # After every rank has written: engines may load a folder as soon as it has its name.
+            # After every rank has written: engines may load a folder as soon as it has its final name.
             on_all_ranks(lambda: staging.publish(version, files, sent[0]) if is_main() else None)
         finally:
             if is_main():
@@ -156,15 +151,14 @@ class DiskSync:
 
 
 class WeightStaging:
-    """Staging of weight versions on disk: an HF folder appears in ``folder`` whole, by a rename, or never.
+    """Staging of weight versions on disk: an HF folder appears in ``folder`` atomically, by a rename.
 
-    In order: ``prepare`` on rank 0; ``write_share`` by every writer; ``publish`` on rank 0; then, also after
-    an error, ``discard``. ``write`` is all four, for one writer. Nothing here is collective: the caller makes
-    the ranks wait for each other. ConfigError if ``hf_path`` is not a model's folder.
+    Call order: ``prepare`` on rank 0; ``write_share`` on every writer; ``publish`` on rank 0; then, even on
+    error, ``discard``. ``write`` does all four for a single writer. The caller synchronizes the ranks.
     """
 
     def __init__(self, folder: Path, hf_path: Path, old: OldFiles | None = None) -> None:
-        """``old``: deletes the folders of old versions."""
+        """``old``: deletes old versions. Raises ConfigError if ``hf_path`` is not a model folder."""
         self._old = old or OldFiles()
         reader, (family, config) = HfReader(hf_path), read_text_config(hf_path)
         self._folder, self._hf_path = folder, hf_path
@@ -176,11 +170,11 @@ class WeightStaging:
             self._shapes.pop(OUTPUT, None)  # some folders hold it twice
 
     def folder(self, version: int) -> Path:
-        """The folder of a version, which exists once it is published."""
+        """Return a version's folder, which exists once it is published."""
         return self._folder / f"v{version}"
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """Write all weights alone; returns their folder. Errors as of ``write_share``, without a folder."""
+        """Write all weights as the only writer and return their folder. Raises as ``write_share`` does."""
         self.prepare(version)
         try:
             self.publish(version, self.write_share(weights, version))
@@ -202,8 +196,8 @@ class WeightStaging:
     def write_share(
         self, weights: Iterable[tuple[str, Tensor]], version: int, writer: int = 0, writers: int = 1
     ) -> dict[str, WrittenShard]:
-        """Write the share of one of ``writers``, and check all ``weights``; returns its files by name.
-        ValueError if they are not exactly the model's tensors. RunStopped if the disk fails."""
+        """Check all ``weights``, write the share of one of ``writers``, and return its files by name. Raises
+        ValueError if ``weights`` are not exactly the model's tensors, RunStopped if the disk fails."""
         temporary = self._temporary(version)
         if not temporary.is_dir():
             raise ConfigError(
@@ -214,15 +208,15 @@ class WeightStaging:
             return write_shards(self.checked(weights), temporary, writer=writer, writers=writers)
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """``weights``, checked as they pass. ValueError, at their end at the latest, if not the model's."""
+        """Yield ``weights``; raises ValueError, by their end, if they are not exactly the model's tensors."""
         return checked_weights(weights, self._shapes, self._aliases)
 
     def publish(
         self, version: int, files: Mapping[str, WrittenShard], sent: SentDigests | None = None
     ) -> None:
-        """Rename the temporary folder, after a check that all ``files`` are there, and with their index.
+        """Check that all ``files`` are present, write their index, and rename the temporary folder.
 
-        ``sent``: the digests that engines must report when they have loaded it."""
+        ``sent``: digests that engines must report after loading it."""
         temporary, final = self._temporary(version), self.folder(version)
         with writing(f"weights of version {version}", final):
             for name, (size, _) in files.items():
@@ -236,7 +230,7 @@ class WeightStaging:
                     )
             weight_map = {tensor: name for name, shard in files.items() for tensor in shard.tensors}
             (temporary / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-            # The rename comes last: a folder with the version's name is whole, its digests included.
+            # Last, so that a folder with the version's name is complete, including digests.
             if sent is not None:
                 sent.write(temporary)
             temporary.rename(final)
@@ -245,15 +239,15 @@ class WeightStaging:
         remove_folder(self._temporary(version), ignore_errors=True)
 
     def keep_only(self, folder: Path | None) -> None:
-        """Delete the folders of all other versions; None: of all versions."""
+        """Delete all version folders except ``folder``."""
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             if path != folder and _VERSION.fullmatch(path.name):
                 with self._old.deleting(path):
                     remove_folder(path)
 
     def _remove(self, path: Path) -> None:
-        """Delete a leftover of ``path``'s name. It is renamed first: on NFS what a server of this machine
-        still has open cannot be deleted, and the folder of that name must be new."""
+        """Delete a leftover ``path``, renamed first because on NFS files that a server on this machine holds
+        open cannot be deleted, and the folder must be new."""
         if os.path.lexists(path):
             hidden = path.with_name(f".{path.name.strip('.')}.{uuid.uuid4().hex[:8]}.deleted")
             try:

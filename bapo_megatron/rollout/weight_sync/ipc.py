@@ -1,22 +1,21 @@
 """Weight sync by CUDA IPC for colocated engines (shared memory on a CPU): no copy over network or disk.
 
 ``push`` only announces a version. Engines read it when they wake, in the GPU hand-over
-(``trainer/gpu_handover.py``). The all-gather of the weights gives each rank every whole tensor. Each rank
-copies a bucket of them to shareable memory, and the engine on its GPU loads it through memory handles, by
-which a process maps the memory of another one:
+(``trainer/gpu_handover.py``). An all-gather gives each rank every whole tensor. Each rank copies one bucket
+at a time to shareable memory, and the engine on its GPU maps it through memory handles and loads it:
 
     rank of GPU g    bucket -> handles -> rank 0 -> the sampler's process -> the engine's process on GPU g
 
     GPU    CUDA IPC: handle of the allocation, and UUID of the GPU (its number differs between processes)
     CPU    POSIX shared memory, by its name
 
-A handle is torch's own pickle of a shared tensor, which SGLang loads with a list of allowed names. On a GPU
-torch counts references, and would leak the memory of a reader that dies. Here the owner knows when its memory
-was read, and readers decrement a dummy counter. They do not wait for a CUDA event either, of which torch
-opens one for each handle and closes none: the stream is synchronized before a handle is made.
+A handle is torch's pickle of a shared tensor, which SGLang loads with a list of allowed names. On a GPU torch
+counts references and would leak memory when a reader dies. Here the owner knows when its memory was read, and
+readers decrement a dummy counter. The stream is synchronized before a handle is created, so that readers wait
+for no CUDA event; torch would open one per handle and close none.
 
-Fallback: an engine that fails to receive is ended; the weights are written to disk once, and its new server
-loads them. Opened by its path in ``config/transports.py``.
+Fallback: an engine that fails to receive is ended, the weights are written to disk once, and its new server
+loads them. Registered in ``config/transports.py``.
 """
 
 from __future__ import annotations
@@ -51,16 +50,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_Reader = tuple[str, int]
-"""A reader of this process's memory: an engine's name, and one of its tensor-parallel ranks."""
+_Reader = tuple[str, int]  # a reader of this process's memory: engine name and tensor-parallel rank
 
 
 class IpcSync:
-    """The ``WeightSync`` of colocated engines by CUDA IPC: the weights arrive when the engines wake.
+    """The CUDA IPC ``WeightSync`` of colocated engines, which get the weights when they wake.
 
-    ``push`` only announces them. In the GPU hand-over (``trainer/gpu_handover.py``) ``hand_over`` transfers
-    them and names the engines that have them (the caller ends the others); then ``write`` sends them by disk
-    to the engines without. These three are collective. A failed transfer is an event, no error.
+    ``push`` only announces the weights. In the GPU hand-over (``trainer/gpu_handover.py``) ``hand_over``
+    transfers them and returns the engines that have them (the caller ends the others); then ``write`` sends
+    them by disk to the rest. All three are collective. A failed transfer is an event, not an error.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class IpcSync:
         on_event: Callable[[dict[str, Any]], None],
         make_digester: MakeDigester | None = None,
     ) -> None:
-        """``engines``, and ``gpus`` of each engine by its name, are known on rank 0 alone."""
+        """``engines`` and ``gpus`` (GPU numbers by engine name) are known only on rank 0."""
         self._make_digester = make_digester if engines is not None else None
         self._disk, self._engines, self._gpus, self._on_event = disk, engines, gpus, on_event
         self._device = device
@@ -96,22 +94,22 @@ class IpcSync:
         )
 
     def push(self, policy: Policy, step: int) -> None:
-        """Announce the weights that engines will wake with, made by ``step``."""
+        """Announce the weights, produced by ``step``, with which engines will wake."""
         self._step = step
-        # Engines are held while the policy trains: none loads the folder of an earlier version any more.
+        # Engines are held while the policy trains, so none still loads an earlier version's folder.
         self._disk.discard()
         self._call_engines(lambda engines: engines.expect_handles(policy.version, step))
 
     def write(self, policy: Policy) -> None:
-        """Fallback: write the weights to disk, and have the engines load them from there."""
+        """Write the weights to disk and make the engines load them (fallback)."""
         self._disk.push(policy, self._step)
 
     def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
-        """Transfer the weights to sleeping engines; returns the names of those that have them, on every rank.
-        They do not sample yet. The others must be ended."""
+        """Transfer the weights to sleeping engines; return the names of those that have them, on every rank.
+        These do not sample yet; the caller must end the others."""
         try:
             return self._hand_over(policy, names)
-        except Exception as error:  # of any kind: the fallback is the disk
+        except Exception as error:  # any kind: disk is the fallback
             self._record_event({"kind": "handover_failed", "version": policy.version, "reason": str(error)})
             return []
 
@@ -124,7 +122,7 @@ class IpcSync:
         try:
             watched = DigestingIterator(weights, self._make_digester)
             lent = _handles_by_bucket(self._buckets.cut(self._disk.checked(iter(watched))), readers)
-            # In lockstep on all ranks: a server loads a bucket with the handles of all its GPUs at once.
+            # All ranks in lockstep: a server loads a bucket with the handles of all its GPUs together.
             while going and (parts := on_all_ranks(lambda: next(lent, None)))[0] is not None:
                 handles = {reader: handle for some in parts for reader, handle in (some or {}).items()}
                 going = self._call_engines(partial(self._deliver, going, handles))
@@ -133,7 +131,7 @@ class IpcSync:
             return self._call_engines(lambda engines: engines.update("confirm", watched.sent()))
         finally:
             self._buckets.release()
-            # To the end, also after an error: the other ranks wait in the same all-gathers.
+            # Exhausted even after an error, because the other ranks wait in the same all-gathers.
             for _ in weights:
                 pass
 
@@ -144,19 +142,19 @@ class IpcSync:
     def _deliver(
         self, names: Sequence[str], handles: Mapping[_Reader, bytes], engines: SamplerClient
     ) -> list[str]:
-        """Send the engines the handles of their ranks; returns the names of those that loaded them."""
+        """Send engines their ranks' handles; return the names of those that loaded them."""
         part = {name: [handles[name, index] for index in range(len(self._gpus[name]))] for name in names}
         return engines.update("receive", part)
 
     def _call_engines(self, call: Callable[[SamplerClient], T]) -> T:
-        """``call`` on rank 0, its result broadcast to every rank; all raise if it fails."""
+        """Run ``call`` on rank 0 and return its result on every rank; all raise if it fails."""
         engines = self._engines
         answers: list[Any] = on_all_ranks(lambda: call(engines) if engines is not None else None)
         return answers[0]  # type: ignore[no-any-return]
 
     def _readers(self, names: Sequence[str]) -> list[_Reader]:
-        """The readers of this rank's memory: the engine processes on its GPU; on a CPU, with its number.
-        ConfigError, on every rank, if no rank trains on an engine's GPU."""
+        """Return the readers of this rank's memory: the engine processes on its GPU (CPU: with its number).
+        Raises ConfigError, on every rank, if no rank trains on an engine's GPU."""
         gpus = broadcast_from_main(dict(self._gpus))
         own = self._device.index if self._device.type == "cuda" else dist.get_rank()
         places = all_gather((socket.gethostname(), own))
@@ -180,11 +178,8 @@ class IpcSync:
 def _handles_by_bucket(
     buckets: Iterator[Bucket], readers: Sequence[_Reader]
 ) -> Iterator[dict[_Reader, bytes]]:
-    """Handles of bucket after bucket, separate ones for each of the ``readers``.
-
-    The memory of a bucket is kept until the next bucket has been received. A server's first rank answers for
-    all its ranks, and others may still read; they have finished when they take part in the next call.
-    """
+    """Yield each bucket's handles by reader. Keeps a bucket's memory until the next has been received: a
+    server's first rank answers for all ranks, and others may still read until they join the next call."""
     before: Bucket | None = None
     for bucket in buckets:
         yield {reader: handles_of(bucket.tensors()) for reader in readers}
@@ -195,15 +190,14 @@ def _handles_by_bucket(
 # --- memory handles of tensors --------------------------------------------------------------------
 
 
-_OLD_S = 600.0
-"""Age of a stale shared-memory file, in seconds: longer than any hand-over."""
+_OLD_S = 600.0  # age of a stale shared-memory file, longer than any hand-over
 _ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-"""Names of the arguments from which a reader rebuilds a GPU tensor."""
+"""Argument names with which a reader rebuilds a GPU tensor."""
 
 
 def shareable(nbytes: int, device: torch.device) -> Tensor:
-    """An uninitialized uint8 tensor of ``nbytes`` bytes in shareable memory, for ``handles_of``: in no
-    expandable segment of CUDA's allocator, which a process that may not ptrace this one cannot map."""
+    """Return an uninitialized uint8 tensor of ``nbytes`` bytes in shareable memory, for ``handles_of``.
+    Avoids expandable segments of CUDA's allocator, which need ptrace permission to be mapped."""
     if device.type != "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     with _fixed_segments():
@@ -211,11 +205,9 @@ def shareable(nbytes: int, device: torch.device) -> Tensor:
 
 
 def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
-    """A pickle of names and memory handles of tensors in ``shareable`` memory, without data, for one reader.
-
-    It waits until the GPU has written them. The memory must stay, unchanged, until the reader has finished.
-    """
-    # Readers wait for no event: the bytes must be written before the handle exists.
+    """Return a pickle of names and memory handles of tensors in ``shareable`` memory, for one reader. Waits
+    until the GPU has written them. The memory must stay unchanged until the reader has finished."""
+    # Readers wait for no event, so the bytes must be written before the handle exists.
     if any(tensor.is_cuda for _, tensor in named):
         torch.cuda.current_stream().synchronize()
     written = io.BytesIO()
@@ -225,8 +217,8 @@ def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
 
 
 def remove_leftovers(folder: Path = Path("/dev/shm")) -> None:
-    """Remove stale shared memory that this user's killed processes have left: on a CPU nothing else does.
-    Young files stay: they may belong to a process in another PID namespace."""
+    """Remove stale shared memory of this user's killed processes, which nothing else removes on a CPU. Keeps
+    young files, which may belong to a process in another PID namespace."""
     for path in folder.glob("torch_*_*_*"):
         number = path.name.split("_")[1]
         with suppress(OSError):  # another process was faster
@@ -237,7 +229,7 @@ def remove_leftovers(folder: Path = Path("/dev/shm")) -> None:
 
 
 class _HandlePickler(ForkingPickler):
-    """A pickler of tensors as memory handles, with the GPU's UUID in place of its number."""
+    """Pickler of tensors as memory handles, with the GPU's UUID instead of its number."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -250,7 +242,7 @@ def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         return rebuild, arguments
     named = dict(zip(_ARGUMENTS, arguments, strict=True))
     device = named["storage_device"]
-    # Torch's reference count of this reader, as the reader itself would.
+    # Release torch's reference count for this reader, as the reader itself would.
     torch.UntypedStorage._release_ipc_counter_cuda(named["ref_counter_handle"], named["ref_counter_offset"])
     counter = _dummy_counter(device)
     named |= {
@@ -264,7 +256,7 @@ def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
 
 @cache
 def _dummy_counter(device: int) -> dict[str, Any]:
-    """The dummy reference counter: of a tensor that is never freed; shareable, because readers map it."""
+    """Return the rebuild arguments, by name, of a dummy tensor; its counter is never freed."""
     tensor = shareable(4, torch.device("cuda", device))
     _never_freed.append(tensor)
     _, arguments = reductions.reduce_tensor(tensor)
@@ -276,8 +268,7 @@ _never_freed: list[Tensor] = []
 
 @contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Share CPU memory by name within the block: a file descriptor would go over a socket, with a key that
-    the reader does not have."""
+    """Share CPU memory by name within the block; file descriptors need a socket key that readers lack."""
     before = get_sharing_strategy()
     set_sharing_strategy("file_system")
     try:

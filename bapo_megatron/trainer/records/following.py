@@ -1,12 +1,11 @@
-"""Process of a board: sends each row of a run's metrics files to one tracker, in order, with retries.
+"""Tracker process: sends each row of a run's metrics files to one tracker, in order, with retries.
 
     python -m bapo_megatron.trainer.records.following RUN NAME RESUME_STEP EVALUATED LIMIT_S
 
-``metrics_log.py`` starts one for each tracker, with its log as standard output and the run's terminal as
-standard error. It begins after the last step that the board has or, where the board cannot tell, after
-RESUME_STEP, the last step of the run's files (EVALUATED, 0 or 1: whether they have its evaluation). A byte on
-standard input, or the end of the run's process, is the end of the run: the last rows may take LIMIT_S
-seconds. It ignores the signals to all processes of a job.
+``metrics_log.py`` starts one per tracker, with its log as standard output and the run's terminal as standard
+error. It begins after the tracker's last step or, if unknown, after RESUME_STEP, the last step of the run's
+files (EVALUATED, 0 or 1: whether they contain its evaluation). A byte on standard input, or the end of the
+run's process, ends the run: the last rows may then take LIMIT_S seconds. It ignores a job's signals.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from bapo_megatron.trainer.records.trackers import (
 )
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 240.0
-"""Exponential backoff between attempts: each pause is twice the one before."""
+"""Exponential backoff between attempts: each pause doubles the previous one."""
 
 _POLL_S = 1.0
 _PROBLEM_CHARACTERS = 500
@@ -48,7 +47,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class TrackedRow:
-    """A row for a tracker, as plain data: the numbers of a step, or of an evaluation of its weights."""
+    """Numbers of a step, or of an evaluation of its weights, for a tracker."""
 
     step: int
     is_evaluation: bool
@@ -56,29 +55,26 @@ class TrackedRow:
 
     @property
     def place(self) -> tuple[int, bool]:
-        """What rows are ordered by: an evaluation follows the step whose weights it is of."""
+        """Sort key of rows: an evaluation follows the step of its weights."""
         return self.step, self.is_evaluation
 
 
 class TrackedRows:
-    """Tail of metrics.jsonl and evaluations.jsonl, from their first row on, while the run writes them."""
+    """Tail of metrics.jsonl and evaluations.jsonl, from their first rows, while the run writes them."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._steps, self._evaluations = _Tail(paths.metrics, False), _Tail(paths.evaluations, True)
 
     def new(self) -> Iterator[TrackedRow]:
-        """The rows since the last call, one step at a time in memory: a long run has hundreds of megabytes.
-
-        The end of the steps is noted first: the evaluations before a step were written before it, so none
-        comes late.
-        """
+        """Return the rows since the last call, lazily: a long run has hundreds of megabytes. Notes the end of
+        the steps first: evaluations before a step were written before it, so none comes late."""
         end = self._steps.end()
         evaluations = [*self._evaluations.rows(self._evaluations.end())]
         return heapq.merge(self._steps.rows(end), evaluations, key=lambda row: row.place)
 
 
 class _Tail:
-    """Tail of one log, from its first line on; a line that is being written waits until it is whole."""
+    """Tail of one log from its first line; a partial line waits until it is complete."""
 
     def __init__(self, path: Path, is_evaluation: bool) -> None:
         self._path, self._is_evaluation, self._offset = path, is_evaluation, 0
@@ -87,7 +83,7 @@ class _Tail:
         return self._path.stat().st_size
 
     def rows(self, end: int) -> Iterator[TrackedRow]:
-        """The rows since the last call whose lines begin before the byte ``end``."""
+        """Yield the rows since the last call with lines that begin before the byte ``end``."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             while self._offset < end and (line := file.readline()).endswith(b"\n"):
@@ -103,16 +99,13 @@ def _is_number(value: object) -> bool:
 
 
 Wait = Callable[[float], bool]
-"""Waits so many seconds, or until the run has ended: returns whether it has."""
+"""Waits the given seconds or until the run has ended; returns whether it has."""
 
 
 class Follower:
-    """Follower of one run for one tracker; ``follow`` returns at the end of the run.
-
-    ``resume_step``: the last step of the run's files when it started, ``is_evaluated``: whether they have its
-    evaluation. Errors of the tracker are events and
-    lines on ``console``, and are tried again after a pause; none is raised.
-    """
+    """Sends one run's rows to one tracker; ``follow`` returns at the end of the run. ``resume_step``: the
+    last step in the run's files at its start; ``is_evaluated``: whether they contain its evaluation. Tracker
+    errors become events and lines on ``console``, and are retried after a pause, never raised."""
 
     def __init__(
         self,
@@ -126,20 +119,19 @@ class Follower:
     ) -> None:
         self._paths, self._name, self._opened = paths, name, opened
         self._wait, self._console = wait, console
-        # The evaluation of step 0 comes before the first step. A run that was stopped in a later one makes it
-        # again, after the step.
+        # Step 0 is evaluated before step 1; a run stopped in a later evaluation repeats it after the step.
         self._sent = (resume_step, is_evaluated) if resume_step else (-1, True)
         self._is_failing = False
 
     def follow(self) -> bool:
-        """Follow the run to its end; False if the last attempt to write the last rows failed."""
+        """Follow the run to its end; return False if the last attempt to send the last rows failed."""
         pause_s = FIRST_PAUSE_S
         while True:
             is_last, sent = self._wait(0.0), self._sent
             try:
                 self._attempt()
                 return True
-            except Exception as error:  # whatever the package or its server raises
+            except Exception as error:  # the package or its server may raise anything
                 self._note_failure(error)
             if is_last:
                 return False
@@ -158,17 +150,17 @@ class Follower:
         tracker.close(self._end())
 
     def _end(self) -> RunEnd:
-        """How the run has ended: it records its end before it ends these processes."""
+        """Return how the run ended; the run records its end before it ends these processes."""
         last = last_turn(rows_from_end(self._paths.events))
         return cast("RunEnd", last) if last in ENDS else "killed"
 
     def _write_all(self, tracker: Tracker) -> None:
         last = tracker.last_step()
-        if last is not None and last != self._sent[0]:  # it cannot tell whether it has the evaluation, too
+        if last is not None and last != self._sent[0]:  # its evaluation may be missing
             self._sent = (last, True)
         rows = TrackedRows(self._paths)
         while True:
-            is_last = self._wait(0.0)  # before the read: rows that were written before the end are in it
+            is_last = self._wait(0.0)  # before the read, which then has all rows
             for row in rows.new():
                 if row.place <= self._sent:
                     continue
@@ -193,13 +185,13 @@ class Follower:
         self._is_failing = False
 
     def _tell(self, kind: str, word: str, message: str) -> None:
-        with suppress(OSError):  # a full disk, or a terminal that is gone: boards end no run
+        with suppress(OSError):  # full disk or closed terminal: trackers never end a run
             append_event(self._paths.events, kind, tracker=self._name, message=message)
             print(f"{word}: {message}", file=self._console, flush=True)
 
 
 def _watch(parent: int, ended: threading.Event, limit_s: float) -> None:
-    """Note the end of the run, and end this process ``limit_s`` seconds later: a package may hang."""
+    """Set ``ended`` at the end of the run, and exit ``limit_s`` seconds later, because a package may hang."""
     while os.getppid() == parent and not select.select([0], [], [], _POLL_S)[0]:
         pass
     ended.set()
@@ -208,7 +200,7 @@ def _watch(parent: int, ended: threading.Event, limit_s: float) -> None:
 
 
 def main(root: str, name: str, resume_step: str, is_evaluated: str, limit_s: str) -> int:
-    """Entry point. Exit code 0 if the tracker has every row, 1 if it lacks the last ones."""
+    """Follow the run; return 0 if the tracker has every row, 1 if it lacks the last ones."""
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
     os.nice(10)

@@ -1,9 +1,9 @@
-"""Metrics log of a run: metrics.jsonl, updates.jsonl, evaluations.jsonl; TensorBoard; processes of boards.
+"""Metrics log of a run: metrics.jsonl, updates.jsonl, evaluations.jsonl; TensorBoard; tracker processes.
 
-Written by rank 0 through ``Recorder``, in a rollout-only run through ``RolloutRecord``. The files are the
-record of the run. TensorBoard is written in this process. Every other tracker (W&B, trackio, MLflow), which
-may hang, fail or be slow, gets a process that follows the files (``following.py``): no call but ``close``
-waits for a tracker, and its problems are events and warnings, never errors.
+Rank 0 writes it through ``Recorder``, in a rollout-only run through ``RolloutRecord``. The files are the
+run's record. TensorBoard is written in this process. Every other tracker (W&B, trackio, MLflow), which may
+hang, fail or be slow, gets a process that follows the files (``following.py``): only ``close`` waits for it,
+and its problems are events and warnings, never errors.
 """
 
 from __future__ import annotations
@@ -31,32 +31,28 @@ from bapo_megatron.types import Metrics
 _BOARDS = "the boards' data"
 
 Report = Callable[..., None]
-"""Records an event: its kind and, by name, its fields; one of them is the `message`."""
+"""Records an event: its kind and, by name, its fields, including `message`."""
 
 
 def evaluation_means(run_dir: Path) -> dict[int, float | None]:
-    """Score of each evaluated step of a run, ``kept_score``, read from its file; none without evaluations."""
+    """Return ``kept_score`` of each evaluated step of a run, from its file; empty without evaluations."""
     log = RunPaths(run_dir).evaluations
     rows = read_jsonl(log) if log.exists() else []
     return {row["step"]: kept_score(row) for row in rows}
 
 
 def kept_score(metrics: Metrics) -> float | None:
-    """Score of an evaluation for ``checkpoint.keep_best``: ``eval/mean``, with unjudged responses as wrong.
-
-    A checkpoint must not be the best because an outage left one response of many judged. None if none was.
-    """
+    """Return an evaluation's score for ``checkpoint.keep_best``: ``eval/mean`` with unjudged responses as
+    wrong, so that an outage cannot make a checkpoint the best. None if none was judged."""
     mean = metrics["eval/mean"]
     unjudged = [value or 0.0 for name, value in metrics.items() if name.endswith("/unjudged")]
     return None if mean is None else mean * (1 - max(unjudged, default=0.0))
 
 
 class MetricsLog:
-    """The metrics log of one run, on rank 0. Steps count from 1. RunStopped if the disk does not take a line.
-
-    ``resume_step``: the last step to keep; 0 for a new run. Opening the log drops the lines of later steps:
-    the resumed run makes those steps again. ``report`` records the events of trackers.
-    """
+    """Metrics log of one run, on rank 0. Steps count from 1. Raises RunStopped if a write fails.
+    ``resume_step``: the last step to keep; 0 for a new run. Opening the log drops the lines of later steps,
+    which the resumed run repeats. ``report`` records tracker events."""
 
     def __init__(self, paths: RunPaths, logging: LoggingConfig, resume_step: int, report: Report) -> None:
         self._steps = JsonlLog(paths.metrics)
@@ -67,7 +63,7 @@ class MetricsLog:
         self._evaluated = evaluation_means(paths.root).keys()
         self._run_dir = paths.root
         self._open_tensorboard: Callable[[], Any] | None = None
-        """Opens TensorBoard's file, which begins with the first metrics; None without TensorBoard."""
+        """Opens TensorBoard's file at the first metrics; None without TensorBoard."""
         self._tensorboard: Any = None
         trackers = [name for name in logging.chosen if name != "tensorboard"]
         with writing(_BOARDS, paths.root):
@@ -82,7 +78,7 @@ class MetricsLog:
         self._show(step, metrics)
 
     def write_evaluation(self, step: int, metrics: Metrics) -> bool:
-        """Write the evaluation of the weights after ``step``; False if it was written before."""
+        """Write the evaluation of the weights after ``step``; return False if it was written before."""
         if step in self._evaluated:
             return False
         self._evaluations.append({"step": step, **metrics})
@@ -100,7 +96,7 @@ class MetricsLog:
         self._boards.check()
 
     def write_update(self, step: int, metrics: Metrics) -> None:
-        """Write the metrics of one update of ``step`` to updates.jsonl; TensorBoard and trackers get none."""
+        """Write the metrics of one update of ``step`` to updates.jsonl only."""
         self._updates.append({"step": step, **metrics})
 
     def close(self) -> None:
@@ -113,7 +109,7 @@ class MetricsLog:
 
 
 def _tensorboard_writer(folder: Path, resume_step: int) -> Any:
-    """Writer of TensorBoard's event files, which hides what earlier ones say of the steps to come."""
+    """Return a writer of TensorBoard event files that hides earlier files' entries for the steps to come."""
     # Imported here because it takes seconds.
     from torch.utils.tensorboard import SummaryWriter
 
@@ -121,21 +117,17 @@ def _tensorboard_writer(folder: Path, resume_step: int) -> Any:
 
 
 PREEMPTED_S = 10.0
-"""Seconds that all trackers together have to catch up after Ctrl-C, and at the end of a preempted run: Slurm
-may kill it soon, and its exit code is lost."""
+"""Seconds for all trackers together to catch up after Ctrl-C or preemption: Slurm may kill the run soon."""
 
 
 class Boards:
-    """The processes of a run's trackers, one each (``following.py``).
-
-    ``check`` reports a process that has ended before the run. ``close`` waits at most ``catch_up_s`` until
-    the trackers have all rows, and ends the processes.
-    """
+    """Tracker processes of a run, one per tracker (``following.py``). ``check`` reports processes that ended
+    early. ``close`` waits at most ``catch_up_s`` until the trackers have all rows, and ends the processes."""
 
     def __init__(
         self, names: Sequence[str], paths: RunPaths, resume_step: int, report: Report, catch_up_s: float
     ) -> None:
-        """Start the processes. ``resume_step``: the last step that the run's files have."""
+        """Start the processes. ``resume_step``: the last step in the run's files."""
         self._report, self._catch_up_s = report, catch_up_s
         if names:
             paths.trackers.mkdir(exist_ok=True)
@@ -147,19 +139,19 @@ class Boards:
         self._processes = {name: _start_board(name, paths, arguments) for name in names}
 
     def check(self) -> None:
-        """Report, once each, the processes that have ended: the next start of the run starts them again."""
+        """Report each ended process once; the next start of the run restarts it."""
         for name, process in list(self._processes.items()):
             if process.poll() is not None:
                 del self._processes[name]
                 self._report_problem("tracker_failed", name, f"{name} gets no more metrics", process)
 
     def close(self) -> None:
-        """Tell the processes that the run has ended, wait for them, and report rows that a tracker lacks."""
+        """Signal the end of the run, wait for the processes, and report trackers that lack rows."""
         limit_s = self._catch_up_s
         if isinstance(sys.exception(), Preempted | KeyboardInterrupt):
             limit_s = min(PREEMPTED_S, limit_s)
         deadline = time.monotonic() + limit_s
-        for process in self._processes.values():  # to all first: they catch up side by side
+        for process in self._processes.values():  # to all first: they catch up concurrently
             assert process.stdin is not None
             with suppress(OSError):  # it has ended
                 process.stdin.write(b"\n")
@@ -181,7 +173,7 @@ class Boards:
 
 def _start_board(name: str, paths: RunPaths, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     program = [sys.executable, "-m", "bapo_megatron.trainer.records.following"]
-    with paths.tracker_log(name).open("ab") as log:  # in a session of its own: Ctrl-C is for the run
+    with paths.tracker_log(name).open("ab") as log:  # in its own session, because Ctrl-C is for the run
         return subprocess.Popen(
             [*program, str(paths.root), name, *arguments],
             env=with_import_path(os.environ),

@@ -1,7 +1,4 @@
-"""The progress of a run on its standard output: one plain line a step.
-
-On rank 0, through ``Recorder``. It shows metrics, and reads none from disk.
-"""
+"""Progress of a run on standard output, one plain line per step; on rank 0, through ``Recorder``."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from typing import TextIO
 from bapo_megatron.types import Metrics
 
 _ETA_STEPS = 10
-"""Step times in the mean behind the remaining time: enough to be steady, few enough to follow a change."""
+"""Number of latest step times in the estimate of the remaining time."""
 _ABSENT = "-"
 
 
 class Progress:
-    """Progress lines of a run on a stream, on rank 0; ``stream`` None: standard output."""
+    """Prints progress lines of a run, on rank 0; ``stream`` None: to standard output."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
         self._total_steps, self._stream = total_steps, stream or sys.stdout
@@ -34,14 +31,14 @@ class Progress:
         print(line, file=self._stream, flush=True)
 
     def remaining_s(self, step: int) -> float | None:
-        """Seconds left after ``step``, from the mean of the last step times; None before the first."""
+        """Return the seconds left after ``step``, from the mean of the last step times; None without any."""
         if not self._times_s:
             return None
         return (self._total_steps - step) * sum(self._times_s) / len(self._times_s)
 
 
 def plain_line(step: int, total_steps: int, metrics: Metrics, remaining_s: float | None) -> str:
-    """The line of a step, ``step 12/60  reward 0.53  entropy 0.81 ...``, with a dash for a missing number."""
+    """Return a step's line, ``step 12/60  reward 0.53  entropy 0.81 ...``, with a dash for each None."""
     values = [f"{name} {value}" for name, value in shown_values(metrics)]
     tokens = f"tokens/s {_number(metrics, 'time/tokens_per_s', '.0f', 6)}"
     step_s = f"step_s {_number(metrics, 'time/step_s', '.1f', 6)}"
@@ -50,13 +47,12 @@ def plain_line(step: int, total_steps: int, metrics: Metrics, remaining_s: float
 
 
 def numbered_line(step: int, total_steps: int, parts: Sequence[str]) -> str:
-    """The line of a step from its ``parts``, with its number first."""
+    """Return a step's line: its number, then ``parts``."""
     return "  ".join([f"step {step:>{len(str(total_steps))}}/{total_steps}", *parts])
 
 
 def notes(metrics: Metrics) -> list[str]:
-    """Notes on a step: scores and environments that failed and groups that were dropped since the step
-    before, and the reason why it made no update."""
+    """Return notes on a step: failed scores and environments, dropped groups, and why it made no update."""
     parts: list[str] = []
     scored, all_failed = (
         metrics.get("rollout/groups_sampled"),
@@ -86,19 +82,19 @@ def notes(metrics: Metrics) -> list[str]:
 
 
 def _kept(metrics: Metrics, scored: float, kept: float) -> str:
-    """How many groups are kept of those that were scored, and how many of all responses are right."""
+    """Return a text with the kept share of scored groups and the right share of all responses."""
     right = _sampled(metrics, "reward/correct_fraction")
     of_all = "" if right is None else f" (of all: right {right:.1%})"
     return f"{kept:.0f} of {scored:.0f} groups kept{of_all}"
 
 
 def _sampled(metrics: Metrics, name: str) -> float | None:
-    """A metric of what was sampled; rollouts of earlier versions have it as the metric of the step."""
+    """Return a sampled metric; earlier versions store it as the step's metric."""
     return metrics.get(f"sampled/{name}", metrics.get(name))
 
 
 def _failed(metrics: Metrics) -> list[str]:
-    """How many scores failed, and how many environments: ``reward/failures`` counts both."""
+    """Return texts for failed scores and failed environments; ``reward/failures`` counts both."""
     environments = _sampled(metrics, "environment/failures") or 0.0
     scores = (_sampled(metrics, "reward/failures") or 0.0) - environments
     parts = ((scores, "scores failed"), (environments, "environments failed"))
@@ -109,7 +105,7 @@ _AVERAGE = re.compile(r"eval/(?P<suite>.+)/(?P<name>avg@\d+)")
 
 
 def evaluation_line(step: int, metrics: Metrics) -> str:
-    """The line of a held-out evaluation: each suite's avg@n with its interval, and the mean of several."""
+    """Return the line of a held-out evaluation: each suite's avg@n with interval, and the mean if several."""
     parts = []
     for metric, value in metrics.items():
         if match := _AVERAGE.fullmatch(metric):
@@ -125,7 +121,7 @@ def evaluation_line(step: int, metrics: Metrics) -> str:
 
 
 def shown_values(metrics: Metrics) -> list[tuple[str, str]]:
-    """Names and values of a step, at fixed widths."""
+    """Return names and values of a step's line, at fixed widths."""
     low = _number(metrics, "bapo/clip_low", ".2f", 4)
     high = _number(metrics, "bapo/clip_high", ".2f", 4)
     return [
@@ -142,7 +138,7 @@ def _number(metrics: Metrics, name: str, style: str, width: int) -> str:
 
 
 def number_text(value: float | None, style: str) -> str:
-    """The number in a format; a dash for a missing one."""
+    """Return the formatted number; a dash for None."""
     return _ABSENT if value is None else format(value, style)
 
 

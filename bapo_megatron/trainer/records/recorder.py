@@ -1,9 +1,9 @@
-"""Recorder of a run: metrics, events.jsonl, progress line; the clock and metrics of a step; the run's end.
+"""Recorder of a run: metrics, events.jsonl, progress line; a step's clock and metrics; the run's end.
 
-``Recorder`` is on rank 0 alone. If none of the first 16 stale updates of a start has moved BAPO's bounds, it
-says which fixed bounds the run equals in them. Around it are two context managers: ``sending_events``
-outside, the life of the process that sends events (``runtime/event_sender.py``), and ``recorded_end`` inside,
-so that the end (done, preempted, stopped, failed) is sent, too.
+``Recorder`` is on rank 0 only. If none of the first 16 stale updates of a start has moved BAPO's bounds, it
+prints the fixed bounds to which the run is equivalent so far. Two context managers surround it:
+``sending_events`` outside, the life of the event sender process (``runtime/event_sender.py``), and
+``recorded_end`` inside, so that the end event (done, preempted, stopped, failed) is sent, too.
 """
 
 from __future__ import annotations
@@ -35,27 +35,26 @@ from bapo_megatron.trainer.records.progress import Progress, evaluation_line
 from bapo_megatron.types import Metrics, StepHeader
 
 MOVED = "bapo/bounds_moved"
-"""Metric: whether a stale update had a bound away from its start, 1 or 0; None for an on-policy update,
-absent where nothing is searched."""
+"""Metric: whether a stale update moved a bound, 1 or 0; None in an on-policy update, absent if not
+searched."""
 MOVES = frozenset({MOVED, "bapo/moved_tokens"})
-"""Metrics of stale updates alone: also the share of the tokens whose own search moved a bound."""
+"""Metrics of stale updates only; ``moved_tokens``: share of tokens with a bound moved by their own search."""
 
 _STALE_UPDATES = 16
-"""Stale updates of a start without a move after which the notice is given: two steps of the usual reuse."""
+"""Stale updates without a move before the notice: two steps of the usual reuse."""
 
 
 class IdleSearch:
-    """Counter of the stale updates, whose ratios are not all 1, in which no bound moved; one notice."""
+    """Counter of stale updates (ratios not all 1) without a moved bound; gives one notice."""
 
     def __init__(self, bounds: BoundsConfig) -> None:
         self._bounds = bounds
         self._idle: list[tuple[int, float]] = []
-        """Step and contribution of each stale update so far."""
+        """Step and contribution of each stale update."""
         self._is_over = False
-        """Whether a bound has moved, or the notice was given."""
 
     def observe(self, step: int, updates: Sequence[Metrics]) -> str | None:
-        """The notice after ``step``; None if there is none."""
+        """Return the notice after ``step``; None if there is none."""
         self._is_over |= any(update.get(MOVED) for update in updates)
         stale = [update for update in updates if update.get(MOVED) == 0]
         self._idle += [(step, update.get("bapo/contribution") or 0.0) for update in stale]
@@ -81,11 +80,8 @@ class IdleSearch:
 
 
 def record_beginning(events: EventLog, paths: RunPaths, first_step: int, **fields: Any) -> tuple[str, str]:
-    """Record `start` or `resume`, with ``fields``; returns which, and a remark to print.
-
-    The remark is of the responses that an earlier start has left, which was killed before its first
-    checkpoint: the journal has records. Empty if there are none.
-    """
+    """Record `start` or `resume`, with ``fields``; return the kind and a remark to print. The remark, if not
+    empty, mentions responses in the journal from a start that was killed before its first checkpoint."""
     kind = "start" if first_step == 1 else "resume"
     logs = paths.journal.glob("segments-*.log")
     goes_on = first_step == 1 and any(path.stat().st_size for path in logs)
@@ -94,13 +90,11 @@ def record_beginning(events: EventLog, paths: RunPaths, first_step: int, **field
 
 
 class Recorder:
-    """The writer of a run's metrics, events and progress, on rank 0. Steps count from 1.
+    """Writer of a run's metrics, events and progress, on rank 0. Steps count from 1.
 
-    Opening it drops the metrics of steps after the checkpoint, and records `start` or `resume`; a start says
-    if an earlier one, killed before its first checkpoint, has left responses. Where no work is left it says
-    so and records neither. ``event`` may be called from any thread. RunStopped if the disk does not take a
-    line. Call ``close``. Made by ``trainer/build.py``; the loop writes by it, servers and exports report to
-    ``event``.
+    Opening it drops the metrics of steps after the checkpoint, and records and prints `start` or `resume`;
+    without work left it prints that instead. ``event`` is thread-safe; servers and exports report to it.
+    Raises RunStopped if a write fails. Call ``close``.
     """
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
@@ -109,7 +103,6 @@ class Recorder:
         self._events = EventLog(self._events_path)
         self._metrics = MetricsLog(paths, config.logging, first_step - 1, self._events.event)
         self._warned: set[str] = set()
-        """Kinds of warnings that were printed."""
         self._idle_search = IdleSearch(config.algorithm.bounds)
         self._progress = Progress(config.steps)
         if not has_work:
@@ -131,7 +124,7 @@ class Recorder:
             print(f"warning: {text}", flush=True)
 
     def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:
-        """Write the metrics of a step and of its updates, and move the progress line."""
+        """Write the metrics of a step and its updates, and print the progress line."""
         for number, update in enumerate(updates):
             self._metrics.write_update(step, {"update": number, **update})
         self._metrics.write_step(step, metrics)
@@ -141,7 +134,7 @@ class Recorder:
             print(f"note: {message}", flush=True)
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
-        """Write and print the held-out metrics of the weights after ``step``, unless they were before."""
+        """Write and print the held-out metrics of the weights after ``step``, unless written before."""
         if self._metrics.write_evaluation(step, metrics):
             self._events.event("evaluation", step=step, mean=metrics["eval/mean"])
             print(evaluation_line(step, metrics), flush=True)
@@ -153,14 +146,14 @@ class Recorder:
             print(f"warning: {message}", flush=True)
 
     def warning(self, kind: str, step: int, message: str) -> None:
-        """Record an event of this ``kind``, and print its message the first time."""
+        """Record an event of this ``kind``; print its message the first time."""
         self._events.event(kind, step=step, message=message)
         if kind not in self._warned:
             print(f"warning: {message}", flush=True)
         self._warned.add(kind)
 
     def all_rejected(self, update: int, responses: int) -> None:
-        """Record and print that corrections and masks rejected every response of an update."""
+        """Record and print that corrections and masks rejected all responses of an update."""
         self._events.event("all_rejected", update=update, responses=responses)
         print(
             f"warning: algorithm.corrections and algorithm.masks rejected all {responses} responses of "
@@ -169,7 +162,7 @@ class Recorder:
         )
 
     def saving(self, step: int, stall_s: float) -> None:
-        """Record that a save was begun, and the seconds that training stood still for it."""
+        """Record the start of a save and the seconds that training paused for it."""
         self._events.event("saving", step=step, stall_s=round(stall_s, 3))
 
     def checkpoint(self, saved: Saved) -> None:
@@ -178,11 +171,10 @@ class Recorder:
         )
 
     def export(self, step: int, path: Path) -> None:
-        """Record the final Hugging Face folder."""
         self._events.event("export", step=step, path=str(path))
 
     def is_exported(self, path: Path) -> bool:
-        """Whether the final folder is there, made after the newest checkpoint."""
+        """Return whether the final folder exists and is newer than the newest checkpoint."""
         ends = ("export", "checkpoint")
         newest = next((row for row in rows_from_end(self._events_path) if row.get("kind") in ends), {})
         is_last = newest.get("kind") == "export" and newest.get("step") == self._last_step
@@ -197,7 +189,7 @@ class Recorder:
 
 
 def _warnings(config: RunConfig) -> Iterator[str]:
-    """Settings of a run that are allowed, and hardly meant."""
+    """Yield warnings about allowed settings that are probably mistakes."""
     if shared := others_may_write(config.directory):
         yield shared
     reference, reward = config.algorithm.reference_kl, config.reward
@@ -221,46 +213,41 @@ def _warnings(config: RunConfig) -> Iterator[str]:
 
 
 class StepClock:
-    """Stopwatch of the parts of a step (rollout, update, sync), in wall seconds of this rank.
-
-    It starts when it is made, by the loop at the start of a step; ``lap`` ends a part.
-    """
+    """Stopwatch for the parts of a step (rollout, update, sync), in wall seconds on this rank."""
 
     def __init__(self) -> None:
         self._start = self._last = perf_counter()
         self._laps: Metrics = {}
 
     def lap(self, part: str) -> None:
-        """Count the seconds since the last lap for ``part``."""
+        """Record the seconds since the last lap as ``part``."""
         now = perf_counter()
         self._laps[f"time/{part}_s"] = now - self._last
         self._last = now
 
     def metrics(self) -> Metrics:
-        """The seconds of all laps, and their sum."""
+        """Return the seconds of all laps, and their sum."""
         return {**self._laps, "time/step_s": self._last - self._start}
 
 
 def step_metrics(
     header: StepHeader, updates: Sequence[Metrics], clock: StepClock, names: Sequence[str]
 ) -> Metrics:
-    """Metrics of a step: those of its rollouts, the means (or maxima) over its updates, and the times.
-
-    ``names`` are the metrics that an update has: a step without updates has them as None.
-    """
+    """Return a step's metrics: its rollouts', means (or maxima) over its updates, and times. ``names``: an
+    update's metrics, which are None in a step without updates."""
     means = _means(updates, names)
-    taken = sum(update.get("policy/tokens") != 0.0 for update in updates)  # not those without a response
+    taken = sum(update.get("policy/tokens") != 0.0 for update in updates)  # not updates without responses
     sampled_metrics = {**header.metrics, **_named_rewards(header)}
     metrics = {**sampled_metrics, **means, "policy/updates": taken, **clock.metrics()}
     seconds = metrics["time/step_s"] or 1.0
-    # Of what was sampled; rollouts of earlier versions have it as the metric of the step.
+    # Sampled tokens; rollouts of earlier versions store them as the step's metric.
     sampled = metrics.get("sampled/rollout/tokens", metrics.get("rollout/tokens"))
     metrics["time/tokens_per_s"] = (sampled or 0.0) / seconds
     return metrics
 
 
 def _named_rewards(header: StepHeader) -> Metrics:
-    """Means of the named rewards of a step's episodes; none where rewards have no names."""
+    """Return the means of the named rewards over a step's episodes; empty if rewards have no names."""
     each = [rows[0].named_rewards for group in header.groups for rows in group.episodes]
     names = sorted({name for named in each for name in named})
     return {
@@ -269,7 +256,7 @@ def _named_rewards(header: StepHeader) -> Metrics:
 
 
 def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:
-    """Mean of each metric over the updates that have it (maximum if its name ends so); None if none has."""
+    """Return each metric's mean over the updates that have it (maximum for names in max); None for none."""
     logged = (name for update in updates for name in update if "/" in name)  # not `epoch`, `version`
     names = dict.fromkeys([*expected, *logged])
     means: Metrics = {}
@@ -292,9 +279,7 @@ def recorded_end(
     config: RunConfig, has_work: bool, event: Callable[[dict[str, Any]], None]
 ) -> Iterator[None]:
     """Context manager around a run: records its end event, `done`, `preempted`, `stopped` or `failed`.
-
-    ``has_work``: whether steps were left; a finished run that is started again records no second `done`.
-    """
+    ``has_work``: whether steps were left; restarting a finished run records no second `done`."""
     try:
         yield
     except BaseException as error:
@@ -316,11 +301,8 @@ def _end_event(error: BaseException) -> dict[str, Any]:
 
 @contextmanager
 def sending_events(config: RunConfig) -> Iterator[None]:
-    """Context manager: the event sender process of a run, on rank 0, if ``logging.on_event`` has a target.
-
-    The run waits for it only at its end, 30 s or after a preemption 10 s (and 5 s more if it hangs). A
-    failure of the sender never fails the run.
-    """
+    """Context manager: a run's event sender process, on rank 0, if ``logging.on_event`` has a target. On exit
+    waits 30 s, or 10 s after a preemption (plus 5 s if it hangs). A failing sender never fails the run."""
     if not config.logging.on_event:
         yield
         return
@@ -364,7 +346,7 @@ def _start_sender(config: RunConfig) -> subprocess.Popen[bytes] | None:
 
 
 def _close_sender(process: subprocess.Popen[bytes], limit_s: float, config: RunConfig) -> None:
-    """End the sender: tell it how many seconds its last events may take, then kill it if it hangs."""
+    """End the sender: send the time limit of its last events, then kill it if it hangs."""
     with suppress(OSError, subprocess.TimeoutExpired):  # it has ended, or hangs
         process.communicate(f"{limit_s}\n".encode(), timeout=limit_s + _ENDING_S)
     if process.poll() is None:

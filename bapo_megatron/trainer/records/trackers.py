@@ -1,11 +1,10 @@
-"""Boards of experiments: their protocol, and those of W&B, trackio and MLflow; the redaction of secrets.
+"""Experiment trackers: their protocol, implementations for W&B, trackio and MLflow, and secret redaction.
 
-A tracker shows one run of a board for all starts of a run directory, by what its package offers to continue a
-run: an id (W&B, MLflow) or a name (trackio). It runs in a process of its own, and imports its package when it
-is made. Errors of a package or its server are raised, and ``following.py`` tries again. A new tracker is a
-class with the methods of ``Tracker``, an entry in ``TRACKERS`` and one in ``TrackerName`` (config/run.py).
-Secrets (API keys, passwords in URLs) are taken out of what a tracker's package prints or raises, and of the
-configuration that it gets.
+All starts of a run directory continue one tracked run, by an id (W&B, MLflow) or a name (trackio). A tracker
+runs in its own process and imports its package on construction. It raises errors of the package or server;
+``following.py`` retries. A new tracker is a class with the methods of ``Tracker``, an entry in ``TRACKERS``
+and one in ``TrackerName`` (config/run.py). Secrets (API keys, passwords in URLs) are redacted from what a
+tracker's package prints or raises, and from the configuration that it receives.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from bapo_megatron.runtime.device import environment_variable, set_default
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _STEP_MARK = "time/step_s"
-"""A metric that is a number in every step."""
+"""Metric with a number in every step."""
 
 _NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _LEAST_CHARACTERS = 6
@@ -32,7 +31,7 @@ _HIDDEN = "***"
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """``text`` with *** for values of variables whose names say KEY or TOKEN, and for passwords in URLs."""
+    """Return ``text`` with *** for values of secret environment variables (by name) and URL passwords."""
     for name, value in environment.items():
         if _NAMES.search(name) and len(value) >= _LEAST_CHARACTERS:
             text = text.replace(value, _HIDDEN)
@@ -40,10 +39,8 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 class RedactingStream:
-    """Text stream that redacts secrets before it writes; all other methods are the stream's.
-
-    ``following.main`` puts it in place of its standard output and error.
-    """
+    """Text stream that redacts secrets in ``write`` and delegates all other methods. ``following.main``
+    replaces its standard output and error with it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -58,60 +55,53 @@ class RedactingStream:
 
 
 _PROJECT = "bapo-megatron"
-"""Project of a run whose stored configuration is older than ``logging.project``: that field's default."""
+"""Default of ``logging.project``, for runs with an older stored configuration."""
 
 
 _PRIVATE = ("logging.on_event", "checkpoint.after_export")
-"""Fields that trackers never get: the user's commands and URLs may hold a key (a webhook's URL is one)."""
+"""Fields withheld from trackers: the user's commands and URLs may contain a key (a webhook URL is one)."""
 
 _QUERY = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
-"""What stands behind the question mark of an address, which may be the key of a judge."""
+"""Query of a URL, which may contain a judge's key."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Description of a run for a tracker, as plain data without secrets: id, name, project, configuration."""
+    """Description of a run for a tracker, without secrets: id, name, project, configuration."""
 
     id: str
-    """Unique to the run directory, and the same for all of its starts."""
+    """Unique to the run directory, equal for all its starts."""
     name: str
     project: str
     config: dict[str, Any]
-    """The configuration by dotted names: numbers, truth values and None as they are, which a board sorts and
-    filters by; all else as text, redacted."""
+    """Configuration by dotted names: numbers, booleans and None unchanged, all others as redacted text."""
     folder: Path
-    """RUN/trackers, where a tracker without a server keeps its data."""
+    """RUN/trackers, the data folder of trackers without a server."""
 
 
 RunEnd = Literal["done", "preempted", "stopped", "failed", "killed"]
-"""How a run has ended: its end event (``runtime/event_kinds.py``), or `killed` where it has none."""
+"""How a run ended: its end event (``runtime/event_kinds.py``), or `killed` without one."""
 
 
 class Tracker(Protocol):
-    """Protocol of an experiment tracker of one run: W&B, trackio or MLflow.
-
-    Made from a ``TrackedRun``; it continues the tracked run of the same id. Calls may block, and may raise
-    anything: ``follow`` closes it and makes a new one.
-    """
+    """Protocol of an experiment tracker of one run: W&B, trackio or MLflow. Constructed from a
+    ``TrackedRun``; continues the tracked run of the same id. Calls may block, and may raise anything:
+    ``follow`` then closes it and constructs a new one."""
 
     def last_step(self) -> int | None:
-        """The last step that the board has; -1 for none, None if it cannot tell."""
+        """Return the tracker's last step; -1 for none, None if unknown."""
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Add metrics of ``step``, which never falls."""
+        """Add metrics of ``step``, which never decreases."""
 
     def close(self, end: RunEnd | None) -> None:
-        """Flush, and mark the tracked run as ended: as finished only where it is done.
-
-        ``end`` None: the run continues, and is followed again after a pause.
-        """
+        """Flush, and mark the tracked run as ended (as finished only if done). ``end`` None: the run
+        continues, and is followed again after a pause."""
 
 
 def tracked_run(root: Path, tracker: str) -> TrackedRun:
-    """Description of the run in the run directory ``root`` for a tracker of this name, from the run's files.
-
-    ``logging.wandb_project`` is the project of W&B alone.
-    """
+    """Return the description of the run in ``root`` for the tracker of this name, from the run's files.
+    ``logging.wandb_project`` is the project for W&B only."""
     paths = RunPaths(root)
     with paths.config.open("rb") as file:
         config = json.load(file)["config"]
@@ -124,17 +114,14 @@ def tracked_run(root: Path, tracker: str) -> TrackedRun:
 
 
 def _shown(value: Any) -> Any:
-    """A value of the configuration as boards get it."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return _QUERY.sub(r"\1***", redacted(str(value)))
 
 
 class WandbTracker:
-    """The ``Tracker`` of W&B. WANDB_MODE=offline keeps the run in RUN/trackers/wandb, or in WANDB_DIR/wandb.
-
-    W&B itself takes no step before its last one. ``follow`` makes and calls it.
-    """
+    """W&B ``Tracker``. WANDB_MODE=offline keeps the run in RUN/trackers/wandb, or in WANDB_DIR/wandb. W&B
+    itself ignores steps before its last one."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
@@ -156,22 +143,19 @@ class WandbTracker:
         self._run.log(metrics, step=step)
 
     def close(self, end: RunEnd | None) -> None:
-        if end in ("preempted", None):  # W&B's own word for a run that will be resumed; else it says failed
+        if end in ("preempted", None):  # W&B's word for a run that will resume; otherwise it says failed
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if end == "done" else 1)
 
 
 class TrackioTracker:
-    """The ``Tracker`` of trackio: a run in a database or, where trackio is set up so, on a server.
-
-    The database is in TRACKIO_DIR, else RUN/trackers/trackio. ``follow`` makes and calls it.
-    """
+    """trackio ``Tracker``: a run in TRACKIO_DIR's database (default RUN/trackers/trackio) or on a server."""
 
     def __init__(self, run: TrackedRun) -> None:
         set_default("TRACKIO_DIR", str(run.folder / "trackio"))
         import trackio
 
-        # Trackio finds the run to continue by its name, which other runs of the folder may have.
+        # Trackio finds the run to continue by name, which other runs in the folder may share.
         self._run: Any = trackio.init(
             project=run.project,
             name=f"{run.name}-{run.id[:8]}",
@@ -193,17 +177,14 @@ class TrackioTracker:
 
 _TAG = "bapo.run_id"
 _STATES = {"done": "FINISHED", "failed": "FAILED"}
-"""MLflow's states of ended runs; every other end is KILLED."""
+"""MLflow run states; every other end is KILLED."""
 _PARAMS, _PARAM_CHARACTERS, _METRICS = 100, 500, 1000
 """Limits of one MLflow request: parameters, characters of a parameter's value, metrics."""
 
 
 class MlflowTracker:
-    """The ``Tracker`` of MLflow: a run of the server or store of MLFLOW_TRACKING_URI.
-
-    Without that variable it is in RUN/trackers/mlflow/mlflow.db. Opening it continues the run of an earlier
-    start. ``follow`` makes and calls it.
-    """
+    """MLflow ``Tracker``: a run on the server or in the store of MLFLOW_TRACKING_URI (default
+    RUN/trackers/mlflow/mlflow.db). Continues the run of an earlier start."""
 
     def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
@@ -258,7 +239,6 @@ class MlflowTracker:
 
 
 def _allowed(name: str) -> str:
-    """A metric's name with an underscore for each character that MLflow refuses."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
@@ -267,4 +247,4 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "trackio": TrackioTracker,
     "mlflow": MlflowTracker,
 }
-"""The trackers by their names in ``logging.trackers``."""
+"""Trackers by their names in ``logging.trackers``."""

@@ -1,1 +1,1 @@
-"""The ``sglang`` backend: clients and supervisors of SGLang servers. SGLang itself is never imported here."""
+"""The ``sglang`` backend: clients and supervisors of SGLang servers. Never imports SGLang itself."""

@@ -1,9 +1,8 @@
-"""Authorization at SGLang servers: the run's API key, and what a server must answer without it.
+"""Authorization on SGLang servers: finding the run's API key, and probing whether servers require it.
 
     python -m bapo_megatron.rollout.engines.sglang.authorization URL FILE
 
-exits with 0 if the server asks for a key and takes the one in FILE (``slurm/task.sh`` registers it then).
-A server that answers without a key is not sent it.
+exits with 0 if the server requires a key and accepts the one in FILE (``slurm/task.sh`` then registers it).
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from bapo_megatron.runtime.run_paths import RunPaths
 _LIMIT_S = 5.0
 
 _PROBES = ThreadPoolExecutor(32, "authorization")
-"""Threads of probes. Those of servers that do not answer would take all of the event loop's, which the
-sampler's log needs; and on those a probe would wait for others' work."""
+"""Probe threads: on the event loop's, probes of silent servers would block the sampler's log."""
 
 
 def status_with(url: str, key: str | None = None) -> int | None:
-    """HTTP status of a server's answer to a call with this key, or without one. OSError without an answer."""
+    """Return the HTTP status of /model_info, called with or without a key. Raises OSError if unanswered."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         return ask(f"{url}/model_info", headers=headers, timeout_s=_LIMIT_S).status
@@ -46,8 +44,8 @@ def status_with(url: str, key: str | None = None) -> int | None:
 
 
 def known_key(sglang: SglangConfig, directory: Path) -> ApiKey | None:
-    """The key in the file that the recipe or the environment names, else the run's own; None without either.
-    ConfigError, without the file's content, if the file holds no key or others may read it."""
+    """Return the key in the recipe's or environment's file, else the run's; None if neither exists.
+    Raises ConfigError, without the file's content, if it holds no key or others may read it."""
     key_file = _given_file(sglang)
     path = key_file or RunPaths(directory).api_key
     if key_file is None and not os.path.lexists(path):
@@ -60,7 +58,7 @@ def known_key(sglang: SglangConfig, directory: Path) -> ApiKey | None:
 
 
 def servers_key_file(config: RunConfig) -> Path:
-    """The file of the key that the run's servers require; the run's own is made if there is none yet."""
+    """Return the key file of the run's servers, after creating the run's own if needed."""
     sglang, directory = config.rollout.sglang, config.directory
     if _given_file(sglang) is None:
         path = RunPaths(directory).api_key
@@ -78,8 +76,7 @@ def servers_key_file(config: RunConfig) -> Path:
 
 
 def check_keys_asked(sglang: SglangConfig) -> None:
-    """Check ``require_api_key``: ConfigError if a server of ``urls`` needs no key. One that does not answer
-    now is checked again before it gets requests."""
+    """Raise ConfigError if ``require_api_key`` is set and a server of ``urls`` that answers has no key."""
     if not (sglang.require_api_key and sglang.urls):
         return
 
@@ -99,12 +96,12 @@ def _is_open(url: str) -> bool:
 
 
 class Authorization:
-    """The authorization headers of calls to one server. Lives in one event loop.
+    """Authorization headers of calls to one server, in one event loop.
 
-    A server that asks for a key is sent the run's: another program on its port may learn it, so ports belong
-    on loopback or a private network (docs/security.md). A server that answers without one is not sent it, and
-    is refused if the run has started it or the recipe says so. This is asked at the first call, and again
-    after a failed connection. EngineError for a server that must not be called.
+    A server that requires a key gets the run's. Another program on its port may learn it, so ports belong on
+    loopback or a private network (docs/security.md). A server that requires none never gets it, and is
+    refused with EngineError if the run started it, it required one before, or the recipe demands keys. The
+    server is probed at the first call and after each failed connection.
     """
 
     def __init__(
@@ -114,9 +111,8 @@ class Authorization:
         is_required: bool = False,
         is_own: bool = False,
     ) -> None:
-        """``look`` finds the key, now or later: a server of the run may make it first.
-        ``is_required``: refuse a server that needs no key, by the recipe. ``is_own``: the run has started the
-        server, with the key."""
+        """``look`` finds the key; called again later, because a server of the run may create it first.
+        ``is_required``: the recipe refuses servers without keys. ``is_own``: the run started the server."""
         self._url, self._look, self._is_required = url.rstrip("/"), look, is_required
         self._is_own, self._has_asked = is_own, False
         self._key = look()
@@ -125,7 +121,7 @@ class Authorization:
         self._is_warned = False
 
     async def headers(self) -> dict[str, str]:
-        """The headers of a call. EngineError if the server must not be called, OSError without an answer."""
+        """Return a call's headers. Raises EngineError for a refused server, OSError without an answer."""
         if self._headers is None:
             async with self._lock:
                 if self._headers is None:
@@ -133,15 +129,15 @@ class Authorization:
         return self._headers
 
     def forget(self) -> None:
-        """Ask again after a failed connection: another program may answer next."""
+        """Probe again at the next call: after a failed connection another program may answer."""
         self._headers = None
 
     def without_key(self, text: str) -> str:
-        """``text`` with the key redacted, for a log or an error: a server may send the key back."""
+        """Redact the key in ``text`` for logs and errors: a server may echo it."""
         return text.replace(self._key.value, "***") if self._key else text
 
     def refusal(self) -> str:
-        """The error text for a server's status 401, with the fix."""
+        """Return the error text, with the fix, for status 401."""
         if self._key is None:
             return f"it asks for an API key; name its file with rollout.sglang.api_key_file or {VARIABLE}"
         return (
@@ -157,7 +153,7 @@ class Authorization:
                 self._key = self._key or self._look()
             except ConfigError as error:
                 raise EngineError(str(error)) from error
-            # Without a key of the run its 401 is reported.
+            # Without a key the call gets a 401, which is reported.
             return {"Authorization": f"Bearer {self._key.value}"} if self._key else {}
         if status != 200:
             raise EngineError(
@@ -198,7 +194,7 @@ def _name_of_given(sglang: SglangConfig) -> str:
 
 
 def main(url: str, file: str) -> None:
-    """Exit code 0 if the server at ``url`` refuses a call without a key, and takes the key in ``file``."""
+    """Exit with an error unless ``url`` refuses calls without a key and accepts the key in ``file``."""
     try:
         key = read_key_file(Path(file)).value
         without, with_key = status_with(url), status_with(url, key)

@@ -1,8 +1,7 @@
-"""The ``sglang`` backend: SGLang servers, started by the run or running already, and their HTTP clients.
+"""The ``sglang`` backend: SGLang servers, started by the run or already running, and their HTTP clients.
 
-Servers of the run have supervisors, on rank 0, a thread for each: start, restart with backoff, hold during
-training, and end. What happens to a server is an event of the run. What needs torch is imported where it is
-called: ``bapo plan`` asks for the backend by its name, and must answer at once.
+Each server of the run has a supervisor thread on rank 0: start, restart with backoff, hold during training,
+end. Server failures are run events. Imports that need torch are local, because ``bapo plan`` loads this file.
 """
 
 from __future__ import annotations
@@ -48,20 +47,17 @@ from bapo_megatron.runtime.device import set_default
 _HOST = "127.0.0.1"
 _POLL_S = 1.0
 _MAX_BACKOFF_S = 60.0
-"""Largest restart backoff of a server in a crash loop."""
+"""Largest restart backoff of a server in a crash loop, in seconds."""
 
 
 class SglangBackend(EngineBackend):
-    """The factory of SGLang engines: servers reached over HTTP, started by the run or named in its recipe."""
+    """Factory of SGLang engines: HTTP servers that the run starts or its recipe names."""
 
     returns_routes = True
 
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
-        """Check SGLang's installation, API keys, GPU placement and, for sync=broadcast, NCCL's version.
-
-        ConfigError names what is wrong. Servers that run elsewhere are assumed to have the NCCL of the
-        environment that is named here.
-        """
+        """Raise ConfigError if SGLang's installation, API keys, GPU placement or, for sync=broadcast, NCCL
+        version is wrong. Servers elsewhere are assumed to have the NCCL of the environment named here."""
         python = _interpreter(rollout)
         check_keys_asked(rollout.sglang)
         if gpus and python and rollout.sglang.sync == "broadcast":
@@ -70,18 +66,15 @@ class SglangBackend(EngineBackend):
             raise ConfigError(problem)
 
     def prepare_process(self, rollout: RolloutConfig, cuda: bool) -> None:
-        """For sync=broadcast on GPUs: NCCL's settings of the servers, which are in one group with rank 0."""
+        """For sync=broadcast on GPUs, set the servers' NCCL variables: they share a group with rank 0."""
         if cuda and rollout.sglang.sync == "broadcast":
             for name, value in nccl_settings(rollout.sglang.flags).items():
                 set_default(name, value)
 
     def check_weights(self, hf_path: Path) -> None:
-        """Refuse fused experts of a family whose folders have them apart, quantized folders, weights beside a
-        single file, and hybrids with full attention in other layers than every n-th, with ConfigError.
-
-        SGLang passes over tensors whose names it does not know, would put bfloat16 into fp8 layers, and
-        without an index loads every safetensors file of the folder.
-        """
+        """Raise ConfigError for folders that SGLang would load wrongly: fused experts of a family that stores
+        them apart (it skips unknown names), quantized weights (it would put bfloat16 into fp8 layers), extra
+        files without an index (it loads all), hybrids with full attention not in every n-th layer."""
         from bapo_megatron.hf.config import read_model_shape
         from bapo_megatron.hf.families import FAMILIES
         from bapo_megatron.hf.fp8 import is_quantized
@@ -116,7 +109,7 @@ class SglangBackend(EngineBackend):
         return "--disable-radix-cache" not in more_flags(rollout.sglang)
 
     def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> MakeDigester | None:
-        """The factory of the digests of fused weights; servers must be on the trainer's kind of device."""
+        """Return the factory of fused-weight digests; servers must have the trainer's device type."""
         sglang = rollout.sglang
         if not sglang.compare_digests:
             return partial(UnknownDigests, "rollout.sglang.compare_digests is false")
@@ -148,7 +141,7 @@ class SglangBackend(EngineBackend):
 
 
 def _interpreter(rollout: RolloutConfig) -> Path | None:
-    """SGLang's interpreter; None if there is none and the run starts no servers, else ConfigError."""
+    """Find SGLang's interpreter. Without one: None if servers run elsewhere, else raises ConfigError."""
     try:
         return sglang_python(rollout.sglang.python)
     except ConfigError:
@@ -161,10 +154,8 @@ def _interpreter(rollout: RolloutConfig) -> Path | None:
 
 
 class RunServers(EngineServers):
-    """The ``EngineServers`` of SGLang; those that the run has started itself have supervisors.
-
-    ``heed`` gets the events of the sampler's process; the other calls are for GPU hand-overs.
-    """
+    """SGLang's ``EngineServers``, with a supervisor for each server that the run started. ``heed`` takes
+    events from the sampler's process; the other calls serve GPU hand-overs."""
 
     def __init__(
         self,
@@ -173,7 +164,7 @@ class RunServers(EngineServers):
         on_event: OnEvent,
         registry: Path | None = None,
     ) -> None:
-        """``registry``: the folder in which tasks of a Slurm job have registered servers."""
+        """``registry``: folder in which tasks of a Slurm job register servers."""
         self.urls = list(urls)
         self._registry = registry
         self._supervisors = {supervisor.url: supervisor for supervisor in supervisors}
@@ -182,7 +173,7 @@ class RunServers(EngineServers):
         self._was_ready = False
 
     def heed(self, event: dict[str, Any]) -> None:
-        """Restart a server that the sampler reports as hanging; report one that the run has not started."""
+        """Restart a server that the sampler reports as hanging; report it if the run did not start it."""
         if event["kind"] not in ("engine_hangs", "engine_ready"):
             return
         url, reason = event["engine"], event["reason"] if event["kind"] == "engine_hangs" else None
@@ -198,8 +189,8 @@ class RunServers(EngineServers):
             print(printable(f"the server at {url} hangs ({reason}); {advice}"), flush=True)
 
     def _tell_task(self, url: str, reason: str | None) -> bool:
-        """Ask the task of a Slurm job to restart the server (``keep_server`` in slurm/task.sh), by a file
-        beside its entry; None: take that back. Returns whether a task was asked."""
+        """Ask a Slurm task to restart the server (``keep_server`` in slurm/task.sh) by a file beside its
+        registry entry; reason None withdraws the request. Returns whether a task was asked."""
         if self._registry is None:
             return False
         entry = self._registry / f"{urlsplit(url).netloc.replace(':', '-')}.json"
@@ -227,8 +218,8 @@ class RunServers(EngineServers):
             list(threads.map(ServerSupervisor.end, others))
 
     def start(self) -> None:
-        """Start the servers that do not run. RuntimeError with the end of the log if one is not ready at
-        first: a configuration error, most likely."""
+        """Start the servers that do not run; the first call waits until they are ready. Raises RuntimeError
+        with the end of the log if one is not: a configuration error, most likely."""
         for supervisor in self._supervisors.values():
             supervisor.start()
         if not self._was_ready:
@@ -239,10 +230,7 @@ class RunServers(EngineServers):
 
 @contextmanager
 def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[RunServers]:
-    """The run's servers, ready for requests, within the block; colocated ones are held.
-
-    Those that the run has started end with the block.
-    """
+    """Yield the run's servers, ready for requests, or held if colocated; ends those that the run started."""
     sglang = config.rollout.sglang
     if sglang.urls:
         registry = config.paths.engines
@@ -261,11 +249,8 @@ def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[Run
 
 
 class ServerSupervisor:
-    """The supervisor of one server: a thread that restarts it, at the same address, when it ends or hangs.
-
-    Its thread runs from its construction until ``stop``. The server is held, which means not started, at
-    first and after ``hold``.
-    """
+    """Supervisor thread of one server, which restarts it, at the same address, when it ends or hangs. The
+    thread runs from construction to ``stop``. Initially and after ``hold`` it does not start the server."""
 
     def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: OnEvent) -> None:
         from bapo_megatron.runtime.distributed import free_port  # with torch
@@ -285,58 +270,53 @@ class ServerSupervisor:
         self._on_event = on_event
         self._stopping = threading.Event()
         self._tried = threading.Event()
-        """Set when the server was started, or could not be, since the last ``start``."""
+        """Set after a start attempt since the last ``start``."""
         self._may_start = threading.Event()
         self._starting = threading.Lock()
-        """Lock around the decision to start the server, and its start."""
         self._server: ServerProcess | None = None
         self._refused = ""
-        """Why the server could not be started."""
         self._hang_reason: str | None = None
-        """Why the server must be restarted; None if it is not known to hang."""
         self._can_hang = False
-        """Whether silence means that the server hangs: it has started, or the time to start has passed."""
+        """Whether silence means a hang: the server was ready once, or its start-up time has passed."""
         self._thread = threading.Thread(target=self._supervise, name=f"server-{number}", daemon=True)
         self._thread.start()
 
     def start(self) -> None:
-        """Start the server, unless it runs, and resume restarts."""
+        """Start the server unless it runs, and resume restarts."""
         with self._starting:
             if not self._may_start.is_set():
                 self._tried.clear()
                 self._may_start.set()
 
     def hold(self) -> None:
-        """Suspend restarts."""
         with self._starting:
             self._may_start.clear()
 
     @property
     def is_running(self) -> bool:
-        """Whether the server's process lives."""
         return self._server is not None and self._server.process.poll() is None
 
     def end(self) -> None:
-        """Kill the server and its children, and wait until they are gone. Unless held it is started again."""
-        with self._starting:  # a start in progress ends first, or its process would be missed
+        """Kill the server and its children, and wait until they are gone. Unless held, it restarts."""
+        with self._starting:  # waits for a start in progress, whose process would be missed
             server = self._server
         if server is not None:
             server.close()
 
     def wait_ready(self) -> None:
-        """Wait until the server is ready. RuntimeError with the end of its log if it ends or is too slow."""
+        """Wait until the server is ready. Raises RuntimeError with its log's end if it ends or is slow."""
         self._tried.wait()
         if self._server is None:
             raise RuntimeError(f"{self._command[0]} could not be started: {self._refused}")
         self._server.wait_ready(self._start_s)
 
     def restart(self, reason: str | None) -> None:
-        """Request a restart, because the server hangs; no effect while it starts. None: it is healthy."""
+        """Request a restart of a hanging server; ignored while it starts. ``reason`` None: it is healthy."""
         self._hang_reason = reason if self._can_hang else None
 
     def stop(self) -> None:
-        """End the server for good."""
-        # In this order: the thread that `_may_start` wakes must see that it is to stop.
+        """End the server and the thread."""
+        # In this order: the thread that `_may_start` wakes must see `_stopping`.
         self._stopping.set()
         self._may_start.set()
         self._thread.join()
@@ -352,7 +332,7 @@ class ServerSupervisor:
             self._stopping.wait(pause)
 
     def _start_when_allowed(self) -> bool:
-        """Start the server when it is not held; False after ``stop``."""
+        """Wait until the server is not held and start it; returns False after ``stop``."""
         while not self._stopping.is_set():
             self._may_start.wait()
             with self._starting:
@@ -364,13 +344,13 @@ class ServerSupervisor:
     def _start(self) -> None:
         try:
             self._server = ServerProcess(self._command, self._environment, self.url, self._log)
-        except OSError as error:  # no memory for a process, or a full disk: retried later
+        except OSError as error:  # out of memory or disk space: retried later
             self._server, self._refused = None, str(error)
             self._report("server_refused", reason=self._refused)
         self._tried.set()
 
     def _watch(self, server: ServerProcess, started: float) -> None:
-        """Wait until the server has ended, hangs, or must stop; then kill it and its children."""
+        """Wait until the server ends, hangs or must stop; then kill it and its children."""
         self._can_hang, self._hang_reason = False, None
         while (
             (code := server.process.poll()) is None
@@ -383,7 +363,7 @@ class ServerSupervisor:
             self._report("server_ended", exit_code=code)
         elif self._hang_reason and not self._stopping.is_set():
             self._report("server_ended", reason=f"it hangs, and is restarted: {self._hang_reason}")
-        server.stop()  # also after it has ended: its children may live
+        server.stop()  # even after its end: its children may live
 
     def _report(self, kind: str, **fields: Any) -> None:
         try:

@@ -1,9 +1,8 @@
-"""The ``sglang`` engine: one SGLang server behind ``interfaces.Engine``: deadlines, weight updates, sleep.
+"""The ``sglang`` engine: one SGLang server behind ``interfaces.Engine``, with deadlines, updates and sleep.
 
-Weights come from a folder, by broadcast or by memory handles. A request at its deadline is aborted and
-returns its tokens so far; one on a dropped kept-alive connection is sent once more. The engine adds what the
-server does not promise: unsent requests wait at a gate (``InflightRequests``) during a pause or a load and
-obey an abort, and weights change between two tokens while requests are in flight.
+Weights come from a folder, by broadcast or by memory handles, and change between two tokens of requests in
+flight. A request is aborted at its deadline and returns its tokens so far; one on a dropped kept-alive
+connection is resent once. During a pause or load unsent requests wait at a gate (``InflightRequests``).
 """
 
 from __future__ import annotations
@@ -38,30 +37,27 @@ from bapo_megatron.types import (
 )
 
 _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
-"""Seconds between repeated aborts, of one request or of all: one that changes its state may miss an abort."""
+"""Seconds between repeated aborts of one request or of all: a request may miss one in a state change."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """The deadlines of calls to a server, in seconds, from ``rollout.sglang``."""
+    """Deadlines of calls to a server, in seconds, from ``rollout.sglang``."""
 
     request_s: float = 3600.0
-    """Deadline of one request; then it is aborted, and its answer is the tokens so far."""
+    """Deadline of a request, which is then aborted and returns its tokens so far."""
     abort_s: float = 60.0
-    """Deadline of the abort of a request."""
+    """Deadline of a request's abort."""
     update_s: float = 600.0
-    """Deadline of a weight load, without the time to read the bytes (``timeouts.load_seconds``)."""
+    """Deadline of a weight load, excluding the time to read the bytes (``pool_state.load_seconds``)."""
 
 
 class SglangEngine:
-    """The ``Engine`` of one SGLang server, with all abilities of ``interfaces.py``. Lives in one event loop.
-
-    Where ``interfaces.Engine`` says that a call raises, it is ServerError, which names the server. Calls
-    that pause, resume, abort or load weights run one at a time; requests run beside them.
-    """
+    """``Engine`` of one SGLang server, with all engine protocols of ``interfaces.py``, in one event loop.
+    Failing calls raise ServerError. Pauses, resumes, aborts and loads run one at a time beside requests."""
 
     transports = tuple(name for name, one in TRANSPORTS.items() if one.protocol)
-    """All that have parts, which ``_load_part`` loads."""
+    """All weight transports with parts, which ``_load_part`` loads."""
 
     def __init__(
         self,
@@ -72,8 +68,7 @@ class SglangEngine:
         tensor: int = 1,
         sync: str = "disk",
     ) -> None:
-        """``on_update``: the treatment of requests in flight when weights change, see ``SglangConfig``.
-        ``tensor``: tensor-parallel size of the server. ``sync``: the run's transport of weights."""
+        """``on_update``, ``sync``: as in ``SglangConfig``. ``tensor``: the server's tensor-parallel size."""
         self.name = server.url
         self.broadcast_ranks = tensor
         self.server = server
@@ -84,12 +79,11 @@ class SglangEngine:
         self._inflight = InflightRequests()
         self._one_control = asyncio.Lock()
         self._paused_at: int | None = None
-        """The weight version at the caller's pause; None if the caller has not paused."""
+        """Weight version at the caller's pause; None if not paused by the caller."""
         self._version: int | None = None
         self._group_name = ""
-        """The broadcast group that the server has joined."""
         self._no_tokens_since: float | None = None
-        """Time of the first overdue request without tokens since the last token of any request."""
+        """Time of the first overdue request without tokens since any request got one; None without any."""
 
     async def weight_version(self) -> int:
         self._version = await self.server.weight_version()
@@ -105,7 +99,7 @@ class SglangEngine:
         try:
             try:
                 answer = await self._send(request, pending)
-            except KeptConnectionClosed:  # most likely the server has never seen the request: retry once
+            except KeptConnectionClosed:  # most likely the server never saw the request: retry once
                 pending.renew()
                 answer = await self._send(request, pending, again=True)
             if answer is None:
@@ -122,7 +116,7 @@ class SglangEngine:
             self._inflight.all.discard(pending)
 
     async def abort(self) -> None:
-        """Abort all requests: those in flight return their tokens so far, unsent ones none."""
+        """Abort all requests: sent ones return their tokens so far, unsent ones none."""
         async with self._one_control:
             await self._abort()
 
@@ -130,7 +124,7 @@ class SglangEngine:
         async with self._one_control:
             if self._paused_at is None:
                 self._paused_at = await self.weight_version() if self._version is None else self._version
-            # The gate first: a request that reached the server during the pause could not be aborted.
+            # Gate first: a request that reaches a paused server cannot be aborted.
             self._inflight.close_gate()
             await self.server.pause()
 
@@ -140,13 +134,12 @@ class SglangEngine:
             await self._resume()
 
     async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
-        """Load new weights. ServerError if the load fails or another version is reported, and the errors of
-        ``confirm``: the server must not sample then before a load has succeeded."""
+        """Load new weights. Raises ServerError if the load fails or, from a folder, reports another version,
+        and errors of ``confirm``; the server must not sample then until a load succeeds."""
         timeout = await self._load_seconds(weights)
         async with self._one_control:
             await self._check_settings()
-            # The pause comes first and the resume last: no token is sampled from half-loaded weights, nor
-            # from weights whose digest is not confirmed.
+            # Pause first, resume last: no token may come from half-loaded or unconfirmed weights.
             if isinstance(weights, Path):
                 await self._pause_for_update()
                 flush = self._on_update == "retract"
@@ -154,17 +147,15 @@ class SglangEngine:
                 await self._confirm(version, confirm, timeout)
             else:
                 self._inflight.close_gate()
-                if not self._inflight.all:  # what the server still samples are orphaned requests
+                if not self._inflight.all:  # requests on the server are orphaned
                     await self.server.abort_all()
                 await self._pause_for_update()
                 await self._receive(weights)
-                # Only after a pause that retracts: no request is running, and its prefixes are of the old
-                # weights.
+                # After a retracting pause no request runs, and cached prefixes belong to the old weights.
                 if self._on_update == "retract":
                     await self.server.flush_cache()
-                # The version after the digest: a server whose digest is wrong runs on, in quarantine, with
-                # the requests that the pause holds: none of their tokens may carry a version that was not
-                # confirmed. (A load from a folder sets both in one call; its server stays paused, too.)
+                # Version after digest: with a wrong digest the server stays in quarantine with paused
+                # requests, whose tokens must not carry an unconfirmed version. (Folder loads set both.)
                 await confirm(await self.server.checksum(timeout))
                 await self.server.set_version(version)
                 await self.weight_version()
@@ -172,12 +163,9 @@ class SglangEngine:
                 await self._resume()
 
     async def release_memory(self) -> None:
-        """Sleep: abort the requests in flight, and release the GPU memory of weights, graphs and KV cache.
-
-        The server may answer before the memory is free: ask the driver.
-        """
+        """Abort requests and release GPU memory (weights, graphs, KV cache), which may be free only later."""
         async with self._one_control:
-            # Abort, then pause: an assertion kills a server that releases memory with a batch in it.
+            # Abort, then pause: an assertion kills a server that releases memory while it has a batch.
             await self._abort()
             self._inflight.close_gate()
             await self.server.pause("retract")
@@ -186,19 +174,18 @@ class SglangEngine:
     async def wake(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
         timeout = await self._load_seconds(weights)
         async with self._one_control:
-            # The weights' values are undefined from here on, until they are loaded.
+            # The weights are undefined from here until they are loaded.
             await self.server.resume_model_memory(timeout)
             if isinstance(weights, Path):
-                # No flush: the cache is empty since the release, and a flush would write to released memory.
+                # No flush: the cache is empty, and a flush would write to released memory.
                 await self.server.update_from_disk(weights, version, False, timeout)
             else:
                 await self._receive(weights)
-                # The version before the digest, other than in `load`: a sleeping server holds no request
-                # that could carry it, and one whose digest is wrong is ended. So `_confirm` checks the
-                # version, too, as after a load from a folder, which sets it in the same call.
+                # Version before digest, unlike in `load`: a sleeping server holds no requests, and one with
+                # a wrong digest is ended. `_confirm` then checks version and digest, as for a folder load.
                 await self.server.set_version(version)
             await self._confirm(version, confirm, timeout)
-            # The cache's memory last: until `confirm` returns the trainer has its weights on the same GPU.
+            # Cache memory last: until `confirm` returns, the trainer's weights are on the same GPU.
             await self.server.resume_cache_memory(timeout)
             self._paused_at = None
             await self._resume()
@@ -214,11 +201,9 @@ class SglangEngine:
         """Do nothing: the server keeps running."""
 
     async def _pause_for_update(self) -> None:
-        """Pause before new weights: requests in flight are retracted, or wait in place.
-
-        Those that ask for routes are aborted instead: a server computes a retracted prefix again, and would
-        return the new weights' routes for the old weights' tokens. They continue by segment.
-        """
+        """Pause before new weights: requests in flight are retracted or wait in place. If any asks for
+        routes, a retracting pause first aborts all, to continue as new segments: a server recomputes
+        retracted prefixes and would return the new weights' routes for old tokens."""
         self._inflight.close_gate()
         if self._on_update == "retract" and any(inflight.routes for inflight in self._inflight.all):
             await self._abort(reopen=False)
@@ -226,7 +211,7 @@ class SglangEngine:
 
     async def _receive(self, parts: WeightParts) -> None:
         """Load all parts of new weights in one update of the paused server."""
-        # A failure may have left an update open, and a server refuses a second one.
+        # A failure may have left an update open, and servers refuse a second one.
         await self.server.end_update()
         await self.server.begin_update()
         async for part in parts:
@@ -235,7 +220,7 @@ class SglangEngine:
 
     @singledispatchmethod
     async def _load_part(self, part: SelfSendingPart) -> None:
-        """Load one part, by its type. Those of broadcast and ipc are plain data; any other sends itself."""
+        """Load one part by its type: a broadcast bucket, IPC handles, or a part that sends itself."""
         await part.send(self.server, self._deadlines.update_s)
 
     @_load_part.register(BucketSpec)
@@ -247,7 +232,6 @@ class SglangEngine:
         await self.server.receive_handles(handles, self._deadlines.update_s)
 
     async def _load_seconds(self, weights: Path | WeightParts) -> float:
-        """Deadline of each call of a load, in seconds."""
         limit_s = self._deadlines.update_s
         if isinstance(weights, Path):
             return await asyncio.to_thread(load_seconds, weights, limit_s)
@@ -260,8 +244,7 @@ class SglangEngine:
         await confirm(await self.server.checksum(timeout))
 
     async def _check_settings(self) -> None:
-        """Check the settings of a server that the run may not have started. ServerError names a flag that is
-        wrong, at the first load: those before a run's first step come from disk, whatever ``sync``."""
+        """Raise ServerError with the flag to change if a server, perhaps started elsewhere, is unsafe."""
         settings = await self.server.settings()
         if self._sync != "disk" and (draft := drafting(settings)):
             raise ServerError(
@@ -283,15 +266,15 @@ class SglangEngine:
     async def _send(
         self, request: GenerateRequest, pending: InflightRequest, again: bool = False
     ) -> Generation | None:
-        """Send the request when the gate is open, and await its answer; None if it is aborted before."""
+        """Wait for the gate, send the request and return its answer; None if it is aborted before."""
         if not await self._inflight.may_send(pending):
             return None
         pending.sent = True
         return await self._answer(request, pending, again)
 
     async def _answer(self, request: GenerateRequest, pending: InflightRequest, again: bool) -> Generation:
-        """The server's answer; at the deadline the tokens so far. ServerError if the server does not answer
-        the abort either, or no request gets a token any more (``_note_without_tokens``)."""
+        """Return the server's answer, at the deadline with the tokens so far. Raises ServerError if the abort
+        gets no answer either, or no request gets tokens (``_note_without_tokens``)."""
         loop, limits = asyncio.get_running_loop(), self._deadlines
         overdue: list[asyncio.Task[None]] = []
 
@@ -318,16 +301,15 @@ class SglangEngine:
         return answer
 
     def _note_without_tokens(self, now: float) -> None:
-        """Note an overdue request without tokens. ServerError if there was another one ``abort_s`` before,
-        and no token of any request since: a single one may have waited in the server's queue."""
+        """Note an overdue request without tokens. Raises ServerError if another was noted over ``abort_s``
+        ago with no tokens for any request since: a single one may have waited in the server's queue."""
         if self._no_tokens_since is None:
             self._no_tokens_since = now
         elif now - self._no_tokens_since > self._deadlines.abort_s:
             raise ServerError(f"{self.name}: no token for any request within {self._deadlines.request_s:g} s")
 
     async def _abort_overdue(self, pending: InflightRequest, timeouts: asyncio.Timeout) -> None:
-        """Abort one overdue request, repeatedly, until it is answered. Waits for the end of a pause: a paused
-        server answers no abort."""
+        """Abort one overdue request until cancelled, with an open gate: a paused server answers no abort."""
         while True:
             await self._inflight.until_open()
             async with self._one_control:
@@ -335,7 +317,7 @@ class SglangEngine:
                     continue
                 pending.aborted = True
                 timeouts.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
-                with suppress(ServerError):  # the deadline passes all the same
+                with suppress(ServerError):  # the deadline still applies
                     while True:
                         await self.server.abort(pending.rid)
                         await asyncio.sleep(_ABORT_AGAIN_S)
@@ -346,17 +328,15 @@ class SglangEngine:
         await self._inflight.open_gate()
 
     async def _abort(self, reopen: bool = True) -> None:
-        """Abort all requests. They answer at their next token: a paused server must run until they have.
-
-        ``reopen``: let requests pass again then, unless the caller's pause holds.
-        """
+        """Abort all requests and wait for their answers, which come at their next token: a server paused by
+        the caller runs meanwhile. ``reopen``: open the gate afterwards, unless the caller has paused."""
         inflight = await self._inflight.abort()
         for pending in inflight:
             pending.newest = self._paused_at
         self._inflight.close_gate()
         if self._paused_at is not None and any(pending.sent for pending in inflight):
             await self.server.resume()
-            # An abort of a retracted request that does not run yet would lose its last tokens.
+            # Aborting a retracted request before it runs would lose its last tokens.
             await asyncio.sleep(0.1)
         await self.server.abort_all()
         while any(pending in self._inflight.all for pending in inflight):
@@ -369,38 +349,37 @@ class SglangEngine:
 
 
 def _truncated_after(generation: Generation, newest: int | None) -> Generation:
-    """The generation, truncated before the first token of a weight version newer than ``newest``."""
+    """Truncate a generation before its first token of a weight version above ``newest``."""
     return generation if newest is None else generation.first(int((generation.versions_R <= newest).sum()))
 
 
 class InflightRequest:
-    """One request in flight: its server-side id, and whether it was sent or aborted."""
+    """State of one request in flight: server-side id, sent, aborted."""
 
     def __init__(self, routes: bool = False) -> None:
-        """``routes``: whether its answer must have routes."""
         self.rid = uuid.uuid4().hex
         self.routes = routes
         self.sent = False
         self.aborted = False
         self.newest: int | None = None
-        """The newest weight version that its tokens may have, if it was aborted during a pause; else None."""
+        """Newest weight version allowed in its tokens if aborted during a caller's pause; else None."""
 
     def renew(self) -> None:
-        """Reset it for a retry, with a new id: the server may still know the old one."""
+        """Reset for a retry, with a new id because the server may still know the old one."""
         self.rid, self.sent = uuid.uuid4().hex, False
 
 
 class InflightRequests:
-    """The requests in flight at a server, and the gate before it. Lives in one event loop."""
+    """Requests in flight on a server, with the gate in front of it, in one event loop."""
 
     def __init__(self) -> None:
         self.all: set[InflightRequest] = set()
         self._changed = asyncio.Condition()
         self.is_open = True
-        """Whether the gate is open: the server is neither paused nor about to be."""
+        """Whether requests may pass: the server is neither paused nor about to be."""
 
     async def may_send(self, pending: InflightRequest) -> bool:
-        """Wait until the gate is open; False if ``pending`` is aborted before."""
+        """Wait until the gate is open; returns False if ``pending`` is aborted."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.is_open or pending.aborted)
         return not pending.aborted
@@ -410,7 +389,7 @@ class InflightRequests:
             await self._changed.wait_for(lambda: self.is_open)
 
     async def abort(self) -> list[InflightRequest]:
-        """Mark the current requests as aborted; returns them. Those that wait at the gate are not sent."""
+        """Mark all requests as aborted and return them; those at the gate are never sent."""
         for pending in self.all:
             pending.aborted = True
         async with self._changed:

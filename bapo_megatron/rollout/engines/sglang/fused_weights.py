@@ -1,11 +1,11 @@
-"""Digests of fused weights: of an SGLang server's tensors, fused and sharded by tensor parallelism.
+"""Digests of an SGLang server's tensors, which are fused and sharded by tensor parallelism.
 
     Hugging Face              server                rank r of the server has
-    q_proj, k_proj, v_proj    qkv_proj              rows: its query, key, and value heads; ranks share
-                                                    one of these where there are fewer than ranks
+    q_proj, k_proj, v_proj    qkv_proj              rows: its query, key, and value heads, shared between
+                                                    ranks if there are fewer heads than ranks
     gate_proj, up_proj        gate_up_proj          rows: its share of each
     o_proj, down_proj         the same              columns: its share; a bias whole
-    embed_tokens, lm_head     the same              rows: its share of a vocabulary that is padded with zeros
+    embed_tokens, lm_head     the same              rows: its share of the zero-padded vocabulary
     norms                     the same              all
     experts.E.gate_proj, up   experts.w13_weight    of each expert in turn, rows: its share of each
     experts.E.down_proj       experts.w2_weight     of each expert in turn, columns: its share
@@ -16,17 +16,15 @@
     conv1d                    the same              rows: its share of queries, keys and values
     A_log, dt_bias            the same              its heads
 
-The trainer computes them while it sends weights; servers must report the same ones. A tied output layer is no
-tensor of its own. Kinds of layers say it of theirs (``Mapping.served``), families whether it holds.
+The trainer computes digests while it sends weights; servers must report the same. A tied output layer is not
+a separate tensor. ``Mapping.served`` gives the fused names, ``FAMILIES`` the supported architectures.
 
-A tensor's hash is equal to that of SGLang's `/weights_checker`, and comes from its bytes, piece by piece:
+A tensor's hash equals that of SGLang's `/weights_checker`. It streams over the bytes in bounded chunks:
 
 CPU  the first 8 bytes of SHA-256.
-GPU  each 32-bit word is mixed with its place and summed by tiles of 8,192 words, in two variants of 32 bits;
-     the tiles' sums are mixed with the tensor's size, added up modulo 2^64, and mixed once more. It is that
-     of ``sglang/kernels/ops/memory/gpu_tensor_hash.py``, computed with torch's integers where a piece is.
-
-Both take a bounded chunk at a time. Of a GPU's tensor 16 bytes a tile are kept until its size is known.
+GPU  each 32-bit word is mixed with its position and summed by tiles of 8,192 words, in two 32-bit variants;
+     tile sums, 16 bytes each, are kept, mixed with the tensor's size, added modulo 2^64, and mixed again. As
+     ``sglang/kernels/ops/memory/gpu_tensor_hash.py``, with torch integers on the tensor's device.
 
 Shapes (suffix of a name): ``_B`` bytes; ``_TW`` tiles, words of a tile; ``_W`` words; ``_T`` tiles.
 """
@@ -61,28 +59,28 @@ _OTHER_LAYOUTS = (
 
 _PADDED_TO = 64
 _PADDED_EXPERTS = 32
-"""Rows of an expert on a rank that a CPU server pads to a multiple (SGLang 0.5.23, update_config.py)."""
+"""Multiple to which a CPU server pads an expert's rows on a rank (SGLang 0.5.23, update_config.py)."""
 
 Cut = Callable[[Tensor, int], list[Tensor]]
-"""A sharding function: a tensor and a rank to the rank's piece, as consecutive runs of rows."""
+"""Sharding function: (tensor, rank) to the rank's piece, as consecutive runs of rows."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a Hugging Face tensor on a server: the fused tensor, the part in it, and the sharding."""
+    """Place of a Hugging Face tensor on a server: fused tensor, part of it, and sharding."""
 
     name: str
-    """Name of the server's tensor."""
+    """Name of the server's fused tensor."""
     cut: Cut
     part: int = 0
     parts: int = 1
-    """Number of Hugging Face tensors that the server's tensor is fused from; ``part``: index of this one."""
+    """Number of Hugging Face tensors in the fused tensor; ``part`` is the index of this one."""
     in_models_dtype: bool = False
-    """Whether the server holds it in the model's type, whatever the type in which it is sent."""
+    """Whether the server casts it to the model's dtype."""
 
 
 class FusedLayout:
-    """The layout of a model's weights on servers of ``tensor`` ranks: names, fusion, sharding."""
+    """Weight layout of a model on servers of ``tensor`` ranks: names, fusion, sharding."""
 
     def __init__(self, shape: ModelShape, tensor: int) -> None:
         self.tensor, self._tied = tensor, shape.tied
@@ -103,7 +101,7 @@ class FusedLayout:
                 )
 
     def place(self, name: str) -> Place | None:
-        """The place of the tensor ``name``; None if the server has no such tensor. ValueError if unknown."""
+        """Return the place of tensor ``name``; None if servers lack it. Raises ValueError if unknown."""
         if name == OUTPUT and self._tied:
             return None
         layer = self._layer.match(name)
@@ -113,7 +111,7 @@ class FusedLayout:
         return replace(place, name=place.name.format(layer=layer and layer[2]))
 
     def _cut(self, mapping: Mapping, number: int) -> Cut:
-        """How servers cut one of the mapping's HF tensors; ranks share a head if there are fewer heads."""
+        """Return the sharding of one of the mapping's HF tensors; ranks share heads if heads are fewer."""
         if mapping.hf_names[0] in self.vocabularies:
             return self._vocabulary
         if mapping.tp_dim is None:
@@ -129,14 +127,14 @@ class FusedLayout:
         return cut
 
     def _vocabulary(self, tensor: Tensor, rank: int) -> list[Tensor]:
-        """A rank's rows of the padded vocabulary: rows of tokens, then rows of zeros."""
+        """Return a rank's rows of the padded vocabulary: token rows, then zero rows."""
         rows = padded_vocabulary(len(tensor), self.tensor) // self.tensor
         own = tensor[rank * rows : (rank + 1) * rows]
         return [own, own.new_zeros(rows - len(own), *tensor.shape[1:])]
 
 
 def padded_vocabulary(tokens: int, ranks: int) -> int:
-    """The padded vocabulary size: rows of an embedding on all ranks together."""
+    """Return the padded vocabulary size, the sum of embedding rows over all ranks."""
     to = _PADDED_TO
     if -(-tokens // to) * to % ranks:
         to *= ranks
@@ -150,7 +148,7 @@ def _renamed(name: str, family: str) -> str:
 
 
 def _parts_cut_apart(mapping: Mapping, number: int) -> list[int]:
-    """Rows of the parts of one of the mapping's HF tensors that are each cut on their own."""
+    """Return the row counts of the separately sharded parts of one of the mapping's HF tensors."""
     first = sum(shape[0] for shape in mapping.hf_shapes[:number])
     end = first + mapping.hf_shapes[number][0]
     if not mapping.sections:
@@ -167,7 +165,7 @@ def _share(tensor: Tensor, dim: int, index: int, shares: int) -> Tensor:
 
 @dataclass
 class _Fused:
-    """The unfinished hash of a server's fused tensor: one hash per rank, and parts that came out of order."""
+    """Unfinished hash of a fused tensor: one hash per rank, and parts that came out of order."""
 
     hashes: list[CpuHash | GpuHash]
     next_part: int = 0
@@ -175,20 +173,17 @@ class _Fused:
 
 
 class FusedDigests:
-    """The ``WeightDigester`` (sent_weights.py) of SGLang servers, for one version of the weights.
-
-    A tensor is hashed on its device, chunk by chunk. A part of a fused tensor that comes out of order, such
-    as the keys before the queries, is copied until its turn: those of one layer at a time.
-    """
+    """``WeightDigester`` of SGLang servers, for one weight version. Tensors are hashed on their device; parts
+    of a fused tensor that come out of order, such as keys before queries, are copied until their turn."""
 
     def __init__(self, layout: FusedLayout, device: str) -> None:
-        """``device``: the kind that the servers compute on, ``cpu`` or ``cuda``."""
+        """``device``: the servers' device type, ``cpu`` or ``cuda``."""
         self._layout, self._new_hash = layout, HASHES[device]
         self._pending: dict[str, _Fused] = {}
         self._dtype: torch.dtype | None = None
-        """The model's."""
+        """The model's dtype, from its embedding or output layer."""
         self._rounded: list[tuple[Place, Tensor]] = []
-        """Tensors that wait for it, small ones."""
+        """Small tensors to cast to ``_dtype`` and hash at the end."""
         self._digests: list[dict[str, str]] = [{} for _ in range(layout.tensor)]
         self._hashed_bytes = 0
 
@@ -221,7 +216,7 @@ class FusedDigests:
                 digests[place.name] = rank_hash.digest()
 
     def result(self) -> SentDigests:
-        """The digests after the last tensor. ValueError if a part of a fused tensor is missing."""
+        """Return the digests after the last tensor. Raises ValueError if a fused tensor lacks a part."""
         for place, tensor in self._rounded:
             self._add(place, tensor.to(self._dtype))
         if self._pending:
@@ -239,7 +234,7 @@ class FusedDigests:
 def fused_digests(
     hf_path: Path, tensor: int, device: str, flags: Sequence[str] = ()
 ) -> FusedDigests | UnknownDigests:
-    """The digester for ``hf_path``'s model on servers with ``flags``, or the reason why there is none."""
+    """Return the digester for ``hf_path``'s model on servers with ``flags``, or the reason for none."""
     config: dict[str, Any] = json.loads((hf_path / "config.json").read_text())
     reason = None
     name, *_ = config.get("architectures") or ["a model without a class"]
@@ -260,7 +255,7 @@ def fused_digests(
             f"servers on a CPU pad experts to a multiple of {_PADDED_EXPERTS} rows on each rank"
         )
     if shape.experts and device == "cuda":
-        # Some of SGLang's kernels for experts reorder rows after a load: which one is chosen, no flag says.
+        # Some of SGLang's expert kernels reorder rows after a load, and no flag shows the chosen kernel.
         return UnknownDigests("the layout of experts on GPUs depends on the kernel that SGLang chooses")
     return FusedDigests(FusedLayout(shape, tensor), device)
 
@@ -272,7 +267,7 @@ TILE_WORDS = 8192
 _WORD = 4
 _TILE = _WORD * TILE_WORDS
 _CHUNK = 256 * _TILE
-"""Bytes that are hashed at once; a chunk of a GPU's takes a few times as much memory."""
+"""Chunk size in bytes; on a GPU a chunk takes a few times as much memory."""
 _PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))
 _SEED = 0x243F6A88
 _SEEDS = (_SEED, (_SEED * 0x9E3779B1) ^ 0xDEADBEEF)
@@ -287,7 +282,7 @@ class CpuHash:
 
     def add(self, piece: Tensor) -> None:
         for chunk_B in _chunks(piece):
-            # A copy: a storage that numpy has seen cannot be resized any more, which the offload does.
+            # A copy: a storage shared with numpy cannot be resized, which the offload does.
             self._sha.update(chunk_B.to("cpu", copy=True).numpy().data)
 
     def digest(self) -> str:
@@ -295,15 +290,13 @@ class CpuHash:
 
 
 class GpuHash:
-    """SGLang's hash of a tensor on a GPU, equal wherever its pieces are."""
+    """SGLang's hash of a tensor on a GPU, for pieces on any device."""
 
     def __init__(self) -> None:
         self._rest_B: Tensor | None = None
-        """Bytes after the last whole tile."""
+        """Bytes after the last complete tile."""
         self._words = 0
-        """Number of words in the sums."""
         self._sums: list[tuple[Tensor, Tensor]] = []
-        """Sums of tiles, in both variants."""
 
     def add(self, piece: Tensor) -> None:
         for chunk_B in _chunks(piece):
@@ -340,12 +333,11 @@ class GpuHash:
 
 
 HASHES: dict[str, type[CpuHash | GpuHash]] = {"cpu": CpuHash, "cuda": GpuHash}
-"""The hash by the kind of device that the server computes on: ``add`` a tensor's pieces in row-major order,
-then ``digest``, in 16 hexadecimal digits."""
+"""Hash by the server's device type: ``add`` pieces in row-major order; ``digest`` returns 16 hex digits."""
 
 
 def _chunks(piece: Tensor) -> Iterator[Tensor]:
-    """The bytes of a tensor in order, in chunks of bounded size; a strided tensor is copied by chunks."""
+    """Yield a tensor's bytes in order, in bounded chunks; a strided tensor is copied chunk by chunk."""
     piece = piece.detach()
     if not piece.is_contiguous() and piece.dim() > 1:
         rows = max(1, _CHUNK // max(1, piece[0].numel() * piece.itemsize))
@@ -357,14 +349,13 @@ def _chunks(piece: Tensor) -> Iterator[Tensor]:
 
 
 def _words(run_B: Tensor) -> Tensor:
-    """Bytes as little-endian words, int32: arithmetic modulo 2^32, whatever the sign."""
+    """View bytes as little-endian int32 words, for arithmetic modulo 2^32."""
     if run_B.data_ptr() % _WORD or run_B.storage_offset() % _WORD:
         run_B = run_B.clone()
     return run_B.view(torch.int32)
 
 
 def _signed(value: int) -> int:
-    """The int32 with the bits of ``value`` modulo 2^32."""
     value &= _MASK32
     return value - 2**32 if value >= 2**31 else value
 

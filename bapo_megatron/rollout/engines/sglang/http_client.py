@@ -1,6 +1,6 @@
-"""The HTTP client of one SGLang server: an error names the server, and every control call has a deadline.
+"""HTTP client of one SGLang server: errors name the server, and every control call has a deadline.
 
-``generate`` waits as long as the answer takes: its caller (``SglangEngine``) has the deadline.
+``generate`` has none: its caller (``SglangEngine``) sets the deadline.
 """
 
 from __future__ import annotations
@@ -24,40 +24,32 @@ from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Gen
 PauseMode = Literal["in_place", "retract"]
 
 _LONG_REPLY_BYTES = 500_000
-"""Size from which on a reply is decoded in a thread, which takes milliseconds: some ten thousand tokens."""
+"""Reply size (about ten thousand tokens) from which decoding, which takes milliseconds, runs in a thread."""
 
 _MODEL_MEMORY, _CACHE_MEMORY = ("weights", "cuda_graph"), "kv_cache"
-"""SGLang's memory tags."""
 
 _KEEP_IDLE_S = 2.0
-"""Keep-alive of an idle connection. Less than uvicorn's 5 s: a request that is sent when the server closes
-the connection fails as if the server had died (`KeptConnectionClosed`)."""
+"""Idle keep-alive, below uvicorn's 5 s, so that requests avoid closing ones (`KeptConnectionClosed`)."""
 
 _READ_BYTES = 1 << 20
-"""Size of a reply's part that is not read yet, above which aiohttp makes the server wait. By default 64 kB:
-replies of megabytes, with routes, would stop at every second packet."""
+"""Unread reply bytes at which aiohttp stalls the server; at its 64 kB replies with routes stall often."""
 
 _MOST_REPLY_BYTES = 2 << 30
-"""Limit of a reply in bytes. The longest by far have routes: 131,072 tokens through the 94 layers of
-Qwen3-235B-A22B take 0.5 GB."""
+"""Largest reply. The longest have routes: 131,072 tokens of Qwen3-235B-A22B (94 layers) take 0.5 GB."""
 
 _CONNECT_S = 60.0
-"""Deadline of connecting. The pool's health checks notice a lost machine earlier (``pool.py``)."""
+"""Connection deadline. The pool's health checks notice a lost machine earlier (``pool.py``)."""
 
 _PROBES = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 6))
-"""TCP keep-alive of a connection without traffic: seconds until the first probe, between probes, and their
-number. A request may take an hour without a byte either way, and gateways between clouds or clusters forget
-such a connection after minutes: its answer would never come."""
+"""TCP keep-alive (seconds to the first probe, seconds between probes, probes): gateways between clouds or
+clusters drop silent connections after minutes, and a request may be silent for an hour."""
 
 
 class HttpSessions:
-    """The HTTP connections to servers: kept-alive ones for requests, and a new one for every control call.
-
-    Make them within an event loop, and ``close`` them. There is no limit: one connection per request in
-    flight. A call over a kept-alive connection may fail because the server closes the connection at that
-    moment. A generation request can be sent again; a control call cannot: receiving a bucket twice, for
-    example, would wait for ever. Control calls are few.
-    """
+    """HTTP connections to servers: kept-alive ones for requests, a new one for every control call. Construct
+    it within an event loop and ``close`` it. Connections are unlimited, one per request in flight. A call on
+    a kept-alive connection fails if the server closes it at that moment: a generation request can be resent,
+    but not a control call (receiving a bucket twice would wait forever)."""
 
     def __init__(self) -> None:
         kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S, socket_factory=_probed_socket)
@@ -73,7 +65,6 @@ class HttpSessions:
 
 
 def _probed_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket for ``address`` whose connection the kernel probes while it is idle."""
     made = socket.socket(*address[:3])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _PROBES:
@@ -82,7 +73,7 @@ def _probed_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def _reuse_trace() -> aiohttp.TraceConfig:
-    """A trace that notes in a request's ``trace_request_ctx`` whether it reused a kept-alive connection."""
+    """Return a trace that sets ``reused`` in ``trace_request_ctx`` for a reused kept-alive connection."""
 
     async def note(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
         if context.trace_request_ctx is not None:
@@ -94,28 +85,21 @@ def _reuse_trace() -> aiohttp.TraceConfig:
 
 
 class ServerError(EngineError):
-    """An SGLang server refused, hung, or answered nonsense. The message names it."""
+    """An SGLang server refused, hung or answered nonsense. The message names it."""
 
 
 class KeptConnectionClosed(ServerError):
-    """A kept-alive connection was closed during a request, before any byte of the answer.
-
-    Most often the server has closed an idle connection and has not seen the request: on a busy machine the
-    request may be sent seconds late, which ``_KEEP_IDLE_S`` does not exclude. Or the server, or the network,
-    has failed. `SglangEngine` sends the request once more, under another id and over a new connection.
-    """
+    """A kept-alive connection was closed during a request: it was idle, and a busy machine sent the request
+    late, despite ``_KEEP_IDLE_S``; or server or network failed. `SglangEngine` resends the request once."""
 
 
 class BadRequest(ServerError):
-    """Status 400: the request is wrong; the server has not failed. ``generate`` makes it a ValueError."""
+    """Status 400: the request is wrong, not the server. ``generate`` turns this into ValueError."""
 
 
 class SglangServer:
-    """The HTTP client of the server at ``url``: an async method for each endpoint.
-
-    Lives in the event loop of ``sessions``. ServerError if a call fails; nothing is repeated. Preconditions
-    of a call, such as a pause, are the caller's (``SglangEngine``).
-    """
+    """HTTP client of the server at ``url``: one async method per endpoint, in the loop of ``sessions``.
+    Failed calls raise ServerError without retries. Callers ensure preconditions, such as a pause."""
 
     def __init__(
         self,
@@ -124,20 +108,20 @@ class SglangServer:
         control_timeout: float = 60.0,
         authorization: Authorization | None = None,
     ) -> None:
-        """``authorization``: the API key of every call; None: no key."""
+        """``authorization``: headers with the API key; None: no key."""
         self._authorization = authorization
         self.url = url.rstrip("/")
         self._sessions = sessions
         self._control_s = control_timeout
 
     async def generate(self, request: GenerateRequest, rid: str, again: bool = False) -> Generation:
-        """Send one request under the id ``rid``. An aborted one returns its tokens so far. ``again``: use a
-        new connection; else KeptConnectionClosed if a kept one was closed."""
+        """Send one request under id ``rid`` and return its answer, after an abort the tokens so far.
+        ``again``: use a new connection; otherwise raises KeptConnectionClosed if a kept one was closed."""
         session = self._sessions.new if again else self._sessions.kept
         payload = generate_payload(request, rid)
         try:
             body = await self._call(session, "/generate", payload, None)
-        except BadRequest as error:  # any other server would refuse it, too
+        except BadRequest as error:  # other servers would refuse it, too
             raise ValueError(f"request {request.request_id!r}: {error}") from error
         try:
             if len(body) < _LONG_REPLY_BYTES:
@@ -147,7 +131,7 @@ class SglangServer:
             raise ServerError(f"{self.url}: {error}") from error
 
     async def abort_all(self) -> None:
-        """Abort every request, running or waiting; they return their tokens so far."""
+        """Abort all requests, running or waiting; each returns its tokens so far."""
         await self._control("/abort_request", {"abort_all": True})
 
     async def abort(self, rid: str) -> None:
@@ -171,12 +155,12 @@ class SglangServer:
             ) from error
 
     async def settings(self) -> dict[str, Any]:
-        """The server's settings, by the names of SGLang's ``ServerArgs``."""
+        """Return the server's settings, named as in SGLang's ``ServerArgs``."""
         info = await self._control("/server_info")
         return info if isinstance(info, dict) else {}
 
     async def is_alive(self) -> bool:
-        """Health check: whether the server answers. Not ``/ready``, which fails while weights are loaded."""
+        """Return whether the server answers. Does not use ``/ready``, which fails during weight loads."""
         try:
             await self._control("/model_info", timeout=5.0)
         except ServerError:
@@ -184,11 +168,9 @@ class SglangServer:
         return True
 
     async def update_from_disk(self, folder: Path, version: int, flush: bool, timeout: float) -> None:
-        """Load the weights of an HF folder. A server that is not paused aborts all requests first.
-
-        ``flush`` empties the prefix cache; no request may be running then. Without it the server must have no
-        prefix cache: keys and values of old weights would serve new requests.
-        """
+        """Load an HF folder's weights; an unpaused server first waits for all requests. ``flush`` empties the
+        prefix cache; no request may be running then. Without it the server must have no prefix cache: old
+        keys and values would serve new requests."""
         body = {
             "model_path": str(folder),
             "weight_version": str(version),
@@ -200,8 +182,7 @@ class SglangServer:
             raise ServerError(f"{self.url}: the weights in {folder} were not loaded: {str(reply)[:500]}")
 
     async def join_weight_group(self, group: BroadcastGroup, rank_offset: int, timeout: float) -> None:
-        """Join a broadcast group: the server's tensor-parallel ranks become those from ``rank_offset`` on. It
-        blocks until the sender answers, for longer than ``timeout``."""
+        """Join a group as ranks from ``rank_offset`` on. The server may block beyond ``timeout``."""
         body = {
             "master_address": group.address,
             "master_port": group.port,
@@ -217,11 +198,11 @@ class SglangServer:
         await _ignoring(call, "does not exist")
 
     async def begin_update(self) -> None:
-        """Open a weight update. Refused during another one; waits for all requests unless paused."""
+        """Open a weight update. Fails during another update; waits for all requests unless paused."""
         await self._control("/begin_weight_update", {})
 
     async def receive(self, bucket: BucketSpec, group_name: str, timeout: float) -> None:
-        """Receive one bucket by broadcast, and load it. The weights change at once."""
+        """Receive one bucket by broadcast and load it; the weights change immediately."""
         body = {
             "names": bucket.names,
             "dtypes": bucket.dtypes,
@@ -233,8 +214,8 @@ class SglangServer:
         await self._control("/update_weights_from_distributed", body, timeout)
 
     async def receive_handles(self, handles: Sequence[bytes], timeout: float) -> None:
-        """Load one bucket by ``handles``, for each tensor-parallel rank a pickle by ``weight_sync/ipc.py``.
-        The first rank answers; others may still read until they take part in the next call."""
+        """Load one bucket by ``handles``, one pickle of ``weight_sync/ipc.py`` per tensor-parallel rank. Only
+        the first rank answers; the others may still read until they take part in the next call."""
         body = {
             "serialized_named_tensors": [base64.b64encode(handle).decode() for handle in handles],
             "flush_cache": False,
@@ -242,7 +223,7 @@ class SglangServer:
         await self._control("/update_weights_from_tensor", body, timeout)
 
     async def load_part(self, path: str, body: dict[str, Any], timeout: float) -> None:
-        """Load one part of new weights by a user's route, in ``types.SelfSendingPart.send``."""
+        """POST one part of new weights to a user's route, for ``types.SelfSendingPart.send``."""
         await self._control(path, body, timeout)
 
     async def end_update(self) -> None:
@@ -250,38 +231,36 @@ class SglangServer:
         await _ignoring(self._control("/end_weight_update", {}), "no weight-update session is open")
 
     async def flush_cache(self) -> None:
-        """Empty the prefix cache. Refused while a request runs; retracted ones do not count."""
+        """Empty the prefix cache. Fails while a request runs; retracted ones do not count."""
         await self._control("/flush_cache", {})
 
     async def release_memory(self, timeout: float) -> None:
-        """Release the GPU memory of weights, CUDA graphs and KV cache. The server must be paused, with an
-        empty batch, or an assertion of SGLang ends it. It may answer before the memory is free."""
+        """Release GPU memory (weights, CUDA graphs, KV cache), perhaps free only later. Unless the server is
+        paused with an empty batch, an assertion ends it."""
         await self._control("/release_memory_occupation", {"tags": [*_MODEL_MEMORY, _CACHE_MEMORY]}, timeout)
 
     async def resume_model_memory(self, timeout: float) -> None:
-        """Reclaim the GPU memory of weights and CUDA graphs. The weights are undefined until they are loaded.
-        A server that has not released the memory, or has resumed it already, crashes."""
+        """Reclaim the memory of CUDA graphs and weights (undefined until loaded). Crashes if not released."""
         await self._control("/resume_memory_occupation", {"tags": [*_MODEL_MEMORY]}, timeout)
 
     async def resume_cache_memory(self, timeout: float) -> None:
-        """Reclaim the GPU memory of the KV cache, which is empty."""
         await self._control("/resume_memory_occupation", {"tags": [_CACHE_MEMORY]}, timeout)
 
     async def set_version(self, version: int) -> None:
-        """Set the version of the current weights, also for later tokens of requests in flight."""
+        """Set the version of the current weights, including later tokens of requests in flight."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._control("/update_weight_version", body)
 
     async def checksum(self, timeout: float) -> str:
-        """The digest of the weights in use on all ranks, with those of single tensors (``TensorDigests``) if
-        the server reports them. It depends on weights, their layout in memory, and the number of ranks."""
+        """Return the digest of the weights on all ranks, as ``TensorDigests`` if the server reports single
+        tensors. It depends on the weights, their memory layout and the number of ranks."""
         reply = await self._control("/weights_checker", {"action": "checksum"}, timeout)
         if not (isinstance(reply, dict) and reply.get("per_engine_checksum")):
             raise ServerError(f"{self.url}: no checksum of its weights: {str(reply)[:500]}")
         return _with_tensors(str(reply["per_engine_checksum"]), reply.get("ranks"))
 
     async def _control(self, path: str, body: dict[str, Any] | None = None, timeout: float = 0.0) -> Any:
-        """A control call: POST of ``body``, or GET without one; returns the answer, decoded."""
+        """POST ``body``, or GET without one, and return the answer, from JSON if it looks like JSON."""
         sent = None if body is None else json.dumps(body).encode()
         text = await self._call(self._sessions.new, path, sent, timeout or self._control_s)
         try:
@@ -292,7 +271,7 @@ class SglangServer:
     async def _call(
         self, session: aiohttp.ClientSession, path: str, body: bytes | None, timeout: float | None
     ) -> bytes:
-        """One HTTP call; returns the body of status 200. There are no retries, and no redirects."""
+        """Make one HTTP call, without retries or redirects; returns the body of a status 200 answer."""
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
         url, connection = self.url + path, {"reused": False}
         plain = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -350,9 +329,8 @@ class SglangServer:
 
 
 async def _content(url: str, answer: aiohttp.ClientResponse) -> bytes:
-    """The body of an answer. ServerError for one that is compressed, whose size nobody can tell before it
-    fills the memory, or of more than ``_MOST_REPLY_BYTES``."""
-    coding = answer.headers.get("Content-Encoding", "identity")  # which some proxies name
+    """Read an answer's body. Raises ServerError if it is too long or compressed, which could fill memory."""
+    coding = answer.headers.get("Content-Encoding", "identity")  # some proxies set it
     if coding.strip().lower() != "identity":
         raise ServerError(f"{url}: its answer is compressed ({coding[:40]!r}), which was not asked for")
     parts, size = [], 0
@@ -364,7 +342,7 @@ async def _content(url: str, answer: aiohttp.ClientResponse) -> bytes:
 
 
 def _with_tensors(digest: str, ranks: Any) -> str:
-    """``digest`` with those of single tensors, if ``ranks`` has them in SGLang's format."""
+    """Return ``digest`` as TensorDigests if ``ranks`` has SGLang's format, else unchanged."""
     try:
         ordered = sorted(ranks, key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
         return TensorDigests(digest, [dict(rank["checksums"]) for rank in ordered])
@@ -373,7 +351,7 @@ def _with_tensors(digest: str, ranks: Any) -> str:
 
 
 async def _ignoring(call: Awaitable[Any], says: str) -> None:
-    """Await ``call``, and ignore its refusal with the words ``says``: there was nothing to do."""
+    """Await ``call`` and ignore a ServerError that contains ``says``: there was nothing to do."""
     try:
         await call
     except ServerError as error:

@@ -1,6 +1,6 @@
-"""What SGLang's servers require: an environment, flags and settings, one NCCL version, a CUDA runtime, GPUs.
+"""Requirements of SGLang servers: environment, flags and settings, NCCL version, CUDA runtime, GPUs.
 
-No third-party package is imported, because `bapo doctor` runs on a bare machine.
+Imports no third-party package, because `bapo doctor` runs on a bare machine.
 """
 
 from __future__ import annotations
@@ -20,66 +20,53 @@ if TYPE_CHECKING:
     from bapo_megatron.config import RolloutConfig
 
 FP32_HEAD = "enable_fp32_lm_head"
-"""The setting for bfloat16 models: an output layer in float32, as in the trainer."""
+"""Setting of bfloat16 models: output layer in float32, as in the trainer."""
 
 NO_PREFILL_GRAPH = ("--cuda-graph-backend-prefill", "disabled")
-"""The flag that disables CUDA graphs of the prefill, on every server with GPUs; those of decoding stay.
-
-SGLang's default, graphs in pieces (``breakable``), crashes a colocated server when it frees the graphs'
-memory (``BreakableCudaGraphBackend`` raises NotImplementedError). It also keeps only weak references to the
-pieces' inputs: greedy responses were silently wrong (sglang issue 37606)."""
+"""Flag that disables prefill CUDA graphs on every GPU server; decode graphs stay. SGLang's default, piecewise
+graphs (``breakable``), cannot free graph memory (NotImplementedError of ``BreakableCudaGraphBackend``) and
+holds only weak references to inputs, so that greedy responses were silently wrong (sglang issue 37606)."""
 
 ROUTES = "enable_return_routed_experts"
-"""The setting of servers that return routes (``rollout.route_replay``)."""
+"""Setting of servers that return routes (``rollout.route_replay``)."""
 
 ROUTED_KERNEL = ("--moe-runner-backend", "triton")
-"""The flag of servers on GPUs that return routes: a kernel that is told the experts of each token.
-
-SGLang notes routes where it chooses experts outside of the kernel. On Blackwell its default for Qwen3 MoE is
-``flashinfer_trtllm`` (``_qwen3_moe_family_overrides``), which chooses within it: every route would be zeros
-(``bind_runner_backend`` in layers/moe/topk.py). On Hopper the default is this kernel.
-"""
+"""Flag of GPU servers that return routes: a kernel that takes the experts of each token as input. SGLang
+records routes only if it chooses experts outside the kernel. Its Blackwell default for Qwen3 MoE,
+``flashinfer_trtllm`` (``_qwen3_moe_family_overrides``), chooses inside: every route would be zeros
+(``bind_runner_backend`` in layers/moe/topk.py). The Hopper default is this kernel."""
 
 CHOOSING_KERNELS = ("flashinfer_trtllm", "experimental_sgl_trtllm", "triton_kernel", "flashinfer_mxfp4")
-"""Kernels of experts (``moe_runner_backend``) that choose within, and so return no routes."""
+"""Expert kernels (``moe_runner_backend``) that choose experts inside and so return no routes."""
 
 IN_PLACE = ("disable_radix_cache", "disable_overlap_schedule")
-"""The settings (fields of ``ServerArgs``, flags with dashes) of servers with ``on_update=in_place``.
-
-With a prefix cache, keys and values of old weights would serve new requests. With the overlap scheduler, a
-pause in place leaves the results of the last step unread (``event_loop_overlap`` and ``pause_generation`` in
-scheduler.py): its tokens come from the old weights, but are counted to the new ones, because the server
-records the number of a request's tokens when the weights change (``record_weight_version_events``). A pause
-that retracts reads the results first.
-"""
+"""Settings (fields of ``ServerArgs``, flags with dashes) of servers with ``on_update=in_place``. With a
+prefix cache, keys and values of old weights would serve new requests. With the overlap scheduler, an in-place
+pause leaves the last step's results unread (``event_loop_overlap`` and ``pause_generation`` in scheduler.py):
+its tokens come from old weights but are attributed to the new ones, because the server records each request's
+token count at the change (``record_weight_version_events``). Retraction reads them first."""
 
 OUTLIVING = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
-"""The settings of caches that a server must not have: stores outside of its own memory.
-
-A flush after new weights empties the server's own cache, the tier in host memory too, and leaves these
-(``_reset_full`` in unified_radix_cache.py). They find keys and values by token ids, whatever weights made
-them, so new requests would be served from those of earlier weights.
-"""
+"""Settings of forbidden caches: stores outside the server's memory. The flush after new weights empties the
+server's own cache, including its host-memory tier, but not these (``_reset_full`` in unified_radix_cache.py).
+They look up keys and values by token ids alone, so that new requests would get those of earlier weights."""
 
 SPECULATIVE = "--speculative-algorithm"
-"""The flag of speculative decoding. New weights in parts leave a draft model as it was (sglang 27718)."""
+"""Flag of speculative decoding. New weights in parts do not update a draft model (sglang 27718)."""
 
 RESERVED_TOKENS = 8
-"""Reserved tokens of a server's context, which no sequence may fill.
-
-SGLang ends a request at context - 2 - input new tokens (``init_req_max_new_tokens`` in scheduler.py; its
-``max_req_len`` is context - 1) and refuses an input of context - 6 tokens or more (``max_req_input_len`` in
-tp_worker.py). The last token of a sequence of n may be asked for with an input of n - 1, so n + 6 would do.
-"""
+"""Context tokens of a server beyond the longest sequence, n. SGLang ends a request after context - 2 - input
+new tokens (``init_req_max_new_tokens`` in scheduler.py) and refuses inputs of context - 6 tokens or more
+(``max_req_input_len`` in tp_worker.py). The last token may need an input of n - 1: n + 6 would suffice."""
 
 
 def install_command() -> str:
-    """The command that installs the tested SGLang for this machine."""
+    """Return the command that installs the tested SGLang on this machine."""
     return "make cluster" if should_have_gpu() else "make sglang"
 
 
 def prefill_graph(settings: Mapping[str, Any]) -> str | None:
-    """The backend of prefill CUDA graphs in a server's settings (``/server_info``); None if not stated."""
+    """Return the prefill CUDA graph backend in a server's settings (``/server_info``); None if absent."""
     graphs = settings.get("cuda_graph_config")
     prefill = graphs.get("prefill") if isinstance(graphs, Mapping) else None
     backend = prefill.get("backend") if isinstance(prefill, Mapping) else None
@@ -87,28 +74,25 @@ def prefill_graph(settings: Mapping[str, Any]) -> str | None:
 
 
 def drafting(settings: Mapping[str, Any]) -> str | None:
-    """The algorithm in a server's settings that drafts with a model; None without one, as for n-grams."""
+    """Return the speculative algorithm in a server's settings if it has a draft model, else None."""
     algorithm = settings.get("speculative_algorithm")
     return algorithm if isinstance(algorithm, str) and algorithm.upper() not in ("NGRAM", "NONE") else None
 
 
 def flag(setting: str) -> str:
-    """The command-line flag of a setting."""
+    """Return a setting's command-line flag."""
     return "--" + setting.replace("_", "-")
 
 
 SHARED_FRACTION = 0.5
-"""Largest share of a GPU's memory for a server on a GPU where the policy trains at the same time."""
+"""Largest GPU memory fraction of a server on a GPU where the policy trains concurrently."""
 
 
 def placement_problem(rollout: RolloutConfig, gpus: int, training: int) -> str | None:
-    """The placement error, with the fix, of servers that a run starts on rank 0's node; None if they fit.
-
-    ``gpus``: number of that node's GPUs. ``training``: number of training processes, one on each of the first
-    GPUs. Servers that run already (``rollout.sglang.urls``) need none. The memory of colocated servers is
-    estimated by `bapo plan`.
-    """
-    from bapo_megatron.config.transports import TRANSPORTS  # with third-party packages, as `rollout`
+    """Return the placement error, with its fix, of servers that a run starts on rank 0's node; else None.
+    ``gpus``: GPUs of that node. ``training``: training processes, one on each of the first GPUs. Servers that
+    already run (``rollout.sglang.urls``) need none. `bapo plan` estimates the memory of colocated servers."""
+    from bapo_megatron.config.transports import TRANSPORTS  # imports third-party packages
 
     sglang = rollout.sglang
     if sglang.urls:
@@ -153,17 +137,13 @@ else:
     import torch
     print(".".join(map(str, torch.cuda.nccl.version())))
 """
-"""A program that prints NCCL's version: of the wheel that torch loads, else of torch's own build."""
+"""Program that prints the NCCL version of the wheel that torch loads, else of torch's build."""
 
 
 def check_nccl(servers: Path) -> None:
-    """Check that the servers' environment has this one's version of NCCL; else ConfigError, as if one is
-    unknown. ``servers``: their interpreter.
-
-    NCCL compares the versions of a group's ranks when it is formed, and refuses unequal ones ("Mismatched
-    NCCL version detected"). torch's wheels name one each: torch 2.13.0 wants 2.29.7, and torch 2.14.1, which
-    SGLang 0.5.23 wants, 2.30.7.
-    """
+    """Raise ConfigError unless this environment and that of interpreter ``servers`` have one NCCL version.
+    NCCL refuses a group whose ranks have unequal versions ("Mismatched NCCL version detected"). Each torch
+    wheel requires its own: torch 2.13.0 wants 2.29.7; torch 2.14.1, which SGLang 0.5.23 wants, 2.30.7."""
     trainer = Path(sys.executable)
     ours, theirs = _nccl_of(trainer), _nccl_of(servers)
     if ours != theirs:
@@ -175,12 +155,9 @@ def check_nccl(servers: Path) -> None:
 
 
 def nccl_settings(flags: Collection[str]) -> dict[str, str]:
-    """NCCL's environment variables that a server with ``flags`` sets for itself, where they are not set.
-
-    A group whose ranks differ in them fails when it is formed: one rank offers memory of cuMem, another opens
-    it as CUDA IPC (NeMo-RL pull request 3612, SkyRL pull request 143). As ``_set_envs_and_config`` in
-    SGLang's engine.py.
-    """
+    """Return the NCCL environment variables that a server with ``flags`` sets unless they are set. A group
+    whose ranks differ in them fails to form: one rank offers cuMem memory, another opens it as CUDA IPC
+    (NeMo-RL pull request 3612, SkyRL pull request 143). As ``_set_envs_and_config`` in SGLang's engine.py."""
     symmetric = "--enable-symm-mem" in flags
     multicast = symmetric or "--enable-nccl-nvls" in flags
     return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
@@ -210,21 +187,18 @@ import subprocess, sys, torch_memory_saver
 with torch_memory_saver.configure_subprocess():
     sys.exit(subprocess.run([sys.executable, "-I", "-c", ""]).returncode)
 """
-"""The preload as SGLang makes it before it starts a scheduler, here with an empty program."""
+"""An empty program under the preload that SGLang applies to a scheduler."""
 
 
 def library_path(python: Path, current: str | None) -> str | None:
-    """LD_LIBRARY_PATH for a colocated server: folders of the interpreter's CUDA runtime, then ``current``.
-
-    None if both are empty. torch_memory_saver, which SGLang preloads, needs one CUDA runtime
-    (``libcudart.so.13``), without a path to it. torch finds it in its own wheels; the dynamic loader, which
-    runs first, does not, and each scheduler ends with code 127 (sglang issue 36533).
-    """
+    """Return LD_LIBRARY_PATH for a colocated server: the interpreter's CUDA runtimes, then ``current``. None
+    if both are empty. torch_memory_saver, which SGLang preloads, needs ``libcudart.so.13``: the dynamic
+    loader does not find it in torch's wheels, so schedulers would end with code 127 (sglang issue 36533)."""
     return os.pathsep.join([*_runtime_folders(python), *([current] if current else [])]) or None
 
 
 def tried_preload(python: Path, environment: Mapping[str, str], deadline_s: float) -> CommandResult:
-    """The result of an empty program of SGLang's interpreter, started with that preload as a scheduler is."""
+    """Run an empty program in SGLang's interpreter under a scheduler's preload; returns its result."""
     return run_command([str(python), "-c", _TRY], deadline_s, environment)
 
 

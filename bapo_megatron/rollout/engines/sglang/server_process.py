@@ -1,8 +1,8 @@
-"""The process of an SGLang server on this machine: its flags, environment, start, readiness and end.
+"""An SGLang server process on this machine: flags, environment, start, readiness and end.
 
-A run's supervisors start servers by ``ServerProcess``; `bapo rollout-server` becomes one by ``serve``. Each
-has a private temporary folder (TMPDIR) for its ZMQ sockets: they unpickle what they receive, in /tmp every
-user could list them, and a killed server leaves them.
+A run's supervisors start servers with ``ServerProcess``; `bapo rollout-server` becomes one in ``serve``. Each
+has a private temporary folder (TMPDIR) for its ZMQ sockets, which unpickle what they receive: in /tmp every
+user could list them, and a killed server would leave them behind.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from bapo_megatron.runtime.processes import descendants
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 START_VARIABLE = "BAPO_SERVER_START_S"
-"""Most seconds of a server's start. The task of a Slurm job, which does not read the recipe, finds it in the
-server's environment (``start_limit`` in slurm/task.sh), and ends a server that takes longer."""
+"""Environment variable with a server's start-up limit in seconds. A Slurm task, which lacks the recipe, reads
+it from the server's environment (``start_limit`` in slurm/task.sh) and ends slower servers."""
 CUDA_ENVIRONMENT = ".venv-cluster-sglang"
 _ENVIRONMENTS = (".venv-sglang", CUDA_ENVIRONMENT)
-"""The folders into which `make sglang` and `make cluster` install SGLang, with CPU and with CUDA builds."""
+"""Folders in which `make sglang` (CPU builds) and `make cluster` (CUDA builds) install SGLang."""
 _LAUNCHER = Path(__file__).parents[1] / "sglang_launch/launch.py"
 _CPU_LAUNCHER = Path(__file__).parents[1] / "sglang_cpu/launch.py"
 _CPU_FLAGS = (
@@ -62,35 +62,32 @@ _CPU_FLAGS = (
     "--sleep-on-idle",  # an idle server would busy-wait on a core
 )
 _CPU_CACHE_TOKENS = 65_536
-"""Size of the KV cache on a CPU in tokens, unless one sequence is longer: other programs need memory, too."""
+"""KV cache size on a CPU in tokens, unless a sequence is longer: other programs need memory, too."""
 _OTHER_ENVIRONMENT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_GRPC_PORT", "SGLANG_RETURN_ORIGINAL_LOGPROB")
-"""Variables that a server must not inherit: the trainer's environment, a port without authentication, and
-log-probs that are not divided by the temperature."""
+"""Variables that servers must not inherit: Python environment, open port, log-probs without temperature."""
 _LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-"""Rank variables of torchrun and ``runtime/distributed.py``. A server that inherited them would join the
-trainer's store, not its own, and wait there for ever."""
+"""Rank variables (torchrun, ``runtime/distributed.py``): a server would join the trainer's store and hang."""
 _CPU_VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    "SGLANG_MAMBA_CONV_DTYPE": "float32",  # a hybrid's, which is bfloat16 otherwise: 5e-5 in a log-prob
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",  # hybrids; the default, bfloat16, costs 5e-5 in a log-prob
 }
 _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-"""Lets a server start whose context is longer than the model's (by ``RESERVED_TOKENS``): no request is."""
+"""Allows a server context above the model's (by ``RESERVED_TOKENS``); no request is that long."""
 _WATCHDOG = "--watchdog-timeout"
 _OVERRIDE = "--json-model-override-args"
 _TEXT_ALONE = "language_model_only"
-"""The field by which SGLang loads no vision tower. Its flag of that name is for other models."""
+"""config.json field that skips the vision tower; SGLang's flag of this name is for other models."""
 _RELEASED_GRAPHS = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
-"""Makes a release of the tag ``cuda_graph`` free the graphs' memory, with a copy on the host; without it
-SGLang accepts the tag and frees nothing."""
+"""Makes a ``cuda_graph`` release free graph memory, with a host copy; otherwise SGLang frees nothing."""
 
 
 def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[str]:
-    """The flags of ``sglang.launch_server`` for one of a recipe's servers."""
+    """Return the ``sglang.launch_server`` flags of a recipe's server ``number``."""
     sglang = config.rollout.sglang
     context = (sglang.context or config.longest_request) + RESERVED_TOKENS
     place = (
@@ -101,12 +98,12 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
     return [
         *place,
         *("--dtype", config.model.dtype),
-        # As in the trainer: logits that are rounded to bfloat16 give other log-probs.
+        # As in the trainer: logits rounded to bfloat16 would change log-probs.
         *((flag(FP32_HEAD),) if config.model.dtype == "bfloat16" else ()),
         *("--tp-size", str(sglang.tensor)),
         *("--mem-fraction-static", str(sglang.memory_fraction)),
         *("--context-length", str(context)),
-        # Not on a CPU: there SGLang answers the release calls without it.
+        # On a CPU SGLang answers the release calls without it.
         *(("--enable-memory-saver",) if cuda and sglang.colocated else ()),
         *(NO_PREFILL_GRAPH if cuda and not _names(sglang.flags, NO_PREFILL_GRAPH[0]) else ()),
         *(_routes(sglang.flags, cuda) if config.rollout.route_replay != "off" else ()),
@@ -116,18 +113,14 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
 
 
 def _routes(own: Sequence[str], cuda: bool) -> list[str]:
-    """The flags of servers that return routes. A recipe's ``own`` choice of a kernel, or of a way between
-    GPUs that has kernels of its own, is kept."""
+    """Return flags of servers that return routes; keeps the recipe's ``own`` kernel or all-to-all choice."""
     chosen = _names(own, ROUTED_KERNEL[0]) or _names(own, "--moe-a2a-backend")
     return [flag(ROUTES), *(ROUTED_KERNEL if cuda and not chosen else ())]
 
 
 def _patience(config: RunConfig) -> list[str]:
-    """The watchdog's flag of servers that wait in place, longer than the longest load of weights; else none.
-
-    SGLang ends a server that has a batch and computes nothing for 300 s, and a batch that waits in place is
-    one (``create_scheduler_watchdog`` in invariant_checker.py).
-    """
+    """Return a watchdog flag above the longest weight load for ``on_update=in_place``, else none. SGLang ends
+    servers whose batch waits for 300 s (``create_scheduler_watchdog`` in invariant_checker.py)."""
     sglang = config.rollout.sglang
     if sglang.on_update != "in_place":
         return []
@@ -136,19 +129,19 @@ def _patience(config: RunConfig) -> list[str]:
 
 
 def _names(flags: Sequence[str], name: str) -> bool:
-    """Whether ``flags`` contain the flag ``name``, with its value as the next item or after an equals sign.
-    Not in ``--cuda-graph-config``: SGLang takes both, and its JSON has precedence."""
+    """Return whether ``flags`` contain flag ``name``, as ``name value`` or ``name=value``. Ignores JSON in
+    ``--cuda-graph-config``: SGLang takes both, and the JSON has precedence."""
     return any(flag.partition("=")[0] == name for flag in flags)
 
 
 def gpus_of(sglang: SglangConfig, number: int) -> range:
-    """The GPUs of a server that the run starts, one per tensor-parallel rank."""
+    """Return the GPUs of the run's server ``number``, one per tensor-parallel rank."""
     first = sglang.first_gpu + number * sglang.tensor
     return range(first, first + sglang.tensor)
 
 
 def more_flags(sglang: SglangConfig) -> list[str]:
-    """The flags that `on_update` needs, and the recipe's own."""
+    """Return the flags that `on_update` needs, then the recipe's flags."""
     in_place = [flag(setting) for setting in IN_PLACE]
     return [*(in_place if sglang.on_update == "in_place" else []), *sglang.flags]
 
@@ -156,7 +149,7 @@ def more_flags(sglang: SglangConfig) -> list[str]:
 def server_command(
     python: Path, hf_path: Path, host: str, port: int, cuda: bool, flags: Sequence[str] = ()
 ) -> list[str]:
-    """The command line of a server that starts with the model in ``hf_path`` as weight version 0."""
+    """Return the command line of a server with the model in ``hf_path`` as weight version 0."""
     overrides = {} if _names(flags, _OVERRIDE) else config_overrides(hf_path)
     return [
         *(str(python), str(_LAUNCHER if cuda else _CPU_LAUNCHER)),
@@ -169,11 +162,9 @@ def server_command(
 
 
 def config_overrides(hf_path: Path) -> dict[str, Any]:
-    """Fields of config.json that a server needs and ``hf_path``'s lacks: those of a hybrid that transformers
-    leaves out, and of a multi-modal model that its text model alone is served.
-
-    ConfigError for a hybrid that SGLang does not serve. Empty if the file cannot be read: SGLang says so.
-    """
+    """Return config.json fields that a server needs and ``hf_path`` lacks: hybrid fields that transformers
+    omits, and the choice of a multi-modal model's text model. Empty for an unreadable config.json, which
+    SGLang reports. Raises ConfigError for a hybrid that SGLang does not serve."""
     try:
         config = json.loads((hf_path / "config.json").read_text())
         family = FAMILIES[config["model_type"]]
@@ -200,7 +191,7 @@ class ServeCommand:
 
 
 def serve(command: ServeCommand, cuda: bool) -> NoReturn:
-    """Replace this process by the server (exec): signals reach it, and its exit code is the command's."""
+    """Replace this process with the server (exec), which so gets its signals and sets its exit code."""
     run = command.run
     python, flags = sglang_python(run.rollout.sglang.python), server_flags(run, cuda=cuda)
     line = server_command(python, run.model.hf_path, command.host, command.port, cuda, flags)
@@ -221,28 +212,25 @@ def server_environment(
     python: Path | None = None,
     host: str | None = None,
 ) -> dict[str, str]:
-    """The environment of a server's process: this one's without the trainer's variables, with its own.
-
-    ``key_file``: of the API key; None: no authentication. ``python``: SGLang's interpreter; None: that of
-    ``sglang_python``, if there is one. ``host``: the address that it listens on, if that is not a loopback
-    address.
-    """
-    # A server ends unless its first requests reach itself (``_execute_server_warmup`` in http_server.py).
+    """Return a server's environment: this process's without the trainer's variables, plus its own.
+    ``threads``: OpenMP threads on a CPU. ``key_file``: API key file, None for no authentication. ``python``:
+    SGLang's interpreter, None for ``sglang_python``'s, if any. ``host``: a non-loopback listening address."""
+    # No proxy: a server ends unless it reaches itself (``_execute_server_warmup`` in http_server.py).
     environment = os.environ | _VARIABLES | without_proxy(host)
     for name in [*_OTHER_ENVIRONMENT, KEY_FILE_VARIABLE, *filter(_is_of_launcher, environment)]:
         environment.pop(name, None)
     if key_file is not None:
         environment[KEY_FILE_VARIABLE] = str(key_file)
     for name in (ALLOCATOR_VARIABLE, "PYTORCH_CUDA_ALLOC_CONF"):
-        if name in environment:  # SGLang's memory saver refuses the trainer's
+        if name in environment:  # SGLang's memory saver refuses the trainer's setting
             items = environment.pop(name).split(",")
             if others := [item for item in items if not item.strip().startswith("expandable_segments:")]:
                 environment[name] = ",".join(others)
     if cuda and colocated:
         environment.setdefault(*_RELEASED_GRAPHS)
     if cuda and (python := python or _installed_python()) is not None:
-        # SGLang and FlashInfer compile kernels by `ninja`, a package of their environment: it is not active.
-        # One that is in PATH keeps its place: /usr/bin must not come before the compilers of a module.
+        # SGLang and FlashInfer compile kernels with `ninja` from their environment, which is not activated.
+        # A folder already in PATH keeps its place: /usr/bin must not precede a module's compilers.
         folders = (environment.get("PATH") or os.defpath).split(os.pathsep)
         own = str(python.parent)
         environment["PATH"] = os.pathsep.join(folders if own in folders else [own, *folders])
@@ -260,9 +248,8 @@ def _is_of_launcher(name: str) -> bool:
 
 
 def sglang_python(given: Path | None = None) -> Path:
-    """The interpreter of SGLang's environment: ``given``, else that of BAPO_SGLANG_PYTHON, else where `make`
-    installs it. Without a GPU that of `make cluster` serves, too, where `make sglang` has made none.
-    ConfigError if there is none."""
+    """Return SGLang's interpreter: ``given``, else BAPO_SGLANG_PYTHON, else `make cluster`'s; without a GPU
+    `make sglang`'s is preferred. Raises ConfigError if there is none."""
     variable = environment_variable(PYTHON_VARIABLE)
     named = given or (Path(variable) if variable else None)
     folders = [Path(name) for name in (_ENVIRONMENTS[1:] if should_have_gpu() else _ENVIRONMENTS)]
@@ -283,17 +270,14 @@ def _installed_python() -> Path | None:
 
 
 class ServerProcess(ChildProcess):
-    """A running server: a process group with a private temporary folder, which ends with this process.
-
-    Its children end with it, too: SGLang's schedulers tie themselves to it only after their imports. Calls
-    block; ``close`` it, also after it has ended by itself.
-    """
+    """A running server: a process group with a private temporary folder, which ends with this process. Its
+    children end with it, even during their imports, before SGLang's schedulers tie themselves to it. Calls
+    block. Call ``close`` also after the server has ended by itself."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:
-        """Start the server; its output is appended to ``log``. OSError if it cannot be started."""
+        """Start the server and append its output to ``log``. Raises OSError if it cannot be started."""
         self.url, self.log = url, log
         self._shared: set[Path] = set()
-        """Its shared-memory files, whose names do not tell their owner."""
         self._cleaning, self._is_clean = threading.Lock(), False
         log.parent.mkdir(parents=True, exist_ok=True)
         self._folder = ServerFolder(environment.get("TMPDIR"))
@@ -306,7 +290,7 @@ class ServerProcess(ChildProcess):
             raise
 
     def wait_ready(self, seconds: float = 300.0) -> None:
-        """Wait until the server is ready. RuntimeError with the end of its log if it ends or is too slow."""
+        """Wait until the server is ready. Raises RuntimeError with its log's end if it ends or is slow."""
         deadline = time.monotonic() + seconds
         while not self.is_ready():
             if self.process.poll() is not None:
@@ -332,13 +316,13 @@ class ServerProcess(ChildProcess):
         except OSError:
             return False
         if is_ready and not self._shared:
-            self._shared = shared_files(self.pid)  # only a living process has them mapped
+            self._shared = shared_files(self.pid)  # only a live process has them mapped
         return is_ready
 
     def close(self) -> None:
         """Kill and reap the server, and remove its temporary folder and shared-memory files."""
         with self._cleaning:
-            # Before the kill: the files are found by the mappings of living processes.
+            # Before the kill: the mappings of live processes show the files.
             self._shared |= shared_files(self.pid)
             super().close()
             if not self._is_clean:
@@ -349,13 +333,13 @@ class ServerProcess(ChildProcess):
                         path.unlink()
 
     def _tail(self) -> str:
-        with self.log.open("rb") as file:  # all starts of a month write to it: gigabytes
+        with self.log.open("rb") as file:  # appended to by every start: it may reach gigabytes
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4000))
             return file.read().decode(errors="replace")
 
 
 def _host() -> str:
-    """The identity of this machine since its boot, 6 characters: several machines may share a folder."""
+    """Return a 6-character identity of this machine's boot, as several machines may share a folder."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -363,28 +347,24 @@ def _host() -> str:
 
 
 _PREFIX = f"bapo-{_host()}-"
-"""Prefix of this machine's folders. Only they are swept: on some network file systems the locks of other
-machines cannot be seen."""
+"""Prefix of this machine's folders, the only ones swept: network file systems may hide others' locks."""
 _UNLOCKED = "bapo-nolock-"
-"""Prefix of folders on a file system without locks. They are never swept: stale ones cannot be told."""
+"""Prefix of folders on a file system without locks, never swept because stale ones cannot be recognized."""
 _LONGEST_BASE = 40
-"""Longest path of the folder's parent. A socket's path has at most 107 bytes: SGLang and Python need 45
+"""Longest path of the folder's parent, in bytes. Socket paths have at most 107: SGLang and Python need 45
 (``sgl_ar_fd_.../rank_...``, ``pymp-.../listener-...``), the folder 21."""
 _YOUNG_S = 60.0
-"""Age under which a folder is not swept: its owner may not have locked it yet."""
+"""Age in seconds under which a folder is not swept: its owner may not have locked it yet."""
 _SHARED = "/dev/shm/sglang_loads_"
-"""Prefix of the shared-memory files with the loads of a server's processes; the rest of a name is random."""
+"""Prefix of shared-memory files with the loads of a server's processes; the suffix is random."""
 
 
 class ServerFolder:
-    """A temporary folder with mode 0700, locked by its owner until ``remove``.
-
-    Making one sweeps the unlocked folders that killed servers have left on this machine.
-    """
+    """A locked temporary folder, mode 0700. Construction sweeps this machine's unlocked (stale) folders."""
 
     def __init__(self, parent: str | None = None) -> None:
-        """``parent``: None for TMPDIR. /tmp replaces a parent whose path is too long for sockets, that does
-        not exist (TMPDIR of a Slurm job's node, inside a container), or that is not writable."""
+        """``parent``: None for TMPDIR. /tmp replaces a parent that is relative, too long for sockets, not
+        writable or missing (a Slurm node's TMPDIR inside a container)."""
         base = parent or environment_variable("TMPDIR") or "/tmp"
         if len(os.fsencode(base)) > _LONGEST_BASE or not os.path.isabs(base):
             base = "/tmp"
@@ -396,7 +376,7 @@ class ServerFolder:
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-        except OSError:  # ENOLCK, ENOSYS: under its name the next sweep would remove it
+        except OSError:  # ENOLCK, ENOSYS: under this name the next sweep would remove it
             os.close(self._lock)
             os.rmdir(self.path)
             self.path = tempfile.mkdtemp(prefix=_UNLOCKED, dir=base)
@@ -409,13 +389,12 @@ class ServerFolder:
         os.set_inheritable(self._lock, True)
 
     def remove(self) -> None:
-        """Remove the folder and its content, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def shared_files(pid: int) -> set[Path]:
-    """The shared-memory files of a server: those that the descendants of process ``pid`` have mapped."""
+    """Return a server's shared-memory files: those mapped by the descendants of process ``pid``."""
     return {
         Path(path) for process in descendants(pid) for path in _mapped(process) if path.startswith(_SHARED)
     }
@@ -428,9 +407,9 @@ def _mapped(pid: int) -> Iterator[str]:
 
 
 def _sweep(base: str) -> None:
-    """Remove this user's stale folders: those that this machine made and no process has locked."""
+    """Remove this user's stale folders: created on this machine and not locked by a process."""
     for path in Path(base).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another process was faster, or it is another user's
+        with suppress(OSError):  # a faster process, or another user's folder
             about = path.lstat()
             if about.st_uid != os.getuid() or time.time() - about.st_mtime < _YOUNG_S:
                 continue

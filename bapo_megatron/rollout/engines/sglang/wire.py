@@ -1,13 +1,12 @@
-"""The wire format of SGLang 0.5.23's ``POST /generate``: encoding of requests, validated decoding of answers.
+"""Wire format of SGLang 0.5.23's ``POST /generate``: request encoding and validated answer decoding.
 
 Log-probs are those of softmax(logits / temperature). Top-p and top-k are always off, because SGLang's
-log-probs would not be those of the truncated distribution.
+log-probs ignore the truncation.
 
-Routes are ``meta_info.routed_experts``, base64 of int32 [tokens, layers, K]. A request asks for them from the
-position that predicts its first token on (``routed_experts_start_len``), so the rows are those of the
-answer's tokens. They are all but a hundredth of an answer: 2,048 characters a token of Qwen3-30B-A3B. So they
-are cut out before JSON is parsed, and packed at once; ``pybase64`` decodes them in a fiftieth of the standard
-library's time.
+Routes are ``meta_info.routed_experts``, base64 of int32 [tokens, layers, K], starting at the position that
+predicts the first answer token (``routed_experts_start_len``): one row per answer token. They fill 99 % of an
+answer, 2,048 characters per token of Qwen3-30B-A3B, so they are cut out before JSON parsing and packed;
+``pybase64`` decodes them 50 times faster than the standard library.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ _NEUTRAL = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""SGLang's defaults. Sent all the same: a server's ``--preferred-sampling-params`` replace what is left out,
-and would truncate or shift the distribution without a word, and without a trace in the log-probs."""
+"""SGLang's defaults, sent because a server's ``--preferred-sampling-params`` replace omitted fields and would
+silently change the distribution, without a trace in the log-probs."""
 
 
 class BadReply(Exception):
-    """An answer that is not a valid generation: ``SglangServer`` raises it as a ServerError."""
+    """An answer is not a valid generation; ``SglangServer`` turns this into ServerError."""
 
 
 def generate_payload(request: GenerateRequest, rid: str) -> bytes:
-    """The body of ``POST /generate``; ``rid`` must be new to the server."""
+    """Return the body of ``POST /generate``; ``rid`` must be new to the server."""
     params = request.params
     about = {
         "rid": rid,
@@ -56,7 +55,7 @@ def generate_payload(request: GenerateRequest, rid: str) -> bytes:
             "temperature": params.temperature,
             "max_new_tokens": params.max_new_tokens,
             "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": not params.stop_token_ids,  # which would ignore stop_token_ids as well
+            "ignore_eos": not params.stop_token_ids,  # True would also ignore stop_token_ids
             "skip_special_tokens": False,
             **_NEUTRAL,
         },
@@ -68,7 +67,7 @@ def generate_payload(request: GenerateRequest, rid: str) -> bytes:
 
 
 def generation_of(request: GenerateRequest, body: bytes) -> Generation:
-    """The generation in an answer to ``request``. BadReply if it is invalid: it must not be trained on."""
+    """Decode the answer to ``request``. Raises BadReply if it is invalid and must not be trained on."""
     routes = None
     try:
         if request.routes is not None:
@@ -97,15 +96,11 @@ def generation_of(request: GenerateRequest, body: bytes) -> Generation:
 def _routes(
     request: GenerateRequest, text: memoryview | None, tokens: int, reason: FinishReason
 ) -> np.ndarray | None:
-    """The routes of an answer; None if it has none. BadReply if they are none of the model.
-
-    Zeros alone are none: nothing was noted, because the server's kernel chooses experts itself
-    (``ROUTED_KERNEL`` in requirements.py). An empty text, and zeros of an abort, are one bad answer:
-    they do not end the run, as an answer without routes does.
-
-    Unknown ones for the tokens of an abort without routes: the request waited in the server's queue, because
-    its cache was full (``_handle_abort_req`` in tokenizer_manager.py).
-    """
+    """Return an answer's routes; None if it has none. Raises BadReply if they do not fit the model. Invalid
+    all-zero routes count as none: the server's kernel chooses experts itself (``ROUTED_KERNEL`` in
+    requirements.py). An answer without routes ends the run; an empty text or an abort's zeros are only one
+    bad answer. An abort with tokens and no routes gets unknown routes: the request waited in the server's
+    queue, because its cache was full (``_handle_abort_req`` in tokenizer_manager.py)."""
     if request.routes is None:
         return None
     if text is None:
@@ -119,7 +114,7 @@ def _routes(
 
 
 def _tokens(rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and log-probs from ``[[log_prob, id, text], ...]``."""
+    """Return token ids and log-probs from ``[[log_prob, id, text], ...]``."""
     return (
         np.fromiter(map(itemgetter(1), rows), np.int32, len(rows)),
         np.fromiter(map(itemgetter(0), rows), np.float32, len(rows)),
@@ -127,7 +122,7 @@ def _tokens(rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _versions(about: Mapping[str, Any], tokens: int) -> np.ndarray:
-    """The weight version of each token, from spans ``{version, start, end}``, or one version for all."""
+    """Return each token's weight version, from spans ``{version, start, end}`` or one version for all."""
     versions_R = np.full(tokens, int(about["weight_version"]), np.int32)
     for span in about.get("weight_versions") or []:
         versions_R[int(span["start"]) : int(span["end"])] = int(span["version"])
@@ -156,7 +151,7 @@ def _problems(request: GenerateRequest, generation: Generation, listed: Any) -> 
 
 
 def _without_routes(body: bytes) -> tuple[bytes, memoryview | None]:
-    """An answer's JSON with an empty string for its routes, and their text; None if it has none."""
+    """Cut the routes out of an answer; returns the remaining JSON and their base64 text or None."""
     match = _ROUTES.search(body)
     if match is None:
         return body, None
@@ -165,7 +160,7 @@ def _without_routes(body: bytes) -> tuple[bytes, memoryview | None]:
 
 
 def decoded_routes(text: memoryview, tokens: int, shape: RouteShape) -> np.ndarray:
-    """The routes of an answer of so many ``tokens``, packed. ValueError if they are none of this model."""
+    """Decode and pack the routes of ``tokens`` tokens. Raises ValueError if they do not fit ``shape``."""
     wide = np.frombuffer(pybase64.b64decode(text, validate=True), np.int32)
     size = tokens * shape.layers * shape.per_token
     if wide.size != size:
@@ -185,10 +180,7 @@ def _unknown_routes(tokens: int, shape: RouteShape) -> np.ndarray:
 
 
 def without_old_routes(generation: Generation) -> Generation:
-    """The generation without the routes of older weights' tokens: a retraction has replaced them.
-
-    The server has computed the prefix again, under the newest weights.
-    """
+    """Return the generation with unknown routes for older weights' tokens, which a retraction recomputed."""
     if generation.routes_R is None or (generation.versions_R == generation.versions_R[-1:]).all():
         return generation
     routes_R = generation.routes_R.copy()
@@ -197,7 +189,7 @@ def without_old_routes(generation: Generation) -> Generation:
 
 
 def _packed(wide: np.ndarray, shape: RouteShape) -> np.ndarray:
-    """The int32 numbers in the type in which routes are stored. ValueError if one does not fit in it."""
+    """Convert int32 expert numbers to the routes' dtype. Raises ValueError if one does not fit."""
     numbers = wide.view(np.uint32)
     if numbers.size and numbers.max() > np.iinfo(shape.dtype).max:
         place = int(numbers.argmax())

@@ -1,4 +1,4 @@
-"""SGLang on a CPU: launcher and stand-in modules with which the unmodified package serves without a GPU.
+"""SGLang on a CPU: a launcher and stand-in modules that let the unmodified package serve without a GPU.
 
-This project imports nothing from here: ``launch.py`` runs in SGLang's own virtual environment.
+This project imports nothing from here: ``launch.py`` runs in SGLang's virtual environment.
 """

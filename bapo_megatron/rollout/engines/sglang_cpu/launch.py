@@ -1,9 +1,8 @@
-"""The CPU launcher of an SGLang server: ``sglang.launch_server`` with stand-ins and API key, same flags.
+"""CPU launcher of an SGLang server: ``sglang.launch_server`` with stand-ins and API key, same flags.
 
-Run by path, in SGLang's environment. The key is in the file that BAPO_SGLANG_API_KEY_FILE names, if any.
-SGLang's worker processes are forked, not spawned: imports, most of a start, are shared. (CUDA would not
-survive a fork.) Of SGLang's models the served one's module is imported alone. Meanwhile no garbage is looked
-for, which took a fifth of a start.
+Run by path, in SGLang's environment; the key is in the file BAPO_SGLANG_API_KEY_FILE, if set. For a faster
+start workers are forked, which shares imports (CUDA would not survive it), only the served model's module is
+imported, and garbage collection, a fifth of a start, is off meanwhile.
 """
 
 import argparse
@@ -13,14 +12,14 @@ import os
 import sys
 from pathlib import Path
 
-import stand_ins  # the folder of this file comes first on the path; so does sgl_kernel
+import stand_ins  # this file's folder, with sgl_kernel, is first on sys.path
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "sglang_launch"))
 
 import access
 
 gc.disable()
-stand_ins.install()  # before anything imports sglang, which fails without them
+stand_ins.install()  # before any sglang import, which fails without them
 key = access.install()
 
 if __name__ == "__main__":
@@ -37,7 +36,7 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    gc.freeze()  # what is imported stays
+    gc.freeze()  # imports stay
     gc.enable()
     try:
         run_server(access.with_key(prepare_server_args(sys.argv[1:]), key))

@@ -1,7 +1,7 @@
-"""Import stand-ins for SGLang 0.5.23 on a CPU: torchvision's operators, and triton, which it never calls.
+"""Stand-ins for SGLang 0.5.23 on a CPU: torchvision's operators, triton, CUDA-only functions.
 
-``launch.py`` installs them in SGLang's own environment, before anything imports ``sglang``. Each only where
-the real one is missing: an environment with CUDA builds has both, also on a machine without a GPU.
+``launch.py`` installs them in SGLang's environment. The real torchvision and triton are kept where they load:
+an environment with CUDA builds has both, even without a GPU.
 """
 
 import importlib.util
@@ -26,15 +26,15 @@ _MODULES = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
 }
-"""The modules of ``sglang.srt.models`` with the architectures that this project trains."""
+"""Modules of ``sglang.srt.models``, by architecture, for the models that this project trains."""
 _HYBRID_FLAGS = (
     *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
     *("--max-mamba-cache-size", "512"),
 )
-"""A CPU has no kernel for snapshots of states. Without them the radix cache has states at the ends of
-sequences alone, and SGLang refuses its overlap schedule. It would allocate states for all free memory."""
+"""Without a CPU kernel for state snapshots the radix cache keeps states only at the ends of sequences, and
+SGLang refuses its overlap schedule. The size limit stops states from filling all free memory."""
 _DISABLED = "SGLANG_DISABLED_MODEL_ARCHS"
-"""Names the modules that SGLang does not import; it is read when the first of them would be."""
+"""Environment variable with the modules that SGLang skips; read on the first model import."""
 
 
 def install() -> None:
@@ -47,11 +47,8 @@ def install() -> None:
 
 
 def import_one_model(model: Path) -> None:
-    """Have SGLang import the module of this model alone, and not all 255: 4 s of a core, of a start's 12.
-
-    All are imported for a model that this project does not train or that cannot be read, which SGLang then
-    says itself, and where the variable is set.
-    """
+    """Let SGLang import only this model's module and not all 255: 4 s of a core, of a start's 12. No effect
+    if the variable is set, this project does not train the model, or config.json cannot be read."""
     served = {_MODULES.get(name) for name in _architectures(model)}
     if served and None not in served:
         models = _package().joinpath("srt/models").glob("*.py")
@@ -59,19 +56,18 @@ def import_one_model(model: Path) -> None:
 
 
 def flags_of(model: Path) -> tuple[str, ...]:
-    """Flags that a model needs on a CPU: of a hybrid those of its states."""
+    """Return the flags that a model needs on a CPU: state-cache flags for a hybrid, else none."""
     return _HYBRID_FLAGS if any(name.startswith("Qwen3_5") for name in _architectures(model)) else ()
 
 
 def _architectures(model: Path) -> list[str]:
-    """The architectures that a model's config.json names; none if it cannot be read."""
     with suppress(OSError, ValueError, AttributeError):
         return json.loads((model / "config.json").read_text()).get("architectures") or []
     return []
 
 
 def unpin() -> None:
-    """Take plain memory for what a server records of each token (routed experts): CUDA alone pins memory."""
+    """Allocate host memory for per-token records (routed experts) unpinned: only CUDA can pin memory."""
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
     def allocate(dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any, *_: Any) -> Any:
@@ -81,7 +77,7 @@ def unpin() -> None:
 
 
 def replace_triton() -> None:
-    """Replace what hybrids call in triton without AMX: the norm with a gate, a shared expert's gate."""
+    """Replace the triton calls of hybrids without AMX: the gated norm and a shared expert's gate."""
     from sglang.kernels.ops.attention.fla import layernorm_gated
     from sglang.kernels.ops.elementwise import elementwise
 
@@ -94,8 +90,8 @@ def replace_triton() -> None:
 
 
 def _torchvision_operators() -> Any:
-    """The two operators that importing torchvision needs. PyPI's CUDA build has them in a library that a CPU
-    build of torch cannot load; where it can, they are torchvision's own."""
+    """Load, or else define, the operators that ``import torchvision`` needs; returns their library or path.
+    A CPU build of torch cannot load the operator library of torchvision's CUDA build on PyPI."""
     spec = importlib.util.find_spec("torchvision")
     for path in Path(spec.origin).parent.glob("_C*.so") if spec and spec.origin else ():
         with suppress(OSError):
@@ -108,7 +104,6 @@ def _torchvision_operators() -> Any:
 
 
 def _package() -> Path:
-    """The folder of SGLang, which is not imported."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("sglang is not installed in this environment")
@@ -116,7 +111,7 @@ def _package() -> Path:
 
 
 def _platform_stubs() -> ModuleType:
-    """SGLang's own stand-in for triton, made for a Mac."""
+    """Load SGLang's stand-in for triton, written for macOS."""
     path = _package() / "_platform_stubs.py"
     spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", path)
     assert spec is not None
@@ -128,7 +123,7 @@ def _platform_stubs() -> ModuleType:
 
 
 def _triton(stubs: Any) -> None:
-    """Install an empty triton, which can be imported, subclassed and asked for its version."""
+    """Install an empty triton, which supports import, subclassing and version queries."""
     sys.meta_path.insert(0, stubs._TritonFinder())
 
     def module(name: str, *classes: str, **attributes: Any) -> None:
@@ -160,7 +155,5 @@ def _triton(stubs: Any) -> None:
 
 
 class _Constant:
-    """``triton.language.constexpr``: holds a value."""
-
     def __init__(self, value: Any = None) -> None:
         self.value = value

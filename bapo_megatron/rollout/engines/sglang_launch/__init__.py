@@ -1,5 +1,4 @@
-"""Launchers of SGLang servers and routers with an API key.
+"""Launchers of SGLang servers and routers with an API key, run by path in SGLang's environment.
 
-``launch.py`` and ``router.py`` are run by path, in SGLang's environment, where this package is not installed:
-so the files here import only the standard library, SGLang and each other.
+That environment lacks this package: files here import only the standard library, SGLang and each other.
 """

@@ -1,7 +1,6 @@
-"""Access to an SGLang server: its API key out of a file, private sockets, and no key in its log.
+"""Access control of an SGLang server process: API key from a file, private sockets, no key in the log.
 
-The launchers of this folder call it in the server's process. SGLang checks the key itself
-(``srt/utils/auth.py``): everything asks for it but paths that begin with /health, /ready or /metrics.
+SGLang checks the key (``srt/utils/auth.py``) on all paths but those beginning with /health, /ready, /metrics.
 """
 
 from __future__ import annotations
@@ -12,15 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import api_key  # this folder comes first on the path
+import api_key  # this folder is first on sys.path
 
 
 def install() -> str | None:
-    """Harden this process: private sockets and files, and an API key that is redacted in the log; returns it.
-
-    There is no key without ``api_key.VARIABLE``. Called at the top of the launcher, because the worker
-    processes that SGLang spawns import the launcher again.
-    """
+    """Make this process's sockets and files private and redact its API key in the log; returns the key, or
+    None without one. Called at a launcher's top level, which SGLang's spawned workers import again."""
     os.umask(0o077)  # SGLang's ZMQ sockets unpickle what they receive: only this user may connect
     if not (named := os.environ.get(api_key.VARIABLE)):
         return None
@@ -30,7 +26,7 @@ def install() -> str | None:
 
 
 def _redacting(make: Callable[..., logging.LogRecord], key: str) -> Callable[..., logging.LogRecord]:
-    """A log record factory without the key: SGLang logs all its settings at start, the key among them."""
+    """Return a log record factory that redacts the key: SGLang logs all settings at start, with the key."""
 
     def redacted(*arguments: Any, **more: Any) -> logging.LogRecord:
         record = make(*arguments, **more)
@@ -46,7 +42,7 @@ def _redacting(make: Callable[..., logging.LogRecord], key: str) -> Callable[...
 
 
 def with_key(arguments: Any, key: str | None) -> Any:
-    """Server settings (``ServerArgs``) that require the key; unchanged if there is none."""
+    """Set the key, if any, in server settings (``ServerArgs``) and return them."""
     if key is not None:
         arguments.api_key = key
     return arguments

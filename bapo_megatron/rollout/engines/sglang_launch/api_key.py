@@ -1,7 +1,4 @@
-"""The API key of a run: its file.
-
-Clients and the servers' launchers share this module.
-"""
+"""API key file of a run: writing and reading, for clients and server launchers."""
 
 from __future__ import annotations
 
@@ -15,31 +12,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 VARIABLE = "BAPO_SGLANG_API_KEY_FILE"
-"""Environment variable that names a key file; a launched server reads its own key's file from it."""
+"""Environment variable with the path of a key file; a launched server reads its key there."""
 
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """An API key and its file; ``repr`` does not show the key."""
+    """An API key, hidden in ``repr``, and its file."""
 
     value: str = field(repr=False)
     path: Path
 
 
 def make_key_file(path: Path) -> None:
-    """Make a key file with 256 random bits, unless there is one: atomically, with mode 0600.
-
-    If several processes try at once, one wins. OSError if the file cannot be written or kept private.
-    """
+    """Write a key file with 256 random bits, atomically and with mode 0600, unless one exists. Of several
+    concurrent processes one wins. Raises OSError if the file cannot be written or kept private."""
     if path.exists():
         return
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "w") as file:
-            os.fchmod(descriptor, 0o600)  # a folder's default ACL may have added to it
+            os.fchmod(descriptor, 0o600)  # a folder's default ACL may have added permissions
             if os.fstat(descriptor).st_mode & 0o077:
                 raise OSError(errno.EOPNOTSUPP, "its file system keeps no modes, so others could read it")
             file.write(secrets.token_urlsafe(32) + "\n")
@@ -53,18 +48,18 @@ def make_key_file(path: Path) -> None:
 
 
 def _give_name(temporary: Path, path: Path) -> None:
-    """Publish the file as ``path``; FileExistsError if there is one already."""
+    """Publish the file as ``path``. Raises FileExistsError if it exists."""
     try:
         os.link(temporary, path)  # unlike a rename, a link never replaces a file
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
-        if not path.exists():  # a file system without links: the last of two that try at once wins
+        if not path.exists():  # a file system without links: the last of two rivals wins
             temporary.rename(path)
 
 
 def read_key_file(path: Path) -> ApiKey:
-    """The key in ``path``. ValueError, without the file's content, if it is invalid or others may read it."""
+    """Read a key file. Raises ValueError, without its content, if it is invalid or others may read it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:

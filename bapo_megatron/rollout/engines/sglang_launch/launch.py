@@ -1,13 +1,13 @@
-"""The launcher of an SGLang server with an API key: ``sglang.launch_server``, same flags.
+"""Launcher of an SGLang server with an API key: ``sglang.launch_server``, same flags.
 
-Run by path, in SGLang's environment. The key is in the file that BAPO_SGLANG_API_KEY_FILE names: in a command
-line every user of the machine could read it. SGLang's worker processes are spawned and import this again.
+Run by path, in SGLang's environment. The key is in the file BAPO_SGLANG_API_KEY_FILE: every user of the
+machine can read command lines. SGLang's spawned worker processes import this file again.
 """
 
 import os
 import sys
 
-import access  # the folder of this file comes first on the path
+import access  # this file's folder is first on sys.path
 
 key = access.install()
 

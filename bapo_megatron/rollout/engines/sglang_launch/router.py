@@ -1,12 +1,12 @@
-"""The launcher of SGLang's router with an API key: ``sglang_router.launch_router``, same flags.
+"""Launcher of SGLang's router with an API key: ``sglang_router.launch_router``, same flags.
 
-Run by path, in SGLang's environment. The key is in the file that BAPO_SGLANG_API_KEY_FILE names: the router
-itself takes a key only in its command line, where every user of the machine could read it.
+Run by path, in SGLang's environment. The key is in the file BAPO_SGLANG_API_KEY_FILE: every user of the
+machine can read command lines, from which the router itself takes its key.
 """
 
 import sys
 
-import access  # the folder of this file comes first on the path
+import access  # this file's folder is first on sys.path
 
 key = access.install()
 

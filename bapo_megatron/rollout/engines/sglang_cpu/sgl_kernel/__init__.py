@@ -1,7 +1,7 @@
-"""The stand-in for sgl-kernel's CPU build, which is not on PyPI: the names that SGLang 0.5.23 imports.
+"""Stand-in for sgl-kernel's CPU build, which is not on PyPI: the names that SGLang 0.5.23 imports.
 
-Of the operators under ``torch.ops.sgl_kernel`` it registers those of hybrids alone (``mamba.py``), so SGLang
-finds no AMX support and takes its plain torch paths. It then calls one of these functions.
+Under ``torch.ops.sgl_kernel`` it registers only the hybrids' operators (``mamba.py``): SGLang then finds no
+AMX support and takes its plain torch paths, which call one function of this file.
 """
 
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ from . import mamba  # noqa: F401  registers operators
 def assign_req_to_token_pool_cpu(
     requests: Any, table: Any, starts: Any, ends: Any, locations: Any, _width: int
 ) -> None:
-    """Write each request's new cache locations into its row of the table, from start to end."""
+    """Write each request's new cache locations into its table row, columns start to end."""
     taken = 0
     for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
         table[row, start:end] = locations[taken : taken + end - start].to(table.dtype)

@@ -1,9 +1,9 @@
-"""The stand-in's operators for hybrids: Gated DeltaNet, its convolution, and gated attention, in plain torch.
+"""Operators of hybrids in plain torch: Gated DeltaNet, its convolution, and gated attention.
 
-Three functions, and seven operators under ``torch.ops.sgl_kernel``, as SGLang 0.5.23 calls them for a model
-of ``srt/models/qwen3_5.py`` on a CPU. A server's memory for the states of its requests has a slot each: the
-convolution's last inputs [slots, channels, width - 1], and the recurrent state [slots, H, V, K] (H value
-heads, K and V the sizes of a key and of a value). The delta rule runs token by token, for toy models:
+Three functions, and seven operators under ``torch.ops.sgl_kernel``, as SGLang 0.5.23 calls them on a CPU for
+``srt/models/qwen3_5.py``. Each request has a state slot in the server: the convolution's last inputs [slots,
+channels, width - 1], and the recurrent state [slots, H, V, K] (H value heads, K and V the key and value
+sizes). The delta rule runs token by token, for toy models:
 
     S <- exp(g) S;  S <- S + beta (v - S k) k^T;  o = S q / sqrt(K)
 
@@ -31,7 +31,7 @@ def causal_conv1d_fn_cpu(
     query_start_loc: Tensor,
     **_other: Any,
 ) -> Tensor:
-    """Convolution of a prefill [channels, tokens], by sequence; each one's last inputs are stored."""
+    """Convolve a prefill [channels, tokens] by sequence; stores each sequence's last inputs."""
     outputs = []
     bounds = query_start_loc.tolist()
     kept = conv_states.shape[-1]
@@ -54,7 +54,7 @@ def causal_conv1d_update_cpu(
     *,
     conv_state_indices: Tensor,
 ) -> Tensor:
-    """Convolution of one new token of each request, [requests, channels]."""
+    """Convolve one new token of each request, [requests, channels]; updates the stored inputs."""
     slots = conv_state_indices.long()
     whole = torch.cat([conv_states[slots].to(x.dtype), x[:, :, None]], dim=2)
     conv_states[slots] = whole[:, :, 1:].to(conv_states.dtype)
@@ -74,7 +74,7 @@ def chunk_gated_delta_rule_cpu(
     head_first: bool,
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, Tensor, None]:
-    """The delta rule over a prefill [1, tokens, heads, size] of sequences, whose states are stored."""
+    """Apply the delta rule to a prefill [1, tokens, heads, size]; stores the sequences' states."""
     assert not head_first
     assert use_qk_l2norm_in_kernel
     out = _delta_rule(q[0], k[0], v[0], g[0], beta[0], initial_state, initial_state_indices, cu_seqlens)
@@ -96,14 +96,14 @@ def _decode(
     softplus_beta: float,
     softplus_threshold: float,
 ) -> Tensor:
-    """The delta rule with its gates, for one new token of each request: [1, requests, heads, size]."""
+    """Apply the gated delta rule to one new token of each request, [1, requests, heads, size]."""
     g, beta = _gates(A_log, a, b, dt_bias)
     states, slots = initial_state_source, initial_state_indices
     return _delta_rule(q[0], k[0], v[0], g[0], beta[0], states, slots, cu_seqlens)[None]
 
 
 def _gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Log of the decay, ``-exp(A_log) softplus(a + dt_bias)``; beta, ``sigmoid(b)``; [1, tokens, heads]."""
+    """Return log decay ``-exp(A_log) softplus(a + dt_bias)`` and beta ``sigmoid(b)``, [1, tokens, heads]."""
     decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return decay[None], torch.sigmoid(b)[None]
 
@@ -150,14 +150,14 @@ def _sigmoid_mul(x: Tensor, gate: Tensor) -> None:
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, head_dim: int) -> Tensor:
-    """RMSNorm of each head with the weight ``1 + w``, [rows of heads, size]."""
+    """RMSNorm of each head with weight ``1 + w``, [rows of heads, size]."""
     heads = x.reshape(-1, head_dim).float()
     heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps)
     return (heads * (1 + weight.float())).to(x.dtype)
 
 
 def _gated_norm(x: Tensor, weight: Tensor, z: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each row, times ``silu(z)``: the norm of a delta rule's output."""
+    """RMSNorm of each row times ``silu(z)``, for the delta rule's output."""
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     return (normed * weight.float() * F.silu(z.float())).to(x.dtype)
 
@@ -171,7 +171,7 @@ def _qk_norm(
 def _qk_norm_with_gate(
     q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each head's query stands before its gate."""
+    """Normalize query and key; in ``q_gate`` each head's query precedes its gate."""
     q, gate = q_gate.reshape(-1, heads, 2 * head_dim).chunk(2, dim=-1)
     return *_qk_norm(q, k, q_weight, k_weight, eps, head_dim), gate.contiguous()
 
@@ -179,7 +179,7 @@ def _qk_norm_with_gate(
 def _split_projections(
     qkvz: Tensor, ba: Tensor, k_heads: int, v_heads: int, k_size: int, v_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v in one, z, b and a out of two projections."""
+    """Split two projections into fused q, k and v; z; b; a."""
     qkv, z = qkvz.split([2 * k_heads * k_size + v_heads * v_size, v_heads * v_size], dim=-1)
     b, a = ba.chunk(2, dim=-1)
     return qkv.contiguous(), z.reshape(-1, v_heads, v_size).contiguous(), b.contiguous(), a.contiguous()

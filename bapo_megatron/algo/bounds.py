@@ -37,7 +37,8 @@ class FloatArray(Protocol):
 @dataclass(frozen=True)
 class BoundsConfig:
     """Settings of the clipping bounds: ranges, target, and the search (Eq. 8, Algorithm 1). Equal start and
-    end make a bound fixed; with both fixed the loss is PPO's.
+    end make a bound fixed; with both fixed the loss is PPO's. Defaults are those of a bare
+    ``BoundsConfig()``; a recipe without ``bounds`` gets ``paper()``.
 
     Section ``algorithm.bounds`` of a recipe; ``ClipLoss`` passes it to the search.
     """

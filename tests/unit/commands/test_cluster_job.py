@@ -275,7 +275,7 @@ def test_settings_hold_what_the_cluster_file_says() -> None:
     found = job().settings()
     assert found["BAPO_LEAD_S"] == "900"
     assert found["BAPO_MOUNTS"] == f"/shared:/shared,/scratch:/scratch,{ROOT}:{ROOT}"
-    assert found["BAPO_HEALTH_FLAGS"] == "--memory-gb 1000 --disk-gb 1700 --clock-s 5"
+    assert found["BAPO_HEALTH_FLAGS"] == "--memory-gb 150 --disk-gb 1700 --clock-s 5"
     assert found["NCCL_DEBUG"] == "WARN"
     assert [group["cpus_per_task"] for group in job().groups()] == [12, 96]
 

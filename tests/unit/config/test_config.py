@@ -71,6 +71,7 @@ def test_a_good_run_passes() -> None:
     altered(GOOD, {"algorithm.old_log_probs": "trainer", "algorithm.importance_cap": 2.0}).check()
     reward = RewardConfig("my.rewards:score", overlong_tokens=199, overlong_penalty=0.1, format_pattern=".*")
     dataclasses.replace(GOOD, reward=reward).check()
+    altered(GOOD, {"rollout.budget_tokens": 100, "rollout.max_staleness": 1}).check()
 
 
 @pytest.mark.parametrize(("last", "steps"), [(True, [0, 2, 3]), (False, [0, 2])])
@@ -100,6 +101,8 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"rollout.group_size": 1}, "group_size=1 must be at least 2"),
         ({"rollout.temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"rollout.segment_tokens": 0}, "segment_tokens=0 must be"),
+        ({"rollout.budget_tokens": 66, "rollout.max_staleness": 2}, "s=66 .*set rollout.max_staleness=3$"),
+        ({"rollout.budget_tokens": 100, "rollout.max_staleness": 0}, "s=100 .*set rollout.max_staleness=1$"),
         ({"rollout.sglang.memory_fraction": 1.0}, "memory_fraction=1.0 must be above 0 and below 1"),
         ({"checkpoint.every": 0}, "checkpoint.every=0 must be"),
         ({"checkpoint.keep_every": 0}, "checkpoint.keep_every=0 must be"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import pickle
 import re
 import time
 from pathlib import Path
@@ -346,6 +348,39 @@ def test_columns_of_json_are_what_they_say(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"of": texts, "call": nested}), path)
     expected = [{"of": {"x": 1}, "call": {"args": {"x": 1}}}, {"of": None, "call": {}}]
     assert read_rows(path) == prepare_reads(path) == [*expected, {"of": [2], "call": {"args": [2]}}]
+
+
+class Attack:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.proof}",)
+
+
+@pytest.mark.parametrize("name", ["arrow.py_extension_type", "pyarrow.py_extension_type", "other"])
+def test_no_pickled_type_of_a_parquet_file_runs(name: str, tmp_path: Path) -> None:
+    """Arrow once unpickled the types that a file names (CVE-2023-47248)."""
+    path, proof = tmp_path / "rows.parquet", tmp_path / "proof"
+    about = {"ARROW:extension:name": name, "ARROW:extension:metadata": pickle.dumps(Attack(proof))}
+    schema = pyarrow.schema([pyarrow.field("prompt", pyarrow.string(), metadata=about)])
+    pyarrow.parquet.write_table(pyarrow.table([["a"]], schema=schema), path)
+    assert read_rows(path) == prepare_reads(path) == [{"prompt": "a"}]
+    assert not proof.exists()
+
+
+def test_no_script_of_a_dataset_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the name of a dataset of the hub, with the script that once loaded it."""
+    folder, proof = tmp_path / "owner/name", tmp_path / "proof"
+    folder.mkdir(parents=True)
+    (folder / "name.py").write_text(f"open({str(proof)!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="source owner/name: no such file"):
+        open_source("owner/name", "train", None)
+    for name in ("owner/name", str(folder / "name.py")):
+        with pytest.raises(RuntimeError, match="scripts are no longer supported"):
+            datasets.load_dataset(name)
+    assert not proof.exists()
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])

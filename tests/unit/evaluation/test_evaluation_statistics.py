@@ -30,6 +30,7 @@ from bapo_megatron.evaluation.scoring import (
     rerun_std,
     score,
     sign_flip_p_value,
+    standard_deviation,
 )
 
 
@@ -117,6 +118,7 @@ def test_the_detectable_difference_by_hand() -> None:
     assert detectable_difference(0.2, 30) == pytest.approx(2.80158 * 0.2 / math.sqrt(30), rel=1e-5)
     assert detectable_difference(0.2, 30) == pytest.approx(0.102, abs=5e-4)
     assert detectable_difference(0.0, 30) is None  # problems that are all alike
+    assert standard_deviation([1.0]) == 0  # of a single problem
 
 
 def test_two_evaluations_of_one_model() -> None:

@@ -24,6 +24,7 @@ from bapo_megatron.types import GenerateRequest, Generation
 from tests.support import accounts
 from tests.support.audit import Audit
 from tests.support.mortal import WAYS, MortalRun
+from tests.support.raw_journal import keep_logs
 from tests.support.sampling import ScriptedEngine, World, mixed, until
 from tests.support.tiers import slow_but
 from tests.support.virtual_time import run_virtually
@@ -143,6 +144,19 @@ async def test_a_start_opens_no_step_file_whose_record_is_in_the_log(
     async with world.sampling(first_step=7):
         await world.train(7)
     assert opened == [5]
+
+
+async def test_old_logs_are_deleted_when_not_needed(tmp_path: Path) -> None:
+    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, max_staleness=1, **SETTINGS)
+    async with world.sampling(rounds=False):
+        for step in range(1, 13):
+            await world.train(step)
+            keep_logs(world.journal, tmp_path / "kept")
+            await world.sampler.checkpointed(step)
+            assert len(list(world.journal.glob("segments-*.log"))) <= 4
+    keep_logs(world.journal, tmp_path / "kept")
+    check_accounts(world, tmp_path / "kept")
+    assert len(steps_in(world.journal)) == 12
 
 
 async def test_old_held_out_results_go_with_the_rollouts_of_their_steps(tmp_path: Path) -> None:

@@ -83,6 +83,20 @@ def test_a_batch_takes_the_fresh_groups_that_were_opened_first(
 ) -> None:
     found = builder(state_of(0, 1, 2, 2), tmp_path, **settings).choose(3, is_last)
     assert (found and [group.number for group in found]) == chosen
+    assert builder(state_of(), tmp_path, **settings).choose(3, is_last=True) == []
+
+
+def test_admission_by_hand() -> None:
+    """S = 1 and B = 3; the engines have the weights of step 2: (S + 1 + 2 - p) B without the open group."""
+    admission = AdmissionController(RolloutConfig(prompts_per_step=3, max_staleness=1), state_of(2))
+    admission.trainer_has(2)
+    assert (admission.room, admission.may_sample) == (0, False)
+    admission.open()
+    assert (admission.room, admission.trainer_waits) == (2 * 3 - 1, True)
+    admission.trainer_has(3)
+    assert (admission.room, admission.trainer_waits) == (1 * 3 - 1, False)
+    admission.trainer_has(4)
+    assert (admission.room, admission.may_sample) == (0, False)
 
 
 def test_failed_scores_and_timeouts_are_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import os
 import runpy
 import sys
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer import preflight
 from bapo_megatron.trainer.preflight import check_logging
-from bapo_megatron.trainer.records.trackers import MlflowTracker, TrackedRun, WandbTracker
+from bapo_megatron.trainer.records.trackers import MlflowTracker, TrackedRun, TrackioTracker, WandbTracker
 
 STEP = {"time/step_s": 2.0, "reward/mean": 0.5, "staleness/16+/tokens": 1.0}
 
@@ -83,6 +84,19 @@ def test_boards_are_told_how_the_run_has_ended(
     MlflowTracker(run).close(end)
     ends = [call.args[1] for call in mlflow.set_terminated.call_args_list]
     assert ends == ([] if end is None else [state])
+
+
+def test_trackio_continues_the_run_of_its_name(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", "")  # set and empty: not set
+    init = MagicMock()
+    module(monkeypatch, "trackio", init=init)
+    tracker = TrackioTracker(run)
+    asked = init.call_args.kwargs
+    assert (asked["project"], asked["name"], asked["resume"]) == ("sums", "demo-01234567", "allow")
+    assert os.environ["TRACKIO_DIR"] == str(run.folder / "trackio")
+    assert tracker.last_step() is None
+    tracker.write(4, STEP)
+    init.return_value.log.assert_called_once_with(STEP, step=4)
 
 
 @pytest.fixture

@@ -266,18 +266,18 @@ def test_two_ranks_end_with_one_message_when_a_checkpoint_fails(tmp_path: Path) 
 def test_lagged_bounds_come_back(whole: Path, tmp_path: Path) -> None:
     """They follow from the update before, which a continuation has not made."""
     lagged = ("--algorithm.bounds.scope=lagged", "--algorithm.bounds.bounds-tokens=None")
-    flags = [f"--rollout.replay={whole}", *lagged, "--steps=4"]
+    flags = [f"--rollout.replay={whole}", *lagged, "--checkpoint.every=3"]
     unbroken, run_dir = tmp_path / "unbroken", tmp_path / "killed"
     finish(start(unbroken, *flags))
     process = start(run_dir, *flags)
-    wait_for_steps(process, run_dir, 3)
+    wait_for_steps(process, run_dir, 4)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     finish(start(run_dir, *flags))
     assert "resume" in [row["kind"] for row in read_jsonl(run_dir / "events.jsonl")]
     assert results(run_dir, "updates.jsonl") == results(unbroken, "updates.jsonl")
     rows = read_jsonl(run_dir / "updates.jsonl")
-    of_first_update = next(row for row in rows if row["step"] == 3)
+    of_first_update = next(row for row in rows if row["step"] == 4)
     assert of_first_update["bapo/clip_high_distance"] != 0  # not searched anew
     for earlier, later in pairwise(rows):  # the bounds exact for one update are those of the next
         exact = earlier["bapo/clip_high"] - earlier["bapo/clip_high_distance"]

@@ -34,12 +34,12 @@ SHARES_SERVERS = (
 APART = (
     *WAITING,
     *(f"tests/e2e/test_{name}.py" for name in ("runs", "interrupts", "extending")),
-    "tests/distributed/test_rehearsal.py",
+    *("tests/distributed/test_rehearsal.py", "tests/distributed/test_other_megatron.py"),
 )
 """Each test takes long, and what several share is made once a session (once.py)."""
 
 FIRST = (
-    "tests/slurm/",
+    *("tests/slurm/", "tests/distributed/test_other_megatron.py", "tests/distributed/test_hybrid_layouts.py"),
     *(f"tests/e2e/test_{name}.py" for name in ("sglang", "chaos", "interrupts")),
     *("tests/te/", "tests/contract/", "tests/distributed/test_rehearsal"),
     *(f"tests/distributed/test_{name}.py" for name in ("layouts", "expert_layouts", "host_optimizer")),

@@ -2,11 +2,11 @@
 
     python unruly_agent.py LOG [in-turn]
 
-It asks three at a time, cancels streams and comes back for them, repeats requests with an idempotency key
-or after a disconnection, and begins again from a summary. What it does follows from the name of its episode,
-so a program that is started again does the same. It notes what it asked and was answered in LOG, against
-which ``agent_accounts.py`` holds the journal. ``in-turn``: it asks one thing at a time. Its reward follows
-from all that it was told. Only the standard library is imported.
+After its first request it asks three at a time, cancels streams and comes back for them, repeats requests
+with an idempotency key or after a disconnection, and begins again from a summary. What it does follows from
+the name of its episode, so a program that is started again does the same. It notes what it asked and was
+answered in LOG, against which ``agent_accounts.py`` holds the journal. ``in-turn``: it asks one thing at a
+time. Its reward follows from all that it was told. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Agent:
         """The reward."""
         talk = [*self._messages]
         critics = {"critic 1": "12+30", "critic 2": "7+55"}
-        asked = [("first", talk), *((name, [_user(text)]) for name, text in critics.items())]
-        with ThreadPoolExecutor(1 if in_turn else None) as threads:
-            first, *said = threads.map(lambda one: self._ask(*one), asked)
+        first = self._ask("first", talk)  # alone: an episode begins with the dataset's prompt
         value = str(eval(first)) if EXPRESSION.fullmatch(first) else "0"
         talk += [{"role": "assistant", "content": first}, _user(value)]
-        second = self._ask("second", talk)
-        third = self._ask("summary", [*self._messages, _user(value)])
-        return zlib.crc32("\n".join([first, *said, second, third]).encode()) % 5 / 4
+        requests = [*((name, [_user(text)]) for name, text in critics.items()), ("second", talk)]
+        with ThreadPoolExecutor(1 if in_turn else None) as threads:
+            said = threads.map(lambda request: self._ask(*request), requests)
+            answers = [first, *said, self._ask("summary", [*self._messages, _user(value)])]
+        return zlib.crc32("\n".join(answers).encode()) % 5 / 4
 
     def _ask(self, name: str, messages: list[dict[str, str]]) -> str:
         """The model's message, however it is asked."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.support.http_server import HTTPServer
 
 
 class Webhook:
@@ -42,12 +44,7 @@ class Webhook:
 
             def log_message(self, *_: Any) -> None: ...
 
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *_: Any) -> None: ...
-
-        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/services/S3CRET"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE
 from bapo_megatron.runtime.http import is_loopback
 from bapo_megatron.trainer.preflight import check_weights
+from tests.support.http_server import HTTPServer
 
 ROOT = Path(__file__).parents[3]
 KEY = "k" * 43
@@ -42,13 +43,14 @@ class Played:
         self.answers |= {"/model_info": (200, about), "/server_info": (200, server)}
         self.about = about
         self.delay_s = 0.0
+        self.stopped = threading.Event()
         self.keys: list[str | None] = []
         """The authorization of each request."""
         played = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                time.sleep(played.delay_s)
+                played.stopped.wait(played.delay_s)
                 status, body = played.answers.get(self.path, (404, {"detail": "Not Found"}))
                 played.keys.append(self.headers.get("Authorization"))
                 is_ours = played.keys[-1] == f"Bearer {played.key}"
@@ -62,12 +64,12 @@ class Played:
             def log_message(self, *_args: Any) -> None:
                 """Into no test's output."""
 
-        self._httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._httpd.daemon_threads = True
+        self._httpd = HTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._httpd.server_port}"
         threading.Thread(target=self._httpd.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
+        self.stopped.set()
         self._httpd.shutdown()
         self._httpd.server_close()
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from bapo_megatron.rollout.weight_sync.broadcast import SendingGroup
 from bapo_megatron.runtime.distributed import bound_store, free_port
 from bapo_megatron.runtime.http import ask
+from tests.support.http_server import HTTPServer
 
 ANSWERS = {
     "/ok": (200, b'{"a": 1}'),
@@ -55,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

@@ -24,7 +24,7 @@ from annotated_types import Ge
 
 from bapo_megatron.config.flags import parse_options
 from bapo_megatron.runtime.files import write_atomically
-from studies.p3o_study.arms import ROOT, STEPS, Arm, Line, arms, prepare_task, run_arm
+from studies.p3o_study.arms import CHAT, ROOT, SUMS, Arm, Line, arms, prepare_problems, prepare_task, run_arm
 from studies.p3o_study.page import page
 
 RESULTS = ROOT / "studies/results/p3o_study"
@@ -52,6 +52,8 @@ def main() -> int:
     )
     write(every)
     if missing:
+        if any(arm.task == CHAT for arm in missing):
+            prepare_problems()
         os.environ.update(STUDY_TASK=str(prepare_task(options.folder.resolve())), OMP_NUM_THREADS="1")
     failed = run_arms(missing, every, options.parallel)
     for arm in failed:
@@ -93,7 +95,7 @@ def write(every: list[Arm]) -> None:
     lines = stored()
     lines |= {arm.name: arm.line() for arm in every if arm.name not in lines and arm.is_done()}
     done = [lines[arm.name] for arm in every if arm.name in lines]
-    head = {"design": "p3o-1", "steps": STEPS}
+    head = {"design": "p3o-1", "steps": SUMS.steps}
     write_atomically(RESULTS.with_suffix(".jsonl"), "".join(f"{json.dumps(one)}\n" for one in (head, *done)))
     write_atomically(RESULTS.with_suffix(".md"), page(done, len(every)))
 

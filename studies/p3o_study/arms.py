@@ -1,4 +1,4 @@
-"""Arms of the study of P3O: P3O, BAPO and GRPO with both means on the second study's task."""
+"""Arms of the study of P3O: P3O, BAPO and GRPO with both means on the second study's task, and on a real model."""
 
 from __future__ import annotations
 
@@ -20,22 +20,39 @@ from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from studies.gpu_study.figures import figures_of, mean, numbers, stale_updates
 
 ROOT = Path(__file__).parents[2]
-RECIPE = Path(__file__).with_name("recipe.py")
 SECOND_STUDY = ROOT / "studies/results/controller_study.jsonl"
+REAL_STUDY = ROOT / "studies/results/real_model_study.jsonl"
 TASK_COMMIT = "f6aa2582"
 TASK = ("policy_study_long", "train_study.jsonl", "eval_study.jsonl")
-STEPS, STALENESS, RATE = 20, 8, 1.7e-4
-SEEDS = range(12)
-LOW = "@0.35"
-"""Suffix of arms at 0.35 of the rate, the best in the second study for every method that it tuned."""
+STALENESS = 8
+SEEDS, REAL_SEEDS = range(12), range(4)
+LOW, REAL = "@0.35", "@real"
+"""Suffixes of arms: at 0.35 of the rate, the best in the second study for every method that it tuned; on
+SmolLM2-135M-Instruct."""
 BOUNDS = {"grpo": grpo(), "paper": dataclasses.replace(paper(), bounds_tokens=256)}
 P3O = ("p3o", "p3o_sequence")
 METHODS = (*P3O, "paper", "grpo", "paper_sequence", "grpo_sequence")
-"""Methods at the full rate. At 0.35 of it P3O alone runs, against the second study's runs."""
+"""Methods at the full rate. At 0.35 of it, and on the real model, P3O alone runs, against the studies' runs."""
 
 Figures = dict[str, float]
 Line = dict[str, Any]
 """A line of the results: arm, method, passes, seed, command and figures."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a method learns: the recipe of its runs, their steps, rate, and steps between checkpoints."""
+
+    recipe: Path
+    steps: int
+    rate: float
+    checkpoint_every: int
+
+
+SUMS = Task(Path(__file__).with_name("recipe.py"), 20, 1.7e-4, 10)
+"""The second study's."""
+CHAT = Task(Path(__file__).with_name("real_recipe.py"), 10, 1.5e-5, 5)
+"""The real model's."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +69,19 @@ class Arm:
         return f"{self.method}-{STALENESS}-seed{self.seed}"
 
     @property
+    def task(self) -> Task:
+        """What it learns."""
+        return CHAT if self.method.endswith(REAL) else SUMS
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """Flags of `bapo train` that say what it is, and not where."""
-        base, _, rate = self.method.partition("@")
+        base, _, suffix = self.method.partition("@")
+        rate = self.task.rate * float(LOW[1:] if suffix == LOW[1:] else 1)
         loss, _, by_sequence = base.partition("_")
         bounds = dataclasses.asdict(BOUNDS.get(loss, BoundsConfig())).items()
         return (
-            *(f"--seed={self.seed}", f"--steps={STEPS}"),
+            *(f"--seed={self.seed}", f"--steps={self.task.steps}"),
             *(f"--algorithm.bounds.{name.replace('_', '-')}={value}" for name, value in bounds),
             f"--algorithm.loss={'clip' if loss in BOUNDS else loss}",
             f"--algorithm.loss-mean={by_sequence or 'token'}",
@@ -67,19 +90,20 @@ class Arm:
                 "--algorithm.updates-per-epoch=4",
                 "--optimizer.warmup-updates=32",
             ),
-            f"--optimizer.lr={RATE * float(rate or 1):.6g}",
-            *("--checkpoint.every=10", f"--evaluation.every={STEPS}", "--evaluation.samples=4"),
+            f"--optimizer.lr={rate:.6g}",
+            f"--checkpoint.every={self.task.checkpoint_every}",
+            *(f"--evaluation.every={self.task.steps}", "--evaluation.samples=4"),
         )
 
     def is_done(self) -> bool:
         """Whether the weights of its last step are evaluated."""
-        return self.run_dir.is_dir() and STEPS in evaluation_means(self.run_dir)
+        return self.run_dir.is_dir() and self.task.steps in evaluation_means(self.run_dir)
 
     def line(self) -> Line:
         """Its line of the results."""
         stale = stale_updates(read_run(self.run_dir))
         shares, chances = numbers(stale, "raised/tokens"), numbers(stale, "raised/probability")
-        found = figures_of(self.run_dir, STEPS) | {
+        found = figures_of(self.run_dir, self.task.steps) | {
             "raised_probability": float(np.nansum(shares * chances) / max(np.nansum(shares), 1e-12)),
             "ess": mean(numbers(stale, "policy/ess")),
         }
@@ -88,7 +112,7 @@ class Arm:
             "method": self.method,
             "passes": STALENESS,
             "seed": self.seed,
-            "command": ["train", RECIPE.name, *self.flags],
+            "command": ["train", self.task.recipe.name, *self.flags],
             "figures": {name: rounded(value) for name, value in found.items()},
         }
 
@@ -99,10 +123,12 @@ def rounded(value: float) -> float | None:
 
 
 def arms(folder: Path) -> list[Arm]:
-    """All arms in the order in which they run: seed by seed at the full rate, then P3O at the lower one."""
+    """All arms in their order: seed by seed at the full rate, then P3O at the lower one and on the real model."""
     full = [(method, seed) for seed in SEEDS for method in METHODS]
     low = [(method + LOW, seed) for seed in SEEDS for method in P3O]
-    return [Arm(method, seed, folder / "arms" / f"{method}-seed{seed}") for method, seed in (*full, *low)]
+    real = [(method + REAL, seed) for method in P3O for seed in REAL_SEEDS]
+    every = (*full, *low, *real)
+    return [Arm(method, seed, folder / "arms" / f"{method}-seed{seed}") for method, seed in every]
 
 
 def run_arm(arm: Arm) -> None:
@@ -113,7 +139,7 @@ def run_arm(arm: Arm) -> None:
     log = os.open(f"{arm.run_dir}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.exit(run(["train", str(RECIPE), f"--run-dir={arm.run_dir}", f"--name={arm.name}", *arm.flags]))
+    sys.exit(run(["train", str(arm.task.recipe), f"--run-dir={arm.run_dir}", f"--name={arm.name}", *arm.flags]))
 
 
 def prepare_task(folder: Path) -> Path:
@@ -130,7 +156,35 @@ def prepare_task(folder: Path) -> Path:
     return task
 
 
+def prepare_problems() -> None:
+    """Prepare the real model's problems, as its study did, where they are missing. SystemExit without the model."""
+    from bapo_megatron.cli import run
+
+    model, data = Path("models/SmolLM2-135M-Instruct"), Path("data/one_digit_reasoned")
+    if not (model / "config.json").is_file():
+        raise SystemExit(f"the real model is not in {model}: `make real-model` fetches it")
+    digits = {"min_digits": 1, "max_digits": 1}
+    tasks = {"chain_sum": {"min_terms": 2, "max_terms": 2, **digits}, "products": digits}
+    common = (
+        *("data", "prepare", "reasoning-gym:chain_sum,products", f"--task-settings={json.dumps(tasks)}"),
+        *("--system-prompt=Think step by step, then write the result.", f"--tokenizer={model}"),
+        "--max-prompt-tokens=64",
+    )
+    held_out = data / "held_out"
+    against = f"--against={held_out / 'data.jsonl'}"
+    parts = {"held_out": ("--size=60", "--seed=1"), "train": ("--size=200", against)}
+    for name, flags in parts.items():
+        if not (data / name / "data.jsonl").exists() and run([*common, *flags, f"--output={data / name}"]):
+            raise SystemExit(f"the problems of {data / name} could not be prepared")
+
+
 def published() -> list[Line]:
-    """The second study's own runs, without those that chose rates or calibrated."""
-    lines = [json.loads(line) for line in SECOND_STUDY.read_text().splitlines()[1:]]
-    return [line for line in lines if line["seed"] in SEEDS]
+    """The second study's own runs and the real model's, without those that chose rates or calibrated."""
+    return [
+        *(line for line in _lines(SECOND_STUDY) if line["seed"] in SEEDS),
+        *({**line, "method": line["method"] + REAL} for line in _lines(REAL_STUDY)),
+    ]
+
+
+def _lines(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]

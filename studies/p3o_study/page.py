@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from studies.gpu_study.page import table
-from studies.p3o_study.arms import LOW, METHODS, P3O, SEEDS, STALENESS, Line, published
+from studies.p3o_study.arms import LOW, METHODS, P3O, REAL, SEEDS, STALENESS, Line, published
 from studies.paired import Effect, holm, p_value, paired_effect
 
 PAIRS = (
@@ -18,6 +18,14 @@ PAIRS = (
     ("p3o_sequence", "grpo_sequence"),
 )
 """The claims: at the rate of the second study, whose gates hold there."""
+REAL_PAIRS = (
+    ("paper", "p3o"),
+    ("p3o", "grpo"),
+    ("p3o", "grpo_sequence"),
+    ("p3o_sequence", "grpo_sequence"),
+    ("p3o_sequence", "p3o"),
+)
+"""What is measured on the real model: its study has no `paper_sequence`."""
 FIGURES = ("mean_reward", "held_out", "entropy_kept")
 LEVEL, MATTERS = 0.05, 0.05
 GATES = (
@@ -44,7 +52,10 @@ updates of each batch (2 passes of 4 mini-batches), learning rate 0.00017, seeds
 **Claims**: the five pairs of the first table, in mean reward over the run, paired by seed, Student's t,
 Holm's correction over all five; a difference matters from {MATTERS:g} on. They are judged only with all
 twelve seeds, and if all gates hold. At 0.35 of the rate two gates of the second study fail (its page), so
-nothing is judged there: P3O's runs are measured against the second study's.
+nothing is judged there: P3O's runs are measured against the second study's. Nor is anything on
+[the real model](real_model_study.md), where four seeds show large differences alone: P3O runs as that study's
+arms did (ten steps, learning rate 1.5e-05), against them; a pair has its seed and the order of the problems in
+common, and not its first batch, because the code between them changed what is sampled.
 
 **Gates** are those of the second study (the entropy at equal reward is on its page, the on-policy ones are of
 its runs), and one for P3O: with an effective sample size of its stale updates above 0.99 it is REINFORCE
@@ -66,6 +77,7 @@ def page(lines: Sequence[Line], arms: int) -> str:
     every = {cell: one for cell, one in then.items() if cell[0] not in METHODS or cell[1] != STALENESS} | now
     claims = _contrasts(every, PAIRS)
     low = _contrasts(every, tuple((one + LOW, other + LOW) for one, other in PAIRS))
+    real = _contrasts(every, tuple((one + REAL, other + REAL) for one, other in REAL_PAIRS))
     gates = [_gate(every, *gate) for gate in GATES]
     parts = [
         "# BAPO, P3O and GRPO on stale data",
@@ -82,6 +94,8 @@ def page(lines: Sequence[Line], arms: int) -> str:
         _table(claims, f"at staleness {STALENESS}"),
         "At 0.35 of the rate, not judged:",
         _table(low, "at 0.35 of the rate"),
+        "On the real model, not judged:",
+        _table(real, "on the real model"),
         "## All arms",
         _means(every),
         "## The second study's methods, now minus then",
@@ -169,7 +183,8 @@ def _words(effect: Effect | None) -> str:
 def _means(every: Every) -> str:
     """A row for each method of the study: means over its seeds."""
     columns = ("mean_reward", "held_out", "entropy_kept", "clipped", "positive_share", "raised_tokens", "ess")
-    names = dict.fromkeys(name + rate for rate in ("", LOW) for pair in PAIRS for name in pair)
+    names = dict.fromkeys(name + suffix for suffix in ("", LOW) for pair in PAIRS for name in pair)
+    names |= dict.fromkeys(name + REAL for pair in REAL_PAIRS for name in pair)
     rows = []
     for name in names:
         row = [f"`{name}`"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from studies.p3o_study.arms import LOW, METHODS, P3O, SEEDS, arms, published
+from studies.p3o_study.arms import METHODS, P3O, REAL, REAL_SEEDS, SEEDS, arms, published
 from studies.p3o_study.page import page
 
 GONE = (
@@ -19,11 +19,11 @@ GONE = (
 
 
 def lines(reward: float = 0.0, ess: float = 0.9) -> list[dict[str, Any]]:
-    """A line of each arm: the second study's, and for P3O those of GRPO with its mean, ``reward`` higher."""
-    known = {line["arm"]: line for line in published()}
+    """A line of each arm: the studies' own, and for P3O those of GRPO with its mean, ``reward`` higher."""
+    known = {(line["method"], line["passes"], line["seed"]): line for line in published()}
     found = []
     for arm in arms(Path("study")):
-        figures = dict(known[arm.name.replace("p3o", "grpo")]["figures"])
+        figures = dict(known[arm.method.replace("p3o", "grpo"), 8, arm.seed]["figures"])
         if arm.method.startswith("p3o"):
             figures |= {"mean_reward": figures["mean_reward"] + reward + 0.001 * (arm.seed % 2), "ess": ess}
         found.append(
@@ -32,16 +32,18 @@ def lines(reward: float = 0.0, ess: float = 0.9) -> list[dict[str, Any]]:
     return found
 
 
-def test_arms_have_the_flags_of_the_second_studys_runs() -> None:
-    every, known = arms(Path("study")), {line["arm"]: line["command"] for line in published()}
-    assert len(every) == len(SEEDS) * (len(METHODS) + len(P3O))
+def test_arms_have_the_flags_of_the_studies_runs() -> None:
+    every = arms(Path("study"))
+    known = {(line["method"], line["passes"], line["seed"]): line["command"] for line in published()}
+    assert len(every) == len(SEEDS) * (len(METHODS) + len(P3O)) + len(P3O) * len(REAL_SEEDS)
     for arm in every:
-        theirs = {flag for flag in known[arm.name.replace("p3o", "grpo")][2:] if not flag.startswith(GONE)}
+        command = known[arm.method.replace("p3o", "grpo"), 8, arm.seed]
+        theirs = {flag for flag in command[2:] if not flag.startswith(GONE)}
         ours = {flag.replace("=p3o", "=clip") for flag in arm.flags}
         bounds = {flag for flag in ours | theirs if flag.startswith("--algorithm.bounds.")}
         assert ours - bounds == theirs - bounds
         assert arm.method.startswith("p3o") or ours == theirs
-    assert (every[-1].method, every[-1].seed) == (P3O[-1] + LOW, SEEDS[-1])
+    assert (every[-1].method, every[-1].seed) == (P3O[-1] + REAL, REAL_SEEDS[-1])
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,7 @@ def test_verdicts_of_a_whole_study(reward: float, said: str) -> None:
     found = page(lines(reward), 96)
     assert said in found
     assert "Not judged" not in found
+    assert f"| `p3o{REAL}` - `grpo{REAL}` | {reward:+.3f}" in page(lines(reward - 0.0005), 104)  # a half of seeds
     assert "| `grpo` | +0.000 (+0.000 to +0.000), 12 seeds |" in found  # now minus then
 
 

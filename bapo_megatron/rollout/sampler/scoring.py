@@ -133,7 +133,9 @@ class FailedScores:
     result counts. If no score succeeds, raises ConfigError in a run's first step once a whole step's groups
     wait (before any update), later RunStopped after retries for ``outage_minutes``. The journal keeps these
     groups without rewards, and a resumed run rescores them. Fewer failed groups than an outage are retried
-    once and then dropped, as are the first groups of an outage.
+    once and then dropped, as are the first groups of an outage. No retry helps a group whose environments all
+    failed: in an outage one such group is dropped at each retry, and the new one in its place shows whether
+    environments work again.
     """
 
     def __init__(self, groups_per_step: int, outage_minutes: float, report: Report) -> None:
@@ -169,7 +171,8 @@ class FailedScores:
             self._since_s = now_s
         is_new = group.number not in self._failed
         self._failed.add(group.number)
-        if self._has_scores and is_last_try and len(self._failed) < self._outage_groups:
+        is_outage = len(self._failed) >= self._outage_groups
+        if self._has_scores and is_last_try and (not is_outage or _is_of_environments(results)):
             return True
         self._waiting[group.number] = group, results
         if not self._has_scores and len(self._waiting) >= self._groups_per_step:
@@ -186,17 +189,22 @@ class FailedScores:
         if not self._has_scores or not self._waiting:  # waiting groups may have been dropped as stale
             return [], False
         is_outage = len(self._failed) >= self._outage_groups
+        _, oldest = next(iter(self._waiting.values()))
         if is_outage and now_s - self._since_s >= self._outage_minutes * 60:
+            advice = (
+                "Mend the environment, then give the same command: it begins new episodes"
+                if _is_of_environments(oldest)
+                else "Mend what scores, then give the same command: the responses are kept, and are scored again"
+            )
             raise RunStopped(
                 f"no response could be scored for {self._outage_minutes:g} minutes (reward.outage_minutes): "
-                f"{self._told}. Nothing was trained on them. Mend what scores, then give the same command: "
-                "the responses are kept, and are scored again"
+                f"{self._told}. Nothing was trained on them. {advice}"
             )
         chosen = [group for group, _ in self._waiting.values()]
         chosen = chosen[:1] if is_outage else chosen
         for group in chosen:
             del self._waiting[group.number]
-        return chosen, not is_outage
+        return chosen, not is_outage or _is_of_environments(oldest)
 
     @property
     def _outage_groups(self) -> int:
@@ -211,9 +219,14 @@ class FailedScores:
         )
 
 
+def _is_of_environments(results: Sequence[RewardResult]) -> bool:
+    """Whether all failed in their episode, which is over."""
+    return all(result.failure == "environment" for result in results)
+
+
 def _all_failed(results: list[RewardResult]) -> str:
     first = results[0]
-    if all(result.failure == "environment" for result in results):
+    if _is_of_environments(results):
         return (
             f"the environment of all {len(results)} responses of the first step failed, the first with\n\n"
             f"{first.detail}\n\nNothing was trained. Mend environment.function or environment.settings, or "

@@ -12,7 +12,7 @@ import pytest
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.reward.pool import Failure, RewardResult
 from bapo_megatron.rollout.sampler.response import Episode, Response
 from bapo_megatron.rollout.sampler.scoring import FailedScores, response_score
 from bapo_megatron.rollout.sampler.state import OpenGroup
@@ -31,6 +31,7 @@ class Judge:
 
     def __init__(self, fails: Fails) -> None:
         self.fails, self.asked = fails, 0
+        self.failure: Failure = "endpoint"
         self.lasts_s: Callable[[int], float] = lambda _prompt: 1
         """From the prompt's number to the seconds of a score."""
 
@@ -38,7 +39,7 @@ class Judge:
         await asyncio.sleep(self.lasts_s(prompt.prompt_id))
         self.asked += 1
         if self.fails(prompt.prompt_id, response):
-            return RewardResult(-2.0, "endpoint", "http://judge: HTTP 503", place="503")
+            return RewardResult(-2.0, self.failure, "http://judge: HTTP 503", place="503")
         score = float(response.startswith("y"))
         return RewardResult(score, score=score)
 
@@ -171,6 +172,30 @@ async def test_an_outage_costs_nothing_if_it_ends(tmp_path: Path) -> None:
     assert event["detail"] == (
         "4 groups in a row have no score, the last for endpoint: http://judge: HTTP 503; tried for 30 minutes"
     )
+
+
+async def test_new_episodes_show_whether_environments_work_again(tmp_path: Path) -> None:
+    """A failed episode is over: to score it again, for ever, would hold the run up until it stops."""
+    engine = ScriptedEngine(answer)
+    one = world(tmp_path, lambda prompt, response: False, engine, outage_minutes=12.0)
+    one.score.failure = "environment"
+    async with one.sampling():
+        await one.train(1)
+        one.score.fails = lambda prompt, response: True
+        assert await one.sampler.next_batch(2, 45) is None
+        assert (4 + 4 + 3) * 3 <= len(engine.asked) <= (4 + 4 + 5) * 3  # a new group each ten seconds
+        one.score.fails = lambda prompt, response: False
+        batch = await one.train(2)
+        assert len(batch.groups) == 4
+        assert batch.metrics["rollout/groups_failed"] == len(engine.asked) / 3 - 8
+        one.score.fails = lambda prompt, response: True
+        steps = 2
+        with pytest.raises(RunStopped, match="HTTP 503.*Mend the environment.*it begins new episodes"):
+            while await one.batch(steps + 1, 800):
+                await one.weights(steps := steps + 1)
+        assert steps < 2 + 12 * 6 / 8  # of at most eight groups beyond a step's four, a group in ten seconds
+        one.kill()
+    check(one)
 
 
 @pytest.mark.parametrize("on_failure", ["leave_out", "value"])

@@ -1,4 +1,4 @@
-"""Arms of the study of P3O: P3O, BAPO and GRPO with both means on the second study's task, and on a real model."""
+"""Arms of the study of P3O: P3O, BAPO and GRPO on the second study's task and on a real model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SmolLM2-135M-Instruct."""
 BOUNDS = {"grpo": grpo(), "paper": dataclasses.replace(paper(), bounds_tokens=256)}
 P3O = ("p3o", "p3o_sequence")
 METHODS = (*P3O, "paper", "grpo", "paper_sequence", "grpo_sequence")
-"""Methods at the full rate. At 0.35 of it, and on the real model, P3O alone runs, against the studies' runs."""
+"""Methods at the full rate. At 0.35 of it and on the real model P3O alone runs, against published runs."""
 
 Figures = dict[str, float]
 Line = dict[str, Any]
@@ -123,7 +123,7 @@ def rounded(value: float) -> float | None:
 
 
 def arms(folder: Path) -> list[Arm]:
-    """All arms in their order: seed by seed at the full rate, then P3O at the lower one and on the real model."""
+    """All arms: seed by seed at the full rate, then P3O at the lower one, then on the real model."""
     full = [(method, seed) for seed in SEEDS for method in METHODS]
     low = [(method + LOW, seed) for seed in SEEDS for method in P3O]
     real = [(method + REAL, seed) for method in P3O for seed in REAL_SEEDS]
@@ -139,7 +139,8 @@ def run_arm(arm: Arm) -> None:
     log = os.open(f"{arm.run_dir}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.exit(run(["train", str(arm.task.recipe), f"--run-dir={arm.run_dir}", f"--name={arm.name}", *arm.flags]))
+    where = (f"--run-dir={arm.run_dir}", f"--name={arm.name}")
+    sys.exit(run(["train", str(arm.task.recipe), *where, *arm.flags]))
 
 
 def prepare_task(folder: Path) -> Path:
@@ -157,7 +158,7 @@ def prepare_task(folder: Path) -> Path:
 
 
 def prepare_problems() -> None:
-    """Prepare the real model's problems, as its study did, where they are missing. SystemExit without the model."""
+    """Prepare the real model's problems, as its study did, if missing. SystemExit without the model."""
     from bapo_megatron.cli import run
 
     model, data = Path("models/SmolLM2-135M-Instruct"), Path("data/one_digit_reasoned")

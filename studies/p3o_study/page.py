@@ -53,9 +53,9 @@ updates of each batch (2 passes of 4 mini-batches), learning rate 0.00017, seeds
 Holm's correction over all five; a difference matters from {MATTERS:g} on. They are judged only with all
 twelve seeds, and if all gates hold. At 0.35 of the rate two gates of the second study fail (its page), so
 nothing is judged there: P3O's runs are measured against the second study's. Nor is anything on
-[the real model](real_model_study.md), where four seeds show large differences alone: P3O runs as that study's
-arms did (ten steps, learning rate 1.5e-05), against them; a pair has its seed and the order of the problems in
-common, and not its first batch, because the code between them changed what is sampled.
+[the real model](real_model_study.md), where four seeds show large differences alone: P3O runs as that
+study's arms did (ten steps, learning rate 1.5e-05), against them; a pair has its seed and the order of the
+problems in common, but not its first batch: the code between them changed what is sampled.
 
 **Gates** are those of the second study (the entropy at equal reward is on its page, the on-policy ones are of
 its runs), and one for P3O: with an effective sample size of its stale updates above 0.99 it is REINFORCE

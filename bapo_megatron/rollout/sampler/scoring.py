@@ -194,7 +194,8 @@ class FailedScores:
             advice = (
                 "Mend the environment, then give the same command: it begins new episodes"
                 if _is_of_environments(oldest)
-                else "Mend what scores, then give the same command: the responses are kept, and are scored again"
+                else "Mend what scores, then give the same command: the responses are kept, and are scored "
+                "again"
             )
             raise RunStopped(
                 f"no response could be scored for {self._outage_minutes:g} minutes (reward.outage_minutes): "

@@ -59,7 +59,9 @@ def test_verdicts_of_a_whole_study(reward: float, said: str) -> None:
     found = page(lines(reward), 96)
     assert said in found
     assert "Not judged" not in found
-    assert f"| `p3o{REAL}` - `grpo{REAL}` | {reward:+.3f}" in page(lines(reward - 0.0005), 104)  # a half of seeds
+    assert f"| `p3o{REAL}` - `grpo{REAL}` | {reward:+.3f}" in page(
+        lines(reward - 0.0005), 104
+    )  # a half of seeds
     assert "| `grpo` | +0.000 (+0.000 to +0.000), 12 seeds |" in found  # now minus then
 
 

@@ -138,7 +138,9 @@ def test_intervals_of_p3o_are_those_of_its_runs_and_of_the_second_studys() -> No
     """At staleness 8 and the full rate BAPO and GRPO ran again; the last table has both, and is not read."""
     ran_again = {("paper", 8), ("grpo", 8), ("paper_sequence", 8), ("grpo_sequence", 8)}
     old = runs(PAGES["studies/results/controller_study.md"])
-    by_arm = {one: found for one, found in old.items() if one not in ran_again} | runs(f"{P3O}.jsonl")
+    real = runs(PAGES["studies/results/real_model_study.md"])
+    by_arm = {(f"{method}@real", passes): found for (method, passes), found in real.items()}
+    by_arm |= {one: found for one, found in old.items() if one not in ran_again} | runs(f"{P3O}.jsonl")
     seen = 0
     for one, other, cells in (row for rows in tables(f"{P3O}.md") for row in rows):
         for head in cells.keys() & FIGURES.keys():

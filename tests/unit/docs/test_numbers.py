@@ -161,6 +161,7 @@ def test_every_figure_names_its_command() -> None:
 FIRST = "studies/results/staleness_study.jsonl"
 SECOND = "studies/results/controller_study.jsonl"
 REAL = "studies/results/real_model_study.jsonl"
+P3O = "studies/results/p3o_study.jsonl"
 Figures = dict[tuple[str, int], dict[int, float]]
 """One figure of a study's own arms: by method and passes, then by seed."""
 
@@ -182,7 +183,7 @@ def _gain(figures: Figures, mine: tuple[str, int], other: tuple[str, int]) -> st
 
 
 def test_every_interval_of_the_results_stands_in_a_table_of_its_study() -> None:
-    pages = "".join((ROOT / file).with_suffix(".md").read_text() for file in (FIRST, SECOND, REAL))
+    pages = "".join((ROOT / file).with_suffix(".md").read_text() for file in (FIRST, SECOND, REAL, P3O))
     intervals = re.findall(
         r"[+-]\d\.\d{3}\s\([+-]\d\.\d{3}\sto\s[+-]\d\.\d{3}\)", (ROOT / "docs/results.md").read_text()
     )

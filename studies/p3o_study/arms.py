@@ -1,4 +1,4 @@
-"""Arms of the study of P3O: P3O, BAPO and GRPO with both means on the second study's task."""
+"""Arms of the P3O study: P3O, BAPO and GRPO with both loss means, on the second study's task."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOW = "@0.35"
 BOUNDS = {"grpo": grpo(), "paper": dataclasses.replace(paper(), bounds_tokens=256)}
 P3O = ("p3o", "p3o_sequence")
 METHODS = (*P3O, "paper", "grpo", "paper_sequence", "grpo_sequence")
-"""Methods at the full rate. At 0.35 of it P3O alone runs, against the second study's runs."""
+"""Methods at the full rate. At 0.35 of it only P3O runs; the second study has the others' runs."""
 
 Figures = dict[str, float]
 Line = dict[str, Any]
@@ -40,7 +40,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Arm:
-    """The run of a method with a seed."""
+    """The run of one method with one seed."""
 
     method: str
     seed: int
@@ -48,12 +48,12 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Its name, as in the second study's results."""
+        """Name of the arm, as in the second study's results."""
         return f"{self.method}-{STALENESS}-seed{self.seed}"
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Flags of `bapo train` that say what it is, and not where."""
+        """Flags of `bapo train` that define the arm, without its paths."""
         base, _, rate = self.method.partition("@")
         loss, _, by_sequence = base.partition("_")
         bounds = dataclasses.asdict(BOUNDS.get(loss, BoundsConfig())).items()
@@ -72,14 +72,14 @@ class Arm:
         )
 
     def is_done(self) -> bool:
-        """Whether the weights of its last step are evaluated."""
+        """Whether the last step's weights are evaluated."""
         return self.run_dir.is_dir() and STEPS in evaluation_means(self.run_dir)
 
     def line(self) -> Line:
-        """Its line of the results."""
+        """The arm's line of the results."""
         stale = stale_updates(read_run(self.run_dir))
         shares, chances = numbers(stale, "raised/tokens"), numbers(stale, "raised/probability")
-        found = figures_of(self.run_dir, STEPS) | {
+        figures = figures_of(self.run_dir, STEPS) | {
             "raised_probability": float(np.nansum(shares * chances) / max(np.nansum(shares), 1e-12)),
             "ess": mean(numbers(stale, "policy/ess")),
         }
@@ -89,24 +89,24 @@ class Arm:
             "passes": STALENESS,
             "seed": self.seed,
             "command": ["train", RECIPE.name, *self.flags],
-            "figures": {name: rounded(value) for name, value in found.items()},
+            "figures": {name: rounded(value) for name, value in figures.items()},
         }
 
 
 def rounded(value: float) -> float | None:
-    """A figure as it is published: five digits; None where the run does not say."""
+    """A figure as published: five digits; None if it is not finite."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def arms(folder: Path) -> list[Arm]:
-    """All arms in the order in which they run: seed by seed at the full rate, then P3O at the lower one."""
+    """All arms in run order: seed by seed at the full rate, then P3O at the lower one."""
     full = [(method, seed) for seed in SEEDS for method in METHODS]
     low = [(method + LOW, seed) for seed in SEEDS for method in P3O]
     return [Arm(method, seed, folder / "arms" / f"{method}-seed{seed}") for method, seed in (*full, *low)]
 
 
 def run_arm(arm: Arm) -> None:
-    """Main function of the process of an arm: `bapo train`, whose output goes to a log beside the run."""
+    """Main function of an arm's process: `bapo train`, whose output goes to a log beside the run."""
     from bapo_megatron.cli import run
 
     arm.run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def run_arm(arm: Arm) -> None:
 
 
 def prepare_task(folder: Path) -> Path:
-    """The folder of the second study's policy and problems, from the commit that ran it."""
+    """Folder of the second study's policy and problems, extracted from the commit that ran it."""
     task = folder / "task"
     if not (task / TASK[-1]).exists():
         task.mkdir(parents=True, exist_ok=True)
@@ -131,6 +131,6 @@ def prepare_task(folder: Path) -> Path:
 
 
 def published() -> list[Line]:
-    """The second study's own runs, without those that chose rates or calibrated."""
+    """Lines of the second study, without its runs for rate selection and calibration."""
     lines = [json.loads(line) for line in SECOND_STUDY.read_text().splitlines()[1:]]
     return [line for line in lines if line["seed"] in SEEDS]

@@ -187,8 +187,8 @@ def rehearse(
     ``workers``: ranks at a time; None: one per core. Raises RuntimeError if the host process dies.
     """
     # A forked child inherits imported modules; Transformer Engine must be installed before megatron.
-    other = layers == "te" or find_spec("transformer_engine") is not None
-    start = "spawn" if other and "megatron" in sys.modules else "fork"
+    reimports = layers == "te" or find_spec("transformer_engine") is not None
+    start = "spawn" if reimports and "megatron" in sys.modules else "fork"
     context: Any = multiprocessing.get_context(start)
     workers = workers or len(os.sched_getaffinity(0))
     results: dict[int, RankResult] = {}

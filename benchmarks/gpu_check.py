@@ -67,7 +67,7 @@ class Section:
 
 
 SECTIONS = (
-    Section("Gated DeltaNet against float64", delta_net.rows, 60),  # compiles and tunes some twenty kernels
+    Section("Gated DeltaNet against float64", delta_net.rows, 60),  # compiles and times some twenty kernels
     Section("Environment", environment.rows, 5),
     Section("Attention kernel against float64", kernel.rows, 15),
     Section("GPU against CPU", parity.rows, 80),

@@ -25,11 +25,11 @@ class ReceiverProcess:
 
     def __init__(self, keep: bool = False) -> None:
         """``keep``: store received tensors for ``weights``."""
-        self._pipe, other = multiprocessing.Pipe()
+        self._pipe, remote = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=_serve, args=(other, keep), daemon=True)
+        self.process = context.Process(target=_serve, args=(remote, keep), daemon=True)
         self.process.start()
-        other.close()
+        remote.close()
         self._one = threading.Lock()
 
     @property

@@ -11,7 +11,7 @@ Chosen here, not in the paper: the model, 64 prompts x 16 responses per step, fo
 batch each, which is staleness 4 as the paper counts (passes x batch / mini-batch), weight decay, steps,
 layout. All GPUs train and sample in turns: while servers sample, the policy is in host memory. By the plan at
 least 10 % of GPU memory stays free in both turns. A server keeps 640 sequence states (51.5 MB each): 5 for
-each of 128 requests, as many as it has responses of a step. No GPU has run a hybrid yet.
+each of 128 requests, its share of a step's responses. No GPU has run a hybrid yet.
 
 Dynamic sampling drops groups with equal rewards and samples others, at most three times the prompts of a step
 in all. A truncated response is scored as it is, wrong without a box, and trained on.

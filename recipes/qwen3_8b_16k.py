@@ -4,8 +4,8 @@ From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset)
 temperature 0.6 of its 8k experiments (section 5.1).
 
 From the model's card: it thinks by default (`enable_thinking` of its chat template), between `<think>` and
-`</think>`, which the response opens itself, at temperature 0.6. A box counts only after `</think>`
-(docs/rewards.md). docs/customize.md shows how to train it without thinking.
+`</think>`, which the response opens itself; the card also advises temperature 0.6 for this mode. A box counts
+only after `</think>` (docs/rewards.md). docs/customize.md shows how to train it without thinking.
 
 Chosen here, not in the paper: the model, responses of 16k tokens (the context is 40,960), 64 prompts x 16
 responses per step, four updates of a quarter of the batch each, which is staleness 4 as the paper counts

@@ -73,7 +73,7 @@ def recipe() -> RunConfig:
 
 
 def score(prompt: Prompt, response: str) -> float:
-    """Reward of 0 or 1 for random weights, equally likely: a group with equal rewards would train nothing."""
+    """Reward of 0 or 1, equally likely for any response: a group with equal rewards would train nothing."""
     return float(zlib.crc32(f"{prompt.prompt_id} {response}".encode()) % 2)
 
 

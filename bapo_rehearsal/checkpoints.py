@@ -2,10 +2,10 @@
 
 They patch the policy's and megatron's checkpoint modules for the whole process.
 
-Which shards this rank writes depends on its DP x CP peers. They hold the same weights, and each the optimizer
-state of the parameters that it owns. Megatron gathers the list of each rank's shards and assigns each shard
-to one of its holders. The lists follow from the placement of the parameters, which every rank knows. Peers in
-other places of EP and ETP hold other experts, of the same sizes: theirs are this rank's under other names.
+The shards that this rank writes depend on its DP x CP peers. They have the same weights, and each has the
+optimizer state of the parameters that it owns. Megatron gathers the shard lists of all ranks and assigns each
+shard to one holder. The lists follow from the parameter placement, which every rank knows. Peers at other EP
+and ETP coordinates have other experts of the same sizes: this rank's, under other names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from checkpoints_tools.formats.distcp import Metadata
 
 
 class _StagedSave:
-    """Stand-in for ``BackgroundSave``: the copies to the host that precede the fork, and no fork."""
+    """Stand-in for ``BackgroundSave``: the host copies that precede the fork, without the fork."""
 
     def __init__(self, request: Any) -> None:
         self.request = request
@@ -59,18 +59,17 @@ class _StagedSave:
 
 
 def rehearse_save(policy: MegatronPolicy) -> Any:
-    """Save of a rehearsed rank: ``staged_save`` on fake process groups, where no peers check or share the
-    work."""
-    # Rank 0 checks the plans of all ranks against each other; its peers' are copies of its own here.
+    """Run ``staged_save`` on fake process groups, without peers that validate or share the work."""
+    # Rank 0 validates the plans of all ranks against each other; here its peers' are copies of its own.
     for check in ("_validate_sharding_for_key", "_validate_objects_for_key"):
-        setattr(validation, check, lambda *_args, **_kwargs: [])  # no errors, which it lists from 0.17 on
+        setattr(validation, check, lambda *_args, **_kwargs: [])  # since 0.17 a list of errors
     planner._validate_global_plan = lambda *_args, **_kwargs: []
     with peer_shard_lists():
         return staged_save(policy)
 
 
 def staged_save(policy: MegatronPolicy) -> Any:
-    """``policy.save`` up to the fork of its writer. Returns the host copies that the writer would hold."""
+    """Run ``policy.save`` up to the fork of its writer. Returns the writer's host copies."""
     module: Any = checkpoint
     module.BackgroundSave = _StagedSave
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +77,7 @@ def staged_save(policy: MegatronPolicy) -> Any:
 
 
 def rehearse_load(policy: MegatronPolicy) -> None:
-    """``policy.load`` from an imaginary checkpoint that has every requested tensor."""
+    """Run ``policy.load`` on an imaginary checkpoint that has every requested tensor."""
     module: Any = checkpoint
     module.dist_checkpointing.load = _return_placeholders
     module._opened = lambda path: StoredCheckpoint(path, Metadata({}, {}), {})
@@ -86,9 +85,9 @@ def rehearse_load(policy: MegatronPolicy) -> None:
 
 
 def _return_placeholders(state: Any, *_: Any, strict: Any = None, **__: Any) -> Any:
-    """Stand-in for ``dist_checkpointing.load``: the state dict with each placeholder replaced by its target.
+    """Stand-in for ``dist_checkpointing.load``: the state dict, its placeholders replaced by their targets.
 
-    With ``strict`` also the missing and the unexpected keys: none.
+    With ``strict`` also returns the missing and the unexpected keys: none.
     """
     factories, _rest = extract_matching_values(
         state, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
@@ -107,7 +106,7 @@ def _target_tensor(value: Any) -> Any:
 
 @contextmanager
 def peer_shard_lists() -> Iterator[None]:
-    """Context manager under which a save is distributed over DP x CP as in a run with all ranks."""
+    """Context manager in which a save is distributed over DP x CP as in a run with all ranks."""
     owned: dict[int, list[ShardedTensor]] = defaultdict(list)
     own_state, determine, gather = (
         optimizer_state._sharded_state,
@@ -156,10 +155,10 @@ def _is_expert(shard: ShardedTensor) -> bool:
 
 
 def _copy_of_experts(rank: int) -> tuple[int, str]:
-    """The index of ``rank`` among the ranks with the same experts; and what tells its experts' keys from this
-    rank's, which is nothing if they are the same.
+    """Index of ``rank`` among the ranks with the same experts, and the suffix of its experts' keys.
 
-    By megatron's order of ranks within a pipeline stage: ETP varies fastest, then EP.
+    The suffix is empty for this rank's experts. megatron's rank order within a stage: ETP varies fastest,
+    then EP.
     """
     places = parallel_state.get_expert_tensor_and_model_parallel_group().size()
     stages = parallel_state.get_pipeline_model_parallel_group().size()
@@ -168,7 +167,7 @@ def _copy_of_experts(rank: int) -> tuple[int, str]:
 
 
 def _states_by_owner(optimizer: Any, model_state: dict[str, Any]) -> dict[int, list[ShardedTensor]]:
-    """Optimizer shards by owner, a rank of DP x CP; without values."""
+    """Optimizer shards by owner (a DP x CP rank), without values."""
     shards = shards_of_parameters(model_state)
     by_owner: dict[int, dict[str, Any]] = defaultdict(dict)
     for placement in placements(optimizer):

@@ -1,7 +1,7 @@
-"""``bapo rehearse``: does a recipe run and fit, by a dry run of its real program.
+"""``bapo rehearse``: dry run of a recipe's real program, which shows whether it runs and fits.
 
-It needs neither a GPU nor weights: ranks run in child processes, some at a time, on fake tensors, which have
-shapes and no data. ConfigError for a recipe that cannot be rehearsed.
+It needs neither a GPU nor weights: child processes run the ranks on fake tensors, which have shapes and no
+data. Raises ConfigError for a recipe that cannot be rehearsed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bapo_rehearsal.results import collective_mismatches, rehearsal_dict, rehear
 
 @dataclass(frozen=True)
 class RehearseCommand:
-    """All flags of ``bapo rehearse``: those of the recipe and its own, without a prefix."""
+    """Flags of ``bapo rehearse``: the recipe's and its own, without a prefix."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     options: Annotated[RehearseOptions, tyro.conf.arg(name="")] = field(default_factory=RehearseOptions)

@@ -1,10 +1,10 @@
-"""Stand-in for the kernels of flash-linear-attention (fla) by which a GPU computes Gated DeltaNet.
+"""Stand-in for flash-linear-attention (fla) kernels, which compute Gated DeltaNet on a GPU.
 
-There is no arithmetic. Forward and backward it allocates, keeps and releases what the launchers of fla-core
-0.6.0 do on a Hopper GPU (``modules/causal_conv1d/ops.py``, ``ops/gated_delta_rule/chunk.py`` and what they
-call), in their order. The states within a document are not kept: the backward pass computes them again.
+It does no arithmetic. It allocates, keeps and releases memory in the order of the fla-core 0.6.0 launchers on
+a Hopper GPU (``modules/causal_conv1d/ops.py``, ``ops/gated_delta_rule/chunk.py`` and their callees). The
+forward pass does not keep chunk states: the backward pass recomputes them.
 
-Shapes: [1, tokens, heads, width]; a document's chunks have ``CHUNK`` tokens, its last one fewer.
+Shapes: [1, tokens, heads, width]. Chunks have ``CHUNK`` tokens; the last one of a document may have fewer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bapo_megatron.policy import delta_net
 from bapo_rehearsal.transformer_engine.extension import observers
 
 FORWARD, BACKWARD = "chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd"
-"""Names by which the rule's passes are reported to the observers, with queries, keys and values."""
+"""Kernel names of the rule's passes, reported to observers with queries, keys and values."""
 
 
 def install() -> None:
-    """Put the stand-in into the place of the policy's rule by kernels, in this process."""
+    """Replace the policy's kernel rule with the stand-in, in this process."""
     delta_net.kernel_rule = kernel_rule
 
 
@@ -36,7 +36,7 @@ def kernel_rule(
     kind: DeltaNet,
     bounds: tuple[int, ...],
 ) -> Tensor:
-    """As ``policy.delta_net.kernel_rule``: convolution, silu and the rule within each document."""
+    """Stand-in for ``policy.delta_net.kernel_rule``: convolution, SiLU and the rule within each document."""
     chunks = sum(-(-(end - start) // CHUNK) for start, end in pairwise(bounds))
     mixed = _Convolution.apply(qkv_TD[None], weight[:, 0], chunks)  # type: ignore[no-untyped-call]
     q, k, v = delta_net._heads(mixed, kind)
@@ -45,10 +45,10 @@ def kernel_rule(
 
 
 def rule_flops(name: str, query: Tensor, value: Tensor) -> int:
-    """FLOPs of the products in one pass of the rule.
+    """FLOPs of the matrix products in one pass of the rule.
 
-    Forward, of each value head and token: 64 (6 k + 4 v) within its chunk, and 6 k v with the state. Backward
-    64 (16 k + 10 v) and 16 k v: the states once more, and the gradients.
+    Forward, per value head and token: 64 (6 k + 4 v) within the chunk, and 6 k v with the state. Backward: 64
+    (16 k + 10 v) and 16 k v, which include recomputed states.
     """
     k, (*rows, v) = query.size(-1), value.shape
     within, state = (6 * k + 4 * v, 6 * k * v) if name == FORWARD else (16 * k + 10 * v, 16 * k * v)
@@ -56,7 +56,7 @@ def rule_flops(name: str, query: Tensor, value: Tensor) -> int:
 
 
 class _Convolution(torch.autograd.Function):
-    """The causal convolution of [1, tokens, channels] by [channels, kernel], and silu."""
+    """Causal convolution of [1, tokens, channels] with [channels, kernel], then SiLU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int) -> Tensor:
@@ -74,7 +74,7 @@ class _Convolution(torch.autograd.Function):
 
 
 class _Rule(torch.autograd.Function):
-    """The rule with queries and keys of length 1, from S = 0; the output is as the values."""
+    """Gated delta rule with queries and keys of L2 norm 1, from S = 0; the output has the values' shape."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunks: int) -> Tensor:
@@ -95,7 +95,7 @@ class _Rule(torch.autograd.Function):
         q, _, k, _, v, sums, beta, _ = ctx.saved_tensors
         _report(BACKWARD, q, k, v)
         dq, dk, *others = _gradients(q, k, v, sums, beta, grad.contiguous(), ctx.chunks)
-        # Of the queries and keys before they had length 1.
+        # Gradients of the queries and keys before normalization.
         dq, dk = torch.empty_like(dq), torch.empty_like(dk)
         return dq, dk, *others, None
 
@@ -103,7 +103,7 @@ class _Rule(torch.autograd.Function):
 def _gradients(
     q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor, grad: Tensor, chunks: int
 ) -> tuple[Tensor, ...]:
-    """Gradients of the rule's inputs; all that has a name here stays until it returns, as in fla."""
+    """Gradients of the rule's inputs. Named buffers stay allocated until it returns, as in fla."""
     wide = (*v.shape[:-1], k.size(-1))
     w, u = k.new_empty(wide), torch.empty_like(v)
     states, v_new = _states(k, v, chunks), torch.empty_like(u)
@@ -121,7 +121,7 @@ def _gradients(
 
 
 def _over_shared(grad: Tensor, like: Tensor) -> Tensor:
-    """Gradients of each value head, summed over those that share a key head."""
+    """Gradients per value head, summed over the value heads that share a key head."""
     if grad.shape == like.shape:
         return grad
     summed: Tensor = grad.unflatten(2, (like.size(2), -1)).sum(3)
@@ -129,7 +129,7 @@ def _over_shared(grad: Tensor, like: Tensor) -> Tensor:
 
 
 def _states(k: Tensor, v: Tensor, chunks: int) -> Tensor:
-    """The state at the start of each chunk, of every value head."""
+    """State at the start of each chunk, for every value head."""
     return k.new_empty(1, chunks, v.size(2), k.size(-1), v.size(-1))
 
 

@@ -1,10 +1,9 @@
-"""Rehearsal of a job: its flags, the layers, ranks and packs that they choose, and a process for each rank.
+"""Rehearsal of a job: flags, choice of layers, ranks and packs, and one process per rank.
 
-A rehearsal patches torch for good. So one host process imports everything once, and forks a process for each
-rank; the caller's process stays unpatched. A rank that fails or is killed is a result with an error.
+A rehearsal patches torch permanently. So one host process imports everything once and forks a process per
+rank; the caller's process stays unpatched. A failed or killed rank yields a result with an error.
 
-ConfigError for a stage or a rank that the layout does not have, for flags that exclude each other, and for
-layers that are not there.
+Raises ConfigError for a stage or rank outside the layout, for conflicting flags, and for missing layers.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Layers = Literal["te", "torch"]
 
 @dataclass(frozen=True)
 class RehearseOptions(GpuOptions):
-    """The flags of ``bapo rehearse`` beside the recipe's."""
+    """Flags of ``bapo rehearse`` besides the recipe's."""
 
     stage: Annotated[int | None, Ge(0)] = None
     """Rehearse the first rank of this pipeline stage. None: of the first, a middle and the last stage."""
@@ -57,7 +56,7 @@ class RehearseOptions(GpuOptions):
     """Write everything as one JSON object into this file."""
 
     def check(self) -> None:
-        """Raise ConfigError for flags that exclude each other, and for a file that cannot be written."""
+        """Raise ConfigError for conflicting flags and for a file that cannot be written."""
         super().check()
         is_set = {
             "--rank": self.rank is not None,
@@ -72,7 +71,7 @@ class RehearseOptions(GpuOptions):
 
 
 def ranks_of(job: Job, options: RehearseOptions) -> list[int]:
-    """The ranks to rehearse. ConfigError for a stage or a rank that the layout does not have."""
+    """Ranks to rehearse. Raises ConfigError for a stage or rank outside the layout."""
     per_stage = job.gpus // job.parallel.pipeline
     if options.all_ranks:
         return list(range(job.gpus))
@@ -89,10 +88,10 @@ def ranks_of(job: Job, options: RehearseOptions) -> list[int]:
 
 
 def packs_of(job: Job, options: RehearseOptions) -> int:
-    """Packs of a rehearsed update: those asked for, else enough for the highest peak.
+    """Packs of a rehearsed update: ``--packs``, or enough for the highest peak.
 
-    A pipeline is full after as many packs as it has stages; the interleaved schedule takes a multiple of
-    them. ``batch.hold_forwards`` keeps the activations of all packs of an update.
+    A pipeline is full after as many packs as stages; the interleaved schedule takes a multiple of them.
+    ``batch.hold_forwards`` keeps the activations of all packs.
     """
     if options.packs is not None:
         return options.packs
@@ -105,13 +104,13 @@ def packs_of(job: Job, options: RehearseOptions) -> int:
 
 
 def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankResult]:
-    """The results of the chosen ranks. ``folder`` has the model's config.json. Progress goes to stderr.
+    """Results of the chosen ranks. ``folder`` contains the model's config.json. Progress goes to stderr.
 
-    It starts processes and takes minutes. A rank that fails is a result with an error, not an exception.
+    Starts processes and takes minutes. A failed rank yields a result with an error, not an exception.
     """
     run = replace(job.run, model=replace(job.run.model, hf_path=folder))
     packs, busiest = packs_of(job, options), job.expert_imbalance
-    few = not options.all_ranks  # of thousands of ranks each prints one line, when it is done
+    few = not options.all_ranks  # with all ranks, each prints only one line, at its end
     requests = [
         RankRequest(run, rank, packs, expert_imbalance=busiest, names_phases=few)
         for rank in ranks_of(job, options)
@@ -127,7 +126,7 @@ def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankR
 
 
 def one_of_each_stage(results: Sequence[RankResult]) -> list[RankResult]:
-    """One rank of each stage: a failed one, else the one with the highest peak."""
+    """One rank per stage: a failed one, otherwise the one with the highest peak."""
     by_stage: dict[int, RankResult] = {}
     for result in sorted(results, key=lambda item: (not item.error, -item.highest)):
         by_stage.setdefault(result.place["stage"], result)
@@ -135,9 +134,9 @@ def one_of_each_stage(results: Sequence[RankResult]) -> list[RankResult]:
 
 
 def choose_layers(asked: Layers | None, dtype: str) -> tuple[Layers, str]:
-    """The layers to rehearse, and a sentence with the reason. ConfigError if ``asked`` ones are missing.
+    """Layers to rehearse, and a sentence with the reason. Raises ConfigError if ``asked`` ones are missing.
 
-    ``asked`` None: those of the run on a GPU, if they can be rehearsed.
+    ``asked`` None: the layers of the run on a GPU, if their sources exist.
     """
     if asked == "torch":
         return "torch", "torch's layers, as asked for"
@@ -156,10 +155,10 @@ def choose_layers(asked: Layers | None, dtype: str) -> tuple[Layers, str]:
 
 
 def prepare_layers(layers: Layers) -> None:
-    """Import everything that a rank needs, before any rank is forked; this process must do nothing else."""
-    # The order of the imports: Transformer Engine asks for a GPU when it is imported, so the fake one comes
-    # first; megatron looks for Transformer Engine when it is imported, so megatron comes last.
-    for name in ("apex", "amp_C"):  # its compiled kernels take no fake tensors
+    """Import all modules of a rank before the first fork; this process must do nothing else."""
+    # Import order: Transformer Engine checks for a GPU on import, so the fake GPU comes first; megatron
+    # checks for Transformer Engine on import, so megatron comes last.
+    for name in ("apex", "amp_C"):  # their compiled kernels reject fake tensors
         sys.modules[name] = None  # type: ignore[assignment]
     if layers == "te":
         from bapo_rehearsal.fake.cuda_device import answer_queries
@@ -171,10 +170,10 @@ def prepare_layers(layers: Layers) -> None:
         answer_queries(lambda: None)
         install(te_folder(), answer_cuda=False)
         accept_fake_tensors()
-    else:  # megatron and the policy find none, also where it is installed
+    else:  # hide an installed Transformer Engine
         for name in ("transformer_engine", "transformer_engine_torch"):
             sys.modules[name] = None  # type: ignore[assignment]
-    from bapo_rehearsal import rank  # noqa: F401  with torch and megatron
+    from bapo_rehearsal import rank  # noqa: F401  imports torch and megatron
 
 
 def rehearse(
@@ -183,13 +182,13 @@ def rehearse(
     workers: int | None = None,
     on_result: Callable[[RankResult], None] = lambda _: None,
 ) -> list[RankResult]:
-    """Rehearse all requests; the results in their order. ``on_result`` is called as each one is done.
+    """Rehearse all requests. Returns results in their order; calls ``on_result`` as each rank ends.
 
-    ``workers`` ranks at a time, None: one for each core. RuntimeError if the host process dies.
+    ``workers``: ranks at a time; None: one per core. Raises RuntimeError if the host process dies.
     """
-    # A fork shares what is imported; Transformer Engine must be installed before megatron is imported.
-    other = layers == "te" or find_spec("transformer_engine") is not None
-    start = "spawn" if other and "megatron" in sys.modules else "fork"
+    # A forked child inherits imported modules; Transformer Engine must be installed before megatron.
+    reimports = layers == "te" or find_spec("transformer_engine") is not None
+    start = "spawn" if reimports and "megatron" in sys.modules else "fork"
     context: Any = multiprocessing.get_context(start)
     workers = workers or len(os.sched_getaffinity(0))
     results: dict[int, RankResult] = {}
@@ -212,15 +211,15 @@ def rehearse(
 def _host(
     requests: Sequence[RankRequest], layers: Layers, workers: int, folder: Path, sender: Connection
 ) -> None:
-    """Host process: import everything, then fork a process for each request, ``workers`` at a time."""
+    """Host process: import everything, then fork a process per request, ``workers`` at a time."""
     die_with_parent()
-    gc.freeze()  # finalizers of the caller's garbage may wait for threads that this process does not have
+    gc.freeze()  # finalizers of the caller's garbage may wait for threads that a fork lacks
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from bapo_megatron.runtime.device import silence_libraries
 
     silence_libraries()
     prepare_layers(layers)
-    gc.freeze()  # before the forks: a rank collects garbage in every phase, and need not scan the imports
+    gc.freeze()  # ranks collect garbage in every phase and need not scan the imports
     running: dict[int, int] = {}
     waiting = list(range(len(requests)))
     while waiting or running:
@@ -235,7 +234,7 @@ def _host(
 
 
 def _fork(request: RankRequest, layers: Layers, path: Path) -> int:
-    """Rehearse one rank in a child, which writes its result to ``path``. Returns its process id."""
+    """Rehearse one rank in a forked child, which writes its result to ``path``. Returns the child's pid."""
     pid = os.fork()
     if pid:
         return pid

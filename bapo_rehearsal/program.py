@@ -1,9 +1,8 @@
-"""Program of one rank, a method for each phase: build, update, weight sync, save, sampling, load.
+"""Program of one rank, one method per phase: build, update, weight sync, save, sampling, load.
 
-The caller orders and measures the phases. The rehearsal runs them on fake tensors; on a real device they give
-the figures that test the rehearsal. Packs are synthetic: the recipe's longest sequences, and one that fills
-the rest, of random token ids that are equal at each call, with a teacher's log-probs in a distillation. Used
-by ``rank.py``.
+The caller orders and measures the phases. The rehearsal runs them on fake tensors; runs on a real device give
+the figures that validate it. Packs are synthetic and equal at each call: random token ids, in the recipe's
+longest sequences and one that fills the rest, with teacher log-probs in a distillation.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from bapo_megatron.types import PackLayout
 from bapo_rehearsal.records import HAND_OVER, SAMPLE, SEARCH, UPDATE
 
 _SHORTEST = 256
-"""Tokens below which the rest of a pack gets no sequence of its own."""
+"""Minimum tokens in the rest of a pack for a sequence of its own."""
 
 
 class RankProgram:
-    """Phases of one rank, as methods, of which ``build`` comes first; process groups must exist.
+    """Phases of one rank, as methods; call ``build`` first. Process groups must exist.
 
-    ``phase`` makes the context manager of a phase from its name, in which the caller measures.
+    ``phase`` maps a phase name to the context manager in which the caller measures the phase.
     """
 
     def __init__(self, config: RunConfig, phase: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -47,7 +46,7 @@ class RankProgram:
         self.policy: MegatronPolicy
 
     def build(self, reader: TensorReader) -> None:
-        """Build the policy with the weights of ``reader``, and the frozen reference of the same shape."""
+        """Build the policy from ``reader``'s weights, and the frozen reference of the same shape."""
         with self._phase("build"):
             self.policy = build_policy(self._config, reader)
         if self._config.algorithm.reference_kl.enabled:
@@ -59,7 +58,7 @@ class RankProgram:
         return full_packs(self._config, self.policy.pack_layout, shape, number)
 
     def update(self, packs: list[MicroBatch], number: int) -> None:
-        """Run update ``number``: log-probs of pi_old and of the reference (once), search, optimizer step."""
+        """Run update ``number``: log-probs of pi_old and reference (first only), search, optimizer step."""
         algorithm = self._config.algorithm
         update_loss = UpdateLoss(algorithm, self._config.batch.hold_forwards, self._config.data.source_names)
         if algorithm.old_log_probs == "trainer" and number == 1:
@@ -75,7 +74,7 @@ class RankProgram:
         gc.collect()
 
     def weight_sync(self) -> None:
-        """Weight sync: weights gathered within the first replica; on rank 0 the buckets of a broadcast."""
+        """Gather weights within the first replica; on rank 0 also fill the buckets of a broadcast."""
         if self.policy.data_rank != 0:
             if self._config.parallel.expert * self._config.parallel.expert_tensor > 1:
                 with self._phase("weight sync"):
@@ -100,7 +99,7 @@ class RankProgram:
         return files
 
     def sample(self) -> None:
-        """Colocated sampling: weight hand-over, offload of the policy, and its reload; else nothing."""
+        """Colocated sampling: weight hand-over, policy offload and reload. Otherwise does nothing."""
         engine, offload = self._config.rollout.engine_config, self._config.parallel.offload
         if not engine.colocated:
             return
@@ -116,7 +115,7 @@ class RankProgram:
                 self.policy.reload()
 
     def _hand_over_weights(self, bucket: int, offload: bool) -> None:
-        """Weight hand-over by IPC: buckets that colocated engines read, with all other state offloaded."""
+        """Hand over weights by IPC, in buckets that colocated engines read; ``offload``: all other state."""
         if offload:
             with self._phase("set aside"):
                 self.policy.offload(keep_weights=True)
@@ -125,7 +124,7 @@ class RankProgram:
             buckets = Buckets(bucket, device, partial(shareable, device=device))
             before = None
             for current in buckets.cut(self.policy.hf_weights()):
-                before = current  # a server may still read it while the next one is made
+                before = current  # a server may still read it while the next bucket is filled
             del before, current
             buckets.release()
 
@@ -135,7 +134,7 @@ class RankProgram:
 
 
 def message_shape(config: RunConfig, tokens: int, hidden: int) -> tuple[int, int, int]:
-    """Shape [tokens / CP / SP, 1, hidden] of a pipeline stage's message for a pack of ``tokens``."""
+    """Shape [tokens / CP / SP, 1, hidden] of a pipeline message for a pack of ``tokens``."""
     p = config.parallel
     return (tokens // p.context // (p.tensor if p.sequence else 1), 1, hidden)
 
@@ -143,8 +142,8 @@ def message_shape(config: RunConfig, tokens: int, hidden: int) -> tuple[int, int
 def full_packs(config: RunConfig, layout: PackLayout, shape: ModelShape, packs: int) -> list[MicroBatch]:
     """``packs`` full packs of this rank: sequences of the longest length, and one that fills the rest.
 
-    All replicas have equal packs. Half of the advantages are negative. Routes are even. ValueError if the
-    packing gives another number of packs.
+    All replicas have equal packs. Half of the advantages are negative. Routes are even. Raises ValueError if
+    packing yields another number of packs.
     """
     lengths = sequence_lengths(config, layout.document_multiple)
     rng = np.random.default_rng(0)
@@ -166,7 +165,7 @@ def full_packs(config: RunConfig, layout: PackLayout, shape: ModelShape, packs: 
 
 
 def sequence_lengths(config: RunConfig, multiple: int) -> list[int]:
-    """Positions of each sequence of a full pack of ``batch.pack_tokens``."""
+    """Positions of each sequence in a full pack of ``batch.pack_tokens``."""
     tokens = config.batch.pack_tokens
     longest = min(config.longest_sequence, tokens) // multiple * multiple
     number, rest = divmod(tokens, longest)
@@ -174,7 +173,7 @@ def sequence_lengths(config: RunConfig, multiple: int) -> list[int]:
 
 
 def even_routes(shape: ModelShape, tokens: int) -> np.ndarray | None:
-    """Routes [tokens, layers, experts of a token] in which all experts come as often; None without."""
+    """Routes [tokens, layers, experts per token] with equal load on all experts; None without experts."""
     if shape.experts is None:
         return None
     stored = RouteShape(shape.layers, shape.experts.per_token, shape.experts.count)

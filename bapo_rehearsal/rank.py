@@ -1,12 +1,11 @@
-"""Rehearsal of one rank: set-up of the fake backend and the meter, then the rank's program under them.
+"""Rehearsal of one rank: set-up of the fake backend and the meter, then the rank's program.
 
-The rank's process must do nothing else: torch stays patched in it. The meter's records become a
-``RankResult``; an error of the program is its error, one of the set-up is raised.
+The process must do nothing else: torch stays patched. The meter's records become a ``RankResult``. An error
+of the program becomes the result's error; an error of the set-up is raised.
 
-How many copies of tokens experts get only real routers would say. The rehearsed rank is taken for the busiest
-of its EP group: each peer sends it ``expert_imbalance`` times the mean, spread evenly over its experts, and
-it spreads what is left over its peers. All sizes of messages and of the experts' inputs follow from these
-numbers, so no router is asked.
+Only real routers know the load of each expert. So the rehearsed rank is assumed to be the busiest of its EP
+group: each peer sends it ``expert_imbalance`` times the mean, spread evenly over its experts, and it spreads
+the rest over its peers. These numbers determine all message sizes and expert input sizes.
 """
 
 from __future__ import annotations
@@ -65,13 +64,13 @@ _LARGEST = 40
 
 
 class FakeWeights:
-    """Weight reader (``TensorReader``) that gives tensors of the model's shapes without values."""
+    """Weight reader (``TensorReader``) that returns tensors of the model's shapes without values."""
 
     def __init__(self, config: RunConfig) -> None:
         self._shapes = hf_tensors(read_model_shape(config.model.hf_path))
 
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """One tensor on the host, or a slice of it; only the slice is allocated."""
+        """Return one tensor on the host, or a slice of it; only the slice is allocated."""
         whole = self._shapes[name]
         cuts = zip(whole, (rows, columns), strict=False)
         shape = [len(range(*cut.indices(size))) for size, cut in cuts]
@@ -79,9 +78,9 @@ class FakeWeights:
 
 
 class RankRehearsal:
-    """Rehearsal of one rank: sets up the fake backend, and runs the rank's program under the meter.
+    """Rehearsal of one rank: sets up the fake backend and runs the rank's program under the meter.
 
-    ``run`` is called once. After an error of the program ``meter`` and ``seconds`` hold what was recorded.
+    Call ``run`` once. ``meter`` and ``seconds`` keep their records after an error of the program.
     """
 
     def __init__(self, request: RankRequest) -> None:
@@ -93,14 +92,14 @@ class RankRehearsal:
         self.program = RankProgram(self.config, self._phase)
 
     def run(self, phases: Callable[[RankRehearsal], None] | None = None) -> None:
-        """Rehearse ``phases``, None: all. Errors of the program propagate; the meter's records stay."""
+        """Rehearse ``phases`` (None: all). Errors of the program propagate; the meter's records stay."""
         request = self.request
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        torch.compiler.set_stance("force_eager")  # torch may have read its environment before
+        torch.compiler.set_stance("force_eager")  # torch may have read its environment already
         os.environ["LOCAL_RANK"] = "0"
         torch.set_num_threads(1)
-        # The order of the set-up: patches of torch; the fake device, which process groups ask for; the
-        # groups, whose names the meter needs; the modes last, since the set-up itself is not metered.
+        # Set-up order: patches of torch; the fake device, which process groups need; the groups, whose
+        # names the meter needs; the modes last, so that the set-up is not metered.
         with ExitStack() as stack:
             repair_torch()
             cuda_functions: Any = nullcontext()
@@ -122,8 +121,8 @@ class RankRehearsal:
             self._names = ModuleNames(self.meter.modules)
             self._names.watch()
             gc.collect()
-            gc.disable()  # cycles are collected between phases, not at random places of the program
-            # The mode entered last is called first: the meter sees a call before the fake mode answers it.
+            gc.disable()  # collect cycles between phases, not at random places of the program
+            # The mode entered last is called first: the meter sees a call before the fake mode handles it.
             for mode in (
                 ListsOfTensors(),
                 cuda_functions,
@@ -136,18 +135,17 @@ class RankRehearsal:
             (phases or RankRehearsal.all_phases)(self)
 
     def all_phases(self) -> None:
-        """All phases in a run's order: build, two updates, weight sync, save, colocated sampling, load."""
+        """All phases in run order: build, two updates, weight sync, save, colocated sampling, load."""
         self.build()
         packs = self.packs()
         make_placeholders(self.program.policy)
-        for number in (1, 2):  # twice: only the second update has Adam's moments from its beginning
+        for number in (1, 2):  # only the second update has Adam's moments from its start
             self.program.update(packs, number)
             label_model_state(self.meter.ledger, self.program.policy)
         del packs
         self.program.weight_sync()
-        files = self.program.save(
-            rehearse_save
-        )  # kept over the sampling: a run's writer may still be at work
+        # Kept during sampling: a run's writer may still be busy.
+        files = self.program.save(rehearse_save)
         self.program.sample()
         for block in self.program.policy._offload.host.blocks:
             _mark(self.meter.ledger, block, OFFLOADED)
@@ -161,7 +159,7 @@ class RankRehearsal:
         self._names.learn(self.program.policy._model)
 
     def packs(self) -> list[MicroBatch]:
-        """The packs of an update, real tensors on the host."""
+        """Packs of an update, real tensors on the host. Sets the meter's chunks and message shape."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             packs = self.program.packs(self.request.packs)
         bounds = packs[0].cu_seqlens
@@ -192,15 +190,15 @@ def rehearse_rank(request: RankRequest, layers: str) -> RankResult:
     error = None
     try:
         rehearsal.run()
-    except BaseException as found:
+    except BaseException as failure:
         if not hasattr(rehearsal, "meter"):
-            raise  # the rehearsal itself cannot be set up
-        error = describe(found, rehearsal.failed_in)
+            raise  # the set-up failed
+        error = describe(failure, rehearsal.failed_in)
     return result_of(rehearsal, layers, error)
 
 
 def result_of(rehearsal: RankRehearsal, layers: str, error: str | None) -> RankResult:
-    """The result of a rehearsal, from its meter."""
+    """Result of a rehearsal, from its meter."""
     request, meter = rehearsal.request, rehearsal.meter
     gpu, highest = _peaks(meter.ledger, request.device)
     return RankResult(
@@ -222,7 +220,7 @@ def result_of(rehearsal: RankRehearsal, layers: str, error: str | None) -> RankR
 
 
 def describe(error: BaseException, phase: str) -> str:
-    """Error text of a failed rank: phase, innermost line of the project and of its libraries, error."""
+    """Error text of a failed rank: phase, innermost lines of the project and its libraries, error."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [
         f"{short_path(frame.filename)}:{frame.lineno}"
@@ -236,7 +234,7 @@ def describe(error: BaseException, phase: str) -> str:
 
 
 def _peaks(ledger: Ledger, device: str) -> tuple[dict[str, Peak], list[Block]]:
-    """Peak memory by phase, and the blocks that were allocated at the highest."""
+    """Peak memory by phase, and the blocks allocated at the highest peak."""
     peaks: dict[str, Peak] = {}
     highest: list[Block] = []
     best = -1
@@ -259,7 +257,7 @@ def _largest(blocks: list[Block]) -> list[LargeTensor]:
 
 
 def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
-    """Label the blocks of weights, gradients, optimizer states, and of the frozen reference on the host."""
+    """Label the blocks of weights, gradients, optimizer states and the reference's host copy."""
     for block in policy._reference.host.blocks if policy._reference is not None else ():
         _mark(ledger, block, REFERENCE)
     for chunk in policy._model:
@@ -279,10 +277,10 @@ def label_model_state(ledger: Ledger, policy: MegatronPolicy) -> None:
 
 
 def make_placeholders(policy: MegatronPolicy) -> None:
-    """Allocate Transformer Engine's placeholders for weight gradients that its products have added up.
+    """Allocate Transformer Engine's placeholders for weight gradients that its GEMMs accumulate.
 
-    Its first backward pass does, but 2.11 asks attributes of weights that autograd has saved, which pass
-    through the hooks of ``marking_saved_activations`` without any.
+    The first backward pass would. But version 2.11 reads attributes of weights that autograd saved, and the
+    hooks of ``marking_saved_activations`` drop them.
     """
     for chunk in policy._model:
         for module in chunk.modules():
@@ -302,8 +300,7 @@ def _mark(ledger: Ledger, tensor: Tensor, kind: str) -> None:
 class ModuleNames:
     """Stack of the modules in their forward pass, innermost last, such as ``decoder.layers.*.mlp``.
 
-    ``watch`` registers hooks for all modules of the process; ``learn`` gives the names, once the model is
-    built.
+    ``watch`` registers hooks for all modules of the process; ``learn`` sets the names of a built model.
     """
 
     def __init__(self, running: list[str]) -> None:
@@ -311,7 +308,7 @@ class ModuleNames:
         self._names: dict[int, str] = {}
 
     def learn(self, chunks: list[Any]) -> None:
-        """Read the module names of the model's chunks. Until then a module is named by its class."""
+        """Read the module names of the model's chunks. Until then a module has its class name."""
         for chunk in chunks:
             while hasattr(chunk, "module"):
                 chunk = chunk.module
@@ -319,21 +316,20 @@ class ModuleNames:
                 self._names[id(module)] = re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
     def watch(self) -> None:
-        """Register forward hooks for all modules of this process."""
         torch_module.register_module_forward_pre_hook(self._enter)
         torch_module.register_module_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: torch.nn.Module, _inputs: Any) -> None:
         self._running.append(self._names.get(id(module)) or type(module).__name__)
 
-    def _leave(self, _one: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+    def _leave(self, _module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
         if self._running:
             self._running.pop()
 
 
 @contextmanager
 def marking_saved_activations(ledger: Ledger) -> Iterator[None]:
-    """Context manager that labels the tensors which autograd saves for a backward pass."""
+    """Context manager that labels tensors that autograd saves for a backward pass."""
 
     def keep(tensor: Tensor) -> Tensor:
         block = ledger.block(tensor) if tensor.layout is torch.strided else None
@@ -346,14 +342,14 @@ def marking_saved_activations(ledger: Ledger) -> Iterator[None]:
 
 
 def parts(whole: int, count: int) -> list[int]:
-    """``whole`` in ``count`` nearly equal parts, larger ones first."""
+    """Split ``whole`` into ``count`` nearly equal integers, larger ones first."""
     return [whole // count + (number < whole % count) for number in range(count)]
 
 
 def spread_copies(imbalance: float, shapes: ShapesFromValues) -> None:
-    """Patch megatron-core's dispatcher: the sizes of its messages are those of the busiest rank.
+    """Patch megatron-core's dispatcher: its message sizes become those of the busiest rank.
 
-    ``shapes``: answers for masks of unknown values, which torch's permutation selects by.
+    ``shapes`` sizes the selections by masks of unknown values in torch's permutation.
     """
     dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
     plain_preprocess, plain_permute = dispatcher.preprocess, token_dispatcher.permute
@@ -372,9 +368,9 @@ def spread_copies(imbalance: float, shapes: ShapesFromValues) -> None:
 
 
 def _tell_sizes(dispatcher: Any, of_experts: Tensor, copies: int, imbalance: float) -> None:
-    """Attach values to what the dispatcher has counted. ``copies``: of the tokens that a rank routes."""
+    """Attach values to the dispatcher's counts. ``copies``: token copies that a rank routes."""
     size, gathered, local = dispatcher.ep_size, dispatcher.tp_size, dispatcher.num_local_experts
-    here = round(copies * min(imbalance, size) / size)  # that each rank sends to this one
+    here = round(copies * min(imbalance, size) / size)  # copies that each rank sends to this one
     own = dispatcher.ep_group.rank() if size > 1 else 0
     sent = parts(copies - here, size - 1) if size > 1 else []
     sent.insert(own, here)

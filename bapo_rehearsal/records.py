@@ -1,6 +1,6 @@
-"""Records of a rehearsal as plain data: the request for a rank, and its metered result.
+"""Records of a rehearsal: the request for a rank and its metered result.
 
-Both can be pickled, since each rank is rehearsed in a process of its own. Sizes are in bytes.
+Both are picklable, since each rank runs in its own process. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from bapo_megatron.config import RunConfig
 
 SEARCH, UPDATE, HAND_OVER, SAMPLE = "bounds search", "update", "hand over", "sample"
 OFFLOADED = "offloaded"
-"""Kind of memory of an offloaded policy's host copies."""
+"""Memory kind of an offloaded policy's host copies."""
 REFERENCE = "reference"
-"""Kind of memory of the frozen reference's host copy."""
+"""Memory kind of the frozen reference's host copy."""
 STEADY_UPDATE = (f"{SEARCH} 2", f"{UPDATE} 2")
-"""Phases of a steady update, which is the second one: its optimizer has its states."""
+"""Phases of a steady update: the second one, whose optimizer states exist."""
 
 
 @dataclass(frozen=True)
 class RankRequest:
-    """Request to rehearse one rank of a recipe whose ``model.hf_path`` has at least a config.json."""
+    """Request to rehearse one rank of a recipe; ``model.hf_path`` needs only a config.json."""
 
     config: RunConfig
     rank: int
     packs: int
-    """Packs of an update on each replica."""
+    """Packs per update on each replica."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """``cpu``: the program as it runs on gloo, to compare with real ranks."""
+    """``cpu``: the program as it runs on gloo, for comparison with real ranks."""
     expert_imbalance: float = 1.0
-    """Copies of tokens that this rank's experts get, as a multiple of the mean over EP."""
+    """Token copies routed to this rank's experts, as a multiple of the mean over EP."""
     names_phases: bool = False
     """Print each phase on stderr as it begins."""
 
@@ -40,7 +40,7 @@ class RankRequest:
 
     @property
     def place(self) -> dict[str, int]:
-        """The rank's coordinates in the layout: megatron numbers TP first, then CP, DP and PP."""
+        """The rank's coordinates in the layout. megatron numbers TP first, then CP, DP and PP."""
         p = self.config.parallel
         rest, place = self.rank, {}
         for name, size in (("tensor", p.tensor), ("context", p.context), ("data", p.data or 1)):
@@ -54,20 +54,20 @@ class Call:
 
     op: str
     group: str
-    """The group by its kind of parallelism: TP, CP, ..."""
+    """Kind of parallelism of the group: TP, CP, ..."""
     ranks: tuple[int, ...]
     size: int
-    """Bytes of the whole message: the gathered one, or the one before a reduction is scattered."""
+    """Bytes of the whole message: after a gather, before a reduce-scatter."""
     dtype: str
     device: str
     peer: int | None
-    """The other rank of a send or recv, the source of a broadcast."""
+    """The other rank of a send or recv; the source of a broadcast."""
     line: str
     phase: str
 
 
 class Wait(NamedTuple):
-    """Place of a host wait, the key of its count: phase, kind of read, line of the program."""
+    """Key of a host-wait count: phase, kind of read, program line."""
 
     phase: str
     what: str
@@ -84,10 +84,10 @@ class Peak:
 
 @dataclass(frozen=True)
 class LargeTensor:
-    """Tensors of one shape and origin that are allocated at a peak, counted together, for the page."""
+    """Tensors of one shape and origin that are allocated at a peak, counted together."""
 
     size: int
-    """Bytes of all of them."""
+    """Total bytes."""
     count: int
     shape: tuple[int, ...]
     dtype: str
@@ -98,7 +98,7 @@ class LargeTensor:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Metered result of one rank, by phase of its program; sizes in bytes."""
+    """Metered result of one rank, by phase; sizes in bytes."""
 
     rank: int
     place: dict[str, int]
@@ -106,10 +106,10 @@ class RankResult:
     """The rehearsed layers: te or torch."""
     packs: int
     gpu: dict[str, Peak] = field(default_factory=dict)
-    """Peaks of the GPU's memory by phase."""
+    """Peak GPU memory by phase."""
     host: dict[str, Peak] = field(default_factory=dict)
     largest: list[LargeTensor] = field(default_factory=list)
-    """The largest tensors at the highest peak, grouped by where they come from."""
+    """The largest tensors at the highest peak, grouped by origin."""
     flops: dict[str, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     waits: dict[Wait, int] = field(default_factory=dict)
@@ -117,18 +117,18 @@ class RankResult:
     seconds: dict[str, float] = field(default_factory=dict)
     kernels: int = 0
     error: str | None = None
-    """Why the rank failed, with phase, file and line; None if it did not."""
+    """Phase, file, line and message of the rank's failure; None without one."""
 
     @property
     def peak_phase(self) -> str:
-        """The phase with the highest peak of the GPU's memory."""
+        """Phase with the highest GPU memory peak."""
         return max(self.gpu, key=lambda phase: self.gpu[phase].size)
 
     @property
     def highest(self) -> int:
-        """Bytes of the highest peak of the GPU's memory."""
+        """Highest GPU memory peak, in bytes."""
         return max((peak.size for peak in self.gpu.values()), default=0)
 
     def update_waits(self) -> dict[Wait, int]:
-        """Host waits of a steady update, with its search."""
+        """Host waits of a steady update and its search."""
         return {wait: n for wait, n in self.waits.items() if wait.phase in STEADY_UPDATE}

@@ -1,10 +1,10 @@
-"""Results of a rehearsal: deadlocks, verdict, text page and JSON. Pure functions on the ranks' results.
+"""Results of a rehearsal: deadlocks, verdict, text page and JSON. Pure functions of the ranks' results.
 
-Each rank is rehearsed alone, so a rank that would hang on the cluster continues here. The first call in which
-two members of a group differ is where they would deadlock. Sends are matched with the other rank's receives.
+Each rank runs alone, so a rank that would hang on the cluster completes here. Members of a group would
+deadlock at the first call in which they differ. Sends are matched with the other rank's receives.
 
-To the memory of the rehearsed ranks the verdict adds the reserve and the colocated servers of the plan's
-estimate. JSON: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, and each rank.
+The verdict adds the reserve and the colocated servers' memory of the plan's estimate to the measured peaks.
+JSON: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, and each rank.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from bapo_rehearsal.records import (
 
 _POINT_TO_POINT = ("send", "recv")
 _OWN_SIZES = ("alltoall", "alltoall_base")
-"""Collectives to which each rank brings as much as it has."""
+"""Collectives whose message sizes differ between ranks."""
 _PASSES = (UPDATE, SEARCH, "old log-probs", "reference log-probs")
-"""Beginnings of phases that are passes over packs, where activations come and go."""
+"""Prefixes of phases that are passes over packs, which allocate and free activations."""
 _STEADY = ("weights", "gradients", "optimizer")
 _KINDS = (*_STEADY, "activations", "communication", "passing")
 _MOST_LINES = 40
 
 
 def collective_mismatches(results: Sequence[RankResult]) -> list[str]:
-    """Deadlocks: one line for each rank that deviates in a group, and each pair with unmatched messages."""
+    """Deadlocks: one line per rank that deviates in a group, and per pair with unmatched messages."""
     calls = {result.rank: result.calls for result in results}
     return [*_groups(calls), *_pairs(calls)]
 
@@ -106,7 +106,7 @@ def _pairs(calls: Mapping[int, Sequence[Call]]) -> Iterator[str]:
 
 
 def rehearsal_verdict(results: Sequence[RankResult], job: Job, mismatches: Sequence[str] = ()) -> Verdict:
-    """Verdict on the rehearsed ranks. ``mismatches``: lines of ``collective_mismatches``."""
+    """Verdict on the rehearsed ranks. ``mismatches``: lines from ``collective_mismatches``."""
     return Verdict(tuple(_misfits(results, job)), tuple(mismatches))
 
 
@@ -120,9 +120,9 @@ def _misfits(results: Sequence[RankResult], job: Job) -> Iterator[str]:
 
 
 def needed(result: RankResult, phase: str, job: Job) -> float:
-    """GPU memory that a phase of a rank needs: its peak + the plan's reserve + a colocated server's memory.
+    """GPU bytes that a rank needs in a phase: its peak + the plan's reserve + a colocated server's memory.
 
-    The reserve is for the CUDA context and NCCL's buffers, and in passes for allocator fragmentation.
+    The reserve covers the CUDA context, NCCL buffers and, in passes over packs, allocator fragmentation.
     """
     peak, fragments = result.gpu[phase], 0.0
     if phase.startswith(_PASSES):
@@ -131,20 +131,20 @@ def needed(result: RankResult, phase: str, job: Job) -> float:
 
 
 def server_bytes(job: Job, stage: int, phase: str) -> float:
-    """GPU memory of a colocated server in a phase: what it never releases; in the hand-over also its weights;
-    in sampling also its KV cache."""
+    """GPU bytes of a colocated server in a phase: what it never releases; plus its weights in the hand-over,
+    or its weights and KV cache in sampling."""
     memory = stage_memory(job, stage)
     return memory.kept + {HAND_OVER: memory.reading, SAMPLE: memory.serving}.get(phase, 0.0)
 
 
 def node_bytes(results: Sequence[RankResult], job: Job) -> float:
-    """Host memory of a node whose ranks all need as much as the rank with the highest peak."""
+    """Host bytes of a node if each of its ranks needs as much as the rank with the highest peak."""
     highest = max((peak.size for result in results for peak in result.host.values()), default=0)
     return float(highest * job.gpus_on_node)
 
 
 def rehearsal_text(results: Sequence[RankResult], job: Job, notes: Sequence[str] = ()) -> str:
-    """The whole page of a rehearsal. ``notes`` are lines of the verdict beside the limits of memory."""
+    """Whole page of a rehearsal. ``notes``: lines of the verdict besides the memory limits."""
     first = results[0]
     title = (
         f"{job.run.name}: {layout_name(job)}, {job.gpus} GPUs ({job.gpu.name}), layers: {first.layers}, "
@@ -209,7 +209,7 @@ def _collectives(result: RankResult) -> Iterator[str]:
     yield "collectives by phase and group: calls, bytes of the whole message"
     rows = []
     for row in collectives(result):
-        if row["ranks"] > 1 and not row["phase"].endswith(" 1"):  # the second update is like the first
+        if row["ranks"] > 1 and not row["phase"].endswith(" 1"):  # the second update repeats the first
             group = f"{row['group']} of {row['ranks']}"
             rows.append([row["phase"], group, row["op"], f"{row['count']:,}", f"{row['gb']:.3f} GB"])
     yield from aligned(rows, left=3)
@@ -233,7 +233,7 @@ def _verdict(results: Sequence[RankResult], job: Job, notes: Sequence[str]) -> l
 
 
 def rehearsal_dict(results: Sequence[RankResult], job: Job, mismatches: Sequence[str] = ()) -> dict[str, Any]:
-    """The rehearsal as plain numbers. ``peak_gb`` and the waits are the highest of any rank."""
+    """The rehearsal as a JSON-ready dict. ``peak_gb`` and the waits are maxima over the ranks."""
     verdict = rehearsal_verdict(results, job, mismatches)
     phases = list(dict.fromkeys(phase for result in results for phase in result.gpu))
     return {
@@ -282,7 +282,7 @@ def _kinds(peaks: Mapping[str, Peak]) -> dict[str, dict[str, float]]:
 
 
 def collectives(result: RankResult) -> list[dict[str, Any]]:
-    """A rank's collectives by phase, group and kind of call, with count and bytes."""
+    """A rank's collectives by phase, group and operation, with count and size in GB."""
     counts: Counter[tuple[str, str, int, str]] = Counter()
     sizes: Counter[tuple[str, str, int, str]] = Counter()
     for call in result.calls:
@@ -296,7 +296,7 @@ def collectives(result: RankResult) -> list[dict[str, Any]]:
 
 
 def model_flops(result: RankResult, job: Job) -> float:
-    """Model FLOPs of this GPU, 6 N D / model-parallel size: N parameters that a token passes, D tokens of the
+    """Model FLOPs of this GPU: 6 N D / model-parallel size, with N active parameters and D tokens in the
     packs."""
     tokens = result.packs * job.run.batch.pack_tokens
     return 6.0 * active_parameters(job.shape) * tokens / job.parallel.model_size

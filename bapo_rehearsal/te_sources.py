@@ -1,7 +1,7 @@
-"""Sources of Transformer Engine's Python package that the rehearsal and ``tests/te`` run, by version.
+"""Sources of Transformer Engine's Python package for the rehearsal and ``tests/te``, by version.
 
-``make te-sources`` fetches them, to a place outside of every environment: without the compiled part they
-break the import of megatron-core.
+``make te-sources`` downloads them to a folder outside every environment: without the compiled part they break
+the import of megatron-core.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.device import environment_variable
 
 VERSIONS = ("2.11.0", "2.20.2")
-"""The last that megatron-core 0.16.1 asks for (>=2.9, <2.12), and that of 0.19.2, which asks for none."""
+"""The latest for megatron-core 0.16.1 (>=2.9, <2.12), and the one tested with 0.19.2, which pins none."""
 
 _REPOSITORY = Path(__file__).parents[1]
 
 
 def te_version() -> str:
-    """The version that is rehearsed: the one that was tested with the installed megatron-core."""
+    """Version to rehearse: the one tested with the installed megatron-core."""
     before_0_17, newer = VERSIONS
     return before_0_17 if metadata.version("megatron-core").startswith("0.16.") else newer
 
 
 def te_folder() -> Path:
-    """Folder of that version's sources. ConfigError if it is missing."""
+    """Folder with the sources of ``te_version()``. Raises ConfigError if it is missing."""
     return find_sources(te_version())
 
 
 def find_sources(version: str) -> Path:
-    """The folder that holds the package ``transformer_engine`` of ``version``.
+    """Folder that contains the package ``transformer_engine`` of ``version``.
 
-    It is ``VERSION`` in the folder that BAPO_TE_SOURCES names, by default ``.te`` of the repository; else
-    that of the package that is installed, if it is of this version. ConfigError if neither is there.
+    Searches ``version`` in BAPO_TE_SOURCES (default: ``.te`` in the repository), then the installed package
+    if its version matches. Raises ConfigError if neither exists.
     """
     folder = Path(environment_variable("BAPO_TE_SOURCES") or _REPOSITORY / ".te") / version
     if (folder / "transformer_engine/__init__.py").is_file():

@@ -1,4 +1,4 @@
-"""Benchmark of a step of ours against one of TRL's GRPOTrainer, in CPU seconds a sampled token.
+"""Benchmark of our step against a step of TRL's GRPOTrainer, in CPU seconds per sampled token.
 
     make trl                                  # TRL into .venv-trl, a folder of its own
     make real-model                           # for --models real, SmolLM2-135M-Instruct: about 9 GB of memory
@@ -6,10 +6,10 @@
     python -m benchmarks.against_trl --models real --updates 1 --rounds 2 --warm-up 0 --results trl_135m
     python -m benchmarks.against_trl --quick --rounds 1
 
-Both sides have a process each (``against_trl_sides.py``), one thread and the same core, and make a step in
-turns: the other waits meanwhile. CPU time and not the clock, because it depends less on what else the machine
-does. Before the first step both must agree on the log-probs of the same sequences and on GRPO's loss; else
-nothing is timed. Writes benchmarks/results/against_trl.md after each round.
+Each side has a process (``against_trl_sides.py``), one thread and the same core, and they make steps in
+turns. CPU time depends less than the clock on other load. Before the first step both must agree on the
+log-probs of the same sequences and on GRPO's loss; otherwise nothing is timed. Writes
+benchmarks/results/against_trl.md after each round.
 """
 
 from __future__ import annotations
@@ -47,39 +47,39 @@ NAMES = {"demo": "The demo's policy (0.23 M parameters)", "real": "SmolLM2-135M-
 PROMPTS_PER_STEP = {"demo": 4, "real": 1}
 
 LOG_PROB_LIMIT, LOSS_LIMIT = 1e-4, 1e-5
-"""Largest differences of the two sides, in nats, with which a timing says anything."""
+"""Largest differences between the sides for a valid timing, in nats."""
 
 SMALLEST_PART = 0.01
-"""Part of a step from which on a phase has a ratio: CPU time of other processes comes in ticks of 10 ms."""
+"""Smallest share of a step with which a phase gets a ratio: CPU time of other processes ticks at 10 ms."""
 
 END = "<|never|>"
-"""The end token of both: its id lies outside of the model's vocabulary, so that no response ends early."""
+"""End token of both: its id is outside the model's vocabulary, so that no response ends early."""
 
 _END_S = 120
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of a side cost."""
+    """Cost of one step of a side."""
 
     cpu_s: dict[str, float]
     tokens: int
     prompt_tokens: int
 
     def per_token(self, phase: str | None = None) -> float:
-        """CPU microseconds a sampled token, of a phase or of all."""
+        """CPU microseconds per sampled token, of a phase or of the step."""
         seconds = sum(self.cpu_s.values()) if phase is None else self.cpu_s.get(phase, 0.0)
         return 1e6 * seconds / self.tokens
 
 
 @dataclass
 class Case:
-    """A model and a number of updates a step: the agreement of both sides, then their steps in turns."""
+    """A model and a number of updates per step: the agreement of both sides, then their steps in turns."""
 
     model: str
     settings: Settings
     warm_up: int = 0
-    """Rounds before those that count."""
+    """Rounds before the measured ones."""
     log_prob_gap: float = 0.0
     loss_gap: float = 0.0
     ours: list[Step] = field(default_factory=list)
@@ -93,19 +93,19 @@ class Case:
         return self.log_prob_gap <= LOG_PROB_LIMIT and self.loss_gap <= LOSS_LIMIT
 
     def costs(self, side: Side) -> Step:
-        """What the next step of a side costs."""
-        found = side.step()
-        self.peak_mib[side.name] = found["peak_mib"]
-        return Step(found["cpu_s"], found["tokens"], found["prompt_tokens"])
+        """Make the next step of a side. Returns its cost."""
+        cost = side.step()
+        self.peak_mib[side.name] = cost["peak_mib"]
+        return Step(cost["cpu_s"], cost["tokens"], cost["prompt_tokens"])
 
     def ratios(self, phase: str | None = None) -> list[float]:
-        """TRL's cost over ours, of the two steps of each round."""
+        """TRL's cost over ours, for the two steps of each round."""
         pairs = zip(self.ours, self.trl, strict=True)
         return [theirs.per_token(phase) / own.per_token(phase) for own, theirs in pairs]
 
 
 class Side:
-    """The process of one side, a context manager. RuntimeError, with the end of its output, if it fails."""
+    """Process of one side, a context manager. Raises RuntimeError with the end of its output if it fails."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self._log = name, settings.folder / f"{name}.log"
@@ -149,17 +149,17 @@ class Side:
         return self.answer()
 
     def step(self) -> dict[str, Any]:
-        """Make a step; what it cost."""
+        """Make a step. Returns its cost."""
         self._pipe.send("step")
-        found: dict[str, Any] = self.answer()
-        return found
+        cost: dict[str, Any] = self.answer()
+        return cost
 
     def end(self) -> None:
         self._pipe.send(None)
 
 
 def prepared_model(source: Path, folder: Path, positions: int) -> Path:
-    """A copy of a model whose end token is never sampled, with room for ``positions`` tokens."""
+    """Copy of a model with room for ``positions`` tokens and an end token that is never sampled."""
     from transformers import AutoTokenizer
 
     shutil.copytree(source, folder)
@@ -178,7 +178,7 @@ def prepared_model(source: Path, folder: Path, positions: int) -> Path:
 
 
 def random_batch(model: Path, settings: Settings) -> Batch:
-    """Random sequences and advantages of both signs, as many as a micro-batch holds."""
+    """Random sequences and advantages of both signs, one micro-batch in size."""
     generator = np.random.default_rng(0)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     count, tokens = settings.micro_batch, settings.response_tokens
@@ -191,7 +191,7 @@ def random_batch(model: Path, settings: Settings) -> Batch:
 
 
 def compare(case: Case, ours: Side, trl: Side) -> None:
-    """Differences of log-probs, and of the loss at ratios of which about a third are clipped."""
+    """Store the largest log-prob difference, and that of the loss at ratios of which a third are clipped."""
     batch = random_batch(case.settings.model, case.settings)
     log_probs = ours.ask("log_probs", batch)
     case.log_prob_gap = float(np.abs(log_probs - trl.ask("log_probs", batch)).max())
@@ -201,7 +201,7 @@ def compare(case: Case, ours: Side, trl: Side) -> None:
 
 
 def measure(case: Case, rounds: int, done: Callable[[], None]) -> None:
-    """Steps in turns, after the check. Fills in the case; calls ``done`` after each round that counts."""
+    """Run the check, then steps in turns. Fills in the case; calls ``done`` after each measured round."""
     with Side("ours", case.settings) as ours, Side("trl", case.settings) as trl:
         sides = (ours, trl)
         for side in sides:
@@ -224,9 +224,9 @@ def measure(case: Case, rounds: int, done: Callable[[], None]) -> None:
 
 
 def section(case: Case) -> str:
-    """A case's part of the page; without figures, if the sides do not agree."""
-    one = case.settings
-    head = f"## {NAMES[case.model]}, {one.updates} update{'s' * (one.updates > 1)} a step\n"
+    """A case's part of the page; without figures if the sides disagree."""
+    run = case.settings
+    head = f"## {NAMES[case.model]}, {run.updates} update{'s' * (run.updates > 1)} a step\n"
     agreement = (
         "Agreement before the timing: log-probs of the same tokens differ by at most "
         f"{case.log_prob_gap:.1e}\nnats, the loss of the same batch by {case.loss_gap:.1e}."
@@ -236,7 +236,7 @@ def section(case: Case) -> str:
     tokens = case.ours[0].tokens
     lines = [
         head,
-        f"{one.prompts_per_step} prompts of {one.group_size} responses, {tokens:,} sampled tokens a step "
+        f"{run.prompts_per_step} prompts of {run.group_size} responses, {tokens:,} sampled tokens a step "
         f"({case.trl[0].tokens:,} of TRL).",
         f"Rounds: {len(case.ours)}, after {case.warm_up} that did not count.",
         agreement,
@@ -254,7 +254,7 @@ def section(case: Case) -> str:
 
 
 def row(case: Case, name: str, phase: str | None) -> str:
-    """A phase's line; without a ratio, where it is less than a hundredth of a side's step."""
+    """A phase's table row; without a ratio if it is less than a hundredth of a side's step."""
     sides = (case.ours, case.trl)
     cells = [spread([step.per_token(phase) for step in steps]) for steps in sides]
     parts = [median(step.per_token(phase) / step.per_token() for step in steps) for steps in sides]
@@ -263,7 +263,7 @@ def row(case: Case, name: str, phase: str | None) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and range; a dash for what never cost anything."""
+    """Median and range; a dash if all values are 0."""
     if not max(values):
         return "-"
     digits = 0 if median(values) >= 100 else 1 if median(values) >= 10 else 2
@@ -276,7 +276,7 @@ def memory(peaks: dict[str, float]) -> str:
 
 
 def page(cases: Sequence[Case], command: str, versions: str, today: str) -> str:
-    one = cases[0].settings
+    run = cases[0].settings
     sections = "\n".join(map(section, cases))
     return f"""# A step of ours and one of TRL's GRPOTrainer
 
@@ -288,9 +288,9 @@ Both make steps in turns, in a process each, on the same core and with one threa
 CPU time (user and system, of all processes of a side), because others used this machine; medians over the
 rounds, with the range. A ratio is that of the two steps of a round: above 1 ours costs less.
 
-**Equal**: the model and its weights in float32; the prompts and their order; {one.group_size} responses of
-{one.response_tokens} tokens to each (the end token lies outside of the vocabulary of both copies of the
-model); temperature 1; a reward that costs nothing; {one.micro_batch} responses in a forward and backward
+**Equal**: the model and its weights in float32; the prompts and their order; {run.group_size} responses of
+{run.response_tokens} tokens to each (the end token lies outside of the vocabulary of both copies of the
+model); temperature 1; a reward that costs nothing; {run.micro_batch} responses in a forward and backward
 pass; GRPO's loss with bounds 0.8 and 1.2, its mean over tokens, no KL; AdamW without weight decay, gradients
 cut at norm 1; nothing recomputed; no checkpoint; metrics of every step.
 
@@ -310,8 +310,8 @@ Resident memory counts pages that processes share once in each.
 
 
 def versions_text() -> str:
-    """The versions of both sides."""
-    of_trl = {one.name: one.version for one in distributions(path=[str(TRL_FOLDER)])}
+    """Package versions of both sides."""
+    of_trl = {item.name: item.version for item in distributions(path=[str(TRL_FOLDER)])}
     theirs = [f"{name} {of_trl[name]}" for name in ("trl", "accelerate")]
     return ", ".join([*theirs, *(f"{name} {version(name)}" for name in ("transformers", "megatron-core"))])
 

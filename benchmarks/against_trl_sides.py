@@ -1,9 +1,8 @@
-"""The two sides of ``against_trl.py``, each in a process of its own that makes one step whenever it is asked.
+"""The two sides of ``against_trl.py``: each runs in its own process and makes one step on request.
 
-``ours`` is a run as ``bapo train`` makes it: trainer, sampler's process with the embedded engine, workers of
-the reward. ``trl`` is TRL's GRPOTrainer in its own loop. Both stop at the border between two steps (``Gate``)
-and count CPU seconds by phase (``Meter``). Imports of both are in functions: a worker of the reward imports
-this module, too.
+``ours`` is a run of ``bapo train``: trainer, sampler process with the embedded engine, reward workers.
+``trl`` is TRL's GRPOTrainer in its own loop. Both stop between two steps (``Gate``) and count CPU seconds by
+phase (``Meter``). Functions import both, since a reward worker also imports this module.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ LEARNING_RATE = 1e-6
 
 @dataclass(frozen=True)
 class Settings:
-    """What both sides do, in equal words."""
+    """Settings of both sides."""
 
     model: Path
     prompts: Path
-    """Rows with a `prompt` of chat messages, in the order in which both take them."""
+    """Rows with a `prompt` of chat messages, in the order of use on both sides."""
     folder: Path
-    """For the run's files."""
+    """Folder of the run's files."""
     core: int
     steps: int
     prompts_per_step: int
     group_size: int
     response_tokens: int
     updates: int
-    """Updates of a step, each with its share of the step's responses."""
+    """Updates per step, each with its share of the step's responses."""
     micro_batch: int
-    """Responses of a forward and backward pass."""
+    """Responses per forward and backward pass."""
 
     @property
     def responses(self) -> int:
@@ -58,16 +57,16 @@ class Settings:
 
     @property
     def accumulated(self) -> int:
-        """Micro-batches of an update."""
+        """Micro-batches per update."""
         return self.responses // self.updates // self.micro_batch
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences for the check before the timing, the same for both sides."""
+    """Sequences of the check before the timing, equal on both sides."""
 
     prompts: list[np.ndarray]
-    """Equally long, as the responses are."""
+    """Prompts of equal length; the responses have one length, too."""
     responses: list[np.ndarray]
     advantages: np.ndarray
     old_log_probs: np.ndarray
@@ -75,16 +74,16 @@ class Batch:
 
 
 def score(prompt: Any, response: str) -> float:
-    """A reward that costs nothing and differs within a group: a hash of the response, in [0, 1)."""
+    """Free reward that differs within a group: a hash of the response, in [0, 1)."""
     return zlib.crc32(response.encode()) / 2**32
 
 
 Clocks = tuple[float, dict[Any, tuple[float, bool]]]
-"""CPU seconds of this process; of each process below it, and whether that is a child."""
+"""CPU seconds of this process; of each descendant process, and whether it is a child."""
 
 
 def read_clocks(known: Collection[Any] | None) -> Clocks:
-    """The clocks of the ``known`` processes below; None: of all, whose search costs milliseconds."""
+    """Clocks of this process and its ``known`` descendants; None: all, whose search takes milliseconds."""
     here, below = psutil.Process(), {}
     for process in here.children(recursive=True) if known is None else known:
         with suppress(psutil.NoSuchProcess):
@@ -94,32 +93,32 @@ def read_clocks(known: Collection[Any] | None) -> Clocks:
 
 
 class Meter:
-    """CPU seconds (user and system) by phase, of this process and of all below it.
+    """CPU seconds (user and system) by phase, of this process and its descendants.
 
-    A child of this process is the sampler: what it uses counts as generation, but as the transport of weights
-    while the trainer sends them. What is below a child is a worker of the reward.
+    A child is the sampler: its time counts as generation, or as weight transport while the trainer sends
+    weights. A grandchild is a reward worker.
     """
 
     def __init__(self, clocks: Callable[[Collection[Any] | None], Clocks] | None = None) -> None:
         self._clocks = clocks or read_clocks
         self._phase = REST
         self.seconds: Counter[str] = Counter()
-        """By phase, since ``begin``."""
+        """Seconds by phase since ``begin``."""
         self._own = 0.0
         self._below: dict[Any, float] = {}
         self._counts: Counter[str] = Counter()
 
     def begin(self) -> None:
-        """Begin at zero."""
+        """Reset the counts and seconds."""
         self._settle(None)
         self.seconds.clear()
         self._counts.clear()
 
     def end(self) -> dict[str, Any]:
-        """Seconds by phase since ``begin``, what was counted, and the peak memory so far in MiB."""
+        """Seconds by phase since ``begin``, the counts, and the peak memory so far in MiB."""
         self._settle(None)
         pids = {"trainer": [os.getpid()], "sampler and workers": [process.pid for process in self._below]}
-        memory = {name: sum(map(peak_mib, found)) for name, found in pids.items()}
+        memory = {name: sum(map(peak_mib, group)) for name, group in pids.items()}
         return {"cpu_s": dict(self.seconds), "peak_mib": memory, **self._counts}
 
     def count(self, name: str, number: int) -> None:
@@ -127,7 +126,7 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase, of which an inner phase is not a part."""
+        """Context manager of a phase; the time of an inner phase counts only as the inner one's."""
         outer = self.switch(name)
         try:
             yield
@@ -135,13 +134,13 @@ class Meter:
             self.switch(outer)
 
     def switch(self, phase: str) -> str:
-        """Begin a phase; returns the one before."""
+        """Begin a phase. Returns the previous one."""
         self._settle(self._below)
         before, self._phase = self._phase, phase
         return before
 
     def timed(self, owner: Any, attribute: str, name: str) -> None:
-        """Make each call of a method or function a phase."""
+        """Wrap a method or function so that each call is a phase."""
         call = getattr(owner, attribute)
 
         @wraps(call)
@@ -152,7 +151,7 @@ class Meter:
         setattr(owner, attribute, timed)
 
     def _settle(self, known: Collection[Any] | None) -> None:
-        """Give what was used since the last call to the present phase."""
+        """Add the CPU time since the last call to the current phase."""
         own, below = self._clocks(known)
         self.seconds[self._phase] += own - self._own
         of_sampler = WEIGHTS if self._phase == WEIGHTS else GENERATION
@@ -162,19 +161,19 @@ class Meter:
 
 
 def peak_mib(pid: int) -> float:
-    """Largest resident memory of a process so far."""
+    """Peak resident memory of a process so far, in MiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 class Gate:
-    """The border between two steps: reports the step before, then answers questions until the next is due."""
+    """Border between two steps: reports the last step, then answers questions until the next is due."""
 
     def __init__(self, pipe: Connection, meter: Meter) -> None:
         self._pipe, self._meter = pipe, meter
 
     def wait(self, answer: Callable[[str, Batch], Any]) -> None:
-        """SystemExit when no step is wanted any more."""
+        """Wait for the next step. Raises SystemExit if none follows."""
         self._pipe.send(self._meter.end())
         while (call := self._pipe.recv()) != "step":
             if call is None:
@@ -187,7 +186,7 @@ class Gate:
 
 
 def run_ours(settings: Settings, gate: Gate, meter: Meter) -> None:
-    """A run of the product, whose steps begin at the transport of the weights."""
+    """Run the product; its steps begin with the weight transport."""
     import bapo_megatron.train as loop
     from bapo_megatron.checkpoint.run_directory import check_writable
     from bapo_megatron.commands.train import train_process
@@ -216,7 +215,7 @@ def run_ours(settings: Settings, gate: Gate, meter: Meter) -> None:
     meter.timed(loop, "training_samples", REWARD)
     meter.timed(loop, "update", UPDATE)
     check_writable(config.directory)
-    # Without the other checks of `bapo train`: they refuse an end token outside of the vocabulary.
+    # Without the other checks of `bapo train`, which reject an end token outside the vocabulary.
     train_process(config)
 
 
@@ -257,7 +256,7 @@ def our_config(settings: Settings) -> Any:
 
 
 def our_answer(config: Any, policy: Any, what: str, batch: Batch) -> Any:
-    """Log-probs [sequences, response tokens] of a batch, or GRPO's loss, by the policy of a run."""
+    """Log-probs [sequences, response tokens] of a batch, or GRPO's loss, from the run's policy."""
     from bapo_megatron.data.packing import pack_samples
     from bapo_megatron.data.samples import Sample
     from bapo_megatron.trainer.update_loss import UpdateLoss
@@ -276,19 +275,19 @@ def our_answer(config: Any, policy: Any, what: str, batch: Batch) -> Any:
     if what == "loss":
         loss, _ = UpdateLoss(config.algorithm).loss(policy, packs, on_policy=False)
         return float(policy.token_sums(packs, loss)[0]) / batch.old_log_probs.size
-    found = np.zeros_like(batch.old_log_probs)
+    log_probs = np.zeros_like(batch.old_log_probs)
     for pack, stats in zip(packs, policy.log_probs(packs), strict=True):
         for index, offset, positions in pack.rows:
             end = offset + positions
-            found[index] = stats.log_prob_T[end - found.shape[1] : end].numpy()
-    return found
+            log_probs[index] = stats.log_prob_T[end - log_probs.shape[1] : end].numpy()
+    return log_probs
 
 
 # --- TRL -------------------------------------------------------------------------------------------
 
 
 def run_trl(settings: Settings, gate: Gate, meter: Meter) -> None:
-    """TRL's trainer, whose steps begin where its loop is about to make the batch of an update."""
+    """Run TRL's trainer; its steps begin before its loop makes the batch of an update."""
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -322,10 +321,10 @@ def run_trl(settings: Settings, gate: Gate, meter: Meter) -> None:
 
     def counted(prompt_ids: Any, *arguments: Any) -> Any:
         with meter.phase(GENERATION):
-            found = generate(prompt_ids, *arguments)
+            output = generate(prompt_ids, *arguments)
         meter.count("prompt_tokens", sum(map(len, prompt_ids)))
-        meter.count("tokens", sum(map(len, found[0])))
-        return found
+        meter.count("tokens", sum(map(len, output[0])))
+        return output
 
     log_probs = trainer._get_per_token_logps_and_entropies
 
@@ -343,7 +342,7 @@ def run_trl(settings: Settings, gate: Gate, meter: Meter) -> None:
 
 
 def trl_config(settings: Settings) -> Any:
-    """TRL's settings that are equal to ours or cost least on a CPU; all others are its defaults."""
+    """TRL's settings: equal to ours, or cheapest on a CPU; all others are defaults."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -377,20 +376,20 @@ def trl_config(settings: Settings) -> Any:
 
 
 def trl_answer(trainer: Any, what: str, batch: Batch) -> Any:
-    """As ``our_answer``, by TRL's trainer."""
+    """Same as ``our_answer``, from TRL's trainer."""
     import torch
 
     prompt_ids = torch.from_numpy(np.stack(batch.prompts)).long()
     completion_ids = torch.from_numpy(np.stack(batch.responses)).long()
     ids = torch.cat([prompt_ids, completion_ids], dim=1)
-    trainer.model.train()  # as in its steps; before the first it is not, and the loss is another
+    trainer.model.train()  # as in its steps; before the first it is not, and the loss differs
     with torch.no_grad():
         if what == "log_probs":
-            found, _, _ = trainer._get_per_token_logps_and_entropies(
+            log_probs, _, _ = trainer._get_per_token_logps_and_entropies(
                 trainer.model, ids, torch.ones_like(ids), completion_ids.size(1)
             )
-            return found.numpy()
-        # The whole batch at once: TRL would divide by the tokens of a micro-batch's share.
+            return log_probs.numpy()
+        # The whole batch: TRL would divide by the tokens of a micro-batch's share.
         parts = trainer.args.steps_per_generation / trainer.current_gradient_accumulation_steps
         inputs = {
             "prompt_ids": prompt_ids,
@@ -407,7 +406,7 @@ def trl_answer(trainer: Any, what: str, batch: Batch) -> Any:
 
 
 def main() -> None:
-    """``ours`` or ``trl``, and the file descriptor of a pipe, on which the settings come first."""
+    """Run the side ``ours`` or ``trl``; the second argument is the descriptor of a pipe with the settings."""
     side, pipe = sys.argv[1], Connection(int(sys.argv[2]))
     settings: Settings = pipe.recv()
     os.sched_setaffinity(0, {settings.core})
@@ -416,7 +415,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, not as __main__, whose classes a pipe does not find.
+    # Under its own name: a pipe does not find classes of __main__.
     from benchmarks.against_trl_sides import main as named_main
 
     named_main()

@@ -1,4 +1,4 @@
-"""Benchmark of the checkpoint converter against a file copy: wall time, processor time, memory.
+"""Benchmark of the checkpoint converter against a file copy: wall time, CPU time, memory.
 
     python -m benchmarks.checkpoint_convert [--folder FOLDER] [--rounds 5] [--slow-rounds 2]
 
@@ -62,17 +62,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A command to measure, which runs once in every round."""
+    """A command to measure once per round."""
 
     command: Sequence[object]
     base: str | None = None
-    """The copy that it is compared with."""
+    """The copy that serves as its baseline."""
     rounds: int | None = None
-    """In how many it takes part; None for all."""
+    """Number of rounds in which it runs; None: all."""
 
 
 def main() -> None:
-    """Measure, and write the table."""
+    """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--rounds", type=int, default=5)
@@ -88,23 +88,23 @@ def main() -> None:
         folder = Path(name)
         nbytes = save_model(folder / "hf", arguments.layers, arguments.vocabulary)
         run_process([*_TOOL, "to-megatron", folder / "hf", folder / "megatron"])
-        found = candidates(folder, arguments.slow_rounds)
+        chosen = candidates(folder, arguments.slow_rounds)
         if arguments.slow_rounds:
             run_process(dcp_to_torch(folder / "megatron/release", folder / "torch"))
         if arguments.only:
-            found = {n: one for n, one in found.items() if n in {*arguments.only, _OF_HF, _OF_MEGATRON}}
-        runs = measure(found, folder / "output", arguments.rounds)
+            chosen = {n: c for n, c in chosen.items() if n in {*arguments.only, _OF_HF, _OF_MEGATRON}}
+        runs = measure(chosen, folder / "output", arguments.rounds)
     size = f"--layers {arguments.layers} --vocabulary {arguments.vocabulary}"
     flags = f"{size} --rounds {arguments.rounds} --slow-rounds {arguments.slow_rounds}"
     flags += f" --only {' '.join(arguments.only)}" * bool(arguments.only)
-    report = render(found, runs, f"{nbytes / 1e9:.2f} GB", flags)
+    report = render(chosen, runs, f"{nbytes / 1e9:.2f} GB", flags)
     print(report)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     arguments.results.write_text(report)
 
 
 def save_model(folder: Path, layers: int, vocabulary: int) -> int:
-    """Random bits as a Hugging Face folder in files of 2 GB. Returns the bytes of its tensors."""
+    """Write a Hugging Face folder of random bits in files of 2 GB. Returns the bytes of its tensors."""
     config = {**_CONFIG, "num_hidden_layers": layers, "vocab_size": vocabulary}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -121,7 +121,7 @@ def save_model(folder: Path, layers: int, vocabulary: int) -> int:
 
 
 def candidates(folder: Path, slow_rounds: int) -> dict[str, Candidate]:
-    """The converter's commands, the copies they are compared with, and torch.distributed.checkpoint."""
+    """The converter's commands, their baseline copies, and torch.distributed.checkpoint."""
     hf, megatron, output = folder / "hf", folder / "megatron", folder / "output"
     release = megatron / "release"
     synced = ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +']
@@ -154,7 +154,7 @@ def candidates(folder: Path, slow_rounds: int) -> dict[str, Candidate]:
 
 
 def dcp_to_torch(release: Path, output: Path) -> list[object]:
-    """The command by which torch converts a checkpoint to ``output/model.pt``."""
+    """Command with which torch converts a checkpoint to ``output/model.pt``."""
     return [
         "sh",
         "-c",
@@ -165,7 +165,7 @@ def dcp_to_torch(release: Path, output: Path) -> list[object]:
 
 
 def measure(candidates: dict[str, Candidate], output: Path, rounds: int) -> dict[str, list[Run]]:
-    """Each candidate in turn, round after round, with the model in the page cache and an idle disk."""
+    """Runs by candidate, in turns, with the model in the page cache and an idle disk."""
     runs: dict[str, list[Run]] = {name: [] for name in candidates}
     for number in range(rounds):
         for name, candidate in candidates.items():
@@ -173,30 +173,30 @@ def measure(candidates: dict[str, Candidate], output: Path, rounds: int) -> dict
                 runs[name].append(run_process(candidate.command))
                 shutil.rmtree(output, ignore_errors=True)
                 os.sync()
-    return {name: found for name, found in runs.items() if found}
+    return {name: costs for name, costs in runs.items() if costs}
 
 
 def run_process(command: Sequence[object]) -> Run:
-    """Run a command to its end, without its output."""
+    """Run a command to its end, discarding its output. Returns its cost; RuntimeError if it fails."""
     arguments = [str(argument) for argument in command]
     quiet = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
     start = time.perf_counter()
     child = os.posix_spawnp(arguments[0], arguments, os.environ, file_actions=quiet)
     peak_kib = 0
-    while not (found := os.wait4(child, os.WNOHANG))[0]:
-        # Not from wait4, which counts the memory of the process that started this one.
-        if held := re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{child}/status").read_text()):
-            peak_kib = max(peak_kib, int(held[1]))
+    while not (ended := os.wait4(child, os.WNOHANG))[0]:
+        # Not from wait4, which includes the memory of the parent process.
+        if peak := re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{child}/status").read_text()):
+            peak_kib = max(peak_kib, int(peak[1]))
         time.sleep(0.01)
     wall = time.perf_counter() - start
-    _, status, used = found
+    _, status, used = ended
     if os.waitstatus_to_exitcode(status) != 0:
         raise RuntimeError(f"{' '.join(arguments)} failed")
     return Run(wall, used.ru_utime + used.ru_stime, peak_kib / 1024)
 
 
 def render(candidates: dict[str, Candidate], runs: dict[str, list[Run]], size: str, flags: str) -> str:
-    """Medians, and each candidate's ratio to the copy of what it reads, in the same round."""
+    """Result page: medians, and each candidate's ratio to the copy of its input in the same round."""
     rounds = max(map(len, runs.values()))
     lines = [
         "# Converting a checkpoint against copying it",
@@ -221,16 +221,16 @@ def render(candidates: dict[str, Candidate], runs: dict[str, list[Run]], size: s
 
 
 def row(name: str, candidate: Candidate, runs: dict[str, list[Run]]) -> str:
-    """A candidate's line of the table."""
-    found, ratio = runs[name], ""
+    """A candidate's table row."""
+    costs, ratio = runs[name], ""
     if candidate.base is not None:
-        pairs = zip(found, runs[candidate.base], strict=False)
+        pairs = zip(costs, runs[candidate.base], strict=False)
         ratios = [run.wall_s / copied.wall_s for run, copied in pairs]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     wall, cpu = (
-        statistics.median(values) for values in zip(*((r.wall_s, r.cpu_s) for r in found), strict=True)
+        statistics.median(values) for values in zip(*((r.wall_s, r.cpu_s) for r in costs), strict=True)
     )
-    peak = max(run.peak_mib for run in found)
+    peak = max(run.peak_mib for run in costs)
     return f"| {name} | {wall:.1f} | {ratio} | {cpu:.1f} | {peak:.0f} |"
 
 

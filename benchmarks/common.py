@@ -1,4 +1,4 @@
-"""Shared helpers of the benchmarks: process group of one, random models and samples, timing, result pages."""
+"""Shared helpers of the benchmarks: process group of size one, random models and samples, timing, pages."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def is_quick(about: str | None) -> bool:
-    """Whether ``--quick`` was given: a small version that is printed, and not written to the results."""
+    """Whether ``--quick`` was passed: a small version, printed and not written to the results."""
     parser = _parser(about)
     parser.add_argument("--quick", action="store_true", help="a small version, which is only printed")
     return bool(parser.parse_args().quick)
 
 
 def no_options(about: str | None) -> None:
-    """Refuse arguments; ``--help`` must not measure for minutes and write a report."""
+    """Reject arguments and answer ``--help``, before minutes of measurement."""
     _parser(about).parse_args()
 
 
@@ -45,7 +45,7 @@ def _parser(about: str | None) -> argparse.ArgumentParser:
 
 @contextmanager
 def one_process(threads: int = 2) -> Iterator[None]:
-    """Process groups of size one, and so many threads."""
+    """Context manager of process groups of size one, with ``threads`` torch threads."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     torch.set_num_threads(threads)
@@ -54,9 +54,9 @@ def one_process(threads: int = 2) -> Iterator[None]:
 
 
 def save_model(folder: Path, hidden: int, layers: int, vocab: int, positions: int, **others: object) -> Path:
-    """A Qwen2 of random float32 weights as a Hugging Face folder; four query heads for each KV head.
+    """Write a Qwen2 with random float32 weights as a Hugging Face folder; returns the folder.
 
-    ``others``: fields of its configuration in place of these.
+    Eight query heads and two KV heads. ``others``: configuration fields that replace the defaults.
     """
     import transformers
 
@@ -77,7 +77,7 @@ def save_model(folder: Path, hidden: int, layers: int, vocab: int, positions: in
 
 
 def torch_policy(folder: Path, batch: BatchConfig) -> MegatronPolicy:
-    """A float32 policy of an HF folder on this process."""
+    """Float32 policy of an HF folder, in this process."""
     model = ModelConfig(folder, dtype="float32")
     return MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-6), planned_updates=1000)
 
@@ -85,9 +85,9 @@ def torch_policy(folder: Path, batch: BatchConfig) -> MegatronPolicy:
 def random_samples(
     count: int, longest: int, vocab: int, version: int = -1, equal: bool = False
 ) -> list[Sample]:
-    """Samples of log-normal lengths up to ``longest``, both signs of advantage, ratios around one.
+    """Samples of log-normal lengths up to ``longest``, with advantages of both signs and ratios around 1.
 
-    ``equal``: all of ``longest`` tokens.
+    ``equal``: all samples have ``longest`` tokens.
     """
     generator = np.random.default_rng(0)
     lengths = np.minimum(longest - 1, 16 + generator.lognormal(np.log(longest / 4), 0.7, count)).astype(int)
@@ -109,15 +109,15 @@ Clock = Callable[[], float]
 def in_turns(
     candidates: Mapping[str, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
 ) -> dict[str, float]:
-    """Median seconds of each candidate."""
-    found = rounds_in_turns(candidates, rounds, clock)
-    return {name: statistics.median(values) for name, values in found.items()}
+    """Median seconds of each candidate over interleaved rounds."""
+    seconds = rounds_in_turns(candidates, rounds, clock)
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def rounds_in_turns(
     candidates: Mapping[str, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Seconds of each candidate in each round, interleaved, so that load of the machine hits all alike."""
+    """Seconds of each candidate in each round, interleaved, so that machine load affects all equally."""
     for run in candidates.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
@@ -130,7 +130,7 @@ def rounds_in_turns(
 
 
 def in_a_process(module: str, *arguments: object) -> Any:
-    """Run a benchmark module in a process of its own; the JSON that it prints last."""
+    """Run a benchmark module in its own process. Returns the JSON in its last line of output."""
     command = [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]
     root = Path(__file__).parents[1]
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root).stdout
@@ -138,7 +138,7 @@ def in_a_process(module: str, *arguments: object) -> Any:
 
 
 def peak_above(run: Callable[[], object]) -> float:
-    """GiB of this process at the peak of ``run``, above what it holds before."""
+    """Peak memory of this process during ``run``, in GiB above its memory before."""
     return peaks_above(run, ["self"])[0]
 
 
@@ -146,9 +146,9 @@ def peaks_above(run: Callable[[], object], pids: Sequence[int | str]) -> list[fl
     """``peak_above`` of several processes."""
     before = [_kibibytes("VmRSS", pid) for pid in pids]
     for pid in pids:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # VmHWM starts anew
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets VmHWM
     run()
-    return [(_kibibytes("VmHWM", pid) - held) / 2**20 for pid, held in zip(pids, before, strict=True)]
+    return [(_kibibytes("VmHWM", pid) - base) / 2**20 for pid, base in zip(pids, before, strict=True)]
 
 
 def _kibibytes(field: str, pid: int | str) -> int:
@@ -164,7 +164,7 @@ def machine() -> str:
 
 
 def write(name: str, text: str) -> None:
-    """Print the report and keep it in benchmarks/results."""
+    """Print the report and write it to benchmarks/results."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)
     print(text)

@@ -1,7 +1,7 @@
-"""Reference converter by torch.distributed.checkpoint, with the whole model in memory.
+"""Reference converter through torch.distributed.checkpoint, with the whole model in memory.
 
-Slow, simple, and independent of checkpoints_tools, which benchmarks and tests compare with it. HF_DIR of a
-conversion to Hugging Face is for config and tokenizer; to-hf-by-megatron reads with megatron-core's own
+Slow, simple, and independent of checkpoints_tools: benchmarks and tests compare both. A conversion to Hugging
+Face copies config and tokenizer from HF_DIR; to-hf-by-megatron reads with megatron-core's
 ``load_plain_tensors``.
 
     python -m benchmarks.dcp_convert to-megatron HF_DIR OUT
@@ -27,7 +27,7 @@ from bapo_megatron.policy.weight_map import join, split
 
 
 def to_megatron(hf_folder: Path, output: Path) -> None:
-    """Weights alone, a chunk for each key."""
+    """Write a Megatron checkpoint of the weights alone, with a chunk per key."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(hf_folder.glob("*.safetensors")):
         tensors.update(load_file(path))
@@ -46,7 +46,7 @@ def _key(name: str, shape: ModelShape) -> str:
 
 
 def to_hf(hf_folder: Path, checkpoint: Path, output: Path) -> None:
-    """One file, with the other files of ``hf_folder``."""
+    """Write one safetensors file, and copy the other files of ``hf_folder``."""
     shape = read_model_shape(hf_folder)
     reader = dcp.FileSystemReader(checkpoint)
     stored = reader.read_metadata().state_dict_metadata
@@ -59,7 +59,7 @@ def to_hf(hf_folder: Path, checkpoint: Path, output: Path) -> None:
 
 
 def to_hf_by_megatron(hf_folder: Path, checkpoint: Path, output: Path) -> None:
-    """As ``to_hf``, by megatron-core's reader."""
+    """Same as ``to_hf``, through megatron-core's reader."""
     from megatron.core import dist_checkpointing
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

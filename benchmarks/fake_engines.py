@@ -1,13 +1,12 @@
-"""Simulated SGLang engines, hundreds in one process: their HTTP interface, tokens at a fixed rate.
+"""Simulated SGLang engines, hundreds in one process: their HTTP interface, with tokens at a fixed rate.
 
-Every segment runs alone, at ``rate`` tokens a second give or take a fifth: requests that began together would
-else come back together for ever. Lengths are log-normal, cut at the run's longest; with a sigma of 0 each
-request is a turn, of as many tokens as the median.
-Whether a response stops in a segment follows from how long it is already: nothing is kept between requests.
-Answers are cut from one prepared buffer, so their bytes are those of a real answer and cost next to nothing.
+Each segment runs alone, at ``rate`` tokens/s +- 20 %: at one rate, requests that began together would return
+together forever. Lengths are log-normal, cut at the run's longest; with sigma 0 each request is a turn of
+median length. Whether a response stops in a segment follows from its length so far: no state is kept between
+requests. Answers are slices of one prepared buffer: realistic bytes at almost no cost.
 
 ``python -m benchmarks.fake_engines ENGINES RATE MEDIAN SIGMA LONGEST`` prints its port and serves until its
-input closes; ``GET /idle`` tells how busy the engines were since the last call.
+input closes; ``GET /idle`` returns the engines' mean load since the last call.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _NORMAL = NormalDist()
 
 
 class Engines:
-    """All simulated engines. An engine is a path: /0, /1, ..."""
+    """All simulated engines, each at a path: /0, /1, ..."""
 
     def __init__(self, count: int, rate: float, median: float, sigma: float, longest: int) -> None:
         self._rate, self._mu, self._sigma, self._longest = rate, math.log(median), sigma, longest
@@ -47,7 +46,7 @@ class Engines:
         self._ids, self._id_ends = _joined(ids)
 
     async def handle(self, request: web.Request) -> web.Response:
-        """Any call to an engine."""
+        """Handle any call to an engine."""
         engine, path = int(request.match_info["engine"]), request.match_info["path"]
         if path == "generate":
             return await self._generate(engine, await request.read())
@@ -59,9 +58,9 @@ class Engines:
         return web.json_response(reply)
 
     async def idle(self, _request: web.Request) -> web.Response:
-        """Requests in flight, and engines with any, on average since the last call."""
-        found = {"in_flight": self._places.take(), "working": self._working.take()}
-        return web.json_response(found)
+        """Mean requests in flight and mean busy engines since the last call."""
+        load = {"in_flight": self._places.take(), "working": self._working.take()}
+        return web.json_response(load)
 
     async def _generate(self, engine: int, body: bytes) -> web.Response:
         most = int(re.search(rb'"max_new_tokens": ?(\d+)', body)[1])  # type: ignore[index]
@@ -83,7 +82,7 @@ class Engines:
         self._working.add((before + change > 0) - (before > 0))
 
     def _length(self, start: int, most: int) -> tuple[int, bool]:
-        """Tokens of this segment, and whether the response stops with it: log-normal, given ``start``."""
+        """Tokens of this segment, and whether the response stops in it: log-normal, given ``start``."""
         if not self._sigma:
             return min(most, round(math.exp(self._mu))), True
         before = _NORMAL.cdf((math.log(max(start, 1)) - self._mu) / self._sigma)
@@ -105,7 +104,7 @@ class Engines:
 
 
 def _joined(parts: list[str]) -> tuple[bytes, list[int]]:
-    """All parts with commas, and where each ends."""
+    """The parts joined by commas, and the end of each."""
     ends, at = [], -1
     for part in parts:
         at += len(part) + 1
@@ -120,13 +119,13 @@ class Integral:
         self._value, self._sum, self._start, self._last = 0, 0.0, time.monotonic(), time.monotonic()
 
     def add(self, change: int) -> None:
-        """The function rises by ``change``, now."""
+        """Change the function's value by ``change``."""
         now = time.monotonic()
         self._sum += self._value * (now - self._last)
         self._value, self._last = self._value + change, now
 
     def take(self) -> float:
-        """The average since the last call."""
+        """Return the average since the last call."""
         self.add(0)
         seconds = self._last - self._start
         mean, self._sum, self._start = self._sum / max(seconds, 1e-9), 0.0, self._last
@@ -134,7 +133,7 @@ class Integral:
 
 
 async def serve(engines: Engines) -> None:
-    """Print the port; end with the input."""
+    """Print the port and serve until the input closes."""
     app = web.Application(client_max_size=1 << 26)
     app.router.add_get("/idle", engines.idle)
     app.router.add_route("*", "/{engine}/{path}", engines.handle)
@@ -146,7 +145,6 @@ async def serve(engines: Engines) -> None:
 
 
 def main(arguments: list[Any]) -> None:
-    """Command line: serve the engines."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     count, rate, median, sigma, longest = (float(value) for value in arguments)

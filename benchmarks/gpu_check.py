@@ -1,12 +1,12 @@
 """Check of one GPU: kernels, parity with the CPU, IPC, offload, memory against the plan, speed.
 
     make gpu-check
-    python -m benchmarks.gpu_check --device cpu   # the same program at tiny size, where there is no GPU
+    python -m benchmarks.gpu_check --device cpu   # the same program at tiny size, without a GPU
     python -m benchmarks.gpu_check --only kernel speed --output /tmp/again    # some sections
 
-A section that raises is a failed row, and the next one runs. Ends with 0 if every check held, 1 if one did
-not, 2 where there is no GPU. Writes benchmarks/results/gpu_check.md and .json after every row (not at tiny
-size). docs/gpu.md says what each check means.
+A section that raises becomes a failed row, and the next one runs. Exit code: 0 if every check passed, 1 if
+one failed, 2 without a GPU. Writes benchmarks/results/gpu_check.md and .json after every row (not at tiny
+size). docs/gpu.md explains each check.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pathlib import Path
 from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, prepare_device
 
 if __name__ == "__main__":
-    # Before torch is imported: beside flash-attn the import of Transformer Engine starts CUDA, and with it
-    # the allocator, whose settings are read once.
+    # Before torch is imported: with flash-attn the import of Transformer Engine starts CUDA and its
+    # allocator, which reads its settings once.
     prepare_device()
 
 import torch
@@ -58,12 +58,12 @@ from benchmarks.gpu.rows import Row, Size
 
 @dataclass(frozen=True)
 class Section:
-    """One group of checks."""
+    """A group of checks."""
 
     title: str
     run: Callable[[Size, Path], Iterator[Row]]
     budget_s: int
-    """Seconds that it should take on an H100 at most; all together eleven minutes."""
+    """Longest expected seconds on an H100; eleven minutes in all."""
 
 
 SECTIONS = (
@@ -72,7 +72,7 @@ SECTIONS = (
     Section("Attention kernel against float64", kernel.rows, 15),
     Section("GPU against CPU", parity.rows, 80),
     Section("Layers", layers.rows, 10),
-    Section("Experts", experts.rows, 40),  # the first call of a permutation compiles it
+    Section("Experts", experts.rows, 40),  # compiles the permutations
     Section("Output layer", output_layer.rows, 10),
     Section("Output layer against SGLang's formula", engine_head.rows, 10),
     Section("Offload and reload", offload.rows, 45),
@@ -80,14 +80,16 @@ SECTIONS = (
     Section("Host optimizer against the device's", host_streams.rows, 40),
     Section("A colocated SGLang server", server.rows, 140),
     Section("Memory and speed of an update", memory_and_speed.rows, 100),
-    Section("Memory by phase against the rehearsal", phases.rows, 60),  # of the policy that the former saves
+    Section(
+        "Memory by phase against the rehearsal", phases.rows, 60
+    ),  # reuses the policy of the section before
 )
 Found = dict[str, list[Row]]
-"""Rows by the title of their section."""
+"""Rows by section title."""
 Keep = Callable[[Found], None]
-"""Keeps the rows that are there."""
+"""Writes the rows so far."""
 HANGS_AFTER_S = 1200
-"""Then the program prints where it stands and ends: a kernel that hangs cannot be ended otherwise."""
+"""Seconds after which the program prints its stacks and exits: nothing else ends a hung kernel."""
 
 
 def main(arguments: list[str]) -> int:
@@ -104,7 +106,7 @@ def main(arguments: list[str]) -> int:
         parser.error(f"--only {' '.join(options.only)}: no title has it: {', '.join(titles())}")
     if options.device == "cpu":
         os.environ[DEVICE_VARIABLE] = "cpu"
-    prepare_device()  # once more, for --device cpu
+    prepare_device()  # again, for --device cpu
     if options.device == "cuda" and not torch.cuda.is_available():
         print(gpu_problem() or "no CUDA device", file=sys.stderr)
         print("--device cpu runs what needs none, at tiny size", file=sys.stderr)
@@ -115,51 +117,51 @@ def main(arguments: list[str]) -> int:
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
     keeps: Keep = (lambda _: None) if tiny else partial(keep, options.output)
     with one_process(), tempfile.TemporaryDirectory() as folder:
-        found = run_sections(sections, size, Path(folder), keeps)
-        failed = [row for rows in found.values() for row in rows if row.ok is False]
+        results = run_sections(sections, size, Path(folder), keeps)
+        failed = [row for rows in results.values() for row in rows if row.ok is False]
         print(f"\n{len(failed)} checks failed" if failed else "\nevery check held", flush=True)
     return 1 if failed else 0
 
 
 def chosen(words: Sequence[str] | None) -> list[Section]:
-    """Sections whose title has one of the words, in any case; all for None."""
+    """Sections whose title contains one of the words, ignoring case; None: all."""
     return [
-        one for one in SECTIONS if words is None or any(word.lower() in one.title.lower() for word in words)
+        part
+        for part in SECTIONS
+        if words is None or any(word.lower() in part.title.lower() for word in words)
     ]
 
 
 def titles() -> list[str]:
-    """The titles of all sections."""
     return [section.title for section in SECTIONS]
 
 
 def run_sections(sections: Sequence[Section], size: Size, folder: Path, keeps: Keep) -> Found:
-    """Rows by section, printed and kept one by one: what comes later may hang, or end the process.
+    """Rows by section, printed and kept one by one: later sections may hang or end the process.
 
-    An exception is the section's failed row, its traceback goes to stderr, and the next section runs: one
-    fault must not cost the other answers.
+    An exception becomes the section's failed row, with its traceback on stderr, and the next section runs.
     """
-    found: Found = {}
+    results: Found = {}
     for section in sections:
         print(f"\n## {section.title}\n", flush=True)
-        found[section.title] = []
+        results[section.title] = []
         start = time.monotonic()
         for row in rows_of(section, size, folder):
-            found[section.title].append(row)
+            results[section.title].append(row)
             print(row.line(), flush=True)
-            keeps(found)
+            keeps(results)
         budget = "" if size.tiny else f"{section.budget_s} s"
         took = Row("time", f"{time.monotonic() - start:.0f} s", budget)
-        found[section.title].append(took)
+        results[section.title].append(took)
         print(took.line(), flush=True)
-        keeps(found)
-    return found
+        keeps(results)
+    return results
 
 
 def rows_of(section: Section, size: Size, folder: Path) -> Iterator[Row]:
-    """The section's rows; a failed one in the place of what it raises."""
+    """The section's rows; an exception becomes a failed row."""
     try:
-        gc.collect()  # policies of the section before refer to themselves
+        gc.collect()  # policies of the last section are reference cycles
         release_cached_memory()
         yield from section.run(size, folder)
     except Exception as error:
@@ -168,14 +170,14 @@ def rows_of(section: Section, size: Size, folder: Path) -> Iterator[Row]:
         yield Row("the section", said[:300], "no exception", False)
 
 
-def keep(folder: Path, found: Found) -> None:
-    """Write the results so far into the folder."""
+def keep(folder: Path, results: Found) -> None:
+    """Write the results so far to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    records = {title: [dataclasses.asdict(row) for row in rows] for title, rows in found.items()}
+    records = {title: [dataclasses.asdict(row) for row in rows] for title, rows in results.items()}
     (folder / "gpu_check.json").write_text(json.dumps(records, indent=1) + "\n")
     head = ["", "| | measured | limit | |", "|---|---|---|---|"]
     tables = [
-        "\n".join([f"## {title}", *head, *(row.line() for row in rows)]) for title, rows in found.items()
+        "\n".join([f"## {title}", *head, *(row.line() for row in rows)]) for title, rows in results.items()
     ]
     text = "\n\n".join(["# One GPU", "Command: `make gpu-check`", *tables])
     (folder / "gpu_check.md").write_text(f"{text}\n")

@@ -3,11 +3,11 @@
     python -m benchmarks.output_head            # 32,768 tokens x 32,768 vocabulary; needs 16 GB
     python -m benchmarks.output_head --quick
 
-Three ways, float32, forward and backward, each in a process of its own:
+Three ways, float32, forward and backward, each in its own process:
 
 - full logits: log-softmax of all logits, entropy, log-probs, autograd;
 - fused: all logits, then Megatron's vocab_parallel_cross_entropy, which gives no entropy;
-- chunked: ``OutputHead.sums``, log-probs, entropy and loss with the gradient made in the same pass.
+- chunked: ``OutputHead.sums``, log-probs, entropy and loss, with the gradient from the same pass.
 
 Writes benchmarks/results/output_head.md.
 """
@@ -70,7 +70,7 @@ def chunked(hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor, chunk: int = 
 
 
 def measure(way: str, tokens: int, vocab: int, hidden: int) -> dict[str, float]:
-    """Best of two runs in seconds, and GiB at the peak above inputs and gradients."""
+    """Seconds of the faster of two runs, and peak GiB above inputs and gradients."""
     run: Callable[[Tensor, Tensor, Tensor], None] = {
         "full logits": full_logits,
         "fused": fused,
@@ -79,7 +79,7 @@ def measure(way: str, tokens: int, vocab: int, hidden: int) -> dict[str, float]:
     hidden_TH = torch.randn(tokens, hidden, requires_grad=True)
     weight_VH = (torch.randn(vocab, hidden) / hidden**0.5).requires_grad_()
     label_T = torch.randint(0, vocab, (tokens,))
-    run(hidden_TH[:64], weight_VH, label_T[:64])  # libraries load
+    run(hidden_TH[:64], weight_VH, label_T[:64])  # loads the libraries
     seconds = []
 
     def timed() -> None:
@@ -94,7 +94,7 @@ def measure(way: str, tokens: int, vocab: int, hidden: int) -> dict[str, float]:
 
 
 def rows(tokens: int, vocab: int, hidden: int) -> list[str]:
-    """The ways take turns; medians of their times, largest of their peaks."""
+    """Table rows: median times and largest peaks of the ways, which take turns."""
     runs = [
         {way: in_a_process("benchmarks.output_head", "--one", way, tokens, vocab, hidden) for way in WAYS}
         for _ in range(ROUNDS)

@@ -2,15 +2,15 @@
 
     python -m benchmarks.packing
 
-Response lengths are drawn from an assumed distribution (``response_lengths``), because the paper gives only
-averages, as curves (Fig. 6). Four planners get the same samples:
+Response lengths follow an assumed distribution (``response_lengths``), because the paper has only curves of
+averages (Fig. 6). Four planners get the same samples:
 
 - ours: ``plan_packs``;
 - first fit and first fit decreasing: packs by tokens, dealt to the ranks in turn;
-- differencing: Karmarkar and Karp's largest differencing by tokens, as many samples on each rank, then as
-  many packs on each rank as the fullest needs (how verl's ``get_seqlen_balanced_partitions`` is used).
+- differencing: Karmarkar and Karp's largest differencing by tokens, with equally many samples per rank, then
+  equally many packs per rank, as the fullest needs (the use of verl's ``get_seqlen_balanced_partitions``).
 
-A last row says what no plan can be below. Writes benchmarks/results/packing.md.
+The last row is a lower bound for every plan. Writes benchmarks/results/packing.md.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from benchmarks.common import no_options
 RESULTS = Path(__file__).parent / "results" / "packing.md"
 SEEDS = range(5)
 QUADRATIC = 1e-5
-"""Of a 32B model: 0.655 MFLOP n of attention for 65 GFLOP of linear work a token."""
+"""Attention cost n^2 relative to linear cost n, for a 32B model: 0.655 MFLOP n against 65 GFLOP per token."""
 LENGTH_MULTIPLE = 16
 POSITIVE_SHARE, POSITIVE_MEDIAN, NEGATIVE_MEDIAN, SIGMA = 0.4, 0.14, 0.30, 0.8
 """Medians as a share of the longest sequence."""
 
 Plan = list[list[list[int]]]
-"""Indices of samples for each pack of each rank."""
+"""Sample indices of each pack, by rank."""
 Planner = Callable[[Sequence[int], int, PackLayout], Plan]
 
 
@@ -72,7 +72,7 @@ class Score(NamedTuple):
     spread: float
     """Cost of a rank's slowest pack over the mean of its packs, minus 1, averaged over ranks."""
     packs: float
-    """Of all ranks."""
+    """Packs of all ranks."""
     seconds: float
 
 
@@ -101,7 +101,7 @@ SETTINGS = (
 
 
 def response_lengths(number: int, longest: int, seed: int) -> list[int]:
-    """Log-normal, negatives about twice as long as positives, cut off at ``longest``."""
+    """Log-normal lengths, negatives about twice as long as positives, cut off at ``longest``."""
     generator = np.random.default_rng(seed)
     positive = generator.random(number) < POSITIVE_SHARE
     median = longest * np.where(positive, POSITIVE_MEDIAN, NEGATIVE_MEDIAN)
@@ -110,7 +110,7 @@ def response_lengths(number: int, longest: int, seed: int) -> list[int]:
 
 
 def first_fit(lengths: Sequence[int], pack_tokens: int, layout: PackLayout) -> Plan:
-    """Each sample to the first pack with room, packs to ranks in turn."""
+    """Put each sample into the first pack with room, and deal packs to ranks in turn."""
     packs: list[list[int]] = []
     room: list[int] = []
     for index, length in enumerate(lengths):
@@ -126,14 +126,14 @@ def first_fit(lengths: Sequence[int], pack_tokens: int, layout: PackLayout) -> P
 
 
 def first_fit_decreasing(lengths: Sequence[int], pack_tokens: int, layout: PackLayout) -> Plan:
-    """First fit, longest first."""
+    """First fit, with the longest samples first."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     plan = first_fit([lengths[index] for index in order], pack_tokens, layout)
     return [[[order[i] for i in pack] for pack in rank] for rank in plan]
 
 
 def differencing(lengths: Sequence[int], pack_tokens: int, layout: PackLayout) -> Plan:
-    """Ranks of like tokens and as many samples; within each, packs of like tokens."""
+    """Ranks with similar tokens and equally many samples; within each, packs of similar tokens."""
     ranks = largest_differencing(lengths, layout.data_size, equal_count=True)
     fullest = max(sum(lengths[i] for i in rank) for rank in ranks)
     step = layout.count_multiple
@@ -151,8 +151,8 @@ def _packs_of(rank: Sequence[int], lengths: Sequence[int], number: int) -> list[
 def largest_differencing(weights: Sequence[int], parts: int, equal_count: bool) -> list[list[int]]:
     """Karmarkar and Karp: join the two partitions whose sums differ most, heaviest part to lightest.
 
-    With ``equal_count`` it begins with partitions of ``parts`` samples, one in each part, so that every join
-    adds as many samples to each.
+    ``equal_count`` starts with partitions of ``parts`` samples, one per part, so that every join adds equally
+    many samples to each.
     """
     order = sorted(range(len(weights)), key=lambda index: weights[index])
     width = parts if equal_count else 1
@@ -162,14 +162,14 @@ def largest_differencing(weights: Sequence[int], parts: int, equal_count: bool) 
         bins = [(weights[i], [i]) for i in chosen] + [(0, [])] * (parts - len(chosen))
         heapq.heappush(heap, _partition(bins, start))
     while len(heap) > 1:
-        (_, tie, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        joined = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        (_, tie, first), (_, _, second) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
         heapq.heappush(heap, _partition(joined, tie))
     return [indices for _, indices in heap[0][2]]
 
 
 def _partition(bins: list[tuple[int, list[int]]], tie: int) -> tuple[int, int, list[tuple[int, list[int]]]]:
-    """For the heap: minus the difference, what breaks ties, bins by falling weight."""
+    """Heap entry: minus the difference, tie-breaker, bins by falling weight."""
     bins = sorted(bins, key=lambda part: -part[0])
     return bins[-1][0] - bins[0][0], tie, bins
 
@@ -212,10 +212,10 @@ def check(plan: Plan, lengths: Sequence[int], setting: Setting) -> None:
 
 
 def lower_bound(setting: Setting, seed: int) -> tuple[float, float]:
-    """Lower bounds of padding and imbalance of any plan, from the longest sample, which is never split.
+    """Lower bounds of any plan's padding and imbalance, from the longest sample, which is never split.
 
-    The packs are the fewest that can hold all tokens. Packs of one length are at least as long as the longest
-    sample. The mean has the most padding that rounding can make, so that the bound is not an overestimate.
+    Assumes the fewest packs that can have all tokens. Packs of one length are at least as long as the longest
+    sample. The mean includes the most padding that rounding can add, so the bound is not an overestimate.
     """
     lengths = response_lengths(setting.samples, setting.longest, seed)
     step = setting.ranks * setting.count_multiple
@@ -261,7 +261,7 @@ def cells(setting: Setting) -> str:
 
 
 def percent(values: Sequence[float]) -> str:
-    """Mean and worst over the seeds."""
+    """Mean and worst value over the seeds, in percent."""
     return f"{100 * statistics.fmean(values):.2f} ({100 * max(values):.2f})"
 
 

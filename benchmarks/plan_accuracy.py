@@ -2,9 +2,9 @@
 
     python -m benchmarks.plan_accuracy
 
-The policies, the layouts and the way to measure are those of tests/distributed/test_host_waits.py: weights,
-gradient buffers and optimizer state as they lie in memory, activations as the peak of all storages that
-autograd holds for the decoder layers. Writes benchmarks/results/plan_accuracy.md.
+Policies, layouts and method are those of tests/distributed/test_host_waits.py: weights, gradient buffers and
+optimizer state as allocated; activations as the peak of all storages that autograd keeps for the decoder
+layers. Writes benchmarks/results/plan_accuracy.md.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def main() -> None:
 
 
 def by_stage(case: Case, model: Path) -> list[tuple[int, dict[str, float], dict[str, float]]]:
-    """The first rank of each pipeline stage."""
+    """Stage, predicted and measured sizes of each pipeline stage's first rank."""
     pairs = compare(case, model)
     ranks = len(pairs) // case.parallel.pipeline
     return [(stage, *pairs[stage * ranks]) for stage in range(case.parallel.pipeline)]
 
 
 def row(case: Case, stage: int, predicted: dict[str, float], measured: dict[str, float]) -> str:
-    """One line of the table: kB predicted / measured."""
+    """Table row: kB predicted / measured."""
     p = case.parallel
     layout = f"TP {p.tensor}{' + SP' * p.sequence}, PP {p.pipeline} x {p.virtual}, DP {p.data or 1}"
     cells = [f"{predicted[kind] / 1e3:,.1f} / {measured[kind] / 1e3:,.1f}" for kind in KINDS]
@@ -66,7 +66,7 @@ def row(case: Case, stage: int, predicted: dict[str, float], measured: dict[str,
 
 
 def document(lines: list[str], worst: dict[str, float]) -> str:
-    """The result file."""
+    """Text of the result file."""
     errors = ", ".join(f"{kind} {error:.1%}" for kind, error in worst.items())
     machine = f"{platform.machine()}, torch {torch.__version__}"
     packs = f"{PACKS} packs of {TOKENS} tokens"

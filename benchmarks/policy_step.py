@@ -3,14 +3,14 @@
     python -m benchmarks.policy_step            # a quarter of an hour on two cores
     python -m benchmarks.policy_step --quick
 
-Then the same of a model as large as SmolLM2-135M, in CPU seconds on one thread. All three loops train the
-same model, from the same weights, on the same documents:
+The second table has CPU seconds on one thread, for a model as large as SmolLM2-135M. Three loops train the
+same model from the same weights on the same documents, in turns:
 
-- the policy: log-probs, entropies, the BAPO loss at lagged bounds, all that is logged of an update;
-- bare megatron-core: the same layers, DDP, optimizer and packs on the same schedule, plain cross entropy;
-- transformers: padded batches of documents of like length, its own cross entropy, torch's fused AdamW.
+- the policy: log-probs, entropies, the BAPO loss at lagged bounds, all logged metrics of an update;
+- bare megatron-core: the same layers, DDP, optimizer, packs and schedule, plain cross entropy;
+- transformers: padded batches of documents of similar length, its cross entropy, torch's fused AdamW.
 
-They take turns. Writes benchmarks/results/policy_step.md.
+Writes benchmarks/results/policy_step.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from benchmarks.common import (
 
 @dataclass(frozen=True)
 class Size:
-    """The model and the update."""
+    """Size of the model and the update."""
 
     hidden: int
     layers: int
@@ -58,7 +58,7 @@ class Size:
     pack: int = 4096
     rounds: int = 5
     fields: dict[str, object] = field(default_factory=dict)
-    """Fields of the configuration that differ from those of ``save_model``."""
+    """Configuration fields that replace those of ``save_model``."""
     equal: bool = False
     """Whether all documents have ``longest`` tokens."""
 
@@ -79,12 +79,12 @@ CPU_SIZES = {
     "8 documents of 128 tokens": replace(_OF_SMOL, longest=128, equal=True),
     "8 documents of up to 256 tokens": replace(_OF_SMOL, longest=256),
 }
-"""Models as large as SmolLM2-135M, by their documents."""
+"""Sizes of SmolLM2-135M, by their documents."""
 QUICK = (Size(64, 2, 512, longest=64, samples=8, pack=128, rounds=1),)
 
 
 def of_policy(policy: MegatronPolicy, samples: Sequence[Sample], size: Size) -> Callable[[], object]:
-    """One update with all sums of the exact search, at the bounds of the update before."""
+    """Function that makes one update with all sums of the exact search, at the bounds of the last update."""
     clipping = UpdateLoss(AlgorithmConfig(bounds=replace(eq8_literal(), scope="lagged")))
     packs = pack_samples(samples, size.pack, "token", policy.pack_layout)
 
@@ -96,7 +96,7 @@ def of_policy(policy: MegatronPolicy, samples: Sequence[Sample], size: Size) -> 
 
 
 def of_megatron(policy: MegatronPolicy, samples: Sequence[Sample], size: Size) -> Callable[[], object]:
-    """One step of the same model as megatron-core alone would make it: GPTModel ends with its own loss."""
+    """Function that makes one step with megatron-core alone: GPTModel ends with its own loss."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -141,7 +141,7 @@ def of_megatron(policy: MegatronPolicy, samples: Sequence[Sample], size: Size) -
 
 
 def of_transformers(folder: Path, samples: Sequence[Sample], size: Size) -> Callable[[], object]:
-    """One step on padded batches that hold as many tokens as a pack, documents sorted by length."""
+    """Function that makes one step on padded batches of up to a pack's tokens, sorted by length."""
     import transformers
 
     model = transformers.Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -159,7 +159,7 @@ def of_transformers(folder: Path, samples: Sequence[Sample], size: Size) -> Call
 
 
 def padded_batches(samples: Sequence[Sample], tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Ids, attention mask and labels; no batch has more than ``tokens``, padding included."""
+    """Ids, attention masks and labels of batches with at most ``tokens``, padding included."""
     rows = sorted((torch.from_numpy(sample.token_ids).long() for sample in samples), key=len, reverse=True)
     batches = []
     while rows:
@@ -173,7 +173,7 @@ def padded_batches(samples: Sequence[Sample], tokens: int) -> list[tuple[Tensor,
 
 
 def measure(size: Size, clock: Clock = time.perf_counter) -> tuple[int, dict[str, float]]:
-    """Tokens of an update, and the seconds of each loop by ``clock``."""
+    """Tokens of an update, and each loop's seconds by ``clock``."""
     samples = random_samples(size.samples, size.longest, size.vocab, equal=size.equal)
     with tempfile.TemporaryDirectory() as folder:
         longest = size.longest
@@ -209,14 +209,14 @@ def cpu_rows(documents: str, size: Size) -> list[str]:
 def report(sizes: Sequence[Size], cpu_sizes: Mapping[str, Size]) -> str:
     table = "\n".join(line for size in sizes for line in rows(size))
     cpu_table = "\n".join(line for pair in cpu_sizes.items() for line in cpu_rows(*pair))
-    one, small = sizes[0], next(iter(cpu_sizes.values()))
+    big, small = sizes[0], next(iter(cpu_sizes.values()))
     return f"""# Speed of an update
 
 Command: `python -m benchmarks.policy_step`
 
 {machine()}, two threads, float32, one process.
-{one.samples} documents of up to {one.longest:,} tokens in packs of at most {one.pack:,}.
-Medians of {one.rounds} rounds in which the loops take turns.
+{big.samples} documents of up to {big.longest:,} tokens in packs of at most {big.pack:,}.
+Medians of {big.rounds} rounds in which the loops take turns.
 
 | model | loop | tokens/s | speed / bare |
 |---|---|---:|---:|

@@ -1,6 +1,6 @@
 """Stand-in receiver of a weight broadcast: a process that makes SGLang 0.5.23's torch.distributed calls.
 
-It replaces a server where starting one would take too long. Commands come through a pipe instead of HTTP; the
+It replaces a server whose start would take too long. Commands arrive through a pipe instead of HTTP; the
 calls and their order are SGLang's.
 """
 
@@ -21,34 +21,32 @@ from bapo_megatron.types import BroadcastGroup, BucketSpec
 
 
 class ReceiverProcess:
-    """Handle of a receiver process. Every method starts an operation in it and returns a future."""
+    """Handle of a receiver process. Methods that return a future start an operation in it."""
 
     def __init__(self, keep: bool = False) -> None:
-        """``keep``: hold what arrives, for ``weights``."""
-        self._pipe, other = multiprocessing.Pipe()
+        """``keep``: store received tensors for ``weights``."""
+        self._pipe, remote = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=_serve, args=(other, keep), daemon=True)
+        self.process = context.Process(target=_serve, args=(remote, keep), daemon=True)
         self.process.start()
-        other.close()
+        remote.close()
         self._one = threading.Lock()
 
     @property
     def pid(self) -> int:
-        """Its process."""
         assert self.process.pid is not None
         return self.process.pid
 
     def stop(self) -> None:
-        """End it."""
         self.process.kill()
         self.process.join()
 
     def join(self, group: BroadcastGroup, rank: int) -> Future[None]:
-        """Join the sender's group."""
+        """Join the sender's process group."""
         return self._ask("join", group, rank)
 
     def leave(self) -> Future[None]:
-        """Leave it."""
+        """Leave the sender's process group."""
         return self._ask("leave")
 
     def receive(self, bucket: BucketSpec) -> Future[None]:
@@ -56,11 +54,11 @@ class ReceiverProcess:
         return self._ask("receive", bucket)
 
     def receive_raw(self, sizes: list[int], reuse: bool) -> Future[None]:
-        """Receive so many bytes so many times, into one buffer or each into new memory."""
+        """Receive a message of each size, into one buffer (``reuse``) or each into new memory."""
         return self._ask("receive_raw", sizes, reuse)
 
     def weights(self) -> Future[dict[str, Tensor]]:
-        """The weights that the receiver has kept."""
+        """Return the stored weights and clear them."""
         return self._ask("weights")
 
     def _ask(self, what: str, *arguments: Any) -> Future[Any]:
@@ -70,14 +68,14 @@ class ReceiverProcess:
             try:
                 with self._one:
                     self._pipe.send((what, arguments))
-                    found = self._pipe.recv()
+                    answer = self._pipe.recv()
             except (EOFError, OSError) as error:
                 future.set_exception(RuntimeError(f"the receiver is gone: {error}"))
                 return
-            if isinstance(found, Exception):
-                future.set_exception(found)
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
             else:
-                future.set_result(found)
+                future.set_result(answer)
 
         threading.Thread(target=ask, daemon=True).start()
         return future
@@ -145,5 +143,5 @@ class _Receiver:
             dist.broadcast(memory_B[:size], src=0, group=self._group)
 
     def weights(self) -> dict[str, Tensor]:
-        found, self._kept = self._kept, {}
-        return found
+        weights, self._kept = self._kept, {}
+        return weights

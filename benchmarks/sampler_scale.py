@@ -3,9 +3,8 @@
     python -m benchmarks.sampler_scale                  # all parts, forty minutes
     python -m benchmarks.sampler_scale --part tools     # one of: rate, busy, tools; the page keeps the others
 
-Part 1: 256 engines with 64 requests each, at rates that ask for up to a million tokens a second in all.
-Part 2: the share of time that the engines' places are filled, with partial rollout on and off, on lengths
-with a long tail.
+Part 1: 256 engines with 64 requests each, offering up to a million tokens/s in all.
+Part 2: the share of engine places in use, with partial rollout on and off, at long-tailed lengths.
 Part 3: the same share with environments: turns of four seconds, and tools that take up to a minute.
 """
 
@@ -54,83 +53,80 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Load:
-    """A load: how many engines, how fast they answer, and the settings of the run."""
+    """A load: number and speed of the engines, and settings of the run."""
 
     engines: int
     places: int
-    """Requests in flight at each."""
+    """Requests in flight per engine."""
     rate: float
-    """Tokens a second of one request."""
+    """Tokens/s of one request."""
     median: float
     sigma: float
     longest: int
     segment: int | None
     staleness: int
     prompts: int
-    """Groups of a step."""
+    """Groups per step."""
     train_s: float
-    """A step of training."""
+    """Seconds of training per step."""
     warm_s: float
     measured_s: float
     group: int = 16
-    """Responses of a group."""
+    """Responses per group."""
     tool_s: float | None = None
     """Mean seconds of a tool after each turn; None: a response is one turn."""
     turns: int = 1
 
     @property
     def turn_s(self) -> float:
-        """Seconds of sampling of a turn, where each has ``median`` tokens."""
+        """Sampling seconds of a turn of ``median`` tokens."""
         return self.median / self.rate
 
 
 @dataclass(frozen=True)
 class Found:
-    """The measurements of one load, over the measured seconds."""
+    """Measurements of one load, over the measured seconds."""
 
     tokens_per_s: float
-    """Written to the journal."""
+    """Tokens/s written to the journal."""
     working: float
-    """Share of the engines' time in which they had a request."""
+    """Share of the engines' time with at least one request."""
     filled: float
     """Share of the engines' places with a request."""
     processor: float
-    """Processor seconds a second of the sampler's process."""
+    """CPU seconds per second of the sampler process."""
     peak_gib: float
     steps: int
     lost: int
-    """Engines that were given up, in all the time. They are all sound."""
+    """Engines given up, including warm-up; all engines are healthy."""
     stepping: float = 0.0
-    """Steps of environments in flight."""
+    """Mean environment steps in flight."""
 
 
 class Tokenizer:
-    """A tokenizer that decodes nothing: decoding is one call a response."""
+    """Tokenizer that decodes nothing: decoding is one call per response."""
 
     eos_token_id = EOS
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """The empty text."""
         return ""
 
 
 class Coin:
-    """A scorer of random rewards, so that groups are kept."""
+    """Scorer with random rewards of 0 or 1, so that groups are kept."""
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        """0 or 1, at random."""
         return RewardResult(float(random.random() < 0.5))
 
 
 class CountedSteps:
-    """Environments of a pool, whose steps in flight are counted."""
+    """Environment pool that counts its steps in flight."""
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self._pool = pool
         self.in_flight = Integral()
 
     async def step(self, question: Question) -> StepResult:
-        """The pool's answer."""
         self.in_flight.add(1)
         try:
             return await self._pool.step(question)
@@ -138,28 +134,26 @@ class CountedSteps:
             self.in_flight.add(-1)
 
     def forget(self, episode: str) -> None:
-        """The episode is over."""
         self._pool.forget(episode)
 
 
 class FewTokens:
-    """The rule for observations: always the same 20 tokens."""
+    """Observation tokenizer that always returns the same 20 tokens."""
 
     def given_ids(self, observation: str, last_token: int) -> np.ndarray:
-        """The ids."""
         return np.arange(3, 23, dtype=np.int32)
 
 
 def main() -> None:
-    """Measure, and write the report; or print one row of the part with tools."""
+    """Measure and write the report, or print one row of the tools part."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=PARTS, help="all, if none is named")
     parser.add_argument("--row", nargs=2, type=float, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.row:
-        print(json.dumps(asdict(measure(tool_load(*given.row)))))
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(asdict(measure(tool_load(*options.row)))))
         return
     page = RESULTS / "sampler_scale.md"
     before = page.read_text().split("\n## ")[1:] if page.exists() else []
@@ -176,7 +170,7 @@ def main() -> None:
     ]
     for name, (title, part) in PARTS.items():
         lines += [f"## {title}", ""]
-        lines += [f"{machine()}.", "", *part(), ""] if given.part in (name, None) else [kept[title], ""]
+        lines += [f"{machine()}.", "", *part(), ""] if options.part in (name, None) else [kept[title], ""]
     write("sampler_scale", "\n".join(lines[:-1]) + "\n")
 
 
@@ -189,12 +183,12 @@ def _rate_part() -> Iterator[str]:
     yield f"| {' | '.join(columns)} | peak memory | engines lost |"
     yield "|---:|---:|---:|---:|---:|---:|---:|---:|"
     for way in (replace(load, rate=30.5), load, longer):
-        found = measure(way)
-        offered, handled = way.rate * way.engines * way.places, found.tokens_per_s
+        result = measure(way)
+        offered, handled = way.rate * way.engines * way.places, result.tokens_per_s
         yield (
             f"| {way.segment} | {offered:,.0f} | {handled:,.0f} | {handled / offered:.2f} "
-            f"| {found.filled:.1%} | {found.processor:.2f} cores | {found.peak_gib:.1f} GiB "
-            f"| {found.lost} |"
+            f"| {result.filled:.1%} | {result.processor:.2f} cores | {result.peak_gib:.1f} GiB "
+            f"| {result.lost} |"
         )
 
 
@@ -213,21 +207,21 @@ def _busy_part() -> Iterator[str]:
     yield "| partial rollout | admitted | engines busy | places filled | tokens/s | steps | engines lost |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for name, way in ways.items():
-        found = measure(way)
+        result = measure(way)
         admitted = (way.staleness + 1) * way.prompts * 16 / (way.engines * way.places)
         yield (
-            f"| {name} | {admitted:.0f} | {found.working:.1%} | {found.filled:.1%} "
-            f"| {found.tokens_per_s:,.0f} | {found.steps} | {found.lost} |"
+            f"| {name} | {admitted:.0f} | {result.working:.1%} | {result.filled:.1%} "
+            f"| {result.tokens_per_s:,.0f} | {result.steps} | {result.lost} |"
         )
 
 
 TOOL_SECONDS = (0, 5, 15, 30, 60)
 ADMITTED = (0.5, 1.0, 1.25, 1.5, 2.0)
-"""Responses that may be open while a step trains, for each that the inequality asks for."""
+"""Open responses while a step trains, as a multiple of the number that fills all places."""
 
 
 def tool_load(tool_s: float, admitted: float) -> Load:
-    """128 places and turns of 4 s; steps of training that take a quarter of the time to sample a step."""
+    """128 places and turns of 4 s; a training step takes a quarter of the sampling time of a step."""
     load = Load(16, 8, 61.0, 244, 0.0, 4096, None, 4, 0, 0.0, warm_s=0, measured_s=0, group=8)
     load = replace(load, tool_s=tool_s, turns=3)
     places, turn_s = load.engines * load.places, load.turn_s
@@ -315,7 +309,7 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
         async with session.get(f"{url}/idle") as answer:
             seen: dict[str, Any] = await answer.json()
         seconds = time.monotonic() - start
-        found = Found(
+        result = Found(
             tokens_per_s=(sampler.state()["tokens"]["sampled"] - before) / seconds,
             working=seen["working"] / load.engines,
             filled=seen["in_flight"] / (load.engines * load.places),
@@ -327,11 +321,11 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
         )
         trainer.cancel()
         await asyncio.gather(trainer, return_exceptions=True)
-        return found
+        return result
 
 
 async def _train(load: Load, sampler: GroupSampler, journal: Path, steps: list[int]) -> None:
-    """A trainer that only waits, and deletes the files of its steps."""
+    """Trainer that only waits, and deletes its steps' files."""
     step = 0
     while True:
         step += 1
@@ -396,7 +390,7 @@ async def _sampler(
 
 
 def _environment(load: Load) -> EnvironmentConfig:
-    """None, or the tool that waits."""
+    """Configuration of the waiting tool; without a tool, the default."""
     if load.tool_s is None:
         return EnvironmentConfig()
     return EnvironmentConfig(

@@ -1,10 +1,10 @@
-"""Benchmark of an update's time and memory with each way to find its clipping bounds.
+"""Benchmark of an update's time and memory, by the way to find its clipping bounds.
 
     python -m benchmarks.update_cost            # ten minutes on two cores
     python -m benchmarks.update_cost --quick
 
-One policy on one process makes the same update again and again; only the way to its bounds differs. The ways
-take turns. The memory of each is the peak of one update in a process of its own. Writes
+One policy in one process repeats the same update; only the way to the bounds differs, and the ways take
+turns. The memory of each is the peak of one update in its own process. Writes
 benchmarks/results/update_cost.md.
 """
 
@@ -42,7 +42,7 @@ Recompute = Literal["none", "full"]
 
 @dataclass(frozen=True)
 class Way:
-    """How the bounds of an update are found."""
+    """A way to find the bounds of an update."""
 
     bounds: BoundsConfig
     on_policy: bool = False
@@ -61,7 +61,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Size:
-    """The policy and the update."""
+    """Size of the policy and the update."""
 
     hidden: int = 256
     layers: int = 8
@@ -80,7 +80,7 @@ FULL, QUICK = Size(), Size(hidden=64, layers=2, vocab=512, longest=64, samples=8
 
 
 def updates(policy: MegatronPolicy, way: Way, size: Size) -> Callable[[], object]:
-    """A function that makes one update, bounds included."""
+    """Function that makes one update, bounds included."""
     clipping = UpdateLoss(AlgorithmConfig(bounds=way.bounds), way.hold)
     packs = pack_samples(size.batch, size.pack, "token", policy.pack_layout)
 
@@ -102,7 +102,7 @@ def times(folder: Path, size: Size, recompute: Recompute) -> dict[str, float]:
 
 
 def peak(name: str, recompute: Recompute, size: Size) -> float:
-    """GiB that the second update allocates above what is there before it."""
+    """GiB that the second update allocates above the memory before it."""
     with tempfile.TemporaryDirectory() as folder:
         update = updates(policy_of(Path(folder), size, recompute), WAYS[name], size)
         update()

@@ -1,7 +1,4 @@
-"""Tool that only waits, for ``sampler_scale.py``: an environment whose steps are a program's, or a service's.
-
-Only the standard library is imported, as a worker of environments does.
-"""
+"""Environment that only waits, for ``sampler_scale.py``, in place of a program or a service."""
 
 from __future__ import annotations
 
@@ -14,16 +11,15 @@ from bapo_megatron.environment import Environment, Reply, Turn
 
 
 class WaitingTool(Environment):
-    """Each of ``turns`` turns waits for ``mean_s`` seconds, give or take a half; the last one ends it.
+    """Environment whose ``turns`` steps each wait ``mean_s`` seconds +- 50 %; the last one ends the episode.
 
-    The reward is drawn. Made by a worker of environments.
+    The reward is random.
     """
 
     resume = "restore"
     _steps = 0
 
     async def step(self, turn: str) -> Reply:
-        """Wait."""
         await asyncio.sleep(self.settings["mean_s"] * random.uniform(0.5, 1.5))
         self._steps += 1
         if self._steps == self.settings["turns"]:
@@ -31,5 +27,4 @@ class WaitingTool(Environment):
         return Reply("done")
 
     def restore(self, turns: Sequence[Turn], note: Any) -> None:
-        """Count the turns."""
         self._steps = len(turns) // 2

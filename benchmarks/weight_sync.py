@@ -3,12 +3,12 @@
     python -m benchmarks.weight_sync            # five minutes on two cores
     python -m benchmarks.weight_sync --quick
 
-- disk: ``WeightStaging.write`` against a copy of the same files; both end in the page cache, or on the disk;
+- disk: ``WeightStaging.write`` against a copy of the same files, into the page cache or synced to disk;
 - broadcast: ``WeightBroadcast.send`` to one receiver process against ``dist.broadcast`` of as many bytes
   in chunks of a bucket's size. The receiver stands in for a server (benchmarks/receiver.py).
 
-They take turns. The memory of sender and receiver is that above what they hold before: the model itself, on
-the sender's side. Writes benchmarks/results/weight_sync.md.
+They take turns. Memory of sender and receiver excludes their memory before, such as the sender's model.
+Writes benchmarks/results/weight_sync.md.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from benchmarks.receiver import ReceiverProcess
 CPU = torch.device("cpu")
 
 Way = tuple[Callable[[], object], int]
-"""Sends the model once; the receiver's process."""
+"""Function that sends the model once, and the receiver's pid."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """The model, and how it is cut."""
+    """Size of the model and of the buckets."""
 
     hidden: int = 1024
     layers: int = 20
@@ -53,7 +53,7 @@ QUICK = Size(hidden=64, layers=2, vocab=512, buckets_mb=(1,), rounds=1)
 
 
 class Model:
-    """Weights in memory, as the trainer has them, and the folder that they came from."""
+    """Weights in memory, as in the trainer, and their folder."""
 
     def __init__(self, folder: Path, size: Size) -> None:
         self.folder = save_model(folder, size.hidden, size.layers, size.vocab, positions=64)
@@ -68,7 +68,7 @@ class Model:
 
 
 def disk_ways(model: Model, folder: Path) -> dict[str, Callable[[], object]]:
-    """The staging of a version, and a copy of what it staged."""
+    """Functions that stage a version and that copy the staged files, unsynced and synced."""
     staging = WeightStaging(folder / "staged", model.folder)
     staged = staging.write(model.weights(), 0)
 
@@ -101,7 +101,7 @@ def synced(folder: Path) -> None:
 
 @contextmanager
 def our_broadcast(model: Model, bucket_mb: int) -> Iterator[Way]:
-    """One update in buckets."""
+    """Context manager of ``WeightBroadcast`` to one receiver."""
     receiver = ReceiverProcess()
     sender = WeightBroadcast(CPU, bucket_mb=bucket_mb)
     sender.open(1, lambda place: receiver.join(place, 1))
@@ -114,7 +114,7 @@ def our_broadcast(model: Model, bucket_mb: int) -> Iterator[Way]:
 
 @contextmanager
 def raw_broadcast(model: Model, bucket_mb: int, reuse: bool) -> Iterator[Way]:
-    """As many bytes from one buffer in equal chunks, into one buffer, or each into new memory."""
+    """Context manager of a raw broadcast of equal chunks, into one buffer (``reuse``) or new memory."""
     receiver = ReceiverProcess()
     group = SendingGroup("127.0.0.1", f"raw {reuse} {bucket_mb}", 1, CPU, 120.0)
     joined = receiver.join(group.place, 1)
@@ -136,7 +136,7 @@ def raw_broadcast(model: Model, bucket_mb: int, reuse: bool) -> Iterator[Way]:
 
 
 def ratio(raw: Sequence[float], ours: Sequence[float]) -> float:
-    """How many times as fast as raw: the median over rounds, each of which saw one state of the machine."""
+    """Speed relative to raw: median over rounds, since the two of a round see the same machine state."""
     return statistics.median(r / o for r, o in zip(raw, ours, strict=True))
 
 
@@ -160,7 +160,7 @@ def broadcast_rows(model: Model, bucket_mb: int, rounds: int) -> list[str]:
         raw_broadcast(model, bucket_mb, reuse=True) as one_buffer,
     ):
         ways = {"WeightBroadcast": ours, "raw": new_memory, "raw, one buffer": one_buffer}
-        # Before anything is sent: the sender keeps its buffers.
+        # Before the timing: the sender keeps its buffers.
         peaks = {name: peaks_above(run, ["self", pid]) for name, (run, pid) in ways.items()}
         seconds = rounds_in_turns({name: run for name, (run, _) in ways.items()}, rounds)
     rows = []

@@ -1,20 +1,19 @@
 """Recipe BP-Math-7B, 64k responses: the paper's 7B main run, on two trainer nodes of eight 80 GB GPUs.
 
 From the paper (arXiv 2510.18927, section 5.1): responses of up to 64k tokens "to align with the SFT
-setting", GRPO advantages, the BAPO bounds (the preset), staleness by reuse of samples; Table 1 has its
-results. Learning rate and temperature are stated for the 8k experiments (2e-6, 0.6) and used here too.
+setting", GRPO advantages, the BAPO bounds (the preset), staleness by sample reuse; Table 1 has its results.
+Learning rate 2e-6 and temperature 0.6 are those of its 8k experiments.
 
-Chosen here, not in the paper: 64 prompts x 16 responses a step, four updates of a quarter of the batch each,
+Chosen here, not in the paper: 64 prompts x 16 responses per step, four updates of a quarter batch each,
 weight decay, steps, segments of 8,192 tokens, layout. The paper starts from its own SFT of Qwen2.5-Math-7B;
-this recipe names DeepSeek-R1-Distill-Qwen-7B, which has the same shape and is public. Engines run on nodes of
-their own: the cluster file says how many (docs/slurm.md).
+this recipe uses DeepSeek-R1-Distill-Qwen-7B, which has the same shape and is public. Engines run on nodes of
+their own, whose number is in the cluster file (docs/slurm.md).
 
-Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
-a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+Dynamic sampling drops groups with equal rewards and samples others, at most three times the prompts of a step
+in all. A truncated response is scored as it is, wrong without a box, and trained on.
 
-Preset: `paper(131_072)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
-and no study here prefers another. A search sees 131,072 tokens, as many responses as the 16,384 of the
-authors' script with 8k.
+Preset: `paper(131_072)`, because the paper's figures show a search per micro-batch (docs/algorithm.md), and
+no study here prefers another. A search sees 131,072 tokens: as many responses as the authors' 16,384 at 8k.
 
     bapo plan recipes/bp_math_7b_64k.py
 """

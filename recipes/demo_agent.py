@@ -1,19 +1,19 @@
-"""Recipe of the demo with a real model and an agent program: SmolLM2-135M-Instruct, asked by a program.
+"""Recipe of the demo with a real model, SmolLM2-135M-Instruct, and an agent program that prompts it.
 
     make demo-agent
 
-Model, problems, reward and settings are those of demo_real_tools.py. What asks the model is another program
-(demo/agent.py), a process for each episode: it speaks OpenAI's chat completions, with streams, knows nothing
-of the training, and answers expressions as a user. Its log of each episode is in logs/agents of the run.
+Model, problems, reward and settings are those of demo_real_tools.py. The agent (demo/agent.py) is a process
+per episode: it uses OpenAI's chat completions with streams, is unaware of the training, and answers
+expressions as a user. Its log of each episode is in logs/agents of the run.
 
-Behind a value it forgets the question of the worked example: a rewritten history. So an episode with a call
-is a tree of two branches, which the report shows; the second has a prompt of its own, of 90 tokens, within
+After a value it drops the question of the worked example: a rewritten history. So an episode with a call is a
+tree of two branches, which the report shows; the second has its own prompt of 90 tokens, within
 `max_response_tokens`.
 
-What held-out answers gain by it was not measured: those of demo_real_tools.py rose to 99 % and more. Of six
-responses to a product before training all asked the calculator, and four were right.
+Held-out accuracy was not measured; that of demo_real_tools.py rose to at least 99 %. Before training, six of
+six responses to a product called the calculator, and four were right.
 
-Preset: `paper()`, as of demo_real_tools.py.
+Preset: `paper()`, as in demo_real_tools.py.
 """
 
 import sys

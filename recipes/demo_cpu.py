@@ -1,16 +1,15 @@
 """Recipe of the CPU demo: a small policy learns sums, off-policy, with BAPO's preset `paper`, in minutes.
 
-The policy has 0.23 M parameters and reads bytes. A supervised warm start (demo/warm_start.py) taught it two
-habits: to work a sum out digit by digit, which is short and mostly right, and to slip, doubt, begin again and
-give up, which is long and always wrong. So wrong responses are the long ones, as on hard problems (Fig. 6 of
-the paper), positive tokens hold less than BAPO's target of 0.4 of the gradient, and the bounds move until the
-long habit is unlearnt. Each batch of rollouts is used for eight updates (two passes of four), so tokens are
-up to seven updates stale.
+The policy has 0.23 M parameters and a byte vocabulary. A supervised warm start (demo/warm_start.py) taught it
+two habits: column addition, which is short and mostly right; and repeated failed attempts, which are long and
+always wrong. So wrong responses are the long ones, as on hard problems (Fig. 6 of the paper), positive tokens
+have less than BAPO's target of 0.4 of the gradient, and the bounds move until the long habit is unlearnt.
+Each batch has eight updates (two passes of four), so tokens are up to seven updates stale.
 
 Preset: `paper()`, the default, which follows the paper's figures (docs/algorithm.md). An update here has
-fewer tokens than one of its searches sees, so it makes one.
+fewer tokens than a search may see, so it makes one search.
 
-The task was built to have these properties. It does not show that BAPO beats GRPO: docs/results.md.
+The task was built for these properties. It does not show that BAPO beats GRPO: docs/results.md.
 """
 
 from pathlib import Path

@@ -1,14 +1,12 @@
-"""Recipe of the demo with a hybrid: a small Qwen3.5 learns sums on a CPU.
+"""Recipe of the demo with a hybrid model: a small Qwen3.5 learns sums on a CPU.
 
-The policy has 0.26 M parameters: of four layers two have full attention, the others Gated DeltaNet. It reads
-bytes, and a supervised warm start (demo/warm_start.py) taught it the habits of demo_cpu.py's policy: to
-work a sum out, which is short and mostly right, and to slip, doubt and begin again, which is long and never
-right.
+The policy has 0.26 M parameters; two of its four layers have full attention, the others Gated DeltaNet. A
+supervised warm start (demo/warm_start.py) taught it the two habits of demo_cpu.py's policy.
 
 Chosen here: 12 steps; the rest is that of demo_cpu.py. With `--rollout.engine sglang --rollout.sglang.servers
 1` a real SGLang server samples, on the CPU (`make sglang`).
 
-Preset: `paper()`, as of demo_cpu.py.
+Preset: `paper()`, as in demo_cpu.py.
 """
 
 from dataclasses import replace

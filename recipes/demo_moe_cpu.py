@@ -1,14 +1,13 @@
 """Recipe of the demo with experts: a small Qwen3 MoE learns sums on a CPU, its experts spread over two ranks.
 
-The policy has 0.48 M parameters: in each of four layers 8 experts, of which a token takes two. It reads
-bytes, and a supervised warm start (demo/warm_start.py) taught it the habits of demo_cpu.py's policy: to work
-a sum out, which is short and mostly right, and to slip, doubt and begin again, which is long and never right.
-Two data-parallel ranks have four experts of each layer each (EP 2), and send each other the tokens of theirs.
+The policy has 0.48 M parameters, with 8 experts in each of four layers, two per token. A supervised warm
+start (demo/warm_start.py) taught it the two habits of demo_cpu.py's policy. Each of two data-parallel ranks
+has four experts per layer (EP 2), and they exchange the tokens of their experts.
 
-Chosen here: 12 steps; the rest is that of demo_cpu.py. Engine and trainer choose a token's experts each by
-itself, both in float32.
+Chosen here: 12 steps; the rest is that of demo_cpu.py. Engine and trainer route each token independently,
+both in float32.
 
-Preset: `paper()`, as of demo_cpu.py.
+Preset: `paper()`, as in demo_cpu.py.
 """
 
 from dataclasses import replace

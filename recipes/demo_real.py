@@ -2,22 +2,22 @@
 
     make demo-real
 
-The model is SmolLM2-135M-Instruct, a Llama, out of a Python package (demo/smollm2.py). The problems and the
-reward are reasoning-gym's: sums, differences and products of one digit, which its verifiers score. 60 are
-held out; none of the 129 that train is one of them, nor a held-out sum or product in the other order.
+The model is SmolLM2-135M-Instruct, a Llama, from a Python package (demo/smollm2.py). Problems and reward are
+reasoning-gym's: one-digit sums, differences and products. 60 problems are held out; none of the 129 training
+problems is among them, nor a held-out sum or product with swapped numbers.
 
-At first the model explains, doubts and rambles, or answers at once and wrongly. It learns to write the
-equation with its result, and to stop. Each batch is used for four updates (two passes of two). Wrong
-responses are longer than right ones, so positive tokens often hold less than BAPO's target of 0.4 of the
-gradient, and a bound moves. Three seeds were tried: held-out answers rose from 24, 18 and 18 % to 73, 67 and
-64 % (60 problems with two responses each; intervals of 20 points), responses went from 25 to 33 tokens to 11
-to 19, and a bound moved in 7, 26 and 18 of 48 updates.
+At first the model rambles, or answers immediately and wrongly. It learns to write the equation with its
+result, and to stop. Each batch has four updates (two passes of two). Wrong responses are longer than right
+ones, so positive tokens often have less than BAPO's target of 0.4 of the gradient, and a bound moves. With
+three seeds held-out accuracy rose from 24, 18 and 18 % to 73, 67 and 64 % (60 problems with two responses
+each; intervals of 20 points), responses shrank from 25-33 to 11-19 tokens, and a bound moved in 7, 26 and 18
+of 48 updates.
 
 Preset: `paper()`, the default, which follows the paper's figures (docs/algorithm.md). An update here has
-fewer tokens than one of its searches sees, so it makes one.
+fewer tokens than a search may see, so it makes one search.
 
-It does not show that BAPO learns this better than fixed bounds do (docs/results.md), and nothing of long
-responses. 60 problems with two responses each are a small sample, too.
+It does not show that BAPO learns this better than fixed bounds (docs/results.md), and nothing about long
+responses. 60 problems with two responses each are also a small sample.
 """
 
 from pathlib import Path

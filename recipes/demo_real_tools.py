@@ -1,28 +1,27 @@
-"""Recipe of the demo with a real model and a tool: SmolLM2-135M-Instruct learns to ask a calculator.
+"""Recipe of the demo with a real model and a tool: SmolLM2-135M-Instruct learns to call a calculator.
 
     make demo-real-tools
 
-The model is that of demo_real.py, the problems and the reward are reasoning-gym's: sums and differences of
-two or three digits, products of two. Each prompt has one worked example of a call, a product
-(demo/make_worked.py): a message that is only an expression is answered by the calculator, and the model's
-answer after that is judged.
+The model is that of demo_real.py; problems and reward are reasoning-gym's: sums and differences of two or
+three digits, products of two digits. Each prompt has one worked example of a call, a product
+(demo/make_worked.py): the calculator answers a message that is only an expression, and the reward judges the
+model's answer after it.
 
-Before training the model copies the example where it is asked for a product, in 55 of 60 held-out responses,
-and nearly never for a sum or a difference, in 1 of 60: there it explains, or guesses, and one guess was
-right. Groups of products are soon uniform, and left out; what trains then are the few sums for which it
-asked, and it learns to ask for all.
+Before training the model copies the example for products, in 55 of 60 held-out responses, but rarely for sums
+and differences, in 1 of 60: there it explains or guesses, and one guess was right. Groups of products soon
+have equal rewards and are dropped; the few sums with a call then train it to call for all.
 
-In six steps held-out answers rose from 44, 43 and 39 % to 99, 100 and 100 % at seeds 0, 1 and 2 (60 problems
-with two responses each; seed 0 in a run that was stopped after two steps and continued, with the rate of one
-of ten steps until then). At seed 0 all responses of the fourth step were right, and there was no update; that
-is 8 minutes of processor time from the start. A bound moved in 11 of its 20 updates.
+In six steps held-out accuracy rose from 44, 43 and 39 % to 99, 100 and 100 % at seeds 0, 1 and 2 (60 problems
+with two responses each; seed 0 was stopped after two steps and continued, until then with the learning rates
+of a run of ten steps). At seed 0 all responses of the fourth step were right, after 8 minutes of CPU time, so
+it had no update. A bound moved in 11 of its 20 updates.
 
-A prompt has 110 tokens, and 32 responses of 15 to 20 are a small batch, so a step is short. A batch is used
-for four updates, two passes of two, as in demo_real.py; the rate is that of demo_real.py, too. At six steps
-nearly all groups are uniform, and more would sample much to train on little.
+A prompt has 110 tokens, and 32 responses of 15 to 20 tokens are a small batch, so a step is short. Learning
+rate and updates (two passes of two per batch) are those of demo_real.py. After six steps nearly all groups
+have equal rewards, so further steps would sample much and train little.
 
 Preset: `paper()`, the default (docs/algorithm.md). It does not show that BAPO learns this better than fixed
-bounds do, and nothing of long episodes.
+bounds, and nothing about long episodes.
 """
 
 from pathlib import Path

@@ -3,10 +3,10 @@
     make sglang                                    # SGLang's own environment, once
     bapo train recipes/demo_sglang_cpu.py
 
-The run starts one server, loads every new version of the weights into it, and ends it. SGLang does not
-promise the same tokens for the same seed, so two runs differ.
+The run starts one server, loads each weight version into it, and stops it. SGLang does not guarantee equal
+tokens for equal seeds, so two runs differ.
 
-Preset: `paper()`, as of demo_cpu.py.
+Preset: `paper()`, as in demo_cpu.py.
 """
 
 from dataclasses import replace

@@ -1,11 +1,11 @@
 """Recipe of the demo with a tool: the small policy of demo_cpu.py learns to use a calculator, in minutes.
 
-A supervised warm start (demo/make_tools.py) taught it three habits: to ask the calculator and box its answer,
-which is right; to ask it for another sum, which is wrong; and to guess, which is seldom right. A response is
-an episode of up to three turns: ``755+180``, the calculator's ``935``, which is given and not trained on, and
+A supervised warm start (demo/make_tools.py) taught it three habits: call the calculator and box its answer,
+which is right; call it with another sum, which is wrong; and guess, which is rarely right. A response is an
+episode of up to three turns: ``755+180``, the calculator's ``935``, which is not trained on, and
 ``\\boxed{935}``, which the reward judges. Reward rises as guesses and slips are unlearnt.
 
-Preset: `paper()`, the default (docs/algorithm.md). The task was built to have these properties:
+Preset: `paper()`, the default (docs/algorithm.md). The task was built for these properties:
 docs/environments.md.
 """
 

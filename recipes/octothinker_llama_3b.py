@@ -3,13 +3,13 @@
 From the paper (arXiv 2510.18927, appendix A, Fig. 13, Table 2): c_low in [0.8, 0.9], c_high in [1.2, 2.0],
 target 0.45, on a Llama after mid-training, "since Llama family models behave badly in RL".
 
-Chosen here, not in the paper: the steps of the bounds (0.02 and 0.05, as for the other models), responses of
-up to 8k tokens, learning rate and temperature of the analysis runs (2e-6, 0.6), 64 prompts x 16 responses,
-four passes over each batch, weight decay, steps, layout. A plan takes the shape of its base, Llama-3.2-3B,
-from recipes/shapes.
+Chosen here, not in the paper: the step sizes of the bounds (0.02 and 0.05, as for the other models),
+responses of up to 8k tokens, learning rate and temperature of the analysis runs (2e-6, 0.6), 64 prompts x 16
+responses, four passes over each batch, weight decay, steps, layout. A plan reads the shape of its base model,
+Llama-3.2-3B, from recipes/shapes.
 
-Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
-a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+Dynamic sampling drops groups with equal rewards and samples others, at most three times the prompts of a step
+in all. A truncated response is scored as it is, wrong without a box, and trained on.
 
 Preset: `paper()` with the ranges above, because the paper's figures show a search in each micro-batch
 (docs/algorithm.md), and no study here prefers another.
@@ -35,7 +35,7 @@ from bapo_megatron.config import (
 
 
 def recipe() -> RunConfig:
-    """One node: GPUs 0 to 3 train, TP 4; on each of the others is a server."""
+    """One node: GPUs 0 to 3 train with TP 4; GPUs 4 to 7 have one server each."""
     bounds = replace(paper(), low_start=0.8, low_end=0.9, high_start=1.2, high_end=2.0, target=0.45)
     return RunConfig(
         name="octothinker_llama_3b",

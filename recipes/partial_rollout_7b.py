@@ -2,14 +2,13 @@
 
 From the paper (section 5.3): a rollout that exceeds a fixed token budget is stored unfinished and resumed
 in later iterations, so parts of one response come from several policies; BAPO against GRPO. Model, data and
-the rest as in the analysis runs (section 5.1).
+other settings are those of the analysis runs (section 5.1).
 
-Chosen here, not in the paper: the budget (2,048 tokens of a response under one version of the weights, a
-quarter of the longest), how old a response may become (4 steps), and that each batch is used once, so that
-all staleness comes from the rollouts. Sampling continues while the policy trains, so each has GPUs of its
-own: of a node's eight four train and four sample.
+Chosen here, not in the paper: the budget (2,048 tokens of a response per weight version, a quarter of the
+longest), the maximum age of a response (4 steps), and one pass over each batch, so that all staleness comes
+from the rollouts. Sampling continues while the policy trains: four of a node's eight GPUs train, four sample.
 
-Preset: `paper()`, as of r1_distill_qwen_7b_8k.py.
+Preset: `paper()`, as in r1_distill_qwen_7b_8k.py.
 
 GRPO, the figure's baseline: `--algorithm.bounds.low-start 0.8 --algorithm.bounds.low-end 0.8
 --algorithm.bounds.high-start 1.2 --algorithm.bounds.high-end 1.2 --run-dir runs/partial_rollout_grpo`.
@@ -25,7 +24,7 @@ from bapo_megatron.config import ParallelConfig, RunConfig, SglangConfig, load_r
 
 
 def recipe() -> RunConfig:
-    """The analysis run, its staleness from segments instead of reuse: GPUs 0 to 3 train, 4 to 7 sample."""
+    """The analysis run with staleness from segments, not reuse: GPUs 0 to 3 train, 4 to 7 sample."""
     run = load_recipe(Path(__file__).with_name("r1_distill_qwen_7b_8k.py"), RunConfig)
     return replace(
         run,

@@ -3,22 +3,21 @@
 From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), learning rate 2e-6 and
 temperature 0.6 of its 8k experiments (section 5.1).
 
-From the model's card: 235 B parameters, of which a token passes 22 B: in each of 94 layers 8 of 128 experts.
-It thinks by default, as qwen3_32b.py says; temperature 0.6 is its advice for this mode, too.
+From the model's card: 235 B parameters, 22 B of them active per token: 8 of 128 experts in each of 94 layers.
+It thinks by default (qwen3_32b.py), a mode for which the card also advises temperature 0.6.
 
-Chosen here, not in the paper: the model, responses of 16k tokens, 64 prompts x 16 responses a step, four
-updates of a quarter of the batch each, weight decay, steps, layout. TP 4 is the most, for there are 4 KV
-heads. 94 layers are twice 47, so the four pipeline stages have unlike numbers: the first one the fewest, for
-it keeps the activations of four packs. EP 32 spreads a layer's experts over all GPUs of a stage, four on
-each. Every token is trained on the experts that sampled it (`rollout.route_replay`, as in qwen3_30b_a3b.py).
-A server has a node: `sglang.tensor` 8.
+Chosen here, not in the paper: the model, responses of 16k tokens, 64 prompts x 16 responses per step, four
+updates of a quarter of the batch each, weight decay, steps, layout. TP 4 is the maximum with 4 KV
+heads. 94 layers are 2 x 47, so the four pipeline stages differ in size: the first is the smallest, since it
+keeps the activations of four packs. EP 32 spreads a layer's experts over all GPUs of a stage, four on each.
+Every token is trained on the experts that sampled it (`rollout.route_replay`, as in qwen3_30b_a3b.py). A
+server has a node: `sglang.tensor` 8.
 
-Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
-a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+Dynamic sampling drops groups with equal rewards and samples others, at most three times the prompts of a step
+in all. A truncated response is scored as it is, wrong without a box, and trained on.
 
-Preset: `paper(32_768)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
-and no study here prefers another. A search sees 32,768 tokens, as many responses as the 16,384 of the
-authors' script with 8k.
+Preset: `paper(32_768)`, because the paper's figures show a search per micro-batch (docs/algorithm.md), and no
+study here prefers another. A search sees 32,768 tokens: as many responses as the authors' 16,384 at 8k.
 
     bapo plan recipes/qwen3_235b_a22b.py
     bapo submit recipes/qwen3_235b_a22b.py --cluster FILE        # rollout_nodes = 16
@@ -40,7 +39,7 @@ from bapo_megatron.config import (
 
 
 def recipe() -> RunConfig:
-    """16 nodes that train: TP 4, CP 2, four stages, four replicas, the experts over a stage's 32 GPUs."""
+    """16 training nodes: TP 4, CP 2, four stages, four replicas, the experts over a stage's 32 GPUs."""
     return RunConfig(
         name="qwen3_235b_a22b",
         steps=500,

@@ -3,23 +3,22 @@
 From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), learning rate 2e-6 and
 temperature 0.6 of its 8k experiments (section 5.1).
 
-From the model's card: 30.5 B parameters, of which a token passes 3.3 B: in each of 48 layers 8 of 128
-experts. It thinks by default, as qwen3_32b.py says; temperature 0.6 is its advice for this mode, too.
+From the model's card: 30.5 B parameters, 3.3 B of them active per token: 8 of 128 experts in each of 48
+layers. It thinks by default (qwen3_32b.py), a mode for which the card also advises temperature 0.6.
 
-Chosen here, not in the paper: the model, responses of 16k tokens, 64 prompts x 16 responses a step, four
-updates of a quarter of the batch each, weight decay, steps, layout. TP 4 is the most, for there are 4 KV
-heads. EP 8 keeps the messages of experts on a node's NVLink; by the plan EP 16 takes 11 GB less of a GPU, and
-11 s of communication an update in place of 3. Every token is trained on the experts that sampled it
-(`rollout.route_replay`): a batch is used after the weights have changed, and without routes engine and
-trainer would choose differently (docs/parallelism.md#routes). Servers of your own need
+Chosen here, not in the paper: the model, responses of 16k tokens, 64 prompts x 16 responses per step, four
+updates of a quarter of the batch each, weight decay, steps, layout. TP 4 is the maximum with 4 KV
+heads. EP 8 keeps expert traffic on a node's NVLink; by the plan EP 16 takes 11 GB less GPU memory, but 11 s
+of communication per update in place of 3 s. Every token is trained on the experts that sampled it
+(`rollout.route_replay`): a batch trains after the weights have changed, and without replay engine and
+trainer would route differently (docs/parallelism.md#routes). External servers need
 `--enable-return-routed-experts --moe-runner-backend triton`.
 
-Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
-a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+Dynamic sampling drops groups with equal rewards and samples others, at most three times the prompts of a step
+in all. A truncated response is scored as it is, wrong without a box, and trained on.
 
-Preset: `paper(32_768)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
-and no study here prefers another. A search sees 32,768 tokens, as many responses as the 16,384 of the
-authors' script with 8k.
+Preset: `paper(32_768)`, because the paper's figures show a search per micro-batch (docs/algorithm.md), and no
+study here prefers another. A search sees 32,768 tokens: as many responses as the authors' 16,384 at 8k.
 
     bapo plan recipes/qwen3_30b_a3b.py
     bapo submit recipes/qwen3_30b_a3b.py --cluster FILE        # rollout_nodes = 2
@@ -41,7 +40,7 @@ from bapo_megatron.config import (
 
 
 def recipe() -> RunConfig:
-    """Two nodes that train: TP 4, four replicas, the experts over the eight GPUs of each node."""
+    """Two training nodes: TP 4, four replicas, the experts over the eight GPUs of each node."""
     return RunConfig(
         name="qwen3_30b_a3b",
         steps=500,

@@ -4,19 +4,18 @@ From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset)
 temperature 0.6 of its 8k experiments (section 5.1).
 
 From the model's card: it thinks by default (`enable_thinking` of its chat template), between `<think>` and
-`</think>`, which the response opens itself; temperature 0.6 is its advice for this mode, too. A box counts
-behind `</think>` alone (docs/rewards.md). To train it without thinking: docs/customize.md.
+`</think>`, which the response opens itself; the card also advises temperature 0.6 for this mode. A box counts
+only after `</think>` (docs/rewards.md). docs/customize.md shows how to train it without thinking.
 
-Chosen here, not in the paper: the model, responses of 32k tokens (with a prompt of 2k they are within the
-context of 40,960), 64 prompts x 16 responses a step, four updates of a quarter of the batch each, which is
+Chosen here, not in the paper: the model, responses of 32k tokens (with a prompt of 2k within the context of
+40,960), 64 prompts x 16 responses per step, four updates of a quarter of the batch each, which is
 staleness 4 as the paper counts (passes x batch / mini-batch), weight decay, steps, layout.
 
-Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
-a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+Dynamic sampling drops groups with equal rewards and samples others, at most three times the prompts of a step
+in all. A truncated response is scored as it is, wrong without a box, and trained on.
 
-Preset: `paper(65_536)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
-and no study here prefers another. A search sees 65,536 tokens, as many responses as the 16,384 of the
-authors' script with 8k.
+Preset: `paper(65_536)`, because the paper's figures show a search per micro-batch (docs/algorithm.md), and no
+study here prefers another. A search sees 65,536 tokens: as many responses as the authors' 16,384 at 8k.
 
     bapo plan recipes/qwen3_32b.py
     bapo submit recipes/qwen3_32b.py --cluster FILE        # rollout_nodes = 4
@@ -38,7 +37,7 @@ from bapo_megatron.config import (
 
 
 def recipe() -> RunConfig:
-    """Four nodes: TP 8 inside each, PP 2 and CP 2 across them."""
+    """Four nodes: TP 8 within each, PP 2 and CP 2 across them."""
     return RunConfig(
         name="qwen3_32b",
         steps=500,

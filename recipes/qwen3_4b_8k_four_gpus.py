@@ -3,7 +3,7 @@
 The settings are those of qwen3_4b_8k.py, with their sources (the paper, arXiv 2510.18927, section 5.1, and
 the model's card). Chosen here: the layout.
 
-Preset: `paper()`, as of qwen3_4b_8k.py.
+Preset: `paper()`, as in qwen3_4b_8k.py.
 
     bapo plan recipes/qwen3_4b_8k_four_gpus.py
     sbatch --ntasks-per-node=4 --gpus-per-node=4 slurm/colocated.sbatch \\

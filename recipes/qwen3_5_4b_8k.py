@@ -3,21 +3,20 @@
 From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), responses of up to 8k
 tokens, their data, learning rate 2e-6 and temperature 0.6 of its 8k experiments (section 5.1).
 
-From the model's config.json: 32 layers, of which every fourth has full attention and the others Gated
-DeltaNet, a linear attention; an embedding that is tied to the output layer. The hub's folder also has a
-vision tower, which is neither trained nor served. Whether the model thinks, its chat template says
-(docs/customize.md).
+From the model's config.json: 32 layers, every fourth with full attention, the others with Gated DeltaNet, a
+linear attention; an embedding that is tied to the output layer. The hub's folder also has a vision tower,
+which is neither trained nor served. The chat template decides whether the model thinks (docs/customize.md).
 
-Chosen here, not in the paper: the model, 64 prompts x 16 responses a step, four updates of a quarter of the
+Chosen here, not in the paper: the model, 64 prompts x 16 responses per step, four updates of a quarter of the
 batch each, which is staleness 4 as the paper counts (passes x batch / mini-batch), weight decay, steps,
 layout. All GPUs train and sample in turns: while servers sample, the policy is in host memory. By the plan at
-least 10 % of a GPU's memory stays free in both turns. A server keeps 640 states of sequences (51.5 MB each):
-5 for each of 128 requests, as many as it has responses of a step. No GPU has run a hybrid yet.
+least 10 % of GPU memory stays free in both turns. A server keeps 640 sequence states (51.5 MB each): 5 for
+each of 128 requests, its share of a step's responses. No GPU has run a hybrid yet.
 
-Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
-a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+Dynamic sampling drops groups with equal rewards and samples others, at most three times the prompts of a step
+in all. A truncated response is scored as it is, wrong without a box, and trained on.
 
-Preset: `paper()`, because the paper's figures show a search in each micro-batch (docs/algorithm.md), and no
+Preset: `paper()`, because the paper's figures show a search per micro-batch (docs/algorithm.md), and no
 study here prefers another.
 
     bapo plan recipes/qwen3_5_4b_8k.py
@@ -61,5 +60,5 @@ def recipe() -> RunConfig:
             ),
         ),
         algorithm=AlgorithmConfig(bounds=paper(), updates_per_epoch=4),
-        batch=BatchConfig(pack_tokens=10240),  # the longest prompt and response together
+        batch=BatchConfig(pack_tokens=10240),  # longest prompt + longest response
     )

@@ -3,25 +3,24 @@
 From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), learning rate 2e-6 and
 temperature 0.6 of its 8k experiments (section 5.1).
 
-From the model's config.json: 34.7 B parameters of the text model, of which a token passes 3.5 B: in each of
-40 layers 8 of 256 experts, and a shared one. Every fourth layer has attention, the others Gated DeltaNet,
-whose state of a sequence has the same size at any length. Vision and multi-token prediction are not trained;
-exports have them as they were.
+From the model's config.json: 34.7 B parameters of the text model, 3.5 B of them active per token: 8 of 256
+experts and a shared one in each of 40 layers. Every fourth layer has attention, the others Gated DeltaNet,
+whose sequence state has a constant size. Vision and multi-token prediction are not trained; exports have
+their original weights.
 
-Chosen here, not in the paper: the model, responses of 16k tokens, 64 prompts x 16 responses a step, four
-updates of a quarter of the batch each, weight decay, steps, layout. TP 2 is the most, for there are 2 KV
-heads; EP 8 keeps the messages of experts on a node's NVLink. All is recomputed: "selective" recomputes
-experts alone, and keeps what Gated DeltaNet saves, by the plan 33 GB of a GPU. Every token is trained on the
-experts that sampled it (`rollout.route_replay`): a batch is used after the weights have changed, and without
-routes engine and trainer would choose differently (docs/parallelism.md#routes). Servers of your own need
+Chosen here, not in the paper: the model, responses of 16k tokens, 64 prompts x 16 responses per step, four
+updates of a quarter of the batch each, weight decay, steps, layout. TP 2 is the maximum with 2 KV heads; EP 8
+keeps expert traffic on a node's NVLink. Recomputation is full: "selective" recomputes only experts and keeps
+what Gated DeltaNet saves, by the plan 33 GB per GPU. Every token is trained on the experts that sampled it
+(`rollout.route_replay`): a batch trains after the weights have changed, and without replay engine and trainer
+would route differently (docs/parallelism.md#routes). External servers need
 `--enable-return-routed-experts --moe-runner-backend triton`.
 
-Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
-a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+Dynamic sampling drops groups with equal rewards and samples others, at most three times the prompts of a step
+in all. A truncated response is scored as it is, wrong without a box, and trained on.
 
-Preset: `paper(32_768)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
-and no study here prefers another. A search sees 32,768 tokens, as many responses as the 16,384 of the
-authors' script with 8k.
+Preset: `paper(32_768)`, because the paper's figures show a search per micro-batch (docs/algorithm.md), and no
+study here prefers another. A search sees 32,768 tokens: as many responses as the authors' 16,384 at 8k.
 
     bapo plan recipes/qwen3_6_35b_a3b.py
     bapo submit recipes/qwen3_6_35b_a3b.py --cluster FILE        # rollout_nodes = 2
@@ -43,7 +42,7 @@ from bapo_megatron.config import (
 
 
 def recipe() -> RunConfig:
-    """Two nodes that train: TP 2, eight replicas, the experts over the eight GPUs of each node."""
+    """Two training nodes: TP 2, eight replicas, the experts over the eight GPUs of each node."""
     return RunConfig(
         name="qwen3_6_35b_a3b",
         steps=500,

@@ -3,23 +3,22 @@
 From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), learning rate 2e-6 and
 temperature 0.6 of its 8k experiments (section 5.1).
 
-From the model's config.json: 64 layers, of which every fourth has full attention and the others Gated
-DeltaNet, a linear attention. The hub's folder also has a vision tower, which is neither trained nor served.
-Whether the model thinks, its chat template says (docs/customize.md).
+From the model's config.json: 64 layers, every fourth with full attention, the others with Gated DeltaNet, a
+linear attention. The hub's folder also has a vision tower, which is neither trained nor served. The chat
+template decides whether the model thinks (docs/customize.md).
 
-Chosen here, not in the paper: the model, responses of 32k tokens, 64 prompts x 16 responses a step, four
+Chosen here, not in the paper: the model, responses of 32k tokens, 64 prompts x 16 responses per step, four
 updates of a quarter of the batch each, which is staleness 4 as the paper counts (passes x batch /
-mini-batch), weight decay, steps, layout. TP 4, PP 2 and CP 4 on four nodes is what slime takes for this size
-and these lengths. TP 4 is the most, for there are 4 KV heads; TP x CP divides the 16 key heads of Gated
-DeltaNet. Each stage has 32 layers, 8 of them with full attention. A server keeps 640 states of sequences
+mini-batch), weight decay, steps, layout. TP 4, PP 2 and CP 4 on four nodes is slime's layout for this size
+and these lengths. TP 4 is the maximum with 4 KV heads; TP x CP divides the 16 key heads of Gated
+DeltaNet. Each stage has 32 layers, 8 of them with full attention. A server keeps 640 sequence states
 (154 MB each): 5 for each of 128 requests. No GPU has run a hybrid yet.
 
-Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
-a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+Dynamic sampling drops groups with equal rewards and samples others, at most three times the prompts of a step
+in all. A truncated response is scored as it is, wrong without a box, and trained on.
 
-Preset: `paper(65_536)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
-and no study here prefers another. A search sees 65,536 tokens, as many responses as the 16,384 of the
-authors' script with 8k.
+Preset: `paper(65_536)`, because the paper's figures show a search per micro-batch (docs/algorithm.md), and no
+study here prefers another. A search sees 65,536 tokens: as many responses as the authors' 16,384 at 8k.
 
     bapo plan recipes/qwen3_8_27b_32k.py
     bapo submit recipes/qwen3_8_27b_32k.py --cluster FILE        # rollout_nodes = 4
@@ -41,7 +40,7 @@ from bapo_megatron.config import (
 
 
 def recipe() -> RunConfig:
-    """Four nodes that train: TP 4 and two of the four CP ranks in each, two stages of two nodes."""
+    """Four training nodes: TP 4 and two of the four CP ranks in each, two stages of two nodes."""
     return RunConfig(
         name="qwen3_8_27b_32k",
         steps=500,

@@ -3,18 +3,17 @@
 From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), learning rate 2e-6 and
 temperature 0.6 of its 8k experiments (section 5.1).
 
-Chosen here, not in the paper: the model, DeepSeek-R1-Distill-Qwen-14B (the paper has the 7B and the 32B
-of this family), responses of 16k tokens, 64 prompts x 16 responses a step, four updates of a quarter of
-the batch each, which is staleness 4 as the paper counts (passes x batch / mini-batch), weight decay,
-steps, layout. All GPUs train and sample in turns: while servers sample, the policy is in host memory. By the
-plan at least 10 % of a GPU's memory stays free in both turns.
+Chosen here, not in the paper: the model, DeepSeek-R1-Distill-Qwen-14B (the paper has the 7B and the 32B of
+this family), responses of 16k tokens, 64 prompts x 16 responses per step, four updates of a quarter of the
+batch each, which is staleness 4 as the paper counts (passes x batch / mini-batch), weight decay, steps,
+layout. All GPUs train and sample in turns: while servers sample, the policy is in host memory. By the plan at
+least 10 % of GPU memory stays free in both turns.
 
-Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
-a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+Dynamic sampling drops groups with equal rewards and samples others, at most three times the prompts of a step
+in all. A truncated response is scored as it is, wrong without a box, and trained on.
 
-Preset: `paper(32_768)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
-and no study here prefers another. A search sees 32,768 tokens, as many responses as the 16,384 of the
-authors' script with 8k.
+Preset: `paper(32_768)`, because the paper's figures show a search per micro-batch (docs/algorithm.md), and no
+study here prefers another. A search sees 32,768 tokens: as many responses as the authors' 16,384 at 8k.
 
     bapo plan recipes/r1_distill_qwen_14b_16k.py
     sbatch slurm/colocated.sbatch recipes/r1_distill_qwen_14b_16k.py
@@ -51,5 +50,5 @@ def recipe() -> RunConfig:
             sglang=SglangConfig(servers=4, tensor=2, colocated=True, sync="ipc", memory_fraction=0.75),
         ),
         algorithm=AlgorithmConfig(bounds=paper(32_768), updates_per_epoch=4),
-        batch=BatchConfig(pack_tokens=18432),  # the longest prompt and response together
+        batch=BatchConfig(pack_tokens=18432),  # longest prompt + longest response
     )

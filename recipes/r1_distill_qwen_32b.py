@@ -3,17 +3,16 @@
 From the paper (arXiv 2510.18927): DeepSeek-R1-Distill-Qwen-32B is among its backbones (section 5.1). GRPO
 advantages, the BAPO bounds (the preset).
 
-Chosen here, not in the paper: responses of 32k tokens (Fig. 11 has them, but is the 7B: the bars of its base
-model are the 7B row of Table 1; for it see r1_distill_qwen_7b_8k.py), learning rate and temperature of the 8k
-experiments, 64 prompts x 16 responses, four updates of a quarter of the batch each, which is staleness 4 as
-the paper counts (passes x batch / mini-batch), weight decay, steps, layout.
+Chosen here, not in the paper: responses of 32k tokens (Fig. 11 has them for the 7B: its base model's bars are
+Table 1's 7B row; see r1_distill_qwen_7b_8k.py), learning rate and temperature of the 8k experiments, 64
+prompts x 16 responses, four updates of a quarter of the batch each, which is staleness 4 as the paper counts
+(passes x batch / mini-batch), weight decay, steps, layout.
 
-Groups of equal rewards are dropped and others sampled (dynamic sampling), at most three times the prompts of
-a step in all. A response cut at its limit is scored as it stands, wrong without a box, and trained on.
+Dynamic sampling drops groups with equal rewards and samples others, at most three times the prompts of a step
+in all. A truncated response is scored as it is, wrong without a box, and trained on.
 
-Preset: `paper(65_536)`, because the paper's figures show a search in each micro-batch (docs/algorithm.md),
-and no study here prefers another. A search sees 65,536 tokens, as many responses as the 16,384 of the
-authors' script with 8k.
+Preset: `paper(65_536)`, because the paper's figures show a search per micro-batch (docs/algorithm.md), and no
+study here prefers another. A search sees 65,536 tokens: as many responses as the authors' 16,384 at 8k.
 
     bapo plan recipes/r1_distill_qwen_32b.py
 """
@@ -34,7 +33,7 @@ from bapo_megatron.config import (
 
 
 def recipe() -> RunConfig:
-    """Four nodes: TP 8 inside each, PP 2 and CP 2 across them."""
+    """Four nodes: TP 8 within each, PP 2 and CP 2 across them."""
     return RunConfig(
         name="r1_distill_qwen_32b",
         steps=500,

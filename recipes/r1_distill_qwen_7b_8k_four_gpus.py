@@ -4,7 +4,7 @@ The settings are those of r1_distill_qwen_7b_8k.py, with their sources (arXiv 25
 the layout differs. Other methods by flags, e.g. GRPO: `--algorithm.bounds.low-start 0.8
 --algorithm.bounds.low-end 0.8 --algorithm.bounds.high-start 1.2 --algorithm.bounds.high-end 1.2`.
 
-Preset: `paper()`, as of r1_distill_qwen_7b_8k.py.
+Preset: `paper()`, as in r1_distill_qwen_7b_8k.py.
 
     bapo plan recipes/r1_distill_qwen_7b_8k_four_gpus.py
     sbatch --ntasks-per-node=4 --gpus-per-node=4 slurm/colocated.sbatch \\

@@ -1,1 +1,1 @@
-"""Studies of BAPO: programs that compare methods, and the figures of docs/algorithm.md and docs/losses.md."""
+"""Studies of BAPO: programs that compare methods or draw figures of docs/algorithm.md and docs/losses.md."""

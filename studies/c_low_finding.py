@@ -1,9 +1,9 @@
-"""Figure of the positive share over c_low under the two measures (docs/algorithm.md).
+"""Figure of the positive share over c_low under both measures (docs/algorithm.md).
 
     python -m studies.c_low_finding
 
-One synthetic stale batch, in which the target is out of reach of c_high alone. Writes
-docs/figures/c_low_finding.png and prints where the two searches end.
+Uses a synthetic stale batch in which c_high alone cannot reach the target. Writes
+docs/figures/c_low_finding.png and prints the result of both searches.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ NAMES = {"surrogate": "surrogate (Eq. 8)", "gradient": "gradient (Eq. 5)"}
 
 class Curves(NamedTuple):
     by_low: list[float]
-    """Share at every c_low, with c_high at its end."""
+    """Share at every c_low, with c_high at its maximum."""
     by_move: list[float]
-    """Share after every move of the search, as if it never stopped."""
+    """Share after every move of the search, without early stopping."""
     found: Bounds
 
 
 def synthetic_batch() -> dict[str, torch.Tensor]:
-    """A third of the tokens is positive; training has already pushed the negative ones down a little."""
+    """Batch whose tokens are one third positive, with mean log-ratios of +0.1 (positive) and -0.1."""
     generator = torch.Generator().manual_seed(0)
     positive_T = torch.rand(TOKENS, generator=generator) < 0.33
     noise_T = 0.25 * torch.randn(TOKENS, generator=generator)
@@ -69,11 +69,11 @@ def curves(measure: Measure) -> Curves:
 
 def draw_by_low(axes: Axes, measures: dict[str, Curves], config: BoundsConfig) -> None:
     lows = low_values(config)
-    for name, one in measures.items():
-        axes.plot(lows, one.by_low, "o-", color=COLORS[name], markersize=3.5)
-        rises = one.by_low[-1] > one.by_low[0]
+    for name, curve in measures.items():
+        axes.plot(lows, curve.by_low, "o-", color=COLORS[name], markersize=3.5)
+        rises = curve.by_low[-1] > curve.by_low[0]
         axes.annotate(
-            NAMES[name], (lows[9], one.by_low[9]), (-8, 6) if rises else (-8, -20),
+            NAMES[name], (lows[9], curve.by_low[9]), (-8, 6) if rises else (-8, -20),
             textcoords="offset points", color=COLORS[name], ha="right",
         )  # fmt: skip
     axes.set_xlabel("$c_{low}$  (with $c_{high}$ at its end, 3.0)")
@@ -84,15 +84,15 @@ def draw_by_low(axes: Axes, measures: dict[str, Curves], config: BoundsConfig) -
 def draw_path(axes: Axes, measures: dict[str, Curves], config: BoundsConfig) -> None:
     turn = len(high_values(config)) - 1
     axes.axvspan(turn, turn + len(low_values(config)) - 1, color="0.94", zorder=0)
-    for name, one in measures.items():
-        moves, rounds = range(len(one.by_move)), one.found.rounds
-        axes.plot(moves, one.by_move, ":", color=COLORS[name], linewidth=1)
-        axes.plot(moves[: rounds + 1], one.by_move[: rounds + 1], color=COLORS[name])
-        axes.plot(rounds, one.by_move[rounds], "s" if one.found.reached else "X", color=COLORS[name])
-        ending = "reached" if one.found.reached else "not reached, ends"
+    for name, curve in measures.items():
+        moves, stop = range(len(curve.by_move)), curve.found.rounds
+        axes.plot(moves, curve.by_move, ":", color=COLORS[name], linewidth=1)
+        axes.plot(moves[: stop + 1], curve.by_move[: stop + 1], color=COLORS[name])
+        axes.plot(stop, curve.by_move[stop], "s" if curve.found.reached else "X", color=COLORS[name])
+        ending = "reached" if curve.found.reached else "not reached, ends"
         axes.annotate(
-            f"{ending} at $c_{{low}}$ = {one.found.low:g}", (rounds, one.by_move[rounds]),
-            (-6, 8) if one.found.reached else (0, -18),
+            f"{ending} at $c_{{low}}$ = {curve.found.low:g}", (stop, curve.by_move[stop]),
+            (-6, 8) if curve.found.reached else (0, -18),
             textcoords="offset points", color=COLORS[name], ha="right",
         )  # fmt: skip
     axes.text(turn / 2, 0.02, "$c_{high}$ moves", ha="center", transform=axes.get_xaxis_transform())
@@ -116,8 +116,8 @@ def draw(measures: dict[str, Curves], config: BoundsConfig) -> None:
 def main() -> None:
     no_options(__doc__)
     measures = {measure: curves(measure) for measure in get_args(Measure)}
-    for name, one in measures.items():
-        print(f"{name}: share {one.by_low[0]:.3f} -> {one.by_low[-1]:.3f} over c_low; {one.found}")
+    for name, curve in measures.items():
+        print(f"{name}: share {curve.by_low[0]:.3f} -> {curve.by_low[-1]:.3f} over c_low; {curve.found}")
     draw(measures, BoundsConfig())
     print(f"wrote {FIGURE}")
 

@@ -1,13 +1,13 @@
-"""Analysis of the paper's Fig. 8: how its clipping bounds were searched, as a printed report.
+"""Analysis of the paper's Fig. 8: the search behind its clipping bounds, as a printed report.
 
     python -m studies.fig8_reading
 
 ``data/bapo_fig8.csv`` has the figure's two curves as numbers: the vector paths of paper.pdf in the authors'
-repository (WooooDyy/BAPO at 58f8008), with steps rounded to whole ones; a few points have no step of
-their own. The figure shows each step's means of c_high and c_low.
+repository (WooooDyy/BAPO at 58f8008), with steps rounded to integers; a few points have no step of their own.
+The figure shows per-step means of c_high and c_low.
 
-If every search ends at rest (h0, l0) or at both ends (h1, l1), a share q of a step's searches there, then the
-means are h = h0 + q (h1 - h0) and l = l0 + q (l1 - l0): points on one straight line through both.
+If a share q of a step's searches ends with both bounds at their ends (h1, l1) and the rest ends at (h0, l0),
+the means are h = h0 + q (h1 - h0) and l = l0 + q (l1 - l0): points on one straight line through both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 DATA = Path(__file__).with_name("data") / "bapo_fig8.csv"
 LAST_ON_THE_LINE = 128
-"""The last step at which the two curves belong together; found by the residuals that the report prints."""
+"""Last step at which both curves lie on one line, determined from the residuals in the report."""
 
 
 class Fit(NamedTuple):
@@ -29,9 +29,9 @@ class Fit(NamedTuple):
 
     steps: int
     slope: float
-    """Of the least-squares line of c_low on c_high."""
+    """Slope of c_low over c_high."""
     at_zero: float
-    """Its c_low at c_high = 0."""
+    """c_low at c_high = 0."""
     correlation: float
     sd_ratio: float
     """Standard deviation of c_low over that of c_high."""
@@ -47,35 +47,35 @@ def curves() -> tuple[dict[int, float], dict[int, float]]:
 
 
 def by_step(high: dict[int, float], low: dict[int, float], first: int = 1, last: int = 999) -> np.ndarray:
-    """Pairs (c_high, c_low) of the steps that both curves have, [steps, 2]."""
+    """Pairs (c_high, c_low) at the steps that both curves have, [steps, 2]."""
     steps = [step for step in sorted(high.keys() & low.keys()) if first <= step <= last]
     return np.array([(high[step], low[step]) for step in steps])
 
 
 def interpolated(high: dict[int, float], low: dict[int, float]) -> np.ndarray:
-    """Pairs at every step from 2 to 146, with straight lines between the points."""
+    """Pairs (c_high, c_low) at every step from 2 to 146, linearly interpolated, [145, 2]."""
     steps = np.arange(2, 147)
     return np.stack([np.interp(steps, sorted(c), [c[s] for s in sorted(c)]) for c in (high, low)], axis=1)
 
 
 def fit(pairs: np.ndarray) -> Fit:
-    """The line of c_low on c_high, the correlation and the ratio of the standard deviations."""
+    """Least-squares line of c_low over c_high, their correlation, and the ratio of standard deviations."""
     high, low = pairs.T
     slope, at_zero = np.polyfit(high, low, 1)
     return Fit(len(pairs), slope, at_zero, float(np.corrcoef(high, low)[0, 1]), float(low.std() / high.std()))
 
 
 def searches_a_step(high: np.ndarray, rest: float, end: float) -> float:
-    """Independent searches a step that explain the jumps of the mean c_high, each at ``rest`` or ``end``.
+    """Independent searches per step that explain the variance of c_high, if each ends at ``rest`` or ``end``.
 
-    A share of n searches has the variance q (1 - q) / n.
+    The share of n searches has the variance q (1 - q) / n.
     """
     share = (high - rest) / (end - rest)
     return float(share.mean() * (1 - share.mean()) / share.var())
 
 
 def report() -> Iterator[str]:
-    """The text of studies/results/fig8_reading.md."""
+    """Text of studies/results/fig8_reading.md, part by part."""
     high, low = curves()
     early, late = by_step(high, low, last=LAST_ON_THE_LINE), by_step(high, low, LAST_ON_THE_LINE + 1)
     yield "# Fig. 8 of the paper, read as numbers\n"

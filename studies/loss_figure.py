@@ -1,9 +1,9 @@
-"""Figure of each registered loss: its gradient factor over the importance ratio (docs/losses.md).
+"""Figure of the registered losses: gradient factor over the importance ratio (docs/losses.md).
 
     python -m studies.loss_figure
 
-Writes docs/figures/losses.png: one panel for each loss at its defaults, from the losses' own code. A loss
-that looks at whole responses sees responses of one token each.
+Writes docs/figures/losses.png: one panel per loss, computed by the loss itself at its defaults. A loss over
+whole responses sees responses of one token each.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from benchmarks.common import no_options
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "losses.png"
 COLORS = {1.0: "#8fb4f5", -1.0: "#c2410c"}
 WIDTHS = {1.0: 3.6, -1.0: 1.5}
-"""By the sign of the advantage: where the lines are one, both are seen."""
+"""Line widths by the sign of the advantage: coinciding lines both stay visible."""
 LINES: dict[float, Any] = {0.4: "-", 0.02: (0, (1, 1.4))}
-"""Probabilities under the old policy, and how they are drawn."""
+"""Line styles by the probability under the old policy."""
 SOFT = "#8a8a8a"
 RATIOS = (1 / 8, 1 / 2, 1, 2, 8)
 CLIP = fixed(0.8, 1.28)
@@ -41,13 +41,13 @@ COLUMNS, LARGEST, POINTS = 4, 8, 2401
 
 
 def loss_of(name: str) -> Loss:
-    """The loss at its defaults; one that searches bounds has fixed ones."""
+    """The loss at its defaults, with fixed bounds if it searches bounds."""
     searches = build_loss(AlgorithmConfig(loss=name)).bounds == "searched"
     return build_loss(AlgorithmConfig(loss=name, bounds=CLIP if searches else BoundsConfig()))
 
 
 def factors(loss: Loss, ratio_T: Tensor, probability: float) -> dict[float, Tensor]:
-    """The factor g of tokens at these ratios, by the sign of their advantage; nan where pi would exceed 1."""
+    """Gradient factor g at these ratios, by the sign of the advantage; NaN where pi would exceed 1."""
     count = 2 * len(ratio_T)
     old_T = torch.full((count,), probability, dtype=torch.float64).log()
     batch = MicroBatch.of(
@@ -61,16 +61,16 @@ def factors(loss: Loss, ratio_T: Tensor, probability: float) -> dict[float, Tens
         sequence_T=torch.arange(count),
     )
     stats = TokenStats(old_T + ratio_T.log().repeat(2), torch.zeros(count))
-    found = loss.search.find(loss.search.measure(stats, batch)) if loss.search else None
+    bounds = loss.search.find(loss.search.measure(stats, batch)) if loss.search else None
     possible_T = ratio_T * probability < 1
-    halves = loss.terms(stats, batch, found).gradient_T.chunk(2)
+    halves = loss.terms(stats, batch, bounds).gradient_T.chunk(2)
     return {
         sign: torch.where(possible_T, half_T, math.nan) for sign, half_T in zip(COLORS, halves, strict=True)
     }
 
 
 def draw(axes: Axes, name: str) -> None:
-    """The panel of one loss."""
+    """Draw the panel of one loss."""
     reach = math.log(LARGEST)
     loss, ratio_T = loss_of(name), torch.linspace(-reach, reach, POINTS, dtype=torch.float64).exp()
     common, rare = (factors(loss, ratio_T, probability) for probability in LINES)
@@ -93,7 +93,6 @@ def draw(axes: Axes, name: str) -> None:
 
 
 def main() -> None:
-    """Draw the figure."""
     no_options(__doc__)
     names = ["bapo" if "bapo" in LOSSES else "clip", *sorted(set(LOSSES) - {"bapo", "clip"})]
     rows = -(-len(names) // COLUMNS)

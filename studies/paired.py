@@ -9,12 +9,12 @@ from statistics import fmean, stdev
 
 CONFIDENCE = 0.95
 LEAST_PAIRS = 3
-"""Two differences may be alike by luck, and their interval then says nothing."""
+"""Minimum pairs for a p-value: two differences can agree by chance."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """A mean difference over seeds, with its interval."""
+    """Mean difference over seeds, with its interval."""
 
     mean: float
     low: float
@@ -27,8 +27,7 @@ class Effect:
 def paired_effect(differences: Sequence[float], confidence: float = CONFIDENCE) -> Effect | None:
     """Mean difference with Student's interval, mean +- t(n - 1) s / sqrt(n). None without differences.
 
-    A single difference has no spread: its interval is everything. Two or more that are all equal have an
-    interval of no width.
+    A single difference has an infinite interval; equal differences have an interval of zero width.
     """
     count = len(differences)
     if count == 0:
@@ -43,7 +42,7 @@ def paired_effect(differences: Sequence[float], confidence: float = CONFIDENCE) 
 def p_value(differences: Sequence[float]) -> float | None:
     """Two-sided p-value of Student's paired test that the mean difference is 0.
 
-    None for fewer than ``LEAST_PAIRS`` differences. Differences that are all equal: 0, or 1 if they are 0.
+    None for fewer than ``LEAST_PAIRS`` differences. For equal differences: 0, or 1 if they are 0.
     """
     count = len(differences)
     if count < LEAST_PAIRS:
@@ -54,34 +53,34 @@ def p_value(differences: Sequence[float]) -> float | None:
     return 2 * (1 - t_probability(abs(mean) * math.sqrt(count) / spread, count - 1))
 
 
-def fisher(one: int, other: int, runs: int) -> float:
-    """Two-sided p-value of Fisher's exact test: ``one`` and ``other`` of two times ``runs`` runs collapsed.
+def fisher(first: int, second: int, runs: int) -> float:
+    """Two-sided p-value of Fisher's exact test: ``first`` and ``second`` of ``runs`` runs each collapsed.
 
-    The chance, if all that collapsed were dealt out at random, of a division that is no likelier than this.
+    Probability, if the collapses were assigned at random, of a split that is no likelier than this one.
     """
-    total = one + other
+    total = first + second
     ways = [math.comb(runs, mine) * math.comb(runs, total - mine) for mine in range(total + 1)]
-    return sum(found for found in ways if found <= ways[one]) / math.comb(2 * runs, total)
+    return sum(count for count in ways if count <= ways[first]) / math.comb(2 * runs, total)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values, in the order given (Holm 1979): all below 0.05 hold together at 5 %.
+    """Holm's adjusted p-values (Holm 1979), in input order: all below 0.05 hold together at 5 %.
 
-    The k-th smallest of m (k from 0) is multiplied by m - k, made at least as large as those before it, and
-    at most 1.
+    The k-th smallest of m (k from 0) is multiplied by m - k, raised to its predecessors' maximum, capped at
+    1.
     """
     adjusted = [0.0] * len(p_values)
     largest = 0.0
-    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda one: p_values[one])):
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
         adjusted[place] = largest
     return adjusted
 
 
 def t_quantile(probability: float, freedom: int) -> float:
-    """The value below which Student's t with ``freedom`` degrees of freedom lies with this probability.
+    """Quantile of Student's t with ``freedom`` degrees of freedom, by bisection of ``t_probability``.
 
-    By bisection of the exact distribution function. ValueError unless 0.5 <= probability < 1, freedom >= 1.
+    Raises ValueError unless 0.5 <= probability < 1 and freedom >= 1.
     """
     if not 0.5 <= probability < 1 or freedom < 1:
         raise ValueError(f"no quantile for probability {probability} and {freedom} degrees of freedom")
@@ -95,11 +94,11 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 
 def t_probability(value: float, freedom: int) -> float:
-    """The chance that Student's t is at most ``value``, for whole degrees of freedom n: a finite sum.
+    """Probability that Student's t is at most ``value``, for integer degrees of freedom n: a finite sum.
 
-    With a = atan(t / sqrt(n)) the chance of abs(T) <= t is, for odd n > 1,
-    2/pi (a + sin a (cos a + 2/3 cos^3 a + ... )), the last power n - 2 (2 a / pi for n = 1); for even n,
-    sin a (1 + 1/2 cos^2 a + 1 3/(2 4) cos^4 a + ...), again up to n - 2 (Abramowitz and Stegun, 26.7.3, 4).
+    With a = atan(t / sqrt(n)) the probability of abs(T) <= t is, for odd n > 1, 2/pi (a + sin a (cos a + 2/3
+    cos^3 a + ... )), up to power n - 2 (2 a / pi for n = 1); for even n, sin a (1 + 1/2 cos^2 a + 1 3/(2 4)
+    cos^4 a + ...), also up to n - 2 (Abramowitz and Stegun, 26.7.3, 4).
     """
     angle = math.atan2(abs(value), math.sqrt(freedom))
     cosine, odd = math.cos(angle), freedom % 2

@@ -1,10 +1,9 @@
 """Fake CUDA device: torch behaves as on a GPU, on a machine without one and with a CPU build of torch.
 
-torch's FakeTensorMode makes tensors on ``cuda`` and finds mixed devices without CUDA, but autograd asks C++
-for a CUDA device guard, which a CPU build lacks. So Python sees ``cuda``, and C++ sees ``meta``, which has
-one. What C++ decides wrongly for that reason is repaired by ``CudaFunctions``; what it wants to make on
-``meta`` is made on ``cuda`` (``Meter``). ``install`` changes torch for the whole process: call it in a
-process that does nothing else.
+torch's FakeTensorMode supports ``cuda`` tensors and finds mixed devices without CUDA, but autograd asks C++
+for a CUDA device guard, which a CPU build lacks. So Python sees ``cuda``, and C++ sees ``meta``, which has a
+guard. ``CudaFunctions`` corrects wrong C++ decisions; ``Meter`` creates on ``cuda`` what C++ requests on
+``meta``. ``install`` patches torch for the whole process, which must do nothing else.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _TYPES = {
 
 
 def install(on_synchronize: Callable[[], None]) -> CudaFunctions:
-    """Pretend that this process has a GPU. Returns the function mode under which the program must run.
+    """Pretend that this process has a GPU. Returns the function mode for the program.
 
-    ``on_synchronize`` is called where the program waits for the device or a stream by name.
+    ``on_synchronize`` is called when the program explicitly synchronizes the device or a stream.
     """
     answer_queries(on_synchronize)
     _show_cuda_to_python()
@@ -43,7 +42,7 @@ def install(on_synchronize: Callable[[], None]) -> CudaFunctions:
 
 
 def answer_queries(on_synchronize: Callable[[], None]) -> None:
-    """Replace torch.cuda's queries by those of one fake GPU; ``on_synchronize`` as in ``install``."""
+    """Patch torch.cuda's queries to describe fake GPUs; ``on_synchronize`` as in ``install``."""
 
     def wait(*_: Any) -> None:
         on_synchronize()
@@ -76,7 +75,7 @@ def answer_queries(on_synchronize: Callable[[], None]) -> None:
 
 
 class _Stream:
-    """Fake CUDA stream, on which nothing runs; also a fake event, which is complete at once."""
+    """Fake CUDA stream that runs nothing; also a fake event that is complete immediately."""
 
     cuda_stream = 0
     device = CUDA
@@ -103,7 +102,7 @@ class _Stream:
 
 
 def _show_cuda_to_python() -> None:
-    """Device of a fake GPU tensor: ``meta`` for C++, ``cuda`` for Python."""
+    """Show the device of a fake GPU tensor as ``meta`` to C++ and as ``cuda`` to Python."""
     handlers: dict[Any, Any] = fake_tensor._DISPATCH_META_HANDLERS
     plain = handlers[torch.ops.prim.device.default]
 
@@ -117,13 +116,13 @@ def _show_cuda_to_python() -> None:
     cls.is_cpu = property(lambda self: self.fake_device.type == "cpu")
     cls.is_meta = property(lambda self: self.fake_mode.in_kernel_invocation)
     cls.record_stream = lambda _self, _stream: None
-    # torch.cuda.is_available() says yes; torch must not try to copy constants to a device.
+    # torch.cuda.is_available() is true, but torch must not copy constants to a device.
     mode: Any = fake_tensor.FakeTensorMode
     mode.avoid_device_init = property(lambda _self: True)
 
 
 def _enter_in_backward(functions: CudaFunctions) -> None:
-    """Keep the function mode active in backward passes: torch disables it for them."""
+    """Keep the function mode active in backward passes, for which torch disables it."""
     autograd: Any = torch.autograd
     plain = autograd._engine_run_backward
 
@@ -135,7 +134,7 @@ def _enter_in_backward(functions: CudaFunctions) -> None:
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Function mode that corrects what C++ would get wrong for a tensor on the fake GPU."""
+    """Function mode that corrects C++ decisions about tensors on the fake GPU."""
 
     def __torch_function__(
         self,
@@ -167,7 +166,7 @@ def _is_index(device: Any) -> bool:
 
 
 def _to_anywhere(tensor: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """``Tensor.to`` in all its signatures, by ``_to``."""
+    """``Tensor.to`` in all its signatures, through ``_to``."""
     device, dtype = named.pop("device", None), named.pop("dtype", None)
     flags = ["non_blocking", "copy"]
     for value in rest:
@@ -183,7 +182,7 @@ def _to_anywhere(tensor: Tensor, *rest: Any, **named: Any) -> Tensor:
 
 
 def _to(tensor: Tensor, device: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-    """``Tensor.to``, where C++ would copy a tensor to the device that it is on already."""
+    """``Tensor.to`` that returns a tensor already on the device, which C++ would copy."""
     target = torch.device(device) if device is not None else tensor.device
     if target.type == "cuda":
         target = CUDA
@@ -201,12 +200,12 @@ def _to(tensor: Tensor, device: Any, dtype: torch.dtype | None = None, **options
 
 
 def _patch_megatron() -> None:
-    """Replace megatron's compiled SwiGLU, forward and backward, by the allocation of its outputs.
+    """Replace megatron's compiled SwiGLU, forward and backward, with the allocation of its outputs.
 
-    Run eagerly, as on a CPU, it and RMSNorm would allocate intermediates that a GPU never has. Also its own
-    reference to a torch function by which recomputation sets a GPU's generator.
+    Run eagerly, as on a CPU, it would allocate intermediates that a GPU never has. Also replace megatron's
+    own reference to the torch function with which recomputation sets a GPU's generator.
     """
-    # Not before Transformer Engine is installed, which megatron looks for when it is imported.
+    # After Transformer Engine's installation: megatron checks for it on import.
     import megatron.core.fusions.fused_bias_swiglu as megatron_swiglu
     import megatron.core.tensor_parallel.random as megatron_random
 
@@ -223,7 +222,7 @@ def _patch_megatron() -> None:
 def _rms_norm(
     func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """torch's fused RMSNorm on CUDA: it saves its input and one number a row."""
+    """torch's fused RMSNorm on CUDA, which saves its input and one number per row."""
     if not x.is_cuda or weight is None:
         return func(x, shape, weight, eps)
     return _FusedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]

@@ -1,8 +1,7 @@
-"""Allocation ledger: every allocation and release of a rank's memory in order, and the peak of each phase.
+"""Allocation ledger: a rank's allocations and releases in order, and the memory peak of each phase.
 
-A block is one storage; all views of it are one block. It is released with its storage, as in CUDA's caching
-allocator, or when that is resized to 0. Here is also what finds the line of the program to which an
-allocation, a call or a wait belongs.
+A block is one storage with all its views. It is released with its storage, as in CUDA's caching allocator, or
+when the storage is resized to 0. ``program_line`` attributes an allocation, call or wait to a program line.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from types import FrameType
 import torch
 
 _SMALLEST = 512
-"""Bytes that CUDA's caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+"""Rounding unit of CUDA's caching allocator, bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
 _OWN = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _ROOT = Path(__file__).parents[2]
@@ -29,50 +28,50 @@ _PYTHON = f"/python{sys.version_info.major}.{sys.version_info.minor}/"
 
 @dataclass(slots=True)
 class Block:
-    """One allocated storage (block): its size in bytes, its origin in the program, and its kind of memory."""
+    """One allocated storage: its size in bytes, its origin in the program, and its kind of memory."""
 
     size: int
     device: str
     shape: tuple[int, ...]
     dtype: str
     op: str
-    """The kernel that made it."""
+    """The kernel that allocated it."""
     module: str
-    """The class of the innermost module whose forward pass, or node whose backward pass, was running."""
+    """Name of the innermost module in its forward pass, or "backward of" the running autograd node."""
     line: str
-    """Line of the program that called the kernel; of large blocks only."""
+    """Program line that called the kernel; large blocks only."""
     phase: str
     kind: str = ""
-    """weights, gradients, optimizer; empty for temporary memory."""
+    """Label of model state, such as weights, gradients or optimizer; empty for other memory."""
     saved: bool = False
-    """Whether autograd has kept it for a backward pass."""
+    """Whether autograd saved it for a backward pass."""
     communicated: bool = False
-    """Whether a collective has written or sent it."""
+    """Whether a collective wrote or sent it."""
 
 
 class Ledger:
-    """Log of allocations and releases of storages, filled by the meter; ``peak`` replays it for one phase.
+    """Log of storage allocations and releases, filled by the meter; ``peak`` replays it for one phase.
 
-    Releases are seen by weak references, so a garbage collection decides when memory of a cycle is free.
+    Weak references detect releases, so garbage collection decides when memory of a cycle is free.
     """
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.windows: dict[str, tuple[int, int]] = {}
         """First event of each phase, and the one after its last."""
-        self._events: list[int] = []  # number + 1 of a block that appears, minus that of one that dies
-        self._numbers: dict[int, int] = {}  # address of a StorageImpl to its block
+        self._events: list[int] = []  # number + 1 of an allocated block, -(number + 1) of a released block
+        self._numbers: dict[int, int] = {}  # block numbers by StorageImpl address
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._emptied: set[int] = set()
-        """Numbers of the blocks whose storage has no memory just now."""
+        """Numbers of the blocks whose storage is resized to 0."""
 
     def block(self, tensor: torch.Tensor) -> Block | None:
-        """The block that ``tensor`` is a view of, if it is known."""
+        """Block of a tensor's storage; None if it is unknown."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         return None if number is None else self.blocks[number]
 
     def add(self, tensor: torch.Tensor, op: str, module: str, line: str, phase: str) -> Block:
-        """Record the allocation of a tensor's storage; a known storage is left as it is."""
+        """Record the allocation of a tensor's storage. Returns its block, unchanged for a known storage."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._numbers:
@@ -97,7 +96,7 @@ class Ledger:
         return block
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Record the release or the re-allocation of a storage's memory by ``resize_``."""
+        """Record that ``resize_`` released or re-allocated a storage's memory."""
         number = self._numbers.get(storage._cdata)
         if number is None or (storage.nbytes() == 0) == (number in self._emptied):
             return
@@ -117,7 +116,7 @@ class Ledger:
             self.windows[name] = (start, len(self._events))
 
     def peak(self, phase: str, device: str) -> tuple[int, list[Block]]:
-        """Peak bytes of a device in ``phase``, and the blocks that were allocated then."""
+        """Peak bytes of a device in ``phase``, and the blocks allocated at the peak."""
         start, end = self.windows[phase]
         alive = self._replay(start)
         live = best = sum(self.blocks[number].size for number in alive if self._is_on(number, device))
@@ -134,7 +133,7 @@ class Ledger:
         return self.blocks[number].device == device
 
     def _replay(self, events: int) -> set[int]:
-        """Numbers of the blocks that are allocated after the first ``events`` events."""
+        """Numbers of the blocks allocated after the first ``events`` events."""
         alive: set[int] = set()
         for event in self._events[:events]:
             if event > 0:
@@ -145,7 +144,7 @@ class Ledger:
 
 
 def sizes_by_kind(blocks: list[Block]) -> Counter[str]:
-    """Bytes of blocks by kind: weights, gradients, optimizer, activations, communication, temporary."""
+    """Bytes of blocks by kind: model state, activations, communication, passing."""
     sizes: Counter[str] = Counter()
     for block in blocks:
         sizes[kind_of(block)] += block.size
@@ -162,7 +161,7 @@ def kind_of(block: Block) -> str:
 
 
 def program_line() -> str:
-    """``file:line`` of the innermost running function that is neither torch's nor the rehearsal's."""
+    """``file:line`` of the innermost frame that is neither torch's, Python's nor the rehearsal's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_of_program(frame.f_code.co_filename, frame.f_code.co_name):
@@ -173,14 +172,14 @@ def program_line() -> str:
 
 @cache
 def is_of_program(file: str, function: str) -> bool:
-    """Whether a function is the program's or one of its libraries': not torch's, Python's, nor ours."""
+    """Whether a function belongs to the program or its libraries: not torch, Python or the rehearsal."""
     if function in ("__torch_function__", "__torch_dispatch__"):
-        return False  # a mode's handler lies between two functions of the program
+        return False  # a mode's handler lies between two frames of the program
     return not file.startswith((_TORCH, _OWN, "<")) and ("site-packages" in file or _PYTHON not in file)
 
 
 def short_path(file: str) -> str:
-    """A file's path below the environment's packages, Transformer Engine's sources, or the project."""
+    """Path of a file below site-packages, Transformer Engine's sources, or the project."""
     if "site-packages/" in file:
         return file.rpartition("site-packages/")[2]
     if "/transformer_engine/pytorch/" in file:

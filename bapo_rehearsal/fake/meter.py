@@ -1,12 +1,11 @@
-"""Dispatch-mode meter: records storages, FLOPs, collectives and host waits of every kernel call of a rank.
+"""Dispatch-mode meter: records storages, FLOPs, collectives and host waits of a rank's kernel calls.
 
 Three modes lie between the program and the kernels, outermost first: ``CudaFunctions`` (corrections for the
-fake GPU), the ``Meter``, and torch's FakeTensorMode (shapes, types and devices, no memory or arithmetic).
+fake GPU), ``Meter``, and torch's FakeTensorMode (shapes, dtypes and devices, no memory or arithmetic).
 
-FLOPs are those of matrix products, by their shapes, and of attention as executed: flash
-attention does two products for each pair of a query and a key forward and five backward (recomputed scores,
-and the gradients of queries, keys, values and scores): Dao 2023, FlashAttention-2 (arXiv 2307.08691), section
-3.1. Of a causal chunk only unmasked pairs are counted.
+FLOPs are those of matrix products, by shape, and of attention as executed: per unmasked (query, key) pair,
+two products forward and five backward (recomputed scores, and the gradients of queries, keys, values and
+scores): Dao 2023, FlashAttention-2 (arXiv 2307.08691), section 3.1.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from bapo_rehearsal.transformer_engine.extension import MaskType
 
 aten = torch.ops.aten
 _LARGE = 1 << 20
-"""Least bytes of a block for which its line in the program is recorded."""
+"""Smallest block, in bytes, with a recorded program line."""
 _CHECKED = {"aten", "prims", "prim"}
-"""Namespaces whose fake kernels find mixed devices by themselves."""
+"""Namespaces whose fake kernels detect mixed devices themselves."""
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _PRODUCTS = {aten.mm, aten.addmm}
 _FORWARD, _BACKWARD = 4, 10
-"""FLOPs of a pair of a query and a key for each entry of a head: two and five products of two FLOPs."""
+"""FLOPs per (query, key) pair and head_dim entry: two and five products of two FLOPs."""
 _OUTPUT_LAYER = "bapo_megatron/policy/output_head.py"
 
 
 class Meter(TorchDispatchMode):
-    """The meter of one rank: a dispatch mode (context manager) that sees every kernel call of its program.
+    """Meter of one rank: a dispatch mode (context manager) that sees every kernel call of its program.
 
-    ``cuda`` says whether the rank's device is the fake GPU. RuntimeError for tensors on mixed devices, as on
-    a GPU, and for an output layer whose product is not float32.
+    ``cuda``: whether the rank's device is the fake GPU. Raises RuntimeError for tensors on mixed devices, as
+    on a GPU, and for an output layer whose product is not float32.
     """
 
     def __init__(self, group_names: Mapping[str, str], cuda: bool) -> None:
@@ -66,12 +65,12 @@ class Meter(TorchDispatchMode):
         self.flops: Counter[str] = Counter()
         """FLOPs of each phase."""
         self.chunks: list[tuple[int, int]] = []
-        """(queries, keys) of each chunk of documents on this rank: variable-length kernels have them on the
-        device."""
+        """(queries, keys) of this rank's document chunks, which variable-length kernels have on the device.
+        """
         self.kernels = 0
         self.phase = ""
         self.modules: list[str] = []
-        """Classes of the modules whose forward pass is running."""
+        """Names of the modules in their forward pass, innermost last."""
         self.vocabulary = 0
         """Columns of this rank's logits."""
         self._cuda = cuda
@@ -79,12 +78,12 @@ class Meter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not to be wrapped for torch.compile, which a rehearsal turns off: that costs a call in ten."""
+        """Avoid torch.compile's wrapper, which a rehearsal does not need: it adds a call in ten."""
         return False
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Context manager of a phase; phases may be nested."""
+        """Context manager of a phase; phases can nest."""
         outer, self.phase = self.phase, phase
         with self.ledger.window(phase):
             try:
@@ -96,7 +95,7 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         self.kernels += 1
-        # A question of C++ about a tensor (half of all calls: its device) is answered as the fake mode would.
+        # C++ queries of tensor metadata (half of all calls: the device) get the fake mode's answer.
         handler = _DISPATCH_META_HANDLERS.get(func)
         if handler is not None:
             return handler(args)  # type: ignore[no-untyped-call]
@@ -106,7 +105,7 @@ class Meter(TorchDispatchMode):
             self._mark_communicated(args)
             return out
         if self._cuda and named.get("device") == META:
-            named["device"] = CUDA  # C++ saw a meta tensor and asked for another
+            named["device"] = CUDA  # C++ saw a meta tensor and requests another
         if named.get("pin_memory"):
             named["pin_memory"] = False
         if func.namespace not in _CHECKED:
@@ -138,15 +137,14 @@ class Meter(TorchDispatchMode):
             return value.detach()
 
     def wait(self, what: str) -> None:
-        """Count a host wait: the CPU blocks until the GPU has finished.
+        """Count a host wait, in which the CPU blocks until the GPU has finished.
 
-        At a read of a value, a shape that depends on values, a copy without ``non_blocking``, a
-        ``synchronize``.
+        Causes: a value read, a value-dependent shape, a copy without ``non_blocking``, a ``synchronize``.
         """
         self.waits[Wait(self.phase, what, program_line())] += 1
 
     def see_te_kernel(self, name: str, args: Sequence[Any], named: dict[str, Any]) -> None:
-        """Record a call of Transformer Engine's or fla's kernels, which bypass torch's dispatcher."""
+        """Record a Transformer Engine or fla kernel call, which bypasses torch's dispatcher."""
         _check_devices(name, args, named)
         if flops := _te_flops(name, args):
             self.flops[self.phase] += flops
@@ -178,13 +176,13 @@ class Meter(TorchDispatchMode):
         return self.modules[-1] if self.modules else ""
 
     def _check_logits(self, product: Tensor) -> None:
-        """Check that logits are float32 from the matmul on, as the servers' are; else RuntimeError."""
+        """Check that logits are float32 from the matmul on, as in the servers. Raises RuntimeError."""
         is_logits = product.size(-1) == self.vocabulary and program_line().startswith(_OUTPUT_LAYER)
         if is_logits and product.dtype != torch.float32:
             raise RuntimeError(f"the output layer's matmul gives logits of {product.dtype}, not float32")
 
     def _copy(self, func: Any, args: Sequence[Any], named: Mapping[str, Any], out: Tensor) -> None:
-        """Count the host wait of a blocking copy between the host and the GPU."""
+        """Count the host wait of a blocking copy between host and GPU."""
         source, target = (args[0], out) if func is aten._to_copy.default else (args[1], args[0])
         waits = not (named.get("non_blocking") or (len(args) > 2 and args[2]))
         if waits and source.device.type != target.device.type:
@@ -199,7 +197,7 @@ class Meter(TorchDispatchMode):
                     block.communicated = True
 
     def _read(self, tensor: Tensor, what: str) -> None:
-        """Record a read by the host: a wait if it is of the GPU, a guess if the values are unknown."""
+        """Record a host read: a wait if the tensor is on the GPU, a guess if its values are unknown."""
         if tensor.device.type == "cuda":
             self.wait(what)
         if known(tensor) is None:
@@ -237,7 +235,7 @@ def answer_reads(meter: Meter) -> None:
 
 
 def watch_sizes(meter: Meter) -> None:
-    """Patch ``UntypedStorage.resize_``: the ledger learns of storages that are released or re-allocated."""
+    """Patch ``UntypedStorage.resize_`` to report released and re-allocated storages to the ledger."""
     storages: Any = torch.UntypedStorage
     plain = storages.resize_
 
@@ -273,7 +271,7 @@ def _flops(
 
 
 def _te_flops(kernel: str, args: Sequence[Any]) -> int:
-    """FLOPs of one call of Transformer Engine's or fla's kernels; 0 for a kernel without products."""
+    """FLOPs of one Transformer Engine or fla kernel call; 0 for a kernel without products."""
     if kernel == "generic_gemm":
         a, transposed_a, b = args[:3]
         return 2 * int(b.numel()) * int(a.shape[-2] if transposed_a else a.shape[-1])
@@ -299,7 +297,7 @@ def _dense(query: torch.Tensor, key: torch.Tensor, causal: bool, each: int) -> i
 
 
 def _te_pairs(named: dict[str, Any]) -> int:
-    """Unmasked pairs of a query and a key in a call of fused attention, by the bounds of its documents."""
+    """Unmasked (query, key) pairs in a fused attention call, from its document bounds."""
     bounds = [known(named[name]) for name in ("cu_q", "cu_kv")]
     causal = "CAUSAL" in MaskType(named["mask"]).name
     if any(bound is None for bound in bounds):
@@ -310,7 +308,7 @@ def _te_pairs(named: dict[str, Any]) -> int:
 
 
 def _seen(queries: int, keys: int) -> int:
-    """Pairs of causal attention, q k - q (q - 1) / 2, where the queries are the last q of the k keys."""
+    """Unmasked pairs of causal attention, q k - q (q - 1) / 2; the queries are the last q of k keys."""
     return queries * keys - queries * (queries - 1) // 2
 
 

@@ -1,12 +1,11 @@
-"""Fake process groups of a rank and their collectives: in a world of the recipe's size only this rank exists.
+"""Fake process groups of a rank and their collectives, in a world of the recipe's size without peers.
 
-Each collective is recorded, for the deadlock check (``results.py``) and the page of results, and returns at
-once. Buffers keep their shape, so most need no result: their values are unknown from then on. Values that a
-rank decides by are answered as if every peer were like this one, and so are objects and the message shapes
-that pipeline stages announce.
+Each collective is recorded, for the deadlock check and the page (``results.py``), and returns immediately.
+Buffers keep their shapes, so most collectives need no result: received values become unknown. Reductions by
+MAX and MIN, broadcasts, objects and the shapes that pipeline stages announce are answered as if every peer
+were like this rank.
 
-torch's object collectives stay patched in this process, and so does what ``repair_torch`` patches for fake
-tensors of any device.
+torch's object collectives and the patches of ``repair_torch`` stay in this process.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _ALL_TO_SOME = (
     *("gather_", "scatter_", "alltoall_", "alltoall_base_"),
 )
 _GROUP_AT = dict.fromkeys(_ALL_TO_SOME, 2)
-"""Position of the group among a kernel's arguments, where it is not 1."""
+"""Position of the group among a kernel's arguments, if it is not 1."""
 _WHOLE_IS_INPUT = {"_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "reduce_scatter_"}
 _WORK_ONLY = {
     *("send", "recv_", "recv_any_source_", "reduce_", "gather_", "barrier", "monitored_barrier_"),
     *("allreduce_coalesced_", "reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_"),
     *("allgather_coalesced_", "alltoall_base_"),
 }
-"""Kernels that return the work alone; the others return their outputs, too."""
+"""Kernels that return only the work; the others also return their outputs."""
 _POINT_TO_POINT = {"send", "recv_"}
 _SHAPE_ANNOUNCEMENT = 3
-"""Entries of the int64 message in which a stage announces the shape of its next one."""
+"""Entries of the int64 message in which a stage announces its next message's shape."""
 _NAMES = {"_allgather_base_": "all_gather", "allgather_": "all_gather", "allreduce_": "all_reduce"}
 _NAMES |= {"allgather_into_tensor_coalesced_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
 _NAMES |= {"reduce_scatter_tensor_coalesced_": "reduce_scatter", "recv_": "recv", "broadcast_": "broadcast"}
@@ -56,7 +55,7 @@ _NAMES |= {"reduce_scatter_tensor_coalesced_": "reduce_scatter", "recv_": "recv"
 
 @contextmanager
 def fake_world(rank: int, world_size: int, parallel: ParallelConfig) -> Iterator[dict[str, str]]:
-    """Context manager of torch's and megatron's process groups without peers. Yields ``group_kinds``."""
+    """Context manager of torch's and megatron's process groups without peers. Yields ``group_kinds()``."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())  # type: ignore[no-untyped-call]
     initialize_groups(parallel)
     _answer_object_collectives()
@@ -68,7 +67,7 @@ def fake_world(rank: int, world_size: int, parallel: ParallelConfig) -> Iterator
 
 
 def group_kinds() -> dict[str, str]:
-    """Kinds of parallelism (TP, CP, PP, ...) by torch's names of the process groups."""
+    """Kinds of parallelism (TP, CP, PP, ...) by torch's process group names."""
     groups = {
         "TP": parallel_state.get_tensor_model_parallel_group(),
         "CP": parallel_state.get_context_parallel_group(),
@@ -88,7 +87,7 @@ def group_kinds() -> dict[str, str]:
 
 
 def _answer_object_collectives() -> None:
-    """Patch the object collectives: torch sends objects as tensors of unknown sizes, which needs peers."""
+    """Patch object collectives: torch sends objects as tensors whose sizes only peers know."""
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         object_list[:] = [obj] * len(object_list)
@@ -97,9 +96,9 @@ def _answer_object_collectives() -> None:
         if object_gather_list is not None:
             object_gather_list[:] = [obj] * len(object_gather_list)
 
-    def scatter_object_list(output: list[Any], given: list[Any] | None = None, *_: Any, **__: Any) -> None:
-        if given:
-            output[0] = given[dist.get_rank()]
+    def scatter_object_list(output: list[Any], objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if objects:
+            output[0] = objects[dist.get_rank()]
 
     module: Any
     for module in (dist, dist.distributed_c10d):
@@ -110,24 +109,24 @@ def _answer_object_collectives() -> None:
 
 
 def repair_torch() -> None:
-    """Patch torch: modules may move fake parameters, optimizers accept them, storages have addresses."""
+    """Patch torch: modules can move fake parameters, optimizers accept them, storages have addresses."""
     torch.utils.swap_tensors = _swap_data
-    # Fused and foreach optimizers look at the exact type of a parameter.
+    # Fused and foreach optimizers check the exact type of a parameter.
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     optimizers._foreach_supported_types.append(FakeTensor)
-    # Transformer Engine tells by addresses which tensors lie in one block of memory.
+    # Transformer Engine compares addresses to find tensors in one block of memory.
     storages: Any = torch.UntypedStorage
     plain = storages.data_ptr
     fakes: Any = FakeTensor
     fakes.__reduce_ex__ = lambda self, _protocol: (torch.zeros, (tuple(self.shape),))  # objects of a save
     storages.data_ptr = lambda self: self._cdata if self.device.type == "meta" else plain(self)
-    # The wrapper of torch.compile, which is off: two Python calls more for each kernel.
+    # Without torch.compile's wrapper, two Python calls per kernel.
     mode: Any = FakeTensorMode
     mode.__torch_dispatch__ = getattr(mode.__torch_dispatch__, "__wrapped__", mode.__torch_dispatch__)
 
 
 def _swap_data(old: Tensor, new: Tensor) -> None:
-    """Replacement of ``swap_tensors``, which refuses a tensor with weak references."""
+    """Replacement for ``swap_tensors``, which rejects a tensor with weak references."""
     if old.untyped_storage()._cdata == new.untyped_storage()._cdata:
         return
     old.data = new.data
@@ -136,7 +135,7 @@ def _swap_data(old: Tensor, new: Tensor) -> None:
 
 
 class ListsOfTensors(TorchFunctionMode):
-    """Function mode for ``torch.tensor`` of lists with tensors, which torch reads past the dispatcher."""
+    """Function mode for ``torch.tensor`` of lists with tensors, which bypasses the dispatcher."""
 
     def __torch_function__(
         self,
@@ -157,24 +156,24 @@ def _numbers(data: Any) -> Any:
 
 
 class Collectives:
-    """Recorder of one rank's collectives, in order; it also gives their results to the meter.
+    """Recorder of one rank's collectives, in order, which also gives the meter their results.
 
-    RuntimeError or ValueError where NCCL would refuse a call.
+    Raises RuntimeError or ValueError where NCCL would reject a call.
     """
 
     def __init__(self, names: Mapping[str, str], book: Callable[[Tensor, str], None]) -> None:
-        """``names``: kinds of groups by torch's names; ``book`` records a buffer that NCCL allocates."""
+        """``names``: group kinds by torch's names; ``book`` records a buffer that NCCL allocates."""
         self.calls: list[Call] = []
         self.message_shape: tuple[int, ...] = ()
         """Shape of a message between pipeline stages."""
         self._names, self._book = names, book
 
     def answer(self, func: Any, args: Sequence[Any], phase: str) -> Any:
-        """Record a collective and return what torch's kernel would."""
+        """Record a collective and return what torch's kernel would return."""
         call, tensors = self.note(func, args, phase)
         name = _kernel(func)
         if name in ("allgather_", "reduce_scatter_") and call.device == "cuda" and len(call.ranks) > 1:
-            # NCCL takes one flat tensor: ProcessGroupNCCL copies a list of tensors into one of its own.
+            # NCCL takes one flat tensor, into which ProcessGroupNCCL copies a list of tensors.
             flat = torch.empty((call.size,), dtype=torch.uint8, device=tensors[0].device)
             self._book(flat, f"{call.op} of a list")
         self._receive(name, tensors, args)
@@ -204,7 +203,7 @@ class Collectives:
 
     @staticmethod
     def _check(name: str, tensors: list[Tensor], args: Sequence[Any], ranks: int) -> None:
-        """NCCL's own checks: mixed devices, non-contiguous tensors, sizes that do not fit the group."""
+        """NCCL's checks: mixed devices, non-contiguous tensors, sizes that do not fit the group."""
         devices = {tensor.device.type for tensor in tensors}
         if len(devices) > 1:
             raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(devices))}")
@@ -222,7 +221,7 @@ class Collectives:
             )
 
     def _receive(self, name: str, tensors: list[Tensor], args: Sequence[Any]) -> None:
-        """Mark the values of received tensors as unknown, unless peers like this rank would send the same."""
+        """Mark received values as unknown, unless peers like this rank would send the same."""
         if name == "recv_" and tensors[0].dtype == torch.int64 and tensors[0].numel() == _SHAPE_ANNOUNCEMENT:
             with unset_fake_temporarily():
                 know(tensors[0], torch.tensor(self.message_shape))

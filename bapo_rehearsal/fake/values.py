@@ -1,11 +1,11 @@
 """Constant propagation: fake tensors that follow from host data keep their real values, if small.
 
-The meter calls it after each kernel. A pack's tokens, masks, bounds and positions are known, and everything
-computed from them; hidden states are not. So a data-dependent shape (``nonzero`` of a mask) is exact if the
-program's own data decide it. Else ``ShapesFromValues`` gives ``nonzero`` and masks the largest shape, and
-``bincount`` its ``minlength``; NotImplementedError for ``repeat_interleave`` of unknown counts, and for a
-mask beside other indices. Results of the model's arithmetic are guessed as ones, which are finite, positive
-and true.
+The meter calls it after each kernel. A pack's tokens, masks, bounds and positions are known, and so is
+everything computed from them; hidden states are not. So a data-dependent shape (``nonzero`` of a mask) is
+exact if it follows from the program's own data. Otherwise ``ShapesFromValues`` gives ``nonzero`` and masks
+the largest shape, and ``bincount`` its ``minlength``. Raises NotImplementedError for ``repeat_interleave`` of
+unknown counts, and for a mask beside other indices. Unknown values that the host reads are guessed as ones:
+finite, positive and true.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 _LARGEST = 1 << 17
-"""Elements of the largest tensor whose values are kept: longer than the longest pack."""
+"""Maximum elements of a tensor whose values are kept: more than the longest pack has."""
 _CPU = torch.device("cpu")
-_NAME = "_known"  # an attribute: nn.Module.to refuses tensors that a weak dictionary refers to
+_NAME = "_known"  # an attribute: nn.Module.to rejects tensors in a weak dictionary
 _STALE = "_stale"
 
 
 def known(tensor: Tensor) -> Tensor | None:
-    """Values of a tensor, on the CPU, if they follow from host data alone; else None."""
+    """Values of a tensor, on the CPU, if they follow from host data alone; otherwise None."""
     if not isinstance(tensor, FakeTensor):
         return tensor if tensor.numel() <= _LARGEST else None
     value: Tensor | None = tensor.__dict__.get(_NAME)
@@ -59,7 +59,7 @@ def guess(tensor: Tensor) -> Tensor:
 
 
 def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-    """Compute the values of a kernel's outputs and written tensors, if its inputs are known and small."""
+    """Compute the values of a kernel's outputs and written tensors if its inputs are known and small."""
     outs = [leaf for leaf in tensors_in((out,)) if isinstance(leaf, FakeTensor)]
     changed = _written(func, args, kwargs)
     if not outs and not changed:
@@ -77,9 +77,9 @@ def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: An
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among a kernel's arguments or results, in order, also those within lists, tuples and dicts.
+    """Tensors among a kernel's arguments or results, in order, also in nested lists, tuples and dicts.
 
-    Called several times for each kernel; torch's tree_leaves takes four times as long.
+    Called several times per kernel; torch's tree_leaves takes four times as long.
     """
     for value in values:
         if isinstance(value, Tensor):
@@ -91,7 +91,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Tensor] | None:
-    """Known values of a kernel's inputs, by id; None if one of them is unknown."""
+    """Known values of a kernel's inputs by tensor id; None if any input is unknown."""
     values: dict[int, Tensor] = {}
     for tensor in tensors_in((*args, *kwargs.values())):
         value = known(tensor)
@@ -102,7 +102,7 @@ def _values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Tensor]
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a kernel writes into, by its schema."""
+    """Tensors that a kernel writes, by its schema."""
     places = _written_places(func)
     return list(
         tensors_in(kwargs.get(name, args[place] if place < len(args) else None) for place, name in places)
@@ -111,7 +111,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 @cache
 def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that a kernel writes into."""
+    """Positions and names of the arguments that a kernel writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple(
         (place, argument.name)
@@ -122,7 +122,7 @@ def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _is_random(func: Any) -> bool:
-    """Whether a kernel gives random numbers or uninitialized memory, whatever its inputs are."""
+    """Whether a kernel returns random numbers or uninitialized memory."""
     return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.name()
 
 
@@ -137,10 +137,10 @@ aten = torch.ops.aten
 
 
 class ShapesFromValues:
-    """Answers of ``nonzero``, boolean indexing, ``masked_select``, ``bincount``, ``repeat_interleave``.
+    """Results of ``nonzero``, boolean indexing, ``masked_select``, ``bincount``, ``repeat_interleave``.
 
     The meter asks it before torch's fake kernels. ``read`` is called before each result with the tensor whose
-    values decide: if it is on the GPU, the host waits.
+    values decide the shape; the host waits if it is on the GPU.
     """
 
     def __init__(self, read: Callable[[Tensor, str], None]) -> None:
@@ -149,7 +149,7 @@ class ShapesFromValues:
 
     @contextmanager
     def selecting(self, count: int) -> Iterator[None]:
-        """Context manager in which a mask of unknown values selects ``count`` entries, and nothing waits."""
+        """Context manager in which a mask of unknown values selects ``count`` entries, without a wait."""
         self._selected = count
         try:
             yield
@@ -216,7 +216,7 @@ def _is_mask(index: Tensor | None) -> bool:
 
 
 def _fake(compute: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """A fake tensor on ``device`` with the shape and the values of what ``compute`` gives for real ones."""
+    """Fake tensor on ``device`` with the shape and values of ``compute``'s real result."""
     with unset_fake_temporarily():
         value = compute()
     fake = torch.empty(tuple(value.shape), dtype=value.dtype, device=device)

@@ -1,10 +1,8 @@
 """Transformer Engine on a CPU: its real Python package over torch versions of its compiled kernels.
 
-Layers, parameter names, checkpoints, the choice of attention and the ring of context parallelism are in the
-Python part of Transformer Engine; the compiled part, ``transformer_engine_torch``, does the arithmetic. Here
-the Python part runs as published (``te_sources.py``), and the arithmetic is torch's::
+The Python part has the layers, parameter names, checkpoints, attention backend choice and context-parallel
+ring; it runs as published (``te_sources.py``). torch does the arithmetic in place of the compiled part,
+``transformer_engine_torch``. docs/gpu.md lists what this cannot show::
 
     installation.install(find_sources("2.11.0"))  # before megatron is imported
-
-What this cannot show is in docs/gpu.md.
 """

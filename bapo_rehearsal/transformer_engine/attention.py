@@ -1,14 +1,12 @@
-"""Attention kernels in torch, for packed documents (thd): fused, and the steps of ring attention.
+"""Attention kernels in torch for packed documents (thd): fused attention, and the steps of ring attention.
 
-The compiled functions take their arguments by position, and their order has changed; ``_FORWARD`` and
-``_BACKWARD`` name them by how many there are. NotImplementedError for dropout, windows and other layouts.
+The compiled functions take positional arguments, whose order differs by version; ``_FORWARD`` and
+``_BACKWARD`` name them by their number. Raises NotImplementedError for dropout, windows and other layouts.
 
-Shapes by letters: T tokens, Q queries, K keys, H heads, G KV heads, D head_dim; ``_HQK`` is [heads, queries,
-keys].
+Shapes: T tokens, Q queries, K keys, H heads, G KV heads, D head_dim; ``_HQK`` is [heads, queries, keys].
 
-In ring attention (context parallelism) a rank holds two chunks of each document, one after the other: its
-first and its second half here. ``cu_seqlens`` are those of the rank's tokens; log-sum-exps are packed,
-[heads, tokens].
+In ring attention (context parallelism) a rank has two chunks of each document: its first and second half
+here. ``cu_seqlens`` count the rank's tokens; log-sum-exps are packed, [heads, tokens].
 """
 
 from __future__ import annotations
@@ -40,16 +38,16 @@ _BACKWARD = {
 
 
 def named_arguments(kernel_name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """The arguments of ``fused_attn_fwd`` or ``fused_attn_bwd`` by their names."""
+    """Arguments of ``fused_attn_fwd`` or ``fused_attn_bwd`` by name."""
     names = (_FORWARD if kernel_name == "fused_attn_fwd" else _BACKWARD)[len(arguments)].split()
     return dict(zip(names, arguments, strict=False))
 
 
 @kernel
 def get_fused_attn_backend(*arguments: Any) -> Any:
-    """cuDNN's fused attention backend for packs: on sm90 and newer, none on sm80 and sm89.
+    """cuDNN's fused attention backend for packs: available on sm90 and newer, none on sm80 and sm89.
 
-    2.11 passes 18 arguments and takes the backend; later versions pass one object and take a reason, too.
+    2.11 passes 18 arguments and expects a backend; later versions pass one object and expect a reason, too.
     """
     backends = sys.modules["transformer_engine_torch"].NVTE_Fused_Attn_Backend
     if torch.cuda.get_device_capability() >= (9, 0):
@@ -61,7 +59,7 @@ def get_fused_attn_backend(*arguments: Any) -> Any:
 
 @kernel
 def fused_attn_fwd(*arguments: Any) -> list[Tensor]:
-    """The output [tokens, heads, head_dim], log-sum-exps [tokens, heads, 1], the generator's state [2]."""
+    """Output [tokens, heads, head_dim], log-sum-exps [tokens, heads, 1], generator state [2]."""
     call = _Call(dict(zip(_FORWARD[len(arguments)].split(), arguments, strict=False)))
     q, v = call.q, call.v
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
@@ -82,7 +80,7 @@ def fused_attn_fwd(*arguments: Any) -> list[Tensor]:
 
 @kernel
 def fused_attn_bwd(*arguments: Any) -> list[Tensor | None]:
-    """The gradients of queries, keys and values, of no bias and of no softmax offset."""
+    """Gradients of queries, keys and values; None for the bias and the softmax offset."""
     named = dict(zip(_BACKWARD[len(arguments)].split(), arguments, strict=False))
     out, grad, (lse, *_) = named["out"], named["grad"], named["saved"]
     call = _Call(named)
@@ -108,14 +106,14 @@ def fused_attn_bwd(*arguments: Any) -> list[Tensor | None]:
 
 @dataclass(frozen=True)
 class _Document:
-    """Rows of a document's queries and of its keys."""
+    """Row ranges of a document's queries and keys."""
 
     queries: slice
     keys: slice
 
 
 class _Call:
-    """Named arguments of one call, and the operations that its forward and backward pass share."""
+    """Named arguments of one call, and operations shared by its forward and backward passes."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.q: Tensor = arguments["q"]
@@ -127,7 +125,7 @@ class _Call:
             raise NotImplementedError("attention with dropout, a sliding window, or another layout than thd")
 
     def documents(self) -> Iterator[_Document]:
-        """The documents that have queries and keys; padding follows each, up to the start of the next."""
+        """Documents with queries and keys. Padding follows each, up to the start of the next."""
         lengths, starts = [], []
         for side in ("q", "kv"):
             bounds = self._arguments[f"cu_{side}"]
@@ -150,11 +148,11 @@ class _Call:
         return scores_HQK.masked_fill(~seen, float("-inf"))
 
     def repeated(self, x_KGD: Tensor, rows: slice) -> Tensor:
-        """Rows of keys or values in float32, one for each query head."""
+        """Rows of keys or values in float32, repeated for each query head."""
         return x_KGD[rows].float().repeat_interleave(self.q.shape[1] // x_KGD.shape[1], 1)
 
     def summed(self, grad_KHD: Tensor) -> Tensor:
-        """A gradient of repeated keys or values, summed over the query heads that share them."""
+        """Gradient of repeated keys or values, summed over the query heads that share them."""
         summed: Tensor = grad_KHD.unflatten(1, (self.k.shape[1], -1)).sum(2)
         return summed
 
@@ -164,7 +162,7 @@ class _Call:
 
 @kernel
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tensor:
-    """One half of every document: of [tokens, heads, head_dim] or of keys and values, [2, tokens, ...]."""
+    """One half of every document, of [tokens, heads, head_dim] or keys and values [2, tokens, ...]."""
     dim = _token_dim(tensor)
     shape = list(tensor.shape)
     shape[dim] //= 2
@@ -176,7 +174,7 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tenso
 
 @kernel
 def thd_second_half_lse_correction(lse: Tensor, step: Tensor, cu_seqlens: Tensor, packed: bool) -> None:
-    """Join a step's log-sum-exps, which are of second halves, into those of all rows, in place."""
+    """Merge a step's log-sum-exps of second halves into those of all rows, in place."""
     _must_be_packed(packed)
     if has_values(lse):
         rows = _half(cu_seqlens, 1)
@@ -185,7 +183,7 @@ def thd_second_half_lse_correction(lse: Tensor, step: Tensor, cu_seqlens: Tensor
 
 @kernel
 def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool, tokens: int) -> Tensor:
-    """The log-sum-exps of second halves, [heads, tokens]."""
+    """Log-sum-exps of second halves, [heads, tokens]."""
     _must_be_packed(packed)
     out = lse.new_empty(lse.shape[0], tokens)
     if has_values(lse):
@@ -197,10 +195,10 @@ def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool, toke
 
 @kernel
 def thd_out_correction(out: Tensor, step: Tensor, *rest: Tensor | bool) -> None:
-    """Add a step's output by its share of the softmax, in place.
+    """Add a step's output, weighted by its share of the softmax, in place.
 
-    2.11 adds up all steps in zeros, with the final log-sum-exps. Later versions pass those from before the
-    step, too: what is there already is scaled by them.
+    2.11 adds all steps to zeros, with the final log-sum-exps. Later versions also pass the log-sum-exps from
+    before the step, which rescale the sum so far.
     """
     *before, lse, step_lse, cu_seqlens, only_second_half, packed = rest
     assert isinstance(lse, Tensor)
@@ -212,18 +210,18 @@ def thd_out_correction(out: Tensor, step: Tensor, *rest: Tensor | bool) -> None:
     rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(int(cu_seqlens[-1]))
     flat_THD = out.view(-1, lse.shape[0], step.shape[-1])
     step_THD = step.reshape(-1, *step.shape[-2:])[: rows.numel()].float()
-    held_THD = flat_THD[rows].float()
+    sum_THD = flat_THD[rows].float()
     if before:
         assert isinstance(before[0], Tensor)
-        held_THD = held_THD * _share(before[0][:, rows], lse[:, rows])
-    flat_THD[rows] = (held_THD + step_THD * _share(step_lse[:, : rows.numel()], lse[:, rows])).to(out.dtype)
+        sum_THD = sum_THD * _share(before[0][:, rows], lse[:, rows])
+    flat_THD[rows] = (sum_THD + step_THD * _share(step_lse[:, : rows.numel()], lse[:, rows])).to(out.dtype)
 
 
 @kernel
 def thd_grad_correction(grad: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str) -> None:
-    """``add`` a step's gradient to the halves of every document, ``copy`` it there, or leave them (``none``).
+    """``add`` a step's gradient to the halves of every document, ``copy`` it there, or skip them (``none``).
 
-    Where one half is left alone, ``step`` holds the other alone.
+    If one half is skipped, ``step`` has only the rows of the other.
     """
     if not has_values(grad):
         return
@@ -240,7 +238,7 @@ def thd_grad_correction(grad: Tensor, step: Tensor, cu_seqlens: Tensor, first: s
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """The part's share of the softmax, [tokens, heads, 1], from log-sum-exps [heads, tokens]."""
+    """Share of a part in the softmax, [tokens, heads, 1], from log-sum-exps [heads, tokens]."""
     return (part - whole).exp().T[..., None]
 
 
@@ -249,7 +247,7 @@ def _token_dim(tensor: Tensor) -> int:
 
 
 def _half(cu_seqlens: Tensor, half: int) -> Tensor:
-    """Rows of the first (0) or the second (1) half of every document."""
+    """Rows of the first (0) or second (1) half of every document."""
     parts = []
     for start, end in pairwise(cu_seqlens.tolist()):
         middle = (start + end) // 2

@@ -1,9 +1,8 @@
 """Stand-in module for ``transformer_engine_torch``, the compiled part of Transformer Engine, and its kernels.
 
-A kernel in torch allocates the tensors that the compiled one returns or keeps, and no others; then it
-computes them where there are values. Under FakeTensorMode there are none, so that what is allocated there is
-what a GPU would allocate. A call counter and observers are one for a process. A function without a stand-in
-raises NotImplementedError when it is called.
+A torch kernel allocates exactly the tensors that the compiled one returns or keeps, then computes them if its
+inputs have values. Under FakeTensorMode they have none, so it allocates what a GPU would. The call counter
+and the observers are global to the process. A function without a stand-in raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _TYPES = {0: torch.uint8, 1: torch.int32, 2: torch.float32, 3: torch.float16, 4: torch.bfloat16}
-"""Members of Transformer Engine's ``DType``."""
+"""torch dtypes by the numbers of Transformer Engine's ``DType``."""
 KERNELS: dict[str, Callable[..., Any]] = {}
-"""Every kernel by the name that the compiled module gives it."""
+"""Kernels by their names in the compiled module."""
 
 calls: Counter[str] = Counter()
-"""How often each kernel was called in this process."""
+"""Calls of each kernel in this process."""
 
 observers: list[Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = []
-"""Called with the name and the arguments of each kernel before it runs, for example to count FLOPs."""
+"""Callbacks with the name and arguments of each kernel, before it runs; for example to count FLOPs."""
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that enters a function in ``KERNELS``, counts its calls and reports them to the observers."""
+    """Decorator that adds a function to ``KERNELS``, counts its calls and notifies the observers."""
     name = function.__name__
 
     @wraps(function)
@@ -47,12 +46,12 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values to compute with: it is neither fake nor on the meta device."""
+    """Whether a tensor has values: it is neither fake nor on the meta device."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 def torch_type(number: int) -> torch.dtype:
-    """The torch dtype of a member of Transformer Engine's ``DType``."""
+    """torch dtype of a number of Transformer Engine's ``DType``."""
     return _TYPES[int(number)]
 
 
@@ -62,13 +61,13 @@ MaskType = enum.IntEnum(
     "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
     start=0,
 )
-"""Attention masks, by Transformer Engine's numbers."""
+"""Attention masks by Transformer Engine's numbers."""
 
 
 def make_extension() -> types.ModuleType:
-    """A module with ``KERNELS``, the enumerations, and the versions of CUDA's libraries.
+    """Module with ``KERNELS``, the enumerations, and the versions of CUDA's libraries.
 
-    Any other name is an enumeration, or a function that raises when it is called.
+    Any other name is an enumeration or a function that raises when called.
     """
     module = _Extension("transformer_engine_torch")
     known = {
@@ -97,7 +96,7 @@ def _enumeration(name: str, *members: str) -> type[enum.IntEnum]:
 
 
 class _Extension(types.ModuleType):
-    """Module with default attributes: enumerations, and functions that raise."""
+    """Module whose missing attributes are enumerations, or functions that raise."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -118,7 +117,7 @@ def _missing(name: str) -> Callable[..., Any]:
 
 
 class _Enumeration(type):
-    """An enumeration that numbers its members when they are first named: only their identity counts."""
+    """Enumeration that numbers its members on first access: only their identity matters."""
 
     def __getattr__(cls, name: str) -> Any:
         members = {key: value for key, value in vars(cls).items() if isinstance(value, int)}

@@ -1,9 +1,9 @@
 """Import of Transformer Engine's Python package over the stand-in for its compiled part.
 
-Once in a process, before megatron is imported. Where tensors are on a CPU, torch.cuda answers as if there
-were a GPU (``answer_cuda``, for tests): ``is_available`` and ``is_cuda`` say yes to Transformer Engine's
-modules alone; properties, streams, events and ``Tensor.cuda`` are fake for every caller. A rehearsal has
-answers of its own (``fake/cuda_device.py``).
+Happens once per process, before megatron is imported. For tests, whose tensors are on a CPU, torch.cuda
+reports a GPU (``answer_cuda``): ``is_available`` and ``is_cuda`` are true for Transformer Engine's modules
+only; properties, streams, events and ``Tensor.cuda`` are fake for every caller. A rehearsal has its own fake
+GPU (``fake/cuda_device.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from bapo_rehearsal.transformer_engine import (  # noqa: F401  each enters its kernels in the table
+from bapo_rehearsal.transformer_engine import (  # noqa: F401  each registers its kernels
     attention,
     layers,
 )
@@ -28,7 +28,7 @@ from bapo_rehearsal.transformer_engine.extension import make_extension
 
 
 def answer_queries() -> None:
-    """Patch torch.cuda for Transformer Engine's modules: there is a GPU, of compute capability 9.0."""
+    """Patch torch.cuda to report a GPU of compute capability 9.0 to Transformer Engine's modules."""
     answer_architecture((9, 0))
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.Stream = torch.cuda.Event = _SynchronousStream  # type: ignore[misc,assignment]
@@ -42,7 +42,7 @@ def answer_queries() -> None:
 
 
 def answer_architecture(architecture: tuple[int, int]) -> None:
-    """Patch the GPU's properties for every caller: this compute capability."""
+    """Patch the GPU's properties to report this compute capability to every caller."""
     major, minor = architecture
     properties = types.SimpleNamespace(
         major=major, minor=minor, name="stand-in", multi_processor_count=132, total_memory=80 << 30
@@ -52,12 +52,12 @@ def answer_architecture(architecture: tuple[int, int]) -> None:
 
 
 def _asked_by_transformer_engine() -> bool:
-    """Whether the caller of the function that calls this is one of Transformer Engine's modules."""
+    """Whether a Transformer Engine module called the calling function."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("transformer_engine")
 
 
 class _SynchronousStream:
-    """Fake CUDA stream or event of a device that is synchronous: every method does nothing."""
+    """Fake CUDA stream or event of a synchronous device: every method does nothing."""
 
     def __init__(self, *_arguments: Any, **_named: Any) -> None: ...
 
@@ -68,7 +68,7 @@ class _SynchronousStream:
 
 
 def wait_once_for_messages() -> None:
-    """Make ``wait`` of the ring's requests idempotent: the ring waits twice, and gloo hangs then."""
+    """Make ``wait`` of the ring's requests idempotent: the ring waits twice, which hangs on gloo."""
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
 
     communicate = context_parallel.flash_attn_p2p_communicate
@@ -78,9 +78,9 @@ def wait_once_for_messages() -> None:
 
 
 def make_dummy_gradients_nan() -> None:
-    """Make the placeholder for a weight's gradient, once the products have added it up, NaN and on the CPU.
+    """Replace the placeholder for an already accumulated weight gradient with NaNs on the CPU.
 
-    Transformer Engine's own is of any value, and megatron's DDP must not add it.
+    Transformer Engine's own has arbitrary values, and megatron's DDP must not add it.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith("transformer_engine.") and "get_dummy_wgrad" in vars(module):
@@ -90,7 +90,7 @@ def make_dummy_gradients_nan() -> None:
 
 
 class _IdempotentWait:
-    """A request of torch.distributed whose ``wait`` returns at once from the second time on."""
+    """torch.distributed request whose ``wait`` returns immediately from the second call on."""
 
     def __init__(self, request: Any) -> None:
         self._request: Any | None = request
@@ -106,16 +106,15 @@ _NOT_IMPORTABLE = (
     "triton",
     *(f"triton.{name}" for name in ("cross_entropy", "grouped_dbias_dscales", "mhc", "pad")),
 )
-"""Modules of transformer_engine.pytorch that need onnxscript or triton, and serve what no policy has."""
+"""Modules of transformer_engine.pytorch that need onnxscript or triton, and that no policy uses."""
 _PERMUTATION = "transformer_engine.pytorch.triton.permutation"
 
 
 def install(folder: Path, *, answer_cuda: bool = True) -> types.ModuleType:
-    """Import Transformer Engine from ``folder``; returns the stand-in for its compiled part.
+    """Import Transformer Engine from ``folder``. Returns the stand-in for its compiled part.
 
-    It must come before megatron is imported, once in a process. With ``answer_cuda`` its modules hear of a
-    GPU while tensors are on the CPU; a caller that makes fake CUDA tensors leaves it out and answers
-    torch.cuda's questions itself.
+    Call it once per process, before megatron is imported. With ``answer_cuda`` torch.cuda reports a GPU while
+    tensors are on the CPU; a caller that makes fake CUDA tensors patches torch.cuda itself.
     """
     if "megatron.core.extensions.transformer_engine" in sys.modules:
         raise RuntimeError("megatron is imported already, and has found no Transformer Engine")
@@ -131,7 +130,7 @@ def install(folder: Path, *, answer_cuda: bool = True) -> types.ModuleType:
     common = _import_common(folder)
     package = importlib.import_module("transformer_engine")
     package.common = common  # type: ignore[attr-defined]
-    importlib.import_module("transformer_engine.pytorch")  # the package itself passes over why this fails
+    importlib.import_module("transformer_engine.pytorch")  # raises the error that the package hides
     copied = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
     copied.__getattr__ = lambda name: getattr(extension, name)  # type: ignore[method-assign]
     if answer_cuda:
@@ -160,7 +159,7 @@ def accept_fake_tensors() -> None:
 
 
 def _import_common(folder: Path) -> types.ModuleType:
-    """Import ``transformer_engine.common`` as in a build: otherwise it would load CUDA's libraries."""
+    """Import ``transformer_engine.common`` in build mode: otherwise it loads CUDA's libraries."""
     name = "transformer_engine.common"
     path = folder / "transformer_engine/common"
     spec = importlib.util.spec_from_file_location(
@@ -184,16 +183,16 @@ def _import_common(folder: Path) -> types.ModuleType:
 
 
 def _replace_permutation() -> None:
-    """Put the stand-ins for the triton kernels of the permutation into the place of their module."""
+    """Replace the permutation's triton module with the stand-ins."""
     module = types.ModuleType(_PERMUTATION)
     vars(module).update(layers.PERMUTATION)
     package, _, name = _PERMUTATION.rpartition(".")
     sys.modules[_PERMUTATION] = module
-    setattr(sys.modules[package], name, module)  # ``import ... as`` takes the attribute
+    setattr(sys.modules[package], name, module)  # ``import ... as`` reads the attribute
 
 
 class _Placeholder(types.ModuleType):
-    """Module in which every name is a function that raises when it is called."""
+    """Module in which every name is a function that raises when called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,10 +1,9 @@
 """Kernels of layers and of the optimizer in torch.
 
-GEMM, RMSNorm, rotary position embedding, grouped GEMM, permutation by expert; AdamW, norm and scale. Float32
-inside, whatever the types in and out. RoPE is for packed documents (thd), also under context parallelism. The
-permutation is of Transformer Engine's triton kernels, whose wrappers are replaced: they need a GPU to be
-imported at all. NotImplementedError for fp8, GELU, overlapped communication, interleaved RoPE, and RoPE of
-anything but packs of documents.
+GEMM, RMSNorm, rotary position embedding (RoPE), grouped GEMM, permutation by expert; AdamW, norm and scale.
+They compute in float32 for all dtypes. RoPE is for packed documents (thd), also under context parallelism.
+The permutation replaces the wrappers of triton kernels, whose import needs a GPU. Raises NotImplementedError
+for fp8, GELU, overlapped communication, and RoPE that is interleaved or not packed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from bapo_rehearsal.transformer_engine.extension import (
 )
 
 _ADAMW = 1
-"""Mode of ``multi_tensor_adam``: weight decay apart from the gradient."""
+"""Mode of ``multi_tensor_adam`` with decoupled weight decay."""
 
 
 @kernel
@@ -52,10 +51,9 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The matrix product ``alpha op(b) op(a)``, as cuBLAS sees row-major matrices.
+    """Matrix product ``alpha op(b) op(a)``, as cuBLAS sees row-major matrices.
 
-    ``bias`` is added; in a backward pass its gradient, of the product's type, is returned as the second
-    element instead.
+    ``bias`` is added; in a backward pass its gradient, in the product's dtype, is the second element instead.
     ``accumulate`` adds the product to ``out``.
     """
     if quantizer is not None or gelu or comm_overlap is not None:
@@ -92,7 +90,7 @@ def rmsnorm_fwd(
     _sm_margin: int,
     zero_centered: bool,
 ) -> list[Tensor | None]:
-    """RMSNorm over the last dimension: the result, no mean, and 1 / RMS of each row in float32."""
+    """RMSNorm over the last dimension: the result, None for the mean, 1 / RMS of each row in float32."""
     if quantizer is not None:
         raise NotImplementedError("RMSNorm with a result in fp8")
     if out is None:
@@ -109,7 +107,7 @@ def rmsnorm_fwd(
 def rmsnorm_bwd(
     grad: Tensor, x: Tensor, inverse_rms: Tensor, weight: Tensor, _sm_margin: int, zero_centered: bool
 ) -> list[Tensor]:
-    """Gradients of RMSNorm for its input and its weight."""
+    """Gradients of RMSNorm's input and weight."""
     grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
     if has_values(x):
         rows, grads = (y.float().reshape(-1, x.shape[-1]) for y in (x, grad))
@@ -138,14 +136,14 @@ def fused_rope_forward(
 ) -> Tensor:
     """``x`` [tokens, heads, head_dim] rotated by the angles ``freqs`` [positions, 1, 1, angles].
 
-    ``cu_seqlens`` are those of the whole pack.
+    ``cu_seqlens`` covers the whole pack.
     """
     return _rotated(x, freqs, interleaved, cu_seqlens, cp_size, cp_rank, 1.0)
 
 
 @kernel
 def fused_rope_backward(grad: Tensor, freqs: Tensor, *rest: Any) -> Tensor:
-    """The gradient, rotated back. Since 2.20 the start positions come before the format."""
+    """Gradient, rotated back. Since 2.20 the start positions precede the format."""
     interleaved, cu_seqlens, cp_size, cp_rank = rest[-4:]
     return _rotated(grad, freqs, interleaved, cu_seqlens, cp_size, cp_rank, -1.0)
 
@@ -177,7 +175,7 @@ def _rotated(
 
 
 def positions_of(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """The position in its document of each token that a rank holds: chunks r and 2 x size - 1 - r of each."""
+    """Document position of each token of a rank: chunks r and 2 x size - 1 - r of each document."""
     parts = []
     for start, end in pairwise(cu_seqlens.tolist()):
         if cp_size == 1:
@@ -208,8 +206,8 @@ def te_general_grouped_gemm(
     accumulate: bool,
     *_accumulator_and_sm_count: Any,
 ) -> Sequence[Tensor]:
-    """The products ``op(b_i) op(a_i)`` of each expert, into ``out``: one tensor with a part for each of
-    ``splits`` rows if ``single_output``, else one tensor each. Returns ``bias``, which is empty."""
+    """Products ``op(b_i) op(a_i)`` per expert, written to ``out``; returns ``bias``, which is empty. ``out``
+    has a tensor per expert, or, with ``single_output``, one tensor with ``splits`` rows per expert."""
     if any(len(tensor) for tensor in bias):
         raise NotImplementedError("a grouped product with a bias")
     if single_output and splits is None:
@@ -227,8 +225,8 @@ def te_general_grouped_gemm(
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
     """Places of each token's copies, int32 [tokens, 2 experts + 1].
 
-    Copies are sorted by expert, then by token. A row holds the places of a token's n copies, last first,
-    their experts from column ``num_experts`` on, and n in the last column.
+    Copies are sorted by expert, then by token. A row has the places of a token's n copies, last first, their
+    experts from column ``num_experts`` on, and n in the last column.
     """
     places = torch.empty(num_tokens, 2 * num_experts + 1, dtype=torch.int32, device=routing_map.device)
     if has_values(routing_map):
@@ -245,10 +243,10 @@ def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> T
 def permute_with_mask_map(
     x: Tensor, places: Tensor, probs: Tensor | None, scale: Tensor | None, *sizes: Any
 ) -> tuple[Tensor, None, Tensor | None]:
-    """The copies of each token's row of ``x`` at their places, and of its probability for their expert.
+    """Copies of each token's row of ``x``, and of its routing probabilities, at their places.
 
-    ``sizes``: newer versions' padding, then tokens, experts, copies, hidden size and that of ``scale``. A
-    copy of probability 0 is padding: zeros.
+    ``sizes``: padding (newer versions), then tokens, experts, copies, hidden size and width of ``scale``. A
+    copy with probability 0 is padding: zeros.
     """
     *padding, _tokens, experts, copies, hidden, _scale = sizes
     _refuse(scale, *padding)
@@ -267,8 +265,8 @@ def permute_with_mask_map(
 def unpermute_with_mask_map(
     x: Tensor, places: Tensor, merging: Tensor | None, probs: Tensor | None, *sizes: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum over each token's copies, times ``merging`` [tokens, experts] where given; and ``probs`` of the
-    copies as [tokens, experts], zero elsewhere."""
+    """Sum over each token's copies, weighted by ``merging`` [tokens, experts] if present; and the copies'
+    ``probs`` as [tokens, experts], zero elsewhere."""
     *padding, tokens, experts, hidden = sizes
     _refuse(*padding)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
@@ -288,7 +286,7 @@ def unpermute_with_mask_map(
 def unpermute_with_mask_map_bwd_with_merging_probs(
     grad: Tensor, places: Tensor, x: Tensor, merging: Tensor, *sizes: Any
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``unpermute_with_mask_map`` for its rows ``x`` and for ``merging``."""
+    """Gradients of ``unpermute_with_mask_map`` for ``x`` and ``merging``."""
     *padding, tokens, experts, copies, hidden = sizes
     _refuse(*padding)
     grad_x = torch.empty(copies, hidden, dtype=grad.dtype, device=grad.device)
@@ -303,7 +301,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 
 @kernel
 def make_chunk_sort_map(sizes: Tensor, order: Tensor, num_tokens: int, _num_splits: int) -> Tensor:
-    """The place of each row, int32 [rows], when chunks of ``sizes`` rows are laid in ``order``."""
+    """Place of each row, int32 [rows], after chunks of ``sizes`` rows are laid in ``order``."""
     places = torch.empty(num_tokens, dtype=torch.int32, device=sizes.device)
     if has_values(sizes):
         chunks = torch.arange(num_tokens).split(sizes.tolist())
@@ -316,7 +314,7 @@ def make_chunk_sort_map(sizes: Tensor, order: Tensor, num_tokens: int, _num_spli
 def sort_chunks_by_map(
     x: Tensor, places: Tensor, probs: Tensor | None, num_tokens: int, hidden_size: int, is_forward: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The rows of ``x`` and their ``probs`` at their places, or in a backward pass back from them."""
+    """Rows of ``x`` and their ``probs`` at their places, or, in a backward pass, back from them."""
     out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
     probs_out = None if probs is None else torch.empty(num_tokens, dtype=probs.dtype, device=x.device)
     if has_values(x):
@@ -330,8 +328,8 @@ def sort_chunks_by_map(
 
 
 PERMUTATION = {
-    one.__name__: KERNELS[one.__name__]
-    for one in (
+    function.__name__: KERNELS[function.__name__]
+    for function in (
         make_row_id_map,
         permute_with_mask_map,
         unpermute_with_mask_map,
@@ -340,7 +338,7 @@ PERMUTATION = {
         sort_chunks_by_map,
     )
 }
-"""What the module ``transformer_engine.pytorch.triton.permutation`` has."""
+"""Contents of the module ``transformer_engine.pytorch.triton.permutation``."""
 
 
 def _copies(places: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -369,7 +367,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """One step of AdamW, in place; ``lists`` are gradients, parameters, first and second moments."""
+    """One AdamW step, in place; ``lists``: gradients, parameters, first and second moments."""
     if mode != _ADAMW:
         raise NotImplementedError("Adam whose weight decay is part of the gradient")
     first_scale, second_scale = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
@@ -386,7 +384,7 @@ def multi_tensor_adam(
 def multi_tensor_l2norm(
     _chunk_size: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The Euclidean norm of all tensors, [1], and of each one (empty unless it is asked for)."""
+    """L2 norm of all tensors, [1], and of each tensor (empty unless ``per_tensor``)."""
     tensors = lists[0]
     norm, norms = (
         torch.zeros(size, dtype=torch.float32, device=tensors[0].device)
@@ -404,7 +402,7 @@ def multi_tensor_l2norm(
 def multi_tensor_scale(
     _chunk_size: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], scale: float | Tensor
 ) -> None:
-    """Each tensor of the first list times ``scale``, written to its counterpart in the second."""
+    """Write each tensor of the first list times ``scale`` to its counterpart in the second."""
     for source, target in zip(*lists, strict=True):
         if has_values(source):
             target.copy_(source * scale)

@@ -1,4 +1,4 @@
-"""GPU check of the kernels of Gated DeltaNet, with the heads of Qwen3.5, against the rule in float64."""
+"""GPU check of Gated DeltaNet kernels, with the heads of Qwen3.5, against the rule in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bapo_megatron.trainer.kernel_check import LIMITS, missing_package, rule_err
 from benchmarks.gpu.rows import Row, Size
 
 KIND = DeltaNet(key_heads=4, value_heads=12, key_dim=128, value_dim=128, kernel=4)
-"""Of the dense one of 27 billion parameters at TP 4."""
+"""Heads per rank of the dense model with 27 billion parameters at TP 4."""
 
 
 def rows(size: Size, _folder: Path) -> Iterator[Row]:

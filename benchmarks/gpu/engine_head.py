@@ -1,7 +1,7 @@
 """GPU check of the output layer in bfloat16 against SGLang's formula, on equal hidden states.
 
 SGLang (``--enable-fp32-lm-head``) multiplies hidden states and weights into float32 logits, divides by the
-temperature and takes the log-softmax. Without the flag it rounds the logits to bfloat16 first.
+temperature and takes the log-softmax. Without the flag it first rounds the logits to bfloat16.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def rows(size: Size, _folder: Path) -> Iterator[Row]:
             gap_T = (ours_T - sglang(hidden_TH, weight_VH, label_T, temperature, rounded)).abs()
             name = "bfloat16 logits, SGLang's default" if rounded else "float32 logits, the servers' flag"
             said = f"{float(gap_T.mean()):.1e} nats on average, {float(gap_T.max()):.1e} at most"
-            held = None if rounded or not size.cuda else float(gap_T.max()) < LIMIT
-            yield Row(f"T {temperature}: {name}", said, "" if rounded else f"{LIMIT}", held)
+            ok = None if rounded or not size.cuda else float(gap_T.max()) < LIMIT
+            yield Row(f"T {temperature}: {name}", said, "" if rounded else f"{LIMIT}", ok)
 
 
 def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states and weights in bfloat16 that give logits as a trained model's, some nats apart."""
+    """Hidden states, weights (both bfloat16) and labels; logits spread over some nats, as after training."""
     generator = torch.Generator(size.device).manual_seed(0)
     tokens = min(TOKENS, size.pack)
     hidden_TH = torch.randn(tokens, size.hidden, generator=generator, device=size.device).bfloat16()
@@ -46,10 +46,10 @@ def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
 def sglang(
     hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor, temperature: float, rounded: bool
 ) -> Tensor:
-    """Log-probs of the labels as SGLang computes them, a part of the tokens at a time."""
-    found = []
+    """Log-probs of the labels as SGLang computes them, for 256 tokens at a time."""
+    log_probs = []
     for part in torch.arange(len(label_T), device=label_T.device).split(256):
         logits = hidden_TH[part].float() @ weight_VH.float().t()
         logits = logits.bfloat16().float() if rounded else logits
-        found.append((logits / temperature).log_softmax(-1).gather(1, label_T[part, None])[:, 0])
-    return torch.cat(found)
+        log_probs.append((logits / temperature).log_softmax(-1).gather(1, label_T[part, None])[:, 0])
+    return torch.cat(log_probs)

@@ -18,7 +18,7 @@ from benchmarks.gpu.rows import Row, Size
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "numpy")
 DISK_GB, HOST_GB = 35, 40
-"""What all sections take: folders of models and a checkpoint of 25 GB, and its copy on the host."""
+"""Needs of all sections: model folders and a checkpoint of 25 GB, and its copy on the host."""
 
 
 def rows(size: Size, folder: Path) -> Iterator[Row]:
@@ -37,7 +37,7 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
 
 
 def room(folder: Path) -> Iterator[Row]:
-    """Rows of the free disk where the temporary ``folder`` is, and of the free host memory."""
+    """Rows of the free disk space at the temporary ``folder``, and of the free host memory."""
     for name, free, needed in (
         (f"free disk at {folder.parent}", shutil.disk_usage(folder).free / GB, DISK_GB),
         ("free host memory", psutil.virtual_memory().available / GB, HOST_GB),

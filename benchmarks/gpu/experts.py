@@ -1,8 +1,8 @@
 """GPU check of the experts (Transformer Engine's grouped layer, if installed) against torch's in float32.
 
-In float32 experts are torch's, one MLP after the other, as on a CPU; in bfloat16 on a GPU they are
-Transformer Engine's grouped layer with its permutations. Every position has a given route: rounding decides
-where two experts are nearly as likely.
+In float32 experts are torch's, one MLP after another, as on a CPU; in bfloat16 on a GPU they are Transformer
+Engine's grouped layer with its permutations. All routes are fixed, since rounding decides between nearly
+equal experts.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from benchmarks.gpu.rows import Row, Size
 POLICY = Path(__file__).parents[2] / "recipes/demo/policy_moe"
 LENGTHS = (3, 17, 40, 64, 33, 150, 200, 5)
 LOG_PROB_LIMIT, NORM_LIMIT = 0.15, 0.05
-"""Mean difference of a log-prob in nats, and relative difference of the gradient norm, of bfloat16 from
-float32. On a CPU torch's experts have 0.05 and 0.01, and 0.63 and 0.17 where one of the 32 gives nothing."""
+"""Mean log-prob difference in nats, and relative gradient norm difference, of bfloat16 from float32. torch's
+experts on a CPU have 0.05 and 0.01; with one of the 32 missing, 0.63 and 0.17."""
 RECOMPUTE_LIMIT = 1e-3
-"""Relative difference of the gradient norm with recomputation: the same kernels on the same numbers."""
+"""Relative gradient norm difference with recomputation: the same kernels on the same numbers."""
 
 
 def rows(_size: Size, _folder: Path) -> Iterator[Row]:
@@ -40,13 +40,13 @@ def rows(_size: Size, _folder: Path) -> Iterator[Row]:
     layers = "Transformer Engine's grouped layer" if grouped else "torch's experts"
     yield weights_row(layers, policy, POLICY, torch.bfloat16)
     packs = routed_packs(policy)
-    found, norm = log_probs_of(policy, packs), gradient_norm(policy, packs)
+    log_probs, norm = log_probs_of(policy, packs), gradient_norm(policy, packs)
     apart = relative(gradient_norm(build("bfloat16", "selective"), packs), norm)
     yield Row(
         f"{layers}: gradient norm, recomputed", f"{apart:.1e}", f"{RECOMPUTE_LIMIT}", apart < RECOMPUTE_LIMIT
     )
     exact = build("float32", "none")
-    gap = float((found - log_probs_of(exact, packs)).abs().mean())
+    gap = float((log_probs - log_probs_of(exact, packs)).abs().mean())
     yield Row(
         f"{layers} in bfloat16 against torch's in float32: log-probs",
         f"{gap:.1e} nats in the mean",
@@ -58,8 +58,8 @@ def rows(_size: Size, _folder: Path) -> Iterator[Row]:
 
 
 def build(dtype: Literal["bfloat16", "float32"], recompute: Literal["none", "selective"]) -> MegatronPolicy:
-    """The demo's mixture of experts, whose updates leave the weights nearly as they were."""
-    gc.collect()  # a policy refers to itself
+    """The demo's mixture of experts, with a learning rate that barely changes the weights."""
+    gc.collect()  # a policy is a reference cycle
     release_cached_memory()
     batch = BatchConfig(pack_tokens=256, recompute=recompute)
     return MegatronPolicy(
@@ -68,19 +68,18 @@ def build(dtype: Literal["bfloat16", "float32"], recompute: Literal["none", "sel
 
 
 def routed_packs(policy: MegatronPolicy) -> list[MicroBatch]:
-    """Packs of random tokens by random routes, the same at each call."""
+    """Packs of random tokens with random routes, equal at each call."""
     shape, generator = read_model_shape(POLICY), np.random.default_rng(0)
     samples = [random_sample(generator, length, shape.vocab) for length in LENGTHS]
     return pack_samples(with_random_routes(samples, 0, shape), 256, "token", policy.pack_layout)
 
 
 def gradient_norm(policy: MegatronPolicy, packs: Sequence[MicroBatch]) -> float:
-    """Norm of the gradient of the mean negative log-prob."""
+    """Gradient norm of the negative log-prob."""
     return policy.update(packs, _negative_log_prob).grad_norm
 
 
 def relative(value: float, reference: float) -> float:
-    """|value - reference| / reference."""
     return abs(value - reference) / reference
 
 

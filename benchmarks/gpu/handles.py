@@ -1,7 +1,7 @@
-"""GPU check of weights by IPC handles to a second process, as colocated engines get them: equal digests.
+"""GPU check of weights by IPC handles to a second process, as for colocated engines: equal digests.
 
-CUDA IPC on a GPU, shared memory on a CPU. The reader is a new interpreter, as an engine is. It finds the GPU
-by its UUID as SGLang 0.5.23 does (``srt/utils/patch_torch.py``).
+Uses CUDA IPC on a GPU, shared memory on a CPU. The reader is a new interpreter, as an engine is, and finds
+the GPU by its UUID, as SGLang 0.5.23 does (``srt/utils/patch_torch.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.gpu.rows import Row, Size
 from benchmarks.gpu.small_policy import build, save
 
 ANSWER_S = {"cuda": 90.0, "cpu": 600.0}
-"""Longest wait for the reader, which imports everything before its first answer; a CPU may be busy."""
+"""Longest wait for the reader, whose first answer follows all its imports; a CPU may be busy."""
 
 
 def rows(size: Size, folder: Path) -> Iterator[Row]:
@@ -40,14 +40,12 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
         return
     wrong = [name for name, digest in sent.items() if read.get(name) != digest]
     said = f"{len(sent) - len(wrong)} of {len(sent)} tensors in {buckets} buckets, {took:.1f} s with digests"
-    held = not wrong and sent.keys() == read.keys()
-    yield Row(
-        f"weights by {way}", said + "".join(f", not {name}" for name in wrong[:3]), "digests equal", held
-    )
+    ok = not wrong and sent.keys() == read.keys()
+    yield Row(f"weights by {way}", said + "".join(f", not {name}" for name in wrong[:3]), "digests equal", ok)
 
 
 def handed_over(policy: Any, nbytes: int) -> tuple[dict[str, str], dict[str, str], int, float]:
-    """Digests by tensor of the trainer and of the reader; buckets, and seconds from the first to the last."""
+    """Digests by tensor of the trainer and of the reader; number of buckets; seconds for all buckets."""
     ours, theirs = get_context("spawn").Pipe()
     reader = get_context("spawn").Process(target=read_handles, args=(theirs,), daemon=True)
     reader.start()
@@ -57,13 +55,13 @@ def handed_over(policy: Any, nbytes: int) -> tuple[dict[str, str], dict[str, str
     read: dict[str, str] = {}
     count, limit_s = 0, ANSWER_S[policy.device.type]
     try:
-        answer(ours, limit_s)  # the reader's first answer: it has imported everything
+        answer(ours, limit_s)  # the reader has imported everything
         start = time.perf_counter()
         for bucket in buckets.cut(policy.hf_weights()):
             named = bucket.tensors()
             ours.send_bytes(handles_of(named))
             sent |= {name: digest(tensor) for name, tensor in named}
-            read |= answer(ours, limit_s)  # the bucket stays as it is until it is read
+            read |= answer(ours, limit_s)  # the bucket stays unchanged until the reader answers
             count += 1
         return sent, read, count, time.perf_counter() - start
     finally:
@@ -75,17 +73,17 @@ def handed_over(policy: Any, nbytes: int) -> tuple[dict[str, str], dict[str, str
 
 
 def answer(connection: Connection, limit_s: float) -> dict[str, str]:
-    """The reader's next answer. RuntimeError with what it raised, or if it is too slow."""
+    """The reader's next answer. Raises RuntimeError with its exception, or after ``limit_s`` seconds."""
     if not connection.poll(limit_s):
         raise RuntimeError(f"no answer of the second process within {limit_s:g} s")
-    found = connection.recv()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return dict(found)
+    digests = connection.recv()
+    if isinstance(digests, str):
+        raise RuntimeError(digests)
+    return dict(digests)
 
 
 def read_handles(connection: Connection) -> None:
-    """The second process: digests of the tensors of each pickle that it gets, until the other end closes."""
+    """Second process: send digests of the tensors in each received pickle, until the pipe closes."""
     die_with_parent()
     plain = reductions.rebuild_cuda_tensor
     reductions.rebuild_cuda_tensor = partial(rebuilt, plain)
@@ -97,21 +95,21 @@ def read_handles(connection: Connection) -> None:
             return
         try:
             connection.send({name: digest(tensor) for name, tensor in pickle.loads(handles)})
-        except Exception as error:  # sent to the trainer's side, which fails with it
+        except Exception as error:  # the trainer's side raises it
             connection.send(f"{type(error).__name__}: {error}")
 
 
 def rebuilt(plain: Any, *arguments: Any) -> Tensor:
-    """A tensor from its handle; the GPU, which the handle names by its UUID, by this process's number."""
+    """Tensor from its handle, in which this process's GPU index replaces the UUID."""
     numbers = {
         str(torch.cuda.get_device_properties(number).uuid): number
         for number in range(torch.cuda.device_count())
     }
-    found: Tensor = plain(*(numbers.get(one, one) if isinstance(one, str) else one for one in arguments))
-    return found
+    tensor: Tensor = plain(*(numbers.get(arg, arg) if isinstance(arg, str) else arg for arg in arguments))
+    return tensor
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of type, shape and bytes."""
+    """SHA-256 of dtype, shape and bytes."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + data.tobytes()).hexdigest()

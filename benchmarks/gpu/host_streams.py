@@ -1,7 +1,7 @@
 """GPU check of the host optimizer and its copy streams against Adam on the device.
 
-Both step on the same gradients. A missing stream synchronization shows as a moment or a weight of another
-bucket: then the largest differences are of the order of the values, not of their last bits.
+Both step on the same gradients. Without a stream synchronization a moment or weight comes from another
+bucket: the largest differences are then of the order of the values, not of their last bits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from benchmarks.gpu.small_policy import adam_step, build, save
 
 STEPS = 4
 LIMIT = {"param": 1e-6, "exp_avg": 1e-5, "exp_avg_sq": 1e-5}
-"""Largest difference relative to the tensor's largest value. float32 has 24 bits, 6e-8; four steps, each of a
-rate of 1e-3, of kernels that round their products in another order."""
+"""Largest difference relative to the tensor's largest value. float32 has 24 bits, 6e-8; the kernels round
+their products in another order, in four steps at a rate of 1e-3."""
 TINY_BUCKET = 5000
 
 State = dict[str, list[Tensor]]
@@ -33,7 +33,7 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
     with small_buckets(size.tiny):
         norms, device, _ = stepped(build(path, dtype, "model"))  # type: ignore[arg-type]
         host_norms, host, unrounded = stepped(build(path, dtype, "cpu"))  # type: ignore[arg-type]
-    apart = max(abs(one / other - 1) for one, other in zip(norms, host_norms, strict=True))
+    apart = max(abs(a / b - 1) for a, b in zip(norms, host_norms, strict=True))
     yield Row(f"gradient norms of {STEPS} steps", f"{apart:.1e} apart", "1e-5", apart < 1e-5)
     for name in STATES:
         worst = max(relative(a, b) for a, b in zip(host[name], device[name], strict=True))
@@ -44,28 +44,28 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
 
 
 def stepped(policy: MegatronPolicy) -> tuple[list[float], State, int]:
-    """Gradient norms, the optimizer's state on the CPU, and parameters that are not their rounded masters."""
+    """Gradient norms, optimizer state on the CPU, and count of weights unequal to their rounded masters."""
     norms = [adam_step(policy, seed) for seed in range(STEPS)]
-    found: State = {name: [] for name in STATES}
+    states: State = {name: [] for name in STATES}
     unrounded = 0
     for part in policy._optimizer.chained_optimizers:
         for placement in placements(part):
             state = part._get_main_param_and_optimizer_states(placement.parameter)
             for name in STATES:
-                found[name].append(state[name].detach().cpu().clone())
+                states[name].append(state[name].detach().cpu().clone())
             weights = placement.parameter.detach().flatten().cpu()
-            unrounded += not torch.equal(weights, found["param"][-1].flatten().to(weights.dtype))
-    return norms, found, unrounded
+            unrounded += not torch.equal(weights, states["param"][-1].flatten().to(weights.dtype))
+    return norms, states, unrounded
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest expected value."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 @contextmanager
 def small_buckets(tiny: bool) -> Iterator[None]:
-    """Buckets of a few thousand elements within the block, if all is ``tiny``: one would hold the model."""
+    """Context manager of small buckets if ``tiny``: a default bucket would take the whole model."""
     before = host_optimizer.BUCKET
     host_optimizer.BUCKET = TINY_BUCKET if tiny else before
     try:

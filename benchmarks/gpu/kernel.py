@@ -1,6 +1,6 @@
 """GPU check of variable-length flash attention on context-parallel chunks, against a float64 reference.
 
-No process groups: each rank's call is made in turn with all keys at hand.
+Without process groups: the calls of all ranks run in turn, each with all keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.gpu.rows import Row, Size
 HEADS, KV_HEADS, WIDTH = 8, 2, 128
 BLOCK = 256
 LIMIT = 0.02
-"""Of the error of any block of tokens, relative to the block. bfloat16 has 8 bits: 2^-8 = 0.004."""
+"""Largest error of a block of tokens, relative to the block. bfloat16 has 8 bits: 2^-8 = 0.004."""
 
 
 def rows(size: Size, _folder: Path) -> Iterator[Row]:
@@ -32,9 +32,9 @@ def rows(size: Size, _folder: Path) -> Iterator[Row]:
 
 
 def errors(size: Size, context: int) -> dict[str, float]:
-    """Largest relative error of a block of the output and of each gradient.
+    """Largest relative error of a block, for the output and each gradient.
 
-    By blocks, since late in a long document outputs are small: an average over many values.
+    By blocks, since outputs late in a long document are small: averages over many values.
     """
     multiple = 2 * context if context > 1 else 1
     bounds = tuple(accumulate((-(-n // multiple) * multiple for n in size.documents), initial=0))
@@ -57,15 +57,15 @@ def _ours(inputs: list[Tensor], grad: Tensor, bounds: tuple[int, ...], context: 
     q, k, v = inputs
     whole = torch.empty_like(q)
     for rank in range(context):
-        held = positions(bounds, context, rank).cuda()
-        out = flash_attention(q[held], k, v, bounds, context, rank, WIDTH**-0.5)
-        out.backward(grad[held])
-        whole[held] = out.detach()
+        own = positions(bounds, context, rank).cuda()
+        out = flash_attention(q[own], k, v, bounds, context, rank, WIDTH**-0.5)
+        out.backward(grad[own])
+        whole[own] = out.detach()
     return [whole, *(x.grad for x in inputs)]  # type: ignore[list-item]
 
 
 def _reference(inputs: list[Tensor], grad: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:
-    """Softmax in float64, a block of 512 queries at a time."""
+    """Output and gradients with softmax in float64, for 512 queries at a time."""
     q, k, v = inputs
     whole = torch.empty_like(q)
     for part in document_chunks(bounds, 1, 0):

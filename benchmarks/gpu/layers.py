@@ -1,4 +1,4 @@
-"""GPU check of the layers (Transformer Engine's, if installed): parameter names, and packed documents."""
+"""GPU check of the layers (Transformer Engine's, if installed): weights in and out, packed documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.gpu.rows import Row, Size
 
 POLICY = Path(__file__).parents[2] / "recipes/demo/policy"
 LIMIT = {"float32": 1e-4, "bfloat16": 0.1}
-"""Largest difference of a log-prob in nats: sums in another order, in the kernels of packed attention."""
+"""Largest log-prob difference in nats: packed attention kernels add in another order."""
 
 
 def rows(size: Size, _folder: Path) -> Iterator[Row]:
@@ -41,7 +41,7 @@ def rows(size: Size, _folder: Path) -> Iterator[Row]:
 
 
 def weights_row(layers: str, policy: MegatronPolicy, folder: Path, dtype: torch.dtype) -> Row:
-    """Whether the policy, whose ``layers`` are named, gives back the weights of its folder."""
+    """Row: whether the policy returns the weights of its folder bit by bit. ``layers``: their name."""
     wrong = wrong_tensors(policy, folder, dtype)
     count = len(hf_tensors(read_model_shape(folder)))
     said = f"{count - len(wrong)} of {count} equal" + "".join(f", not {name}" for name in wrong[:3])
@@ -49,36 +49,36 @@ def weights_row(layers: str, policy: MegatronPolicy, folder: Path, dtype: torch.
 
 
 def wrong_tensors(policy: MegatronPolicy, folder: Path, dtype: torch.dtype) -> list[str]:
-    """Names of tensors of the folder that the policy does not give back bit by bit."""
-    reader, found = HfReader(folder), dict.fromkeys(hf_tensors(read_model_shape(folder)), False)
+    """Names of the folder's tensors that the policy does not return bit by bit."""
+    reader, equal = HfReader(folder), dict.fromkeys(hf_tensors(read_model_shape(folder)), False)
     for name, tensor in policy.hf_weights():
-        found[name] = bool(torch.equal(tensor.cpu(), reader.read(name).to(dtype)))
-    return [name for name, equal in found.items() if not equal]
+        equal[name] = bool(torch.equal(tensor.cpu(), reader.read(name).to(dtype)))
+    return [name for name, is_equal in equal.items() if not is_equal]
 
 
 def packed_against_alone(policy: MegatronPolicy) -> float:
-    """Largest difference of a token's log-prob between a pack of several documents and packs of one.
+    """Largest log-prob difference of a token between a pack of several documents and packs of one.
 
-    A kernel that ignores where documents begin lets a token see the document before its own.
+    A kernel that ignores document bounds lets a token attend to the document before its own.
     """
     generator = np.random.default_rng(0)
     vocabulary = read_model_shape(POLICY).vocab
     samples = [random_sample(generator, length, vocabulary) for length in (17, 64, 3, 40, 33)]
     together = pack_samples(samples, 256, "token", policy.pack_layout)
     packed = log_probs_of(policy, together)
-    alone = [log_probs_of(policy, pack_samples([one], 256, "token", policy.pack_layout)) for one in samples]
-    # Packing orders the documents as it likes: compared as sorted log-probs of each length.
+    alone = [log_probs_of(policy, pack_samples([doc], 256, "token", policy.pack_layout)) for doc in samples]
+    # Packing may reorder documents, so sorted log-probs are compared.
     return float((packed.sort().values - torch.cat(alone).sort().values).abs().max())
 
 
 def log_probs_of(policy: MegatronPolicy, packs: list) -> torch.Tensor:  # type: ignore[type-arg]
-    """Log-probs of the trained tokens of all packs, in their order."""
+    """Log-probs of the trained tokens of all packs, in pack order."""
     stats = policy.log_probs(packs)
-    return torch.cat([one.log_prob_T[pack.mask_T.bool()] for one, pack in zip(stats, packs, strict=True)])
+    return torch.cat([out.log_prob_T[pack.mask_T.bool()] for out, pack in zip(stats, packs, strict=True)])
 
 
 def random_sample(generator: np.random.Generator, length: int, vocabulary: int) -> Sample:
-    """Random tokens, the first two of which are the prompt."""
+    """Random tokens; the first two are the prompt."""
     return Sample(
         token_ids=generator.integers(0, vocabulary, length).astype(np.int32),
         log_probs_R=np.full(length - 2, -1.0, np.float32),

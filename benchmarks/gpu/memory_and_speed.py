@@ -30,10 +30,10 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 from benchmarks.gpu.rows import Row, Size, seconds
 
 LIMIT = 0.15
-"""Largest part by which allocated memory may miss the plan, estimates included."""
+"""Largest relative difference between allocated and planned memory, estimates included."""
 
 SEARCH_LIMIT = 0.45
-"""Largest part of an update that the search of the bounds may take: by FLOPs a forward pass is a third."""
+"""Largest share of an update's time for the bounds search: by FLOPs a forward pass is a third."""
 
 
 def rows(size: Size, folder: Path) -> Iterator[Row]:
@@ -43,12 +43,12 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
             yield from of_mode(size, path, BatchConfig(pack_tokens=size.pack, recompute=recompute))
         except torch.cuda.OutOfMemoryError:
             yield Row(f"recompute {recompute}", "out of memory", "fits", False)
-        gc.collect()  # a policy refers to itself: without this the next one is measured on top of it
+        gc.collect()  # a policy is a reference cycle and would count in the next measurement
         torch.cuda.empty_cache()
 
 
 def save(size: Size, path: Path) -> Path:
-    """The model with random weights, as a Hugging Face folder."""
+    """Write the model with random weights as a Hugging Face folder. Returns the folder."""
     import transformers
 
     config = transformers.Qwen2Config(
@@ -66,7 +66,7 @@ def save(size: Size, path: Path) -> Path:
 
 
 def of_mode(size: Size, path: Path, batch: BatchConfig) -> Iterator[Row]:
-    """One recompute mode."""
+    """Rows of one recompute mode."""
     model = ModelConfig(path, dtype="bfloat16")
     policy = MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(), planned_updates=100)
     samples = draw(size)
@@ -85,20 +85,20 @@ def of_mode(size: Size, path: Path, batch: BatchConfig) -> Iterator[Row]:
     name = f"recompute {batch.recompute}"
     yield Row(f"{name}: speed", f"{tokens / took:,.0f} tokens/s{utilization(path, samples, took)}")
     searched = seconds(search, rounds=2)
-    limit, held = f"{SEARCH_LIMIT:.0%}", None if size.tiny else searched < SEARCH_LIMIT * took
-    yield Row(f"{name}: bounds search", f"{searched:.2f} s, {searched / took:.0%} of an update", limit, held)
+    limit, ok = f"{SEARCH_LIMIT:.0%}", None if size.tiny else searched < SEARCH_LIMIT * took
+    yield Row(f"{name}: bounds search", f"{searched:.2f} s, {searched / took:.0%} of an update", limit, ok)
     if size.cuda:
         torch.cuda.reset_peak_memory_stats()
         update()
         measured, planned = torch.cuda.max_memory_allocated() / GB, predicted(path, batch, size) / GB
         missed = abs(measured / planned - 1)
-        # At tiny size the libraries' own workspaces, which the plan has in its reserve, are most of it.
-        held = None if size.tiny else missed < LIMIT
-        yield Row(f"{name}: memory", f"{measured:.1f} GB, planned {planned:.1f}", f"within {LIMIT}", held)
+        # At tiny size most of it is library workspaces, which the plan counts in its reserve.
+        ok = None if size.tiny else missed < LIMIT
+        yield Row(f"{name}: memory", f"{measured:.1f} GB, planned {planned:.1f}", f"within {LIMIT}", ok)
 
 
 def draw(size: Size) -> list[Sample]:
-    """One sample for each pack, which fills it."""
+    """One sample per pack, which fills it."""
     generator = np.random.default_rng(0)
     return [
         Sample(
@@ -112,10 +112,10 @@ def draw(size: Size) -> list[Sample]:
 
 
 def predicted(path: Path, batch: BatchConfig, size: Size) -> float:
-    """Bytes that the plan gives an update, its reserve for CUDA, NCCL and fragments excepted.
+    """Planned bytes of an update, without the reserve for CUDA, NCCL and fragmentation.
 
-    On a GPU torch's layers keep what Transformer Engine's do: norms and SwiGLU are fused, attention is flash
-    attention. Only on a CPU they keep more.
+    On a GPU torch's layers keep what Transformer Engine's do: norms, SwiGLU and attention are fused. Only on
+    a CPU they keep more.
     """
     run = RunConfig(
         name="gpu-check",
@@ -130,7 +130,7 @@ def predicted(path: Path, batch: BatchConfig, size: Size) -> float:
 
 
 def utilization(path: Path, samples: list[Sample], took: float) -> str:
-    """Model FLOPs utilization, where the GPU is known."""
+    """Model FLOPs utilization as text, empty for an unknown GPU."""
     peak = next((gpu.peak for gpu in GPUS.values() if _is(gpu.name)), None)
     if peak is None:
         return ""

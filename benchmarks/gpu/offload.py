@@ -1,6 +1,6 @@
 """GPU check of the policy's offload, reload and turns with a reference: equal bits, the driver's free memory.
 
-The driver is asked, not torch's allocator: engines on the same GPU can use only what the driver calls free.
+It asks the driver, not torch's allocator: engines on the same GPU can use only what the driver calls free.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from benchmarks.gpu.rows import Row, Size
 from benchmarks.gpu.small_policy import adam_step, build, save
 
 ROUNDS = 2
-"""The second one finds its host memory there, and moments that the first step has made."""
+"""The second round reuses host memory and has the moments of the first step."""
 SLACK_GB = 0.3
-"""The allocator gives memory back in whole segments; cuBLAS and the context grow by themselves."""
+"""The allocator returns memory in whole segments; cuBLAS and the context grow independently."""
 
 
 def rows(size: Size, folder: Path) -> Iterator[Row]:
@@ -41,11 +41,11 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
 
 
 def reference(policy: MegatronPolicy, model: Path, expected: list[str]) -> Row:
-    """Row of the frozen reference: the folder ``model``, with these digests, takes the policy's place."""
+    """Row of the frozen reference: the folder ``model``, with these digests, replaces the policy."""
     before = policy.state_digest()
     policy.load_reference(model)
-    found = [policy.reference_digest() for _ in range(ROUNDS)]
-    there, back = found == [expected] * ROUNDS, policy.state_digest() == before
+    digests = [policy.reference_digest() for _ in range(ROUNDS)]
+    there, back = digests == [expected] * ROUNDS, policy.state_digest() == before
     said = f"the reference's digests {'equal' if there else 'differ'}, the policy's are "
     said += "as before" if back else "others"
     return Row("a frozen reference takes turns", said, "bit by bit", there and back)
@@ -56,6 +56,6 @@ def freed(name: str, given_up: int, before: int | None, after: int | None) -> Ro
     if before is None or after is None:
         return Row(name, f"{given_up / GB:.3f} GB given up; no driver to ask")
     gained = after - before
-    held = gained >= given_up - SLACK_GB * GB
+    ok = gained >= given_up - SLACK_GB * GB
     said = f"{given_up / GB:.2f} GB given up, {gained / GB:.2f} more are free"
-    return Row(name, said, f"all but {SLACK_GB} GB", held)
+    return Row(name, said, f"all but {SLACK_GB} GB", ok)

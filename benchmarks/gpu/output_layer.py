@@ -30,7 +30,7 @@ def rows(size: Size, _folder: Path) -> Iterator[Row]:
         times[name] = seconds(run)
         peak = peak_gib(run)
         memory = "" if peak is None else f", {peak:.2f} GiB"
-        limit = ""  # told, not judged: no GPU has shown its time yet
+        limit = ""  # reported, not checked
         if name == "chunked" and size.cuda and not size.tiny:
             limit = f"{times[name] / times[MEGATRON]:.2f} of Megatron's, the aim is 1.15"
         title = f"{name}, {tokens:,} x {size.vocab:,}, hidden {size.hidden:,}"

@@ -13,7 +13,7 @@ from benchmarks.gpu.rows import Row, Size, commands_environment
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "bapo_megatron.cli", "verify-parallel", "recipes/demo_cpu.py"]
 END_S = {"cuda": 150.0, "cpu": 900.0}
-"""Longest wait for one command, of which there are four; then it is killed. A CPU may be busy."""
+"""Longest wait for each of the four commands, which is then killed. A CPU may be busy."""
 
 
 def rows(size: Size, folder: Path) -> Iterator[Row]:
@@ -30,16 +30,16 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
             columns = re.split(r"\s{2,}", line.strip())
             if len(columns) == 7 and columns[-1] in ("ok", "tie", "DIFFERS"):
                 name, _, _, apart, _, tolerance, verdict = columns
-                if name == "quantity":  # the head of the table, whose last column is named ok
+                if name == "quantity":  # the table's head, whose last column is named ok
                     continue
                 yield Row(f"{dtype}: {name}", apart, tolerance, verdict != "DIFFERS")
         yield Row(f"{dtype}: all", said(compared), "exit code 0", not compared.ended)
 
 
 def verify(flags: list[str], environment: dict[str, str], folder: Path, limit_s: float) -> CommandResult:
-    """Run ``bapo verify-parallel`` of the demo; after ``limit_s`` seconds it is killed with its processes.
+    """Run ``bapo verify-parallel`` of the demo; it is killed with its children after ``limit_s`` seconds.
 
-    After a failure the end of its stderr goes to this program's.
+    After a failure, prints the end of its stderr.
     """
     logs = folder / "verify.out", folder / "verify.err"
     with logs[0].open("wb") as output, logs[1].open("wb") as errors:
@@ -57,6 +57,6 @@ def verify(flags: list[str], environment: dict[str, str], folder: Path, limit_s:
 
 
 def said(done: CommandResult) -> str:
-    """The command's last line; after a failure how it ended, and the last line of stderr, too."""
+    """The command's last line; after a failure also its exit reason and last line of stderr."""
     lines = [line.strip() for line in done.output.splitlines() if line.strip()] or ["no output"]
     return f"{lines[-1][:160]} ({done.reason()})"[:400] if done.ended else lines[-1][:200]

@@ -1,6 +1,6 @@
 """GPU check of each phase's peak memory against its rehearsal (``bapo rehearse``) on the same shape.
 
-The rehearsal runs the same program on fake tensors, so the two should agree but for workspaces of kernels.
+The rehearsal runs the same program on fake tensors, so only kernel workspaces should differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.gpu.memory_and_speed import draw, save
 from benchmarks.gpu.rows import Row, Size, commands_environment
 
 LIMIT = 0.05
-"""Part by which a phase's peak may miss the rehearsed one, beside SLACK_GB."""
+"""Relative difference of a phase's peak from the rehearsed one, in addition to SLACK_GB."""
 SLACK_GB = 0.5
 """Workspaces of cuBLAS and cuDNN, which a rehearsal cannot see."""
 ROOT = Path(__file__).parents[2]
@@ -57,15 +57,15 @@ def recipe() -> RunConfig:
 
 
 def rows(size: Size, folder: Path) -> Iterator[Row]:
-    """A row for each phase that was both rehearsed and measured.
+    """A row per phase that was both rehearsed and measured.
 
-    ``folder`` holds the policy of this size, unless the section before was left out.
+    ``folder`` has the policy of this size, unless the section that saves it was skipped.
     """
     recipe = folder / "phases.py"
     recipe.write_text(_RECIPE.format(pack=size.pack, response=size.pack - 8))
     try:
         layers = rehearsed_layers()
-    except ConfigError as error:  # another version than the one that can be rehearsed is not a mistake
+    except ConfigError as error:  # another version is allowed, only not rehearsed
         yield Row("rehearsal", f"not run: {error}"[:300])
         return
     if not (folder / "policy").exists():
@@ -86,14 +86,14 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
 
 
 def judged(phase: str, peak: float, rehearsed: float, tiny: bool) -> Row:
-    """The row of one phase, both peaks in GB. At tiny size workspaces are most of it: told, not judged."""
+    """Row of one phase, peaks in GB. At tiny size workspaces dominate, so it is reported, not checked."""
     ok = abs(peak - rehearsed) <= LIMIT * rehearsed + SLACK_GB
     limit = f"within {LIMIT:.0%} and {SLACK_GB} GB"
     return Row(phase, f"{peak:.2f} GB, rehearsed {rehearsed:.2f}", limit, None if tiny else ok)
 
 
 def rehearsed_layers() -> str:
-    """The layers of this machine. ConfigError if they are of a Transformer Engine that is not rehearsed."""
+    """Layers of this machine. Raises ConfigError for a Transformer Engine that cannot be rehearsed."""
     layers = "te" if uses_transformer_engine(torch.bfloat16) else "torch"
     if layers == "te":
         te_folder()
@@ -103,7 +103,7 @@ def rehearsed_layers() -> str:
 def rehearse(recipe: Path, layers: str) -> tuple[dict[str, float] | None, str]:
     """Rehearsed GB by phase, None after a failure; and the command's last line or the rank's error.
 
-    The GPU is hidden, so that torch built for CUDA behaves as on a login node: the rehearsal fakes its own.
+    The GPU is hidden, so that a CUDA build of torch behaves as on a login node: the rehearsal fakes its own.
     """
     output = recipe.with_suffix(".json")
     environment = {**commands_environment(), "CUDA_VISIBLE_DEVICES": ""}
@@ -116,17 +116,17 @@ def rehearse(recipe: Path, layers: str) -> tuple[dict[str, float] | None, str]:
     except subprocess.TimeoutExpired:
         return None, f"not done in {_REHEARSAL_S} s"
     last = ((done.stdout + done.stderr).strip() or "no output").splitlines()[-1]
-    if not output.is_file():  # with exit code 1 it is written too: the recipe does not fit
+    if not output.is_file():  # exit code 1 also writes it: the recipe does not fit
         return None, last[:200]
-    found = json.loads(output.read_text())
-    errors = [rank["error"] for rank in found.get("ranks", []) if rank["error"]]
-    return found["peak_gb"], (errors or [last])[0][:200]
+    summary = json.loads(output.read_text())
+    errors = [rank["error"] for rank in summary.get("ranks", []) if rank["error"]]
+    return summary["peak_gb"], (errors or [last])[0][:200]
 
 
 def measured(size: Size, config: RunConfig, folder: Path) -> Iterator[tuple[str, float]]:
-    """The rehearsal's names of the phases, each with its peak of allocated memory in GB, as they end.
+    """Phases by their rehearsal names, each with its peak of allocated memory in GB, as they end.
 
-    What sections before have left, buffers that are kept for good, is not the policy's.
+    Buffers that earlier sections keep are subtracted.
     """
     peaks: dict[str, float] = {}
     gc.collect()
@@ -160,6 +160,6 @@ def measured(size: Size, config: RunConfig, folder: Path) -> Iterator[tuple[str,
     with phase("save"):
         saving = policy.save(folder / "checkpoint")
         while not saving.is_written():
-            time.sleep(0.05)  # of the writer's cores none is for this
+            time.sleep(0.05)  # leaves the cores to the writer
     yield "save", peaks["save"]
     saving.finish()

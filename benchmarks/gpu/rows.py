@@ -14,7 +14,7 @@ _LAUNCHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def commands_environment() -> dict[str, str]:
-    """Environment of a section's subprocess: this one without the launcher's variables."""
+    """Environment of a section's subprocess: the current one without the launcher's variables."""
     return {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
 
 
@@ -29,14 +29,14 @@ class Row:
     """None: reported, not checked."""
 
     def line(self) -> str:
-        """The row of a markdown table."""
+        """Row of a Markdown table."""
         verdict = {None: "", True: "ok", False: "FAILED"}[self.ok]
         return f"| {self.name} | {self.measured} | {self.limit} | {verdict} |"
 
 
 @dataclass(frozen=True)
 class Size:
-    """Problem size; the defaults are for a GPU of 80 GB or more."""
+    """Problem size; the defaults are for a GPU with at least 80 GB."""
 
     device: Literal["cuda", "cpu"]
     hidden: int = 1536
@@ -45,30 +45,29 @@ class Size:
     kv_heads: int = 2
     ffn: int = 8960
     vocab: int = 151936
-    """With the above the shape of Qwen2.5-1.5B."""
+    """With the fields above, the shape of Qwen2.5-1.5B."""
     pack: int = 16384
     packs: int = 4
     documents: tuple[int, ...] = (4096, 8192, 64, 1, 16384)
-    """Lengths in the attention check."""
+    """Document lengths in the attention check."""
     canary_tokens: int = 4096
 
     tiny: bool = False
-    """Too small for a check of times and memory."""
+    """Too small for checks of time and memory."""
 
     @classmethod
     def smallest(cls, device: Literal["cuda", "cpu"]) -> Size:
-        """Seconds on a CPU."""
+        """Size that takes seconds on a CPU."""
         shape = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 512}
         return cls(device, **shape, pack=256, packs=2, documents=(64, 16), canary_tokens=256, tiny=True)
 
     @property
     def cuda(self) -> bool:
-        """Whether the device is a GPU."""
         return self.device == "cuda"
 
 
 def seconds(run: Callable[[], object], rounds: int = 3) -> float:
-    """The fastest of some rounds after one that warms up."""
+    """Shortest time of ``rounds`` runs, after one warm-up run."""
     run()
     times = []
     for _ in range(rounds):
@@ -81,7 +80,7 @@ def seconds(run: Callable[[], object], rounds: int = 3) -> float:
 
 
 def peak_gib(run: Callable[[], object]) -> float | None:
-    """GiB that ``run`` allocates on the GPU above what is there before; None without one."""
+    """Peak GiB that ``run`` allocates on the GPU above the memory before; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     _wait()

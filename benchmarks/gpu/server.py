@@ -1,8 +1,8 @@
 """GPU check of a colocated SGLang server: a run of three steps by ``bapo train``, as a user starts it.
 
-The server starts, samples, gives up its memory, wakes with the weights that the step has made, by handles,
-and samples again. The engine gap, mean |log pi_trainer - log pi_engine| of sampled tokens, says whether it
-has them: the rate is so high that an update moves log-probs by far more than the limit.
+The server starts, samples, releases its memory, wakes with the step's new weights through IPC handles, and
+samples again. The engine gap, mean |log pi_trainer - log pi_engine| of sampled tokens, shows whether it has
+them: at this learning rate an update moves log-probs by far more than the limit.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "recipes/demo"
 STEPS = 3
 END_S = {"cuda": 420.0, "cpu": 1800.0}
-"""Longest run; then it is killed, and its server with it. SGLang's first start on a GPU compiles kernels for
-minutes (FlashInfer's sampling, its own by tvm-ffi) into caches in the user's home; on a CPU that is busy a
-server takes minutes, too."""
+"""Longest run, after which it is killed with its server. SGLang's first start on a GPU compiles kernels for
+minutes (FlashInfer's sampling, its own by tvm-ffi) into caches in the user's home; a start on a busy CPU
+takes minutes, too."""
 LIMIT = {"bfloat16": 0.02, "float32": 1e-3}
 """Largest mean engine gap, in nats."""
 MOVED = 5.0
-"""An update must move log-probs by so many times the limit, or old weights would pass."""
+"""Smallest log-prob change by updates, as a multiple of the limit: otherwise old weights would pass."""
 TROUBLES = {
     *("server_ended", "memory_kept", "engine_lost", "engine_refused", "handover_failed"),
     *("engine_gap", "digests_not_compared"),
@@ -73,7 +73,7 @@ def recipe() -> RunConfig:
 
 
 def score(prompt: Prompt, response: str) -> float:
-    """A reward that random weights earn every other time: a group with equal rewards would train nothing."""
+    """Reward of 0 or 1, equally likely for any response: a group with equal rewards would train nothing."""
     return float(zlib.crc32(f"{prompt.prompt_id} {response}".encode()) % 2)
 
 
@@ -88,7 +88,7 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
     work = folder / "server"
     recipe = prepared(size, work, dtype)
     gc.collect()
-    release_cached_memory()  # the run's own processes need it
+    release_cached_memory()  # the run's processes need it
     ended = run(recipe, work, END_S[size.device])
     yield Row(
         f"{STEPS} steps of bapo train", ended or "exit code 0", f"ends in {END_S[size.device]:g} s", not ended
@@ -97,7 +97,7 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
 
 
 def prepared(size: Size, work: Path, dtype: str) -> Path:
-    """The recipe, beside a model of random weights with heads of a real width, for the demo's bytes."""
+    """The recipe's path, beside a model of random weights with real head widths for the demo's bytes."""
     shape = {"hidden": 512, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 1024, "vocab": 264, "pack": 256}
     model = memory_and_speed.save(dataclasses.replace(size, **shape), work / "model")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
@@ -109,7 +109,7 @@ def prepared(size: Size, work: Path, dtype: str) -> Path:
 
 
 def run(recipe: Path, work: Path, limit_s: float) -> str:
-    """Run it; the error text, empty if it ended well. After ``limit_s`` it is killed with its children."""
+    """Run the recipe, for ``limit_s`` at most. Returns the error text, empty for exit code 0."""
     environment = commands_environment()
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "bapo_megatron.cli", "train", str(recipe), f"--run-dir={work / 'run'}"]
@@ -130,7 +130,7 @@ def run(recipe: Path, work: Path, limit_s: float) -> str:
 
 
 def print_ends(*logs: Path) -> None:
-    """Print the ends of the logs to stderr: the folder that they are in goes with this program."""
+    """Print the ends of the logs to stderr: their folder is removed with this program."""
     for log in logs:
         if log.exists():
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}", file=sys.stderr, flush=True)
@@ -144,15 +144,15 @@ def judged(run_dir: Path, dtype: str) -> Iterator[Row]:
     )
     limit = LIMIT[dtype]
     for number in range(1, STEPS + 1):
-        row: dict[str, Any] = next((one for one in metrics if one["step"] == number), {})
+        row: dict[str, Any] = next((row for row in metrics if row["step"] == number), {})
         gap = row.get("rollout/engine_gap_mean")
         said = "no such step" if gap is None else f"{gap:.1e} nats"
         name = "the first weights" if number == 1 else f"after wake {number - 1}, with new weights"
         yield Row(f"step {number}: engine gap, {name}", said, f"{limit}", gap is not None and gap < limit)
-    # No number (None in the log) after an update that went wrong: it moved nothing that can be judged.
-    moved = max((one.get("policy/ratio_gap") or 0.0 for one in updates if one["step"] < STEPS), default=0.0)
+    # A failed update has None in the log and counts as no change.
+    change = max((row.get("policy/ratio_gap") or 0.0 for row in updates if row["step"] < STEPS), default=0.0)
     enough = MOVED * limit
-    yield Row("what updates moved", f"{moved:.1e} nats", f"more than {enough:g}", moved > enough)
+    yield Row("what updates moved", f"{change:.1e} nats", f"more than {enough:g}", change > enough)
     wakes = [row["time/wake_s"] for row in metrics if row.get("time/wake_s")]
     releases = [row["time/release_s"] for row in metrics if row.get("time/release_s")]
     times = "; ".join(

@@ -17,12 +17,12 @@ from benchmarks.gpu import memory_and_speed
 from benchmarks.gpu.rows import Size
 
 LAYERS = 4
-"""With the vocabulary of Qwen2.5-1.5B 0.65 billion parameters: 12 GB with moments, 9 GB of it on the host."""
+"""With Qwen2.5-1.5B's vocabulary 0.65 billion parameters: 12 GB with moments, 9 GB of it on the host."""
 CLIP = 1.0
 
 
 def save(size: Size, folder: Path) -> Path:
-    """The model as a Hugging Face folder, made at the first call."""
+    """Folder of the model, in Hugging Face format; the first call writes it."""
     path = folder / "small_policy"
     if not path.exists():
         memory_and_speed.save(dataclasses.replace(size, layers=min(size.layers, LAYERS)), path)
@@ -32,8 +32,8 @@ def save(size: Size, folder: Path) -> Path:
 def build(
     path: Path, dtype: Literal["bfloat16", "float32"], device: Literal["model", "cpu"]
 ) -> MegatronPolicy:
-    """The policy; ``device`` is the optimizer's. What policies before it have left is freed first."""
-    gc.collect()  # a policy refers to itself
+    """The policy; ``device`` is the optimizer's. Frees the memory of earlier policies first."""
+    gc.collect()  # a policy is a reference cycle
     release_cached_memory()
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=CLIP, device=device)
     return MegatronPolicy(
@@ -42,9 +42,9 @@ def build(
 
 
 def adam_step(policy: MegatronPolicy, seed: int) -> float:
-    """One step on gradients drawn from ``seed``, equal for every policy of this shape; their norm.
+    """One step on gradients drawn from ``seed``, equal for every policy of this shape. Returns their norm.
 
-    A backward pass adds in any order on a GPU, so two policies would get different gradients from it.
+    A backward pass on a GPU adds in any order, so two policies would get different gradients.
     """
     generator = torch.Generator(policy.device).manual_seed(seed)
     for chunk in policy._model:

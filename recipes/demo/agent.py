@@ -1,9 +1,9 @@
-"""An agent program, with nothing but the standard library: a model and a calculator, over streams.
+"""Agent program with only the standard library: a model and a calculator, over streams.
 
-It could be in any language, and knows nothing of the training: it reads a task on standard input, asks the
-endpoint of OPENAI_BASE_URL for chat completions, answers an expression with its value, and ends at the first
-message that is none. It forgets old messages, as agents do whose context is full: its history is rewritten.
-It prints no reward: the run's function judges the model's last turn.
+It could be in any language and is unaware of the training. It reads a task from standard input, requests chat
+completions from OPENAI_BASE_URL, answers an expression with its value, and ends at the first message that is
+not an expression. It drops old messages, as agents with a full context do: its history is rewritten. It
+prints no reward: the run's reward function judges the model's last turn.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import re
 import sys
 import urllib.request
 
-NUMBER = r"-?(0|[1-9]\d{0,8})"  # Python takes no 012
+NUMBER = r"-?(0|[1-9]\d{0,8})"  # Python rejects 012
 EXPRESSION = re.compile(rf"\s*{NUMBER}(\s*[-+*]\s*{NUMBER}){{1,9}}\s*")
 
 KEPT = 5
-"""Messages that it remembers, with the first."""
+"""Messages that it keeps, including the first."""
 
 
 def ask(messages: list[dict[str, str]]) -> str:
-    """The model's next message, read from a stream."""
+    """Return the model's next message, read from a stream."""
     url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
     headers = {
         "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
@@ -39,7 +39,7 @@ def ask(messages: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    """Talk until the model says something that is not an expression."""
+    """Talk until the model's message is not an expression."""
     messages = json.load(sys.stdin)["messages"]
     while EXPRESSION.fullmatch(said := ask(messages)):
         value = str(eval(said))  # digits and three operators

@@ -4,18 +4,17 @@ r"""Generator of the demo task: a tokenizer, a small random model, and addition 
 
 writes ``model`` (a Hugging Face folder with its tokenizer), ``warm_start.jsonl``, ``train.jsonl`` and
 ``eval.jsonl`` (the fields of Skywork-OR1-RL-Data; no sum is in two of them). It takes seconds and needs no
-network. The same arguments give the same files.
+network. Equal arguments give equal files.
 
-The solutions of the warm start show two habits: most are rough guesses, the others work the sum out digit by
-digit first. Guesses are seldom right, so RL has to learn that working the sum out earns more reward, and to
-make fewer slips.
+The warm start's solutions show two habits: most are guesses, the others add digit by digit. Guesses are
+rarely right, so RL has to learn that addition earns more reward, and to make fewer slips.
 
-With ``--guesses 0 --rambles 0.7`` most solutions slip in a column, doubt it, begin again, slip again,
-and give up at the fifth attempt: wrong responses are the long ones, as on hard problems (Fig. 6 of the
-paper), and most tokens are negative.
+With ``--guesses 0 --rambles 0.7`` most solutions slip in a column, doubt it, begin again, and give up at the
+fifth attempt: wrong responses are the long ones, as on hard problems (Fig. 6 of the paper), and most tokens
+are negative.
 
-With ``--neutral CHARS`` a character at random ends each column instead of the comma: tokens that keep their
-entropy, whatever is learnt.
+With ``--neutral CHARS`` a random character ends each column instead of the comma: tokens that keep their
+entropy throughout training.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ CHAT_TEMPLATE = (
 )
 
 BARE_TEMPLATE = "{%- for message in messages -%}{{ message['content'] }}{%- endfor -%}"
-"""The chat template of ``--bare``: the prompt is the sum alone, which is 18 tokens shorter."""
+"""Chat template of ``--bare``: the prompt is only the sum, which is 18 tokens shorter."""
 
 DATA_SOURCE = "bapo_demo/addition"
 
@@ -68,17 +67,17 @@ _CLASSES: dict[tuple[bool, bool], tuple[type[Any], type[Any]]] = {
     (False, True): (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     (True, True): (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
 }
-"""Configuration and model of transformers, by whether there are experts, and Gated DeltaNet."""
+"""Configuration and model classes of transformers, by (has experts, has Gated DeltaNet)."""
 
 
 # --- the tokenizer and the model -----------------------------------------------------------------
 
 
 def make_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """Write a tokenizer whose tokens are the bytes of the text in Unicode's form NFC, with a chat template.
+    """Write a tokenizer whose tokens are the bytes of the NFC text, with a chat template. Returns it.
 
-    ``<|im_end|>`` ends a turn. NFC is written down because transformers 5 puts it into every tokenizer that
-    lies beside a Qwen2 model; so all versions read the same.
+    ``<|im_end|>`` ends a turn. NFC is explicit because transformers 5 adds it to every tokenizer beside a
+    Qwen2 model: all versions then read equally.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
@@ -96,7 +95,7 @@ def make_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> PreTrainedTok
 
 
 def _name_the_class_for_all_versions(path: Path) -> None:
-    """Set a tokenizer class that transformers 4 and 5 both know; version 5 writes one that 4 does not."""
+    """Set a tokenizer class of both transformers 4 and 5; version 5 writes one that 4 lacks."""
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
 
@@ -117,7 +116,7 @@ def make_model(
 ) -> PreTrainedModel:
     """Write a random Qwen2, float32, untied. The defaults (0.23 M parameters) allow TP 2, PP 2, VPP 2.
 
-    With ``experts`` a Qwen3 MoE: that many experts in each layer, two for a token, each ``hidden`` wide. A
+    With ``experts`` a Qwen3 MoE: that many experts per layer, two per token, each ``hidden`` wide. A
     ``hybrid`` is a Qwen3.5: full attention in every second layer, Gated DeltaNet in the others.
     """
     config_class, model_class, kind = _kind(hidden // heads, heads, hidden, experts, hybrid)
@@ -146,7 +145,7 @@ def make_model(
 def _kind(
     head_dim: int, heads: int, hidden: int, experts: int, hybrid: bool
 ) -> tuple[type[Any], type[Any], dict[str, Any]]:
-    """The classes of a kind of model in transformers, and the fields that it has beside the others'."""
+    """Classes of a kind of model in transformers, and its additional configuration fields."""
     own: dict[str, Any] = {"head_dim": head_dim} if experts or hybrid else {}
     if experts:
         own |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
@@ -171,8 +170,7 @@ def _kind(
 
 
 def ramble(numbers: Sequence[int], rng: np.random.Generator, attempts: int = 5) -> str:
-    r"""Wrong solution of ``attempts`` column additions: each slips in one column and is abandoned there; the
-    last gives its wrong sum.
+    r"""Wrong solution: ``attempts`` column additions, each abandoned at a slip; the last gives its wrong sum.
 
     >>> ramble([47, 86], np.random.default_rng(0), attempts=3)
     '7+6+0=13,4+8+1=15?7+6+0=13,4+8+1=11?7+6+0=9?\\boxed{129}'
@@ -190,12 +188,12 @@ def ramble(numbers: Sequence[int], rng: np.random.Generator, attempts: int = 5) 
 
 
 def _other_total(total: int, rng: np.random.Generator) -> int:
-    """A wrong total of a column: up to 4 off, and no less than 0."""
+    """Wrong total of a column: at most 4 off, and at least 0."""
     return int(rng.choice([other for other in range(max(0, total - 4), total + 5) if other != total]))
 
 
 def scratchpad(numbers: Sequence[int]) -> str:
-    r"""Column addition, from the right, each column with its carry last.
+    r"""Column addition from the right; the last addend of each column is the carry.
 
     >>> scratchpad([47, 86])
     '7+6+0=13,4+8+1=13,\\boxed{133}'
@@ -211,7 +209,7 @@ def scratchpad(numbers: Sequence[int]) -> str:
 
 
 def with_neutral(solution: str, neutral: str, rng: np.random.Generator) -> str:
-    r"""The solution with one of the ``neutral`` characters at random in the place of each comma.
+    r"""The solution with a random ``neutral`` character in place of each comma.
 
     >>> with_neutral(scratchpad([47, 86]), ",;/|", np.random.default_rng(0))
     '7+6+0=13|4+8+1=13/\\boxed{133}'
@@ -227,9 +225,9 @@ def with_neutral(solution: str, neutral: str, rng: np.random.Generator) -> str:
 def make_problems(
     sizes: dict[str, int], *, min_digits: int = 2, max_digits: int = 3, addends: int = 2, seed: int = 0
 ) -> dict[str, list[dict[str, Any]]]:
-    """Problems of each split, ``sizes`` rows. No sum occurs twice, not even with its numbers swapped.
+    """``sizes`` problems of each split. No sum occurs twice, not even with its numbers swapped.
 
-    ValueError if there are fewer sums.
+    Raises ValueError if there are fewer sums.
     """
     sums = _sums(np.random.default_rng(seed), sum(sizes.values()), range(min_digits, max_digits + 1), addends)
     return {
@@ -249,8 +247,8 @@ def add_solutions(
 ) -> list[dict[str, Any]]:
     """The rows with a solution for supervised training.
 
-    The share ``guesses`` is a number up to 5 off, the share ``rambles`` is a wrong solution of FEWEST to MOST
-    ``attempts``, the rest is a right one. The ``neutral`` characters end columns.
+    The share ``guesses`` is a number up to 5 off, the share ``rambles`` a wrong solution of FEWEST to MOST
+    ``attempts``, the rest a right one. A random ``neutral`` character ends each column.
     """
     rng = np.random.default_rng([seed, 1])
     habits = rng.random(len(rows))
@@ -297,7 +295,7 @@ def _row(index: int, split: str, numbers: list[int]) -> dict[str, Any]:
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One row a line."""
+    """Write one row per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -305,7 +303,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the whole task in ``--out``."""
+    """Write the whole task to ``--out``."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if min(args.guesses, args.rambles) < 0 or args.guesses + args.rambles > 1:

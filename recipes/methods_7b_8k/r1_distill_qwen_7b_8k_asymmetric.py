@@ -1,11 +1,11 @@
 """Recipe of the analysis run with asymmetric bounds: the validation experiment of Fig. 7 (section 4.1).
 
-The legend of the figure has three pairs of bounds: [0.8, 1.5], which keeps the entropy up and helps and is
-this recipe; [0.8, 1.2], r1_distill_qwen_7b_8k_grpo.py; and [0.5, 1.2], with which the entropy collapses:
+The figure's legend has three pairs of bounds: [0.8, 1.5], this recipe, which keeps entropy and helps;
+[0.8, 1.2], r1_distill_qwen_7b_8k_grpo.py; and [0.5, 1.2], with which entropy collapses:
 `--algorithm.bounds.low-start 0.5 --algorithm.bounds.low-end 0.5 --algorithm.bounds.high-start 1.2
---algorithm.bounds.high-end 1.2`. Everything else is that of r1_distill_qwen_7b_8k.py.
+--algorithm.bounds.high-end 1.2`. All other settings are those of r1_distill_qwen_7b_8k.py.
 
-Preset: `fixed(0.8, 1.5)`, because the experiment is of fixed bounds: nothing is searched.
+Preset: `fixed(0.8, 1.5)`, because the experiment has fixed bounds, without a search.
 """
 
 from dataclasses import replace

@@ -1,9 +1,9 @@
 """Recipe of the analysis run with clip-higher: bounds 0.8 and 1.28, the second baseline of Fig. 11.
 
-The paper gives 1.28 as DAPO's upper bound (section 4.3, "connection to prior work"); everything else is
-that of r1_distill_qwen_7b_8k.py.
+The paper gives 1.28 as DAPO's upper bound (section 4.3, "connection to prior work"). All other settings are
+those of r1_distill_qwen_7b_8k.py.
 
-Preset: `clip_higher()`, because it is the baseline that BAPO is compared with.
+Preset: `clip_higher()`, because it is a baseline of BAPO.
 """
 
 from dataclasses import replace

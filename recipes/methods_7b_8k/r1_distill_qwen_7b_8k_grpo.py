@@ -1,9 +1,9 @@
 """Recipe of the analysis run with GRPO: bounds 0.8 and 1.2, the baseline of Figs. 2, 4, 5, 9 and 11.
 
-The paper calls its bounds "symmetric fixed, e.g. [0.8, 1.2]" (section 3); everything else is that of
-r1_distill_qwen_7b_8k.py, levels of staleness included.
+The paper calls its bounds "symmetric fixed, e.g. [0.8, 1.2]" (section 3). All other settings,
+including the staleness levels, are those of r1_distill_qwen_7b_8k.py.
 
-Preset: `grpo()`, because it is the baseline that BAPO is compared with.
+Preset: `grpo()`, because it is a baseline of BAPO.
 """
 
 from dataclasses import replace

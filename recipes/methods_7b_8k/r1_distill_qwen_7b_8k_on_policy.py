@@ -1,7 +1,7 @@
 """Recipe of the analysis run on-policy, one update for each batch: the stable reference of Fig. 2.
 
-GRPO's bounds. With one update at the weights that sampled, every ratio is 1 up to the mismatch of
-engine and trainer, and no bound clips. Everything else is that of r1_distill_qwen_7b_8k.py.
+It has GRPO's bounds. With one update at the weights that sampled, every ratio is 1 up to the mismatch of
+engine and trainer, and no bound clips. All other settings are those of r1_distill_qwen_7b_8k.py.
 
 Preset: `grpo()`, because no bound acts on-policy: a search would change nothing.
 """

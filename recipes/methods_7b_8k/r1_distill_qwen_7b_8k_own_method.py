@@ -1,8 +1,8 @@
-"""Recipe of a method of one's own: advantage, mask, loss and term are functions of own_method/parts.py.
+"""Recipe of a custom method: advantage, mask, loss and term are functions of own_method/parts.py.
 
-RLOO's advantage (arXiv 2402.14740), without the cut responses that count against the policy, a capped
-REINFORCE, and an entropy bonus. Everything else is that of r1_distill_qwen_7b_8k.py. Start it at the root of
-the repository, where the paths of its parts begin; docs/extending.md says how to write others.
+RLOO's advantage (arXiv 2402.14740), a mask of truncated responses with negative advantages, a capped
+REINFORCE, and an entropy bonus. All other settings are those of r1_distill_qwen_7b_8k.py. Start it in the
+repository's root, since its parts have relative paths; docs/extending.md describes other methods.
 
 Preset: none; the loss reads no bounds.
 """

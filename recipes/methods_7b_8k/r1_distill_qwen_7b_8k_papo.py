@@ -1,9 +1,9 @@
 """Recipe of the analysis run with BAPO and PAPO, polarity-aware advantages (arXiv 2605.11775).
 
-It is not in BAPO's paper. PAPO's abstract names no values; strength, band, memory and target are the defaults
-that docs/losses.md explains. Everything else is that of r1_distill_qwen_7b_8k.py.
+It is not in BAPO's paper. PAPO's abstract states no values; strength, band, memory and target are the
+defaults in docs/losses.md. All other settings are those of r1_distill_qwen_7b_8k.py.
 
-Preset: `paper()`, as of r1_distill_qwen_7b_8k.py.
+Preset: `paper()`, as in r1_distill_qwen_7b_8k.py.
 """
 
 from dataclasses import replace

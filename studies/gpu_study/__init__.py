@@ -1,1 +1,1 @@
-"""One GPU hour: stale data and five arms on a pretrained model of 0.5 B parameters."""
+"""Study in one GPU hour: five arms on stale data, with a pretrained model of 0.5 B parameters."""

@@ -1,11 +1,11 @@
-"""Program of `make gpu-study`: the arms one after the other, each a `bapo train` run, then a page.
+"""Program of `make gpu-study`: runs the arms in turn, each as `bapo train`, and writes a page.
 
     make gpu-study MODEL=/models/Qwen2.5-0.5B-Instruct
     python -m studies.gpu_study --model FOLDER --small --arms grpo paper --steps 2    # on a CPU
 
-Stopped at any moment, the same command continues where it was: with the first arm that is not done, at its
-newest checkpoint. The page, gpu_study.md in the study's folder, is written after every arm. Exit code: that
-of an arm that ended otherwise than by its last step, else 0.
+After an interruption the same command continues the first unfinished arm at its newest checkpoint. The page,
+gpu_study.md in the study's folder, is written after every arm. Exit code: that of the first arm that does not
+finish, otherwise 0.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from studies.gpu_study.arms import GpuStudyOptions, make_arms, prepare_commands
 from studies.gpu_study.page import page
 
 Run = Callable[[Sequence[str]], int]
-"""Runs a ``bapo`` command, and returns its exit code."""
+"""Runs a ``bapo`` command and returns its exit code."""
 
 
 def gpu_study(options: GpuStudyOptions, bapo: Run) -> int:
-    """Run the arms that are not done, one after the other; the exit code of the first that fails, else 0."""
+    """Run the unfinished arms in turn. Returns the exit code of the first that fails, otherwise 0."""
     options.check()
     for command in prepare_commands(options):
         if code := bapo(command):
@@ -50,16 +50,16 @@ def gpu_study(options: GpuStudyOptions, bapo: Run) -> int:
 
 
 def _bapo(command: Sequence[str]) -> int:
-    """A `bapo` command in a process of its own: a GPU's memory is free again when it has ended.
+    """Run a `bapo` command in its own process, whose end frees the GPU's memory. Returns its exit code.
 
-    Stop signals are for it: it saves, and this program ends with its exit code.
+    Stop signals go to the command, which saves; this program then ends with its exit code.
     """
     process = subprocess.Popen([sys.executable, "-m", "bapo_megatron.cli", *command])
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)
 
-    # After the start: a process inherits what its parent ignores. Ctrl-C reaches it without our help.
+    # After the start: a child inherits ignored signals. Ctrl-C reaches the child directly.
     before = {signal.SIGTERM: pass_on, signal.SIGUSR1: pass_on, signal.SIGINT: signal.SIG_IGN}
     former = {number: signal.signal(number, handler) for number, handler in before.items()}
     try:

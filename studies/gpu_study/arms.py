@@ -1,4 +1,4 @@
-"""Arms of the GPU study, in the order in which they run: a shortened hour still has the first ones."""
+"""Arms of the GPU study in run order, so that a shortened study has the first ones."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from bapo_megatron.trainer.records.metrics_log import evaluation_means
 
 RECIPE = Path(__file__).with_name("recipe.py")
 WARM_STEPS = 2
-"""Steps of warm-up, at every staleness."""
+"""Warm-up steps at every staleness."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method with its passes and mini-batches. Plain data of ``ARMS``."""
+    """A method: bounds, loss mean, passes over each batch, and mini-batches per pass."""
 
     label: str
     bounds: BoundsConfig
@@ -36,12 +36,12 @@ class Method:
 
     @property
     def staleness(self) -> int:
-        """Updates of a batch, as the paper counts."""
+        """Updates per batch, as the paper counts staleness."""
         return self.passes * self.parts
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Flags of `bapo train`: all fields of the bounds, so that the recipe's own do not matter."""
+        """Flags of `bapo train`; they set all fields of the bounds, whatever the recipe has."""
         bounds = asdict(self.bounds).items()
         return (
             *(f"--algorithm.bounds.{name.replace('_', '-')}={value}" for name, value in bounds),
@@ -63,7 +63,7 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Arm:
-    """The run of one method."""
+    """The run of one method: its steps, folder and command."""
 
     name: str
     steps: int
@@ -73,11 +73,10 @@ class Arm:
 
     @property
     def method(self) -> Method:
-        """The method of ``ARMS``."""
         return ARMS[self.name]
 
     def is_done(self) -> bool:
-        """Whether the weights of its last step are evaluated and exported."""
+        """Whether the last step's weights are evaluated and exported."""
         log = RunPaths(self.run_dir).events
         rows = read_jsonl(log) if log.exists() else []
         exported = any(row.get("kind") == "export" and row.get("step") == self.steps for row in rows)
@@ -91,12 +90,12 @@ _SMALL = (
     *("--rollout.max-oversampling=1.0", "--rollout.no-drop-uniform-groups"),
     *("--optimizer.lr=3e-5", "--batch.pack-tokens=1024", "--reward.workers=1"),
 )
-"""Flags that make an arm small enough for a CPU, where there is no GPU: it shows that the program runs."""
+"""Flags that make an arm small enough for a CPU, which shows only that the program runs."""
 
 
 @dataclass(frozen=True)
 class GpuStudyOptions:
-    """The flags of `make gpu-study`: the model, the problems, and which arms."""
+    """Flags of `make gpu-study`: model, problems and arms."""
 
     model: Path
     """Folder of the model: Qwen2.5-0.5B-Instruct, or another one."""
@@ -122,7 +121,7 @@ class GpuStudyOptions:
     that the program runs."""
 
     def check(self) -> None:
-        """Raise ConfigError for what cannot be done."""
+        """Raise ConfigError for invalid or conflicting flags."""
         raise_problems(list(out_of_range(self)))
         said = " ".join(self.arms)
         if not self.arms or set(self.arms) - ARMS.keys() or len(set(self.arms)) < len(self.arms):
@@ -140,17 +139,17 @@ class GpuStudyOptions:
 
     @property
     def home(self) -> Path:
-        """Folder of everything; small problems and runs never stand in for those of a real study."""
+        """Folder of the study's files; `small` has its own, apart from those of a real study."""
         return self.folder / "small" if self.small else self.folder
 
     @property
     def source(self) -> Source:
-        """Reward, and problems where no files are given."""
+        """Reward, and problems if no files are set."""
         return _ONE_DIGIT if self.small and self.train is None else SOURCES[self.data]
 
     @property
     def files(self) -> tuple[Path, Path]:
-        """Files of the problems that train and that are held out."""
+        """Files of the training and the held-out problems."""
         if self.train is not None and self.held_out is not None:
             return self.train, self.held_out
         folder = self.home / "data" / self.data.replace("/", "-")
@@ -158,7 +157,7 @@ class GpuStudyOptions:
 
 
 Source = tuple[str, tuple[str, ...], tuple[str, ...]]
-"""A reward, and the words of `bapo data prepare` for what trains and what is held out."""
+"""A reward, and arguments of `bapo data prepare` for training and held-out problems."""
 _TASKS = "reasoning-gym:chain_sum,basic_arithmetic,simple_equations"
 SOURCES: dict[str, Source] = {
     "reasoning-gym": ("reasoning_gym", (_TASKS, "--size=3000"), (_TASKS, "--size=500", "--seed=1")),
@@ -177,7 +176,7 @@ _ONE_DIGIT: Source = ("reasoning_gym", (*_PRODUCTS, "--size=48"), (*_PRODUCTS, "
 
 
 def prepare_commands(options: GpuStudyOptions) -> list[list[str]]:
-    """Commands that prepare what is missing: held out first, so that nothing stands on both sides."""
+    """Commands that prepare missing problems: held-out ones first, so that none is in both sets."""
     if options.train is not None:
         return []
     _, train, held_out = options.source
@@ -193,7 +192,7 @@ def prepare_commands(options: GpuStudyOptions) -> list[list[str]]:
 
 
 def make_arms(options: GpuStudyOptions) -> list[Arm]:
-    """The arms that are asked for, in their order. ConfigError if an arm's configuration does not serve."""
+    """The selected arms, in their order."""
     base = load_recipe(RECIPE, RunConfig)
     return [_arm(options, base, name) for name in ARMS if name in options.arms]
 

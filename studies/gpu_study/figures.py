@@ -1,7 +1,7 @@
-"""Figures of one run on stale data, from its logs; NaN where a run does not say.
+"""Figures of one run on stale data, from its logs; NaN where a log has no value.
 
-*Stale* updates are those after the first of their step, where every ratio is 1. A run of one update a step
-has none, and all its updates stand for them.
+*Stale* updates are those after the first of their step, in which all ratios are 1. If a run has one update a
+step, all its updates take their place.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ COLUMNS = {
     "clip_low": ("c_low", 3),
     "clip_high": ("c_high", 2),
 }
-"""Figures of the page: heading and digits."""
+"""Figures of the page: heading and decimal digits."""
 
 
 def figures_of(run_dir: Path, steps: int) -> dict[str, float]:
-    """The figures ``COLUMNS`` of a run that has made ``steps`` steps."""
+    """The figures ``COLUMNS`` of a run of ``steps`` steps."""
     run = read_run(run_dir)
     reward, entropy = (
         running_means(run.by_step(name).value) for name in ("sampled/reward/mean", "policy/entropy")
@@ -59,25 +59,25 @@ def figures_of(run_dir: Path, steps: int) -> dict[str, float]:
 
 
 def running_means(values_S: np.ndarray) -> np.ndarray:
-    """Means over neighbouring steps that have a value: a tenth of the steps, at least 1 and at most 5."""
+    """Running means of the finite values, over a tenth of the steps, at least 1 and at most 5."""
     known = values_S[np.isfinite(values_S)]
     window = min(max(len(values_S) // 10, 1), 5)
     return np.convolve(known, np.ones(window) / window, mode="valid") if len(known) >= window else known[:0]
 
 
 def stale_updates(run: RunRecord) -> list[Row]:
-    """The updates after the first of their step; all of them if each step has one."""
+    """Updates after the first of their step; all updates if each step has one."""
     rows = run.updates.rows()
     later = [row for before, row in pairwise(rows) if before["step"] == row["step"]]
     return later or rows
 
 
 def numbers(rows: Sequence[Row], metric: str) -> np.ndarray:
-    """A metric of each update; NaN where it does not exist."""
+    """Values of a metric, one per update; NaN where it is missing."""
     return np.array([np.nan if row.get(metric) is None else row[metric] for row in rows], float)
 
 
 def mean(values: np.ndarray) -> float:
-    """Mean of the values that exist."""
+    """Mean of the finite values; NaN without any."""
     known = values[np.isfinite(values)]
     return float(known.mean()) if len(known) else np.nan

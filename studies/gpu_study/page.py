@@ -1,4 +1,4 @@
-"""Renderer of the GPU study's page: a row for each arm, and held-out answers problem by problem."""
+"""Renderer of the GPU study's page: a row per arm, and held-out answers problem by problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from studies.gpu_study.figures import COLUMNS, figures_of
 from studies.paired import paired_effect
 
 BASE = "grpo"
-"""The arm that the others are compared with."""
+"""Baseline arm of the comparisons."""
 _LIMITS = """\
 One seed of each arm: the intervals are of the held-out problems, and not of runs, so a difference may be one
 of seeds. Staleness is passes x mini-batches. *Bounds moved* is the share of the stale updates in which BAPO's
@@ -22,7 +22,7 @@ search moved a bound; where it is near 0, the arm is fixed (0.6, 1.2)."""
 
 
 def page(options: GpuStudyOptions, arms: Sequence[Arm]) -> str:
-    """The page of the arms that are done."""
+    """Page of the finished arms."""
     done = [arm for arm in arms if arm.is_done()]
     rows = [_row(arm) for arm in done]
     heads = ["arm", "staleness", "minutes", *(head for head, _ in COLUMNS.values())]
@@ -39,21 +39,21 @@ def page(options: GpuStudyOptions, arms: Sequence[Arm]) -> str:
 
 
 def _row(arm: Arm) -> list[str]:
-    found = figures_of(arm.run_dir, arm.steps)
+    stats = figures_of(arm.run_dir, arm.steps)
     figures = [
-        f"{found[name]:.{digits}f}" if isfinite(found[name]) else "-" for name, (_, digits) in COLUMNS.items()
+        f"{stats[name]:.{digits}f}" if isfinite(stats[name]) else "-" for name, (_, digits) in COLUMNS.items()
     ]
     method, minutes = arm.method, _seconds(arm.run_dir) / 60
     return [f"{method.label} (`{arm.name}`)", str(method.staleness), f"{minutes:.1f}", *figures]
 
 
 def _seconds(run_dir: Path) -> float:
-    """Seconds of all steps of a run."""
+    """Total seconds of a run's steps."""
     return sum(row.get("time/step_s") or 0.0 for row in read_jsonl(RunPaths(run_dir).metrics))
 
 
 def _paired(done: Sequence[Arm]) -> str:
-    """Share of right answers minus that of ``BASE``, paired by problem, with 95 % intervals."""
+    """Table of the right answers minus those of ``BASE``, paired by problem, with 95 % intervals."""
     right = {arm.name: right_answers(arm) for arm in done}
     if BASE not in right:
         return f"`{BASE}` has not run."
@@ -68,7 +68,7 @@ def _paired(done: Sequence[Arm]) -> str:
 
 
 def right_answers(arm: Arm) -> dict[tuple[str, int], float]:
-    """Share of right responses to each held-out problem, of the last weights."""
+    """Share of right responses to each held-out problem, with the last weights."""
     rows = read_jsonl(RunPaths(arm.run_dir).evaluation_responses(arm.steps))
     count, right = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for row in rows:

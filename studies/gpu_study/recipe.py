@@ -1,7 +1,7 @@
 """Base recipe of `make gpu-study`: Qwen2.5-0.5B-Instruct on one 80 GB GPU, which samples and trains in turns.
 
-Every arm sets its preset and its staleness. A step has 32 prompts of 8 responses of up to 512 tokens; groups
-of equal rewards are dropped, in every arm.
+Every arm sets its preset and staleness. A step has 32 prompts with 8 responses of up to 512 tokens; every arm
+drops groups with equal rewards.
 
     bapo plan studies/gpu_study/recipe.py
     bapo rehearse studies/gpu_study/recipe.py

@@ -1,1 +1,1 @@
-"""Study of P3O: BAPO, GRPO and P3O on the second study's task, whose runs of BAPO and GRPO it reads."""
+"""Study of P3O against BAPO and GRPO, on the second study's task and with its runs."""

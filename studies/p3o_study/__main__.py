@@ -1,10 +1,10 @@
-"""Program of the study of P3O: the arms, several at a time, then studies/results/p3o_study.md.
+"""Program of the P3O study: runs the arms, several at a time, then writes studies/results/p3o_study.md.
 
-    python -m studies.p3o_study --parallel 2      # continues where it stopped
-    python -m studies.p3o_study --write           # the page of what has run, and no arm
+    python -m studies.p3o_study --parallel 2      # continues after an interruption
+    python -m studies.p3o_study --write           # only the page of finished arms
 
-Arms are forked from a process that has imported what they need. Results: a line of
-studies/results/p3o_study.jsonl for each arm that is done. Exit code 1 if an arm has failed.
+Arms are forked from a process with preloaded imports. Results: a line per finished arm in
+studies/results/p3o_study.jsonl. Exit code 1 if an arm fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """The flags of `python -m studies.p3o_study`."""
+    """Flags of `python -m studies.p3o_study`."""
 
     folder: Path = Path("runs/p3o_study")
     """Folder of the task and the arms; a study that is there is continued."""
@@ -44,7 +44,7 @@ class StudyOptions:
 
 
 def main() -> int:
-    """Run what is missing, and write the page after each arm."""
+    """Run the missing arms, and write the page after each."""
     options = parse_options(StudyOptions, "python -m studies.p3o_study", sys.argv[1:])
     every = arms(options.folder.resolve())
     missing = (
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def run_arms(missing: list[Arm], every: list[Arm], parallel: int) -> list[Arm]:
-    """Run the ``missing`` arms, ``parallel`` at a time, in order; those that did not end well."""
+    """Run the ``missing`` arms in order, ``parallel`` at a time. Returns those that failed."""
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload(["bapo_megatron.train", "bapo_megatron.trainer.build"])
     waiting, running, failed = list(missing), list[tuple[Arm, BaseProcess]](), list[Arm]()
@@ -74,7 +74,7 @@ def run_arms(missing: list[Arm], every: list[Arm], parallel: int) -> list[Arm]:
             process.start()
             running.append((arm, process))
         time.sleep(_POLL_S)
-        for arm, process in [one for one in running if not one[1].is_alive()]:
+        for arm, process in [pair for pair in running if not pair[1].is_alive()]:
             running.remove((arm, process))
             if process.exitcode or not arm.is_done():
                 failed.append(arm)
@@ -84,14 +84,14 @@ def run_arms(missing: list[Arm], every: list[Arm], parallel: int) -> list[Arm]:
 
 
 def stored() -> dict[str, Line]:
-    """The lines of the results by arm."""
+    """Lines of the results, by arm."""
     path = RESULTS.with_suffix(".jsonl")
     lines = path.read_text().splitlines()[1:] if path.exists() else []
     return {line["arm"]: line for line in map(json.loads, lines)}
 
 
 def write(every: list[Arm]) -> None:
-    """Write results and page of the arms that are done."""
+    """Write results and page of the finished arms."""
     lines = stored()
     lines |= {arm.name: arm.line() for arm in every if arm.name not in lines and arm.is_done()}
     done = [lines[arm.name] for arm in every if arm.name in lines]

@@ -57,7 +57,7 @@ CHAT = Task(Path(__file__).with_name("real_recipe.py"), 10, 1.5e-5, 5)
 
 @dataclass(frozen=True)
 class Arm:
-    """The run of a method with a seed."""
+    """The run of one method with one seed."""
 
     method: str
     seed: int
@@ -65,7 +65,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Its name, as in the second study's results."""
+        """Name of the arm, as in the second study's results."""
         return f"{self.method}-{STALENESS}-seed{self.seed}"
 
     @property
@@ -100,7 +100,7 @@ class Arm:
         return self.run_dir.is_dir() and self.task.steps in evaluation_means(self.run_dir)
 
     def line(self) -> Line:
-        """Its line of the results."""
+        """The arm's line of the results."""
         stale = stale_updates(read_run(self.run_dir))
         shares, chances = numbers(stale, "raised/tokens"), numbers(stale, "raised/probability")
         found = figures_of(self.run_dir, self.task.steps) | {
@@ -118,7 +118,7 @@ class Arm:
 
 
 def rounded(value: float) -> float | None:
-    """A figure as it is published: five digits; None where the run does not say."""
+    """A figure as published: five digits; None if it is not finite."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
@@ -132,7 +132,7 @@ def arms(folder: Path) -> list[Arm]:
 
 
 def run_arm(arm: Arm) -> None:
-    """Main function of the process of an arm: `bapo train`, whose output goes to a log beside the run."""
+    """Main function of an arm's process: `bapo train`, whose output goes to a log beside the run."""
     from bapo_megatron.cli import run
 
     arm.run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def run_arm(arm: Arm) -> None:
 
 
 def prepare_task(folder: Path) -> Path:
-    """The folder of the second study's policy and problems, from the commit that ran it."""
+    """Folder of the second study's policy and problems, extracted from the commit that ran it."""
     task = folder / "task"
     if not (task / TASK[-1]).exists():
         task.mkdir(parents=True, exist_ok=True)

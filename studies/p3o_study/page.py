@@ -1,4 +1,4 @@
-"""Renderer of the page of the study of P3O: answer, design, gates, controls, contrasts."""
+"""Renderer of the P3O study's page: answer, design, gates, contrasts, all arms."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ was decided before any reward of P3O was read. The last table has both."""
 
 
 def page(lines: Sequence[Line], arms: int) -> str:
-    """The page of the arms that are done."""
+    """Page of the finished arms."""
     old, then = published(), {}
     for line in old:
         then[line["method"], line["passes"], line["seed"]] = line["figures"]
     now = {(line["method"], STALENESS, line["seed"]): line["figures"] for line in lines}
-    # The second study's for what does not run again.
-    every = {cell: one for cell, one in then.items() if cell[0] not in METHODS or cell[1] != STALENESS} | now
+    # The second study's runs, except those that run again.
+    every = {cell: run for cell, run in then.items() if cell[0] not in METHODS or cell[1] != STALENESS} | now
     claims = _contrasts(every, PAIRS)
     low = _contrasts(every, tuple((one + LOW, other + LOW) for one, other in PAIRS))
     real = _contrasts(every, tuple((one + REAL, other + REAL) for one, other in REAL_PAIRS))
@@ -112,12 +112,12 @@ class _Gate:
 
     @property
     def holds(self) -> bool:
-        """Whether all seeds have run, and their mean is in the range."""
+        """Whether all seeds have run and their mean is in the range."""
         return len(self.values) == len(SEEDS) and self.low <= fmean(self.values) <= self.high
 
     @property
     def row(self) -> list[str]:
-        """The row of the table."""
+        """Row of the gate table."""
         low, high = self.low, self.high
         limits = f"at least {low:g}" if high == math.inf else f"at most {high:g}"
         limits = f"{low:g} to {high:g}" if math.isfinite(low) and math.isfinite(high) else limits
@@ -143,33 +143,33 @@ def _with_error(values: Sequence[float]) -> str:
 
 
 _Contrast = tuple[str, str, dict[str, Effect | None], float | None, float | None]
-"""Two methods, the effect on each figure, p of the mean reward alone and by Holm."""
+"""Two methods, effects by figure, p of the mean reward: unadjusted, and by Holm."""
 
 
 def _contrasts(every: Every, pairs: Sequence[tuple[str, str]]) -> list[_Contrast]:
-    found = []
-    for one, other in pairs:
-        each = {figure: _paired(every, one, other, figure) for figure in FIGURES}
+    contrasts = []
+    for method, base in pairs:
+        each = {figure: _paired(every, method, base, figure) for figure in FIGURES}
         effects = {figure: paired_effect(values) for figure, values in each.items()}
-        found.append((one, other, effects, p_value(each["mean_reward"])))
-    adjusted = iter(holm([alone for *_, alone in found if alone is not None]))
-    return [(*rest, alone, None if alone is None else next(adjusted)) for *rest, alone in found]  # type: ignore[misc]
+        contrasts.append((method, base, effects, p_value(each["mean_reward"])))
+    adjusted = iter(holm([alone for *_, alone in contrasts if alone is not None]))
+    return [(*rest, alone, None if alone is None else next(adjusted)) for *rest, alone in contrasts]  # type: ignore[misc]
 
 
-def _paired(every: Every, one: str, other: str, figure: str) -> list[float]:
-    pairs = [[every.get((name, STALENESS, seed), {}).get(figure) for name in (one, other)] for seed in SEEDS]
+def _paired(every: Every, method: str, base: str, figure: str) -> list[float]:
+    pairs = [[every.get((arm, STALENESS, seed), {}).get(figure) for arm in (method, base)] for seed in SEEDS]
     return [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
 
 
 def _table(contrasts: Sequence[_Contrast], head: str) -> str:
     rows = [
         [
-            f"`{one}` - `{other}`",
+            f"`{method}` - `{base}`",
             _words(effects["mean_reward"]),
             *("-" if p is None else f"{p:.3g}" for p in (by_holm, alone)),
             *(_words(effects[figure]) for figure in FIGURES[1:]),
         ]
-        for one, other, effects, alone, by_holm in contrasts
+        for method, base, effects, alone, by_holm in contrasts
     ]
     return table([head, "mean reward", "Holm's p", "p alone", "held-out", "entropy kept"], rows)
 
@@ -181,7 +181,7 @@ def _words(effect: Effect | None) -> str:
 
 
 def _means(every: Every) -> str:
-    """A row for each method of the study: means over its seeds."""
+    """Table of means over seeds, a row per method of the study."""
     columns = ("mean_reward", "held_out", "entropy_kept", "clipped", "positive_share", "raised_tokens", "ess")
     names = dict.fromkeys(name + suffix for suffix in ("", LOW) for pair in PAIRS for name in pair)
     names |= dict.fromkeys(name + REAL for pair in REAL_PAIRS for name in pair)
@@ -207,7 +207,7 @@ def _means(every: Every) -> str:
 
 
 def _then_and_now(now: Every, then: Every) -> str:
-    """What the methods of the second study have here, minus what they had there."""
+    """Table of the second study's methods: figures here minus figures there."""
     rows = []
     for name in (name for name in METHODS if name not in P3O):
         both = {f"{name}": now, f"{name} then": then}
@@ -235,8 +235,8 @@ def _answer(claims: Sequence[_Contrast], gates: Sequence[_Gate]) -> list[str]:
     if lacks:
         return [f"**Not judged**: {'; '.join(lacks)}. What is below is measured."]
     return [
-        f"`{one}` against `{other}`: {_verdict(effects['mean_reward'], p)}"
-        for one, other, effects, _, p in claims
+        f"`{method}` against `{base}`: {_verdict(effects['mean_reward'], p)}"
+        for method, base, effects, _, p in claims
     ]
 
 

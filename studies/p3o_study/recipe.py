@@ -1,6 +1,6 @@
-"""Base recipe of the study of P3O: that of the second study, with its task from the commit that ran it.
+"""Base recipe of the P3O study: the second study's, with its task from the commit that ran it.
 
-`python -m studies.p3o_study` puts the task (policy, problems) into the folder that STUDY_TASK names.
+`python -m studies.p3o_study` extracts the task (policy, problems) into the folder STUDY_TASK.
 """
 
 import os
@@ -14,7 +14,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def recipe() -> RunConfig:
-    """The run that every arm varies; the seed's defaults are those of the second study's runs."""
+    """The run that every arm varies, with the second study's settings."""
     task = Path(os.environ["STUDY_TASK"])
     run = load_recipe(RECIPES / "demo_cpu.py", RunConfig)
     return replace(

@@ -16,13 +16,13 @@ from bapo_megatron.tensor_types import MicroBatch, TokenStats
 
 @each_group
 def rloo(group: Rewards) -> np.ndarray:
-    """RLOO: the reward minus the mean of the others'."""
+    """RLOO: the reward minus the mean reward of the group's others."""
     others = (group.reward_N.sum() - group.reward_N) / max(1, len(group.reward_N) - 1)
     return group.reward_N - others
 
 
 def cut(response: Response) -> bool:
-    """The responses that were cut, and count against the policy: a cut one may have been right."""
+    """Mask of truncated responses with a negative advantage: one of them may have been right."""
     return response.is_cut and response.advantage < 0
 
 
@@ -32,7 +32,7 @@ def entropy(stats: TokenStats, batch: MicroBatch, coefficient: float = 0.001) ->
 
 
 class Capped(TokenLoss):
-    """REINFORCE with the ratio, up to ``cap``, as a weight: ``-sum_t weight A sg(min(r, cap)) log pi``."""
+    """REINFORCE weighted by the ratio up to ``cap``: ``-sum_t weight A sg(min(r, cap)) log pi``."""
 
     def __init__(self, algorithm: Any, cap: Annotated[float, Gt(0)] = 2.0) -> None:
         super().__init__(algorithm)

@@ -104,23 +104,16 @@ IN_TURNS = ("--rollout.sglang.colocated", "--parallel.offload")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("multimodal", "sync", "more"),
-    [
-        (False, "broadcast", ()),
-        (True, "disk", ()),
-        (True, "ipc", IN_TURNS),
-    ],
-)
+@pytest.mark.parametrize(("sync", "more"), [("disk", ()), ("ipc", IN_TURNS)])
 def test_servers_sample_from_the_hybrid_that_was_handed_over(
-    multimodal: bool, sync: str, more: tuple[str, ...], policy: Path, tmp_path: Path
+    sync: str, more: tuple[str, ...], policy: Path, tmp_path: Path
 ) -> None:
+    """A multi-modal one. (A text model's, by broadcast: below, and tests/contract/test_broadcast.py.)"""
     try:
         sglang_python()
     except ConfigError:
         pytest.skip("SGLang is not installed: make sglang")
-    if multimodal:
-        policy = save_multimodal(policy, tmp_path / "policy")
+    policy = save_multimodal(policy, tmp_path / "policy")
     server = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", f"--rollout.sglang.sync={sync}")
     check_run(tmp_path / "run", policy, *server, *more)
     kinds = [event["kind"] for event in read_jsonl(RunPaths(tmp_path / "run").events)]
@@ -132,15 +125,13 @@ def test_servers_sample_from_the_hybrid_that_was_handed_over(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["disk", "broadcast"])
-def test_servers_sample_from_the_experts_that_were_handed_over(
-    sync: str, expert_policy: Path, tmp_path: Path
-) -> None:
+def test_servers_sample_from_the_experts_that_were_handed_over(expert_policy: Path, tmp_path: Path) -> None:
+    """By broadcast. (Experts by disk: tests/contract/test_sent_digests.py; hybrids by disk: above.)"""
     try:
         sglang_python()
     except ConfigError:
         pytest.skip("SGLang is not installed: make sglang")
-    server = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", f"--rollout.sglang.sync={sync}")
+    server = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", "--rollout.sglang.sync=broadcast")
     server += ("--rollout.route-replay=replay",)
     check_run(tmp_path, expert_policy, *server)
     assert "digests_compared" in [event["kind"] for event in read_jsonl(RunPaths(tmp_path).events)]

@@ -1,7 +1,7 @@
 """Program of `make gpu-study`: the arms one after the other, each a `bapo train` run, then a page.
 
     make gpu-study MODEL=/models/Qwen2.5-0.5B-Instruct
-    python -m studies.gpu_study --model FOLDER --small --arms grpo paper --steps 2    # on a CPU
+    python -m studies.gpu_study --model FOLDER --small --arms paper --steps 1    # on a CPU
 
 Stopped at any moment, the same command continues where it was: with the first arm that is not done, at its
 newest checkpoint. The page, gpu_study.md in the study's folder, is written after every arm. Exit code: that

@@ -27,14 +27,14 @@ from tests.support.checkpoint_models import folder_bytes, save_random_model
 from tests.unit.checkpoints_tools.conftest import OVERWRITE, Convert, in_a_child
 
 
-def die_at(moment: int, folder: Path) -> None:
-    """SIGKILL this process when it is about to touch something in ``folder`` for the ``moment``-th time."""
+def die_at(moment: int, *touched: Path) -> None:
+    """SIGKILL this process when it is about to touch one of these folders for the ``moment``-th time."""
     os.fsync = lambda descriptor: None  # slow, and only a power failure could tell
-    left = moment
+    left, names = moment, [str(path) for path in touched]
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal left
-        if (event == "open" or event.startswith("os.")) and str(folder) in str(arguments):
+        if (event == "open" or event.startswith("os.")) and any(name in str(arguments) for name in names):
             left -= 1
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -42,13 +42,13 @@ def die_at(moment: int, folder: Path) -> None:
     sys.addaudithook(count)
 
 
-def moments(convert: Convert, output: Path, settings: Settings) -> Iterator[int]:
-    """Every moment at which a conversion touches the file system, each after it was killed there."""
+def moments(convert: Convert, output: Path, settings: Settings, *touched: Path) -> Iterator[int]:
+    """Every moment at which a conversion touches these folders, each after it was killed there."""
     moment = 1
     while True:
 
         def work() -> None:
-            die_at(moment, output.parent)  # noqa: B023
+            die_at(moment, *touched)  # noqa: B023
             convert(output, settings)
 
         status = in_a_child(work)
@@ -66,7 +66,7 @@ def test_a_kill_leaves_the_whole_output_or_none(convert: Convert, model: Path, t
     whole = folder_bytes(tmp_path / "whole")
     output = tmp_path / "output"
     finished = False
-    for _ in moments(convert, output, Settings()):
+    for _ in moments(convert, output, Settings(), tmp_path):
         if output.exists():
             assert folder_bytes(output) == whole
             shutil.rmtree(output)
@@ -100,7 +100,8 @@ def test_a_kill_while_replacing_leaves_the_old_or_the_new_output(convert: Conver
     old = folder_bytes(output)
     assert old != new
     seen = set()
-    for _ in moments(convert, output, OVERWRITE):
+    # What it does in its temporary folder, beside them, is killed above.
+    for _ in moments(convert, output, OVERWRITE, output, atomic_output.replaced_folder(output)):
         # As the next run finds it.
         found = folder_bytes(atomic_output.check_output(output, True, []))
         assert found in (old, new)

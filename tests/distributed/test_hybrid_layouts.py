@@ -33,24 +33,15 @@ from tests.support.workers import run_layout
 pytestmark = pytest.mark.distributed
 
 DENSE = [
-    *(
-        "one full",
-        "one pack200",
-        "tp2",
-        "tp2-sp selective",
-        "tp2-sp full",
-        "pp2",
-        "pp2-vpp2",
-        "pp3 selective",
-    ),
-    *("pp2 layers3+5", "pp2-vpp2 layers1+2+3+2 full", "cp2", "cp2 pack200", "cp4", "dp2", "dp2-cp2"),
-    *("tp2-cp2", "tp2-sp-cp2", "tp2-sp-pp2", "pp2-cp2 full", "tp2-sp-pp2-cp2", "tp2-sp-pp2-vpp2"),
+    *("one full", "tp2-sp selective", "pp3 selective", "pp2 layers3+5", "pp2-vpp2 layers1+2+3+2 full"),
+    *("cp2 pack200", "cp4", "dp2-cp2", "tp2-cp2", "tp2-sp-cp2", "pp2-cp2 full", "tp2-sp-pp2-cp2"),
+    "tp2-sp-pp2-vpp2 full",
 ]
 WITH_EXPERTS = [
-    *("one full", "tp2-sp", "tp2-sp selective", "tp2-sp-etp2", "dp2-ep2", "dp2-etp2", "cp2", "pp2", "pp3"),
-    *("tp2-sp-ep2", "dp2-tp2-sp-ep2-etp2 selective", "tp2-sp-cp2-ep2", "dp2-pp2-vpp2-ep2"),
-    "tp2-sp-pp2-ep2 full",
+    *("one full", "tp2-sp selective", "tp2-sp-etp2", "dp2-etp2", "pp3", "tp2-sp-ep2", "tp2-sp-cp2-ep2"),
+    *("dp2-tp2-sp-ep2-etp2 selective", "dp2-pp2-vpp2-ep2", "tp2-sp-pp2-ep2 full"),
 ]
+"""Any two ways to spread an update stand together in a layout."""
 LAYOUTS = [*((HYBRID, text) for text in DENSE), *((EXPERT_HYBRID, text) for text in WITH_EXPERTS)]
 QUICK = (
     (HYBRID, "tp2-sp-cp2"),
@@ -69,7 +60,11 @@ LOADED = {
         ParallelConfig(data=2, tensor=2, sequence=True, expert=2, expert_tensor=2),
     ],
 }
-CONVERTED = [(family, layout) for family in HYBRIDS for layout in (SAVED[family], *LOADED[family])]
+CONVERTED = [
+    *((HYBRID, layout) for layout in LOADED[HYBRID][2:4]),
+    *((EXPERT_HYBRID, layout) for layout in (WIDE, LOADED[EXPERT_HYBRID][2])),
+]
+"""The others load the same names and shapes from the trainer's checkpoints."""
 
 
 @pytest.fixture(scope="module")

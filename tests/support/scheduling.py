@@ -35,16 +35,19 @@ APART = (
     *WAITING,
     *(f"tests/e2e/test_{name}.py" for name in ("runs", "interrupts", "extending")),
     *("tests/distributed/test_rehearsal.py", "tests/distributed/test_other_megatron.py"),
+    "tests/unit/environment/test_public_environments.py",
 )
 """Each test takes long, and what several share is made once a session (once.py)."""
 
 FIRST = (
     *("tests/slurm/", "tests/distributed/test_other_megatron.py", "tests/distributed/test_hybrid_layouts.py"),
-    *(f"tests/e2e/test_{name}.py" for name in ("sglang", "chaos", "interrupts")),
+    *(f"tests/e2e/test_{name}.py" for name in ("trackers", "sglang", "chaos", "interrupts")),
     *("tests/te/", "tests/contract/", "tests/distributed/test_rehearsal"),
     *(f"tests/distributed/test_{name}.py" for name in ("layouts", "expert_layouts", "host_optimizer")),
     *(f"tests/distributed/test_{name}.py" for name in ("reference", "weight_broadcast", "route_replay")),
     *(f"tests/e2e/test_{name}.py" for name in ("real_model", "gpu_study", "gpu_check", "verify")),
+    "tests/unit/environment/test_public_environments.py",
+    "tests/unit/checkpoints_tools/test_atomic_output.py",
     *("tests/e2e/", "tests/distributed/"),
 )
 """The files and folders whose scopes take longest, in the order in which they begin; all others follow.

@@ -46,24 +46,32 @@ def test_a_run_with_colocated_servers_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "harms"),
+    ("kind", "flag", "harms"),
     [
-        ("async", ("kill an environment worker", "kill everything")),
-        ("plain", ("kill an environment worker", "kill the sampler")),
+        ("async", "--rollout.sglang.servers=1", ("kill an environment worker", "kill everything")),
+        ("plain", "--rollout.engine=local", ("kill an environment worker", "kill the sampler")),
     ],
 )
-def test_a_run_with_faulty_tools_loses_nothing(tmp_path: Path, kind: str, harms: tuple[str, ...]) -> None:
+def test_a_run_with_faulty_tools_loses_nothing(
+    tmp_path: Path, kind: str, flag: str, harms: tuple[str, ...]
+) -> None:
     """Killed while tools work. They hang, die, raise, print; what they say agrees with the journal.
 
-    The engine is none of a tool's business. (A real server and tools: test_environment.py; one that is killed
-    with everything: test_sglang.py.)
+    The engine is none of a tool's business: one kind of steps is asked by a real server, the only one, which
+    is killed with everything; the other by ours, whose sampler is killed alone.
     """
-    arrows, ours = ("a slow tool is asked", "a tool has answered"), [*LIGHT, "--rollout.engine=local"]
-    found = harm_and_check(tmp_path, harms, random.Random(7), ours, arrows, with_tools(tmp_path, kind))
+    arrows = ("a slow tool is asked", "a tool has answered")
+    found = harm_and_check(
+        tmp_path, harms, random.Random(7), [*LIGHT, flag], arrows, with_tools(tmp_path, kind)
+    )
     assert all(found[kind] == 1 for kind in harms), found
     assert found["trained"] > 0
     assert found["fault slow"] > 0
     assert found["answers in the journal"] > 20
+    gaps = [row["rollout/engine_gap_max"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")]
+    measured = [gap for gap in gaps if gap is not None]  # at the same weights
+    assert measured
+    assert max(measured) < 0.05, "given tokens have no log-prob"
 
 
 def test_a_run_with_agent_programs_loses_nothing(tmp_path: Path) -> None:

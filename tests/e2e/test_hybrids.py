@@ -104,23 +104,16 @@ IN_TURNS = ("--rollout.sglang.colocated", "--parallel.offload")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("multimodal", "sync", "more"),
-    [
-        (False, "broadcast", ()),
-        (True, "disk", ()),
-        (True, "ipc", IN_TURNS),
-    ],
-)
+@pytest.mark.parametrize(("sync", "more"), [("disk", ()), ("ipc", IN_TURNS)])
 def test_servers_sample_from_the_hybrid_that_was_handed_over(
-    multimodal: bool, sync: str, more: tuple[str, ...], policy: Path, tmp_path: Path
+    sync: str, more: tuple[str, ...], policy: Path, tmp_path: Path
 ) -> None:
+    """A multi-modal one. (A text model's, by broadcast: below, and tests/contract/test_broadcast.py.)"""
     try:
         sglang_python()
     except ConfigError:
         pytest.skip("SGLang is not installed: make sglang")
-    if multimodal:
-        policy = save_multimodal(policy, tmp_path / "policy")
+    policy = save_multimodal(policy, tmp_path / "policy")
     server = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", f"--rollout.sglang.sync={sync}")
     check_run(tmp_path / "run", policy, *server, *more)
     kinds = [event["kind"] for event in read_jsonl(RunPaths(tmp_path / "run").events)]

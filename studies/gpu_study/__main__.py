@@ -1,7 +1,7 @@
 """Program of `make gpu-study`: runs the arms in turn, each as `bapo train`, and writes a page.
 
     make gpu-study MODEL=/models/Qwen2.5-0.5B-Instruct
-    python -m studies.gpu_study --model FOLDER --small --arms grpo paper --steps 2    # on a CPU
+    python -m studies.gpu_study --model FOLDER --small --arms paper --steps 1    # on a CPU
 
 After an interruption the same command continues the first unfinished arm at its newest checkpoint. The page,
 gpu_study.md in the study's folder, is written after every arm. Exit code: that of the first arm that does not

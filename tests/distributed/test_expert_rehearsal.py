@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from bapo_megatron.config import ParallelConfig
+from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.memory import FIXED, stage_memory
@@ -62,27 +63,8 @@ def test_every_rank_of_a_layout_agrees(tmp_path: Path) -> None:
 
 
 BUSY = 1.5
-
-
-@pytest.mark.slow
-def test_the_busiest_rank_of_transformer_engines_layers(tmp_path: Path) -> None:
-    """What a layer keeps by the plan, and the FLOPs of half as many copies again as the mean."""
-    requests = []
-    for layers in (2, 4):
-        (folder := tmp_path / str(layers)).mkdir()
-        config = expert_run(folder, EP, layers=layers)
-        requests.append(RankRequest(config, 0, 1, expert_imbalance=BUSY))
-    few, more = rehearse(requests, "te", workers=2)
-    assert (few.error, more.error) == (None, None)
-    shape = read_model_shape(tmp_path / "2")
-    assert shape.experts is not None
-    planned = activation_bytes_per_token(shape, EP, 2, "none", "te", BUSY).layer
-    kept = [result.gpu["update 2"].kinds["activations"] for result in (few, more)]
-    assert (kept[1] - kept[0]) / 2 / TOKENS == pytest.approx(planned, rel=0.03)  # blocks of 512 B
-    forward = linear_flops_per_token(shape) * TOKENS + attention_flops(shape, TOKENS)
-    experts = 2 * shape.layers * 3 * shape.hidden * shape.experts.per_token * shape.experts.ffn * TOKENS
-    assert few.flops["bounds search 2"] == pytest.approx(forward + (BUSY - 1) * experts, rel=0.01)
-
+FEW, MORE = 2, 4
+"""Layers of a small model."""
 
 RECIPES = {
     "qwen3_30b_a3b": (2, ()),
@@ -97,20 +79,51 @@ WORKSPACES = 4 * 33_555_456
 """Bytes of Transformer Engine's workspaces for grouped products, which the plan has in its reserve."""
 
 
-@pytest.mark.slow
-def test_the_recipes_run_and_the_plan_agrees(tmp_path: Path) -> None:
+@dataclass
+class Rehearsals:
+    """All with Transformer Engine's layers in one go, as its import takes as long as some of them."""
+
+    small: list[tuple[RunConfig, RankResult]]
+    """Of few layers, and of more."""
+    recipes: dict[str, tuple[Job, RankResult]]
+
+
+@pytest.fixture(scope="module")
+def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> Rehearsals:
     jobs: dict[str, Job] = {}
-    for name in RECIPES:
-        (folder := tmp_path / name).mkdir()
-        layers, stages = RECIPES[name]
-        jobs[name] = shortened(cluster_recipe(name), layers, folder, stages)
-    requests = []
+    for name, (layers, stages) in RECIPES.items():
+        jobs[name] = shortened(cluster_recipe(name), layers, tmp_path_factory.mktemp("recipe"), stages)
+    small = [expert_run(tmp_path_factory.mktemp("small"), EP, layers=layers) for layers in (FEW, MORE)]
+    requests = [RankRequest(config, 0, 1, expert_imbalance=BUSY) for config in small]
     for job in jobs.values():
         packs = job.parallel.pipeline + 1 if job.parallel.pipeline > 1 else 1
-        busiest = job.options.expert_imbalance
-        requests.append(RankRequest(job.run, 0, packs, expert_imbalance=busiest))
-    for job, result in zip(jobs.values(), rehearse(requests, "te"), strict=True):
-        check_plan(job, result)
+        requests.append(RankRequest(job.run, 0, packs, expert_imbalance=job.options.expert_imbalance))
+    few, more, *others = rehearse(requests, "te")
+    found = zip(jobs.items(), others, strict=True)
+    return Rehearsals(
+        [*zip(small, (few, more), strict=True)], {name: (job, result) for (name, job), result in found}
+    )
+
+
+@pytest.mark.slow
+def test_the_busiest_rank_of_transformer_engines_layers(rehearsals: Rehearsals) -> None:
+    """What a layer keeps by the plan, and the FLOPs of half as many copies again as the mean."""
+    (config, few), (_, more) = rehearsals.small
+    assert (few.error, more.error) == (None, None)
+    shape = read_model_shape(config.model.hf_path)
+    assert shape.experts is not None
+    planned = activation_bytes_per_token(shape, EP, 2, "none", "te", BUSY).layer
+    kept = [result.gpu["update 2"].kinds["activations"] for result in (few, more)]
+    assert (kept[1] - kept[0]) / 2 / TOKENS == pytest.approx(planned, rel=0.03)  # blocks of 512 B
+    forward = linear_flops_per_token(shape) * TOKENS + attention_flops(shape, TOKENS)
+    experts = 2 * shape.layers * 3 * shape.hidden * shape.experts.per_token * shape.experts.ffn * TOKENS
+    assert few.flops["bounds search 2"] == pytest.approx(forward + (BUSY - 1) * experts, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_and_the_plan_agrees(name: str, rehearsals: Rehearsals) -> None:
+    check_plan(*rehearsals.recipes[name])
 
 
 def check_plan(job: Job, found: RankResult) -> None:

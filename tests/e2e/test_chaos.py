@@ -68,6 +68,10 @@ def test_a_run_with_faulty_tools_loses_nothing(
     assert found["trained"] > 0
     assert found["fault slow"] > 0
     assert found["answers in the journal"] > 20
+    gaps = [row["rollout/engine_gap_max"] for row in read_jsonl(tmp_path / "run/metrics.jsonl")]
+    measured = [gap for gap in gaps if gap is not None]  # at the same weights
+    assert measured
+    assert max(measured) < 0.05, "given tokens have no log-prob"
 
 
 def test_a_run_with_agent_programs_loses_nothing(tmp_path: Path) -> None:

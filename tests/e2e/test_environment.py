@@ -1,4 +1,7 @@
-"""A run with an environment: killed in the middle of its episodes it ends as the run that was not."""
+"""A run with an environment: killed in the middle of its episodes it ends as the run that was not.
+
+By a real server: test_chaos.py.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ import pytest
 import torch
 
 from bapo_megatron.commands.report.page import write_report
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
@@ -128,22 +129,3 @@ def test_a_mistake_ends_before_any_work(tmp_path: Path, flags: tuple[str, ...], 
     assert text in output
     assert process.returncode == 2
     assert not (tmp_path / "run/journal").exists()
-
-
-@pytest.mark.slow
-def test_a_real_server(tmp_path: Path) -> None:
-    """SGLang promises no tokens, so the rules of the journal are checked, and what training saw. (Killed in
-    the middle of episodes: test_chaos.py.)"""
-    try:
-        sglang_python()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    run_dir = tmp_path / "run"
-    server = ("--rollout.engine=sglang", "--rollout.sglang.servers=1", "--rollout.segment-tokens=16")
-    with audited(run_dir):
-        finish(start(run_dir, *FLAGS, *server, "--steps=2"))
-    rows = read_jsonl(run_dir / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(1.5 < row["environment/turns_mean"] <= 2.0 for row in rows)
-    assert all(row["environment/failures"] == row["environment/restarts"] == 0.0 for row in rows)
-    assert all(row["rollout/engine_gap_max"] < 0.05 for row in rows), "given tokens have no log-prob"

@@ -118,7 +118,7 @@ def test_real_servers(suites: Path, tmp_path: Path) -> None:
 def test_an_environment(suites: Path, tmp_path: Path) -> None:
     """Two turns, and the environment's reward; what was given is in the text, and is not a length.
 
-    (Of a real server: test_environment.py.)
+    (Of a real server: test_chaos.py.)
     """
     within = ("--environment.function", "tests.support.environments:Twice", "--environment.workers", "1")
     where = ("--max-response-tokens", "160", "--samples", "1", "--engine", "local")

@@ -159,11 +159,11 @@ def test_a_real_server_samples_it(model: Path, room: Path) -> None:
 
 
 def test_kill_9_and_restart_end_bitwise_equal(model: Path, room: Path) -> None:
-    whole, killed = room / "whole", room / "killed"
-    finish(start(model, room, whole, "--steps=2", "--checkpoint.every=2"))
-    process = start(model, room, killed, "--steps=2", "--checkpoint.every=1")
+    whole, killed, two = room / "whole", room / "killed", ("--steps=2", "--algorithm.updates-per-epoch=1")
+    finish(start(model, room, whole, *two, "--checkpoint.every=2"))
+    process = start(model, room, killed, *two, "--checkpoint.every=1")
     kill_when(lambda: list(killed.glob("checkpoints/step_*")), process)
-    finish(start(model, room, killed, "--steps=2", "--checkpoint.every=2"))
+    finish(start(model, room, killed, *two, "--checkpoint.every=2"))
     assert any(row["kind"] == "resume" for row in read_jsonl(killed / "events.jsonl"))
     assert results(killed) == results(whole)
     assert results(killed, "updates.jsonl") == results(whole, "updates.jsonl")

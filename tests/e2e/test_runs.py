@@ -89,7 +89,7 @@ def test_the_export_loads_in_transformers(whole: Path) -> None:
 
 
 LONG_PACKS = (
-    *("--steps=2", "--checkpoint.every=1", "--rollout.prompts-per-step=16", "--rollout.group-size=16"),
+    *("--steps=2", "--checkpoint.every=1", "--rollout.prompts-per-step=8", "--rollout.group-size=16"),
     *("--algorithm.reuse-epochs=1", "--algorithm.updates-per-epoch=1"),
 )
 """Packs of thousands of tokens, whose products two threads add in another order than one."""

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.policy.layout import parallel_processes
 from bapo_megatron.runtime.distributed import free_port
+from tests.support.gloo_device import share_gloo_device
 
 
 def run_layout(function: Callable[..., Any], parallel: ParallelConfig, *args: Any) -> list[Any]:
@@ -57,6 +58,7 @@ def _worker(
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
+    share_gloo_device()
     gc.freeze()  # what the tests before have left is not taken apart here: a store would wait for its thread
     try:
         with parallel_processes(parallel):

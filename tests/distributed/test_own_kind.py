@@ -23,9 +23,9 @@ from tests.distributed.test_converted_checkpoints import train_and_save
 from tests.distributed.test_expert_checkpoints import load_and_look
 from tests.distributed.test_layouts import Answer, answers, check_agreement
 from tests.support import running_mean
+from tests.support.planned_jobs import job
 from tests.support.rehearsals import TOKENS, small_run
 from tests.support.workers import run_layout
-from tests.unit.planning.test_plan import job
 
 pytestmark = pytest.mark.distributed
 

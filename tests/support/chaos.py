@@ -15,9 +15,9 @@ has answered a call that leads from one state to the next (``ARROWS``), or the t
 
 ``--tools``: the demo with a calculator that fails as tools do (faulty_tools.py). Workers of environments are
 killed, too, and the audit hears what the tools say (tool_accounts.py). Given a folder, the same command goes
-on with its run until ``--kills`` are reached, and writes benchmarks/results/tool_kills.md after each session.
+on with its run until ``--kills`` are reached (harm_ledger.py).
 ``agent``: an agent program in the calculator's place (unruly_agent.py), which is killed, too, and its own
-accounts (agent_accounts.py); the results are printed.
+accounts (agent_accounts.py).
 """
 
 from __future__ import annotations
@@ -284,13 +284,7 @@ def main() -> None:
         folder = given.folder.absolute()
         is_agent = given.tools == "agent"
         target = with_agents(folder, given.engine) if is_agent else with_tools(folder, given.tools)
-        ledger = harm_tools(folder, target, given.kills, minutes, given.seed)
-        if not is_agent:
-            from benchmarks.common import machine, write  # which import torch and Megatron
-
-            command = f"python -m tests.support.chaos --tools {given.tools} --kills {given.kills}"
-            command += f" --folder FOLDER --seed {given.seed}"
-            write("tool_kills", ledger.page(command, given.kills, machine()))
+        harm_tools(folder, target, given.kills, minutes, given.seed)
         return
     with tempfile.TemporaryDirectory() as folder:
         chance, sync = random.Random(given.seed), f"--rollout.sglang.sync={given.sync}"
@@ -302,7 +296,7 @@ def main() -> None:
             harm_and_check(Path(folder), harms, chance, [sync])
 
 
-def harm_tools(folder: Path, target: Target, kills: int, minutes: float, seed: int) -> Ledger:
+def harm_tools(folder: Path, target: Target, kills: int, minutes: float, seed: int) -> None:
     """A session of a campaign with tools: until the folder's run has had so many kills, or time is over."""
     ledger = Ledger(folder, [*FLAGS, *target.flags])
     before, began = ledger.kills, time.monotonic()
@@ -315,7 +309,6 @@ def harm_tools(folder: Path, target: Target, kills: int, minutes: float, seed: i
     found = harm_and_check(folder, harms, chance, (), [*target.arrows], target, ledger)
     spent = (time.monotonic() - began) / 60
     ledger.close_session(seed=of_session, minutes=spent, found={**found, "kills": ledger.kills})
-    return ledger
 
 
 def harms_for(minutes: float, chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:

@@ -8,14 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from bapo_megatron.commands.doctor import doctor, packages, rows
+from bapo_megatron.commands.doctor import doctor, packages
 from bapo_megatron.commands.doctor.doctor import DoctorArguments, guarded, run_doctor
 from bapo_megatron.commands.doctor.packages import (
     PACKAGES,
@@ -32,7 +31,6 @@ from bapo_megatron.commands.doctor.packages import (
     permitted,
     pins,
     python_row,
-    torch_facts,
     try_imports,
 )
 from bapo_megatron.commands.doctor.rows import DoctorRow, as_json, lines, one_line, summary_line
@@ -239,18 +237,6 @@ def test_a_kernel_is_compiled_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPat
     assert sglang_gpu_row(failed, required=False).state == "optional"
 
 
-def test_what_torch_reports_about_gpus() -> None:
-    device = SimpleNamespace(name="H100", total_memory=85_000_000_000)
-    cuda = SimpleNamespace(
-        is_available=lambda: True,
-        device_count=lambda: 2,
-        get_device_properties=lambda _index: device,
-        nccl=SimpleNamespace(version=lambda: (2, 27, 3)),
-    )
-    torch = SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="13.0"))
-    assert torch_facts(torch) == {"cuda": "13.0", "gpus": [["H100", 85]] * 2, "nccl": "2.27.3"}
-
-
 def test_a_child_and_its_children_end_at_the_deadline() -> None:
     """The grandchild holds the child's output open, which must not be waited for."""
     began = time.monotonic()
@@ -264,13 +250,10 @@ def test_a_child_and_its_children_end_at_the_deadline() -> None:
 
 
 def test_within(tmp_path: Path) -> None:
-    assert within(5, lambda: None) is None
     with pytest.raises(ZeroDivisionError):
         within(5, lambda: 1 / 0)
     with pytest.raises(Exception, match="pickle"):  # what cannot come back is said, not lost
         within(5, lambda: lambda: None)
-    with pytest.raises(TimeoutError, match="no answer within 0.05 s"):
-        within(0.05, lambda: time.sleep(5))
     none = str(tmp_path / "none")
     assert run_command([none], 1.0).ended == f"{none} cannot be started: No such file or directory"
     assert CommandResult("", "first\n last \n\n", "exit code 1").reason() == "exit code 1: last"
@@ -278,7 +261,6 @@ def test_within(tmp_path: Path) -> None:
     assert said == ["two lines", "TimeoutError", "x" * 199 + "…"]
 
 
-PATH = f"/{'folder/' * 8}file"
 ROWS = [
     DoctorRow("one", "torch", "ok", "2.13.0", "tested: 2.13.0", "is dropped"),
     DoctorRow("one", "wandb", "optional", "not installed", "for logging", "pip install wandb"),
@@ -299,15 +281,6 @@ def test_the_table() -> None:
         "                                  no answer                                     a server",
         "            fix: start it",
     ]
-    found, fix = f"may not be written to: {PATH}", f"chmod u+w {PATH} {PATH}"
-    assert list(lines([DoctorRow("one", "disk of runs/demo_cpu", "problem", found, "a folder", fix)])) == [
-        "one",
-        "  problem   disk of runs/demo_cpu",
-        f"                                  {'may not be written to:'.ljust(len(PATH))}  a folder",
-        f"                                  {PATH}",
-        f"            fix: chmod u+w {PATH}",
-        f"            {PATH}",
-    ]
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
@@ -323,11 +296,7 @@ def test_no_code_of_a_terminal_is_printed(is_broken: bool, monkeypatch: pytest.M
 
 
 def test_the_table_where_rich_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is among what is checked. An error of the table itself is another."""
-    with monkeypatch.context() as patch:
-        patch.setattr(rows, "text_table", Mock(side_effect=ValueError("a mistake of ours")))
-        with pytest.raises(ValueError, match="a mistake of ours"):
-            list(lines(ROWS[1:2]))
+    """It is among what is checked."""
     monkeypatch.setitem(sys.modules, "rich.table", None)
     table = ["one", "  optional  wandb  not installed  for logging", "    fix: pip install wandb"]
     assert list(lines(ROWS[1:2])) == table

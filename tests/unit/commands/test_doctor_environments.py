@@ -23,8 +23,6 @@ from bapo_megatron.commands.doctor.recipe import check_recipe, try_reward
 from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.config import EnvironmentConfig, RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.sources import SourceConfig
-from bapo_megatron.data.problem_sets import Suite
 from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.runtime.child_process import run_command
 from bapo_megatron.types import Prompt
@@ -295,37 +293,14 @@ def test_what_cannot_reach_a_worker(game: str) -> None:
     assert re.search(r"row 3: no step: TypeError: .*date is not JSON serializable", trial.found)
 
 
-def test_each_source_has_its_own(game: str, tmp_path: Path) -> None:
-    """A source without an environment is not tried; suites' alone is, on the first row of the first."""
-    own = EnvironmentConfig(game, {"does": "raise"}, step_limit_s=LONG_S)
-    config = load_recipe(RECIPE, RunConfig)
-    sources = (
-        SourceConfig(Path("sums.jsonl"), environment=EnvironmentConfig()),
-        SourceConfig(Path("games.jsonl"), environment=own),
-    )
-    config = replace(
-        config,
-        environment=EnvironmentConfig(game, {"does": "end"}, step_limit_s=LONG_S),
-        data=replace(config.data, path=None, sources=sources),
-        evaluation=replace(config.evaluation, every=1),
-    )
-    rows = (prompt(1, "sums"), prompt(2, "games"), prompt(3, "games"))
-    suites = tuple(Suite(name, Path(name), "", (prompt(row),)) for name, row in (("a", 7), ("b", 8)))
-    suite, games = try_environments(config, [None, PromptSet(rows, 0, 3), suites])
-    assert f"{game}, row 7: to 'I do not know.' it gave no turn" in suite.found
-    field = f"data.sources[games].environment.function={game} failed at row 2 of source games"
-    assert games.found.startswith(field)
-    assert not list(try_environments(config, []))
-
-
 def test_the_doctor_steps_the_environments_of_a_recipe(game: str, tmp_path: Path) -> None:
-    data = tmp_path / "games.jsonl"
-    prompts = [[{"role": "user", "content": f"{n}+1="}] for n in range(2)]
-    rows = [{"prompt": one, "reward_model": {"ground_truth": "7"}, "data_source": "g"} for one in prompts]
-    data.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    environment = {"function": game, "settings": {"does": "text"}}
-    source = {"path": str(data), "environment": environment}
-    flags = [f"--run-dir={tmp_path / 'run'}", f"--data.sources={json.dumps([source])}", "--data.path=None"]
+    """Each source has its own, one without any is not tried; the suites' is tried once."""
+    sources = []
+    for name, environment in (("sums", {}), ("games", {"function": game, "settings": {"does": "text"}})):
+        row = {"prompt": [{"role": "user", "content": f"{name}?"}], "reward_model": {"ground_truth": "7"}}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**row, "data_source": name}) + "\n")
+        sources.append({"path": str(tmp_path / f"{name}.jsonl"), "environment": environment})
+    flags = [f"--run-dir={tmp_path / 'run'}", f"--data.sources={json.dumps(sources)}", "--data.path=None"]
     told, _ = check_recipe(RECIPE, flags)
     suites, games = (row for row in told if row.name == "environment")
     assert suites.state == "ok", "the recipe's own has the held-out suite"
@@ -334,7 +309,8 @@ def test_the_doctor_steps_the_environments_of_a_recipe(game: str, tmp_path: Path
         in (suites.found)
     )
     assert games.state == "problem"
-    assert "data.sources[games].environment.function=" in games.found
+    assert f"data.sources[games].environment.function={game} failed at row 0 of source games" in games.found
+    assert not list(try_environments(load_recipe(RECIPE, RunConfig), []))
     assert "step returned str: return a Reply" in games.found
 
 

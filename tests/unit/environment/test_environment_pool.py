@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import sysconfig
-import venv
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -20,29 +19,14 @@ import pytest
 from bapo_megatron.config.sources import EnvironmentConfig
 from bapo_megatron.environment import Task, Turn
 from bapo_megatron.environment import pool as pools
-from bapo_megatron.environment import settings as own_settings
-from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
-from bapo_megatron.environment.pool import (
-    EnvironmentPool,
-    Question,
-    StepResult,
-    Traits,
-    command_problem,
-    interpreter_problem,
-    read_traits,
-    stop_ids,
-)
-from bapo_megatron.environment.tools.calculator import Calculator
+from bapo_megatron.environment.pool import EnvironmentPool, Question, StepResult, read_traits
 from bapo_megatron.environment.worker import Episodes
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.sampler.turns import check_environment
-from tests.support.chat_templates import demo_tokenizer
 from tests.support.environments import Dice
 
 pytestmark = pytest.mark.integration
 
 LONG_S = 300.0
-AGENT = f"{EndpointEnvironment.__module__}:EndpointEnvironment"
 
 
 def config(name: str, **fields: Any) -> EnvironmentConfig:
@@ -115,12 +99,6 @@ async def test_an_episode_stays_in_its_worker_to_its_end(tmp_path: Path, name: s
     assert len({line.split()[0] for line in log.read_text().splitlines()}) == 1
 
 
-async def test_a_thousand_async_steps_wait_in_one_worker() -> None:
-    async with playing(config("Async")) as player:
-        found = await asyncio.gather(*(player.say(str(n), "meet 1000") for n in range(1000)))
-        assert {one.observation for one in found} == {"1:meet 1000"}
-
-
 async def test_plain_steps_run_beside_each_other(tmp_path: Path) -> None:
     file = tmp_path / "file"
     async with playing(config("Plain")) as player:
@@ -190,16 +168,6 @@ async def test_a_step_that_cannot_be_interrupted_costs_its_worker_and_no_other_e
         else:  # whether its own limit, or the other's, came first
             assert (await beside).failure in (None, "time")
         assert (await player.say("idle", "b")).observation == "2:b", "it was replayed"
-
-
-async def test_who_ends_workers_ends_up_alone() -> None:
-    """Ten episodes in a worker, one of which ends it at each try: nine continue."""
-    async with playing(config("Async")) as player:
-        for n in range(10):
-            await player.say(str(n), "a")
-        found = await asyncio.gather(*(player.say(str(n), "die" if n == 4 else "b") for n in range(10)))
-        assert [one.failure for one in found] == [None] * 4 + ["died"] + [None] * 5
-        assert {one.observation for one in found} == {"2:b", None}
 
 
 @pytest.mark.parametrize("name", ["Plain", "Async", "Restored"])
@@ -308,140 +276,6 @@ async def test_a_step_that_cancels_itself_has_failed() -> None:
         assert (await player.say("e", "cancel")).failure == "raised"
 
 
-# --- the class, before a run ---------------------------------------------------------------------
-
-
-def test_the_traits_of_a_class() -> None:
-    assert read_traits(config("Async")) == Traits("tool", ("</call>",), "replay", False, True)
-    assert read_traits(config("Restored")).resume == "restore"
-
-
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        ("tests.support.environments:Missing", "has no class Missing"),
-        ("tests.support.nowhere:Name", "importing tests.support.nowhere failed"),
-        ("nowhere.py:Name", "there is no file .*/nowhere.py"),
-        ("tests.support.environments:acted", "is not a subclass of bapo_megatron.environment.Environment"),
-        ("tests.support.environments:InSteps", "step is a generator function: return a Reply"),
-        ("tests.support.environments:NoStep", r"it has no step\(self, turn\) of its own"),
-        ("tests.support.environments:NoStep", "role='ipython' is unknown: set it to 'tool' or 'user'"),
-        ("tests.support.environments:NoStep", "stops='</call>' must be a tuple of texts"),
-        ("tests.support.environments:NoStep", "resume='restore' needs a method restore"),
-        ("tests.support.environments:NoStep", r"define __init__\(self, task, settings\)"),
-    ],
-)
-def test_a_wrong_class_is_refused_in_words(function: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        read_traits(EnvironmentConfig(function))
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "text"),
-    [
-        (
-            "Calculator",
-            {"format": 1},
-            "format=1 must be one of tool_call, plain; environment.function=x:Y takes",
-        ),
-        (
-            "Python",
-            {"limit_s": -1},
-            "limit_s=-1 must be above 0; .*Y takes limit_s: float above 0, default 10.0",
-        ),
-        ("Python", {"limit_s": "9"}, "limit_s='9' must be a number"),
-        ("Python", {"most_characters": 0}, "most_characters=0 must be at least 2"),
-        ("Python", {"memory_mb": True}, "memory_mb=True must be a whole number"),
-        ("Agent", {}, "command is missing: environment.function=x:Y takes command: list of a length of at"),
-        ("Agent", {"command": []}, r"command=\[\] must be of a length of at least 1"),
-        ("Agent", {"command": "agent.py"}, "command='agent.py' must be a list"),
-        ("OpenEnv", {"url": ""}, "url='' must be of a length of at least 1"),
-        ("TextArena", {"new_text_onyl": True}, r"new_text_onyl=True: .* is it new_text_only\?"),
-        ("Verifiers", {"taskset": {}, "envs": {}}, "envs={}: .* is it env.*; env: dict.*, default {}$"),
-    ],
-)
-def test_settings_of_a_shipped_environment(kind: str, settings: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^environment\.settings\.{text}"):
-        pools._check_settings(EnvironmentConfig("x:Y", settings), f"{own_settings.__name__}:{kind}Settings")
-
-
-@pytest.mark.parametrize(
-    ("command", "problem"),
-    [
-        (["agnet", "x"], r"=\['agnet', 'x'\]: agnet is not a program here: give one of PATH"),
-        ([sys.executable, "agnet.py"], r"=.*: agnet\.py is not there: relative paths begin in /"),
-        ([sys.executable, "-u", "agnet.py"], r"=.*: agnet\.py is not there"),
-    ],
-)
-def test_the_program_of_an_agent_is_there_before_a_run(command: list[str], problem: str) -> None:
-    asked = EnvironmentConfig(AGENT, {"command": command})
-    with pytest.raises(ConfigError, match=rf"^environment\.settings\.command{problem}"):
-        check_environment(asked, Path("recipes/demo/policy"), demo_tokenizer())
-
-
-@pytest.mark.parametrize(
-    "command", [[sys.executable, __file__], [sys.executable, "-m", "x"], [sys.executable], ["cat", "x.py"]]
-)
-def test_what_an_agents_program_opens_is_its_own_business(command: list[str]) -> None:
-    asked = EnvironmentConfig(AGENT, {"command": command})
-    assert command_problem(asked, read_traits(asked)) is None
-
-
-def test_settings_are_refused_before_a_run(tmp_path: Path) -> None:
-    """Also of a class in another interpreter, which has none of the packages that check them."""
-    venv.create(tmp_path)
-    function, python = f"{Calculator.__module__}:Calculator", tmp_path / "bin/python"
-    asked = EnvironmentConfig(function, {"formt": "plain"}, python=python)
-    with pytest.raises(
-        ConfigError, match=r"^environment\.settings\.formt='plain': .*, is it format\?; its set"
-    ):
-        read_traits(asked)
-    assert read_traits(replace(asked, settings={"format": "plain"})).resume == "restore"
-
-
-@pytest.mark.parametrize(
-    ("path", "settings", "own"),
-    [
-        ("tools.calculator:Calculator", {"format": "fenced"}, "__init__"),
-        ("tools.python_tool:PythonTool", {"format": "fence"}, "__init__"),
-        ("adapters.endpoint:EndpointEnvironment", {}, "run"),
-        ("adapters.openenv:OpenEnv", {"url": 1}, "__init__"),
-        ("adapters.textarena:TextArena", {"new_text_only": "no"}, "__init__"),
-        ("adapters.verifiers_v1:VerifiersV1", {"taskset": "gsm8k"}, "play"),
-    ],
-)
-def test_a_subclass_is_checked_as_its_base_is(
-    tmp_path: Path, path: str, settings: dict[str, Any], own: str
-) -> None:
-    """But for one whose own method may read other settings. The adapters' packages are stubs."""
-    stubs = "textarena", "openenv/core", "websockets/exceptions", "verifiers/v1/__init__"
-    for stub in (*stubs, "verifiers/v1/utils/loaders"):
-        (tmp_path / stub).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / f"{stub}.py").write_text("def __getattr__(name):\n    return object\n")
-    module, _, name = path.partition(":")
-    (tmp_path / "mine.py").write_text(
-        f"from bapo_megatron.environment.{module} import {name}\n"
-        f"class Mine({name}):\n    word: int = 3\n    def close(self):\n        return super().close()\n"
-        f"class Own(Mine):\n    def {own}(self, *given):\n        return super().{own}(*given)\n"
-    )
-    with pytest.raises(ConfigError, match=r"^environment\.settings\..*mine\.py:Mine takes "):
-        read_traits(EnvironmentConfig(f"{tmp_path}/mine.py:Mine", settings))
-    assert read_traits(EnvironmentConfig(f"{tmp_path}/mine.py:Own", settings)).settings_type is None
-
-
-def test_a_wrong_name_is_answered_with_the_names_that_there_are(tmp_path: Path) -> None:
-    """The most similar first; the path stands as it was written; imported and private names are left out."""
-    file = tmp_path / "my_games.py"
-    file.write_text(
-        "from bapo_megatron.environment import Environment, Reply\n"
-        "class Other: pass\nclass _Base(Environment): pass\n"
-        "class Twenty(_Base):\n    def step(self, turn):\n        return Reply(None)\n"
-    )
-    told = r"^environment\.function=\S+/my_games\.py:Twentey: my_games has no class Twentey; "
-    with pytest.raises(ConfigError, match=told + r"name one that it has: Twenty, Other$"):
-        read_traits(EnvironmentConfig(f"{file}:Twentey"))
-
-
 async def test_another_interpreter_sees_this_package_and_no_other_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "beside_it.py").touch()
     (tmp_path / "elsewhere.py").write_text(
@@ -456,28 +290,3 @@ async def test_another_interpreter_sees_this_package_and_no_other_of_the_run(tmp
 
     async with playing(replace(settings, python=base)) as player:
         assert Path(str((await player.say("e", "a")).observation)).resolve() == base.resolve()
-
-
-def test_an_interpreter_that_is_none_is_refused(tmp_path: Path) -> None:
-    assert "is not a program" in str(interpreter_problem(tmp_path / "python"))
-    assert interpreter_problem(Path(sys.executable)) is None
-    with pytest.raises(ConfigError, match="cannot be started"):
-        read_traits(replace(config("Async"), python=tmp_path / "python"))
-
-
-class Letters:
-    """A tokenizer: one token a letter, but for one word."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [7] if text == "</call>" else [*text.encode()]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
-
-
-def test_a_stop_is_one_token_or_refused() -> None:
-    traits = Traits("tool", ("</call>",), "replay", False, True)
-    assert stop_ids(traits, Letters()) == (7,)
-    with pytest.raises(ConfigError, match=r"stops has '</x>', which is 4 tokens"):
-        stop_ids(replace(traits, stops=("</x>",)), Letters())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 from bapo_megatron.checkpoint.run_directory import known_suites
-from bapo_megatron.cli import run
 from bapo_megatron.config import (
     DataConfig,
     EnvironmentConfig,
@@ -29,7 +27,7 @@ from bapo_megatron.config import (
 from bapo_megatron.data.problem_sets import Suite, load_suite
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped
 from bapo_megatron.evaluation import run as evaluation_run
-from bapo_megatron.evaluation.command import compare, comparison_text, results_text
+from bapo_megatron.evaluation.command import results_text
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
     FORMAT,
@@ -38,29 +36,19 @@ from bapo_megatron.evaluation.responses import (
     SUMMARY,
     open_folder,
     read_responses,
-    write_summary,
 )
-from bapo_megatron.evaluation.run import (
-    SuiteSampler,
-    evaluate,
-    find_checkpoint,
-    hf_model,
-    model_digest,
-    output_of,
-)
-from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
+from bapo_megatron.evaluation.run import evaluate, find_checkpoint, hf_model, model_digest, output_of
+from bapo_megatron.evaluation.scoring import ScoredResponse
 from bapo_megatron.evaluation.suite_task import SuiteTask, open_task
 from bapo_megatron.evaluation.unjudged import score_again, scored_now, unjudged_responses
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.weight_files import INDEX
-from bapo_megatron.reward.pool import RewardPool, RewardResult
-from bapo_megatron.rollout.engines.pool import EnginePool
-from bapo_megatron.rollout.engines.pool_state import EngineTimeouts
-from bapo_megatron.rollout.sampler.response import MOST_LOSSES, Sampling
+from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.trainer.suites import load_suites
-from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt
+from bapo_megatron.types import Prompt
 from checkpoints_tools.formats.locate import Format
 from checkpoints_tools.hf_to_megatron import to_megatron
+from tests.unit.evaluation.test_suite_sampler import Equal
 
 MODEL = Path(__file__).parents[3] / "recipes/demo/policy"
 ROWS = [
@@ -73,81 +61,6 @@ ROWS = [
 def judged(problem: int, sample: int, correct: bool, answer: str | None = "1", **more: Any) -> ScoredResponse:
     fields: dict[str, Any] = {"tokens": 10, "finish_reason": "stop", **more}
     return ScoredResponse(problem, sample, correct, answer, **fields)
-
-
-def test_the_metrics_by_hand() -> None:
-    """Two problems, two responses: A has one right (7 against 8), B has both."""
-    found = score(
-        [
-            judged(0, 0, True, "7", tokens=10),
-            judged(0, 1, False, "8", tokens=40, finish_reason="length"),
-            judged(1, 0, True, "5", tokens=20),
-            judged(1, 1, True, "5", tokens=30),
-        ],
-        pass_at=(1, 2),
-    )
-    assert (found["problems"], found["samples"]) == (2, 2)
-    assert found["avg@2"] == found["pass@1"] == 0.75
-    assert found["pass@2"] == 1.0
-    assert found["maj@2"] == 0.75
-    assert found["maj@2_tied"] == 0.5
-    assert (found["avg@2_low"], found["avg@2_high"]) == (0.5, 1.0)
-    assert (found["pass@2_low"], found["pass@2_high"]) == (1.0, 1.0)
-    assert (found["truncated"], found["unanswered"], found["unjudged"]) == (0.25, 0.0, 0.0)
-    assert found["response_tokens/mean"] == found["response_tokens/median"] == 25
-    assert (found["response_tokens/right"], found["response_tokens/wrong"]) == (20, 40)
-    assert found["rerun_std"] == pytest.approx((2 * 0.25 / 1) ** 0.5 / 2)
-    # Means 0.5 and 1 have a standard deviation of 0.5 / sqrt 2; two such models differ by sqrt 2 of it.
-    assert found["detectable_difference"] == pytest.approx(2.80158 * 0.5 / 2**0.5, rel=1e-5)
-
-
-def test_a_response_that_could_not_be_scored_is_neither_right_nor_wrong() -> None:
-    """Problem 0: one of one is right, and one is not judged. 1: one of two. 2: none is judged."""
-    failed = {"failure": "endpoint", "tokens": 40}
-    found = score(
-        [judged(0, 0, True), judged(0, 1, False, **failed), judged(1, 0, True), judged(1, 1, False)]
-        + [judged(2, sample, False, **failed) for sample in (0, 1)],
-        pass_at=(1, 2),
-    )
-    assert (found["problems"], found["unjudged"]) == (3, 0.5)
-    assert found["avg@2"] == found["pass@1"] == 0.75
-    assert found["pass@2"] == 1.0, "of problem 1 alone"
-    assert (found["pass@2_low"], found["pass@2_high"]) == (1.0, 1.0)
-    assert (found["response_tokens/right"], found["response_tokens/wrong"]) == (10, 10)
-    assert found["rerun_std"] is None
-    nothing = score([judged(0, 0, False, **failed)], pass_at=(1,))
-    assert (nothing["avg@1"], nothing["pass@1"], nothing["detectable_difference"]) == (None, None, None)
-
-
-def test_programs_have_no_majority() -> None:
-    found = score([judged(0, 0, True, None), judged(1, 0, False, None, failure="time")])
-    assert found["maj@1"] is None
-    assert "maj@1_low" not in found
-    assert (found["unanswered"], found["unjudged"]) == (1.0, 0.5)
-    assert found["rerun_std"] is None
-
-
-def test_missing_and_repeated_samples() -> None:
-    one = judged(0, 0, True)
-    for responses in ([], [one, one], [one, judged(1, 0, True), judged(1, 1, True)]):
-        with pytest.raises(ValueError, match="equally many samples"):
-            score(responses)
-
-
-@pytest.mark.parametrize(
-    ("text", "vote", "within_thoughts"),
-    [
-        ("\\boxed{1} then \\boxed{ 007 }", "7", None),
-        ("so $\\boxed{\\dfrac{1}{2}}$", vote_of("\\boxed{\\frac{1}{2}}"), None),
-        ("\\boxed{ }", None, None),
-        ("seven", None, None),
-        # As for the reward: a response that is cut off in its thoughts has no answer.
-        ("perhaps \\boxed{7}, or", "7", None),
-        ("\\boxed{8}?</think> \\boxed{7}", "7", "7"),
-    ],
-)
-def test_what_a_response_votes_for(text: str, vote: str | None, within_thoughts: str | None) -> None:
-    assert (vote_of(text), vote_of(text, opens_thinking=True)) == (vote, within_thoughts)
 
 
 def write_suite(folder: Path, rows: Sequence[Any] = ROWS) -> Path:
@@ -178,7 +91,6 @@ NO_ANSWER = [{**row, "reward_model": {"ground_truth": "-"}} for row in ROWS]
     [
         (None, {}, r"bapo data prepare SOURCE --output .*none"),
         ([*ROWS, LONG], {}, "1 of its prompts have more than max_prompt_tokens=90"),
-        (FREE_TEXT, {}, r"^suite (\S+), \1, row 0 .*reward_model.ground_truth"),
         # `bapo eval` has `--reward`; a run `--reward.function`, and the message names its field.
         (NO_ANSWER, {"reward_function": "math", "reward_flag": "--reward"}, "set reward=bapo_"),
         (
@@ -363,255 +275,6 @@ def test_a_line_that_is_no_response(tmp_path: Path, line: str) -> None:
         read_responses(tmp_path / RESPONSES, 1)
 
 
-STOP = 9
-
-
-class Scripted:
-    """An engine that answers with what ``answer`` makes of the request, or fails with its error."""
-
-    name = "scripted"
-
-    def __init__(self, answer: Callable[[GenerateRequest, int], tuple[list[int], FinishReason]]) -> None:
-        self._answer, self.asked, self._version = answer, [], 0
-        self.told: int | None = None
-        """The version that its tokens claim, if that is not the truth."""
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        self.asked.append(request)
-        await asyncio.sleep(0)
-        tokens, reason = self._answer(request, len(self.asked))
-        ids = np.array(tokens, np.int32)
-        versions = np.full(len(ids), self._version if self.told is None else self.told, np.int32)
-        zeros = np.zeros(len(ids), np.float32)
-        return Generation(ids, zeros, versions, request_id=request.request_id, finish_reason=reason)
-
-    async def load(self, folder: Path, version: int, confirm: Any) -> None:
-        await confirm("digest")
-        self._version = version
-
-    async def weight_version(self) -> int:
-        return self._version
-
-    async def is_alive(self) -> bool:
-        return True
-
-    async def abort(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-def failing(error: Exception, *times: int) -> Scripted:
-    """Fails always, or at these requests."""
-
-    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
-        if not times or n in times:
-            raise error
-        return [STOP], "stop"
-
-    return Scripted(answer)
-
-
-LOST = OSError("it fell over")
-
-
-class Words:
-    """Token ids as text."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return f"\\boxed{{{sum(ids)}}}"
-
-
-class Equal:
-    """Judges a response right if its box is the ground truth."""
-
-    async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        if prompt.ground_truth == "broken":
-            return RewardResult(0.0, "time")
-        score = float(vote_of(response) == prompt.ground_truth)
-        return RewardResult(score, score=score)
-
-
-def ask(
-    engine: Scripted,
-    truths: Sequence[str],
-    places: Sequence[tuple[int, int]],
-    keep: Any = None,
-    lost_minutes: float = 5.0,
-    thinks: bool = False,
-) -> list[dict[str, Any]]:
-    prompts = [
-        Prompt(n, np.array([n + 1], np.int32), truth, "t", opens_thinking=thinks)
-        for n, truth in enumerate(truths)
-    ]
-    params = Sampling(temperature=1.0, max_response_tokens=4, seed=3, stop_token_ids=(STOP,))
-    kept: list[dict[str, Any]] = []
-
-    async def everything() -> None:
-        timeouts = EngineTimeouts(heartbeat_s=0.01)
-        pool = EnginePool([engine], 2, lambda kind, **fields: None, timeouts)
-        await pool.update(Path(), 1)
-        try:
-            asker = SuiteSampler(prompts, Words(), pool, Equal(), params, 1, lost_minutes)
-            await asker.ask(places, keep or kept.extend)
-        finally:
-            await pool.close()
-
-    asyncio.run(asyncio.wait_for(everything(), 60))
-    return kept
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_run, "_LOOK_S", 0.02)
-    monkeypatch.setattr("bapo_megatron.rollout.sampler.held_out._POLL_S", 0.02)
-
-
-def test_every_place_is_asked_once_and_judged() -> None:
-    engine = Scripted(lambda request, n: ([int(request.input_ids[0]), STOP], "stop"))
-    places = [(problem, sample) for problem in range(3) for sample in range(4)]
-    rows = ask(engine, ["10", "11", "broken"], places)
-    assert sorted((one["problem"], one["sample"]) for one in rows) == places
-    found = Counter((one["problem"] < 2, one["correct"], one["failure"]) for one in rows)
-    assert found == {(True, True, None): 8, (False, False, "time"): 4}
-    assert {(one["finish_reason"], one["tokens"]) for one in rows} == {("stop", 2)}
-    assert rows[0]["text"].startswith("\\boxed{")
-    assert len({request.params.seed for request in engine.asked}) == len(places)
-
-
-def test_a_response_goes_on_after_an_abort_and_is_cut_at_its_limit() -> None:
-    engine = Scripted(lambda request, n: ([1], "abort") if n == 1 else ([2, 2, 2], "length"))
-    (found,) = ask(engine, ["7"], [(0, 0)])
-    first, second = engine.asked
-    assert second.input_ids.tolist() == [1, 1]
-    assert (first.params.max_new_tokens, second.params.max_new_tokens, second.prefix_tokens) == (4, 3, 1)
-    assert first.params.seed == second.params.seed
-    assert (found["tokens"], found["finish_reason"], found["correct"]) == (4, "length", True)
-
-
-def test_a_stop_token_at_the_limit_is_no_truncation_and_a_box_within_thoughts_no_answer() -> None:
-    engine = Scripted(lambda request, n: ([1, 1, 1, STOP], "length"))
-    for thinks, answer in ((False, "12"), (True, None)):
-        (found,) = ask(engine, ["12"], [(0, 0)], thinks=thinks)
-        assert (found["finish_reason"], found["answer"]) == ("stop", answer)
-
-
-def test_a_lost_engine_is_asked_again() -> None:
-    assert len(ask(failing(LOST, 1, 3), ["9"] * 4, [(n, 0) for n in range(4)])) == 4
-
-
-@pytest.mark.parametrize(
-    ("engine", "lost_minutes", "says"),
-    [
-        (failing(LOST), 5.0, f"{MOST_LOSSES} engines were lost with request '0-0'"),
-        (failing(LOST), 0.0, "no engine has worked"),
-        (failing(ValueError("no such request")), 5.0, "a request of an evaluation was refused: no such"),
-        (failing(LOST, 99), 5.0, "disk is full"),
-    ],
-)
-def test_what_ends_an_evaluation(
-    engine: Scripted, lost_minutes: float, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(rows: Sequence[Any]) -> None:
-        raise RunStopped("the disk is full")
-
-    monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
-    with pytest.raises(RunStopped, match=says):
-        ask(engine, ["9"], [(0, 0)], full, lost_minutes)
-
-
-@pytest.mark.parametrize("always", [False, True])
-def test_tokens_of_other_weights_are_not_evaluated(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine answers with weights that the evaluation did not load: asked again after its recovery."""
-
-    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
-        engine.told = 0 if n == 1 or always else None
-        return [n, STOP], "stop"
-
-    engine = Scripted(answer)
-    monkeypatch.setattr("bapo_megatron.rollout.engines.pool._MAX_BACKOFF_S", 0.0)
-    if always:
-        with pytest.raises(RunStopped, match="tokens of weights 0 after a load of 1"):
-            ask(engine, ["11"], [(0, 0)])
-    else:
-        (found,) = ask(engine, ["11"], [(0, 0)])
-        assert (found["text"], found["correct"]) == ("\\boxed{11}", True), "the answer of the right weights"
-
-
-def finished(folder: Path, correct: list[list[bool]], **more: Any) -> Path:
-    """An evaluation of one suite with those outcomes."""
-    about = settings(len(correct[0])) | {
-        "suite": {"name": folder.name, "sha256": "1", "problems": len(correct)}
-    }
-    about |= more
-    rows = [row(p, s, right) for p, outcomes in enumerate(correct) for s, right in enumerate(outcomes)]
-    with open_folder(folder, about) as log:
-        log.append_all(rows)
-    write_summary(folder, about, score(read_responses(folder / RESPONSES, len(correct[0]))))
-    return folder
-
-
-def test_a_model_that_solves_none_is_not_said_to_be_measured_exactly(tmp_path: Path) -> None:
-    """0 of 30 has an interval of width 0 and a spread of 0: neither finds every difference."""
-    metrics = score([judged(problem, sample, False) for problem in range(30) for sample in (0, 1)])
-    assert metrics["detectable_difference"] is None
-    text = results_text({"s": (tmp_path, metrics)})
-    assert "intervals have no width" in text
-    assert "must differ by" not in text
-    [found] = compare(*(finished(tmp_path / name / "s", [[False]] * 4) for name in "ab"))
-    assert found.detectable is None
-    assert "detectable: not known" in comparison_text([found], "a", "b")
-
-
-def test_a_setting_that_one_evaluation_alone_has_is_told_either_way(tmp_path: Path) -> None:
-    """An environment is among the settings only where there is one."""
-    with_tools = {"temperature": 1.0, "environment": {"function": "calculator", "settings": {}}}
-    a = finished(tmp_path / "a/s", [[True]])
-    b = finished(tmp_path / "b/s", [[True]], sampling=with_tools)
-    for left, right in ((a, b), (b, a)):
-        (told,) = compare(left, right)[0].other_settings
-        assert told.startswith("sampling.environment: ")
-
-
-def test_a_comparison_by_hand(tmp_path: Path) -> None:
-    """A: 1/2, 0, 1/2, 1. B, with four responses: 1, 1/2, 1/2, 3/4. Differences 1/2, 1/2, 0, -1/4.
-
-    In quarters 2, 2, 0, -1: of the eight choices of signs |sum| >= 3 in four.
-    """
-    a = finished(tmp_path / "a/s", [[True, False], [False, False], [False, True], [True, True]])
-    b = finished(
-        tmp_path / "b/s",
-        [[True] * 4, [True, True, False, False], [False, True, True, False], [True, True, True, False]],
-        sampling={"temperature": 0.5},
-    )
-    for left, right in ((tmp_path / "a", tmp_path / "b"), (a, b)):
-        (found,) = compare(left, right)
-        assert (found.suite, found.problems, found.samples) == ("s", 4, (2, 4))
-        assert (found.a, found.b, found.difference) == (0.5, 0.6875, 0.1875)
-        assert found.p_value == 4 / 8
-        assert (found.better, found.worse) == (2, 1)
-        assert found.interval.low < 0.1875 < found.interval.high
-        spread = np.std([0.5, 0.5, 0, -0.25], ddof=1)
-        assert found.detectable == pytest.approx(2.80158 * spread / 2, rel=1e-5)
-        assert found.other_settings == ("sampling.temperature: 1.0, 0.5",)
-    text = comparison_text([found], "a", "b")
-    assert "difference +18.8 points" in text
-    assert "p = 0.5 " in text
-    assert "no difference is shown" in text
-    (other_way,) = compare(tmp_path / "b", tmp_path / "a")
-    assert (other_way.difference, other_way.p_value) == (-0.1875, 0.5)
-
-
-def test_what_cannot_be_compared(tmp_path: Path) -> None:
-    finished(tmp_path / "a/s", [[True]])
-    finished(tmp_path / "b/t", [[True]])
-    finished(tmp_path / "c/s", [[True]], suite={"name": "s", "sha256": "other", "problems": 1})
-    finished(tmp_path / "d/s", [[True]])
-    (tmp_path / "d/s" / SUMMARY).unlink()
-    for other, says in (("b", "no suite"), ("c", "asked different problems"), ("d", "no finished eval")):
-        with pytest.raises(ConfigError, match=says):
-            compare(tmp_path / "a", tmp_path / other)
-
-
 def test_a_checkpoint_of_megatron_becomes_the_same_model(tmp_path: Path) -> None:
     to_megatron(MODEL, tmp_path / "converted")
     location = find_checkpoint(tmp_path / "converted", "latest")
@@ -721,31 +384,3 @@ def test_a_short_judgement_limit_holds_for_each_test_too() -> None:
         RewardConfig().code_case_limit_s
     )
     assert replace(options, samples=4, pass_at=(4, 1, 16)).wanted_pass_at == (1, 4)
-
-
-def test_the_results_as_text() -> None:
-    responses = [judged(0, 0, True, "7"), judged(0, 1, False, "8"), judged(1, 0, True), judged(1, 1, True)]
-    lines = results_text({"small": (Path("out/small"), score(responses))}).splitlines()
-    assert lines[:4] == [
-        "small: 2 problems, 2 responses each",
-        "  avg@2  75.0  (50.0 to 100.0)",
-        "  maj@2  75.0  (50.0 to 100.0); ties in 50.0 % of problems count by share",
-        "  0.0 % truncated, 0.0 % unanswered, 0.0 % unjudged",
-    ]
-    assert "by 99.1 points" in lines[6]
-    assert lines[-1] == "  out/small/summary.json"
-
-
-def test_the_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = str(finished(tmp_path / "a/s", [[False]] * 8))
-    b = str(finished(tmp_path / "b/s", [[True]] * 8))
-    assert run(["eval", "compare", a, b]) == 0
-    told = capsys.readouterr().out
-    assert "A 0.0, B 100.0, difference +100.0 points" in told
-    assert "B differs from A" in told
-    assert run(["eval", "compare", "--json", a, b]) == 0
-    [found] = json.loads(capsys.readouterr().out)
-    assert (found["difference"], found["p_value"]) == (1.0, 2 / 2**8)
-    with pytest.raises(SystemExit, match="^2$"):
-        run(["eval", "compare", a])
-    assert "Missing from bapo eval compare" in capsys.readouterr().err

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bapo_megatron.checkpoint.reader import _trainer_state, manifest_of
+from bapo_megatron.checkpoint.reader import manifest_of
 from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.data.rows import RowError
 from bapo_megatron.errors import CheckpointError, ConfigError
@@ -124,28 +124,11 @@ def test_links_outside_and_what_is_no_file(
 
 
 def test_a_folder_of_templates_is_no_way_out(model: Path) -> None:
+    (model / "alias.json").symlink_to("config.json")
+    check_files_inside(model)  # links within the folder are files
     (model / "additional_chat_templates").symlink_to("..")
     with pytest.raises(CheckpointError, match="is a link"):
         check_files_inside(model)
-
-
-def test_the_hubs_cache_may_link_to_its_blobs_and_no_further(tmp_path: Path) -> None:
-    """models--O--N/{blobs/DIGEST, snapshots/REVISION/NAME -> ../../blobs/DIGEST}; the cache is a link."""
-    cache = tmp_path / "disk/models--O--N"
-    snapshot = cache / "snapshots/0123"
-    snapshot.mkdir(parents=True)
-    (cache / "blobs").mkdir()
-    for number, path in enumerate(sorted(POLICY.iterdir())):
-        shutil.copy(path, cache / f"blobs/{number}")
-        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-    (tmp_path / "hub").symlink_to("disk")
-    found = tmp_path / "hub/models--O--N/snapshots/0123"
-    assert read_model_shape(found).layers > 0
-    assert read_safetensors_folder(found)
-    assert load_tokenizer(found).chat_template
-    (snapshot / "README.md").symlink_to("../../refs")
-    with pytest.raises(CheckpointError, match=r"README\.md is a link to"):
-        read_model_shape(found)
 
 
 def test_a_snapshot_of_the_hubs_cache_is_a_model(tmp_path: Path) -> None:
@@ -169,15 +152,19 @@ def test_a_snapshot_of_the_hubs_cache_is_a_model(tmp_path: Path) -> None:
     to_hf(tmp_path / "megatron", tmp_path / "back")
     assert folder_bytes(tmp_path / "back") == folder_bytes(plain)
     assert model_digest(find_checkpoint(snapshot, "latest").folder) == model_digest(plain)
-    (tmp_path / "link").symlink_to(snapshot)
-    assert read_model_shape(tmp_path / "link") == read_model_shape(plain)
-
+    for link, target in (("link", snapshot), ("disk", "hub")):  # of a snapshot, and of the cache
+        (tmp_path / link).symlink_to(target)
+    for found in (tmp_path / "link", tmp_path / "disk" / snapshot.relative_to(tmp_path / "hub")):
+        assert read_model_shape(found) == read_model_shape(plain)
     farm = tmp_path / "farm"
     farm.mkdir()
     for path in snapshot.glob("*.*"):
         (farm / path.name).symlink_to(path)
     with pytest.raises(CheckpointError, match=r"(?s)is a link to .*hf download MODEL --local-dir"):
         read_model_shape(farm)
+    (snapshot / "README.md").symlink_to("../../refs/main")
+    with pytest.raises(CheckpointError, match=r"README\.md is a link to"):
+        read_model_shape(snapshot)
 
 
 @pytest.fixture
@@ -238,20 +225,18 @@ def test_a_description_that_was_cut_short_says_what_to_do(cut: int, tmp_path: Pa
 
 
 @BOUNDLESS
-@pytest.mark.parametrize("name", ["manifest.json", "trainer.json"])
-def test_the_trainer_reads_descriptions_so_as_well(
-    name: str, attack: Callable[[Path], None], tmp_path: Path, deadline: None
+def test_a_manifest_is_read_so_as_well(
+    attack: Callable[[Path], None], tmp_path: Path, deadline: None
 ) -> None:
-    (tmp_path / "step_000010").mkdir()
-    path = tmp_path / "step_000010" / name
+    path = tmp_path / "step_000010/manifest.json"
+    path.parent.mkdir()
     path.touch()
     attack(path)
-    problem = (manifest_of if name == "manifest.json" else _trainer_state)(path.parent)[1]
+    problem = manifest_of(path.parent)[1]
     assert problem is not None
     assert "cannot be read" in problem
-    if name == "manifest.json":
-        with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            locate(path.parent)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        locate(path.parent)
 
 
 def test_a_run_names_its_model_in_a_plain_file(tmp_path: Path, deadline: None) -> None:
@@ -287,11 +272,6 @@ def test_a_pointer_of_git_lfs_names_the_command_that_fetches_the_file(
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 3945441312\n")
     with pytest.raises(ConfigError, match=rf"{weights} is a pointer of git-lfs.*`git lfs pull`"):
         read(model)
-
-
-def test_links_within_a_folder_are_files(model: Path) -> None:
-    (model / "alias.json").symlink_to("config.json")
-    check_files_inside(model)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "policy/../../secret"])

@@ -35,8 +35,8 @@ from bapo_megatron.planning.traffic import sync_traffic, update_traffic
 from bapo_rehearsal.records import RankResult
 from bapo_rehearsal.results import model_flops
 from tests.support.altered import altered
+from tests.support.planned_jobs import SMALL, job, planned
 from tests.support.shapes import activation_bytes_per_token, resized
-from tests.unit.planning.test_plan import SMALL, job, planned
 
 SHAPES = Path(__file__).parents[3] / "recipes/shapes"
 # A layer: 8 x (8 + 4 + 4) qkv + 8 x 8 projection + 2 x 8 norms + 4 x 8 router = 240, and 4 experts of

@@ -25,7 +25,7 @@ from bapo_megatron.planning.sizes import stage_parameters, total_parameters
 from bapo_megatron.planning.speed import speed
 from bapo_megatron.planning.traffic import update_traffic
 from bapo_megatron.policy.layout import stage_kinds
-from tests.unit.planning.test_plan import SMALL, job
+from tests.support.planned_jobs import SMALL, job
 
 SHAPES = Path(__file__).parents[3] / "recipes/shapes"
 DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=2, value_dim=4, kernel=4)

@@ -27,7 +27,7 @@ from bapo_megatron.planning.lengths import (
 from bapo_megatron.planning.page import plan_dict, plan_text
 from bapo_megatron.planning.plan import JobPlan, make_plan
 from tests.support.altered import altered
-from tests.unit.planning.test_plan import job
+from tests.support.planned_jobs import job
 
 
 @pytest.mark.parametrize(

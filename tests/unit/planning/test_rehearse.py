@@ -32,7 +32,7 @@ from bapo_rehearsal.rank import RankRehearsal
 from bapo_rehearsal.records import Call, LargeTensor, Peak, RankRequest, RankResult, Wait
 from bapo_rehearsal.results import collective_mismatches, needed, rehearsal_text
 from bapo_rehearsal.te_sources import find_sources, te_version
-from tests.unit.planning.test_plan import SMALL, job
+from tests.support.planned_jobs import SMALL, job
 
 ROOT = Path(__file__).parents[3]
 FOUR = ParallelConfig(tensor=2, pipeline=4, data=2)

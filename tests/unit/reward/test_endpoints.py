@@ -192,11 +192,6 @@ def test_an_answer_that_does_not_end_is_given_up() -> None:
         found = scored(server, one(), timeout_s=0.2, give_up_s=0.5)
     assert (found.failure, found.place) == ("endpoint", "no answer in time")
     assert "no answer within" in found.detail
-    # A pause that the server asks for is kept, or the call given up.
-    with judge_server(says({}, 429, **{"Retry-After": "3000"}), judged("Score: 1")) as server:
-        found = scored(server, one(), give_up_s=30.0)
-    assert (found.failure, found.place) == ("endpoint", "HTTP 429")
-    assert len(server.bodies) == 1
 
 
 def test_a_server_that_dies_fails_its_calls_and_is_asked_once_for_later_ones() -> None:

@@ -24,7 +24,8 @@ from bapo_megatron.reward.sandbox.sandbox import SandboxError
 from bapo_megatron.types import Prompt
 from tests.support.fusion_server import BROKEN, run_code
 from tests.support.judge_server import Answer, JudgeServer, judge_server, raw, says
-from tests.unit.reward.test_code_reward import ADD, CALL, FUNCTIONS, SCRIPTS
+from tests.unit.reward.test_code_reward import FUNCTIONS, SCRIPTS
+from tests.unit.reward.test_code_tests import ADD, CALL
 
 pytestmark = pytest.mark.integration
 

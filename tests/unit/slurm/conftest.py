@@ -17,6 +17,14 @@ NO_PAUSES = "sleep() { :; }\n"
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def checkpoint(run: Path, step: int, whole: bool = True, update: int | None = None) -> None:
+    within = "" if update is None else f"_update_{update:03d}"
+    folder = run / f"checkpoints/step_{step:06d}{within}"
+    folder.mkdir(parents=True)
+    if whole:
+        (folder / "manifest.json").write_text("{}")
+
+
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
     """Runs lines of bash after the library, in job 7 whose run is ``tmp_path``."""

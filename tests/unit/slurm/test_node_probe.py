@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.support.executables import executable
+from tests.unit.slurm.conftest import SLURM, Shell, checkpoint
 
-PATH = Path(__file__).parents[3] / "slurm/probe.py"
+PATH = SLURM / "probe.py"
 
 
 @pytest.fixture(scope="module")
@@ -285,3 +286,74 @@ def test_which_nodes_are_judged_bad(
 ) -> None:
     findings = [probe.Findings(node, **own) for node, own in found.items()]
     assert probe.judge(findings, nodes, probe.Needs(clock_s=clock_s)) == bad
+
+
+PROBE = """
+    bapo_nodes() { printf '%s\\n' $NODES; }
+    srun() {
+        printf '%s\\n' "$@" >>"$BAPO_RUN/calls"
+        [[ $ANSWER = no ]] || echo {} >"$BAPO_RUN/health/0/n1.json"
+    }
+    timeout() { shift 3; "$@"; }
+    bapo_event() { echo "$1"; }
+    bapo_headline() { echo "$1"; }
+    bapo_requeue() { echo "without $1"; exit; }
+    bapo_read_state
+    bapo_health
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "answer", "told"),
+    [
+        ("n1 n2 n3", "yes", "without n2,n3"),
+        ("n1 n2 n3", "no", "STOPPED: health: no bad node could be identified\ncause: * no node answered"),
+        ("n1", "no", "without n1"),
+    ],
+)
+def test_a_probe_that_could_not_run_does_not_exclude_every_node(
+    shell: Shell, tmp_path: Path, nodes: str, answer: str, told: str
+) -> None:
+    """A wrong interpreter or image: without all nodes of a partition the job would wait for ever."""
+    found = shell(PROBE, NODES=nodes, ANSWER=answer)
+    assert told in found.stdout, found.stderr
+
+
+def test_nodes_that_are_all_bad_are_not_excluded(shell: Shell, tmp_path: Path) -> None:
+    """A broken environment, or memory_gb too high: a job without all of a partition would wait for ever."""
+    verdict = PROBE.replace(
+        "bapo_health\n", 'printf "n1 x\\nn2 x\\n" >"$BAPO_RUN/health/0/verdict"; bapo_health'
+    )
+    (tmp_path / "health/0").mkdir(parents=True)
+    both = shell(verdict, NODES="n1 n2", ANSWER="yes")
+    assert "STOPPED: health: every node is bad: the setup" in both.stdout, both.stderr
+    assert both.returncode == 1
+    some = {"NODES": "n1 n2 n3", "ANSWER": "yes"}
+    assert "without n1,n2\n" in shell(verdict, **some).stdout
+    again = shell(verdict.replace("n1 x\\nn2 x", "n3 x"), **some)
+    assert "STOPPED: health: nodes n1,n2 were left out before; others are bad now" in again.stdout
+    checkpoint(tmp_path, 10)  # weeks later another node fails
+    assert "without n3\n" in shell(verdict.replace("n1 x\\nn2 x", "n3 x"), **some).stdout
+    assert "excluded=n1,n2,n3\n" in (tmp_path / "slurm.state").read_text()
+
+
+@pytest.mark.parametrize(("gpus", "count"), [("8", "8"), ("h100:4", "4"), ("", "0")])
+def test_the_probe_gets_the_number_of_gpus_of_any_type(
+    shell: Shell, tmp_path: Path, gpus: str, count: str
+) -> None:
+    shell(PROBE, NODES="n1", ANSWER="no", SLURM_GPUS_PER_NODE=gpus)
+    assert f"--gpus={count}" in (tmp_path / "calls").read_text().splitlines()
+
+
+def test_the_probe_of_a_heterogeneous_job_gets_its_groups_gpus(shell: Shell, tmp_path: Path) -> None:
+    """Slurm names the variable after the group there, and no other: no GPU of a large job was counted."""
+    found = shell(
+        PROBE.replace("bapo_health\n", "bapo_probe 0; bapo_probe 1\n"),
+        NODES="n1",
+        ANSWER="no",
+        SLURM_HET_SIZE="2",
+        SLURM_GPUS_PER_NODE_HET_GROUP_0="8",
+        SLURM_GPUS_PER_NODE_HET_GROUP_1="h100:4",
+    )
+    counts = [word for word in (tmp_path / "calls").read_text().split() if word.startswith("--gpus=")]
+    assert counts == ["--gpus=8", "--gpus=4"], found.stderr

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.audit import Exchange
 from tests.support.faulty_tools import FAILURES, SHARES, fault_of
-from tests.support.harm_ledger import FAULTS, Ledger
+from tests.support.harm_ledger import Ledger
 from tests.support.tool_accounts import check_steps, check_tools
 
 Rows = list[dict[str, Any]]
@@ -155,7 +155,7 @@ def test_a_step_that_is_missing_or_there_twice_is_found(
 
 
 def test_faults_have_names_and_are_a_minority() -> None:
-    assert FAULTS.keys() == SHARES.keys() >= FAILURES.keys()
+    assert SHARES.keys() >= FAILURES.keys()
     assert sum(SHARES.values()) < 0.5
     drawn = [fault_of(f"{number}-0-0", 0) for number in range(20_000)]
     assert abs(drawn.count("slow") / 20_000 - SHARES["slow"]) < 0.02
@@ -167,13 +167,7 @@ def test_a_campaign_goes_on_with_the_same_run_only(tmp_path: Path) -> None:
     ledger.note(kind="stop the sampler", after="update", steps=4)
     again = Ledger(tmp_path, ["--a=1"])
     assert again.kills == 1
-    found = {"kills": 1, "steps": 5, "asked": 7, "asked again": 1, "answers in the journal": 6}
-    tokens = {"sampled": 9, "trained": 4, "dropped": 3, "kept": 2}
-    again.close_session(seed="0.0", minutes=2.0, found={**found, **tokens, "fault none": 7})
-    page = again.page("python -m x", 200, "a machine")
-    assert "**1 of 200 kills, 5 steps; all audits passed.**" in page
-    assert "| kill everything | 1 |" in page
-    assert "| 1 | 0.0 | 2 | 1 | 5 |" in page
+    assert [row["after"] for row in again.harms] == ["update", "update"]
     with pytest.raises(SystemExit, match="has a campaign with"):
         Ledger(tmp_path, ["--a=2"])
     theirs = tmp_path / "theirs"

@@ -140,12 +140,6 @@ def test_mlflow_finds_its_run_again(run: TrackedRun, mlflow: MagicMock) -> None:
     mlflow.log_batch.assert_called_with("m1", params=[("new", "1")])  # a known one must not change
 
 
-ENDS: list[tuple[Any, str]] = [
-    ("done", "FINISHED"), ("failed", "FAILED"), ("preempted", "KILLED"), ("stopped", "KILLED"),
-    ("killed", "KILLED"), (None, "RUNNING"),
-]  # fmt: skip
-
-
 def test_mlflow_at_an_address(run: TrackedRun, mlflow: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")
     MlflowTracker(run)

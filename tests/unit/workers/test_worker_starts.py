@@ -1,0 +1,149 @@
+"""Starts and ends of worker processes: notes, failures, limits, and nothing that is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.child_process import ChildDied, ChildTimeout
+from bapo_megatron.workers import pool as pools
+from bapo_megatron.workers import process
+from bapo_megatron.workers.pool import WorkerPool
+from bapo_megatron.workers.process import WorkerProgram
+from tests.unit.workers.test_worker_pool import (
+    COMMAND,
+    LONG_S,
+    act,
+    exists,
+    failures,
+    kind,
+    noted,
+    pids_of,
+    pooling,
+    together,
+)
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_the_start_of_a_worker_is_nobodys_time(tmp_path: Path, workers: int) -> None:
+    """Its second process needs two seconds for its imports, and the calls have one second."""
+    async with pooling(workers, starts=str(tmp_path / "starts"), start_s=2) as pool:
+        for pid in pids_of(pool):
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        assert not pids_of(pool)
+        results = await together([pool.call(kind("count", 1.0, repeatable=False), "a") for _ in range(3)])
+    assert failures(results) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"kind": "both"}, ChildDied, "exit code 1"),
+        ({"problem": "no such door"}, ConfigError, "no such door"),
+        ({"starts": "starts", "start_s": 1000}, ChildTimeout, "it was not ready within 5 s"),
+    ],
+)
+async def test_a_start_that_fails_says_why(
+    settings: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    if "starts" in settings:
+        (tmp_path / "starts").write_text("one before\n")
+        settings = {**settings, "starts": str(tmp_path / "starts")}
+    with pytest.raises(error, match=f"^{message}$"):
+        async with pooling(2, start_limit_s=5 if "starts" in settings else LONG_S, **settings):
+            pass
+
+
+def test_notes_of_a_start_come_once() -> None:
+    async def main() -> list[str]:
+        pool = WorkerPool(WorkerProgram(COMMAND, {"kind": "async"}), 2)
+        with pytest.raises(RuntimeError, match=r"start\(\) it before call"):
+            await pool.call(kind("wait"), 0)
+        try:
+            return await pool.start()
+        finally:
+            await pool.close()
+
+    assert asyncio.run(main()) == ["a note"]
+
+
+async def test_a_place_that_cannot_start_a_worker_leaves_its_calls_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its suspect, too. Where no worker is left calls fail, and the next call tries again."""
+    monkeypatch.setattr(pools, "RESTART_PAUSE_S", 1000.0)
+    starts, file = tmp_path / "starts", tmp_path / "notes"
+    broken = Path(f"{starts}.broken")
+    starts.write_text("")
+    async with pooling(workers=2, starts=str(starts)) as pool:
+        broken.touch()
+        suspect = asyncio.create_task(act(pool, file, "a"))
+        await noted(file, 1)
+        first, second = pids_of(pool)
+        os.kill(first, signal.SIGKILL)
+        assert await suspect == "a"
+        assert pids_of(pool) == [second]
+        os.kill(second, signal.SIGKILL)
+        results = await together([pool.call(kind("wait"), 0) for _ in range(3)])
+        assert [str(one) for one in results] == ["wait: died: exit code 9"] * 3
+        broken.unlink()
+        assert await pool.call(kind("wait"), 0) in pids_of(pool)
+
+
+async def test_closing_ends_what_runs_hangs_or_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    starts, file = tmp_path / "starts", tmp_path / "notes"
+    program = WorkerProgram(COMMAND, {"kind": "async", "starts": str(starts), "start_s": 1000})
+    pool = WorkerPool(program, 1)
+    await pool.start()
+    calls = [asyncio.create_task(act(pool, file, name)) for name in ("a", "blocker")]
+    await noted(file, 2)
+    os.kill(pids_of(pool)[0], signal.SIGKILL)
+    await noted(starts, 2)  # the second process begins a start that does not end
+    await pool.close()
+    assert all(isinstance(one, asyncio.CancelledError) for one in await together(calls))
+    with pytest.raises(RuntimeError, match="not after close"):
+        await pool.call(kind("wait"), 0)
+    assert not any(exists(int(pid)) for pid in starts.read_text().split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "starts"], "no directory of a worker"
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled while the process is being made in a thread, which nothing can stop."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pids: list[int] = []
+    make, is_making = process._make, threading.Event()
+
+    def slow(program: WorkerProgram) -> Any:
+        is_making.set()
+        time.sleep(0.3)
+        made = make(program)
+        pids.append(made[0].pid)
+        return made
+
+    monkeypatch.setattr(process, "_make", slow)
+    starting = asyncio.create_task(
+        process.WorkerProcess.start(WorkerProgram(COMMAND, {"kind": "async"}), lambda _: None)
+    )
+    await asyncio.to_thread(is_making.wait)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert len(pids) == 1
+    assert not exists(pids[0])
+    assert not [*tmp_path.iterdir()]

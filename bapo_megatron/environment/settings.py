@@ -1,7 +1,8 @@
-"""Settings of built-in environments and adapters (``environment.settings``), with their ranges.
+"""Dataclasses that check ``environment.settings`` of built-in environments and adapters before a run.
 
-``pool.read_traits`` checks them before a run in the run's own process, so they live apart from adapter
-imports. Needs only the standard library: an environment may run in a separate interpreter.
+``settings_type(kind)`` returns the dataclass of an environment class, or None. It is checked in the run's own
+process, so this module imports no adapter. Needs only the standard library: an environment may run in a
+separate interpreter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Background scoring of complete groups, part of ``SamplerLoop``.
+"""Background scoring of complete groups, with outages and uniform groups; part of ``SamplerLoop``.
 
-A group is scored as soon as its last response is complete; in distillation it also gets the teacher's
-log-probs. A group whose scores all failed waits and is rescored (``FailedScores``).
+``GroupScoring.begin(group)`` starts a task when the last response is complete: it computes the rewards
+(``scoring.GroupScorer``), in distillation also the teacher's log-probs, and posts them as an event. A group
+whose scores all failed waits and is rescored (``FailedScores``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from bapo_megatron.rollout.sampler.write_ahead_log import Record
 
 
 class GroupScoring:
-    """One scoring task per complete group, which posts the rewards as an event and drops useless groups."""
+    """Tasks that score complete groups in the background, one per group. Each posts the rewards as an event,
+    and drops a group on which no training is possible (equal rewards, too few scores). The scores are
+    ``GroupScorer``'s."""
 
     def __init__(
         self, config: RunConfig, dataset: Dataset, scorer: Scorer, report: Report, teacher: Teacher | None

@@ -1,8 +1,9 @@
-"""The ``sglang`` engine: one SGLang server behind ``interfaces.Engine``, with deadlines, updates and sleep.
+"""The ``sglang`` engine: one SGLang server behind the async protocol ``interfaces.Engine``, with deadlines.
 
-Weights come from a folder, by broadcast or by memory handles, and change between two tokens of requests in
-flight. A request is aborted at its deadline and returns its tokens so far; one on a dropped kept-alive
-connection is resent once. During a pause or load unsent requests wait at a gate (``InflightRequests``).
+``SglangEngine`` adds to the HTTP client: aborts at deadlines (a request then returns its tokens so far), one
+resend on a dropped kept-alive connection, and weight updates from a folder, by broadcast or by memory
+handles, between two tokens of requests in flight. During a pause or load, unsent requests wait at a gate
+(``InflightRequests``).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Deadlines:
 
 class SglangEngine:
     """``Engine`` of one SGLang server, with all engine protocols of ``interfaces.py``, in one event loop.
-    Failing calls raise ServerError. Pauses, resumes, aborts and loads run one at a time beside requests."""
+    Failing calls raise ServerError. Pauses, resumes, aborts and loads run one at a time, while requests are
+    in flight."""
 
     transports = tuple(name for name, one in TRANSPORTS.items() if one.protocol)
     """All weight transports with parts, which ``_load_part`` loads."""
@@ -354,7 +356,8 @@ def _truncated_after(generation: Generation, newest: int | None) -> Generation:
 
 
 class InflightRequest:
-    """State of one request in flight: server-side id, sent, aborted."""
+    """State of one request in flight: its id on the server, whether it was sent, and whether it was
+    aborted."""
 
     def __init__(self, routes: bool = False) -> None:
         self.rid = uuid.uuid4().hex
@@ -370,7 +373,8 @@ class InflightRequest:
 
 
 class InflightRequests:
-    """Requests in flight on a server, with the gate in front of it, in one event loop."""
+    """The requests in flight on one server, and the gate at which unsent ones wait (``may_send``) while it is
+    closed."""
 
     def __init__(self) -> None:
         self.all: set[InflightRequest] = set()

@@ -80,7 +80,7 @@ Case = Printed | Called | Asserted
 
 @dataclass(frozen=True)
 class Tests:
-    """Test cases of a problem; a correct program passes all."""
+    """Test cases of a problem, all of which a correct program passes, and code to run before the program."""
 
     cases: tuple[Case, ...]
     prelude: str = ""
@@ -385,7 +385,8 @@ def _defined(source: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Read:
-    """A case without its setup, with the names read in the program's process and in the judgement."""
+    """A parsed assert and its helper names: those read in the program's process, and those read by the
+    judgement."""
 
     case: Asserted
     used: frozenset[str]

@@ -106,9 +106,8 @@ class Traits:
 
 
 class EnvironmentPool:
-    """Async pool of ``environment.workers`` processes that hold episodes: ``start``, then any number of
-    concurrent ``step`` calls (``forget`` an episode that ends early), then ``close``. Failed steps are
-    results, not errors."""
+    """Async pool of ``environment.workers`` processes that hold episodes: ``start``, concurrent ``step``
+    calls (``forget`` an episode that ends early), ``close``. Failed steps are results, not errors."""
 
     def __init__(
         self, config: EnvironmentConfig, traits: Traits, repeats: bool = True, logs_dir: Path | None = None

@@ -1,8 +1,7 @@
 """Dataclasses that check ``environment.settings`` of built-in environments and adapters before a run.
 
 ``settings_type(kind)`` returns the dataclass of an environment class, or None. It is checked in the run's own
-process, so this module imports no adapter. Needs only the standard library: an environment may run in a
-separate interpreter.
+process, so this module imports no adapter; only the standard library, for a separate interpreter.
 """
 
 from __future__ import annotations

@@ -218,8 +218,7 @@ class Episodes:
 
 class RandomStates:
     """Per-episode states of the global generators of ``random`` and numpy: ``of`` activates them for a block.
-    The seed derives from the episode's name, so a replay repeats the draws. Only one step may run at a
-    time."""
+    The seed derives from the episode's name, so a replay repeats the draws. Only one step may run at once."""
 
     def __init__(self) -> None:
         self._states: dict[str, tuple[Any, Any]] = {}

@@ -1,5 +1,4 @@
 """Evaluation (``bapo eval``) of a checkpoint on benchmark suites: sampling, scoring, metrics, comparison.
 
-``command.py`` parses the flags and compares two evaluations; ``run.evaluate`` runs one and returns its
-metrics.
+``command.py`` parses the flags and compares two evaluations; ``run.evaluate`` runs one.
 """

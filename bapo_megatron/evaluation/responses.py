@@ -34,8 +34,7 @@ _MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path", "code_
 
 
 class Responses(JsonlLog):
-    """The response file of one suite, open for appending by this process; ``append_all`` is durable on
-    return."""
+    """Response file of one suite, open for appending; ``append_all`` is durable on return."""
 
     def append_all(self, rows: Sequence[Row]) -> None:
         """Append the rows durably (fsync). Raises RunStopped if the disk refuses them."""

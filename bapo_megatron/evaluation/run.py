@@ -162,8 +162,7 @@ _FILES = (".safetensors", ".json", ".jinja", ".model")
 
 @dataclass(frozen=True)
 class Model:
-    """Model of an evaluation: its Hugging Face folder, the checkpoint that it comes from, SHA-256 of its
-    files."""
+    """Model of an evaluation: its Hugging Face folder, the checkpoint behind it, and its SHA-256."""
 
     folder: Path
     checkpoint: str

@@ -34,8 +34,7 @@ _ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """A scored response to a problem, without its text: right or wrong, answer, tokens, finish reason,
-    failure."""
+    """A scored response, without its text: right or wrong, answer, tokens, finish reason, failure."""
 
     problem: int
     """Row of the suite."""
@@ -181,8 +180,7 @@ def _about_responses(responses: Sequence[ScoredResponse]) -> Metrics:
 
 
 class Vote(NamedTuple):
-    """Result of a majority vote over the answers to one problem: its correctness, and whether the top was
-    tied."""
+    """Result of a majority vote on one problem: its correctness, and whether the top was tied."""
 
     value: float
     """1 if right, 0 if wrong or without votes; with a tie, the share of tied answers that are right."""

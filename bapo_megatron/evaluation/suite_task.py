@@ -19,8 +19,7 @@ from bapo_megatron.runtime.jsonl_log import Row
 
 @dataclass(frozen=True)
 class SuiteTask:
-    """One suite of an evaluation: its open folder, settings, and lists of responses to sample and to
-    rescore."""
+    """One suite of an evaluation: open folder, settings, and responses to sample and to rescore."""
 
     suite: Suite
     folder: Path

@@ -1,7 +1,6 @@
-"""Parser of a code problem's tests from its ground truth.
+"""Parser of a code problem's tests: ``read_tests(ground_truth)`` returns a ``Tests``, or raises ValueError.
 
-The ground truth is text in a form of Skywork-OR1-RL-Data, its sources or other datasets, mostly JSON; any
-other form raises ValueError:
+The ground truth is text in a form of Skywork-OR1-RL-Data, its sources or other datasets, mostly JSON:
 
 - ``{"inputs": [...], "outputs": [...]}``: input and output of a script, as text, a list of lines, or
   ``{"stdin": text}`` and ``{"stdout": text}`` (SandboxFusion); also as JSON text in ``input_output`` (TACO);
@@ -385,8 +384,7 @@ def _defined(source: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Read:
-    """A parsed assert and its helper names: those read in the program's process, and those read by the
-    judgement."""
+    """A parsed assert, with its names read in the program's process, and those read by the judgement."""
 
     case: Asserted
     used: frozenset[str]

@@ -108,9 +108,9 @@ def with_path(url: str, path: str) -> str:
 
 
 class JsonClient:
-    """Async HTTP client of one address for one event loop: concurrent ``ask`` calls, then ``close``. Retries
-    a retryable failure for up to ``give_up_s`` seconds. Once the endpoint has answered no call for that long,
-    further calls are tried only once (circuit breaker)."""
+    """Async HTTP client of one address for one event loop: concurrent ``ask`` calls, which return the JSON
+    reply or raise EndpointError, then ``close``. Retries a retryable failure for up to ``give_up_s`` seconds.
+    Once no call was answered for that long, further calls are tried only once (circuit breaker)."""
 
     def __init__(
         self,

@@ -101,8 +101,7 @@ def _text(message: Message) -> str:
 
 
 class RewardModel:
-    """Requests and replies of a reward model: ``body(question)`` returns the JSON to send, ``value(reply)``
-    the reward."""
+    """Reward model's requests and replies: ``body`` returns the JSON to send, ``value`` a reply's reward."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         """Load the tokenizer if the settings name one. Raises ConfigError if that fails."""
@@ -214,8 +213,7 @@ def _number(value: Any) -> float:
 
 
 class LlmJudge:
-    """Requests and replies of an LLM judge: ``body(question)`` returns the JSON to send, ``value(reply)`` the
-    reward."""
+    """LLM judge's requests and replies: ``body`` returns the JSON to send, ``value`` a reply's reward."""
 
     def __init__(self, settings: LlmJudgeSettings, wrong: float, correct: float) -> None:
         """``wrong``, ``correct``: rewards for the worst and the best verdict."""
@@ -295,8 +293,7 @@ Judge = RewardModel | LlmJudge
 class EndpointScorer:
     """Async scorer for one event loop: ``open``, concurrent ``answer`` calls, ``close``. ``answer`` returns
     ``{"score", "reward"}``, or a ``failure`` instead of raising. Equal requests are sent once, even while the
-    first is in flight, as long as the cache (setting ``cache``) holds its score; failed calls are not
-    cached."""
+    first is in flight, as long as the cache (setting ``cache``) holds its score, never a failure."""
 
     def __init__(self, reward: RewardConfig) -> None:
         settings = read_settings(reward.function, reward.settings)

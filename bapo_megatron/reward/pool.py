@@ -36,8 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Reward of one response, with penalties and without (``score``), or kind and details of the failure to
-    score it."""
+    """Reward of one response, with and without penalties, or kind and details of the failure to score it."""
 
     reward: float
     """Reward with all penalties; on failure `reward.failed` without any (`reward.on_failure=value`)."""
@@ -150,8 +149,7 @@ def overlong_penalty(
 
 
 class _Result(Protocol):
-    """A result that may hold a failure, for ``FailureReports`` (protocol): of a score or of an environment
-    step."""
+    """A result that may hold a failure of a score or environment step, for ``FailureReports``."""
 
     @property
     def failure(self) -> str | None: ...
@@ -165,8 +163,7 @@ class _Result(Protocol):
 
 class FailureReports:
     """Reporter of failures as run events: the 1st, 10th, 100th ... of each kind, the first with its
-    traceback. Failures are of one kind if their ``failure`` and ``place`` are equal. Counts restart with the
-    process."""
+    traceback. Equal ``failure`` and ``place`` make one kind. Counts restart with the process."""
 
     def __init__(self, report: Callable[..., None], event: str = "reward_failed") -> None:
         """``report`` gets the event name and its fields."""

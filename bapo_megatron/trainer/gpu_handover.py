@@ -37,7 +37,7 @@ _POLL_S = 0.2
 
 class GpuHandover:
     """Switch of the GPUs between the policy, which has them initially, and colocated engines. Not
-    checkpointed. ``to_policy`` and ``to_engines`` are collective and block. They do nothing if engines have
+    checkpointed. ``to_policy`` and ``to_engines`` are collective and block; they do nothing if engines have
     their own GPUs, if stored rollouts are replayed, or if that side has the GPUs already. Other members are
     local."""
 

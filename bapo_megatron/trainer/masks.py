@@ -39,8 +39,7 @@ def mask_names(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 
 class Remaining(NamedTuple):
-    """What masks leave of a sample, as numbers for all ranks: tokens that train, their versions, sum of
-    weights."""
+    """What masks leave of a sample, as numbers for all ranks: tokens, their versions, sum of weights."""
 
     trained: float
     predicted: float

@@ -44,8 +44,7 @@ _RECORD_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class ReferenceRecord:
-    """Content of RUN/reference.json: folder, dtype and bit digest of the weights of the run's reference
-    policy."""
+    """Content of RUN/reference.json: folder, dtype and bit digest of the run's reference weights."""
 
     model: str
     """Its Hugging Face folder."""

@@ -47,8 +47,7 @@ from bapo_megatron.types import Metrics
 
 
 class PartialStep(NamedTuple):
-    """A step that was stopped after some of its updates: these updates' metrics, and the version at its
-    start. A run that continues skips them."""
+    """A step that was stopped after some of its updates, with their metrics: a resumed run skips these."""
 
     version: int
     """Policy version at the start of the step."""
@@ -59,7 +58,7 @@ class PartialStep(NamedTuple):
 @dataclass(frozen=True)
 class ResumePoint:
     """Where a run begins or continues: checkpoint (not loaded yet), first step, changed settings. Equal on
-    every rank."""
+    all ranks."""
 
     checkpoint: Checkpoint | None
     """Checkpoint to continue from; None for a new run."""
@@ -90,8 +89,7 @@ class ResumePoint:
 
 
 class Begun(NamedTuple):
-    """What earlier starts of the run directory left: its last settings, and the fork that it is. Read under
-    the lock."""
+    """What earlier starts of the run directory left: its last settings, and its fork record, if any."""
 
     settings: dict[str, Any] | None
     """Settings of the last start, by dotted names; None before the first."""

@@ -44,8 +44,7 @@ LOTS = 8
 
 @dataclass(frozen=True)
 class CallKind:
-    """Kind of call: a function of the worker program by name, its time limit in seconds, and whether it may
-    run twice."""
+    """Kind of call: function of the worker program, time limit in seconds, whether it may run twice."""
 
     function: str
     limit_s: float
@@ -74,8 +73,7 @@ class CallFailed(Exception):
 
 @dataclass(eq=False)
 class _Call:
-    """A pending call: its question, its caller's future, its deadline, and how many workers ended while it
-    ran."""
+    """A pending call: its question, its caller's future, its deadline, and its number of bad runs."""
 
     number: int
     kind: CallKind
@@ -243,8 +241,7 @@ class WorkerPool:
 
 
 class _WorkerSlot:
-    """One of the pool's places for a worker process: replaces a process that ended, and holds the calls sent
-    to it."""
+    """A place for one worker process: replaces a process that ended, and holds the calls sent to it."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool

@@ -39,8 +39,7 @@ _READS = 64  # maximum successive reads of a pipe, so that an endless writer doe
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """Command, settings, environment and start limit of a worker program, whose ``main`` calls
-    ``serving.serve``."""
+    """Command, settings, environment and start limit of a program whose ``main`` calls ``serving.serve``."""
 
     command: tuple[str, ...]
     """Command without its last argument, the lifeline's descriptor."""

@@ -40,8 +40,7 @@ _LONGEST_LINE = 256 << 20  # maximum bytes of a call of an async program
 
 @dataclass(frozen=True)
 class Prepared:
-    """What ``prepare`` returns: a worker program's functions by name, its memory limit, and notes for the
-    user."""
+    """What ``prepare`` returns: a worker program's functions, memory limit, and notes for the user."""
 
     functions: Mapping[str, Callable[[Any], Any]]
     """Functions of one argument, the question, by name: all plain or all async (``async def``)."""

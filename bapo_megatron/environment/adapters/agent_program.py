@@ -2,8 +2,7 @@
 
 ``run_agent`` runs a command, with the JSON of ``given_task`` on its standard input and the variables of
 ``given_variables`` (model endpoint and key), until it ends, and returns an ``AgentEnd``. The input is a pipe,
-empty once read: the task holds the ground truth, and a file could be read again by code that the program runs
-for the policy.
+empty once read, because the task holds the ground truth, and the program may run code for the policy.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Subclass ``LoopEnvironment`` and define ``play``: it awaits ``ask(observation)`` for the model's next turn,
 and returns the reward. After a kill a new object runs ``play`` again and answers its questions with the turns
-in the journal, whatever their order, so ``play`` must repeat its questions. Imports only the standard
-library.
+in the journal, in any order, so ``play`` must repeat its questions. Imports only the standard library.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     environment.function = "bapo_megatron.environment.adapters.textarena:TextArena"
 
 A row's ``extra_info`` has the game and its seed, ``{"env_id": "GuessTheNumber-v0", "seed": 3}``, and its
-prompt ends with the game's first observation; ``rows`` generates such rows. A lost game is rebuilt by
-replaying its moves. Tested with textarena 0.7.4; games with word lists need those of nltk, which textarena
-downloads.
+prompt ends with the game's first observation; ``rows`` generates such rows. A lost game is rebuilt by its
+moves. Tested with textarena 0.7.4; games with word lists need those of nltk, which textarena downloads.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ _TOLD: set[str] = set()
 
 
 class Refused(Exception):
-    """Refusal of a program's request: HTTP ``status`` and ``reason``. The protocol sends it in its own error
-    format."""
+    """Refusal of a program's request: HTTP ``status`` and ``reason``. The protocol formats it."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)

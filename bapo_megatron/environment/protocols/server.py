@@ -55,8 +55,7 @@ def closed(key: str) -> None:
 
 @dataclass
 class _Question:
-    """A request of an episode: digest of its body, task that returns the answer, and number of waiting
-    clients."""
+    """A request of an episode: digest of its body, task of the answer, and number of waiting clients."""
 
     name: str
     digest: str
@@ -70,8 +69,7 @@ class _Question:
 class EpisodeQuestions:
     """The requests of one episode, each asked of the policy once, even if the client repeats it: as a retry
     (``Idempotency-Key``, or ``x-stainless-retry-count`` of OpenAI's and Anthropic's clients), or as an equal
-    request before an answer was written. ``question`` yields a request's ``_Question``, whose ``answer`` is a
-    task."""
+    request before an answer was written. ``question`` yields a request's ``_Question`` with its answer."""
 
     def __init__(self, ask: Callable[[ChatRequest], Awaitable[SampledTurn]]) -> None:
         """``ask`` returns the model's turn for a request. It raises ``Refused``."""

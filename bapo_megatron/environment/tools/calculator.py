@@ -42,8 +42,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 class Calculator(Environment):
-    """Episode with a calculator: ``step`` returns the values of a turn's calls. Keeps no state between
-    turns."""
+    """Episode with a calculator: ``step`` returns the values of a turn's calls. Stateless."""
 
     resume = "restore"
     settings_type = CalculatorSettings

@@ -42,8 +42,7 @@ _ALL_USERS = 4294967295
 
 
 class Walls:
-    """The walls (isolation layers) that this kernel grants a sandbox, and notes on missing ones; filled in
-    during setup."""
+    """Walls (isolation layers) that this kernel grants a sandbox, and notes on missing ones."""
 
     def __init__(self) -> None:
         self.namespaces = False

@@ -64,8 +64,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a test case that ended within its limit: exit code, output, value of an expression,
-    seconds."""
+    """Result of a test case that ended in time: exit code, output, value of an expression, seconds."""
 
     code: int
     """Exit code; negative for a signal."""

@@ -27,8 +27,7 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 
 class EngineError(RuntimeError):
-    """An engine refused, hung or gave an invalid answer; its state is unknown. The message names the
-    engine."""
+    """An engine refused, hung or gave an invalid answer; its state is unknown. The message names it."""
 
 
 class EngineServers:

@@ -245,8 +245,7 @@ def block_cache(model_config: Any) -> DynamicCache:
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """Cache of one linear-attention layer for transformers, which can also drop finished rows of the
-    batch."""
+    """Cache of one linear-attention layer for transformers, from which finished rows can be dropped."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)

@@ -42,7 +42,7 @@ _BODY = "model."
 
 class LocalEngine:
     """``Engine`` of a ``LocalModel``: async calls, computed in threads. Construct it inside the event loop.
-    If a folder has wrong weights, ``load`` raises and the old ones stay. ``generate`` after ``close`` raises
+    If a folder has wrong weights, ``load`` raises and the old ones stay. A request after ``close`` raises
     RuntimeError."""
 
     name = "local"
@@ -240,8 +240,7 @@ class LocalModel:
 
 class ModelWeights:
     """Parameters of a Hugging Face model by name, replaced all or none; tied ones count once. ``stage``
-    returns a checked copy of new ones, ``commit`` puts it into the model. The caller (``LocalModel``) does
-    the locking."""
+    returns a checked copy of new ones, ``commit`` puts it into the model. ``LocalModel`` does the locking."""
 
     def __init__(self, model: Any, body: str = _BODY) -> None:
         """``body``: the folder's name prefix, which replaces the text model's prefix in transformers."""

@@ -43,8 +43,7 @@ _LATE_S = 1.0
 
 
 class EngineLost(Exception):
-    """Raised by ``EnginePool.generate``: the engine went into quarantine; the request may go to another
-    one."""
+    """Error of ``EnginePool.generate``: the engine went into quarantine; another one may take the request."""
 
     def __init__(self, message: str, by_this_request: bool = False) -> None:
         super().__init__(message)
@@ -53,8 +52,7 @@ class EngineLost(Exception):
 
 
 class EnginesGone(Exception):
-    """Raised by ``EnginePool.check``: no engine of the run has worked for the given minutes
-    (``lost_minutes``)."""
+    """Error of ``EnginePool.check``: no engine of the run has worked for the given minutes."""
 
 
 class EnginePool:

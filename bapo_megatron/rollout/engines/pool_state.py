@@ -36,7 +36,8 @@ higher value loads would drift apart, and a recovered engine would stay empty.""
 
 @dataclass(frozen=True)
 class EngineTimeouts:
-    """Timeouts of the engine pool, in seconds. A run sets only ``update_s``, from ``update_minutes``."""
+    """Timeouts of the engine pool in seconds (checks, aborts, updates, hangs); a run sets only
+    ``update_s``."""
 
     heartbeat_s: float = 5.0
     """Interval between an engine's health checks."""

@@ -29,8 +29,7 @@ from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTok
 
 @dataclass(frozen=True)
 class Dataset:
-    """A run's tokenized prompts, and the tokenizer that decodes responses (``texts``) and turns
-    (``turn_text``)."""
+    """A run's tokenized prompts, and the tokenizer that decodes responses and turns."""
 
     prompts: Sequence[Prompt]
     tokenizer: Any

@@ -42,8 +42,8 @@ class TensorDigests(str):
 @dataclass(frozen=True)
 class SentDigests:
     """Digests that each engine must report after a load, by engine rank and tensor name, or why they are
-    unknown. ``write`` and ``read`` keep them in a weight folder; other transports send them with the end of a
-    transfer."""
+    unknown. ``write`` and ``read`` keep them in a weight folder; other transports send them after the
+    weights."""
 
     ranks: tuple[Mapping[str, str], ...] = ()
     """For each engine rank, tensor digests by the engine's tensor name."""
@@ -82,8 +82,7 @@ MakeDigester = Callable[[], WeightDigester]
 
 @dataclass(frozen=True)
 class UnknownDigests:
-    """``WeightDigester`` that computes nothing: its ``result`` says that the digests are unknown, for
-    ``reason``."""
+    """``WeightDigester`` without digests: its ``result`` says that they are unknown, for ``reason``."""
 
     reason: str
 
@@ -95,9 +94,8 @@ class UnknownDigests:
 
 
 class DigestingIterator:
-    """Iterator over (name, tensor) that hashes the tensors as they pass; after its end ``sent`` returns the
-    digests. An error of the hash only makes them unknown: the iteration is an all-gather in which other ranks
-    take part."""
+    """Iterator over (name, tensor) that hashes the tensors as they pass; ``sent`` then returns the digests. A
+    failing hash only makes them unknown: the iteration is an all-gather in which other ranks take part."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], make: MakeDigester | None) -> None:
         self._weights = weights
@@ -128,8 +126,7 @@ class DigestMismatch(RuntimeError):
 
 
 class SentCheck:
-    """Comparison of engines' digests with the trainer's (``is_sent``). Reports each reason not to compare
-    once."""
+    """Comparison of engines' digests with those sent; reports each reason not to compare once (event)."""
 
     def __init__(self, report: Callable[..., None]) -> None:
         self._report = report
@@ -167,8 +164,7 @@ class SentCheck:
 
 @dataclass
 class _DigestDiff:
-    """Differences of sent and reported digests, as lists of "NAME on rank R", and the number of equal
-    digests."""
+    """Differences of sent and reported digests ("NAME on rank R"), and the number of equal digests."""
 
     matching: int = 0
     differing: list[str] = field(default_factory=list)

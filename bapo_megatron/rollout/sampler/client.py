@@ -51,8 +51,7 @@ class SamplerDied(Exception):
 
 
 class SamplerClient:
-    """The trainer's ``Sampler``: blocking calls to the sampler process, which it starts, and restarts after a
-    death.
+    """The trainer's ``Sampler``: blocking calls to the sampler process, which it starts and restarts.
 
     After a restart the call is repeated, except wake-up calls of colocated engines, which then return no
     engine, and ``submit``, whose future fails. Raises RunStopped in a crash loop, StorageFailed if the
@@ -245,8 +244,7 @@ class SamplerClient:
 
 
 class HeartbeatWatchdog:
-    """Context manager with a thread that kills ``process`` after ``limit_s`` seconds without a call of
-    ``beat``.
+    """Context manager: a thread kills ``process`` after ``limit_s`` seconds without a call of ``beat``.
 
     Needed because a stopped or hung process keeps its pipe open, and a blocking reader would wait forever.
     After the kill, reads and writes of ``pipe`` fail even if the process survives. The timeout is split into

@@ -51,7 +51,8 @@ class AdmissionController:
     training. After a resume more groups may be outstanding, opened under newer weights than the engines hold;
     then only the oldest groups within the bound may sample. Nothing samples before ``open``.
 
-    Synchronous. The loop queries it before opening groups, the dispatcher before sending requests.
+    Synchronous: ``room`` returns how many groups may be opened, ``newest_sampling`` the newest that may
+    sample.
     """
 
     def __init__(self, config: RolloutConfig, sampler_state: SamplerState) -> None:
@@ -127,12 +128,12 @@ class AdmissionController:
 
 
 class Dispatcher:
-    """Scheduler of requests: ``add`` a response, ``send`` requests to engines with room, oldest group first,
-    and ``take_results``: the segments.
+    """Scheduler of requests: ``send`` sends those of added responses to engines with room, oldest group
+    first.
 
-    A result counts only once its caller (``SamplerLoop``) has it in the write-ahead log. A request is
-    requeued if its engine fails. A malformed request, or one involved in too many engine losses, becomes a
-    refusal of its group.
+    ``take_results`` returns the segments, which count only once the caller has them in the write-ahead log. A
+    request is requeued if its engine fails. A malformed request, or one involved in too many engine losses,
+    becomes a refusal of its group.
     """
 
     def __init__(

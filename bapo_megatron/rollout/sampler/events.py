@@ -31,8 +31,7 @@ _NO_ORDER = ("model.", "rollout.", "environment.")
 
 @dataclass(frozen=True)
 class Segment:
-    """A response segment, to be logged: an engine's answer to one request, and where it goes (group, sample,
-    start)."""
+    """A response segment to be logged: an engine's answer to one request, and its place in the response."""
 
     group: OpenGroup
     sample: int
@@ -46,7 +45,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Given:
-    """An environment's answer to a turn, to be logged, and where it goes (group, sample, start in tokens)."""
+    """An environment's answer to a turn, to be logged, and its place in the response."""
 
     group: OpenGroup
     sample: int
@@ -151,8 +150,7 @@ def weights_loaded(version: int, step: int) -> Record:
 
 
 class JournalStart(NamedTuple):
-    """What ``journal_start`` returns: a journal's first records, and kind and message of the run event that
-    tells it."""
+    """First records of a journal, and the run event (kind, message) that tells why it begins."""
 
     state: Record
     opened: list[Record]

@@ -22,9 +22,8 @@ from bapo_megatron.rollout.sampler.write_ahead_log import Record
 
 
 class GroupScoring:
-    """Tasks that score complete groups in the background, one per group. Each posts the rewards as an event,
-    and drops a group on which no training is possible (equal rewards, too few scores). The scores are
-    ``GroupScorer``'s."""
+    """Background scoring of groups (by ``GroupScorer``): one task per complete group posts its rewards as an
+    event, and drops a group without use for training (equal rewards, too few scores)."""
 
     def __init__(
         self, config: RunConfig, dataset: Dataset, scorer: Scorer, report: Report, teacher: Teacher | None

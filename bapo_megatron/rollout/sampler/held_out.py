@@ -55,6 +55,8 @@ _POLL_S = 1.0  # polling interval for an engine with room
 
 @dataclass(frozen=True)
 class _Item:
+    """A response to sample in an evaluation: its suite, problem and sample number."""
+
     suite: Suite
     problem: int
     """Position of the problem in its suite."""
@@ -232,8 +234,7 @@ class HeldOut:
 
 
 class RoundBarrier:
-    """Barrier for an evaluation's responses: ``meet`` waits, and releases all members' requests in member
-    order.
+    """Barrier for an evaluation's responses: ``meet`` waits and releases all requests, in member order.
 
     For an engine whose last bits depend on its batch (``EngineBackend.rounds``): environment steps vary in
     duration, so evaluations would otherwise form different batches. A round begins when every member waits or

@@ -36,7 +36,7 @@ _DRAIN_S = 5.0  # maximum wait at the end of a run for the tokens of in-flight r
 
 class SamplerLoop:
     """Event loop of the sampler, as a task from ``start`` to ``close``; the only writer of the log and the
-    state. ``post`` queues an event; ``wait_for`` waits for a condition, and raises the error that ended the
+    state. ``post`` queues an event; ``wait_for`` waits for a condition, or raises the error that ended the
     loop."""
 
     def __init__(

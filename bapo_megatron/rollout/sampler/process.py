@@ -58,8 +58,7 @@ _BEAT_S = 5.0  # seconds between heartbeats
 
 @dataclass(frozen=True)
 class Setup:
-    """First message to the sampler process: settings, dataset, evaluation suites, engine addresses or
-    device."""
+    """First message to the sampler process: settings, dataset, suites, engine addresses or device."""
 
     config: RunConfig
     problems: PromptSet

@@ -51,8 +51,7 @@ SegmentEnd = FinishReason | Literal["turn"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of a run's or an evaluation's responses: temperature, seed, stop tokens, length
-    limits."""
+    """Sampling parameters of responses: temperature, seed, stop tokens, length limits."""
 
     temperature: float
     max_response_tokens: int
@@ -147,8 +146,7 @@ class Episode:
 @dataclass(frozen=True)
 class Response:
     """State of one response, immutable: its tokens so far, its episode, and its finish reason when complete.
-    ``continued``, ``given`` and ``restarted`` return the next state; ``rollouts`` the training samples at the
-    end."""
+    ``continued``, ``given`` and ``restarted`` return the next state; ``rollouts`` the training samples."""
 
     so_far: ResponseTokens = field(default_factory=lambda: ResponseTokens.joined([]))
     finish_reason: FinishReason | None = None
@@ -237,8 +235,7 @@ class Tokens:
 
 
 class Step(Enum):
-    """Need of a response, from ``needs``: the environment's answer to the model's turn. ``STEP`` is the only
-    member."""
+    """Need of a response, from ``needs``: the environment's answer to the model's turn (``STEP``)."""
 
     STEP = "step"
 

@@ -38,8 +38,7 @@ Bounded because each checkpoint contains them and its reader accepts at most 64 
 
 class GroupSummary(NamedTuple):
     """Statistics of a scored group, dropped or not, for step metrics: rewards, lengths, finish reasons,
-    failures, episodes. Created from log records alone when scores are applied, so a resumed run counts the
-    same."""
+    failures. Created from log records alone when scores are applied, so a resumed run counts the same."""
 
     number: int
     rewards: Sequence[float | None]

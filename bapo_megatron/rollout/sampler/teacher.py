@@ -1,9 +1,9 @@
 """Client of the frozen teacher of on-policy distillation: log-probs of sampled tokens, from SGLang servers.
 
-``GroupTeacher.of_group`` returns a complete group's log-probs, one array per response. They count once they
+``GroupTeacher.of_group`` returns a complete group's log-probs, an array per response. They count once they
 are in the write-ahead log and go from there into the step file, so a resumed or replayed run does not request
-them again. SGLang returns log-probs of given tokens only at temperature 1, so ``rollout.temperature`` must be
-1.
+them again. SGLang returns log-probs of given tokens only at temperature 1: so must ``rollout.temperature``
+be.
 """
 
 from __future__ import annotations
@@ -135,8 +135,7 @@ class Teacher:
 
 
 class GroupTeacher:
-    """The teacher's log-probs for whole groups: ``of_group`` requests all responses of a group
-    concurrently."""
+    """The teacher's log-probs for a whole group: ``of_group`` asks for all its responses concurrently."""
 
     def __init__(self, dataset: Dataset, teacher: Teacher) -> None:
         self._dataset, self._teacher = dataset, teacher

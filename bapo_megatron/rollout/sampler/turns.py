@@ -66,8 +66,7 @@ class GivesTokens(Protocol):
 
 @dataclass(frozen=True)
 class Stepping:
-    """The opened parts of one environment: workers, tokenization of answers, stop tokens, limits, failure
-    reports."""
+    """An opened environment: its workers, tokenization of answers, stop tokens, limits, failure reports."""
 
     steps: Steps
     template: GivesTokens
@@ -229,8 +228,7 @@ class TurnTaker:
 
 
 class _Given(NamedTuple):
-    """Tokens of an observation and their place in the turn tree; ``after`` and ``rewritten`` as in
-    ``Answer``."""
+    """Tokens of an observation and their place in the turn tree; last two fields as in ``Answer``."""
 
     ids: np.ndarray
     context: int

@@ -44,8 +44,7 @@ _LOCK_WAIT_S = 30.0  # maximum wait for the lock: a killed process may take this
 
 @dataclass(frozen=True)
 class Record:
-    """A record of the write-ahead log, which is one sampler event or snapshot: kind, JSON fields, numpy
-    arrays."""
+    """Record of the write-ahead log, a sampler event or snapshot: kind, JSON fields, numpy arrays."""
 
     kind: str
     """Event kind, 1 to 16 ASCII characters."""
@@ -57,8 +56,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged range of a log, without a whole record: offset, size in bytes, reason. ``read_records``
-    yields it."""
+    """A damaged range of a log, yielded by ``read_records``: offset, size in bytes, reason."""
 
     offset: int
     size: int
@@ -66,8 +64,7 @@ class Damage:
 
 
 class WriteAheadLog:
-    """One log file, open for appending by one process: ``write`` commits records. Disk errors raise
-    OSError."""
+    """A log file, open for appending by one process: ``write`` commits records, or raises OSError."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file; read it and truncate a torn tail left by a kill."""

@@ -45,8 +45,7 @@ _VERSION = re.compile(r"v\d+|\.v\d+\.tmp|\.v\S+\.deleted")
 
 @dataclass(frozen=True, kw_only=True)
 class SenderParts:
-    """Arguments of a transport's ``Sender.open``, on every rank: settings, disk fallback, sampler client,
-    GPUs, device."""
+    """Arguments of ``Sender.open``, on every rank: settings, disk fallback, sampler client, GPUs, device."""
 
     engine: EngineConfig
     disk: DiskSync

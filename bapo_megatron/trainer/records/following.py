@@ -60,8 +60,7 @@ class TrackedRow:
 
 
 class TrackedRows:
-    """Reader of metrics.jsonl and evaluations.jsonl while the run writes them: ``new`` yields further rows,
-    in order."""
+    """Reader of a run's metrics and evaluations while it writes them: ``new`` yields further rows."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._steps, self._evaluations = _Tail(paths.metrics, False), _Tail(paths.evaluations, True)

@@ -50,9 +50,9 @@ def kept_score(metrics: Metrics) -> float | None:
 
 class MetricsLog:
     """Writer of a run's metrics, on rank 0: ``write_step``, ``write_update``, ``write_evaluation``,
-    ``close``. Steps count from 1. Raises RunStopped if a write fails. ``resume_step``: the last step to keep;
-    0 for a new run. Opening the log drops the lines of later steps, which the resumed run repeats. ``report``
-    records tracker events."""
+    ``close``. Steps count from 1. Raises RunStopped if a write fails. ``resume_step``: the last step to keep,
+    0 for a new run; later lines are dropped, and the resumed run repeats them. ``report`` records tracker
+    events."""
 
     def __init__(self, paths: RunPaths, logging: LoggingConfig, resume_step: int, report: Report) -> None:
         self._steps = JsonlLog(paths.metrics)
@@ -121,9 +121,8 @@ PREEMPTED_S = 10.0
 
 
 class Boards:
-    """The tracker processes of a run, one per tracker (``following.py``). ``check`` reports processes that
-    ended early. ``close`` waits at most ``catch_up_s`` until the trackers have all rows, and ends the
-    processes."""
+    """Tracker processes of a run, one per tracker (``following.py``). ``check`` reports processes that ended
+    early. ``close`` waits at most ``catch_up_s`` until the trackers have all rows, and ends the processes."""
 
     def __init__(
         self, names: Sequence[str], paths: RunPaths, resume_step: int, report: Report, catch_up_s: float

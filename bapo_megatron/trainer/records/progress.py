@@ -17,8 +17,7 @@ _ABSENT = "-"
 
 
 class Progress:
-    """Printer of a run's progress lines, with the time left: ``update``. ``stream`` None: to standard
-    output."""
+    """Printer of a run's progress lines, with the time left: ``update``. ``stream`` None: standard output."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
         self._total_steps, self._stream = total_steps, stream or sys.stdout

@@ -1,7 +1,6 @@
 """API key of a run's SGLang servers: finding it, and sending it only to servers that require one.
 
-``known_key`` finds the key file, and ``Authorization(url, look).headers()`` returns the HTTP headers of a
-call.
+``known_key`` returns the run's key, and ``Authorization(url, look).headers()`` returns a call's HTTP headers.
 
     python -m bapo_megatron.rollout.engines.sglang.authorization URL FILE
 

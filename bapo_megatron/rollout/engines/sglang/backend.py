@@ -1,8 +1,8 @@
 """The ``sglang`` backend: SGLang servers, started by the run or already running, and their clients.
 
-A run's server has a supervisor thread on rank 0, which starts it, restarts it with backoff, holds it while
-the policy trains, and ends it; failures are run events. Imports that need torch are local, because ``bapo
-plan`` loads this file.
+``SglangBackend.serve`` starts a run's servers, and ``open`` returns the clients. A server has a supervisor
+thread on rank 0: start, restart with backoff, hold while the policy trains, end. Server failures are run
+events. Imports that need torch are local, because ``bapo plan`` loads this file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MAX_BACKOFF_S = 60.0
 
 
 class SglangBackend(EngineBackend):
-    """Factory of SGLang engines: HTTP servers that the run starts or its recipe names."""
+    """``EngineBackend`` of SGLang: HTTP servers, started by the run or named in its recipe, and clients."""
 
     returns_routes = True
 
@@ -156,8 +156,7 @@ def _interpreter(rollout: RolloutConfig) -> Path | None:
 
 class RunServers(EngineServers):
     """``EngineServers`` of SGLang: addresses, and a supervisor for each server that the run started. ``heed``
-    restarts a server that the sampler's process reports as hanging; ``hold``, ``end`` and ``start`` are for
-    GPU hand-overs."""
+    restarts a server that the sampler's process reports as hanging; the other calls serve GPU hand-overs."""
 
     def __init__(
         self,

@@ -55,8 +55,7 @@ class Deadlines:
 
 class SglangEngine:
     """``Engine`` of one SGLang server, with all engine protocols of ``interfaces.py``, in one event loop.
-    Failing calls raise ServerError. Pauses, resumes, aborts and loads run one at a time, while requests are
-    in flight."""
+    Failing calls raise ServerError. Pauses, resumes, aborts and loads run one at a time beside requests."""
 
     transports = tuple(name for name, one in TRANSPORTS.items() if one.protocol)
     """All weight transports with parts, which ``_load_part`` loads."""
@@ -356,8 +355,7 @@ def _truncated_after(generation: Generation, newest: int | None) -> Generation:
 
 
 class InflightRequest:
-    """State of one request in flight: its id on the server, whether it was sent, and whether it was
-    aborted."""
+    """State of one request in flight: its id on the server, and whether it was sent or aborted."""
 
     def __init__(self, routes: bool = False) -> None:
         self.rid = uuid.uuid4().hex
@@ -373,8 +371,7 @@ class InflightRequest:
 
 
 class InflightRequests:
-    """The requests in flight on one server, and the gate at which unsent ones wait (``may_send``) while it is
-    closed."""
+    """Requests in flight on one server, and the gate at which unsent ones wait during a pause or load."""
 
     def __init__(self) -> None:
         self.all: set[InflightRequest] = set()

@@ -70,8 +70,7 @@ Cut = Callable[[Tensor, int], list[Tensor]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a Hugging Face tensor is on a server: name of the fused tensor, its part of it, and sharding
-    (``cut``)."""
+    """Where a Hugging Face tensor is on a server: name of the fused tensor, part of it, and sharding."""
 
     name: str
     """Name of the server's fused tensor."""
@@ -177,9 +176,8 @@ class _Fused:
 
 
 class FusedDigests:
-    """``WeightDigester`` of SGLang servers, for one weight version. Tensors are hashed on their own device;
-    parts of a fused tensor that come out of order, such as keys before queries, are copied until their
-    turn."""
+    """``WeightDigester`` of SGLang servers, for one weight version. Tensors are hashed on their device; parts
+    of a fused tensor that come out of order, such as keys before queries, are copied until their turn."""
 
     def __init__(self, layout: FusedLayout, device: str) -> None:
         """``device``: the servers' device type, ``cpu`` or ``cuda``."""
@@ -280,8 +278,7 @@ _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 
 
 class CpuHash:
-    """SGLang's hash of a tensor on a CPU: ``add`` its pieces in order, then ``digest`` returns 16 hex
-    digits."""
+    """SGLang's hash of a tensor on a CPU: ``add`` its pieces in order; ``digest`` returns 16 hex digits."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()
@@ -296,8 +293,7 @@ class CpuHash:
 
 
 class GpuHash:
-    """SGLang's hash of a tensor on a GPU, for pieces on any device: ``add`` them in order, then ``digest`` as
-    CpuHash."""
+    """SGLang's hash of a tensor on a GPU, for pieces on any device; calls as in ``CpuHash``."""
 
     def __init__(self) -> None:
         self._rest_B: Tensor | None = None

@@ -1,8 +1,9 @@
 """Client of a SandboxFusion server, which runs tested programs instead of this machine's sandbox.
 
-API (github.com/bytedance/SandboxFusion): ``POST /run_code`` takes ``code``, ``stdin``, ``run_timeout`` and
-``memory_limit_MB`` and returns ``status`` and ``run_result`` (``status``, ``return_code``, ``stdout``).
-Expected outputs never leave this machine. Calls block and raise SandboxError if the server fails.
+``FusionSandbox`` has the calls of ``Sandbox``. API (github.com/bytedance/SandboxFusion): ``POST /run_code``
+takes ``code``, ``stdin``, ``run_timeout`` and ``memory_limit_MB`` and returns ``status`` and ``run_result``
+(``status``, ``return_code``, ``stdout``). Expected outputs never leave this machine. Calls block and raise
+SandboxError if the server fails.
 """
 
 from __future__ import annotations

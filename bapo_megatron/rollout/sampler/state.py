@@ -2,8 +2,8 @@
 
 ``SamplerState.apply(record)`` is the only mutator; a record is in the log before anything acts on it, so a
 log replay gives the same state. A damaged record costs only its content: a response continues from the tokens
-before the gap, and nothing is trained on twice. ``served`` is the last step whose groups the trainer got;
-step s produces the weights of step s (0: the initial weights).
+before the gap, and nothing is trained on twice. ``SamplerState.served`` is the last step whose groups the
+trainer got; step s produces the weights of step s (0: the initial weights).
 
     lag of a group at step t = (t - 1) - (step of the weights of its oldest token)      0 is on-policy
 """

@@ -1,4 +1,4 @@
-"""Progress of a run on standard output, one plain line per step, on rank 0: ``Progress``, and its texts."""
+"""Progress of a run on standard output (``Progress``), one plain line per step; functions for its texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP client of one SGLang server: an async method per endpoint; errors name the server.
+"""HTTP client of one SGLang server (``SglangServer``): an async method per endpoint; errors name the server.
 
 Every control call has a deadline; ``generate`` has none: its caller (``SglangEngine``) sets it.
 """

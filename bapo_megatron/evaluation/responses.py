@@ -2,7 +2,7 @@
 
     OUTPUT/SUITE/  settings.json  responses.jsonl (one a line)  summary.json (when complete)
 
-``open_folder`` locks it and returns the ``Responses`` to append to; ``read_responses`` and ``read_summary``
+``open_folder`` locks it and yields the ``Responses`` to append to; ``read_responses`` and ``read_summary``
 read it. A response is on disk before it counts, and is not sampled again after a kill. The last row of a
 problem and sample counts: a rescored response has another row. A torn last line is cut off on reopening.
 """

@@ -116,7 +116,7 @@ class _Call:
 
 
 class WorkerPool:
-    """Async pool of ``workers`` processes of one program, for one event loop: ``start``, ``call``,
+    """Async pool of ``workers`` processes of one program in one event loop: ``start``, ``call``,
     ``close``."""
 
     def __init__(self, program: WorkerProgram, workers: int, concurrency: int = 1000) -> None:

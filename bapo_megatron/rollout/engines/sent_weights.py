@@ -26,7 +26,7 @@ _NAMED = 3
 
 
 class TensorDigests(str):
-    """An engine's digest of all its weights (the string), and of each tensor: ``ranks[rank][name]``."""
+    """An engine's digest of all its weights (a ``str``), with each tensor's as ``ranks[rank][name]``."""
 
     ranks: Sequence[Mapping[str, str]]
 

@@ -51,8 +51,7 @@ class AdmissionController:
     training. After a resume more groups may be outstanding, opened under newer weights than the engines hold;
     then only the oldest groups within the bound may sample. Nothing samples before ``open``.
 
-    Synchronous: ``room`` returns how many groups may be opened, ``newest_sampling`` the newest that may
-    sample.
+    Synchronous: ``room`` returns how many groups may open, ``newest_sampling`` the newest that samples.
     """
 
     def __init__(self, config: RolloutConfig, sampler_state: SamplerState) -> None:

@@ -43,7 +43,7 @@ _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Deadlines of calls to a server, in seconds, from ``rollout.sglang``."""
+    """Deadlines of calls to a server, in seconds (request, abort, weight update), from ``rollout.sglang``."""
 
     request_s: float = 3600.0
     """Deadline of a request, which is then aborted and returns its tokens so far."""

@@ -1,4 +1,4 @@
-"""Weight updates of engines in parts (broadcast buckets, IPC handles), as calls in this order:
+"""Weight updates of engines in parts (broadcast buckets, IPC handles), as calls in a fixed order.
 
     begin(version) -> receive(part), for each part -> confirm(digests) -> resume
 

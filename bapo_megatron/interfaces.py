@@ -226,11 +226,12 @@ class Need(Enum):
 
 
 class Sampler(Protocol):
-    """Rollout sampler: turns prompts into finished, rewarded groups and samples held-out evaluations.
+    """The trainer's source of rollouts, on rank 0: samples groups of responses to prompts, and rewards them.
 
-    On rank 0 only. Calls block, and sampling continues between them: call ``start`` first, then poll
-    ``next_batch`` and ``evaluated``. Raises RunStopped if the run cannot continue (no engines, full disk).
-    Implemented by ``SamplerClient`` and, for a replay, ``ReplaySampler``.
+    ``start`` begins the sampling, which continues between calls. ``next_batch`` returns the header of a
+    step's finished groups, ``evaluated`` the file of held-out responses; both block for at most ``wait_s``.
+    Raises RunStopped if the run cannot continue (no engines, full disk). Implemented by ``SamplerClient``
+    and, for a replay, ``ReplaySampler``.
     """
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:

@@ -1,9 +1,9 @@
-"""Environments: tools, games or users that answer the model's turns.
+"""Interface of environments: tools, games or simulated users that answer the model's turns.
 
-This is the interface: the class that a user subclasses (``from bapo_megatron.environment import
-Environment``) and its input and output data. With an environment, a response is an *episode*: turns that the
-model samples, with observations between them. Imports only the standard library, since an environment may run
-in a separate interpreter without numpy and torch.
+A user subclasses ``Environment`` (``from bapo_megatron.environment import Environment``): ``step`` takes the
+text of a model turn and returns a ``Reply``. With an environment, a response is an *episode*: turns that the
+model samples, alternating with the environment's observations. Imports only the standard library, since an
+environment may run in a separate interpreter without numpy and torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ the environment class. Written by ``adapters/agent_rows.py``."""
 
 @dataclass(frozen=True)
 class Task:
-    """What an environment knows about its episode: a row of the dataset."""
+    """Constructor argument of an ``Environment``: a dataset row, and the unique name of the episode."""
 
     messages: list[dict[str, Any]]
     """Chat messages of the prompt, with role and content."""
@@ -35,7 +35,7 @@ class Task:
 
 
 class SampledToken(NamedTuple):
-    """A token that the model sampled."""
+    """A token that the model sampled: id, text, log-prob in nats."""
 
     id: int
     text: str
@@ -43,7 +43,8 @@ class SampledToken(NamedTuple):
 
 
 class SampledTurn(str):
-    """Text of a model turn; with ``Environment.wants_tokens`` also its tokens and the prompt length."""
+    """A model turn: its text, as a ``str``. With ``Environment.wants_tokens`` it also has ``tokens``, and in
+    ``prompt_tokens`` the number of tokens before the turn."""
 
     prompt_tokens = 0
     tokens: Sequence[SampledToken] = ()
@@ -62,7 +63,7 @@ class SampledTurn(str):
 
 
 class Turn(NamedTuple):
-    """One turn of an episode, as stored in the journal."""
+    """One turn of an episode in the run's journal: sampled by the model, or given by the environment."""
 
     kind: Literal["sampled", "given"]
     text: str
@@ -71,7 +72,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """A whole conversation that the model continues."""
+    """A whole conversation (messages, tools) that the model continues instead of its last turn."""
 
     messages: Sequence[Mapping[str, Any]]
     """Chat messages. ``{"role": "assistant", "turn": 3}`` is the model's third turn, as sampled."""
@@ -83,7 +84,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Reply:
-    """Environment response to a model turn."""
+    """An environment's answer to a turn: observation (None ends the episode), reward, metrics, note."""
 
     observation: str | Sequence[str] | None
     """Next input of the model, with mask 0 in training. Several texts (results of its calls) become one
@@ -111,9 +112,9 @@ class Reply:
 
 
 class Environment:
-    """One episode. An environment worker creates an object per response of ``environment.function``. The
-    object is a cache of its episode's turns. If its worker is lost or the run is killed, a new object is
-    rebuilt from the turns in the journal, as ``resume`` specifies."""
+    """Base class of a user's environment: define ``step``. An object is one episode, which a worker process
+    holds as a cache of the episode's turns. After a kill or the loss of the worker, ``resume`` says how a new
+    object gets to the same state from the journal."""
 
     role: ClassVar[Literal["tool", "user"]] = "tool"
     stops: ClassVar[tuple[str, ...]] = ()

@@ -1,9 +1,10 @@
-"""Tokens of a whole conversation that keep the model's own turns as sampled.
+"""Tokenization of a whole conversation in which the model's own turns keep their sampled token ids.
 
-An agent program that rewrites its history, or holds several conversations, sends all messages in each
-request. The chat template renders them with marks in place of the model's turns. Where it shows a turn
-unchanged, the sampled ids replace the mark, and the text between turns is tokenized separately. A turn that
-the template rewrites (e.g. without its thoughts) is ordinary text, and starts a branch.
+``ConversationTokens.ids`` takes the messages of a request of an agent program that rewrites its history or
+holds several conversations, and returns the prompt ids of the model's next turn. The chat template renders
+the messages with marks in place of the model's turns. Where it shows a turn unchanged, the sampled ids
+replace the mark, and the text between turns is tokenized separately. A turn that the template rewrites (e.g.
+without its thoughts) becomes ordinary text, and so the start of a branch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _OPENED = f"{THINKING}\n"
 
 
 class RepeatedTurn(NamedTuple):
-    """A model turn that a conversation repeats."""
+    """An earlier model turn in a conversation: text, sampled ids, and whether it starts in a thought."""
 
     text: str
     """Text without the end token."""
@@ -34,7 +35,7 @@ class RepeatedTurn(NamedTuple):
 
 
 class ConversationTokens:
-    """Tokenization of conversations for one tokenizer and its chat template. Stateless."""
+    """Tokenizer of conversations, for one model's tokenizer and chat template; call ``ids``. Stateless."""
 
     def __init__(
         self, tokenizer: Any, stop_token_ids: Sequence[int], tools: Sequence[Any], keeps_turns: bool

@@ -1,4 +1,6 @@
-"""Start script of the worker program in another interpreter: ``PYTHON own_interpreter.py LIFELINE``.
+"""Start script of the environment worker (worker.py) in the interpreter ``environment.python``.
+
+    PYTHON own_interpreter.py LIFELINE      (LIFELINE: number of the pipe that closes when the parent ends)
 
 Makes only this package importable: its neighbours in site-packages may belong to another Python version.
 """

@@ -1,9 +1,9 @@
-"""Environment pool: runs steps of thousands of concurrent episodes in worker processes, and reads class
-traits.
+"""Environment pool: worker processes that hold the environment objects of thousands of concurrent episodes.
 
-User code never runs in the run's own process: before a run, a worker reads the traits (``read_traits``). An
-episode's object lives in one worker and is a cache: a lost object is rebuilt from the turns (``worker.py``).
-The pool serves one event loop. Failures are results:
+``EnvironmentPool.step`` takes a ``Question`` (a model turn, with its episode) and returns a ``StepResult``
+(observation and reward, or a failure); it does not raise because of an environment. User code runs only in
+workers: ``read_traits`` starts one before a run and returns the class attributes. An object lives in one
+worker and is a cache: a lost one is rebuilt from the turns (``worker.py``). One pool serves one event loop.
 
 - A step that raises or exceeds ``environment.step_limit_s`` ends its own episode, and so does exceeding
   ``environment.episode_limit_s``. Only step time counts, not waiting for a worker.
@@ -49,7 +49,7 @@ Failure = Literal["raised", "time", "died", "diverged"]
 
 @dataclass(frozen=True)
 class Question:
-    """A model turn for the environment to answer, with the state of its episode."""
+    """A model turn for the environment to answer, with its episode's task, turns, note and step time."""
 
     task: Task
     turn: str
@@ -64,7 +64,7 @@ class Question:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Environment reply to a turn, or its failure."""
+    """Outcome of a step: observation, reward, metrics, note; or the kind and details of its failure."""
 
     observation: str | None = None
     """Several messages are lines."""
@@ -85,7 +85,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of ``environment.function`` that a run needs before it starts, read by a worker."""
+    """Class attributes of the user's ``Environment`` subclass (role, stops, resume, tools, ...), and whether
+    ``step`` is async. ``read_traits`` returns them: the run's own process never imports the class."""
 
     role: Literal["tool", "user"]
     stops: tuple[str, ...]
@@ -105,7 +106,8 @@ class Traits:
 
 
 class EnvironmentPool:
-    """Pool of ``environment.workers`` processes that hold episodes: ``start``, ``step``, ``close``."""
+    """Async pool of ``environment.workers`` processes that hold episodes: ``start``, concurrent ``step``
+    calls (``forget`` an episode that ends early), ``close``. Failed steps are results, not errors."""
 
     def __init__(
         self, config: EnvironmentConfig, traits: Traits, repeats: bool = True, logs_dir: Path | None = None

@@ -1,7 +1,7 @@
-"""Settings of built-in environments and adapters (``environment.settings``), with their ranges.
+"""Dataclasses that check ``environment.settings`` of built-in environments and adapters before a run.
 
-``pool.read_traits`` checks them before a run in the run's own process, so they live apart from adapter
-imports. Needs only the standard library: an environment may run in a separate interpreter.
+``settings_type(kind)`` returns the dataclass of an environment class, or None. It is checked in the run's own
+process, so this module imports no adapter; only the standard library, for a separate interpreter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def settings_type(kind: type[Environment]) -> type | None:
 
 @dataclass(frozen=True)
 class CalculatorSettings:
-    """``environment.settings`` of the calculator."""
+    """``environment.settings`` of ``Calculator``: the form of a call."""
 
     format: Literal["tool_call", "plain"] = "tool_call"
     """`tool_call`: `<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>`.
@@ -41,7 +41,7 @@ class CalculatorSettings:
 
 @dataclass(frozen=True)
 class PythonSettings:
-    """``environment.settings`` of the Python tool."""
+    """``environment.settings`` of ``PythonTool``: the form of a call, and limits of its sandbox."""
 
     format: Literal["tool_call", "fenced"] = "tool_call"
     """`tool_call`: `<tool_call>{"name": "python", "arguments": {"code": "print(2)"}}</tool_call>`. `fenced`:
@@ -58,7 +58,7 @@ class PythonSettings:
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """``environment.settings`` of an agent program."""
+    """``environment.settings`` of ``EndpointEnvironment``: the agent program, its memory, its reward."""
 
     command: Annotated[list[str], MinLen(1)]
     """The program and its arguments."""
@@ -74,7 +74,7 @@ class AgentSettings:
 
 @dataclass(frozen=True)
 class OpenEnvSettings:
-    """``environment.settings`` of a server of OpenEnv."""
+    """``environment.settings`` of ``OpenEnv``: the server's address, fields of actions and observations."""
 
     url: Annotated[str, MinLen(1)]
     """Address of the server."""
@@ -86,7 +86,7 @@ class OpenEnvSettings:
 
 @dataclass(frozen=True)
 class TextArenaSettings:
-    """``environment.settings`` of a game of TextArena."""
+    """``environment.settings`` of ``TextArena``: how much of the game's text an observation repeats."""
 
     new_text_only: bool = True
     """Whether an observation leaves out what the one before has said: games repeat all of it each time."""
@@ -94,7 +94,7 @@ class TextArenaSettings:
 
 @dataclass(frozen=True)
 class VerifiersSettings:
-    """``environment.settings`` of an environment of verifiers: its own configuration."""
+    """``environment.settings`` of ``VerifiersV1``: verifiers' own configuration."""
 
     taskset: dict[str, Any]
     env: dict[str, Any] = field(default_factory=dict)

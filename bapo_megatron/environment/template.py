@@ -1,11 +1,11 @@
-"""Tokens of observations: what the model's chat template puts between two model turns.
+"""Tokenization of an observation: the ids that the chat template puts between two model turns.
 
+``ObservationTemplate.given_ids`` takes an observation and the last sampled token, and returns the next input.
 Sampled tokens are never tokenized again. An observation's ids are those of the *tail*: in the rendering of
 [user, assistant, observation] with a generation prompt, the text after the assistant's content, from the
 token that closes the model's turn up to its next turn. This is exact because a tokenizer splits text at such
 a token first: ``ids(a + CLOSE + b) = ids(a) + [CLOSE] + ids(b)``. A template that rewrites earlier turns once
-others follow has no exact continuation; ``check_template`` detects it before a run. The sampler of a run with
-environments builds and checks the template (docs/environments.md).
+others follow has no exact continuation: ``check_template`` raises ConfigError before a run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _SHOWN = 10
 
 
 class ObservationTemplate:
-    """Tokens of observations with one role, for one tokenizer and its chat template. Stateless."""
+    """Tokenizer of observations of one role (tool or user), for one tokenizer and chat template:
+    ``given_ids``. Stateless. Raises ConfigError on construction if the template does not suit."""
 
     def __init__(
         self,

@@ -1,13 +1,20 @@
-"""Environment worker program, ``python -m bapo_megatron.environment.worker LIFELINE``: holds episodes.
+"""Environment worker: a child process that holds the environment objects of many episodes and steps them.
 
-    step     {episode, replies, turn}    {observation, reward, metrics, note, seconds}, or {"missing": true}
-    resume   {task, turns, note}         the same, or {"diverged": why}
-    close    the episode's name          null
+    python -m bapo_megatron.environment.worker LIFELINE
 
-``resume`` starts an episode, or rebuilds its object, and then answers the last of ``turns``; turns have the
-form of ``SampledTurn.as_json``. The settings are ``function``, ``settings``, ``logs_dir`` and
-``memory_limit_mb``. The program's first note holds the class ``Traits`` as JSON. ``pool.py`` is the client.
-Needs only the standard library, since a worker may run in a separate interpreter.
+LIFELINE is the number of an inherited pipe that closes when the parent ends; the worker then ends, too. Calls
+and answers are JSON lines on standard input and output (``workers/serving.py``; the client is ``pool.py``):
+
+    function  argument                   answer
+    step      {episode, replies, turn}   {observation, reward, metrics, note, seconds}, or {"missing": true}
+    resume    {task, turns, note}        the same, or {"diverged": why}
+    close     the episode's name         null
+
+``step`` answers a turn if the object is here; else ``resume`` creates it, restores the state before the last
+of ``turns`` and answers that. A turn is the list of ``SampledTurn.as_json``; a note is the environment's own
+JSON for the journal (``Reply.note``). The settings, sent first, are ``function``, ``settings``, ``logs_dir``
+and ``memory_limit_mb``; the worker replies with the JSON of ``pool.Traits``. Needs only the standard library,
+since it may run in a separate interpreter.
 """
 
 from __future__ import annotations
@@ -79,8 +86,9 @@ def _prepared(settings: dict[str, Any]) -> Prepared:
 
 
 class Episodes:
-    """Environment objects of a worker, by episode name. An object is taken out while it steps. After an error
-    or a cancelled step its state is unknown, so it is closed and not put back."""
+    """The worker's environment objects, by episode name, and its three calls: ``step``, ``resume``,
+    ``close``. An object is taken out while it steps; after an error or a cancelled step its state is unknown,
+    so it is closed and not put back."""
 
     def __init__(self, kind: type[Environment], settings: Mapping[str, Any]) -> None:
         self._kind, self._settings = kind, settings
@@ -209,8 +217,8 @@ class Episodes:
 
 
 class RandomStates:
-    """Per-episode states of the global generators of ``random`` and numpy. The seed derives from the
-    episode's name, so a replay repeats the draws. The pool sends one step at a time."""
+    """Per-episode states of the global generators of ``random`` and numpy: ``of`` activates them for a block.
+    The seed derives from the episode's name, so a replay repeats the draws. Only one step may run at once."""
 
     def __init__(self) -> None:
         self._states: dict[str, tuple[Any, Any]] = {}

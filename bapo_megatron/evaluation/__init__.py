@@ -1,4 +1,4 @@
-"""Evaluation (``bapo eval``): benchmark suites, scored responses, metrics with confidence intervals.
+"""Evaluation (``bapo eval``) of a checkpoint on benchmark suites: sampling, scoring, metrics, comparison.
 
-``command.py`` parses the flags and compares two evaluations, ``run.py`` runs one.
+``command.py`` parses the flags and compares two evaluations; ``run.evaluate`` runs one.
 """

@@ -1,7 +1,8 @@
-"""Entry points of ``bapo eval CHECKPOINT`` and ``bapo eval compare A B``: flags in, text out.
+"""Entry point of ``bapo eval CHECKPOINT`` and ``bapo eval compare A B``: flags in, text out.
 
-A comparison reads folders written by ``bapo eval`` and pairs problems; it raises ConfigError for incomparable
-ones. Shares are printed as points: 0.5 is 50.0. ``--examples`` needs the suite's unchanged file.
+Call ``eval_command(arguments)``. ``compare(a, b)`` reads two folders written by ``bapo eval``, pairs their
+problems, and returns ``Compared`` objects; it raises ConfigError for incomparable ones. Shares are printed as
+points: 0.5 is 50.0. ``--examples`` needs the suite's unchanged file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options of ``bapo eval``: its flags, their validation, and the run configuration for its engines."""
+"""Options of ``bapo eval`` as dataclasses: flags, their checks, and the run configuration of its engines."""
 
 from __future__ import annotations
 

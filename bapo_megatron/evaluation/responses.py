@@ -1,9 +1,10 @@
-"""Output folder of one evaluated suite: settings, responses, summary; resumable after a kill.
+"""Output folder of one evaluated suite: writer and readers of its settings, responses and summary.
 
     OUTPUT/SUITE/  settings.json  responses.jsonl (one a line)  summary.json (when complete)
 
-A response is on disk before it counts, and is not sampled again. The last row of a problem and sample counts:
-a rescored response has another row. A torn last line is cut off on reopening.
+``open_folder`` locks it and yields the ``Responses`` to append to; ``read_responses`` and ``read_summary``
+read it. A response is on disk before it counts, and is not sampled again after a kill. The last row of a
+problem and sample counts: a rescored response has another row. A torn last line is cut off on reopening.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path", "code_
 
 
 class Responses(JsonlLog):
-    """Append-only response file of one process, opened by ``open_folder``."""
+    """Response file of one suite, open for appending; ``append_all`` is durable on return."""
 
     def append_all(self, rows: Sequence[Row]) -> None:
         """Append the rows durably (fsync). Raises RunStopped if the disk refuses them."""

@@ -1,8 +1,8 @@
 """Evaluation run: samples and scores the missing responses of each suite, and writes the summaries.
 
-``evaluate`` implements ``bapo eval``. It starts and ends the engines and reward workers of a training run
-(``rollout/``, ``reward/``); a repeated call continues an interrupted one. A model that is not a Hugging Face
-folder is first converted to one in the output, for this and later evaluations.
+``evaluate(options)`` starts and ends the engines and reward workers of a training run (``rollout/``,
+``reward/``) and returns each suite's metrics; a repeated call continues an interrupted one. A model that is
+not a Hugging Face folder is first converted to one in the output, for this and later evaluations.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ _LOOK_S = 1.0
 
 
 class SuiteSampler:
-    """Sampler of one suite's responses in one event loop, on a started engine pool and reward pool."""
+    """Sampler of one suite's responses in one event loop, on a started engine pool and reward pool: ``ask``
+    samples and scores a list of (problem, sample), and gives each row to a callback."""
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ _FILES = (".safetensors", ".json", ".jinja", ".model")
 
 @dataclass(frozen=True)
 class Model:
-    """Model of an evaluation: its HF folder, origin and digest."""
+    """Model of an evaluation: its Hugging Face folder, the checkpoint behind it, and its SHA-256."""
 
     folder: Path
     checkpoint: str

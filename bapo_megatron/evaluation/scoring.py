@@ -1,8 +1,9 @@
 """Evaluation metrics (avg@n, pass@k, maj@n) of scored responses, with their statistics: pure functions.
 
-Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
-Problems are the random sample: intervals and tests are over problems, never over responses. Random numbers
-come from a seed. Held-out evaluations during training use ``evaluation_metrics``.
+``score(responses)`` returns a suite's metrics, ``evaluation_metrics(path)`` those of a held-out evaluation
+during training. Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which
+``correct`` are right. Problems are the random sample: intervals and tests are over problems, never over
+responses. Random numbers come from a seed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """Scored response to a problem, without its text."""
+    """A scored response, without its text: right or wrong, answer, tokens, finish reason, failure."""
 
     problem: int
     """Row of the suite."""
@@ -179,7 +180,7 @@ def _about_responses(responses: Sequence[ScoredResponse]) -> Metrics:
 
 
 class Vote(NamedTuple):
-    """Result of a majority vote over the answers to one problem."""
+    """Result of a majority vote on one problem: its correctness, and whether the top was tied."""
 
     value: float
     """1 if right, 0 if wrong or without votes; with a tie, the share of tied answers that are right."""
@@ -187,7 +188,7 @@ class Vote(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Confidence interval, 95 % by default."""
+    """Confidence interval of a metric, 95 % by default."""
 
     low: float
     high: float

@@ -1,4 +1,4 @@
-"""One suite of an evaluation: its missing responses, those to rescore, and its progress."""
+"""One suite of an evaluation as a task: ``open_task`` returns its missing responses, and those to rescore."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bapo_megatron.runtime.jsonl_log import Row
 
 @dataclass(frozen=True)
 class SuiteTask:
-    """One suite of an evaluation, with its missing responses."""
+    """One suite of an evaluation: open folder, settings, and responses to sample and to rescore."""
 
     suite: Suite
     folder: Path
@@ -74,7 +74,7 @@ def open_task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Row,
 
 
 class Progress:
-    """Progress of a suite: stores responses and prints a line at every 5 % of them."""
+    """Callback for finished responses of a suite: stores the rows, and prints a line at every 5 % of them."""
 
     def __init__(self, task: SuiteTask) -> None:
         self._task, self._done, self._right, self._judged, self._shown = task, 0, 0, 0, 0

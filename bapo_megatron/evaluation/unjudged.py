@@ -1,7 +1,8 @@
-"""Rescores responses of an earlier evaluation that could not be scored, from their stored text.
+"""Rescoring, from their stored text, of responses that an earlier evaluation could not score.
 
-A judge was down or a test timed out. Sampling again instead would favour short responses over those that take
-long to score. Environment responses are sampled again, since the environment scores them during the episode
+``unjudged_responses`` returns them, and ``score_again`` appends rows with the new scores. A judge was down or
+a test timed out. Sampling again instead would favour short responses over those that take long to score.
+Environment responses are sampled again, since the environment scores them during the episode
 (``evaluation/suite_task.py``).
 """
 

@@ -1,7 +1,9 @@
-r"""Answer extraction: the last box of a response, its normalized spelling, and the operations that it names.
+r"""Extraction of a math answer from a response, and its normalized spelling; pure text functions.
 
-Operations matter because math-verify evaluates its input: a restated question, ``\binom{10}{3}``, would count
-as its own answer. Pure text functions; they do not parse mathematics.
+``final_answer(response)`` returns the content of the last ``\boxed{}`` after the thinking part, ``spelled``
+its spelling for math-verify, and ``named_operations`` the operations in it. Operations matter because
+math-verify evaluates its input: a restated question, ``\binom{10}{3}``, would count as its own answer.
+Nothing here parses mathematics.
 """
 
 from __future__ import annotations

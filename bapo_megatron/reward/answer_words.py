@@ -1,7 +1,9 @@
-r"""Word parser for answers: separates units, nouns and other text from the mathematics. Pure text functions.
+r"""Splitter of math answers into mathematics and words (units, nouns, other text); pure text functions.
 
-math-verify drops units at the end of an answer, even where they are variables (the ``h`` of ``\pi r^2 h``),
-and multiplies other words with their numbers. So it only gets the mathematics; words are compared as words.
+``reading(answer)`` returns the ``Reading``, and ``counterparts(truth, answer)`` the pairs of mathematics to
+compare, or None if the words differ. math-verify drops units at the end of an answer, even where they are
+variables (the ``h`` of ``\pi r^2 h``), and multiplies other words with their numbers. So it only gets the
+mathematics; words are compared as words.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Code reward: whether the last code block after the thinking part passes every test of the problem.
 
-Runs in a reward worker and starts a sandbox per response, or uses a server. Expected outputs never enter the
-sandbox, where tested code could read them: this module compares outputs and values. An assert without a
-literal is split: the program's process returns the values of its calls, and a sandbox process that never ran
-the program evaluates the rest (expressions.py).
+``program_is_right(ground_truth, response, ...)`` returns the verdict; it blocks. Runs in a reward worker, and
+starts a sandbox per response or uses a SandboxFusion server. Expected outputs never enter the sandbox, where
+tested code could read them: this module compares outputs and values. An assert without a literal is split:
+the program's process returns the values of its calls, and a sandbox process that never ran the program
+evaluates the rest (expressions.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Parser of a code problem's tests from its ground truth.
+"""Parser of a code problem's tests: ``read_tests(ground_truth)`` returns a ``Tests``, or raises ValueError.
 
-The ground truth is text in a form of Skywork-OR1-RL-Data, its sources or other datasets, mostly JSON; any
-other form raises ValueError:
+The ground truth is text in a form of Skywork-OR1-RL-Data, its sources or other datasets, mostly JSON:
 
 - ``{"inputs": [...], "outputs": [...]}``: input and output of a script, as text, a list of lines, or
   ``{"stdin": text}`` and ``{"stdout": text}`` (SandboxFusion); also as JSON text in ``input_output`` (TACO);
@@ -80,7 +79,7 @@ Case = Printed | Called | Asserted
 
 @dataclass(frozen=True)
 class Tests:
-    """Test cases of a problem; a correct program passes all."""
+    """Test cases of a problem, all of which a correct program passes, and code to run before the program."""
 
     cases: tuple[Case, ...]
     prelude: str = ""
@@ -385,7 +384,7 @@ def _defined(source: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Read:
-    """A case without its setup, with the names read in the program's process and in the judgement."""
+    """A parsed assert, with its names read in the program's process, and those read by the judgement."""
 
     case: Asserted
     used: frozenset[str]

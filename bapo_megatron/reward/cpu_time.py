@@ -1,6 +1,6 @@
-"""CPU time limits for a block of code.
+"""CPU time limits for a block of code, as context managers: ``cpu_limit`` raises, ``fatal_cpu_limit`` kills.
 
-With a clock limit, an honest answer on a busy or paused machine could time out and count as wrong.
+With a wall-clock limit, an honest answer on a busy or paused machine could time out and count as wrong.
 """
 
 from __future__ import annotations

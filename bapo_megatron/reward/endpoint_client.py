@@ -1,8 +1,9 @@
-"""HTTP client of a reward endpoint: JSON requests with retries, backoff and limits; address and key handling.
+"""HTTP client of a reward endpoint (judge or reward model): JSON requests with retries, backoff and limits.
 
-Supports http and https without redirects, and limits the reply size. Proxies come from the environment
-(HTTP_PROXY, HTTPS_PROXY, NO_PROXY), except for addresses of this machine. Every failure is an EndpointError.
-The key comes from an environment variable and is never printed.
+``JsonClient(url, ...).ask(body)`` returns the JSON reply; every failure is an EndpointError. Supports http
+and https without redirects, and limits the reply size. Proxies come from the environment (HTTP_PROXY,
+HTTPS_PROXY, NO_PROXY), except for addresses of this machine. The key comes from an environment variable
+(``key_of``) and is never printed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class EndpointError(Exception):
-    """Failed call without a usable reply. ``place`` is the kind of problem."""
+    """An endpoint call gave no usable reply. ``place`` is the kind of problem, such as ``HTTP 500``."""
 
     def __init__(self, place: str, text: str) -> None:
         super().__init__(text)
@@ -50,7 +51,7 @@ class EndpointError(Exception):
 
 
 class _Passing(EndpointError):
-    """Retryable error."""
+    """An error that a retry may resolve, after ``pause_s`` seconds."""
 
     def __init__(self, place: str, text: str, pause_s: float = 0.0) -> None:
         super().__init__(place, text)
@@ -107,9 +108,9 @@ def with_path(url: str, path: str) -> str:
 
 
 class JsonClient:
-    """Async HTTP client of one address for one event loop: concurrent ``ask`` calls, then ``close``. Retries
-    a retryable failure for up to ``give_up_s`` seconds. Once the endpoint has answered no call for that long,
-    further calls are tried only once (circuit breaker)."""
+    """Async HTTP client of one address for one event loop: concurrent ``ask`` calls, which return the JSON
+    reply or raise EndpointError, then ``close``. Retries a retryable failure for up to ``give_up_s`` seconds.
+    Once no call was answered for that long, further calls are tried only once (circuit breaker)."""
 
     def __init__(
         self,

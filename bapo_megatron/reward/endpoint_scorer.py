@@ -1,10 +1,11 @@
-"""Endpoint scorer: scores responses through a judge or reward model, and caches the scores.
+"""Scores of responses by an HTTP endpoint: an LLM judge or a reward model, with a cache.
 
-``LlmJudge`` and ``RewardModel`` build request bodies and read replies; ``EndpointScorer`` sends. Reward
-models support four protocols: SGLang's ``/classify`` (docs.sglang.io, reward models), vLLM's ``/classify``
-(docs.vllm.ai, classification), OpenRLHF's ``--remote_rm_url`` (openrlhf/cli/serve_rm.py) and slime's
-``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` is unusable: it returns a softmax, which is
-always 1 for a single number. Runs in the reward pool's event loop, without worker processes.
+``EndpointScorer.answer(prompt, response)`` returns the score; ``LlmJudge`` and ``RewardModel`` build its
+request bodies and read replies. Reward models support four protocols: SGLang's ``/classify`` (docs.sglang.io,
+reward models), vLLM's ``/classify`` (docs.vllm.ai, classification), OpenRLHF's ``--remote_rm_url``
+(openrlhf/cli/serve_rm.py) and slime's ``--rm-url`` (slime/rollout/rm_hub). SGLang's ``/v1/classify`` is
+unusable: it returns a softmax, which is always 1 for a single number. Runs in the reward pool's event loop,
+without worker processes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from bapo_megatron.types import Prompt
 
 @dataclass(frozen=True)
 class Question:
-    """A response with its prompt and ground truth."""
+    """What an endpoint is asked to score: a response, with its prompt, ground truth, and earlier turns."""
 
     messages: tuple[dict[str, Any], ...]
     response: str
@@ -100,7 +101,7 @@ def _text(message: Message) -> str:
 
 
 class RewardModel:
-    """Reward model protocol: builds request bodies and reads the number from replies."""
+    """Reward model's requests and replies: ``body`` returns the JSON to send, ``value`` a reply's reward."""
 
     def __init__(self, settings: RewardModelSettings) -> None:
         """Load the tokenizer if the settings name one. Raises ConfigError if that fails."""
@@ -212,7 +213,7 @@ def _number(value: Any) -> float:
 
 
 class LlmJudge:
-    """LLM judge protocol: builds request bodies and reads the score from replies."""
+    """LLM judge's requests and replies: ``body`` returns the JSON to send, ``value`` a reply's reward."""
 
     def __init__(self, settings: LlmJudgeSettings, wrong: float, correct: float) -> None:
         """``wrong``, ``correct``: rewards for the worst and the best verdict."""
@@ -290,9 +291,9 @@ Judge = RewardModel | LlmJudge
 
 
 class EndpointScorer:
-    """Async endpoint scorer for one event loop: ``open``, concurrent ``answer`` calls, ``close``. Equal
-    requests are sent once, even while the first is in flight, as long as the cache (setting ``cache``) holds
-    its score. A failed call is not cached, and returns a reply with a ``failure`` instead of raising."""
+    """Async scorer for one event loop: ``open``, concurrent ``answer`` calls, ``close``. ``answer`` returns
+    ``{"score", "reward"}``, or a ``failure`` instead of raising. Equal requests are sent once, even while the
+    first is in flight, as long as the cache (setting ``cache``) holds its score, never a failure."""
 
     def __init__(self, reward: RewardConfig) -> None:
         settings = read_settings(reward.function, reward.settings)

@@ -1,4 +1,4 @@
-"""Settings of endpoint rewards (``reward.settings``) as dataclasses, with their validation."""
+"""Settings of endpoint rewards (``reward.settings``): ``read_settings`` returns a checked dataclass."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Splitter for assert expressions, their helper statements, and the names that problem sites provide.
+"""Splitter of assert expressions into what the tested program computes and how the result is judged.
 
-``abs(f(1) - 0.5) < 1e-6`` splits into the call ``f(1)`` and the judgement ``abs(ARGUMENTS[0] - 0.5) < 1e-6``.
-The program's process runs the call and returns a plain value; a process that never ran the program evaluates
-the judgement. So neither an object that claims to equal everything nor a replaced builtin passes a test.
+``split`` turns ``abs(f(1) - 0.5) < 1e-6`` into the call ``f(1)`` and the judgement ``abs(ARGUMENTS[0] - 0.5)
+< 1e-6`` (a ``Split``). The program's process runs the call and returns a plain value; a process that never
+ran the program evaluates the judgement. So neither an object that claims to equal everything nor a replaced
+builtin passes a test. ``Helpers`` chooses the helper statements for each process.
 """
 
 from __future__ import annotations
@@ -205,7 +206,8 @@ _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Helpers:
-    """Helper statements of a problem, by index. Never runs them."""
+    """Helper statements around a problem's asserts: methods return which of them (as indices) a process
+    needs, and whether they may leak answers. Never runs them."""
 
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self._statements = statements

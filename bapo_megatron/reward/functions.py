@@ -1,7 +1,8 @@
-"""Registry of reward functions: loads and checks the function that ``reward.function`` names.
+"""Registry of reward functions: checks and loads the function that ``reward.function`` names.
 
-A name is a built-in, an endpoint or a dotted path. Preflight checks functions here, data loaders get the
-ground truth checks, and reward workers load their functions. Raises ConfigError for an unusable function.
+A name is a built-in, an endpoint or a dotted path of a user's function. ``check_function`` is the preflight,
+``ground_truth_check`` returns a check of dataset rows, ``built_in`` and ``load_function`` return the function
+to call in a worker. Raises ConfigError for an unusable function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 r"""Math reward: whether the last ``\boxed{}`` of the response equals the ground truth (math-verify).
 
-Plain integers are compared directly, most other answers by math-verify: in the main thread of a reward worker
-(math_verify_compare.py), or, for preflight checks and ``bapo data prepare``, in a child process that any
-thread may use. Undecidable answers are wrong.
+``answer_is_right(ground_truth, response)`` returns the verdict. Plain integers are compared directly, most
+other answers by math-verify: in the main thread of a reward worker (math_verify_compare.py), or, for
+preflight checks and ``bapo data prepare``, in a child process that any thread may use. Undecidable answers
+are wrong.
 """
 
 from __future__ import annotations
@@ -148,9 +149,9 @@ def _bare(ground_truth: str) -> str:
 
 
 class MathVerifyProcess:
-    """Child process that compares answers, started at the first request and restarted after a failure.
-    Threads may share it; requests run one at a time, and a fork starts its own child. The answer is False if
-    the child dies or takes too long: not equal, not parsed, no operation."""
+    """Child process that compares answers: ``ask`` calls a function there. Started at the first request,
+    restarted after a failure. Threads may share it; requests run one at a time, and a fork starts its own
+    child. The answer is False if the child dies or takes too long: not equal, not parsed, no operation."""
 
     def __init__(self) -> None:
         self._child: AnsweringChild | None = None

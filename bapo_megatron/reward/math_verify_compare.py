@@ -1,6 +1,6 @@
-"""math-verify comparison of answers, for the main thread of a worker process that may be killed.
+"""Comparison of math answers by math-verify (``equal``), for a worker process that may be killed.
 
-A signal, which needs the main thread, limits CPU time. It replaces math-verify's own clock limit, which calls
+Call it in the main thread: a signal limits CPU time. It replaces math-verify's own clock limit, which calls
 right answers wrong on a busy machine. A long operation on big integers (``9^{9^{9}}``) blocks even the
 signal.
 

@@ -1,9 +1,10 @@
-"""Reward pool: scores responses in worker processes with time and memory limits.
+"""Reward pool: scores responses in worker processes with time and memory limits, or at an HTTP endpoint.
 
-Each worker (worker.py) scores one response at a time. If it times out, the pool kills its process group.
-After that, or if the worker died, a new worker retries the response once, then the score has failed
-(workers/pool.py). Rewards behind an HTTP endpoint need no worker: the pool's event loop calls the endpoint
-(endpoint_scorer.py). ``FailureReports`` reports failures at growing intervals.
+``RewardPool.score(prompt, response, tokens)`` returns a ``RewardResult``; a failed score is a result, too. A
+worker (worker.py) scores one response at a time. If it times out, the pool kills its process group. After
+that, or if the worker died, a new worker retries the response once, then the score has failed
+(workers/pool.py). Endpoint rewards need no worker (endpoint_scorer.py). ``FailureReports`` reports failures
+at growing intervals.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Reward of one response, or the failure to score it."""
+    """Reward of one response, with and without penalties, or kind and details of the failure to score it."""
 
     reward: float
     """Reward with all penalties; on failure `reward.failed` without any (`reward.on_failure=value`)."""
@@ -148,7 +149,7 @@ def overlong_penalty(
 
 
 class _Result(Protocol):
-    """A result that may hold the failure of a score or an environment step."""
+    """A result that may hold a failure of a score or environment step, for ``FailureReports``."""
 
     @property
     def failure(self) -> str | None: ...
@@ -161,8 +162,8 @@ class _Result(Protocol):
 
 
 class FailureReports:
-    """Reporter of failures: the 1st, 10th, 100th ... of each kind, the first with its traceback. Failures are
-    of one kind if their ``failure`` and ``place`` are equal. Counts restart with the process."""
+    """Reporter of failures as run events: the 1st, 10th, 100th ... of each kind, the first with its
+    traceback. Equal ``failure`` and ``place`` make one kind. Counts restart with the process."""
 
     def __init__(self, report: Callable[..., None], event: str = "reward_failed") -> None:
         """``report`` gets the event name and its fields."""

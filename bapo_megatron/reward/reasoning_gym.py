@@ -1,10 +1,10 @@
-"""Reward ``reasoning_gym``: scores an answer with the verifier of its problem's task.
+"""Reward ``reasoning_gym``: scores an answer with the verifier of its problem's task, a library function.
 
-Verifiers are library code. A reward worker calls them in its main thread with a CPU time limit, since an
-honest answer may take long on a busy machine. Nine verifiers call ``eval``, or sympy's ``parse_expr``, on the
-model's text, and five on a text of the problem. This module parses that input first: it must be a list of
-values, or arithmetic with a small result (``is_harmless``). Some other verifiers need unlimited time or
-memory for a large number, or accept ``nan``.
+``score(extra_info, response)`` returns it, in [0, 1]; call it in the main thread of a reward worker, since it
+limits CPU time. Nine verifiers call ``eval``, or sympy's ``parse_expr``, on the model's text, and five on a
+text of the problem. This module parses that input first: it must be a list of values, or arithmetic with a
+small result (``is_harmless``). Some other verifiers need unlimited time or memory for a large number, or
+accept ``nan``.
 
 The package import takes seconds and loads all tasks. One of them, zebra_puzzles, needs pycosat, and thus a C
 compiler, to generate problems; the others work without. Raises ConfigError without the package.

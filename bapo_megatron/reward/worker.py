@@ -1,8 +1,11 @@
-"""Reward worker program, ``python -m bapo_megatron.reward.worker LIFELINE``: scores for the pool.
+"""Reward worker: a child process that scores responses for the reward pool (``pool.py``).
 
-The settings are ``reward``, a `RewardConfig` as an object, and ``functions``, all reward functions. A
-``score`` call is one response and its reward function. With null settings the process only compares answers
-(math.py): ``equal``, ``parses`` and ``is_operation``.
+    python -m bapo_megatron.reward.worker LIFELINE      (LIFELINE: pipe that closes when the parent ends)
+
+It is sent its settings, then calls, as JSON lines (``workers/serving.py``). The settings are ``reward``, a
+`RewardConfig` as an object, and ``functions``, the names of all reward functions. The call ``score`` takes
+{function, prompt, response} and returns {score, reward, named} or a failure. With null settings the process
+only compares answers (math.py): ``equal``, ``parses`` and ``is_operation``.
 """
 
 from __future__ import annotations

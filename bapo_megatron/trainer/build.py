@@ -1,7 +1,8 @@
-"""Construction of a run: policy, sampler, weight sync, checkpoints and records from a RunConfig.
+"""Construction of a training run from a RunConfig: policy, sampler, weight sync, checkpoints and records.
 
 ``bapo train`` enters the context manager ``open_run`` on every rank, once process groups exist and the run
-directory is locked. ``open_sampler`` and ``open_engines``, on rank 0, also own processes (none for a replay).
+directory is locked; it yields the ``Run``. ``open_sampler`` and ``open_engines``, on rank 0, also start and
+end processes (none for a replay of stored rollouts).
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(kw_only=True)
 class Run:
-    """A run's objects on one rank, for the training loop. Only rank 0 has a recorder, exports and, while work
-    is left, a sampler; elsewhere these are None. The loop changes only the field ``partial_step``."""
+    """The parts of a run on one rank, for the training loop. Only rank 0 has a recorder, exports and, while
+    work is left, a sampler; elsewhere these are None. The loop changes only the field ``partial_step``."""
 
     config: RunConfig
     policy: Policy

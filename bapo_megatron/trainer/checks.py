@@ -1,9 +1,9 @@
-"""Checks after a step's updates, and the expert and route metrics that some of them read.
+"""Checks of a step's update metrics (engine gap, searches, routes), and expert and route metrics.
 
-``check_updates`` is collective; the loop calls it after writing the step's metrics, so that a check that
-stops the run leaves the numbers that explain it. A failed check is a warning and an event, on rank 0; an
-engine gap may also stop the run with GapError, on every rank. Stored rollouts without routes raise
-ConfigError.
+``check_updates`` runs them all; it is collective, and called once the step's metrics are written, so that a
+check that stops the run leaves the numbers that explain it. A failed check is a warning and a run event, on
+rank 0; an engine gap may also stop the run with GapError, on every rank. Stored rollouts without routes raise
+ConfigError. ``expert_metrics`` and ``route_metrics`` return:
 
     experts/imbalance_mean   tokens of a layer's busiest expert over the mean of its experts (1: all equally
                              busy), mean over the layers

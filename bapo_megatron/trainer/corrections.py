@@ -2,6 +2,9 @@
 
     ratio = pi / pi_old          importance weight = min(pi_old / pi_rollout, cap)
 
+``with_old_log_probs`` returns a step's samples with pi_old and weights, ``corrected`` an update's remaining
+samples with the metrics of what was removed; both are collective.
+
 - ``old_log_probs=trainer``: one forward pass per step computes the trainer's pi_old. It differs slightly from
   pi_rollout, and strongly at stale tokens; with ``importance_cap`` the weight corrects that, per token or
   response.

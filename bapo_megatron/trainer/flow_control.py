@@ -1,12 +1,12 @@
 """Flow control of the training loop: GPU hand-over, waits for the sampler, evaluations, checkpoints, stops.
 
-All functions are collective: all ranks take the same path, and synchronize every few seconds while rank 0
-waits for its sampler. An error that ends the run (Preempted, RunStopped, the sampler's ConfigError) is raised
-on every rank, after a checkpoint if possible and if anything was trained. A full or failing disk raises
-DiskError on the rank that meets it.
+All functions take the ``Run`` and are collective: all ranks take the same path, and synchronize every few
+seconds while rank 0 waits for its sampler. An error that ends the run (Preempted, RunStopped, the sampler's
+ConfigError) is raised on every rank, after a checkpoint if possible and if anything was trained. A full or
+failing disk raises DiskError on the rank that meets it.
 
-One call begins a save between steps, a later one completes it (the same call with
-``checkpoint.background=false``); a new save waits for the previous one.
+``begin_checkpoint`` begins a save between steps, and a later ``finalize_checkpoint`` completes it (the same
+call with ``checkpoint.background=false``); a new save waits for the previous one.
 """
 
 from __future__ import annotations

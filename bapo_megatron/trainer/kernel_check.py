@@ -1,9 +1,10 @@
 """Self-test of the GPU kernels of Gated DeltaNet: outputs and all gradients against the rule in float64.
 
-Kernels of flash-linear-attention (fla) have silently returned wrong gradients: of the decay and beta on
-Hopper (its issues 640 and 984), NaN on Blackwell (913). Correctness depends on the triton version, the GPU,
-and the number of warps that autotuning picks at the first call. So the test uses the run's per-rank sizes and
-dtype, and the run reuses its compiled and tuned kernels.
+``check_kernels`` raises ConfigError on all ranks if a kernel is wrong. Kernels of flash-linear-attention
+(fla) have silently returned wrong gradients: of the decay and beta on Hopper (its issues 640 and 984), NaN on
+Blackwell (913). Correctness depends on the triton version, the GPU, and the number of warps that autotuning
+picks at the first call. So the test uses the run's per-rank sizes and dtype, and the run reuses its compiled
+and tuned kernels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Masks of an update: ``algorithm.masks`` and the pi_old / pi_rollout limits of ``algorithm.corrections``.
+"""Masks of an update (``algorithm.masks``, ``algorithm.corrections``): which trained tokens remain.
 
-Each rank has only its own samples' columns, so one replica applies the masks to a sample and shares the
-numbers that all ranks need: the remaining tokens and the versions that sampled them. The rank that packs a
-sample applies its masks again. Shapes: ``_R`` response tokens, ``_N`` trained tokens.
+``masks_of`` returns a run's masks, and ``measure`` applies them to a sample and returns the numbers that all
+ranks need: remaining tokens and the versions that sampled them (``Remaining``). Each rank has only its own
+samples' columns, so one replica measures a sample and shares the numbers; the rank that packs a sample
+applies its masks again (``Remaining.of``). Shapes: ``_R`` response tokens, ``_N`` trained tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def mask_names(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 
 class Remaining(NamedTuple):
-    """Numbers of a sample after masking."""
+    """What masks leave of a sample, as numbers for all ranks: tokens, their versions, sum of weights."""
 
     trained: float
     predicted: float

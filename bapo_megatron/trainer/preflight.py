@@ -1,7 +1,8 @@
 """Preflight checks of a run: model, layout, dataset, reward and engine, before any process group exists.
 
-Each raises ConfigError with the problem and the fix; none writes to the run directory. Commands run them
-before a run starts, on every rank (dataset checks on rank 0 only); `bapo doctor` runs them one by one.
+``check_run(config)`` returns None or raises ConfigError with the problem and the fix; nothing writes to the
+run directory. Commands call it before a run starts, on every rank (dataset checks on rank 0 only); `bapo
+doctor` calls the checks one by one (``run_checks``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Profiles of chosen steps: torch profiler traces and GPU memory snapshots, in profile/ of the run directory.
 
-A trace (for chrome://tracing or ui.perfetto.dev) covers a step's updates and weight sync. A snapshot (CUDA,
-``profile.memory``; for pytorch.org/memory_viz) has the latest million allocations with stacks. Each rank in
-``config.profile`` writes its own files; a failed write is a warning.
+``profiled(config, step)`` is the context manager around a step's updates and weight sync; it writes files on
+the ranks in ``config.profile``: a trace (for chrome://tracing or ui.perfetto.dev) and, with
+``profile.memory`` on CUDA, a snapshot with the latest million allocations and their stacks (for
+pytorch.org/memory_viz). A failed write is a warning.
 """
 
 from __future__ import annotations

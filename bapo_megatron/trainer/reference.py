@@ -1,13 +1,14 @@
-"""Frozen reference policy of a run: loading, log-probs in each step, KL in rewards.
+"""Frozen reference policy of a run: loading, log-probs in each step, KL penalty in rewards.
 
     start      weights of ``algorithm.reference_kl.model`` to host memory; digest against RUN/reference.json
     each step  before the first update: one forward-only pass; log pi_ref becomes a column of the samples
     reward     R - beta sum_t k_t, then the advantages (``place=reward``)
 
-With ``algorithm.reference_kl.coefficient`` above 0, on every rank, ``trainer/build.py`` loads it and
-``train.py`` calls ``with_reference``. Formulas: ``algo/reference_kl.py``. Checkpoints do not contain it: a
-resumed run loads it again, and a step's log-probs depend only on its batch. ``check_teacher_log_probs``
-checks rollouts for a distillation's teacher, the other frozen model. Shapes: ``_R`` response tokens.
+With ``algorithm.reference_kl.coefficient`` above 0, every rank calls ``load_reference`` at the start and
+``with_reference`` in each step, which returns the samples with the column. Formulas, with the estimator k_t:
+``algo/reference_kl.py``. Checkpoints do not contain the reference: a resumed run loads it again, and a step's
+log-probs depend only on its batch. ``check_teacher_log_probs`` checks rollouts for a distillation's teacher,
+the other frozen model. Shapes: ``_R`` response tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _RECORD_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class ReferenceRecord:
-    """Content of RUN/reference.json: the weights of the run's reference."""
+    """Content of RUN/reference.json: folder, dtype and bit digest of the run's reference weights."""
 
     model: str
     """Its Hugging Face folder."""

@@ -1,8 +1,9 @@
-"""Resume point of a run: newest whole checkpoint, remaining steps, resume check, CPU threads.
+"""Start of a run from its newest whole checkpoint: resume point, check of the restored state, CPU threads.
 
 Order at a start, on every rank: ``pin_threads`` before any computation, because CPU threads split long sums
-and a resume at the same layout must repeat them bit for bit (GPUs do not depend on it); ``find_resume_point``
-before anything is loaded; ``check_restored`` once policy and sampler have their states. All are collective.
+and a resume at the same layout must repeat them bit for bit (GPUs do not depend on it);
+``find_resume_point``, which returns a ``ResumePoint``, before anything is loaded; ``check_restored`` once
+policy and sampler have their states. All are collective.
 """
 
 from __future__ import annotations
@@ -46,8 +47,7 @@ from bapo_megatron.types import Metrics
 
 
 class PartialStep(NamedTuple):
-    """Partly trained step: the updates in a checkpoint within it. ``train.train_on`` creates it before
-    stopping within a step, and continues after these updates."""
+    """A step that was stopped after some of its updates, with their metrics: a resumed run skips these."""
 
     version: int
     """Policy version at the start of the step."""
@@ -57,7 +57,8 @@ class PartialStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Checkpoint and step at which a run begins or continues. Equal on every rank; nothing is loaded yet."""
+    """Where a run begins or continues: checkpoint (not loaded yet), first step, changed settings. Equal on
+    all ranks."""
 
     checkpoint: Checkpoint | None
     """Checkpoint to continue from; None for a new run."""
@@ -88,7 +89,7 @@ class ResumePoint:
 
 
 class Begun(NamedTuple):
-    """Records of a run's earlier starts. Read once per start, under the lock."""
+    """What earlier starts of the run directory left: its last settings, and its fork record, if any."""
 
     settings: dict[str, Any] | None
     """Settings of the last start, by dotted names; None before the first."""

@@ -1,9 +1,10 @@
 """Rollout-only run (``bapo train --rollout-only``): samples and scores the batches of all steps, no training.
 
-The engines load the model's own weights once, as version 0. Each step's batch is formed as in training and
-kept in the run directory, for ``--train-only``. A restart continues after the last step on disk with metrics.
-``RolloutRecord`` writes metrics, a line per step and a final table. ``sampled_shares`` measures the share of
-positive tokens in each of BAPO's searches at ratios of 1, which shows whether BAPO can act.
+``sample_steps(config, ...)`` runs it. The engines load the model's own weights once, as version 0. Each
+step's batch is formed as in training and kept in the run directory, for ``--train-only``. A restart continues
+after the last step on disk with metrics. ``RolloutRecord`` writes metrics, a line per step and a final table.
+``sampled_shares`` measures the share of positive tokens in each of BAPO's searches at ratios of 1, which
+shows whether BAPO can act.
 """
 
 from __future__ import annotations

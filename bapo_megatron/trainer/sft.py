@@ -1,6 +1,7 @@
-"""Supervised fine-tuning, the warm start before RL: next-token training on solutions.
+"""Supervised fine-tuning, the warm start before RL: next-token training on the solutions of problems.
 
-``bapo sft`` calls ``run_sft`` on every rank. No checkpoints: it writes the model once, at the end.
+``run_sft(config)``, for `bapo sft`, is called on every rank. No checkpoints: it writes the model once, as a
+Hugging Face folder, at the end.
 """
 
 from __future__ import annotations

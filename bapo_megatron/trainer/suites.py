@@ -1,4 +1,4 @@
-"""Evaluation suites of a run. Imports no megatron-core, so that a failing preflight is fast."""
+"""Loader of a run's evaluation suites. Imports no megatron-core, so that a failing preflight is fast."""
 
 from __future__ import annotations
 

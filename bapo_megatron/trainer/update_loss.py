@@ -1,7 +1,7 @@
 """Loss of an update, and the cheapest exact way to compute the sums for its search of clipping bounds.
 
-The exact search (Algorithm 1) needs the ratio of every token of the update before any backward pass. From
-cheap to expensive:
+``UpdateLoss.loss`` returns the function that the policy minimizes. The exact search (BAPO's Algorithm 1)
+needs the ratio of every token of the update before any backward pass. From cheap to expensive:
 
 - fixed bounds: no search;
 - ``scope: lagged``: the sums that the previous update measured; the first update measures as below;

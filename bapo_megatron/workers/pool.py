@@ -1,12 +1,12 @@
 """Pool of worker processes that answers concurrent calls with time limits, each exactly once.
 
-A call kind is a function of a worker program (serving.py) with a time limit; reward/pool.py scores rewards
-this way. Lifecycle of a call:
+``WorkerPool.call(kind, question)`` returns the answer of a function in a worker program (serving.py), or
+raises CallFailed. A ``CallKind`` names the function and its time limit. Lifecycle of a call:
 
 - It waits for a free worker, first come first served. A worker with plain functions takes one call at a time,
   one with async functions ``concurrency``. The limit starts when the call is sent; waiting and worker starts
   do not count.
-- ``holder`` names the call's object. All calls of a holder go to one worker while that worker lives.
+- ``holder`` names an object in a worker that the call needs: its calls all go to that worker while it lives.
 - Past its limit, an async call is cancelled in its worker. A worker that ignores the cancellation, or is not
   async, is killed.
 - When a worker ends, its in-flight calls become suspects. Unrepeatable suspects fail. The next process in the
@@ -44,7 +44,7 @@ LOTS = 8
 
 @dataclass(frozen=True)
 class CallKind:
-    """A call kind: a function of the worker program, its time limit and its repeatability."""
+    """Kind of call: function of the worker program, time limit in seconds, whether it may run twice."""
 
     function: str
     limit_s: float
@@ -55,7 +55,7 @@ class CallKind:
 
 
 class CallFailed(Exception):
-    """Failure of a ``WorkerPool.call``, with its function and holder in the message."""
+    """A call gave no answer: kind of failure, detail, and for an error in user code traceback and place."""
 
     def __init__(
         self, name: str, failure: Failure, detail: str, traceback: str = "", place: str = "", beside: int = 0
@@ -73,7 +73,7 @@ class CallFailed(Exception):
 
 @dataclass(eq=False)
 class _Call:
-    """A pending call: its question and its caller's future."""
+    """A pending call: its question, its caller's future, its deadline, and its number of bad runs."""
 
     number: int
     kind: CallKind
@@ -116,7 +116,8 @@ class _Call:
 
 
 class WorkerPool:
-    """A pool of ``workers`` processes of one program, for one event loop: ``start``, ``call``, ``close``."""
+    """Async pool of ``workers`` processes of one program in one event loop: ``start``, ``call``,
+    ``close``."""
 
     def __init__(self, program: WorkerProgram, workers: int, concurrency: int = 1000) -> None:
         """``concurrency``: maximum concurrent calls per worker of an async program."""
@@ -240,7 +241,7 @@ class WorkerPool:
 
 
 class _WorkerSlot:
-    """A slot for successive worker processes, with its own calls."""
+    """A place for one worker process: replaces a process that ended, and holds the calls sent to it."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool

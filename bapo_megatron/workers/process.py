@@ -1,7 +1,8 @@
-"""A worker subprocess for an event loop: non-blocking JSON lines in both directions.
+"""A worker subprocess, seen from the parent's event loop: non-blocking JSON lines in both directions.
 
-``WorkerPool`` (pool.py) runs successive processes in each of its slots. A process has its own temporary
-directory, and ends with its parent, even after ``kill -9``.
+``WorkerProcess.start(program, answered)`` starts one and returns it, ready for ``send``; ``answered`` is
+called with each message. A process has its own temporary directory, and ends with its parent, even after
+``kill -9``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _READS = 64  # maximum successive reads of a pipe, so that an endless writer doe
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """Start parameters of a worker program, whose ``main`` calls ``serving.serve``."""
+    """Command, settings, environment and start limit of a program whose ``main`` calls ``serving.serve``."""
 
     command: tuple[str, ...]
     """Command without its last argument, the lifeline's descriptor."""
@@ -50,8 +51,8 @@ class WorkerProgram:
 
 
 class WorkerProcess:
-    """A running worker process, created by ``start``; the caller must ``close`` it. ``ended`` holds the
-    reason once no more answers can come: the process ended, or ``end`` was called."""
+    """A running worker process, returned by ``start``: ``send`` calls, and ``close`` it. The future ``ended``
+    holds the reason once no more answers can come: the process ended, or ``end`` was called."""
 
     def __init__(
         self, child: ChildProcess, scratch: Scratch, heard: Callable[[dict[str, Any]], None]

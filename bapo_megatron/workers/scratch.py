@@ -1,7 +1,8 @@
-"""Temporary directories of workers; the next start removes directories of killed workers.
+"""Temporary directories of worker processes; starting one also removes directories of killed workers.
 
-A lock (flock), valid only on its own machine, marks a directory as in use. If machines share the location of
-temporary files, each removes only its own directories, whose names contain the kernel's boot id.
+``Scratch()`` creates one. A lock (flock), valid only on its own machine, marks a directory as in use. If
+machines share the location of temporary files, each removes only its own directories, whose names contain the
+kernel's boot id.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SWEEP_S = 20.0
 
 
 class Scratch:
-    """A worker process's temporary directory, with a lock (flock) that its owner holds while it lives.
+    """Temporary directory of one worker process, with a lock (flock) that its owner holds while it lives.
     ``remove`` deletes it; after a kill of the owner, the next start does."""
 
     def __init__(self) -> None:

@@ -1,14 +1,15 @@
-"""The worker's side of pool calls: answers them by id until its input ends.
+"""Worker's side of a ``WorkerPool`` (pool.py): ``serve`` answers its calls until the input ends.
 
-The ``main`` of a worker program calls ``serve`` with the program's ``prepare``. ``WorkerPool`` (pool.py)
-sends JSON lines, first the settings, then any number of calls:
+The ``main`` of a worker program calls it; ``prepare`` takes the settings and returns the functions as
+``Prepared``. The pool sends JSON lines on standard input, first the settings, then any number of calls:
 
     settings                                    {"notes", "is_async"}, or {"problem"}, after which it ends
     {"id", "function", "question", "limit_s"}   {"id", "answer"}, or {"id", "failure", "detail", ...}
     {"id", "cancel": true}                      the answer of that call, soon
 
-Plain functions answer one call at a time in the main thread, async functions any number in an event loop.
-Imports no third-party package, so that a program starts fast, in any interpreter.
+Plain functions answer one call at a time in the main thread, async functions any number in an event loop. The
+command's last argument, LIFELINE, is a pipe's descriptor: when it closes, the parent has ended, and the
+kernel kills this process. Imports no third-party package, so that a program starts fast, in any interpreter.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LONGEST_LINE = 256 << 20  # maximum bytes of a call of an async program
 
 @dataclass(frozen=True)
 class Prepared:
-    """A worker program's functions, ready to be called, and its limits."""
+    """What ``prepare`` returns: a worker program's functions, memory limit, and notes for the user."""
 
     functions: Mapping[str, Callable[[Any], Any]]
     """Functions of one argument, the question, by name: all plain or all async (``async def``)."""

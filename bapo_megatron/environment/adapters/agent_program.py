@@ -1,7 +1,8 @@
-"""Agent programs in a worker: their processes, output and reward.
+"""Agent programs as child processes of a worker: starting one, and collecting its output and reward.
 
-A program reads its task from a pipe, which is empty afterwards. The task holds the ground truth, and whatever
-the program runs for the policy inherits its standard input, where a file could be read again.
+``run_agent`` runs a command, with the JSON of ``given_task`` on its standard input and the variables of
+``given_variables`` (model endpoint and key), until it ends, and returns an ``AgentEnd``. The input is a pipe,
+empty once read, because the task holds the ground truth, and the program may run code for the policy.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Node.js and Java reserve more than they use."""
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """Result of a program."""
+    """Result of an agent program: exit code, end of its output and errors, content of its reward file."""
 
     code: int
     output: str

@@ -1,10 +1,11 @@
-"""Rows of a dataset whose prompts are what an agent program asks first: its own words around a problem.
+"""Command that makes a dataset for an agent program: each prompt is the first request that the program sends.
 
     python -m bapo_megatron.environment.adapters.agent_rows data/sums.jsonl data/agent.jsonl -- node agent.js
 
-Runs the program once per row until its first request. A row keeps the problem's own messages in
-`extra_info.problem`; in a run the program gets these on standard input, not its own prompt. The request's
-tools go into `extra_info.prompt_tools`: the chat template writes them into the prompt.
+Reads a file of problems (dataset rows), runs the program once per row until its first request to the model,
+and writes a row with the messages of this request as the prompt. `extra_info.problem` keeps the problem's own
+messages, which the program gets on standard input in a run; `extra_info.prompt_tools` holds the request's
+tools, which the chat template writes into the prompt.
 """
 
 from __future__ import annotations

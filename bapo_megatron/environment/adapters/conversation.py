@@ -1,8 +1,10 @@
-"""Conversations of an agent program with the policy: an episode's requests as questions.
+"""Translation of an agent program's chat requests into the turns of its episode.
 
-A request that repeats an earlier conversation up to a turn continues after it. One that adds to the last turn
-is an observation; any other is a branch: a rewritten history, a second conversation, a concurrent request.
-The server (``protocols/server.py``) removes client retries. Imports only the standard library.
+A request holds a whole conversation. ``Conversation.answer`` takes its messages and returns the policy's next
+turn. Messages that only follow the last turn become an observation; any other request becomes a branch of the
+episode, which continues after the longest earlier conversation that it repeats: a rewritten history, a second
+conversation, a concurrent request. ``protocols/server.py`` has already joined a client's retries. Imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 @dataclass
 class _Spoken:
-    """A model turn in the tree of conversations."""
+    """A model turn in the tree of conversations: its number, its text, and the node after it."""
 
     number: int
     """Index among the episode's model turns, counted from 1."""
@@ -65,14 +67,14 @@ class _Spoken:
 
 @dataclass
 class _Place:
-    """A node in the tree of conversations, with the messages and model turns that follow it."""
+    """A node in the tree of conversations: the nodes after each next message, and the model turns."""
 
     said: dict[str, _Place] = field(default_factory=dict)
     turns: list[_Spoken] = field(default_factory=list)
 
 
 class _Found(NamedTuple):
-    """A question's position in the tree of conversations."""
+    """A request's place in the tree of conversations, and the earlier turns that it repeats."""
 
     place: _Place
     after: int
@@ -84,7 +86,8 @@ class _Found(NamedTuple):
 
 
 class Conversation:
-    """Requests of one episode as questions to the policy."""
+    """Tree of an episode's conversations. ``answer`` takes a request's messages, asks the policy (``ask``)
+    and returns its turn; calls may be concurrent."""
 
     def __init__(self, prompt: Sequence[Any], role: str, ask: Ask, tools: Sequence[Any] = ()) -> None:
         """``prompt``: the dataset's messages, which are the first question. ``role``: role of an observation.

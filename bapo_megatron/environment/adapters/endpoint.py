@@ -1,12 +1,13 @@
-"""Adapter for agent programs: runs a command in any language and treats its endpoint requests as turns.
+"""Environment that runs an agent program, in any language, and makes the policy its language model.
 
     environment.function = "bapo_megatron.environment.adapters.endpoint:EndpointEnvironment"
     environment.settings = {"command": ["python", "agent.py"]}
 
-The program gets the task as JSON on stdin, and environment variables with a loopback endpoint address and a
-key for this episode. The endpoint supports OpenAI's chat completions and responses and Anthropic's messages.
-Messages that a request adds to the conversation are the observation. The reward is the content of the
-BAPO_REWARD_FILE file, the exit code, or the last printed word; without any, ``reward.function`` judges.
+The program gets the task as JSON on stdin, and in its environment variables the address and key of a loopback
+HTTP endpoint: a server of OpenAI's chat completions and responses and of Anthropic's messages, which the
+policy answers. Each request is a model turn; messages that it adds to the conversation are the observation.
+The reward is the content of the BAPO_REWARD_FILE file, the exit code, or the last printed word; without any,
+``reward.function`` judges.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _SHOWN = 500
 
 
 class EndpointEnvironment(LoopEnvironment):
-    """Episode that runs an agent program. Subclass it with another ``run`` for an agent without a process."""
+    """Episode of one agent program, which runs from the first turn to its own end. For an agent without a
+    process override ``run``, which gets the endpoint's address and key and returns the reward or None."""
 
     settings_type = AgentSettings
     wants_tokens = True

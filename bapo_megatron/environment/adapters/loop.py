@@ -1,7 +1,8 @@
-"""Adapter for loops: a user's ``async def play(ask)`` as an environment; each ``ask`` is one model turn.
+"""Environment written as a coroutine: a user's ``async def play(self, ask)``; each ``ask`` is a turn.
 
-Durable by replay: a new object runs ``play`` again and answers its questions from the journal, each with its
-recorded turn, in any order. Imports only the standard library.
+Subclass ``LoopEnvironment`` and define ``play``: it awaits ``ask(observation)`` for the model's next turn,
+and returns the reward. After a kill a new object runs ``play`` again and answers its questions with the turns
+in the journal, in any order, so ``play`` must repeat its questions. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ OTHER_S = 10.0
 
 
 class Question:
-    """A loop's question to the model, and its answer."""
+    """A question of ``play`` that waits for the model: its ``Reply``, and a future of the answer."""
 
     def __init__(self, reply: Callable[[int], Reply]) -> None:
         """``reply`` returns the question as a reply, given the number of model turns so far."""
@@ -33,7 +34,8 @@ class Question:
 
 
 class LoopEnvironment(Environment):
-    """Episode that runs a loop. Subclass it with ``play``."""
+    """Base class of environments in the form of a coroutine: define ``play``. Turns its questions into
+    observations, and the model's turns into answers; the end of ``play`` ends the episode."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
 

@@ -1,10 +1,11 @@
-"""Adapter for OpenEnv: an episode is a server session; after a kill a new session replays the actions.
+"""Environment on an OpenEnv server: an episode is a session, and each model turn is an action.
 
     environment.function = "bapo_megatron.environment.adapters.openenv:OpenEnv"
     environment.settings = {"url": "http://localhost:8000", "action": "message", "observation": "text"}
 
-A row's ``extra_info`` may have ``reset``, arguments of the server's reset; replays of a server with random
-draws need a seed there, ``{"seed": 3}``. Step rewards add up. Tested with openenv-core 0.3.0.
+``extra_info.reset`` of a dataset row holds the arguments of the server's reset. After the loss of a session a
+new one replays the actions, which must give the same observations: a server with random draws needs a seed,
+``{"reset": {"seed": 3}}``. The server's step rewards are summed. Tested with openenv-core 0.3.0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bapo_megatron.environment.tools.calls import answer_part
 
 
 class OpenEnv(Environment):
-    """Episode that is a server session. Async, so one worker holds thousands."""
+    """Episode of one session on an OpenEnv server. ``step`` is async, so one worker holds thousands."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
     settings_type = OpenEnvSettings

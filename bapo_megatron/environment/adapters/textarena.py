@@ -1,10 +1,10 @@
-"""Adapter for TextArena: a single-player game, rebuilt after a kill by replaying its moves.
+"""Environment that plays a single-player TextArena game, in the worker's process; each model turn is a move.
 
     environment.function = "bapo_megatron.environment.adapters.textarena:TextArena"
 
-A row's ``extra_info`` has the game and its seed, ``{"env_id": "GuessTheNumber-v0", "seed": 3}``, and the last
-message of its prompt ends with the game's first observation; ``rows`` generates such rows. Tested with
-textarena 0.7.4; games with word lists need those of nltk, which textarena downloads.
+A row's ``extra_info`` has the game and its seed, ``{"env_id": "GuessTheNumber-v0", "seed": 3}``, and its
+prompt ends with the game's first observation; ``rows`` generates such rows. A lost game is rebuilt by its
+moves. Tested with textarena 0.7.4; games with word lists need those of nltk, which textarena downloads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bapo_megatron.environment.tools.calls import answer_part
 
 
 class TextArena(Environment):
-    """Episode that is a game."""
+    """Episode of one game, from the seed in ``extra_info``. The last reply has the player's reward."""
 
     role: ClassVar[Literal["tool", "user"]] = "user"
     settings_type = TextArenaSettings

@@ -1,6 +1,7 @@
-"""Agents and traces for verifiers' v1 environments, where every agent is the episode's policy.
+"""The ``agents`` argument of a verifiers v1 environment's ``run(task, agents)``, played by the policy.
 
-One conversation is one trace, which rewards judge; an episode has one.
+Every agent, by any name, samples the policy's turns and records them in a ``verifiers`` trace, which the task
+scores. An episode has one conversation, hence one trace; a second one raises ValueError.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import verifiers.v1 as vf
 
 
 class Agents(SimpleNamespace):
-    """Agents of an environment's ``run``, by any name: each is the policy."""
+    """Object whose every attribute is an agent, the policy; also holds ``ask`` and the agents' traces."""
 
     def __getattr__(self, name: str) -> _Agent:
         return _Agent(name, self)
 
 
 class _Agent:
+    """One agent, as verifiers calls it: ``run`` returns the scored trace of a single turn, ``interaction``
+    yields a conversation whose ``turn(message)`` returns the policy's next turn."""
+
     def __init__(self, name: str, all_agents: Any) -> None:
         self._name, self._all = name, all_agents
 

@@ -1,11 +1,11 @@
-"""Adapter for verifiers' v1 environments: runs their own ``run(task, agents)`` with the policy as every
-agent.
+"""Environment that runs a verifiers v1 environment, with the policy as every agent.
 
     environment.function = "bapo_megatron.environment.adapters.verifiers_v1:VerifiersV1"
     environment.settings = {"taskset": {"id": "my-taskset"}, "env": {}}
 
-``settings`` are verifiers' own; a row's ``extra_info`` has the task index, ``{"idx": 3}`` (``rows``). Does
-not run anything that needs a box: some rewards and all harnesses. Tested with 0.4.0.
+``settings`` are verifiers' own; a row's ``extra_info`` has the task index, ``{"idx": 3}``, and ``rows``
+generates such rows. The reward is the sum over the policy's traces. Whatever needs a verifiers sandbox (some
+rewards, all harnesses) is not supported. Tested with 0.4.0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bapo_megatron.environment.settings import VerifiersSettings
 
 
 class VerifiersV1(LoopEnvironment):
-    """Episode that is a verifiers environment."""
+    """Episode of one task of a verifiers environment."""
 
     settings_type = VerifiersSettings
     own_random = True

@@ -1,6 +1,8 @@
-"""Protocol-independent requests of agent programs and model replies; imports only the standard library.
+"""Inner form of agent programs' requests and replies, and the ``Protocol`` of an HTTP API around it.
 
-Each protocol parses its requests into a ``ChatRequest`` and writes its reply from an ``Answered``.
+The endpoint (``server.py``) serves several HTTP APIs, each described by a ``Protocol``: its ``read`` parses a
+request body into a ``ChatRequest``, and ``whole`` or ``events`` format an ``Answered``, made by ``answered``
+from the policy's turn, as the reply. Also has their shared helpers. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _TOLD: set[str] = set()
 
 
 class Refused(Exception):
-    """Refusal of a request, with its HTTP status and reason. Each protocol has its own form of it."""
+    """Refusal of a program's request: HTTP ``status`` and ``reason``. The protocol formats it."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -28,7 +30,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Request for a model turn: messages and tools in OpenAI's chat completions format."""
+    """A parsed request of an agent program: messages and tools in OpenAI's chat completions format."""
 
     messages: list[Any]
     tools: list[Any] = field(default_factory=list)
@@ -37,7 +39,7 @@ class ChatRequest:
 
 
 class ToolUse(NamedTuple):
-    """A tool call for the program."""
+    """A tool call in the policy's turn, for the program to execute."""
 
     id: str
     name: str
@@ -46,7 +48,7 @@ class ToolUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Answered:
-    """A model turn for the program, before a protocol formats it. Built by ``answered``."""
+    """The policy's turn as a reply: id, text without calls, tool calls, tokens. Made by ``answered``."""
 
     name: str
     """Unique for each turn, since programs store answers and calls by id; stable across replays."""
@@ -83,7 +85,8 @@ def answered(name: str, turn: SampledTurn, request: ChatRequest) -> Answered:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A protocol of the endpoint: parses requests, and formats replies and errors."""
+    """One HTTP API of the endpoint: its path, and functions that parse a JSON request body, format the whole
+    or streamed reply (server-sent events), and format errors."""
 
     path: str
     read: Callable[[dict[str, Any]], ChatRequest]

@@ -1,4 +1,8 @@
-"""OpenAI chat completions, ``POST /v1/chat/completions``: whole and streamed replies."""
+"""Server side of OpenAI's chat completions, ``POST /v1/chat/completions``, for agent programs.
+
+``CHAT_COMPLETIONS`` is its ``Protocol`` (chat.py): parses a request body into a ``ChatRequest``, and formats
+the policy's turn (``Answered``) as a whole or streamed reply, with tool calls and log-probs.
+"""
 
 from __future__ import annotations
 

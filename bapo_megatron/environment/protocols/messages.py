@@ -1,4 +1,8 @@
-"""Anthropic messages, ``POST /v1/messages``: system blocks, tool use, whole and streamed replies."""
+"""Server side of Anthropic's messages API, ``POST /v1/messages``, for agent programs.
+
+``MESSAGES`` is its ``Protocol`` (chat.py): translates a request body with system text and tool blocks into a
+``ChatRequest`` in OpenAI's format, and formats the policy's turn (``Answered``) as a whole or streamed reply.
+"""
 
 from __future__ import annotations
 

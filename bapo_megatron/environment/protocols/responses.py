@@ -1,4 +1,8 @@
-"""OpenAI responses, ``POST /v1/responses``: input and output items, whole and streamed replies."""
+"""Server side of OpenAI's responses API, ``POST /v1/responses``, for agent programs.
+
+``RESPONSES`` is its ``Protocol`` (chat.py): translates a request body's input items into a ``ChatRequest``,
+and formats the policy's turn (``Answered``) as output items, whole or streamed. Keeps no server-side state.
+"""
 
 from __future__ import annotations
 

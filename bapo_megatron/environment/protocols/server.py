@@ -1,6 +1,8 @@
-"""Loopback HTTP server for agent programs, one per worker event loop, with one API key per episode.
+"""Model endpoint of agent programs: a loopback HTTP server, in a worker's event loop, answered by the policy.
 
-A turn outlives a request whose client disappears; retries receive it (``EpisodeQuestions``). Needs aiohttp.
+``opened(key, questions)`` registers an episode's API key, starts the server at the first call, and returns
+its base URL; ``closed(key)`` ends the episode. Requests of the key go to its ``EpisodeQuestions``. A turn is
+sampled to its end even if the client disappears, and a retry receives it. Needs aiohttp.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def closed(key: str) -> None:
 
 @dataclass
 class _Question:
-    """A question of an episode, and the clients that wait for its answer."""
+    """A request of an episode: digest of its body, task of the answer, and number of waiting clients."""
 
     name: str
     digest: str
@@ -65,9 +67,9 @@ class _Question:
 
 
 class EpisodeQuestions:
-    """Questions of one episode, each asked once even if its request repeats: as a retry (``Idempotency-Key``,
-    or ``x-stainless-retry-count`` of OpenAI's and Anthropic's clients), or as an equal request before an
-    answer was written. ``EndpointEnvironment`` creates it."""
+    """The requests of one episode, each asked of the policy once, even if the client repeats it: as a retry
+    (``Idempotency-Key``, or ``x-stainless-retry-count`` of OpenAI's and Anthropic's clients), or as an equal
+    request before an answer was written. ``question`` yields a request's ``_Question`` with its answer."""
 
     def __init__(self, ask: Callable[[ChatRequest], Awaitable[SampledTurn]]) -> None:
         """``ask`` returns the model's turn for a request. It raises ``Refused``."""

@@ -1,9 +1,10 @@
-"""Calculator: an environment that evaluates the arithmetic in the model's turns exactly.
+"""Calculator environment: ``Calculator`` evaluates arithmetic in the model's turns exactly.
 
     environment.function = "bapo_megatron.environment.tools.calculator:Calculator"
     environment.settings = {"format": "plain"}
 
-A turn without a call ends the episode as its answer; ``reward.function`` judges it. Standard library only.
+The observation is the value of each call in the turn. A turn without a call is the answer: it ends the
+episode, and ``reward.function`` judges it. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 class Calculator(Environment):
-    """Episode with a calculator. Keeps no state between turns."""
+    """Episode with a calculator: ``step`` returns the values of a turn's calls. Stateless."""
 
     resume = "restore"
     settings_type = CalculatorSettings

@@ -1,6 +1,7 @@
-"""Parser for tool calls in a model turn; pure text functions.
+"""Parser of tool calls in the text of a model turn; pure functions.
 
-Supports the call formats in the chat templates of the models trained here:
+``tool_calls(turn)`` returns its calls as ``Call`` objects, ``without_calls(turn)`` the remaining text. Reads
+the call formats of the chat templates of the supported models:
 
     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>                          Qwen, Hermes
     <tool_call><function=add><parameter=a>1</parameter></function></tool_call>             Qwen3-Coder
@@ -36,7 +37,7 @@ Tools = Sequence[Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One tool call of a turn."""
+    """A tool call in a turn: name and arguments, or an error for the model if it is malformed."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)

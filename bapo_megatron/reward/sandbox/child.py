@@ -1,8 +1,9 @@
-"""Sandbox processes, started by sandbox.py without the run's environment variables.
+"""Processes of one sandbox, from the inside: ``main`` isolates them, then runs test cases.
 
-The first process enters the namespaces. The server, process 1 inside them, sets up the isolation, takes cases
-and returns results, but runs no tested code. A fork of it runs each case. The interpreter is isolated
-(``python -I`` or its equivalent) and loads only the modules of this package imported here.
+``sandbox.Sandbox`` starts them, without the run's environment variables, and sends the cases. The first
+process enters the namespaces. The server, process 1 inside them, sets up the isolation and returns results,
+but runs no tested code. A fork of it runs each case. The interpreter is isolated (``python -I`` or its
+equivalent) and loads only the modules of this package imported here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Client of a SandboxFusion server, which runs programs instead of this machine's sandbox.
+"""Client of a SandboxFusion server, which runs tested programs instead of this machine's sandbox.
 
-API (github.com/bytedance/SandboxFusion): ``POST /run_code`` takes ``code``, ``stdin``, ``run_timeout`` and
-``memory_limit_MB`` and returns ``status`` and ``run_result`` (``status``, ``return_code``, ``stdout``).
-Expected outputs never leave this machine. Calls block and raise SandboxError if the server fails.
+``FusionSandbox`` has the calls of ``Sandbox``. API (github.com/bytedance/SandboxFusion): ``POST /run_code``
+takes ``code``, ``stdin``, ``run_timeout`` and ``memory_limit_MB`` and returns ``status`` and ``run_result``
+(``status``, ``return_code``, ``stdout``). Expected outputs never leave this machine. Calls block and raise
+SandboxError if the server fails.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def _end(text, out=os.fdopen(os.dup(1), "w", encoding="utf-8"), leave=os._exit):
 
 
 class FusionServer:
-    """SandboxFusion server for one reward worker. Calls block, and each opens its own connection."""
+    """Client of one SandboxFusion server, for one reward worker: ``run`` executes code and returns an
+    ``Ended``. Calls block, and each opens its own connection."""
 
     def __init__(self, url: str) -> None:
         """``url``: server address, with or without ``/run_code``."""
@@ -123,7 +125,8 @@ class FusionServer:
 
 
 class FusionSandbox(Sandbox):
-    """Sandbox of one source on a server; each case is a separate program."""
+    """``Sandbox`` of one program (``source``) on a SandboxFusion server: same calls, but each test case is
+    sent as a separate program, and nothing is kept between them."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""Isolation of tested code (the sandbox's walls): namespaces, files, user, Landlock, seccomp, limits, audit
-hook.
+"""Isolation of tested code (the sandbox's walls): namespaces, files, user, Landlock, seccomp, audit hook.
 
 Runs in the sandbox's processes (child.py) and imports no third-party package. Once per sandbox:
-`enter_namespaces`, then `confine_sandbox` (file system, user, Landlock). For each program: `confine_program`
-(limits, system call filter, audit hook). A wall is one of these layers; a wall that the kernel does not grant
-leaves a note or is covered by another one. ``box`` is the sandbox's directory.
+``enter_namespaces``, which returns the ``Walls``, then ``confine_sandbox`` (file system, user, Landlock). For
+each program: ``confine_program`` (limits, system call filter, audit hook). A wall is one of these layers; a
+wall that the kernel does not grant leaves a note in ``Walls`` or is covered by another one. ``box`` is the
+sandbox's directory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ALL_USERS = 4294967295
 
 
 class Walls:
-    """Walls (isolation layers) of a sandbox that this kernel grants, filled in during setup."""
+    """Walls (isolation layers) that this kernel grants a sandbox, and notes on missing ones."""
 
     def __init__(self) -> None:
         self.namespaces = False

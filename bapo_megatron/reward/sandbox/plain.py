@@ -1,4 +1,4 @@
-"""Serialization of tested programs' values as plain JSON, for comparison outside the program's process.
+"""Plain JSON form of a tested program's values, for comparison outside the program's process.
 
 ``encoded`` runs in the program's process, ``decoded`` outside. None, booleans, numbers and text stay
 unchanged, numbers and text as exactly int, float and str, so that a subclass's equality does not count. numpy

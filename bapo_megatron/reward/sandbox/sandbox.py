@@ -1,5 +1,6 @@
-"""Code sandbox: runs untrusted programs, one isolated process tree per source (docs/rewards.md).
+"""Code sandbox: runs an untrusted program on test cases, in an isolated process tree (docs/rewards.md).
 
+``Sandbox(source, ...)`` starts one, and its ``run``, ``value`` and ``judge`` return an ``Ended`` per case.
 Calls block. A sandbox only notes isolation layers (walls) that the kernel does not grant. Code rewards need
 all walls: ``checked_sandbox``, a preflight with a trial program, refuses a machine that lacks some, unless
 ``reward.allow_weak_sandbox`` is set.
@@ -63,7 +64,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a test case that ended."""
+    """Result of a test case that ended in time: exit code, output, value of an expression, seconds."""
 
     code: int
     """Exit code; negative for a signal."""
@@ -76,8 +77,9 @@ class Ended:
 
 
 class Sandbox:
-    """Sandbox of one source: context manager of its isolated processes, which fork for each case. Cases share
-    a temporary directory. After a case that returned None (out of time) no other may follow."""
+    """Isolated processes for one program (``source``), as a context manager; a fork runs each test case
+    (``run``, ``value``, ``judge``). Cases share a temporary directory. After a case that returned None (out
+    of time) no other may follow."""
 
     def __init__(
         self,
@@ -196,9 +198,10 @@ class _OutOfTime(Exception):
 
 
 class _CaseClock:
-    """Clock of a running case, read from /proc: its CPU time, and the time in which all its threads slept.
-    Includes processes that the case may have started where a wall is missing. Waiting for a CPU or a disk, or
-    being stopped, does not count. A pause of this process counts as sleep for at most 2 ``WATCH_S``."""
+    """Clock of a running case, read from /proc: its CPU time, and the time in which all its threads slept;
+    ``watch`` raises past the limit. Includes processes that the case may have started where a wall is
+    missing. Waiting for a CPU or a disk, or being stopped, does not count. A pause of this process counts as
+    sleep for at most 2 ``WATCH_S``."""
 
     def __init__(self, first: int, limit_s: float) -> None:
         """``first``: the sandbox's first process, the case's grandparent."""

@@ -1,6 +1,8 @@
-"""Rollout backends: factories of one kind of inference engine (checks, servers, clients), e.g. SGLang.
+"""Abstract factory of inference engines of one kind, and the factory of the engine in the sampler's process.
 
-Holds the base class and ``LocalBackend``. `rollout.engine` may name a user's class by its import path.
+``engine_backend(name)`` returns the ``EngineBackend`` that `rollout.engine` names: ``local``
+(``LocalBackend``), ``sglang``, or a user's class by its import path. A backend checks the settings, starts
+servers and makes clients (``interfaces.Engine``).
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 
 class EngineError(RuntimeError):
-    """An engine refused, hung or answered nonsense; its state is unknown. The message names the engine."""
+    """An engine refused, hung or gave an invalid answer; its state is unknown. The message names it."""
 
 
 class EngineServers:
-    """A run's engine servers, on rank 0: addresses, restarts, and turns on colocated GPUs. Base class without
-    servers. ``EngineBackend.serve`` ends servers that the run started. ``start`` and ``end`` may block."""
+    """Servers of a run, on rank 0: their addresses, and calls to end, restart and hold them while the policy
+    has their GPUs. This base class has no servers. ``EngineBackend.serve`` ends the servers that the run
+    started. ``start`` and ``end`` may block."""
 
     urls: Sequence[str] = ()
     gpus: Mapping[str, Sequence[int]] = MappingProxyType({})
@@ -56,12 +59,12 @@ class EngineServers:
 
 
 class EngineBackend(ABC):
-    """Abstract factory of a run's engines: a subclass must define ``open``.
+    """Abstract factory of one kind of engine. A subclass must define ``open``, which returns the engines
+    (clients, or models in this process); the other methods have defaults that suit an engine without servers.
 
-    Preflight calls ``check``; ``trainer/build.py`` calls ``serve`` on rank 0; ``open_pool`` calls ``open`` in
-    the sampling process; ``bapo eval`` calls all three. Defaults suit an engine in that process. Settings:
-    ``rollout.engine_config``, i.e. the ``RolloutConfig`` field with the backend's name, ``custom_engine`` for
-    an import path, or the defaults of ``EngineConfig`` (``local``).
+    Order: ``check`` in preflight; ``serve`` on rank 0; ``open`` in the process that samples, with the
+    addresses from ``serve``. Settings are ``rollout.engine_config``: the ``RolloutConfig`` field with the
+    backend's name, ``custom_engine`` for an import path, or the defaults of ``EngineConfig`` (``local``).
     """
 
     rounds = False
@@ -110,8 +113,8 @@ class EngineBackend(ABC):
 
 
 class LocalBackend(EngineBackend):
-    """Backend of the embedded engine: a Hugging Face model in the sampler's process. It samples in rounds,
-    because the last bits of its log-probs depend on the batch."""
+    """Backend of ``LocalEngine``, a Hugging Face model in the sampler's process. Samples in rounds (requests
+    of a round form one batch), because the last bits of its log-probs depend on the batch."""
 
     rounds = True
     returns_routes = True

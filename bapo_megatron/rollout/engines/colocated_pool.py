@@ -1,6 +1,7 @@
-"""``open_pool``, which builds a run's engine pool, and the pool of engines that share GPUs with the policy.
+"""``open_pool``, which builds a run's ``EnginePool``, and the pool of engines on the policy's GPUs.
 
-The GPU hand-over (``trainer/gpu_handover.py``) makes these sleep, wake and load through ``SamplerClient``.
+The trainer's GPU hand-over (``trainer/gpu_handover.py``) calls ``ColocatedPool`` through ``SamplerClient`` to
+put these engines to sleep (free their GPU memory), wake them, and load weights.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ class ColocatedPool(EnginePool):
 
         admit -> sample -> release -> (the policy trains; new weights are announced) -> wake -> admit -> ...
 
-    Held engines get no requests or weights. ``release`` and ``wake`` return the names of the engines on which
-    they succeeded. Failed ones stay held with memory in an unknown state: end their servers before ``admit``.
+    A held engine gets no requests or weights. ``release`` frees GPU memory and ``wake`` takes it back; both
+    return the names of the engines on which they succeeded. The others stay held with memory in an unknown
+    state: end their servers before ``admit``.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

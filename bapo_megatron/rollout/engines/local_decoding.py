@@ -1,9 +1,12 @@
-"""Batched autoregressive decoding, one token per step, by inverse CDF, independent of the other rows:
+"""Batched autoregressive decoding with a Hugging Face model: requests in, generations with log-probs out.
+
+``Decoding(model, requests, recorder)`` holds one batch: call ``step`` (one token for every open row) until
+``done``, then ``results``. Tokens are drawn by inverse CDF, independent of the other rows:
 
     token = min { v : sum_{u <= v} p_u >= draw },  p = softmax(logits / temperature),  draw in (0, 1]
 
-Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_U`` distinct prompts, ``_L`` padded prompt,
-``_R`` longest response, ``_V`` vocabulary, ``_LK`` layers and experts of a token.
+Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_U`` distinct prompts, ``_L`` padded prompt, ``_R``
+longest response, ``_V`` vocabulary, ``_LK`` layers and experts of a token.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ BLOCK = 64
 
 
 class RouteRecorder:
-    """Record of the last pass's routes (each token's experts), by a hook on each router; not thread-safe."""
+    """Recorder of a model's expert routes: a hook on each router keeps the chosen experts of the last forward
+    pass, and ``take`` returns them. Not thread-safe."""
 
     def __init__(self, model: Any) -> None:
         self.is_on = False
@@ -79,8 +83,8 @@ class RouteRecorder:
 
 
 class Decoding:
-    """Decoding of one batch of requests, with left-padded prompts, so that all rows share a column. Call
-    ``step`` until ``done`` (or an abort), then ``results``; calls block."""
+    """Decoding of one batch of requests, left-padded so that all rows share a column. Call ``step`` until
+    ``done`` (or an abort), then ``results``, which returns the generations. Calls block."""
 
     def __init__(self, model: Any, requests: Sequence[GenerateRequest], recorder: RouteRecorder) -> None:
         self._model = model
@@ -241,16 +245,16 @@ def block_cache(model_config: Any) -> DynamicCache:
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """State of one linear-attention layer, with row selection."""
+    """Cache of one linear-attention layer for transformers, from which finished rows can be dropped."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)
 
 
 class BlockLayer(DynamicLayer):  # type: ignore[misc]
-    """KV cache of one layer for transformers, copied only when a block of ``BLOCK`` tokens is full. Its base
-    class copies all keys and values for every token: half the decode time of a small model at batch 256.
-    ``keys``, ``values`` [batch, kv_heads, tokens, head_dim] are views of larger buffers."""
+    """KV cache of one attention layer for transformers, copied only when a block of ``BLOCK`` tokens is full.
+    Its base class copies all keys and values for every token: half the decode time of a small model at batch
+    256. ``keys``, ``values`` [batch, kv_heads, tokens, head_dim] are views of larger buffers."""
 
     keys: Tensor
     values: Tensor

@@ -1,8 +1,9 @@
-"""The ``local`` engine: an embedded Hugging Face model behind ``interfaces.Engine``, with request batching.
+"""The ``local`` engine: a Hugging Face model in this process as an async ``interfaces.Engine``.
 
-It serves any causal language model in transformers, and suits small ones. Requests that wait when the model
-becomes free form one batch. Tokens depend on the request (seed, prefix), the weights and, only by rounding in
-matrix products, the batch: with ``LocalBackend.rounds``, a run without overlap is reproducible.
+``LocalEngine(LocalModel(hf_path, max_batch))`` serves any causal language model in transformers, and suits
+small ones. Requests that wait when the model becomes free form one batch. Tokens depend on the request (seed,
+prefix), the weights and, only by rounding in matrix products, the batch: with ``LocalBackend.rounds``, a run
+without overlap is reproducible.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ _BODY = "model."
 
 
 class LocalEngine:
-    """``Engine`` of a ``LocalModel``, which computes in threads. Construct it inside the event loop. Wrong
-    weights in a folder leave it unchanged. A request after ``close`` raises RuntimeError."""
+    """``Engine`` of a ``LocalModel``: async calls, computed in threads. Construct it inside the event loop.
+    If a folder has wrong weights, ``load`` raises and the old ones stay. A request after ``close`` raises
+    RuntimeError."""
 
     name = "local"
 
@@ -129,9 +131,10 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
 
 
 class LocalModel:
-    """Thread-safe model of ``LocalEngine``, with blocking calls. Locking: each decode step holds ``_gate``. A
-    pause, abort or weight replacement sets a flag, then takes the lock; decoding checks the flags before each
-    step. Without flags the decoding thread would retake the lock before a waiter wakes up."""
+    """Blocking, thread-safe model of ``LocalEngine``: ``generate`` decodes a batch; ``stage`` and ``commit``
+    replace the weights between two tokens. Each decode step holds the lock ``_gate``. A pause, abort or
+    replacement sets a flag, then takes the lock, and decoding checks the flags before each step; without
+    flags the decoding thread would retake the lock before a waiter wakes up."""
 
     def __init__(
         self,
@@ -237,7 +240,7 @@ class LocalModel:
 
 class ModelWeights:
     """Parameters of a Hugging Face model by name, replaced all or none; tied ones count once. ``stage``
-    copies and checks new ones, ``commit`` replaces the old. ``LocalModel`` does the locking."""
+    returns a checked copy of new ones, ``commit`` puts it into the model. ``LocalModel`` does the locking."""
 
     def __init__(self, model: Any, body: str = _BODY) -> None:
         """``body``: the folder's name prefix, which replaces the text model's prefix in transformers."""

@@ -1,8 +1,9 @@
-"""The engine pool: load balancing, health checks, quarantine and recovery of a run's inference engines.
+"""Engine pool: load balancing, weight updates, health checks and recovery of a run's inference engines.
 
-An engine that refuses, hangs, crashes, answers nonsense or reports wrong weights goes into quarantine: its
-requests fail immediately, and callers send them to other engines. It takes requests again after a health
-check and a verified weight load. The pool lives in one event loop, of the sampler's process or `bapo eval`.
+Call ``EnginePool``. An engine that refuses, hangs, crashes, gives an invalid answer or reports wrong weights
+goes into quarantine: its requests raise EngineLost at once, and callers send them to other engines. It takes
+requests again after a health check and a verified weight load. A pool lives in one event loop, of the
+sampler's process or `bapo eval`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LATE_S = 1.0
 
 
 class EngineLost(Exception):
-    """A request failed because its engine went into quarantine; another engine may take it."""
+    """Error of ``EnginePool.generate``: the engine went into quarantine; another one may take the request."""
 
     def __init__(self, message: str, by_this_request: bool = False) -> None:
         super().__init__(message)
@@ -51,16 +52,17 @@ class EngineLost(Exception):
 
 
 class EnginesGone(Exception):
-    """No engine of the run has worked for ``lost_minutes``."""
+    """Error of ``EnginePool.check``: no engine of the run has worked for the given minutes."""
 
 
 class EnginePool:
-    """A run's engines: requests, weight updates, health checks and quarantine.
+    """A run's engines in one event loop: requests, weight updates, health checks and quarantine.
 
-    Construct it in a running event loop. An engine takes requests once it has weights, from ``update``, a
-    broadcast or, in a ``ColocatedPool``, a wake-up. For a request call ``reserve``, which never waits
-    (``changed`` is set when an engine may have room), then ``generate``; afterwards lower ``slot.load`` by 1
-    and set ``changed``. ``max_in_flight`` limits an engine's requests, except those ``over_capacity``.
+    Construct it in a running loop. An engine takes requests once it has weights, from ``update`` (a folder),
+    a broadcast or, in a ``ColocatedPool``, a wake-up. For a request call ``reserve``, which never waits and
+    returns an ``EngineSlot`` or None (``changed`` is set when an engine may have room), then ``generate``;
+    afterwards lower ``slot.load`` by 1 and set ``changed``. ``max_in_flight`` limits an engine's requests,
+    except those ``over_capacity``.
     """
 
     def __init__(

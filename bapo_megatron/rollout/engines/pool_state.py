@@ -1,6 +1,7 @@
-"""State of the engine pool: timeouts and clock, engine slots, current weights, engine choice.
+"""Data and rules of the engine pool: timeouts, clock, per-engine slots, current weights, choice of an engine.
 
-The state is local to the event loop of ``EnginePool``, which changes the slots.
+``choose`` picks the engine for a request; ``load_seconds`` is the deadline of a weight load. ``EnginePool``
+changes the objects, in its event loop only.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ higher value loads would drift apart, and a recovered engine would stay empty.""
 
 @dataclass(frozen=True)
 class EngineTimeouts:
-    """Timeouts of the engine pool, in seconds. A run sets only ``update_s``, from ``update_minutes``."""
+    """Timeouts of the engine pool in seconds (checks, aborts, updates, hangs); a run sets only
+    ``update_s``."""
 
     heartbeat_s: float = 5.0
     """Interval between an engine's health checks."""
@@ -60,9 +62,9 @@ def read_seconds(weight_bytes: float) -> float:
 
 
 class LoopLagClock:
-    """Monotonic clock of one event loop, in seconds, which stands still while the loop lags. An answer that
-    lies unread for half a minute, because ten thousand others arrived with it or the process was stopped,
-    must not count as engine silence. Construct it within the loop; it ticks until ``close``."""
+    """Monotonic clock of one event loop, in seconds, which stands still while the loop lags: ``now``. An
+    answer that lies unread for half a minute, because ten thousand others arrived with it or the process was
+    stopped, must not count as engine silence. Construct it within the loop; it ticks until ``close``."""
 
     def __init__(self) -> None:
         self._late_s = 0.0
@@ -91,7 +93,7 @@ class LoopLagClock:
 
 @dataclass(eq=False)
 class EngineSlot:
-    """One engine's state in the pool: requests in flight, health and quarantine."""
+    """The pool's record of one engine: requests in flight, health, quarantine, and version of its weights."""
 
     engine: Engine
     is_up: bool = False
@@ -121,8 +123,8 @@ class EngineSlot:
 
 @dataclass(frozen=True, eq=False)
 class CurrentWeights:
-    """The current weight version, in an HF folder, with its digest quorum and load deadline. The pool holds
-    one, or None while the newest weights are in no folder (broadcast, IPC)."""
+    """The current weights in an HF folder: version, the quorum that judges engines' digests, deadline of a
+    load. The pool holds one, or None while the newest weights are in no folder (broadcast, IPC)."""
 
     folder: Path
     version: int
@@ -143,8 +145,8 @@ class CurrentWeights:
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """Location of a sequence's prefix cache: an engine and its weight-load count at that time.
-    ``EnginePool.cached_at`` returns it after a segment; ``reserve`` takes it for the next segment."""
+    """Where a sequence's KV cache is: an engine, and its count of weight loads at that time (a load empties
+    it). ``EnginePool.cached_at`` returns it after a segment; ``reserve`` takes it for the next segment."""
 
     slot: EngineSlot
     loads: int

@@ -1,4 +1,9 @@
-"""Generation requests: dataset, seeds, stop tokens, validation (invalid token ids can crash an engine)."""
+"""Generation requests of a run: tokenized dataset, seeds, stop tokens, and validation of a request.
+
+``check_request`` raises ValueError for invalid token ids or lengths, which can crash an engine.
+``stop_token_ids`` and ``limits_of`` read a model folder, ``response_text`` decodes a response, and
+``identity`` returns the settings that a resume must not change.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ from bapo_megatron.types import GenerateRequest, Generation, Prompt, ResponseTok
 
 @dataclass(frozen=True)
 class Dataset:
-    """A run's tokenized prompts, with the tokenizer that decodes the responses."""
+    """A run's tokenized prompts, and the tokenizer that decodes responses and turns."""
 
     prompts: Sequence[Prompt]
     tokenizer: Any

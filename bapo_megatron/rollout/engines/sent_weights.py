@@ -1,7 +1,8 @@
-"""Verification of a weight sync: digests (hashes) of each engine's tensors against those sent.
+"""Verification of a weight sync: digests (hashes) of each engine's tensors, compared with those sent.
 
-The trainer computes expected digests while it sends weights; the engine pool compares them before an engine
-samples. If they are unknown, a quorum of engines decides, which misses a tensor that all engines lack.
+The trainer wraps its weights in a ``DigestingIterator`` and gets ``SentDigests``; the engine pool's
+``DigestQuorum`` compares each engine's digest with them before the engine samples (DigestMismatch if wrong).
+If the sent digests are unknown, a quorum of engines decides, which misses a tensor that all engines lack.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NAMED = 3
 
 
 class TensorDigests(str):
-    """An engine's digest of all its weights (the string) and of each tensor: ``ranks[rank][name]``."""
+    """An engine's digest of all its weights (a ``str``), with each tensor's as ``ranks[rank][name]``."""
 
     ranks: Sequence[Mapping[str, str]]
 
@@ -40,7 +41,9 @@ class TensorDigests(str):
 
 @dataclass(frozen=True)
 class SentDigests:
-    """Digests that engines must report after a load, from the weight folder or a transfer's last call."""
+    """Digests that each engine must report after a load, by engine rank and tensor name, or why they are
+    unknown. ``write`` and ``read`` keep them in a weight folder; other transports send them after the
+    weights."""
 
     ranks: tuple[Mapping[str, str], ...] = ()
     """For each engine rank, tensor digests by the engine's tensor name."""
@@ -63,7 +66,8 @@ class SentDigests:
 
 
 class WeightDigester(Protocol):
-    """Protocol of a streaming hash: one version's weights, tensor by tensor, in the engine's layout."""
+    """Hash of one weight version in the engine's tensor layout (protocol): ``add`` each Hugging Face tensor,
+    then ``result`` returns the ``SentDigests``."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a whole tensor by its Hugging Face name. Raises ValueError if its engine layout is unknown."""
@@ -78,7 +82,7 @@ MakeDigester = Callable[[], WeightDigester]
 
 @dataclass(frozen=True)
 class UnknownDigests:
-    """``WeightDigester`` for engines whose digests cannot be computed here, for ``reason``."""
+    """``WeightDigester`` without digests: its ``result`` says that they are unknown, for ``reason``."""
 
     reason: str
 
@@ -90,8 +94,8 @@ class UnknownDigests:
 
 
 class DigestingIterator:
-    """Weight iterator that computes digests as tensors pass; call ``sent`` after its end. A failing digest
-    does not stop it: other ranks take part in the all-gathers."""
+    """Iterator over (name, tensor) that hashes the tensors as they pass; ``sent`` then returns the digests. A
+    failing hash only makes them unknown: the iteration is an all-gather in which other ranks take part."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], make: MakeDigester | None) -> None:
         self._weights = weights
@@ -122,7 +126,7 @@ class DigestMismatch(RuntimeError):
 
 
 class SentCheck:
-    """Comparison of engine digests with the trainer's; reports each reason not to compare once (event)."""
+    """Comparison of engines' digests with those sent; reports each reason not to compare once (event)."""
 
     def __init__(self, report: Callable[..., None]) -> None:
         self._report = report
@@ -160,7 +164,7 @@ class SentCheck:
 
 @dataclass
 class _DigestDiff:
-    """Difference of sent and reported digests: "NAME on rank R" lists, and the number of equal digests."""
+    """Differences of sent and reported digests ("NAME on rank R"), and the number of equal digests."""
 
     matching: int = 0
     differing: list[str] = field(default_factory=list)
@@ -213,12 +217,13 @@ IsSent = Callable[[str, str], bool]
 
 
 class DigestQuorum:
-    """Digest quorum of one weight version, in the engine pool's event loop.
+    """Judge of the engines' digests of one weight version, in the engine pool's event loop.
 
-    For each engine call ``expect`` before its load, ``confirm`` with its digest, and ``release`` after the
-    load or its error. The right digest is the sent weights' or, where unknown, the first that two engines
-    report. An engine alone with its digest waits for engines that still load, and is right if no other
-    digest arrives. If no two agree, no engine is right and all must load again.
+    For each engine call ``expect`` before its load, ``confirm`` with its digest, which waits for the verdict
+    and raises DigestMismatch, and ``release`` after the load or its error. The right digest is the sent
+    weights' or, where unknown, the first that two engines report. An engine alone with its digest waits for
+    engines that still load, and is right if no other digest arrives. If no two agree, no engine is right and
+    all must load again.
     """
 
     def __init__(self, wait_s: float, is_sent: IsSent | None = None) -> None:

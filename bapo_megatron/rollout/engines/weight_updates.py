@@ -1,7 +1,12 @@
-"""Drivers of weight updates in parts: begin, receive, confirm, resume, for every transport.
+"""Weight updates of engines in parts (broadcast buckets, IPC handles), as calls in a fixed order.
 
-The trainer (``rollout/weight_sync/``) makes these four calls in order through ``SamplerClient``. An engine
-sees one call, ``load`` or ``wake``, which spans all four; for weights in a folder the pool makes it directly.
+    begin(version) -> receive(part), for each part -> confirm(digests) -> resume
+
+An engine has one long call, ``load`` or ``wake``, which pulls the parts from an iterator (``WeightParts``).
+``EngineLoad`` turns this call of one engine into steps, and ``WeightUpdates`` makes each step on all engines:
+it lives in the sampler's process, and the sender (``rollout/weight_sync/``) calls it through
+``SamplerClient``. ``driver_class(sync)`` returns the class for a transport. Weights in a folder need none of
+this: the pool calls ``load`` with the folder.
 """
 
 from __future__ import annotations
@@ -27,8 +32,8 @@ _ERROR_GRACE_S = 0.5
 
 
 class EngineLoad:
-    """One engine's ``load`` or ``wake`` call in steps: begin, receive (each part), end, confirm, resume. A
-    step returns when the engine has completed it, and raises the engine's error."""
+    """One engine's ``load`` or ``wake`` call, as steps to await: ``begin``, ``receive`` each part, ``end``,
+    ``confirm``, ``resume``. A step returns when the engine has done it, or raises the engine's error."""
 
     def __init__(self, slot: EngineSlot, load: Load, version: int) -> None:
         """Start ``load``: the engine pauses or reclaims memory, then asks for the first part."""
@@ -110,9 +115,10 @@ class EngineLoad:
 
 
 class WeightUpdates:
-    """Driver of updates of colocated engines by memory handles; base class of the other drivers. In order:
-    ``begin``; ``receive`` for every bucket; ``confirm``; ``resume``. Each returns the names of the engines on
-    which it succeeded, and quarantines the others: they drop out of the update and must be ended."""
+    """Weight update of colocated engines by memory handles, and base class of other transports' updates.
+    Order of the calls: ``begin``; ``receive`` for every bucket; ``confirm``; ``resume``. Each returns the
+    names of the engines on which it succeeded, and quarantines the others, which drop out of the update and
+    must be ended."""
 
     calls: tuple[str, ...] = ()
     """Names of additional calls for the trainer."""
@@ -189,10 +195,10 @@ def driver_class(sync: str) -> type[WeightUpdates]:
 
 
 class BroadcastUpdates(WeightUpdates):
-    """Driver of weight broadcasts, which all engines receive in lockstep. ``gather`` comes first, then
-    ``join`` unless the engines share a group. The ``WeightUpdates`` calls then update all gathered engines,
-    or raise EngineError with the names of those that fail; ``fail`` must follow, because weights may be
-    mixed. The pool reports ``engine_hangs`` if an engine then fails to load from disk."""
+    """Weight broadcasts, which all engines receive in lockstep. First ``gather`` selects the engines, and
+    ``join`` forms a process group unless they share one. The ``WeightUpdates`` calls then succeed on all
+    gathered engines or raise EngineError with the names of those that fail; ``fail`` must follow, because
+    weights may be mixed: it quarantines all until they have loaded weights from a folder."""
 
     calls = ("gather", "join", "fail")
 

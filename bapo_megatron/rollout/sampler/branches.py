@@ -1,9 +1,10 @@
-"""The turn tree of an episode and its branches, which are the training samples.
+"""Turn tree of an episode, and its branches: the token sequences on which the policy trains.
 
-An episode's tokens are stored end to end in chronological order, turn by turn. Each turn follows the previous
-one unless a *fork* gives another parent: an agent program rewrote its history or holds several conversations.
-A path from the root to a leaf turn is a *branch*. Every sampled token is trained on once, in the first branch
-that contains it; in later branches it is context. Pure functions; ``response.py`` defines the episode.
+``Tree.of`` makes a tree from the turns' end positions and forks; ``Tree.trained`` returns its branches with
+masks. An episode's tokens are stored end to end in chronological order, turn by turn. Each turn follows the
+previous one unless a *fork* gives another parent: an agent program rewrote its history or holds several
+conversations. A path from the root to a leaf turn is a *branch*. Every sampled token is trained on once, in
+the first branch that contains it; in later branches it is context. Pure functions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Fork = tuple[int, int]
 
 
 class Branch(NamedTuple):
-    """A path through an episode from its root to a turn: the positions of its tokens."""
+    """A path through an episode's turn tree from the root to a turn, as the positions of its tokens."""
 
     has_prompt: bool
     """Whether the dataset's prompt comes first; otherwise the tokens include the branch's own prompt."""
@@ -43,7 +44,8 @@ class Branch(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """An episode's turn tree: the end position of each turn, including an unfinished one, and the forks."""
+    """An episode's turn tree: end position of each turn (also of an unfinished one), and the forks. Its
+    methods return paths to a turn, as a ``Branch`` or in turn numbers."""
 
     ends: tuple[int, ...]
     forks: tuple[Fork, ...]

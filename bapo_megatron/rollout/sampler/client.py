@@ -1,4 +1,8 @@
-"""Rank 0's client of the sampler process (``process.py``): RPC over a pipe, restarts after death or hang."""
+"""Trainer's side of the sampler process (``process.py``): starts it and makes calls over a pipe, on rank 0.
+
+``SamplerClient`` is the ``Sampler`` of ``interfaces.py``: each method is one blocking call. It restarts the
+process after its death or hang.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +47,11 @@ Event = Callable[[dict[str, Any]], None]
 
 
 class SamplerDied(Exception):
-    """The sampler process ended during a call. Only ``submit`` futures raise it to callers."""
+    """The sampler process ended during a call. Callers see it only as the error of a ``submit`` future."""
 
 
 class SamplerClient:
-    """The trainer's ``Sampler``: blocking calls to the sampler process, which is restarted if it dies.
+    """The trainer's ``Sampler``: blocking calls to the sampler process, which it starts and restarts.
 
     After a restart the call is repeated, except wake-up calls of colocated engines, which then return no
     engine, and ``submit``, whose future fails. Raises RunStopped in a crash loop, StorageFailed if the
@@ -240,7 +244,7 @@ class SamplerClient:
 
 
 class HeartbeatWatchdog:
-    """A watchdog thread that kills ``process`` after ``limit_s`` seconds without ``beat`` (context manager).
+    """Context manager: a thread kills ``process`` after ``limit_s`` seconds without a call of ``beat``.
 
     Needed because a stopped or hung process keeps its pipe open, and a blocking reader would wait forever.
     After the kill, reads and writes of ``pipe`` fail even if the process survives. The timeout is split into

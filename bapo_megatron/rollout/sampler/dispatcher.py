@@ -1,8 +1,8 @@
-"""Admission control by staleness, and the dispatcher that schedules requests on engines.
+"""Scheduling of generation requests: which groups may sample (staleness), and on which engine.
 
-Admission is back-pressure: it bounds how far sampling runs ahead of the trainer. (AReaL, arXiv 2505.24298,
-bounds staleness in the same way, by samples instead of groups.) The dispatcher schedules the requests of
-admitted groups. An engine answers each request with one segment: the response's next tokens, at most
+``AdmissionController`` is back-pressure: it bounds how far sampling runs ahead of the trainer. (AReaL, arXiv
+2505.24298, bounds staleness in the same way, by samples instead of groups.) ``Dispatcher`` sends the requests
+of admitted groups. An engine answers each request with one segment: the response's next tokens, at most
 ``rollout.segment_tokens``.
 """
 
@@ -51,7 +51,7 @@ class AdmissionController:
     training. After a resume more groups may be outstanding, opened under newer weights than the engines hold;
     then only the oldest groups within the bound may sample. Nothing samples before ``open``.
 
-    Synchronous. The loop queries it before opening groups, the dispatcher before sending requests.
+    Synchronous: ``room`` returns how many groups may open, ``newest_sampling`` the newest that samples.
     """
 
     def __init__(self, config: RolloutConfig, sampler_state: SamplerState) -> None:
@@ -127,11 +127,12 @@ class AdmissionController:
 
 
 class Dispatcher:
-    """The request scheduler: sends requests to engines with room, oldest group first, and collects results.
+    """Scheduler of requests: ``send`` sends those of added responses to engines with room, oldest group
+    first.
 
-    ``SamplerLoop`` adds responses, calls ``send`` and takes the results, which count only once they are in
-    the write-ahead log. A request is requeued if its engine fails. A malformed request, or one involved in
-    too many engine losses, becomes a refusal of its group.
+    ``take_results`` returns the segments, which count only once the caller has them in the write-ahead log. A
+    request is requeued if its engine fails. A malformed request, or one involved in too many engine losses,
+    becomes a refusal of its group.
     """
 
     def __init__(

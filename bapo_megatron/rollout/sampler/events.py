@@ -1,9 +1,9 @@
-"""Sampler events: a constructor for each kind of write-ahead log record except snapshots.
+"""Sampler events: functions that return the write-ahead log ``Record`` of each kind but snapshots.
 
-``SamplerLoop`` commits the records, then ``SamplerState.apply`` applies them. ``journal_start`` builds the
-first records of a journal that begins at a checkpoint (a fork, or after journal loss). A checkpoint holds the
-dataset position and the prompts of unfinished groups without their tokens; these prompts are resampled first.
-A fork with a different prompt order restarts its dataset.
+Records are committed to the log, then ``SamplerState.apply`` changes the state. ``journal_start`` returns the
+first records of a journal that begins at a checkpoint (a fork of another run, or after journal loss). A
+checkpoint holds the dataset position and the prompts of unfinished groups without their tokens; these prompts
+are resampled first. A fork with a different prompt order restarts its dataset.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_ORDER = ("model.", "rollout.", "environment.")
 
 @dataclass(frozen=True)
 class Segment:
-    """A response segment: an engine's answer to one request, with its position in the response."""
+    """A response segment to be logged: an engine's answer to one request, and its place in the response."""
 
     group: OpenGroup
     sample: int
@@ -45,7 +45,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Given:
-    """An environment's answer to a turn, with its position in the response."""
+    """An environment's answer to a turn, to be logged, and its place in the response."""
 
     group: OpenGroup
     sample: int
@@ -150,7 +150,7 @@ def weights_loaded(version: int, step: int) -> Record:
 
 
 class JournalStart(NamedTuple):
-    """First records of a journal, which ``GroupSampler`` commits, and the event that reports them."""
+    """First records of a journal, and the run event (kind, message) that tells why it begins."""
 
     state: Record
     opened: list[Record]

@@ -1,7 +1,7 @@
-"""The group sampler: turns prompts into durable step batches; wires state, journal, loop and dispatcher.
+"""Group sampler: turns prompts into durable step batches; connects state, journal, loop and dispatcher.
 
-The journal, a write-ahead log of everything sampled, survives the process. The batch builder selects the
-finished groups of a step and writes the step's file.
+``GroupSampler.next_batch(step)`` returns the path of the step's file. Everything sampled is in the journal, a
+write-ahead log that survives the process. ``BatchBuilder`` selects a step's groups and writes the file.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ from bapo_megatron.types import StepBatch
 class GroupSampler:
     """The rollout sampler: turns prompts into step batches of rewarded groups, in the sampler's event loop.
 
-    Call order: ``start``, which replays the journal; ``load_weights`` (``expect_weights`` and
-    ``record_weights`` for weights sent in parts), before which nothing is sampled; ``next_batch`` per step;
+    Call order: ``start``, which replays the journal; ``load_weights`` (or, for weights sent in parts,
+    ``expect_weights`` and ``record_weights``), before which nothing is sampled; ``next_batch`` per step;
     ``close``. A loop error (such as a full disk) ends the sampling, and ``next_batch`` raises it.
-    ``process.py`` creates and closes it; ``Service`` calls it.
     """
 
     def __init__(
@@ -189,8 +188,8 @@ class GroupSampler:
 
 
 class BatchBuilder:
-    """Builder of a step's batch from the finished groups opened first, excluding groups to be dropped.
-    Call ``choose``, then ``write``, between two commits of the sampler loop."""
+    """Builder of a step's batch: ``choose`` returns the finished groups that were opened first, without those
+    to be dropped; ``write`` writes the step's file. Call both between two commits of the sampler loop."""
 
     def __init__(
         self,

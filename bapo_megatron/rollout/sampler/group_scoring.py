@@ -1,7 +1,8 @@
-"""Background scoring of complete groups, part of ``SamplerLoop``.
+"""Background scoring of complete groups, with outages and uniform groups; part of ``SamplerLoop``.
 
-A group is scored as soon as its last response is complete; in distillation it also gets the teacher's
-log-probs. A group whose scores all failed waits and is rescored (``FailedScores``).
+``GroupScoring.begin(group)`` starts a task when the last response is complete: it computes the rewards
+(``scoring.GroupScorer``), in distillation also the teacher's log-probs, and posts them as an event. A group
+whose scores all failed waits and is rescored (``FailedScores``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from bapo_megatron.rollout.sampler.write_ahead_log import Record
 
 
 class GroupScoring:
-    """One scoring task per complete group, which posts the rewards as an event and drops useless groups."""
+    """Background scoring of groups (by ``GroupScorer``): one task per complete group posts its rewards as an
+    event, and drops a group without use for training (equal rewards, too few scores)."""
 
     def __init__(
         self, config: RunConfig, dataset: Dataset, scorer: Scorer, report: Report, teacher: Teacher | None

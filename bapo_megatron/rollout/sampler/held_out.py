@@ -1,14 +1,14 @@
-"""Held-out evaluation during training, and the sampling of one whole response, also for `bapo eval`.
+"""Held-out evaluations of a training run, in the sampler's process; and sampling of one whole response.
 
     evaluation/step_000040.jsonl    one scored response per line, sampled at the weights of step 40
 
-The trainer waits for it. Its requests use at most half of the engines' capacity, alongside training requests.
-On an engine that samples in rounds, the turns of all episodes go out together, for bit-exact repeats. The
-file is written atomically at the end; a killed evaluation starts over.
+``HeldOut`` writes this file, for which the trainer waits. Its requests use at most half of the engines'
+capacity, alongside training requests. On an engine that samples in rounds, the turns of all episodes go out
+together, for bit-exact repeats. The file is written atomically at the end; a killed evaluation starts over.
 
-``whole_response`` sends one request per segment (in `bapo eval`, per response or turn); an engine loss costs
-only the in-flight request. Training responses go through ``dispatcher.py``, which journals them. Both follow
-the state machine in ``response.py``.
+``whole_response`` (also for `bapo eval`) sends one request per segment and returns the complete response; an
+engine loss costs only the in-flight request. Training responses go through ``dispatcher.py``, which journals
+them. Both follow the state machine in ``response.py``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ _POLL_S = 1.0  # polling interval for an engine with room
 
 @dataclass(frozen=True)
 class _Item:
+    """A response to sample in an evaluation: its suite, problem and sample number."""
+
     suite: Suite
     problem: int
     """Position of the problem in its suite."""
@@ -62,8 +64,8 @@ class _Item:
 
 
 class HeldOut:
-    """The run's held-out evaluations in the sampler's event loop, one at a time. Per step: ``expect``
-    before its weights are loaded, ``begin`` afterwards, then poll ``responses``."""
+    """The run's held-out evaluations, one at a time, in the sampler's event loop. Per step: ``expect`` before
+    its weights are loaded, ``begin`` afterwards, then poll ``responses``, which returns the file or None."""
 
     def __init__(
         self,
@@ -232,7 +234,7 @@ class HeldOut:
 
 
 class RoundBarrier:
-    """A barrier for an evaluation's responses, which releases their requests together in member order.
+    """Barrier for an evaluation's responses: ``meet`` waits and releases all requests, in member order.
 
     For an engine whose last bits depend on its batch (``EngineBackend.rounds``): environment steps vary in
     duration, so evaluations would otherwise form different batches. A round begins when every member waits or

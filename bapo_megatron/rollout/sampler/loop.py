@@ -1,8 +1,8 @@
-"""The sampler's event loop: commits events to the write-ahead log, applies them and acts on them.
+"""Event loop of the sampler: commits events to the write-ahead log, applies them and acts on them.
 
-One task wakes at every change. It writes all queued events and results in one commit before applying them. It
-opens groups as admission allows and sends requests to engines (``dispatcher.py``), sends turns to
-environments (``stepper.py``), and has complete groups scored (``group_scoring.py``).
+``SamplerLoop`` is one task that wakes at every change. It writes all queued events and results in one commit
+before applying them. It opens groups as admission allows, sends requests to engines (``dispatcher.py``) and
+turns to environments (``stepper.py``), and has complete groups scored (``group_scoring.py``).
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _DRAIN_S = 5.0  # maximum wait at the end of a run for the tokens of in-flight r
 
 
 class SamplerLoop:
-    """The event loop of the event-sourced state: queues events, commits them to the log and applies them.
-    Runs as a task from ``start`` to ``close``. An error ends the loop; ``wait_for`` raises it."""
+    """Event loop of the sampler, as a task from ``start`` to ``close``; the only writer of the log and the
+    state. ``post`` queues an event; ``wait_for`` waits for a condition, or raises the error that ended the
+    loop."""
 
     def __init__(
         self,

@@ -1,9 +1,11 @@
 """The sampler process: sampler, engines (or their clients) and reward workers in one event loop; RPC by pipe.
 
-``client.py``, on rank 0, starts ``python -m bapo_megatron.rollout.sampler.process FD``. The first message is
-a ``Setup``. Then each call ``(method, arguments)`` gets one reply, ``("ok", value, events)`` or ``("error",
-kind, text, events)``, preceded by heartbeats unless this process hangs. When the trainer ends, the pipe
-closes and this process ends too: everything it has reported is in the journal.
+    python -m bapo_megatron.rollout.sampler.process FD      (FD: the inherited pipe to rank 0, ``client.py``)
+
+The first message is a ``Setup``. Then each call ``(method, arguments)`` gets one reply, ``("ok", value,
+events)`` or ``("error", kind, text, events)``, preceded by heartbeats unless this process hangs. ``events``
+are the run events since the last reply. When the trainer ends, the pipe closes and this process ends too:
+everything it has reported is in the journal.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ _BEAT_S = 5.0  # seconds between heartbeats
 
 @dataclass(frozen=True)
 class Setup:
-    """Process arguments: settings, dataset, and the engines' addresses or device."""
+    """First message to the sampler process: settings, dataset, suites, engine addresses or device."""
 
     config: RunConfig
     problems: PromptSet
@@ -80,8 +82,8 @@ WAKE_CALLS = ("wake", "begin", "receive", "confirm", "resume")
 
 
 class Service:
-    """The RPC service: handles the trainer's calls, one at a time. ``answer`` turns errors meant for the
-    trainer into replies; any other error ends the process."""
+    """The process's side of the RPC: ``answer`` runs one call of the trainer and returns the reply. Errors
+    meant for the trainer become replies; any other error ends the process."""
 
     def __init__(
         self,

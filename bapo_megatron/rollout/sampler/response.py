@@ -1,4 +1,4 @@
-"""The state machine of one response: its next need, the request for it, and its next state after an answer.
+"""State machine of one response: what it needs next, the request for that, and its state after an answer.
 
     state       needs        event                               next state
     sampling    Tokens(n)    a segment without a reason          sampling
@@ -9,10 +9,11 @@
     waiting     STEP         ``restarted``                       sampling, without tokens
     complete    nothing
 
+``needs(response)`` returns the need, and ``continued``, ``given`` and ``restarted`` return the next state.
 Only responses in an environment wait; without one, a response is an *episode* of a single turn. An episode's
 turns may form a tree (``branches.py``); sampling continues its last branch. Pure functions on frozen data: no
-engine, file or clock. The dispatcher and the stepper drive training responses (events go through the
-write-ahead log before the next state); ``held_out.py`` drives evaluation responses.
+engine, file or clock. Training responses go through the write-ahead log before each next state, evaluations
+do not.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SegmentEnd = FinishReason | Literal["turn"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of responses, created by ``Dispatcher``, ``HeldOut`` and `bapo eval`."""
+    """Sampling parameters of responses: temperature, seed, stop tokens, length limits."""
 
     temperature: float
     max_response_tokens: int
@@ -67,7 +68,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """An environment's answer to a turn: tokens given to the model, or the end of the response."""
+    """An environment's answer to a turn: tokens that the model gets, or the reason for the end of the
+    response; also reward, note, metrics, time in seconds, and the failure of a step."""
 
     token_ids_R: np.ndarray
     """int32; empty if the response ends."""
@@ -97,7 +99,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Episode:
-    """The part of a ``Response`` beside its tokens: turn ends and a record of the environment's answers."""
+    """What a ``Response`` holds beside its tokens: ends of its turns, forks, and sums of the environment's
+    answers (rewards, metrics, seconds)."""
 
     turns: tuple[tuple[int, str | None], ...] = ()
     """For each finished turn: response tokens up to its end; text of a given turn, None of a sampled one."""
@@ -142,11 +145,8 @@ class Episode:
 
 @dataclass(frozen=True)
 class Response:
-    """State of one response: its tokens so far, and its finish reason when complete.
-
-    Open groups of the sampler's state and ``held_out.py`` hold it. ``continued``, ``given`` and
-    ``restarted`` create the next one.
-    """
+    """State of one response, immutable: its tokens so far, its episode, and its finish reason when complete.
+    ``continued``, ``given`` and ``restarted`` return the next state; ``rollouts`` the training samples."""
 
     so_far: ResponseTokens = field(default_factory=lambda: ResponseTokens.joined([]))
     finish_reason: FinishReason | None = None
@@ -228,14 +228,14 @@ class Response:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A response's need, returned by ``needs``: more tokens from an engine."""
+    """Need of a response, from ``needs``: up to ``most`` more tokens from an engine."""
 
     most: int
     """Maximum tokens of the next request; 0: wait for new weights, which bring a new budget."""
 
 
 class Step(Enum):
-    """A response's need, returned by ``needs``: the environment's answer to the model's turn."""
+    """Need of a response, from ``needs``: the environment's answer to the model's turn (``STEP``)."""
 
     STEP = "step"
 

@@ -1,4 +1,7 @@
-"""Metrics of a step's groups and of all sampling: rewards, lengths, episodes, token accounting."""
+"""Metrics of a step's groups and of all sampling, by name: rewards, lengths, episodes, token counts.
+
+``sampler_metrics`` returns all of a step; pure functions of ``GroupSummary`` objects.
+"""
 
 from __future__ import annotations
 

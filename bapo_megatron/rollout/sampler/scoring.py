@@ -1,4 +1,8 @@
-"""Scoring of complete groups: decodes responses, computes rewards and detects scoring outages."""
+"""Scoring of complete groups: responses are decoded, rewarded, and checked for scoring outages.
+
+``GroupScorer.score(group)`` returns a ``RewardResult`` per response, and ``response_score`` that of one;
+``FailedScores`` decides whether a group's results count.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +26,16 @@ from bapo_megatron.types import Prompt
 
 
 class Scorer(Protocol):
-    """A reward function for one response (protocol), which never raises because of the response's content.
-    ``RewardPool`` implements it and ``RobustScorer`` wraps it; ``GroupScorer`` and evaluations call it."""
+    """Reward function for one response (protocol): ``score`` returns a ``RewardResult``, possibly a failure,
+    and never raises because of the response's content. Implemented by ``RewardPool`` and ``RobustScorer``."""
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
         """Return the reward of a response with ``tokens`` tokens, or the kind of scoring failure."""
 
 
 class RobustScorer:
-    """A ``Scorer`` that reports failures and turns an OSError (no process, no file) into a failed score.
-    Wraps the reward pool in the sampler process and in `bapo eval`."""
+    """``Scorer`` around another one: reports its failures as run events, and turns an OSError (no process, no
+    file) into a failed score."""
 
     def __init__(self, scorer: Scorer, failed: float, report: Report) -> None:
         self._scorer, self._failed, self._reports = scorer, failed, FailureReports(report)
@@ -47,7 +51,8 @@ class RobustScorer:
 
 
 class GroupScorer:
-    """Scorer of a complete group: decodes its responses, then scores them concurrently."""
+    """Computes the rewards of one complete group: ``score`` decodes its responses, then scores them
+    concurrently. Holds no state; ``GroupScoring`` schedules it."""
 
     def __init__(self, dataset: Dataset, scorer: Scorer, reward: RewardConfig) -> None:
         self._dataset, self._scorer, self._reward = dataset, scorer, reward
@@ -129,13 +134,13 @@ _OUTAGE_GROUPS = 8
 class FailedScores:
     """Detector of scoring outages: consecutive groups without any score, as when a judge is down.
 
-    Groups whose scores all failed wait until another score succeeds; then they are rescored once, and the
-    result counts. If no score succeeds, raises ConfigError in a run's first step once a whole step's groups
-    wait (before any update), later RunStopped after retries for ``outage_minutes``. The journal keeps these
-    groups without rewards, and a resumed run rescores them. Fewer failed groups than an outage are retried
-    once and then dropped, as are the first groups of an outage. No retry helps a group whose environments all
-    failed: in an outage one such group is dropped at each retry, and the new one in its place shows whether
-    environments work again.
+    ``passes`` tells whether a group's results count. Groups whose scores all failed wait until another score
+    succeeds; then they are rescored once, and the result counts. If no score succeeds, raises ConfigError in
+    a run's first step once a whole step's groups wait (before any update), later RunStopped after retries for
+    ``outage_minutes``. The journal keeps these groups without rewards, and a resumed run rescores them. Fewer
+    failed groups than an outage are retried once and then dropped, as are the first groups of an outage. No
+    retry helps a group whose environments all failed: in an outage one such group is dropped at each retry,
+    and the new one in its place shows whether environments work again.
     """
 
     def __init__(self, groups_per_step: int, outage_minutes: float, report: Report) -> None:

@@ -1,9 +1,9 @@
-"""The sampler's event-sourced state: open groups, finished groups, and counts of all others.
+"""The sampler's state, rebuilt from its write-ahead log: open groups, finished groups, counts.
 
-``apply`` is the only mutator; its records are in the write-ahead log before anything acts on them, so a log
-replay gives the same state. A damaged record costs only its content: a response continues from the tokens
-before the gap, and nothing is trained on twice. ``served`` is the last step that received its groups; step s
-produces the weights of step s (0: the initial weights).
+``SamplerState.apply(record)`` is the only mutator; a record is in the log before anything acts on it, so a
+log replay gives the same state. A damaged record costs only its content: a response continues from the tokens
+before the gap, and nothing is trained on twice. ``SamplerState.served`` is the last step whose groups the
+trainer got; step s produces the weights of step s (0: the initial weights).
 
     lag of a group at step t = (t - 1) - (step of the weights of its oldest token)      0 is on-policy
 """
@@ -37,8 +37,8 @@ Bounded because each checkpoint contains them and its reader accepts at most 64 
 
 
 class GroupSummary(NamedTuple):
-    """Statistics of a scored group, dropped or not, for step metrics (``sampling_metrics.py``). Created from
-    log records alone when scores are applied, so a resumed run counts the same."""
+    """Statistics of a scored group, dropped or not, for step metrics: rewards, lengths, finish reasons,
+    failures. Created from log records alone when scores are applied, so a resumed run counts the same."""
 
     number: int
     rewards: Sequence[float | None]
@@ -79,8 +79,8 @@ class GroupSummary(NamedTuple):
 
 @dataclass
 class OpenGroup:
-    """A group that is being sampled or scored, numbered in opening order. Only ``SamplerState.apply`` creates
-    and changes it; the rest of ``rollout/sampler/`` reads it."""
+    """A group (one prompt, several responses) that is being sampled or scored; numbered in opening order.
+    Only ``SamplerState.apply`` changes it."""
 
     number: int
     epoch: int
@@ -108,7 +108,7 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A scored group that waits for its training step; ``BatchBuilder`` selects it."""
+    """A scored group that waits for its training step: the ``Group`` to train on, and its summary."""
 
     number: int
     epoch: int
@@ -120,8 +120,8 @@ class FinishedGroup:
 
 
 class SamplerState:
-    """The sampler state, a pure function of the write-ahead log's records; only ``apply`` changes it.
-    ``apply`` raises ConfigError if the log has a different ``identity`` or a newer format."""
+    """The sampler's state: a pure function of the write-ahead log's records, changed only by ``apply``.
+    ``apply`` raises ConfigError if the log has a different ``identity`` (settings) or a newer format."""
 
     def __init__(
         self, prompts: Sequence[Prompt], group_size: int, identity: Mapping[str, Any] | None = None

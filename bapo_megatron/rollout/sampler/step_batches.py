@@ -1,11 +1,12 @@
-"""Step files: one atomic .npz file per step with its training batch, and replay from these files.
+"""Step files: writer, readers and recovery of one atomic .npz file per step, which holds its training batch.
 
     RUN/journal/step_000001.npz  step_000002.npz ...      step_000001.routes.npy ...
 
-The sampler process writes them. Trainer rank 0 reads a whole file and derives its header; every rank reads
-its own samples (``step_columns.py``). A file holds a JSON header, the prompts' ids, and an array per response
-column (``types.RESPONSE_COLUMNS``), in numpy's zip format: bit-exact, with checksums that reveal damage.
-Routes, thirty times larger than the rest, are in a separate file (``data/routes.py``).
+``write_step`` writes a ``StepBatch``, in the sampler process; ``read_step`` and ``read_header`` return it and
+its header on trainer rank 0; every rank reads its own samples (``step_columns.py``). A file holds a JSON
+header, the prompts' ids, and an array per response column (``types.RESPONSE_COLUMNS``), in numpy's zip
+format: bit-exact, with checksums that reveal damage. Routes (each token's experts), thirty times larger than
+the rest, are in a separate file (``data/routes.py``).
 """
 
 from __future__ import annotations
@@ -173,9 +174,9 @@ def _opened(directory: Path, step: int) -> Iterator[tuple[BinaryIO, Any]]:
 
 
 class StepFiles:
-    """Recovery and deletion of the step files in ``folder``. Blocking.
+    """The step files in ``folder``, for recovery at a start (``missing_records``) and deletion. Blocking.
 
-    Renames a damaged file and all later ones to ``*.lost`` and reports an event. Raises ConfigError or
+    Renames a damaged file and all later ones to ``*.lost`` and reports a run event. Raises ConfigError or
     FailingDiskError if the disk denies access or fails.
     """
 
@@ -238,8 +239,9 @@ class StepFiles:
 
 
 class ReplaySampler:
-    """A ``Sampler`` that serves another run's stored batches (``config.rollout.replay``) without engines.
-    Never waits. Raises ConfigError if there is no journal, or a step file is missing or damaged."""
+    """``Sampler`` without engines: ``next_batch`` returns another run's stored batches
+    (``config.rollout.replay``). Never waits. Raises ConfigError if there is no journal, or a step file is
+    missing or damaged."""
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = RunPaths(run_dir).journal

@@ -118,7 +118,7 @@ def _tail(file: BinaryIO | FileIO, size: int) -> str:
 
 
 class StepColumns:
-    """The columns of a step's responses, a ``TrainingBatch``: ``open``, ``read`` one response, ``close``.
+    """Columns of a step's responses, a ``TrainingBatch``: ``open``, ``read`` one response, ``close``.
 
     Reads by offset, not through a memory map, because truncation or server loss of a mapped file kills the
     process with SIGBUS. Raises StorageFailed, on this rank only, if the file cannot be read.

@@ -1,6 +1,6 @@
-"""The stepper: asks environments to answer the model's turns and collects their answers.
+"""Scheduler of environment steps: asks environments to answer the model's turns, and collects their answers.
 
-It is the dispatcher's counterpart: a response occupies no engine while its environment works.
+The counterpart of ``dispatcher.py``: a response occupies no engine while its environment works.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bapo_megatron.rollout.sampler.turns import Environments, TurnTaker, turn_ta
 
 
 class Restart(NamedTuple):
-    """A response that must restart, and why."""
+    """A response that must restart without tokens, because its environment cannot be restored, and why."""
 
     group: OpenGroup
     sample: int
@@ -25,10 +25,8 @@ class Restart(NamedTuple):
 
 
 class Stepper:
-    """The step scheduler: asks the environments of waiting responses and collects their answers.
-
-    ``SamplerLoop`` adds responses and takes answers, which count only once they are in the write-ahead log.
-    """
+    """Scheduler of environment steps: ``add`` a waiting response; ``take_results`` returns the answers and
+    restarts. A result counts only once its caller (``SamplerLoop``) has it in the write-ahead log."""
 
     def __init__(
         self,

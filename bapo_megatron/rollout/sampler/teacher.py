@@ -1,8 +1,9 @@
-"""The frozen teacher of on-policy distillation: log-probs of sampled tokens from SGLang servers.
+"""Client of the frozen teacher of on-policy distillation: log-probs of sampled tokens, from SGLang servers.
 
-The teacher scores a complete group that has rewards and is kept. Its log-probs count once they are in the
-write-ahead log and go from there into the step file, so a resumed or replayed run does not request them
-again. SGLang returns log-probs of given tokens only at temperature 1, so ``rollout.temperature`` must be 1.
+``GroupTeacher.of_group`` returns a complete group's log-probs, an array per response. They count once they
+are in the write-ahead log and go from there into the step file, so a resumed or replayed run does not request
+them again. SGLang returns log-probs of given tokens only at temperature 1: so must ``rollout.temperature``
+be.
 """
 
 from __future__ import annotations
@@ -34,11 +35,9 @@ _BYTES_A_TOKEN = 128  # answer bytes allowed per token; log-prob, id and punctua
 
 
 class Teacher:
-    """Async client of the teacher servers: ``open``, concurrent ``log_probs`` calls, ``close``.
-
-    A response goes to the least loaded server, after a failure to the others in turn; the last is retried
-    until ``give_up_s``.
-    """
+    """Async client of the teacher servers: ``open``, concurrent ``log_probs`` calls, ``close``. A response
+    goes to the least loaded server, after a failure to the others in turn; the last is retried until
+    ``give_up_s``."""
 
     def __init__(self, config: DistillationConfig, longest: int) -> None:
         """``longest``: maximum sequence length in tokens."""
@@ -136,7 +135,7 @@ class Teacher:
 
 
 class GroupTeacher:
-    """The teacher of complete groups: requests log-probs for all responses of a group concurrently."""
+    """The teacher's log-probs for a whole group: ``of_group`` asks for all its responses concurrently."""
 
     def __init__(self, dataset: Dataset, teacher: Teacher) -> None:
         self._dataset, self._teacher = dataset, teacher

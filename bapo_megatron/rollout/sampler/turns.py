@@ -1,6 +1,8 @@
-"""Turns in environments: the question to the environment, its answer as tokens, preflight checks and start.
+"""Environments of a run, as the sampler uses them: preflight checks, start, and steps of a response.
 
-A run has one environment per prompt source, or one for all sources.
+``check_environments`` runs before a start, and ``open_environments`` starts the workers. ``TurnTaker`` sends
+a response's last turn to its environment and returns the answer as tokens. A run has one environment per
+prompt source, or one for all sources.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ MOST_RESTARTS = 20
 
 
 class Steps(Protocol):
-    """Protocol for stepping environments, implemented by ``EnvironmentPool``."""
+    """What steps an environment (protocol): ``step`` takes a ``Question`` and returns a ``StepResult``."""
 
     async def step(self, question: Question) -> StepResult:
         """Return the environment's answer; never raises, whatever the environment does."""
@@ -56,7 +58,7 @@ class Steps(Protocol):
 
 
 class GivesTokens(Protocol):
-    """Protocol for converting observations into tokens, implemented by ``ObservationTemplate``."""
+    """What tokenizes an observation (protocol): ``given_ids`` returns the ids between two model turns."""
 
     def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
         """Return the ids, int32, between a model turn that ends with ``last_token`` and the next turn."""
@@ -64,7 +66,7 @@ class GivesTokens(Protocol):
 
 @dataclass(frozen=True)
 class Stepping:
-    """The parts of an environment for steps, tokenization of answers, and failure reports."""
+    """An opened environment: its workers, tokenization of answers, stop tokens, limits, failure reports."""
 
     steps: Steps
     template: GivesTokens
@@ -103,7 +105,8 @@ def turn_takers(
 
 
 class TurnTaker:
-    """Client of an environment that turns a model turn into an answer, for training and evaluations."""
+    """Client of one environment for responses: ``result`` asks it about a response's last turn, ``answer``
+    turns the result into tokens or the end of the response."""
 
     def __init__(self, stepping: Stepping, dataset: Dataset, max_response_tokens: int) -> None:
         self._stepping, self._dataset = stepping, dataset
@@ -225,7 +228,7 @@ class TurnTaker:
 
 
 class _Given(NamedTuple):
-    """Given tokens and their position in the turn tree; ``after`` and ``rewritten`` as in ``Answer``."""
+    """Tokens of an observation and their place in the turn tree; last two fields as in ``Answer``."""
 
     ids: np.ndarray
     context: int

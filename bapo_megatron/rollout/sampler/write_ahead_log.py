@@ -2,11 +2,12 @@
 
     RUN/journal/segments-000001.log  segments-000002.log ...   (and step_000001.npz ..., see step_batches.py)
 
-A record is a header (magic, kind, sizes, header CRC), a JSON object, numpy arrays end to end, and a CRC over
-both. The magic tells whether more records of the same commit follow; an incomplete commit at the end of a
-file does not count. Opening a file for writing truncates a torn tail. Reading reports a damaged record with
-its offset and continues at the next whole record. Every log begins with a snapshot of the sampler's state, so
-that older logs can be deleted.
+``SegmentJournal`` replays, commits and deletes; ``read_records`` yields the records of one file. A record is
+a header (magic, kind, sizes, header CRC), a JSON object, numpy arrays end to end, and a CRC over both. The
+magic tells whether more records of the same commit follow; an incomplete commit at the end of a file does not
+count. Opening a file for writing truncates a torn tail. Reading reports a damaged record with its offset and
+continues at the next whole record. Every log begins with a snapshot of the sampler's state, so that older
+logs can be deleted.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ _LOCK_WAIT_S = 30.0  # maximum wait for the lock: a killed process may take this
 
 @dataclass(frozen=True)
 class Record:
-    """A write-ahead log record, which is a sampler event: JSON fields and numpy arrays. ``events.py`` and
-    ``SamplerState.snapshot`` create records, ``SamplerState.apply`` applies them."""
+    """Record of the write-ahead log, a sampler event or snapshot: kind, JSON fields, numpy arrays."""
 
     kind: str
     """Event kind, 1 to 16 ASCII characters."""
@@ -56,7 +56,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged range of a log without a whole record; ``read_records`` yields it instead of raising."""
+    """A damaged range of a log, yielded by ``read_records``: offset, size in bytes, reason."""
 
     offset: int
     size: int
@@ -64,7 +64,7 @@ class Damage:
 
 
 class WriteAheadLog:
-    """A log of sampler events, open for appending by one process. Disk errors raise OSError."""
+    """A log file, open for appending by one process: ``write`` commits records, or raises OSError."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file; read it and truncate a torn tail left by a kill."""
@@ -188,7 +188,7 @@ def _decoded(kind: bytes, text: bytes, data: bytes, offset: int) -> Record:
 
 class SegmentJournal:
     """The write-ahead logs in ``folder``, which it locks. Call order: ``replay``, ``rotate``, then any number
-    of ``commit``s. Calls block until the data is on disk, and raise RunStopped if the disk fails."""
+    of ``commit`` calls. Calls block until the data is on disk, and raise RunStopped if the disk fails."""
 
     def __init__(self, folder: Path, old: OldFiles | None = None) -> None:
         """Lock ``folder``; raises ConfigError if another process writes there. ``old``: deletes old logs."""

@@ -1,9 +1,9 @@
-"""Weight sync by broadcast (NCCL on GPUs, gloo on a CPU): the sender, on trainer rank 0.
+"""Weight sync by broadcast (NCCL on GPUs, gloo on a CPU): the sending side, on trainer rank 0.
 
-Every tensor-parallel rank of every engine receives (``rollout/engines/weight_updates.py``), in a process
-group separate from the trainer's own. Control calls go through the sampler process and HTTP; each returns a
-future that is done when all engines have answered. Disk sync replaces a failed broadcast. Registered in
-``config/transports.py``.
+``BroadcastSync`` is the ``WeightSync`` of ``sync=broadcast`` (``config/transports.py``). Every
+tensor-parallel rank of every engine receives (``rollout/engines/weight_updates.py``), in a process group
+separate from the trainer's own. Control calls go through the sampler process and HTTP; each returns a future
+that is done when all engines have answered. Disk sync replaces a failed broadcast.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def _without_nccl_watchdog() -> Iterator[None]:
 
 
 class WeightBroadcast:
-    """The weight broadcaster on trainer rank 0: ``open`` a group once, then ``send`` each version. Calls
-    block for at most their timeouts. After an error, usually a BroadcastError, ``open`` a new group."""
+    """Sender of weights on trainer rank 0: ``open`` a group once, then ``send`` each version. Calls block for
+    at most their timeouts. After an error, usually a BroadcastError, ``open`` a new group."""
 
     def __init__(
         self,
@@ -272,11 +272,11 @@ def sender_address(config: EngineConfig) -> str:
 
 
 class BroadcastSync:
-    """The broadcast ``WeightSync``, with disk sync as fallback.
+    """``WeightSync`` by broadcast, with disk sync as fallback.
 
     ``push`` returns when the engines have the weights and their digests (hashes) match. A failed broadcast is
-    an event, not an error: all engines load from disk, and the next push forms a new group. ``engines`` and
-    ``broadcast`` are None except on rank 0.
+    a run event, not an error: all engines load from disk, and the next push forms a new group. ``engines``
+    and ``broadcast`` are None except on rank 0.
     """
 
     def __init__(

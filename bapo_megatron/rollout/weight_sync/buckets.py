@@ -1,6 +1,7 @@
 """Weight buckets: flat byte buffers of bounded size, the unit of weight transport (broadcast, IPC).
 
-One message carries many tensors, and no second copy of the model exists. Shape suffix: ``_B``, bucket bytes.
+``Buckets.cut(weights)`` yields the tensors of an iterator, packed into ``Bucket`` objects. One message
+carries many tensors, and no second copy of the model exists. Shape suffix: ``_B``, bucket bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bapo_megatron.types import BucketSpec
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors flattened into one buffer by ``Buckets.cut``, with their names and layout."""
+    """Tensors in one byte buffer (``payload_B``), with names and layout (``spec``); from ``Buckets.cut``."""
 
     spec: BucketSpec
     payload_B: Tensor
@@ -42,10 +43,10 @@ Allocate = Callable[[int], Tensor]
 
 
 class Buckets:
-    """Packer of weights into buckets: copies tensors, in order, into reused buffers of ``nbytes`` bytes.
+    """Packer of weights into buckets: ``cut`` copies tensors, in order, into reused byte buffers.
 
-    No communication. Buffers are allocated on first use and kept until ``release``. A failed copy raises only
-    at its bucket's end, after all of the bucket's tensors have passed.
+    No communication. Buffers of ``nbytes`` bytes are allocated on first use and kept until ``release``. A
+    failed copy raises only at its bucket's end, after all of the bucket's tensors have passed.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Buckets:
 
 
 class _Buffer:
-    """Memory of one bucket, allocated at its first tensor: ``add`` while ``has_room``, then ``take``."""
+    """Reusable memory of one bucket: ``add`` tensors while ``has_room``, then ``take`` the bucket."""
 
     def __init__(self, nbytes: int, allocate: Allocate) -> None:
         self._nbytes, self._allocate = nbytes, allocate

@@ -1,7 +1,8 @@
-"""Weight sync by disk: one Hugging Face folder per version on a file system shared with the engines.
+"""Weight sync by disk: one Hugging Face folder per version, on a file system shared with the engines.
 
-All ranks of the first replica write in parallel: the all-gather gives each of them every tensor, and each
-writes its share to its own files. Rank 0 first creates a temporary folder and finally renames it.
+``DiskSync`` is the ``WeightSync`` of ``sync=disk``, and the fallback of the others. All ranks of the first
+replica write in parallel: the all-gather gives each of them every tensor, and each writes its share to its
+own files. Rank 0 first creates a temporary folder and finally renames it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _VERSION = re.compile(r"v\d+|\.v\d+\.tmp|\.v\S+\.deleted")
 
 @dataclass(frozen=True, kw_only=True)
 class SenderParts:
-    """Arguments of ``Sender.open``, on every rank."""
+    """Arguments of ``Sender.open``, on every rank: settings, disk fallback, sampler client, GPUs, device."""
 
     engine: EngineConfig
     disk: DiskSync
@@ -60,7 +61,7 @@ class SenderParts:
 
 
 class Sender(WeightSync, Protocol):
-    """A transport's sender class, whose ``open`` creates a ``WeightSync`` from ``SenderParts``."""
+    """Sender class of a weight transport (protocol): the class method ``open`` returns its ``WeightSync``."""
 
     @classmethod
     def open(cls, parts: SenderParts) -> WeightSync:
@@ -74,8 +75,8 @@ def sender_class(sync: str) -> type[Sender]:
 
 
 class DiskSync:
-    """The disk ``WeightSync``, also the fallback of the others: writes an HF folder that the engines load.
-    ``push`` returns when the working engines have loaded it. If a rank cannot write, all ranks raise."""
+    """``WeightSync`` by disk: ``push`` writes an HF folder and returns when the working engines have loaded
+    it. If a rank cannot write, all ranks raise."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class DiskSync:
 
 
 class WeightStaging:
-    """Staging of weight versions on disk: an HF folder appears in ``folder`` atomically, by a rename.
+    """Writer of weight versions: HF folders that appear in ``folder`` atomically, by a rename.
 
     Call order: ``prepare`` on rank 0; ``write_share`` on every writer; ``publish`` on rank 0; then, even on
     error, ``discard``. ``write`` does all four for a single writer. The caller synchronizes the ranks.

@@ -1,8 +1,9 @@
 """Weight sync by CUDA IPC for colocated engines (shared memory on a CPU): no copy over network or disk.
 
-``push`` only announces a version. Engines read it when they wake, in the GPU hand-over
-(``trainer/gpu_handover.py``). An all-gather gives each rank every whole tensor. Each rank copies one bucket
-at a time to shareable memory, and the engine on its GPU maps it through memory handles and loads it:
+``IpcSync`` is the ``WeightSync`` of ``sync=ipc`` (``config/transports.py``). ``push`` only announces a
+version; engines read it when they wake, in the GPU hand-over (``trainer/gpu_handover.py``). An all-gather
+gives each rank every whole tensor. Each rank copies one bucket at a time to shareable memory, and the engine
+on its GPU maps it through memory handles and loads it:
 
     rank of GPU g    bucket -> handles -> rank 0 -> the sampler's process -> the engine's process on GPU g
 
@@ -15,7 +16,7 @@ readers decrement a dummy counter. The stream is synchronized before a handle is
 for no CUDA event; torch would open one per handle and close none.
 
 Fallback: an engine that fails to receive is ended, the weights are written to disk once, and its new server
-loads them. Registered in ``config/transports.py``.
+loads them.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ _Reader = tuple[str, int]  # a reader of this process's memory: engine name and 
 
 
 class IpcSync:
-    """The CUDA IPC ``WeightSync`` of colocated engines, which get the weights when they wake.
+    """``WeightSync`` by CUDA IPC to colocated engines, which get the weights when they wake.
 
-    ``push`` only announces the weights. In the GPU hand-over (``trainer/gpu_handover.py``) ``hand_over``
-    transfers them and returns the engines that have them (the caller ends the others); then ``write`` sends
-    them by disk to the rest. All three are collective. A failed transfer is an event, not an error.
+    ``push`` only announces the weights. In the GPU hand-over ``hand_over`` transfers them and returns the
+    names of the engines that have them (the caller ends the others); then ``write`` sends them by disk to the
+    rest. All three are collective. A failed transfer is a run event, not an error.
     """
 
     def __init__(

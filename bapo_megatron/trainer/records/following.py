@@ -1,11 +1,11 @@
-"""Tracker process: sends each row of a run's metrics files to one tracker, in order, with retries.
+"""Tracker process: sends each row of a run's metrics files to one tracker (W&B, ...), in order, with retries.
 
     python -m bapo_megatron.trainer.records.following RUN NAME RESUME_STEP EVALUATED LIMIT_S
 
-``metrics_log.py`` starts one per tracker, with its log as standard output and the run's terminal as standard
-error. It begins after the tracker's last step or, if unknown, after RESUME_STEP, the last step of the run's
-files (EVALUATED, 0 or 1: whether they contain its evaluation). A byte on standard input, or the end of the
-run's process, ends the run: the last rows may then take LIMIT_S seconds. It ignores a job's signals.
+``metrics_log.py`` starts one per tracker NAME, with its log as standard output and the run's terminal as
+standard error. It begins after the tracker's last step or, if unknown, after RESUME_STEP, the last step of
+the run's files (EVALUATED, 0 or 1: whether they contain its evaluation). A byte on standard input, or the end
+of the run's process, ends the run: the last rows may then take LIMIT_S seconds. It ignores a job's signals.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class TrackedRow:
-    """Numbers of a step, or of an evaluation of its weights, for a tracker."""
+    """Metrics of a step, or of an evaluation of its weights, for a tracker."""
 
     step: int
     is_evaluation: bool
@@ -60,7 +60,7 @@ class TrackedRow:
 
 
 class TrackedRows:
-    """Tail of metrics.jsonl and evaluations.jsonl, from their first rows, while the run writes them."""
+    """Reader of a run's metrics and evaluations while it writes them: ``new`` yields further rows."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._steps, self._evaluations = _Tail(paths.metrics, False), _Tail(paths.evaluations, True)
@@ -74,7 +74,7 @@ class TrackedRows:
 
 
 class _Tail:
-    """Tail of one log from its first line; a partial line waits until it is complete."""
+    """Reader of one growing log from its first line: ``rows``; a partial line waits until it is complete."""
 
     def __init__(self, path: Path, is_evaluation: bool) -> None:
         self._path, self._is_evaluation, self._offset = path, is_evaluation, 0
@@ -103,9 +103,9 @@ Wait = Callable[[float], bool]
 
 
 class Follower:
-    """Sends one run's rows to one tracker; ``follow`` returns at the end of the run. ``resume_step``: the
-    last step in the run's files at its start; ``is_evaluated``: whether they contain its evaluation. Tracker
-    errors become events and lines on ``console``, and are retried after a pause, never raised."""
+    """Sends one run's rows to one tracker: ``follow`` returns at the end of the run. Tracker errors become
+    events and lines on ``console``, and are retried after a pause, never raised. ``resume_step``: the last
+    step in the run's files at its start; ``is_evaluated``: whether they contain its evaluation."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
-"""Metrics log of a run: metrics.jsonl, updates.jsonl, evaluations.jsonl; TensorBoard; tracker processes.
+"""Metrics log of a run, on rank 0: metrics.jsonl, updates.jsonl, evaluations.jsonl; TensorBoard; trackers.
 
-Rank 0 writes it through ``Recorder``, in a rollout-only run through ``RolloutRecord``. The files are the
-run's record. TensorBoard is written in this process. Every other tracker (W&B, trackio, MLflow), which may
-hang, fail or be slow, gets a process that follows the files (``following.py``): only ``close`` waits for it,
-and its problems are events and warnings, never errors.
+``MetricsLog`` writes the files, which are the run's record, and TensorBoard in this process. Every other
+tracker (W&B, trackio, MLflow), which may hang, fail or be slow, gets a process that follows the files
+(``following.py``): only ``close`` waits for it, and its problems are events and warnings, never errors.
 """
 
 from __future__ import annotations
@@ -50,9 +49,10 @@ def kept_score(metrics: Metrics) -> float | None:
 
 
 class MetricsLog:
-    """Metrics log of one run, on rank 0. Steps count from 1. Raises RunStopped if a write fails.
-    ``resume_step``: the last step to keep; 0 for a new run. Opening the log drops the lines of later steps,
-    which the resumed run repeats. ``report`` records tracker events."""
+    """Writer of a run's metrics, on rank 0: ``write_step``, ``write_update``, ``write_evaluation``,
+    ``close``. Steps count from 1. Raises RunStopped if a write fails. ``resume_step``: the last step to keep,
+    0 for a new run; later lines are dropped, and the resumed run repeats them. ``report`` records tracker
+    events."""
 
     def __init__(self, paths: RunPaths, logging: LoggingConfig, resume_step: int, report: Report) -> None:
         self._steps = JsonlLog(paths.metrics)

@@ -1,4 +1,4 @@
-"""Progress of a run on standard output, one plain line per step; on rank 0, through ``Recorder``."""
+"""Progress of a run on standard output (``Progress``), one plain line per step; functions for its texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ABSENT = "-"
 
 
 class Progress:
-    """Prints progress lines of a run, on rank 0; ``stream`` None: to standard output."""
+    """Printer of a run's progress lines, with the time left: ``update``. ``stream`` None: standard output."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
         self._total_steps, self._stream = total_steps, stream or sys.stdout

@@ -1,9 +1,10 @@
 """Recorder of a run: metrics, events.jsonl, progress line; a step's clock and metrics; the run's end.
 
-``Recorder`` is on rank 0 only. If none of the first 16 stale updates of a start has moved BAPO's bounds, it
-prints the fixed bounds to which the run is equivalent so far. Two context managers surround it:
-``sending_events`` outside, the life of the event sender process (``runtime/event_sender.py``), and
-``recorded_end`` inside, so that the end event (done, preempted, stopped, failed) is sent, too.
+``Recorder`` is on rank 0 only; ``step_metrics`` returns a step's metrics. If none of the first 16 stale
+updates of a start has moved BAPO's bounds, the recorder prints the fixed bounds to which the run is
+equivalent so far. Two context managers surround it: ``sending_events``, the life of the event sender process
+(``runtime/event_sender.py``), and within it ``recorded_end``, which records the end (done, preempted,
+stopped, failed), so that this event is sent, too.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _STALE_UPDATES = 16
 
 
 class IdleSearch:
-    """Counter of stale updates (ratios not all 1) without a moved bound; gives one notice."""
+    """Counter of stale updates (ratios not all 1) without a moved bound; ``observe`` gives one notice."""
 
     def __init__(self, bounds: BoundsConfig) -> None:
         self._bounds = bounds
@@ -213,7 +214,7 @@ def _warnings(config: RunConfig) -> Iterator[str]:
 
 
 class StepClock:
-    """Stopwatch for the parts of a step (rollout, update, sync), in wall seconds on this rank."""
+    """Stopwatch for a step's parts (rollout, update, sync): ``lap`` ends one; wall seconds on this rank."""
 
     def __init__(self) -> None:
         self._start = self._last = perf_counter()

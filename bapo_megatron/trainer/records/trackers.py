@@ -1,10 +1,11 @@
-"""Experiment trackers: their protocol, implementations for W&B, trackio and MLflow, and secret redaction.
+"""Experiment trackers: their protocol, classes for W&B, trackio and MLflow, and secret redaction.
 
-All starts of a run directory continue one tracked run, by an id (W&B, MLflow) or a name (trackio). A tracker
-runs in its own process and imports its package on construction. It raises errors of the package or server;
-``following.py`` retries. A new tracker is a class with the methods of ``Tracker``, an entry in ``TRACKERS``
-and one in ``TrackerName`` (config/run.py). Secrets (API keys, passwords in URLs) are redacted from what a
-tracker's package prints or raises, and from the configuration that it receives.
+``TRACKERS[name](tracked_run(root, name))`` opens one: all starts of a run directory continue one tracked run,
+by an id (W&B, MLflow) or a name (trackio). A tracker runs in its own process and imports its package on
+construction. It raises errors of the package or server; ``following.py`` retries. A new tracker is a class
+with the methods of ``Tracker``, an entry in ``TRACKERS`` and one in ``TrackerName`` (config/run.py). Secrets
+(API keys, passwords in URLs) are redacted from what a tracker's package prints or raises, and from the
+configuration that it receives.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 class RedactingStream:
-    """Text stream that redacts secrets in ``write`` and delegates all other methods. ``following.main``
-    replaces its standard output and error with it."""
+    """Text stream around another one: ``write`` redacts secrets; everything else goes to the inner stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -84,9 +84,9 @@ RunEnd = Literal["done", "preempted", "stopped", "failed", "killed"]
 
 
 class Tracker(Protocol):
-    """Protocol of an experiment tracker of one run: W&B, trackio or MLflow. Constructed from a
-    ``TrackedRun``; continues the tracked run of the same id. Calls may block, and may raise anything:
-    ``follow`` then closes it and constructs a new one."""
+    """Client of one tracked run (protocol): ``last_step``, ``write``, ``close``. Constructed from a
+    ``TrackedRun``; continues the tracked run of the same id. Calls may block, and may raise anything: the
+    caller then closes it and constructs a new one."""
 
     def last_step(self) -> int | None:
         """Return the tracker's last step; -1 for none, None if unknown."""

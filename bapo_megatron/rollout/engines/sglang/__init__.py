@@ -1,1 +1,1 @@
-"""The ``sglang`` backend: clients and supervisors of SGLang servers. Never imports SGLang itself."""
+"""The ``sglang`` backend: clients and supervisors of SGLang servers (``backend.py``); imports no SGLang."""

@@ -1,4 +1,6 @@
-"""Authorization on SGLang servers: finding the run's API key, and probing whether servers require it.
+"""API key of a run's SGLang servers: finding it, and sending it only to servers that require one.
+
+``known_key`` returns the run's key, and ``Authorization(url, look).headers()`` returns a call's HTTP headers.
 
     python -m bapo_megatron.rollout.engines.sglang.authorization URL FILE
 
@@ -96,12 +98,12 @@ def _is_open(url: str) -> bool:
 
 
 class Authorization:
-    """Authorization headers of calls to one server, in one event loop.
+    """HTTP headers with the API key for calls to one server, in one event loop: ``headers``.
 
     A server that requires a key gets the run's. Another program on its port may learn it, so ports belong on
-    loopback or a private network (docs/security.md). A server that requires none never gets it, and is
-    refused with EngineError if the run started it, it required one before, or the recipe demands keys. The
-    server is probed at the first call and after each failed connection.
+    loopback or a private network (docs/security.md). A server that requires none never gets it; ``headers``
+    raises EngineError for one that the run started, that required a key before, or if the recipe demands
+    keys. The server is probed at the first call and after each failed connection.
     """
 
     def __init__(

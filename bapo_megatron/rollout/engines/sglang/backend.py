@@ -1,7 +1,8 @@
-"""The ``sglang`` backend: SGLang servers, started by the run or already running, and their HTTP clients.
+"""The ``sglang`` backend: SGLang servers, started by the run or already running, and their clients.
 
-Each server of the run has a supervisor thread on rank 0: start, restart with backoff, hold during training,
-end. Server failures are run events. Imports that need torch are local, because ``bapo plan`` loads this file.
+``SglangBackend.serve`` starts a run's servers, and ``open`` returns the clients. A server has a supervisor
+thread on rank 0: start, restart with backoff, hold while the policy trains, end. Server failures are run
+events. Imports that need torch are local, because ``bapo plan`` loads this file.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _MAX_BACKOFF_S = 60.0
 
 
 class SglangBackend(EngineBackend):
-    """Factory of SGLang engines: HTTP servers that the run starts or its recipe names."""
+    """``EngineBackend`` of SGLang: HTTP servers, started by the run or named in its recipe, and clients."""
 
     returns_routes = True
 
@@ -154,8 +155,8 @@ def _interpreter(rollout: RolloutConfig) -> Path | None:
 
 
 class RunServers(EngineServers):
-    """SGLang's ``EngineServers``, with a supervisor for each server that the run started. ``heed`` takes
-    events from the sampler's process; the other calls serve GPU hand-overs."""
+    """``EngineServers`` of SGLang: addresses, and a supervisor for each server that the run started. ``heed``
+    restarts a server that the sampler's process reports as hanging; the other calls serve GPU hand-overs."""
 
     def __init__(
         self,
@@ -249,8 +250,8 @@ def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[Run
 
 
 class ServerSupervisor:
-    """Supervisor thread of one server, which restarts it, at the same address, when it ends or hangs. The
-    thread runs from construction to ``stop``. Initially and after ``hold`` it does not start the server."""
+    """Thread that keeps one server running: restarts it, at the same address, when it ends or hangs. Runs
+    from construction to ``stop``. Initially and after ``hold`` it starts no server until ``start``."""
 
     def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: OnEvent) -> None:
         from bapo_megatron.runtime.distributed import free_port  # with torch

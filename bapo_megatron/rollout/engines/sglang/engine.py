@@ -1,8 +1,9 @@
-"""The ``sglang`` engine: one SGLang server behind ``interfaces.Engine``, with deadlines, updates and sleep.
+"""The ``sglang`` engine: one SGLang server behind the async protocol ``interfaces.Engine``, with deadlines.
 
-Weights come from a folder, by broadcast or by memory handles, and change between two tokens of requests in
-flight. A request is aborted at its deadline and returns its tokens so far; one on a dropped kept-alive
-connection is resent once. During a pause or load unsent requests wait at a gate (``InflightRequests``).
+``SglangEngine`` adds to the HTTP client: aborts at deadlines (a request then returns its tokens so far), one
+resend on a dropped kept-alive connection, and weight updates from a folder, by broadcast or by memory
+handles, between two tokens of requests in flight. During a pause or load, unsent requests wait at a gate
+(``InflightRequests``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Deadlines of calls to a server, in seconds, from ``rollout.sglang``."""
+    """Deadlines of calls to a server, in seconds (request, abort, weight update), from ``rollout.sglang``."""
 
     request_s: float = 3600.0
     """Deadline of a request, which is then aborted and returns its tokens so far."""
@@ -354,7 +355,7 @@ def _truncated_after(generation: Generation, newest: int | None) -> Generation:
 
 
 class InflightRequest:
-    """State of one request in flight: server-side id, sent, aborted."""
+    """State of one request in flight: its id on the server, and whether it was sent or aborted."""
 
     def __init__(self, routes: bool = False) -> None:
         self.rid = uuid.uuid4().hex
@@ -370,7 +371,7 @@ class InflightRequest:
 
 
 class InflightRequests:
-    """Requests in flight on a server, with the gate in front of it, in one event loop."""
+    """Requests in flight on one server, and the gate at which unsent ones wait during a pause or load."""
 
     def __init__(self) -> None:
         self.all: set[InflightRequest] = set()

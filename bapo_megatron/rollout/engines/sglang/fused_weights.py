@@ -1,4 +1,9 @@
-"""Digests of an SGLang server's tensors, which are fused and sharded by tensor parallelism.
+"""Expected digests of the weights on SGLang servers, computed from Hugging Face tensors while they are sent.
+
+``fused_digests(hf_path, tensor, device, flags)`` returns a ``WeightDigester`` for servers of ``tensor``
+tensor-parallel ranks: ``add(name, tensor)`` each weight, then ``result`` returns, for every rank, the hash of
+each tensor of the server, which its `/weights_checker` must report. For other layouts (quantized, unknown
+architecture or flag) it returns an ``UnknownDigests`` with the reason. Servers fuse and shard the tensors:
 
     Hugging Face              server                rank r of the server has
     q_proj, k_proj, v_proj    qkv_proj              rows: its query, key, and value heads, shared between
@@ -16,10 +21,8 @@
     conv1d                    the same              rows: its share of queries, keys and values
     A_log, dt_bias            the same              its heads
 
-The trainer computes digests while it sends weights; servers must report the same. A tied output layer is not
-a separate tensor. ``Mapping.served`` gives the fused names, ``FAMILIES`` the supported architectures.
-
-A tensor's hash equals that of SGLang's `/weights_checker`. It streams over the bytes in bounded chunks:
+A tied output layer is not a separate tensor. The fused names come from ``Mapping.served``, the supported
+architectures from ``FAMILIES``. A tensor's hash streams over its bytes in bounded chunks:
 
 CPU  the first 8 bytes of SHA-256.
 GPU  each 32-bit word is mixed with its position and summed by tiles of 8,192 words, in two 32-bit variants;
@@ -67,7 +70,7 @@ Cut = Callable[[Tensor, int], list[Tensor]]
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a Hugging Face tensor on a server: fused tensor, part of it, and sharding."""
+    """Where a Hugging Face tensor is on a server: name of the fused tensor, part of it, and sharding."""
 
     name: str
     """Name of the server's fused tensor."""
@@ -80,7 +83,7 @@ class Place:
 
 
 class FusedLayout:
-    """Weight layout of a model on servers of ``tensor`` ranks: names, fusion, sharding."""
+    """Weight layout of a model on servers of ``tensor`` ranks: ``place(name)`` returns a ``Place``."""
 
     def __init__(self, shape: ModelShape, tensor: int) -> None:
         self.tensor, self._tied = tensor, shape.tied
@@ -165,7 +168,7 @@ def _share(tensor: Tensor, dim: int, index: int, shares: int) -> Tensor:
 
 @dataclass
 class _Fused:
-    """Unfinished hash of a fused tensor: one hash per rank, and parts that came out of order."""
+    """Unfinished hash of a fused tensor: one hash per rank, and tensors that came before their turn."""
 
     hashes: list[CpuHash | GpuHash]
     next_part: int = 0
@@ -275,7 +278,7 @@ _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 
 
 class CpuHash:
-    """SGLang's hash of a tensor on a CPU."""
+    """SGLang's hash of a tensor on a CPU: ``add`` its pieces in order; ``digest`` returns 16 hex digits."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()
@@ -290,7 +293,7 @@ class CpuHash:
 
 
 class GpuHash:
-    """SGLang's hash of a tensor on a GPU, for pieces on any device."""
+    """SGLang's hash of a tensor on a GPU, for pieces on any device; calls as in ``CpuHash``."""
 
     def __init__(self) -> None:
         self._rest_B: Tensor | None = None

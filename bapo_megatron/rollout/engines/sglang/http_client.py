@@ -1,6 +1,6 @@
-"""HTTP client of one SGLang server: errors name the server, and every control call has a deadline.
+"""HTTP client of one SGLang server (``SglangServer``): an async method per endpoint; errors name the server.
 
-``generate`` has none: its caller (``SglangEngine``) sets the deadline.
+Every control call has a deadline; ``generate`` has none: its caller (``SglangEngine``) sets it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ clusters drop silent connections after minutes, and a request may be silent for 
 
 
 class HttpSessions:
-    """HTTP connections to servers: kept-alive ones for requests, a new one for every control call. Construct
-    it within an event loop and ``close`` it. Connections are unlimited, one per request in flight. A call on
-    a kept-alive connection fails if the server closes it at that moment: a generation request can be resent,
-    but not a control call (receiving a bucket twice would wait forever)."""
+    """HTTP connections to all servers: kept-alive ones for requests, a new one for every control call.
+    Construct it within an event loop and ``close`` it. Connections are unlimited, one per request in flight.
+    A call on a kept-alive connection fails if the server closes it at that moment: a generation request can
+    be resent, but not a control call (receiving a bucket twice would wait forever)."""
 
     def __init__(self) -> None:
         kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S, socket_factory=_probed_socket)
@@ -85,12 +85,12 @@ def _reuse_trace() -> aiohttp.TraceConfig:
 
 
 class ServerError(EngineError):
-    """An SGLang server refused, hung or answered nonsense. The message names it."""
+    """An SGLang server refused, hung or gave an invalid answer. The message names it."""
 
 
 class KeptConnectionClosed(ServerError):
     """A kept-alive connection was closed during a request: it was idle, and a busy machine sent the request
-    late, despite ``_KEEP_IDLE_S``; or server or network failed. `SglangEngine` resends the request once."""
+    late, despite ``_KEEP_IDLE_S``; or the server or the network failed. The request may be resent once."""
 
 
 class BadRequest(ServerError):
@@ -98,8 +98,8 @@ class BadRequest(ServerError):
 
 
 class SglangServer:
-    """HTTP client of the server at ``url``: one async method per endpoint, in the loop of ``sessions``.
-    Failed calls raise ServerError without retries. Callers ensure preconditions, such as a pause."""
+    """HTTP client of the server at ``url``, in the event loop of ``sessions``: one async method per endpoint.
+    Failed calls raise ServerError, without retries. Callers ensure preconditions, such as a pause."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
-"""Requirements of SGLang servers: environment, flags and settings, NCCL version, CUDA runtime, GPUs.
+"""Requirements of SGLang servers, as functions that return a problem, a setting or a command.
 
-Imports no third-party package, because `bapo doctor` runs on a bare machine.
+Flags, environment variables, NCCL version, CUDA runtime, placement on GPUs. Imports no third-party package,
+because `bapo doctor` runs on a bare machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""An SGLang server process on this machine: flags, environment, start, readiness and end.
+"""An SGLang server process on this machine: its flags, command, environment, start, readiness and end.
 
-A run's supervisors start servers with ``ServerProcess``; `bapo rollout-server` becomes one in ``serve``. Each
+``ServerProcess(command, environment, url, log)`` starts a server, with ``server_command`` and
+``server_environment`` as arguments; ``serve`` (`bapo rollout-server`) replaces this process with one. Each
 has a private temporary folder (TMPDIR) for its ZMQ sockets, which unpickle what they receive: in /tmp every
 user could list them, and a killed server would leave them behind.
 """
@@ -270,9 +271,9 @@ def _installed_python() -> Path | None:
 
 
 class ServerProcess(ChildProcess):
-    """A running server: a process group with a private temporary folder, which ends with this process. Its
-    children end with it, even during their imports, before SGLang's schedulers tie themselves to it. Calls
-    block. Call ``close`` also after the server has ended by itself."""
+    """A running server: a process group with a private temporary folder, which ends when this process ends.
+    Its children end with it, even during their imports, before SGLang's schedulers tie themselves to it.
+    Calls block: ``wait_ready``, ``stop``. Call ``close`` also after the server has ended by itself."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:
         """Start the server and append its output to ``log``. Raises OSError if it cannot be started."""
@@ -360,7 +361,8 @@ _SHARED = "/dev/shm/sglang_loads_"
 
 
 class ServerFolder:
-    """A locked temporary folder, mode 0700. Construction sweeps this machine's unlocked (stale) folders."""
+    """A server's temporary folder, mode 0700, with a lock that marks it as in use. Construction also removes
+    this user's unlocked folders of servers that were killed on this machine."""
 
     def __init__(self, parent: str | None = None) -> None:
         """``parent``: None for TMPDIR. /tmp replaces a parent that is relative, too long for sockets, not

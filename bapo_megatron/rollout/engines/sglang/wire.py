@@ -1,12 +1,13 @@
-"""Wire format of SGLang 0.5.23's ``POST /generate``: request encoding and validated answer decoding.
+"""Wire format of SGLang 0.5.23's ``POST /generate``: request encoder and validating answer decoder.
 
-Log-probs are those of softmax(logits / temperature). Top-p and top-k are always off, because SGLang's
-log-probs ignore the truncation.
+``generate_payload(request, rid)`` returns the body, and ``generation_of(request, body)`` the ``Generation``
+in an answer; it raises BadReply. Log-probs are those of softmax(logits / temperature). Top-p and top-k are
+always off, because SGLang's log-probs ignore the truncation.
 
-Routes are ``meta_info.routed_experts``, base64 of int32 [tokens, layers, K], starting at the position that
-predicts the first answer token (``routed_experts_start_len``): one row per answer token. They fill 99 % of an
-answer, 2,048 characters per token of Qwen3-30B-A3B, so they are cut out before JSON parsing and packed;
-``pybase64`` decodes them 50 times faster than the standard library.
+Routes (each token's experts) are ``meta_info.routed_experts``, base64 of int32 [tokens, layers, experts per
+token], starting at the position that predicts the first answer token (``routed_experts_start_len``): one row
+per answer token. They fill 99 % of an answer, 2,048 characters per token of Qwen3-30B-A3B, so they are cut
+out before JSON parsing and packed; ``pybase64`` decodes them 50 times faster than the standard library.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ silently change the distribution, without a trace in the log-probs."""
 
 
 class BadReply(Exception):
-    """An answer is not a valid generation; ``SglangServer`` turns this into ServerError."""
+    """An answer is not a valid generation and must not be trained on; the message says why."""
 
 
 def generate_payload(request: GenerateRequest, rid: str) -> bytes:

@@ -1,7 +1,7 @@
-"""Stand-ins for SGLang 0.5.23 on a CPU: torchvision's operators, triton, CUDA-only functions.
+"""Stand-ins for what SGLang 0.5.23 lacks on a CPU: torchvision's operators, triton, CUDA-only functions.
 
-``launch.py`` installs them in SGLang's environment. The real torchvision and triton are kept where they load:
-an environment with CUDA builds has both, even without a GPU.
+Call ``install()`` before ``import sglang``, in SGLang's environment (``launch.py`` does). The real
+torchvision and triton are kept where they load: an environment with CUDA builds has both, even without a GPU.
 """
 
 import importlib.util
@@ -155,5 +155,7 @@ def _triton(stubs: Any) -> None:
 
 
 class _Constant:
+    """Stand-in for triton's ``constexpr``: keeps its value."""
+
     def __init__(self, value: Any = None) -> None:
         self.value = value

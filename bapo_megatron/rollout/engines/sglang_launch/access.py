@@ -1,6 +1,7 @@
-"""Access control of an SGLang server process: API key from a file, private sockets, no key in the log.
+"""Access control inside an SGLang server process: API key from a file, private sockets, no key in the log.
 
-SGLang checks the key (``srt/utils/auth.py``) on all paths but those beginning with /health, /ready, /metrics.
+A launcher calls ``install()``, which returns the key, then ``with_key(settings, key)``. SGLang itself checks
+the key (``srt/utils/auth.py``) on all paths but those beginning with /health, /ready, /metrics.
 """
 
 from __future__ import annotations

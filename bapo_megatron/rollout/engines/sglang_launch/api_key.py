@@ -1,4 +1,4 @@
-"""API key file of a run: writing and reading, for clients and server launchers."""
+"""API key file of a run: ``make_key_file`` writes a random key, ``read_key_file`` reads it."""
 
 from __future__ import annotations
 

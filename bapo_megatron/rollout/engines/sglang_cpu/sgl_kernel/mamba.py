@@ -1,9 +1,9 @@
-"""Operators of hybrids in plain torch: Gated DeltaNet, its convolution, and gated attention.
+"""Operators of hybrid models in plain torch, for SGLang on a CPU: Gated DeltaNet, gated attention.
 
-Three functions, and seven operators under ``torch.ops.sgl_kernel``, as SGLang 0.5.23 calls them on a CPU for
-``srt/models/qwen3_5.py``. Each request has a state slot in the server: the convolution's last inputs [slots,
-channels, width - 1], and the recurrent state [slots, H, V, K] (H value heads, K and V the key and value
-sizes). The delta rule runs token by token, for toy models:
+Three functions, and seven operators registered under ``torch.ops.sgl_kernel``, as SGLang 0.5.23 calls them
+for ``srt/models/qwen3_5.py``. Each request has a state slot in the server: the convolution's last inputs
+[slots, channels, width - 1], and the recurrent state [slots, H, V, K] (H value heads, K and V the key and
+value sizes); the functions update both in place. The delta rule runs token by token, for toy models:
 
     S <- exp(g) S;  S <- S + beta (v - S k) k^T;  o = S q / sqrt(K)
 

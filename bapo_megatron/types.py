@@ -106,7 +106,8 @@ class GenerateRequest:
 
 
 class ResponseColumn(NamedTuple):
-    """File format of a per-token response column: annotates a field of ``ResponseTokens``."""
+    """File format of a per-token response column: array name, dtype, default value, own file or not. It
+    annotates a field of ``ResponseTokens``."""
 
     array: str
     """Name of its array in step files and the write-ahead log."""
@@ -121,7 +122,7 @@ class ResponseColumn(NamedTuple):
 
 @dataclass(frozen=True)
 class _TokenIds:
-    """The first column, separate because a training sample stores prompt and response ids together."""
+    """Base class with one field, a response's token ids; a training sample joins them with the prompt's."""
 
     token_ids_R: Annotated[np.ndarray, ResponseColumn("token_ids", np.int32)]
     """Token ids, including the stop token that ended the response."""
@@ -129,7 +130,8 @@ class _TokenIds:
 
 @dataclass(frozen=True)
 class ResponseColumns:
-    """Per-token columns of a response besides its token ids, [R] each.
+    """Per-token columns of a response besides its token ids, [R] each: log-probs, versions, loss mask,
+    routes, teacher log-probs.
 
     A new column is one field here: segments, rollouts, samples, step files and the write-ahead log then have
     it. Engines supply its values (``rollout/engines/sglang/wire.py``, ``engines/local_decoding.py``);
@@ -270,8 +272,9 @@ class Group:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Training batch of one step: all its GRPO groups and its sampling metrics. The content of a step file;
-    routes are in a separate file. A trainer rank has only the ``StepHeader`` and reads its own samples."""
+    """Training batch of one step: all its GRPO groups with tokens, and its sampling metrics. The content of a
+    step file, except routes, which have their own. A trainer rank holds the ``StepHeader`` instead and reads
+    only its own samples from the file."""
 
     groups: tuple[Group, ...]
     metrics: Metrics
@@ -308,7 +311,8 @@ class PackLayout:
 
 @dataclass(frozen=True)
 class BroadcastGroup:
-    """Process group of a weight broadcast: rendezvous address, size, backend. Rank 0 is the sender."""
+    """Process group of a weight broadcast, as receivers need it to join: rendezvous address and port, name,
+    world size, backend. The trainer is rank 0 and sends."""
 
     address: str
     """Sender's host, as the receivers reach it."""

@@ -5,9 +5,9 @@
 
 The polarity is the sign of the first-order effect of a policy-gradient step on the token ``y`` on the entropy
 ``H`` of its next-token distribution. +1 expands the entropy: likely tokens with A < 0, unlikely ones with A >
-0. -1 contracts it. The weights follow the run's entropy (``papo_schedule.py``). With
-``algorithm.polarity.enabled`` ``trainer/update_loss.py`` wraps each update's search and loss in it. The
-published abstract gives the idea; docs/losses.md derives polarity and weights.
+0. -1 contracts it. ``polarity`` returns it for each token; ``reweighted`` wraps a token function (loss or
+search) so that it sees A'. The weights w come from ``PapoSchedule``, by the run's entropy. The published
+abstract gives the idea; docs/losses.md derives polarity and weights.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 """

@@ -3,7 +3,8 @@
     w = 1 + strength phase  (expanding),    w = 1 - strength phase  (contracting)
 
 The phase, -1 to 1, measures how far the moving average of the run's entropy is below its target.
-``trainer/update_loss.py`` uses the schedule and checkpoints its state. Imports no torch.
+``PapoSchedule.observe`` takes each update's entropy, ``weights`` returns the next update's two factors, and
+checkpoints hold ``state``. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Registry of a method's parts other than its loss: advantages, masks and loss terms, by name.
+"""Registry of a loss's companions, by name: ADVANTAGES, MASKS and TERMS (added loss terms).
 
-A part is built in or a custom function, ``package.module:name``. Its trailing arguments are its settings.
-Imports no torch, so that planning can use the registry.
+``load_part`` returns the function of a registered name or of a user's ``package.module:name``, with settings
+bound to its trailing arguments. Raises ConfigError for an unknown name or wrong setting. Imports no torch.
 """
 
 from __future__ import annotations

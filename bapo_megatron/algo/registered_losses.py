@@ -1,7 +1,8 @@
-"""The registered losses, and their properties that need no torch.
+"""Table of the registered losses, LOSSES, and checks of a loss choice that need no torch.
 
-``losses`` creates a loss. A plan and the checks before a submission need only this module: torch takes
-seconds to import and is missing on some submitting machines. ``algorithm`` is a run's ``AlgorithmConfig``.
+``loss_path`` maps ``algorithm.loss`` to a class path, which ``losses.build_loss`` imports. The other
+functions take a run's ``AlgorithmConfig``: they return whether its loss searches a whole update, or raise
+ConfigError if it ignores ``algorithm.bounds`` or ``batch.hold_forwards``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ BoundsUse = Literal["searched", "fixed", "unused"]
 
 @dataclasses.dataclass(frozen=True)
 class RegisteredLoss:
-    """A registered loss: its class's dotted path, its use of bounds and its search."""
+    """Facts about a registered loss: its class's dotted path, its use of ``algorithm.bounds`` (searched,
+    fixed or unused), and whether it searches a whole update for its ratio or mask."""
 
     path: str
     bounds: BoundsUse = "unused"

@@ -1,6 +1,6 @@
 """Per-token math of losses and metrics: importance ratio, masking, masked sums, high-probability tokens.
 
-Functions on tensors of any device that do not make the host wait for a GPU.
+Functions from tensors [T] to tensors, on any device, that do not make the host wait for a GPU.
 """
 
 from __future__ import annotations

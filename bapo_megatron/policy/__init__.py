@@ -1,4 +1,6 @@
-"""The megatron-core policy. Its modules import their dependencies at import time."""
+"""The megatron-core policy, ``megatron.MegatronPolicy``. Importing these modules imports torch and
+megatron-core.
+"""
 
 from bapo_megatron.policy.megatron_versions import replace_triton_kernels
 

@@ -1,8 +1,11 @@
 """Distributed checkpoints (torch_dist): save and load model and optimizer, at any parallel layout.
 
-``MegatronPolicy`` calls both on every rank; loading executes no pickle from the files. The optimizer format
-is ``fully_reshardable``, so TP and PP may change. With torch's AdamW (no Transformer Engine, no apex),
-megatron's loading needs three repairs, applied here to the instance.
+``save`` begins an asynchronous write and returns its ``BackgroundSave``; ``load`` fills a built model and
+optimizer in place, executing no pickle from the files. Both are collective. The optimizer format is
+``fully_reshardable``, so TP and PP may change. With torch's AdamW (no Transformer Engine, no apex) megatron's
+loading fails in three ways, mended here on the optimizer instance: it expects moments, which torch creates
+only at the first step; it asks each parameter's state for a ``step``, which checkpoints lack; and it shares
+one ``step`` tensor among all parameters.
 
 Checkpoints of Transformer Engine's and torch's layers differ only in ``_extra_state`` (fp8 scales, empty for
 these models), so each implementation loads the other's.

@@ -1,12 +1,13 @@
 """Device, communication backend and attention kernels of this process; and CPU mode.
 
-``select_device`` comes first in every process that trains. megatron-core hard-codes "cuda" devices in a few
-dozen places. Without CUDA ``cpu_mode`` redirects them to the CPU: torch calls in the calling thread,
-megatron-core patches in the whole process. With CUDA ``select_device`` changes no library.
+``select_device`` returns the device and comes first in every process that trains. megatron-core hard-codes
+"cuda" devices in a few dozen places. Without CUDA ``cpu_mode`` redirects them to the CPU: torch calls in the
+calling thread, megatron-core patches in the whole process. With CUDA ``select_device`` changes no library.
 
 Transformer Engine does not refuse a GPU without an attention kernel: without context parallelism it computes
-all scores of padded documents (unfused), with it a layer fails in the first pass. So ``model.py`` asks before
-it chooses the attention; ``check_environment`` runs among the checks before a run starts.
+all scores of padded documents (unfused), with it a layer fails in the first pass. So ``has_te_attention``
+asks before a model is built; ``*_problem`` functions return what is missing, or None, and
+``check_environment`` raises ConfigError, before a run starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Parallel layout: data-parallel size, divisibility checks, and megatron's process groups.
 
-The checks need neither megatron-core nor a process group and run before either exists. A policy needs the
-groups: every rank creates it within the context manager ``parallel_processes``.
+``data_parallel_size``, ``layout_problems`` (texts) and ``chunk_layers`` need neither megatron-core nor a
+process group. Every rank creates its policy within the context manager ``parallel_processes``, which
+initializes torch.distributed and megatron's groups.
 """
 
 from __future__ import annotations

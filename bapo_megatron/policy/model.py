@@ -1,7 +1,8 @@
 """Model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
 
-Layers are Transformer Engine's (on a GPU, in half precision, if installed) or torch's (``layers.py``).
-``weight_map.py`` loads the weights. Megatron's process groups must exist (``layout.py``).
+``transformer_config`` returns the configuration, ``build_chunks`` the ``PolicyModel`` chunks, without loaded
+weights (``weight_map.py``). Layers are Transformer Engine's (on a GPU, in half precision, if installed) or
+torch's (``layers.py``). Megatron's process groups must exist (``layout.py``).
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def _recompute(batch: BatchConfig, kinds: Sequence[Builder]) -> dict[str, object
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPTModel whose last stage returns hidden states; ``output_head.py`` computes logits and loss.
+    """GPTModel whose last stage returns hidden states [tokens, 1, hidden] instead of logits;
+    ``output_head.py`` computes log-probs and loss from them.
 
     A rank has one chunk, or one per virtual pipeline stage.
     """

@@ -1,8 +1,8 @@
 """Forward and backward passes over micro-batches on megatron-core's pipeline schedules.
 
-Input is packs (concatenated sequences), output one additive float64 vector of sums, equal on all ranks; the
-caller's ``TokenFn`` defines its meaning. Only ``stats`` returns per-token values (log-prob, entropy). Packs
-are whole; each rank slices its context-parallel part here.
+``Passes.forward`` and ``backward`` take packs (concatenated sequences) and a ``TokenFn``, and return its
+additive float64 vector summed over the packs of all ranks; ``backward`` also accumulates gradients. ``stats``
+returns per-token log-probs and entropies. Packs are whole; each rank slices its context-parallel part here.
 
 The layers see all tokens of a part, the output layer only the trained ones (``stats`` can include others).
 The host selects them from the pack's mask, without a device synchronization.
@@ -31,7 +31,8 @@ from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenS
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's context-parallel part of a pack, on its device, created for each pass."""
+    """This context-parallel rank's share of a pack, on its device: all its tokens (for the layers), the
+    trained tokens and their rows (for the output layer), and which are not padding."""
 
     tokens: MicroBatch
     """All tokens, for the layers."""
@@ -48,10 +49,10 @@ Evaluate = Callable[[Tensor, _Part], Tensor]
 
 
 class Passes:
-    """Forward and backward passes of one model: its DDP-wrapped chunks and the output layer's chunk.
+    """Forward and backward passes of one model: its DDP-wrapped chunks and the output layer.
 
-    All calls are collective. ``stats`` is so only within a replica unless experts are sharded over replicas;
-    then over all ranks, with equally many packs each.
+    All calls block and are collective over all ranks, except that ``stats``, without experts sharded over
+    replicas, is collective only within a replica; with them all ranks need equally many packs.
     """
 
     def __init__(self, wrapped: list[Any], last: PolicyModel, head: OutputHead, device: torch.device) -> None:

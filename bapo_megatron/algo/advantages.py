@@ -1,4 +1,4 @@
-"""Advantages of a step's responses: built-in functions, their registry, and building blocks for custom ones.
+"""Advantages of a step's responses: built-in functions, and building blocks for custom ones.
 
 ``build_advantage`` returns a run's advantage: a function from ``Rewards`` (reward, group, token count of each
 response) to one float32 value per response, [N]. A custom advantage is such a function too; under

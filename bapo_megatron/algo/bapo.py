@@ -1,5 +1,4 @@
-"""Public names of BAPO (arXiv 2510.18927) in one namespace: bounds settings, presets, search, tensor
-functions.
+"""Public names of BAPO (arXiv 2510.18927) in one place: bounds settings, presets, search, loss on tensors.
 
 Settings (``BoundsConfig``), presets (``paper()``, ``grpo()``, ...) and the search (``search_bounds``) come
 from ``bounds.py``, the loss and its sums on tensors from ``surrogate.py``. The latter are imported lazily:

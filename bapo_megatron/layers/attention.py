@@ -1,5 +1,4 @@
-"""Grouped-query attention with RoPE as layer kinds: ``Attention``, and ``GatedAttention`` with an output
-gate.
+"""Grouped-query attention with RoPE as layer kinds: ``Attention``, ``GatedAttention`` (output gate).
 
 The megatron parameter ``linear_qkv`` stacks, for each KV group, its query heads, its key head and its value
 head.

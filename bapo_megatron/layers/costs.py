@@ -1,5 +1,4 @@
-"""Types of a layer's cost estimates: the input ``Place``, and results ``Flops``, ``Saved``, ``Decoding``,
-``Cut``.
+"""Types of a layer's cost estimates: input ``Place``, results ``Flops``, ``Saved``, ``Decoding``, ``Cut``.
 
 Kinds of layers (``Kind.flops``, ``saved``, ``sent``, ``decoding``, ``cuts``) return them, for one token on a
 rank. Activation memory: every entry is a tensor saved by autograd, once per storage. ``torch`` is the CPU

@@ -1,5 +1,4 @@
-"""Gated SiLU MLPs as layer kinds: ``Mlp`` (dense), ``Experts`` (mixture), ``SharedExperts`` (with a shared
-one).
+"""Gated SiLU MLPs as layer kinds: ``Mlp`` (dense), ``Experts`` (mixture), ``SharedExperts`` (one shared).
 
 The megatron parameter ``linear_fc1`` stacks gate over up projection, separately on each TP rank.
 """

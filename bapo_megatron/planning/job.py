@@ -1,8 +1,9 @@
-"""Planned job of ``bapo plan``: GPU types, recipe, shape and flags, and derived sizes.
+"""Job of ``bapo plan``: a recipe, its model's shape, a GPU type and flags, with derived sizes as properties.
 
+``GPUS`` has the GPU types; ``find_shape`` reads the model's config.json and raises ConfigError without one.
 Pipeline schedules follow Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
-``schedules.py``. Raises ConfigError without a config.json to read the model's shape.
+``schedules.py``.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ def shape_folder(recipe: Path, hf_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """Planned job: one recipe and its model's shape on one GPU type; the input of every estimate. Its
-    properties are derived sizes; the flags of ``PlanOptions`` are its assumptions."""
+    """Planned job, the input of every estimate: recipe (``run``), model shape, and ``options`` with GPU type
+    and assumptions. Its properties are sizes derived from these."""
 
     run: RunConfig
     shape: ModelShape

@@ -1,5 +1,4 @@
-"""Differences between megatron-core releases: one function each, which returns what fits the imported
-release.
+"""Differences between megatron-core releases: each function returns what the imported one needs.
 
 A policy runs on the releases permitted by setup.py; 0.16.1 and 0.19.2 are tested. For checkpoint files,
 ``checkpoints_tools/formats/distcp.py`` detects the format of every release from the content.

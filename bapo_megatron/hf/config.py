@@ -1,6 +1,7 @@
 """Decoder shape (Qwen2, Qwen3 with and without experts, Llama 3) from config.json, and its FLOPs.
 
-Raises ConfigError for an unsupported model, or settings that would silently change the computation.
+``read_model_shape(folder)`` returns a ``ModelShape``; it raises ConfigError for an unsupported model, or
+settings that would silently change the computation.
 
 Forward-pass FLOPs are the basis of `bapo plan`'s speeds and of the cost that balances packs. They count
 matrix products (Chowdhery et al. 2022, PaLM, appendix B) and causal attention; a multiply-add is two FLOPs. A
@@ -56,7 +57,8 @@ _MOST_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder: RMSNorm, RoPE, and the kinds of its layers."""
+    """Shape of a decoder with RMSNorm and RoPE: hidden size, vocabulary, positions, RoPE settings, and the
+    kinds of every layer (``blocks``, ``pattern``)."""
 
     family: str
     hidden: int

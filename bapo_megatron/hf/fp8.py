@@ -3,7 +3,8 @@
 Such a folder (Qwen3.5-*-FP8, DeepSeek-V3) holds a matrix as float8_e4m3fn numbers q, and beside it
 ``NAME_scale_inv`` with a number s for each 128 x 128 block: the weight is q s. Blocks at the right and lower
 edge may be smaller. Norms, embeddings, output layer and routers stay bfloat16, as does Gated DeltaNet except
-its large projections. Nothing here needs torch.
+its large projections. ``check_quantization`` raises ConfigError for any other format. Nothing here needs
+torch.
 """
 
 from __future__ import annotations

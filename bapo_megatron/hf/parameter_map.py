@@ -1,8 +1,9 @@
 """Parameter map: the Hugging Face tensors of each megatron-core parameter, row by row.
 
-A megatron parameter is its HF tensors cut into row segments and stacked. The table maps both weights in
-memory (``policy/weight_map.py``: loading, syncing) and in files (``checkpoints_tools``), so nothing here
-needs torch. The kinds of a layer define its parameters (``layers/``).
+``mapping_table(shape)`` returns a ``Mapping`` for each megatron parameter name: its HF tensors, cut into row
+segments and stacked. The table maps both weights in memory (``policy/weight_map.py``: loading, syncing) and
+in files (``checkpoints_tools``), so nothing here needs torch. The kinds of a layer define its parameters
+(``layers/``).
 """
 
 from __future__ import annotations

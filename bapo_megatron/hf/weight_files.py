@@ -1,8 +1,9 @@
-"""Weight files of a Hugging Face folder: the safetensors files and tensors that form the model.
+"""Weight files of a Hugging Face folder: which safetensors files and tensors form the model.
 
-If there is an index, it alone decides: transformers and SGLang skip a safetensors file missing from it
-(``mtp``, ``consolidated``, ``adapter_model``, another precision), and so does everything here. They would
-load a tensor that a listed file holds and the index omits, so such an index is rejected. Without an index
+``read_weight_map`` returns the file of each tensor by the index, ``weight_files`` the paths. If there is an
+index, it alone decides: transformers and SGLang skip a safetensors file missing from it (``mtp``,
+``consolidated``, ``adapter_model``, another precision), and so does everything here. They would load a tensor
+that a listed file holds and the index omits, so such an index is rejected. Without an index
 ``model.safetensors`` is the model, as for transformers. Nothing here needs torch.
 """
 

@@ -1,8 +1,10 @@
 """Layout references (``--save``, ``--certificate``): a batch, one layout's outputs on it, and the comparison.
 
-The file is an npz archive. It stores the inputs themselves (token ids, rollout log-probs, advantages), not
-just a seed, so a comparison does not depend on how a later version draws them. A comparison has one row per
-quantity in order of computation: the first that differs is closest to the cause.
+``write_layout_reference`` and ``read_layout_reference`` store a ``LayoutReference``, an npz archive;
+``compare_layouts`` returns rows of differences from one. The archive holds the inputs themselves (token ids,
+rollout log-probs, advantages), not just a seed, so a comparison does not depend on how a later version draws
+them. A comparison has one row per quantity in order of computation: the first that differs is closest to the
+cause.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of one layout over the batch as one update: sums, bounds, loss, gradient norm."""
+    """Totals of one layout over the batch as one update: contribution sums, bounds, loss, gradient norm."""
 
     sums: np.ndarray
     """Contribution sums at every candidate (``contribution_sums``), float64."""
@@ -73,7 +75,8 @@ class Totals:
 
 @dataclass(frozen=True)
 class LayoutReference:
-    """Content of a layout reference: a batch, and one layout's outputs and totals on it."""
+    """Content of a layout reference: the batch's samples, one layout's per-token outputs and totals on it,
+    the identity that comparable layouts share (model, batch, objective), and how it was made."""
 
     identity: dict[str, Any]
     """Fields that must be equal in comparable references, as flat JSON values."""
@@ -200,7 +203,7 @@ TOLERANCES = {"float32": Tolerances(), "bfloat16": Tolerances(0.05, 0.5, 0.1, 0.
 
 @dataclass(frozen=True)
 class QuantityRow:
-    """Row of the comparison: a quantity, its difference between the layouts, and its tolerance."""
+    """Row of the comparison: a quantity, its values, largest differences, tolerance and verdict."""
 
     quantity: str
     reference: str

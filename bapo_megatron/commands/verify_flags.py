@@ -1,4 +1,4 @@
-"""Configuration of ``bapo verify-parallel``: the recipe's fields and those of the layout check.
+"""Configuration ``VerifyConfig`` of ``bapo verify-parallel``: the recipe's fields and the layout check's.
 
 Imports no torch, so ``--help`` answers at once.
 """

@@ -21,7 +21,7 @@ from bapo_megatron.config.transports import TransportName, placement_problems
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of any kind of engine: concurrency, deadlines, recovery, weight sync. Subclasses add fields."""
+    """Settings of any kind of engine: concurrency, deadlines, recovery, weight sync. Subclassed by kind."""
 
     urls: tuple[str, ...] = ()
     """Servers that run already, e.g. http://node7:30000. None: the run starts servers of its own."""

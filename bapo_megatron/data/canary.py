@@ -34,7 +34,7 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """Parameters of a canary batch: seed, tokens, longest sequence, vocabulary. Equal specs, equal batches."""
+    """Parameters of a canary batch: seed, tokens, longest sequence, vocabulary. Equal ones, equal batches."""
 
     seed: int
     tokens: int

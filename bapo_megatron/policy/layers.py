@@ -58,6 +58,8 @@ def swiglu(stacked: Tensor) -> Tensor:
 
 
 class _SwiGlu(torch.autograd.Function):
+    """Autograd function of ``swiglu``: saves its input and silu(gate) for the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, stacked: Tensor) -> Tensor:
         gate, up = stacked.chunk(2, -1)

@@ -26,7 +26,7 @@ REFERENCE = "#6b7280"
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of a panel: one metric, its colour and label."""
+    """Curve of a panel: the metric that it draws, its colour, label and style."""
 
     metric: str
     colour: str = NEUTRAL
@@ -38,7 +38,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Panel of a report: one plot with its curves and caption."""
+    """Panel (plot) of a report: file name, title, curves, caption, scale; how it shows several runs."""
 
     file: str
     """PNG file name without suffix."""

@@ -1,7 +1,7 @@
 """Derived series of a report: ratio profiles, entropy changes, event marks, final results; values as text.
 
-Entropy changes are both predicted by the Entropy-Clip Rule (Eq. 6) and measured. Metrics that an older log
-lacks are NaN or None.
+Functions of a ``RunRecord``. Entropy changes are both predicted by the Entropy-Clip Rule (Eq. 6) and
+measured. Metrics that an older log lacks are NaN or None.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ NO_VALUE = "–"  # noqa: RUF001, the dash is meant
 
 @dataclass(frozen=True)
 class Mark:
-    """Event on the step axis: a resume, or a loss (of an engine, for example)."""
+    """Mark of an event on the step axis: its position, and whether it is a resume or a loss (of an engine,
+    for example)."""
 
     position: float
     loss: bool
@@ -50,7 +51,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Entropy changes between updates in nats, predicted by the Entropy-Clip Rule (Eq. 6) and measured."""
+    """Entropy changes between updates in nats, predicted by the Entropy-Clip Rule (Eq. 6) and measured,
+    [updates] each, and their correlation."""
 
     predicted: np.ndarray
     """Learning rate times minus the covariance, or times the mean effect, summed over the updates between two

@@ -46,7 +46,8 @@ class Saving(Protocol):
 
 
 class Policy(Protocol):
-    """The trained model (the actor), one object per rank; packs and sums hide its parallelism.
+    """The trained model (the actor), one object per rank: log-probs and updates on packs, weights,
+    checkpoints.
 
     A pack is a micro-batch of concatenated sequences (``MicroBatch``). Properties are local. Methods are
     collective except ``load_reference``, ``offload`` and ``reload``; ``hf_weights``, ``log_probs`` and
@@ -197,8 +198,8 @@ class ReceivesBroadcast(Engine, Protocol):
 
 @runtime_checkable
 class ReleasesMemory(Engine, Protocol):
-    """Colocated ``Engine``: releases its GPU memory while the policy trains on the same GPU. After an error
-    in either call its memory is in an unknown state, and its server must be killed."""
+    """``Engine`` on a GPU where the policy trains: ``release_memory`` frees its GPU memory, ``wake`` reclaims
+    it. After an error in either its memory is in an unknown state, and its server must be killed."""
 
     async def release_memory(self) -> None:
         """Abort the requests in flight and release the memory. May return before the memory is free."""
@@ -209,7 +210,8 @@ class ReleasesMemory(Engine, Protocol):
 
 @runtime_checkable
 class ReceivesHandles(ReleasesMemory, Protocol):
-    """Colocated engine that receives weights by CUDA IPC: it maps the trainer's memory by handles."""
+    """``Engine`` on a GPU where the policy trains, which receives weights by CUDA IPC: it maps the trainer's
+    memory by handles."""
 
     transports: Collection[str]
     """See ``ReceivesBroadcast``."""

@@ -146,8 +146,8 @@ loss is minimized; the others are metric sums."""
 @dataclass(frozen=True)
 class SearchedLoss:
     """Loss with parameters, such as clipping bounds, that are searched on the policy's own log-probs first.
-    ``Policy.update`` sums ``measure`` over packs and ranks, passes the sums to ``loss_of`` and minimizes the
-    loss which that returns."""
+    ``Policy.update`` sums ``measure`` over packs and ranks, passes the sums to ``loss_of``, and minimizes the
+    loss function that this returns."""
 
     measure: TokenFn
     """Sums for the search."""

@@ -2,8 +2,8 @@
 
 They travel between folders, processes and files. Shapes (name suffixes): ``_P`` prompt tokens, ``_R``
 response tokens. Token columns are numpy arrays, because pickling lists takes more than ten times as long.
-Imports no torch, which would slow the start of reward workers by seconds: types that hold tensors are in
-``tensor_types.py``, and their names can be imported from here.
+Imports no torch, which would slow the start of reward workers by seconds: the types with tensors are in
+``tensor_types.py``, and can be imported from here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ GIVEN = -1
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem, tokenized with the chat template. Its reward reads ``ground_truth`` to ``extra_info``."""
+    """A problem of the dataset: its prompt, tokenized with the chat template, and what its reward function
+    reads (ground truth, data source, extra info, messages)."""
 
     prompt_id: int
     """Row number in the dataset file."""
@@ -337,7 +338,7 @@ class BucketSpec:
 
 
 class SelfSendingPart(Protocol):
-    """Part of new weights that implements its own transport (docs/sglang.md)."""
+    """Part of new weights of a custom transport: ``send`` makes a server load it (docs/sglang.md)."""
 
     async def send(self, server: Any, timeout_s: float) -> None:
         """Make a server load the part through its client (such as ``SglangServer.load_part``). Runs in the

@@ -29,7 +29,7 @@ class Command(Protocol):
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of every command that writes."""
+    """Flags of every command that writes: overwrite, dry run, threads."""
 
     overwrite: bool = False
     """Replace an output that is a checkpoint."""

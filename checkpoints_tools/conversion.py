@@ -1,5 +1,4 @@
-"""Conversion driver of all formats, ``convert``: checks space, and copies a plan into an atomic output
-folder.
+"""Conversion driver of all formats, ``convert``: checks space and copies a plan into an atomic output folder.
 
 The caller makes the plan of the output's files, including files to carry along, and receives a
 ``Conversion``.

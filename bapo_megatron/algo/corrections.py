@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class CorrectionsConfig:
     """Rejection of whole responses, with any loss; truncated importance weights are `importance_cap`.
 
-    Section `algorithm.corrections` of a recipe, read by ``trainer/corrections.py``.
+    Limits on pi_old / pi_rollout and pi / pi_rollout; section `algorithm.corrections` of a recipe.
     """
 
     geometric_min: Annotated[float | None, Gt(0), Lt(1)] = None

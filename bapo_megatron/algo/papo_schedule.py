@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Lt
 class PapoConfig:
     """Settings of PAPO (arXiv 2605.11775): entropy-expanding and -contracting advantages are reweighted.
 
-    Section `algorithm.polarity` of a recipe, read by ``PapoSchedule``.
+    Section `algorithm.polarity` of a recipe.
     """
 
     enabled: bool = False
@@ -55,8 +55,8 @@ def phase(entropy: float, target: float, band: float) -> float:
 class PapoSchedule:
     """PAPO's schedule of one run: the next update's weights, from the entropies of earlier updates.
 
-    ``UpdateLoss`` reads ``weights`` before an update and calls ``observe`` after it, on every rank with the
-    same entropy. Checkpoints hold its ``state``.
+    Read ``weights`` before an update and call ``observe`` with its mean entropy after it, on every rank
+    alike. Checkpoints hold its ``state``.
     """
 
     def __init__(self, config: PapoConfig) -> None:

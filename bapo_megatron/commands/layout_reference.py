@@ -179,7 +179,8 @@ def _split(column: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Allowed differences ``absolute + relative * abs(reference)``; fields as in ``ToleranceConfig``.
+    """Allowed differences between two layouts, ``absolute + relative * abs(reference)``: of tokens, totals,
+    gradient norm.
 
     The defaults are for float32. A log-prob is a difference of numbers of the logits' size, so it is never
     more exact than they are. The absolute parts cover the largest float32 errors against float64 on a canary

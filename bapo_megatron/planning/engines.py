@@ -167,8 +167,9 @@ def _busiest(
 
 @dataclass(frozen=True)
 class OpenResponses:
-    """Responses of a run with environments that may be open at a time (``admitted``), and those needed to
-    keep the engines' decode slots filled. Fields are the symbols of the module's inequality."""
+    """Open responses of a run with environments: how many the sampler admits at a time (``admitted``), how
+    many fill the engines' decode slots while environments work (``needed``), and the terms of that
+    inequality."""
 
     places: float
     """P: responses decoded at a time by all engines in the plan's estimate."""

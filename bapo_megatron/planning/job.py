@@ -81,7 +81,7 @@ DDR5-4800 in a DGX H100 and H200, DDR5-5600 in a DGX B200."""
 
 @dataclass(frozen=True)
 class GpuOptions:
-    """The flags for the machines of a run, of ``bapo plan`` and ``bapo rehearse``."""
+    """Flags of ``bapo plan`` and ``rehearse`` for a run's GPUs: type, usable memory, expert imbalance."""
 
     gpu: Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb"] = "h100-80gb"
     """Type of the GPUs that train and sample; eight make a node."""
@@ -101,7 +101,8 @@ class GpuOptions:
 
 @dataclass(frozen=True)
 class PlanOptions(GpuOptions):
-    """The flags of ``bapo plan`` beside the recipe's: the machines, and every assumption of the estimates."""
+    """Flags of ``bapo plan`` besides the recipe's: the machines, and the assumptions of its estimates (MFU,
+    response lengths, engines, environments)."""
 
     mfu: Annotated[float, Gt(0), Le(1)] = 0.3
     """Model FLOPs utilization in matrix products, with the communication and the gaps between packs of a real

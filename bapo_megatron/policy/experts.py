@@ -204,7 +204,7 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
 
 
 class ReplayExperts(MoELayer):  # type: ignore[misc]
-    """megatron-core's expert layer, whose recomputation hands the router its pack's routes again."""
+    """megatron-core's expert layer; when recomputed, it gives its router the pack's routes once more."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None
@@ -223,7 +223,7 @@ class ReplayExperts(MoELayer):  # type: ignore[misc]
 
 
 class ReplayLayer(TransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer, which hands its router the pack's routes and load counter."""
+    """megatron-core's transformer layer, which gives its router the pack's routes and load counter."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -151,7 +151,7 @@ class AttentionBuilder(Builder):
 
 
 class GatedAttentionBuilder(AttentionBuilder):
-    """Builder of attention with an output gate, for models whose norms scale by 1 + w."""
+    """Builder of attention with an output gate; its config fields also make all norms scale by 1 + w."""
 
     def config(self) -> dict[str, object]:
         gated = {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}

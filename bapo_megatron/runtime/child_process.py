@@ -382,8 +382,8 @@ def missing_program(command: str) -> str | None:
 class UserCommand:
     """Running user command in its own session, with its output in a log.
 
-    The constructor starts it without waiting; call ``wait`` to poll or wait, then ``close``. Its descendants
-    end with it, and all end with this process.
+    The constructor starts it without waiting; ``wait`` returns the exit code, or None while it runs; then
+    call ``close``. Its descendants end with it, and all end with this process.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ def copy_tensors(
 
 
 class OpenFiles:
-    """Thread-safe cache of file descriptors by path; a context manager that closes all at its end."""
+    """Thread-safe cache of file descriptors by path; a context manager, which closes all on exit."""
 
     def __init__(self) -> None:
         self.kernel_copies = True

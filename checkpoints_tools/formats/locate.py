@@ -45,7 +45,7 @@ _MOST_DIGITS = 18
 
 
 class Format(StrEnum):
-    """Format of a checkpoint."""
+    """Format of a checkpoint: a Hugging Face folder, torch_dist, or Megatron-LM's legacy rank files."""
 
     HF = "HF"
     TORCH_DIST = "torch_dist"

@@ -63,7 +63,7 @@ class _StoredKey:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint besides the weights: common state, optimizer keys, objects, padding."""
+    """What a torch_dist checkpoint holds besides weights: common state, optimizer keys, objects, padding."""
 
     common: bytes
     """Archive of the common state."""

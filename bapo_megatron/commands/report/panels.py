@@ -1,8 +1,9 @@
-"""Panels (plots) of a report as data: the metrics of each, its colours and its caption.
+"""Panels (plots) of a report as data, ``PANELS``: the metrics of each, its colours and its caption.
 
-``plots.py`` draws them. Blue marks positive advantages and good values, orange negative advantages and bad
-values, near-black neutral ones; token ages and other sequences run from yellow to black. The colours are
-distinct for the colour-blind; tests simulate their vision.
+``episode_panels`` and ``expert_panels`` return those of some runs, ``bands`` a panel's shaded ranges. Blue
+marks positive advantages and good values, orange negative advantages and bad values, near-black neutral ones;
+token ages and other sequences run from yellow to black. The colours are distinct for the colour-blind; tests
+simulate their vision.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class Match:
 class Contamination:
     """Decontamination: an n-gram index of evaluation problems, in two passes over the training questions.
 
-    Call ``show`` for each distinct question, ``settle`` once, then ``match`` for each question.
+    Call ``show`` for each distinct question, ``settle`` once, then ``match`` for each question: it returns a
+    ``Match`` or None.
 
     An evaluation problem contaminates a training question that contains at least ``share`` of the problem's
     word n-grams. N-grams in ``COMMON`` or more problems do not count: contest problems, like hundreds of

@@ -88,10 +88,8 @@ class UpdateSums:
 @dataclass(frozen=True)
 class Measurement:
     """Definition of metrics: ``sums``, a pack's vector of ``size`` sums, and ``metrics``, a dict of metrics
-    from the vector's total over packs and ranks.
-
-    ``sums`` runs for every chunk of every pack and should not make the host wait for a GPU.
-    """
+    from the vector's total over packs and ranks. ``sums`` runs for every chunk of every pack and should not
+    make the host wait for a GPU."""
 
     name: str
     """Unique among the measurements of an objective."""

@@ -41,11 +41,8 @@ def sequence_means(sums: Tensor) -> Tensor:
 
 class PerSequence:
     """Table of an update's per-sequence values, [S]; ``of_tokens`` returns the value of each token of a pack,
-    [T].
-
-    Keeps one copy per device, since a copy to a GPU makes the host wait and every chunk of a pack looks
-    values up.
-    """
+    [T]. Keeps one copy per device, since a copy to a GPU makes the host wait and every chunk of a pack looks
+    values up."""
 
     def __init__(self, values_S: Tensor) -> None:
         """``values_S``: float64 [S], in the order of ``batch.sequence_T``."""

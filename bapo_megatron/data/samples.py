@@ -53,11 +53,8 @@ class _TokenIds:
 @dataclass(frozen=True)
 class Sample(ResponseColumns, _TokenIds):
     """Training sequence in memory: prompt and response ids, advantage, and all per-token columns of the
-    response.
-
-    Raises ValueError unless a loss mask has one value per response token. Positional arguments: token ids,
-    log-probs, versions, advantage.
-    """
+    response. Raises ValueError unless a loss mask has one value per response token. Positional arguments:
+    token ids, log-probs, versions, advantage."""
 
     advantage: float
     old_log_probs_R: np.ndarray | None = None
@@ -152,11 +149,8 @@ class Sample(ResponseColumns, _TokenIds):
 @dataclass(frozen=True)
 class StoredSample:
     """Training sequence in a step's file: holds its numbers (lengths, advantage); ``loaded`` reads the
-    columns and returns a ``Sample``.
-
-    It reads them at each call, since a step's updates give a sample to different ranks. Raises StorageFailed,
-    on this rank only, if they cannot be read.
-    """
+    columns and returns a ``Sample``. It reads them at each call, since a step's updates give a sample to
+    different ranks. Raises StorageFailed, on this rank only, if they cannot be read."""
 
     response: ResponseHeader
     prompt_tokens: int

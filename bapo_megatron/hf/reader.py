@@ -41,10 +41,8 @@ class TensorReader(Protocol):
 
 class HfReader:
     """Reader of one Hugging Face folder: ``names``, ``shape`` and ``read`` of its tensors, ``check`` against
-    a model's shape. Files are opened on first use and stay open.
-
-    Reads fused experts as separate tensors, and fp8 weights as q s in bfloat16 (``fp8.py``).
-    """
+    a model's shape. Files are opened on first use and stay open. Reads fused experts as separate tensors, and
+    fp8 weights as q s in bfloat16 (``fp8.py``)."""
 
     def __init__(self, folder: Path) -> None:
         check_files_inside(folder)

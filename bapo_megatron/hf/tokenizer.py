@@ -59,10 +59,7 @@ Piece = tuple[str, bool]
 
 class TextDecoder:
     """Decoder of token ids for display, from a folder's tokenizer.json: ``pieces`` returns texts, special
-    tokens apart.
-
-    The constructor raises ConfigError if that file is missing or unreadable.
-    """
+    tokens apart. The constructor raises ConfigError if that file is missing or unreadable."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer

@@ -154,11 +154,8 @@ def _seconds(job: Job, training: bool) -> float:
 @dataclass(frozen=True)
 class HostUpdate:
     """Estimate of a host optimizer step (``optimizer.device=cpu``) on the slowest stage: seconds of AdamW and
-    of copies to and from the GPU. ``seconds`` is the longest, since buckets overlap them.
-
-    Not counted: the first and last bucket, and copy-on-write pages of the first step after a checkpoint
-    starts.
-    """
+    of copies to and from the GPU. ``seconds`` is the longest, since buckets overlap them. Not counted: the
+    first and last bucket, and copy-on-write pages of the first step after a checkpoint starts."""
 
     elements: float
     """Elements of a rank's optimizer shard."""

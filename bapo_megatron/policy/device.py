@@ -369,11 +369,9 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaToCpuMode(TorchFunctionMode):
-    """Torch function mode that redirects requests for a CUDA device to the CPU.
-
-    It intercepts every torch call, so its first lines are fast. Patching the tensor factories would be
-    faster, but would miss those that megatron binds as default arguments.
-    """
+    """Torch function mode that redirects requests for a CUDA device to the CPU. It intercepts every torch
+    call, so its first lines are fast. Patching the tensor factories would be faster, but would miss those
+    that megatron binds as default arguments."""
 
     def __torch_function__(
         self,

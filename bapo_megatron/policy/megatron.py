@@ -47,11 +47,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 class MegatronPolicy:
     """The ``Policy`` (actor) on megatron-core, one object per rank: model, optimizer, schedule, frozen
-    reference.
-
-    The constructor builds the model and loads its weights from an HF folder; process groups must exist
-    (``layout.parallel_processes``). ``interfaces.py`` documents the methods.
-    """
+    reference. The constructor builds the model and loads its weights from an HF folder; process groups must
+    exist (``layout.parallel_processes``). ``interfaces.py`` documents the methods."""
 
     def __init__(
         self,

@@ -129,10 +129,8 @@ def _recompute(batch: BatchConfig, kinds: Sequence[Builder]) -> dict[str, object
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
     """GPTModel whose last stage returns hidden states [tokens, 1, hidden] instead of logits;
-    ``output_head.py`` computes log-probs and loss from them.
-
-    A rank has one chunk, or one per virtual pipeline stage.
-    """
+    ``output_head.py`` computes log-probs and loss from them. A rank has one chunk, or one per virtual
+    pipeline stage."""
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
         """megatron-core's layer inputs, with the RoPE table cut to the pack's longest document."""

@@ -98,11 +98,9 @@ class Offload:
 
 
 class FrozenReference:
-    """The frozen reference's weights on one rank, in host memory. Local.
-
-    In ``loading()`` the caller fills the model with the reference's weights, which the exit moves to the
-    host; in each later ``in_place()`` the model has them again. Otherwise the model has the policy's weights.
-    """
+    """The frozen reference's weights on one rank, in host memory. Local. In ``loading()`` the caller fills
+    the model with the reference's weights, which the exit moves to the host; in each later ``in_place()`` the
+    model has them again. Otherwise the model has the policy's weights."""
 
     def __init__(self, model: Sequence[Any]) -> None:
         """``model``: this rank's chunks, with weights on the device. Allocates nothing yet."""

@@ -45,10 +45,8 @@ _SOFTMAX_LOGITS = 1 << 27
 @dataclass(frozen=True)
 class OutputHead:
     """Chunked output layer of one policy: ``stats`` returns log-probs and entropies of labels, ``sums`` a
-    loss vector with its gradient.
-
-    Holds settings only: the weights are arguments. Calls are collective over the tensor-parallel group.
-    """
+    loss vector with its gradient. Holds settings only: the weights are arguments. Calls are collective over
+    the tensor-parallel group."""
 
     temperature: float
     """Divides the logits."""

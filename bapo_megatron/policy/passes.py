@@ -49,11 +49,9 @@ Evaluate = Callable[[Tensor, _Part], Tensor]
 
 
 class Passes:
-    """Forward and backward passes of one model: its DDP-wrapped chunks and the output layer.
-
-    All calls block and are collective over all ranks, except that ``stats``, without experts sharded over
-    replicas, is collective only within a replica; with them all ranks need equally many packs.
-    """
+    """Forward and backward passes of one model: its DDP-wrapped chunks and the output layer. All calls block
+    and are collective over all ranks, except that ``stats``, without experts sharded over replicas, is
+    collective only within a replica; with them all ranks need equally many packs."""
 
     def __init__(self, wrapped: list[Any], last: PolicyModel, head: OutputHead, device: torch.device) -> None:
         self._model, self._last, self._head, self._device = wrapped, last, head, device

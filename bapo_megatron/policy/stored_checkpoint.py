@@ -91,10 +91,8 @@ def read_by(stored: StoredCheckpoint) -> Iterator[dict[str, Any]]:
 
 class StoredReader(StorageReader):
     """``StorageReader`` of torch.distributed.checkpoint for an opened checkpoint. Torch calls its methods to
-    read metadata, tensors and objects into a model.
-
-    Raises CheckpointError for content that is damaged or not plain.
-    """
+    read metadata, tensors and objects into a model. Raises CheckpointError for content that is damaged or not
+    plain."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored

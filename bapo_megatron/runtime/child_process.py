@@ -88,10 +88,8 @@ def with_users_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 class ChildProcess:
     """Base class of a child process in its own session: signals to this process's group, such as Ctrl-C, do
-    not reach it. The constructor starts it; ``wait_end`` waits, ``kill`` kills.
-
-    Always call ``close``: it kills and reaps the child and releases the pipes.
-    """
+    not reach it. The constructor starts it; ``wait_end`` waits, ``kill`` kills. Always call ``close``: it
+    kills and reaps the child and releases the pipes."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], guarded: bool, **popen: Any
@@ -164,11 +162,8 @@ class ChildProcess:
 
 class AnsweringChild(ChildProcess):
     """Request-reply child: ``ask`` writes a request as one line of JSON and returns the JSON reply; one at a
-    time.
-
-    ``ask`` blocks and raises ChildTimeout or ChildDied. Another thread may ``kill`` the child during a
-    request.
-    """
+    time. ``ask`` blocks and raises ChildTimeout or ChildDied. Another thread may ``kill`` the child during a
+    request."""
 
     def __init__(
         self,
@@ -380,11 +375,9 @@ def missing_program(command: str) -> str | None:
 
 
 class UserCommand:
-    """Running user command in its own session, with its output in a log.
-
-    The constructor starts it without waiting; ``wait`` returns the exit code, or None while it runs; then
-    call ``close``. Its descendants end with it, and all end with this process.
-    """
+    """Running user command in its own session, with its output in a log. The constructor starts it without
+    waiting; ``wait`` returns the exit code, or None while it runs; then call ``close``. Its descendants end
+    with it, and all end with this process."""
 
     def __init__(
         self, words: list[str], about: Mapping[str, str], log: Path, stdin: bytes = b"", append: bool = False

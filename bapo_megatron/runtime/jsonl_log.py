@@ -30,11 +30,8 @@ _BLOCK = 1 << 16
 
 class JsonlLog:
     """JSON-lines file open for appending by one process. ``append`` writes a row in one call, so that a kill
-    tears at most one line; ``rewind`` truncates the file for a resume.
-
-    Opening it removes an earlier torn end. ``append`` is thread-safe and raises RunStopped if the disk does
-    not accept the line.
-    """
+    tears at most one line; ``rewind`` truncates the file for a resume. Opening it removes an earlier torn
+    end. ``append`` is thread-safe and raises RunStopped if the disk does not accept the line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,10 +73,8 @@ class JsonlLog:
 
 class EventLog(JsonlLog):
     """Event log, events.jsonl, of the process that owns the run: ``event`` appends a kind, a time and fields.
-
     Thread-safe; raises RunStopped if the disk does not accept a line. Not rewound on a resume. Other
-    processes write to it by ``append_event``.
-    """
+    processes write to it by ``append_event``."""
 
     def event(self, kind: str, **fields: Any) -> None:
         self.append(_event(kind, fields))

@@ -73,11 +73,8 @@ def _names(folder: Path) -> list[str]:
 
 class RunPaths:
     """Paths in the run directory ``root``, as attributes and methods. The directory need not exist; reads no
-    file.
-
-    Use it in place of spelled names; only ``slurm/launch.py``, which must not import the package, spells
-    ``logs``.
-    """
+    file. Use it in place of spelled names; only ``slurm/launch.py``, which must not import the package,
+    spells ``logs``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -47,11 +47,8 @@ _FULL = {
 @dataclass
 class OutputPlan:
     """Planned files of an output folder, by their paths in its temporary folder: sizes, tensors as blocks of
-    them, bytes around these, files to copy.
-
-    A format's writer fills the plan. Then call ``create``, copy the tensors or ``write`` each, and call
-    ``complete``. These raise OSError if the disk fails.
-    """
+    them, bytes around these, files to copy. A format's writer fills the plan. Then call ``create``, copy the
+    tensors or ``write`` each, and call ``complete``. These raise OSError if the disk fails."""
 
     tensors: dict[str, BlockTensor] = field(default_factory=dict)
     """Tensors by Hugging Face name; their blocks are in files whose names end in ``PARTIAL``."""

@@ -225,11 +225,8 @@ def find_prefix(metadata: Metadata, folder: Path) -> str:
 
 class _ChunksByPlace:
     """Index of stacked parameters' chunks by layer and expert; ``blocks`` yields those of one parameter as
-    blocks.
-
-    Sorts each key's chunks once: the experts of 30B-A3B have 12,288 chunks under two keys, and as many
-    parameters look for theirs.
-    """
+    blocks. Sorts each key's chunks once: the experts of 30B-A3B have 12,288 chunks under two keys, and as
+    many parameters look for theirs."""
 
     def __init__(self, files: ChunkFiles) -> None:
         self._files = files

@@ -43,10 +43,8 @@ __all__ = [
 @dataclasses.dataclass(frozen=True)
 class Search:
     """A search that precedes a loss, over an update or parts of it: clipping bounds, sequence ratios, a mask.
-
     ``found = find(sum of measure over packs and ranks)``: the caller obtains the sums (in the cheapest way
-    that ``scope`` allows), calls ``find``, and passes ``found``, equal on every rank, to ``Loss.terms``.
-    """
+    that ``scope`` allows), calls ``find``, and passes ``found``, equal on every rank, to ``Loss.terms``."""
 
     measure: TokenFn
     """Additive sums of one pack: a float64 vector of the same length for all packs."""
@@ -144,10 +142,8 @@ class TokenRule(NamedTuple):
 
 class TokenLoss(Loss):
     """Base class of a per-token loss without a search, ``-sum_t weight A value``: subclasses define ``rule``.
-
     The gradient is ``d loss / d log pi = -weight A g`` by construction, so the choice of ``g`` implements a
-    paper's stop-gradient. A token beyond ``LOG_RATIO_LIMIT`` has no gradient.
-    """
+    paper's stop-gradient. A token beyond ``LOG_RATIO_LIMIT`` has no gradient."""
 
     @abstractmethod
     def rule(self, tokens: Tokens) -> TokenRule:

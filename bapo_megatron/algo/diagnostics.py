@@ -107,10 +107,8 @@ def bucket_sums(
 
 
 def bucket_metrics(sums: Tensor) -> Metrics:
-    """Metrics ``staleness/BUCKET/...`` from the (reduced) ``bucket_sums``.
-
-    ``tokens`` is the bucket's share of all tokens; ``clipped``, ``ratio_gap`` and ``entropy`` are means over
-    its tokens, None without tokens.
+    """Metrics ``staleness/BUCKET/...`` from the (reduced) ``bucket_sums``. ``tokens`` is the bucket's share
+    of all tokens; ``clipped``, ``ratio_gap`` and ``entropy`` are means over its tokens, None without tokens.
     """
     rows = sums.reshape(len(BUCKETS), len(_BUCKET_VALUES)).tolist()
     total = max(sum(row[0] for row in rows), 1.0)

@@ -65,10 +65,8 @@ Mask = Callable[[Response], bool | np.ndarray]
 
 
 def cut_responses(response: Response) -> bool:
-    """Overlong filtering (DAPO, arXiv 2503.14476): removes responses cut at the token limit.
-
-    TRL's ``mask_truncated_completions``, NeMo-RL's ``overlong_filtering``.
-    """
+    """Overlong filtering (DAPO, arXiv 2503.14476): removes responses cut at the token limit. TRL's
+    ``mask_truncated_completions``, NeMo-RL's ``overlong_filtering``."""
     return response.is_cut
 
 
@@ -76,9 +74,7 @@ def icepop(
     response: Response, low: Annotated[float, Gt(0)] = 0.5, high: Annotated[float, Gt(0)] = 5.0
 ) -> np.ndarray:
     """IcePop (arXiv 2510.18855): removes tokens with ``pi_old / pi_rollout`` outside ``low`` to ``high``.
-
-    IcePop multiplies the other tokens by that ratio, as ``importance_cap`` = ``high`` does.
-    """
+    IcePop multiplies the other tokens by that ratio, as ``importance_cap`` = ``high`` does."""
     log_ratio_N = response.log_ratio_N
     return np.asarray(~((log_ratio_N >= math.log(low)) & (log_ratio_N <= math.log(high))))
 

@@ -102,9 +102,7 @@ class Objective:
 
     def token_fn(self, found: object, version: int) -> TokenFn:
         """Return a token function (``types.TokenFn``) of a pack's vector; element 0, the loss, has gradients.
-
-        ``found``: the result of the loss's search. ``version``: of the policy in training.
-        """
+        ``found``: the result of the loss's search. ``version``: of the policy in training."""
         search = self.loss.search
 
         def sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
@@ -124,10 +122,8 @@ class Objective:
         return sums
 
     def metrics(self, sums: Tensor, found: object) -> Metrics:
-        """Metrics of an update from the reduced vector, in measurement order.
-
-        ``found`` as in ``token_fn``; None if each micro-batch had its own search.
-        """
+        """Metrics of an update from the reduced vector, in measurement order. ``found`` as in ``token_fn``;
+        None if each micro-batch had its own search."""
         parts = {name: sums[place] for name, place in self._parts.items()}
         update = UpdateSums(max(float(sums[1]), 1.0), found, parts)
         metrics: Metrics = {"policy/loss": float(sums[0]) / update.tokens, "policy/tokens": float(sums[1])}

@@ -35,11 +35,8 @@ def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tens
 
 
 def reweighted(fn: TokenFn, weights: BranchWeights) -> TokenFn:
-    """Return PAPO's transform of ``fn``: on ``A' = A w``, with ``w`` by the token's polarity.
-
-    The weights are constants without gradient. They keep the signs of advantages, so the same bound clips a
-    token.
-    """
+    """Return PAPO's transform of ``fn``: on ``A' = A w``, with ``w`` by the token's polarity. The weights are
+    constants without gradient. They keep the signs of advantages, so the same bound clips a token."""
 
     def transformed(stats: TokenStats, batch: MicroBatch) -> Tensor:
         polarity_T = polarity(stats.log_prob_T, stats.entropy_T, batch.advantage_T)

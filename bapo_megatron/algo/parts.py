@@ -59,9 +59,7 @@ def load_part(
     field: str, name: str, settings: Mapping[str, Any], known: Mapping[str, str], arguments: int = 1
 ) -> Callable[..., Any]:
     """Load a part's function and bind its settings. Raises ConfigError if the import or a setting fails.
-
-    ``arguments``: number of arguments before the settings.
-    """
+    ``arguments``: number of arguments before the settings."""
     function = load_dotted_path(field, part_path(field, name, known), "function", name)
     owned = f"{field}.settings" if field.endswith("]") else f"{field}_settings"  # a list entry
     check_settings(owned, f"{field}={name}", settings_of(function, arguments), settings)

@@ -83,10 +83,8 @@ def kl_loss(
 def response_penalty(
     old_log_prob_N: Tensor, reference_log_prob_N: Tensor, config: ReferenceKlConfig
 ) -> float:
-    """Penalty subtracted from a response's reward, ``beta sum_t k_t``: k at pi_old, over trained tokens.
-
-    With k1 the sum is log(pi_old / pi_ref) of the whole response. ``_N``: log-probs in nats.
-    """
+    """Penalty subtracted from a response's reward, ``beta sum_t k_t``: k at pi_old, over trained tokens. With
+    k1 the sum is log(pi_old / pi_ref) of the whole response. ``_N``: log-probs in nats."""
     estimate_N = kl_estimate(old_log_prob_N.double(), reference_log_prob_N.double(), config.estimator)
     return config.coefficient * float(estimate_N.sum())
 

@@ -100,10 +100,8 @@ def check_held_forwards(algorithm: Any, searches: bool) -> None:
 
 
 def searches_update(algorithm: Any) -> bool:
-    """Whether the loss searches a whole update before its backward passes.
-
-    True, the costlier case, for a dotted path, which may exist only on the run's machines.
-    """
+    """Whether the loss searches a whole update before its backward passes. True, the costlier case, for a
+    dotted path, which may exist only on the run's machines."""
     if algorithm.loss == "clip":
         return bool(algorithm.bounds.searches_update)
     return measures_ratio(algorithm)
@@ -111,7 +109,5 @@ def searches_update(algorithm: Any) -> bool:
 
 def measures_ratio(algorithm: Any) -> bool:
     """Whether the loss searches ratios that differ between engine and trainer, and are therefore never known.
-
-    True, the costlier case, for a dotted path.
-    """
+    True, the costlier case, for a dotted path."""
     return ":" in algorithm.loss or LOSSES[algorithm.loss].searches_ratio

@@ -31,10 +31,8 @@ def sums_by_sequence(value_T: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def sequence_means(sums: Tensor) -> Tensor:
-    """Mean of each sequence, sum / count, [S], from the (reduced) vector [2 S]; 0 without tokens.
-
-    For ``sequence_sums``, the log of the geometric mean of the sequence's ratios.
-    """
+    """Mean of each sequence, sum / count, [S], from the (reduced) vector [2 S]; 0 without tokens. For
+    ``sequence_sums``, the log of the geometric mean of the sequence's ratios."""
     totals_S, tokens_S = sums.chunk(2)
     return totals_S / tokens_S.clamp(min=1)
 

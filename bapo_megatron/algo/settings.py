@@ -189,7 +189,6 @@ def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
 
 def check_settings(field: str, owner: str, taken: list[Setting], settings: Mapping[str, Any]) -> None:
     """Validate ``settings`` against ``taken``; raise ConfigError with every unknown, invalid or missing one.
-
     ``field``: the configuration field. ``owner``: the settings' owner, for messages: ``algorithm.loss=sapo``.
     """
     if problems := list(_problems(field, owner, taken, settings)):

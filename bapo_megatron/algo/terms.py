@@ -35,9 +35,7 @@ def entropy_bonus(
     stats: TokenStats, batch: MicroBatch, coefficient: Annotated[float, Gt(0)] = 0.001
 ) -> Tensor:
     """Entropy bonus, ``-coefficient H``: the exact entropy of the next-token distribution, with its gradient.
-
-    verl's ``entropy_coeff``, slime's ``--entropy-coef``. The entropy is at the rollout temperature.
-    """
+    verl's ``entropy_coeff``, slime's ``--entropy-coef``. The entropy is at the rollout temperature."""
     return -coefficient * stats.entropy_T
 
 

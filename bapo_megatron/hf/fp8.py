@@ -99,9 +99,7 @@ def scales_problem(
     described: bool,
 ) -> str | None:
     """Problem of the matrix ``name`` and its scales, each as type and shape (None: missing); None if none.
-
-    ``stacked_rows``: from ``fused_rows``. ``described``: whether config.json declares fp8.
-    """
+    ``stacked_rows``: from ``fused_rows``. ``described``: whether config.json declares fp8."""
     if weight is None or (scales is not None and weight[0] != FP8):
         what = "is missing" if weight is None else f"is {weight[0]}, not {FP8}"
         return f"tensor {scale_name(name)} is there, but tensor {name} {what}: fetch the model again"
@@ -147,9 +145,7 @@ def quantized_names(tensors: Mapping[str, tuple[int, ...]]) -> set[str]:
 
 def modules_in_bfloat16(tensors: Mapping[str, Any], quantized: set[str]) -> list[str]:
     """Modules that an fp8 folder leaves in bfloat16, for ``modules_to_not_convert``, in natural order.
-
-    Experts count as one module there. The output layer is included even if tied.
-    """
+    Experts count as one module there. The output layer is included even if tied."""
     weights = (name for name in tensors if name.endswith(".weight") and name not in quantized)
     modules = (_EXPERTS.sub(r"\1", name.removesuffix(".weight")) for name in weights)
     return list(dict.fromkeys([*modules, "lm_head"]))

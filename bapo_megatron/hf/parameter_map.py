@@ -72,10 +72,8 @@ def kept_in_float32(shape: ModelShape) -> set[str]:
 
 
 def tensor_problems(found: Shapes, shape: ModelShape) -> list[str]:
-    """Problems of a folder's tensors, ``found`` with their shapes: missing, unknown or misshapen.
-
-    A tied model may contain a copy of the embedding under the output layer's name.
-    """
+    """Problems of a folder's tensors, ``found`` with their shapes: missing, unknown or misshapen. A tied
+    model may contain a copy of the embedding under the output layer's name."""
     expected = hf_tensors(shape)
     known = {*expected, OUTPUT} if shape.tied else {*expected}
     return [

@@ -22,10 +22,8 @@ SINGLE = "model.safetensors"
 
 
 def read_weight_map(folder: Path) -> dict[str, str] | None:
-    """Read the folder's index: the file of each tensor; None if ``model.safetensors`` is the model.
-
-    Raises CheckpointError if the folder has neither, or the index names a file outside it.
-    """
+    """Read the folder's index: the file of each tensor; None if ``model.safetensors`` is the model. Raises
+    CheckpointError if the folder has neither, or the index names a file outside it."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.exists():
         if single.exists():
@@ -85,10 +83,8 @@ def left_out_text(folder: Path) -> str | None:
 
 
 def check_shard(path: Path, names: Iterable[str], weight_map: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the index places all tensors ``names`` in the file ``path``.
-
-    Libraries load every tensor of a listed file, whatever the index says about it.
-    """
+    """Raise CheckpointError unless the index places all tensors ``names`` in the file ``path``. Libraries
+    load every tensor of a listed file, whatever the index says about it."""
     for name in names:
         if (placed := weight_map.get(name)) != path.name:
             where = "does not list" if placed is None else f"places in {placed}"

@@ -104,11 +104,8 @@ def write_shards(
 def weights_of_writer(
     weights: Iterable[tuple[str, Tensor]], writer: int, writers: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield one writer's tensors: each tensor goes to the writer with the fewest bytes so far.
-
-    All writers see the same weights, so each tensor has one writer. Their bytes differ by at most the largest
-    tensor.
-    """
+    """Yield one writer's tensors: each tensor goes to the writer with the fewest bytes so far. All writers
+    see the same weights, so each tensor has one writer. Their bytes differ by at most the largest tensor."""
     shares = [0] * writers
     for name, tensor in weights:
         owner = shares.index(min(shares))

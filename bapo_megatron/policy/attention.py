@@ -131,11 +131,8 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: DocumentPack | None = None,
         **_kwargs: Any,
     ) -> Tensor:
-        """Return the attention of this CP rank's tokens, [tokens, heads * head_dim].
-
-        query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim]; ``packed_seq_params``: those
-        of the whole pack.
-        """
+        """Return the attention of this CP rank's tokens, [tokens, heads * head_dim]. query [tokens, heads,
+        head_dim]; key, value [tokens, kv_heads, head_dim]; ``packed_seq_params``: those of the whole pack."""
         if packed_seq_params is None:
             raise ValueError("this attention takes thd packs only")
         bounds = packed_seq_params.bounds
@@ -356,10 +353,8 @@ class _Gather(torch.autograd.Function):
 
 
 def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return softmax(scale q k^T) v, where query i of n sees the keys up to ``m - n + i``.
-
-    q [batch, heads, n, head_dim]; k, v [batch, kv_heads, m, head_dim], m >= n.
-    """
+    """Return softmax(scale q k^T) v, where query i of n sees the keys up to ``m - n + i``. q [batch, heads,
+    n, head_dim]; k, v [batch, kv_heads, m, head_dim], m >= n."""
     queries, keys = q.size(2), k.size(2)
     if q.is_cuda:
         # Float32 on a GPU: the memory-efficient kernel has no grouped queries.

@@ -162,10 +162,8 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 def replace_results_queue() -> None:
-    """Replace megatron's results queue by one in shared memory; call before each checkpoint write.
-
-    Megatron's queue needs a third process, which takes seconds to start and outlives a killed trainer.
-    """
+    """Replace megatron's results queue by one in shared memory; call before each checkpoint write. Megatron's
+    queue needs a third process, which takes seconds to start and outlives a killed trainer."""
     filesystem_async._results_queue = _Results()
 
 
@@ -202,10 +200,8 @@ def _writer_process(write: Callable[..., Any], *arguments: Any, **named: Any) ->
 
 
 def _write_and_tell(write: Callable[..., Any], *arguments: Any) -> None:
-    """Run megatron's threaded writer; its result, or its first error, goes into the last argument.
-
-    The writer itself fails with an assertion and only logs the cause.
-    """
+    """Run megatron's threaded writer; its result, or its first error, goes into the last argument. The writer
+    itself fails with an assertion and only logs the cause."""
     *others, results = arguments
     failures: list[Exception] = []
     inner = filesystem_async.FileSystemWriterAsync.write_preloaded_data

@@ -196,9 +196,7 @@ def _mix(value: Tensor) -> Tensor:
 
 def bit_sum(values: Tensor, first: int, rows: Tensor, columns: Tensor) -> Tensor:
     """sum bits * row_factor * column_factor, int64, of a flat piece of a shard from element ``first`` on.
-
-    ``values`` may be on another device than the factors; the sum is on the factors' device.
-    """
+    ``values`` may be on another device than the factors; the sum is on the factors' device."""
     bits = values.view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
     done = 0

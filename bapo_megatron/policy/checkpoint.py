@@ -45,10 +45,8 @@ _CONTENT = {
 
 
 def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
-    """Begin an asynchronous write of the checkpoint into ``path``. Collective.
-
-    Returns once GPU tensors are copied to the host and the writer is forked: training may continue.
-    """
+    """Begin an asynchronous write of the checkpoint into ``path``. Collective. Returns once GPU tensors are
+    copied to the host and the writer is forked: training may continue."""
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
     dist.barrier()  # every rank writes into the folder
@@ -106,10 +104,8 @@ def _opened(path: Path) -> StoredCheckpoint:
 
 
 def _read(asked: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
-    """Return the state ``asked`` for, read from ``stored``; a missing ``_extra_state`` becomes None.
-
-    Raises RuntimeError if anything else is missing or unreadable: torch's own error is not an Exception.
-    """
+    """Return the state ``asked`` for, read from ``stored``; a missing ``_extra_state`` becomes None. Raises
+    RuntimeError if anything else is missing or unreadable: torch's own error is not an Exception."""
     keys = {name: list(part) for name, part in asked.items() if name.startswith("model")}
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
     try:
@@ -205,10 +201,8 @@ def _create_adam_state(adam: torch.optim.Optimizer) -> None:
 
 
 def _keep_moments_on_load(adam: torch.optim.Optimizer) -> None:
-    """Patch FusedAdam to load its float32 moments without a second copy.
-
-    Transformer Engine's own loader creates new tensors, for moments of other types, while the old ones exist.
-    """
+    """Patch FusedAdam to load its float32 moments without a second copy. Transformer Engine's own loader
+    creates new tensors, for moments of other types, while the old ones exist."""
     adam.load_state_dict = partial(torch.optim.Optimizer.load_state_dict, adam)  # type: ignore[method-assign]
 
 

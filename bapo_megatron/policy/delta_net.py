@@ -259,10 +259,8 @@ def chunked_rule(
     kind: DeltaNet,
     bounds: tuple[int, ...],
 ) -> Tensor:
-    """Convolution, silu and rule within each document ``bounds[d]:bounds[d + 1]``, [tokens, values].
-
-    qkv_TD: queries, keys and values of some heads; decay_TH: g; weight [D, 1, kernel].
-    """
+    """Convolution, silu and rule within each document ``bounds[d]:bounds[d + 1]``, [tokens, values]. qkv_TD:
+    queries, keys and values of some heads; decay_TH: g; weight [D, 1, kernel]."""
     plan = padding_plan(bounds, qkv_TD.device)
     inputs = (gather_rows(x, plan.token_of_row_P, plan.row_of_token_T) for x in (qkv_TD, decay_TH, beta_TH))
     qkv_PD, decay_PH, beta_PH = inputs
@@ -286,10 +284,8 @@ def _heads(mixed: Tensor, kind: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The rule for a batch [documents, tokens, heads, width], from S = 0, in float32 (or float64).
-
-    Value heads that share a key head are adjacent.
-    """
+    """The rule for a batch [documents, tokens, heads, width], from S = 0, in float32 (or float64). Value
+    heads that share a key head are adjacent."""
     tokens, shared = v.size(1), v.size(2) // k.size(2)
     work = torch.promote_types(v.dtype, torch.float32)
     q, k = (_unit(x.to(work)).repeat_interleave(shared, 2) for x in (q, k))

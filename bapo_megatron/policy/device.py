@@ -71,9 +71,7 @@ def optimizer_problem() -> str | None:
 
 def attention_problem(dtype: torch.dtype) -> str | None:
     """The lack of an attention kernel for ``dtype`` here, with the fix; None if one exists.
-
-    ``layers.layer_spec`` later checks Transformer Engine's kernels for a layout and a GPU.
-    """
+    ``layers.layer_spec`` later checks Transformer Engine's kernels for a layout and a GPU."""
     if dtype == torch.float32 or not has_cuda() or uses_transformer_engine(dtype):
         return None
     return varlen_problem()
@@ -307,11 +305,8 @@ def _padded(part: Tensor, length: int) -> Tensor:
 
 
 def use_torch_optimizer() -> None:
-    """Make megatron use torch's AdamW in this process, whatever optimizers are installed.
-
-    Transformer Engine's and apex's kernels need a GPU, but a cluster's CPU nodes share its GPU nodes'
-    environment.
-    """
+    """Make megatron use torch's AdamW in this process, whatever optimizers are installed. Transformer
+    Engine's and apex's kernels need a GPU, but a cluster's CPU nodes share its GPU nodes' environment."""
     from megatron.core import optimizer as choice
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer

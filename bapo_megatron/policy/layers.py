@@ -190,10 +190,8 @@ class MlpBuilder(Builder):
 
 
 def _router_product(te: bool) -> Callable[..., Any] | None:
-    """Transformer Engine's matmul for router logits; None for torch's.
-
-    megatron uses the former whenever it is installed, even on a CPU, where its kernel kills the process.
-    """
+    """Transformer Engine's matmul for router logits; None for torch's. megatron uses the former whenever it
+    is installed, even on a CPU, where its kernel kills the process."""
     if not te:
         return None
     from megatron.core.extensions.transformer_engine import te_general_gemm

@@ -141,9 +141,7 @@ def _divisors(*numbers: int) -> list[int]:
 @contextmanager
 def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
     """Context manager of the torch.distributed and megatron process groups and this rank's device.
-
-    Collective: every rank enters it before creating a policy.
-    """
+    Collective: every rank enters it before creating a policy."""
     from bapo_megatron.policy.device import backend, select_device  # torch, which layouts do not need
     from bapo_megatron.runtime.distributed import process_group
 

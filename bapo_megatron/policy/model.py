@@ -162,10 +162,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         counters: RouterCounters | None = None,
         real_T: Tensor | None = None,
     ) -> DocumentPack:
-        """The layers' parameters for a pack: document bounds, RoPE and routes of this rank.
-
-        ``counters``: collect router choices in a pass with gradients, for tokens that are 1 in ``real_T``.
-        """
+        """The layers' parameters for a pack: document bounds, RoPE and routes of this rank. ``counters``:
+        collect router choices in a pass with gradients, for tokens that are 1 in ``real_T``."""
         table = None if self.rotary is None else self.rotary.table(part.position_T)
         routes = self._routes(part, device, counters)
         load = None
@@ -206,9 +204,7 @@ def build_chunks(
     config: TransformerConfig, shape: ModelShape, max_positions: int, longest: int
 ) -> list[PolicyModel]:
     """Build the model chunks of this pipeline stage: one, or one per virtual stage; weights are not loaded.
-
-    ``longest``: length of the longest document, at most ``max_positions``.
-    """
+    ``longest``: length of the longest document, at most ``max_positions``."""
     virtual = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
     te = device.uses_transformer_engine(config.params_dtype)

@@ -83,10 +83,8 @@ class Offload:
         return sum(data.numel() for data in (*leaving, *dropped))
 
     def reload(self) -> None:
-        """Reload the state onto the device. No effect if nothing is offloaded.
-
-        Raises torch.OutOfMemoryError if the device has too little memory; the call can be repeated.
-        """
+        """Reload the state onto the device. No effect if nothing is offloaded. Raises torch.OutOfMemoryError
+        if the device has too little memory; the call can be repeated."""
         # Allocate all memory before the first copy and clear the lists after the last, so that a call that
         # runs out of memory can be repeated.
         for data in (*self._copied, *self._freed_gradients):

@@ -46,10 +46,8 @@ BUCKET = 2**26
 
 
 def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.dtype) -> Any:
-    """Megatron's distributed optimizer, with state and steps on the host for ``optimizer.device=cpu``.
-
-    Biases and norms have no weight decay.
-    """
+    """Megatron's distributed optimizer, with state and steps on the host for ``optimizer.device=cpu``. Biases
+    and norms have no weight decay."""
     settings = megatron_optimizer.OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -332,10 +330,8 @@ def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
 
 @contextmanager
 def rank_threads() -> Iterator[None]:
-    """Context manager that raises torch's thread count to this rank's share of the cores.
-
-    torchrun gives a rank only one thread; Slurm and `bapo train` set the count beforehand.
-    """
+    """Context manager that raises torch's thread count to this rank's share of the cores. torchrun gives a
+    rank only one thread; Slurm and `bapo train` set the count beforehand."""
     before, ranks = torch.get_num_threads(), environment_variable("LOCAL_WORLD_SIZE")
     if ranks is not None:
         torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // int(ranks)))

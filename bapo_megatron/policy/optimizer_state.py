@@ -127,10 +127,8 @@ def _load_buffers(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
 
 
 def _owned_states(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
-    """Yield the whole, flat states of each parameter owned by this rank. Collective.
-
-    They are the optimizer's own tensors, not copies, if this rank holds the whole parameter.
-    """
+    """Yield the whole, flat states of each parameter owned by this rank. Collective. They are the optimizer's
+    own tensors, not copies, if this rank holds the whole parameter."""
     placed = list(placements(optimizer))
     rank = optimizer.data_parallel_group.rank()
     for name in STATES:

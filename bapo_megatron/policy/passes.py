@@ -71,9 +71,7 @@ class Passes:
 
     def stats(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
         """Log-probs and entropies of whole packs, prompts too, on the CPU of every rank of the replica.
-
-        ``trained_only``: zeros for all other tokens, whose logits are not computed.
-        """
+        ``trained_only``: zeros for all other tokens, whose logits are not computed."""
         size, rank = _context()
         results = [torch.zeros(2, batch.token_T.numel(), device=self._device) for batch in batches]
         here = iter(zip(results, batches, strict=True))
@@ -101,9 +99,7 @@ class Passes:
         counters: RouterCounters | None = None,
     ) -> Tensor:
         """Accumulate the gradient of the loss (element 0, per token); return its sums over all ranks.
-
-        ``counters``: filled by the routers; their sums over all ranks follow the loss's.
-        """
+        ``counters``: filled by the routers; their sums over all ranks follow the loss's."""
         # Other ranks of the replica have the same packs.
         counts = self._counts_tokens and not parallel_state.get_context_parallel_rank()
         if counters is not None and counters.has_routes and counts:
@@ -143,10 +139,8 @@ class Passes:
     def _searched_update(
         self, batches: Sequence[MicroBatch], loss: SearchedLoss, counters: RouterCounters | None
     ) -> Tensor:
-        """Searched loss per update: all forward passes, the search, then all backward passes.
-
-        Requires a one-stage pipeline. Holds all packs' activations, with full recomputation the layer inputs.
-        """
+        """Searched loss per update: all forward passes, the search, then all backward passes. Requires a
+        one-stage pipeline. Holds all packs' activations, with full recomputation the layer inputs."""
         parts = [self._part(batch, counters is not None) for batch in batches]
         pending = deque((self._hidden(part, self._model[0], counters)[:, 0], part) for part in parts)
         measure = self._measured(loss.measure)
@@ -253,10 +247,8 @@ class Passes:
     def _sum_over_ranks(
         self, outputs: list[Tensor], width: int, counters: RouterCounters | None = None
     ) -> Tensor:
-        """Sum the packs' vectors of length ``width``, from the last stage and TP rank 0, over all ranks.
-
-        The sums of ``counters``, from every rank, follow in the same vector.
-        """
+        """Sum the packs' vectors of length ``width``, from the last stage and TP rank 0, over all ranks. The
+        sums of ``counters``, from every rank, follow in the same vector."""
         total = torch.zeros(width, dtype=torch.float64, device=self._device)
         if self._counts_tokens:
             total += torch.stack([output.double() for output in outputs]).sum(0)

@@ -57,10 +57,8 @@ class DocumentChunk:
 
 
 def document_chunks(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[DocumentChunk]:
-    """Yield the chunks of documents ``bounds[d]:bounds[d + 1]`` on ``rank``, in its order.
-
-    At size 1 a document is one chunk. Raises ValueError if a document cannot be cut evenly.
-    """
+    """Yield the chunks of documents ``bounds[d]:bounds[d + 1]`` on ``rank``, in its order. At size 1 a
+    document is one chunk. Raises ValueError if a document cannot be cut evenly."""
     for start, end in pairwise(bounds):
         if size == 1:
             yield DocumentChunk(end - start, start, end)

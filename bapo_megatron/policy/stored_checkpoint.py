@@ -75,10 +75,8 @@ def open_stored(folder: Path) -> StoredCheckpoint:
 
 @contextmanager
 def read_by(stored: StoredCheckpoint) -> Iterator[dict[str, Any]]:
-    """Context manager that patches megatron's loader to read ``stored`` with the safe reader.
-
-    Yields extra arguments of ``dist_checkpointing.load``, for the common state.
-    """
+    """Context manager that patches megatron's loader to read ``stored`` with the safe reader. Yields extra
+    arguments of ``dist_checkpointing.load``, for the common state."""
     module: Any = megatron_strategy
     usual: Callable[..., Any] = module._get_filesystem_reader
     module._get_filesystem_reader = lambda *_args, **_kwargs: StoredReader(stored)

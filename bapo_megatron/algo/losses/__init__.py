@@ -180,9 +180,7 @@ def load_loss(name: str) -> Callable[..., Loss]:
 
 def build_loss(algorithm: Any) -> Loss:
     """Create the loss of an ``AlgorithmConfig`` from ``algorithm.loss`` and ``algorithm.loss_settings``.
-
-    Raises ConfigError for an unknown loss or setting, or for bounds settings that it would ignore.
-    """
+    Raises ConfigError for an unknown loss or setting, or for bounds settings that it would ignore."""
     build = load_loss(algorithm.loss)
     owner, settings = f"algorithm.loss={algorithm.loss}", algorithm.loss_settings
     check_settings("algorithm.loss_settings", owner, settings_of(build), settings)

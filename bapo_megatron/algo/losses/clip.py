@@ -198,9 +198,7 @@ class ClipLoss(Loss):
 
     def _in_force(self, view: PackView) -> Sequence[float | Tensor]:
         """c_low, c_high, one sign and moved of each token's search: numbers if all tokens share them, or [T].
-
-        A single table, because each costs a blocking copy to a GPU and a pass over the tokens.
-        """
+        A single table, because each costs a blocking copy to a GPU and a pass over the tokens."""
         searches = view.found if isinstance(view.found, tuple) else (view.found,)
         rows = [
             (search.bounds.low, search.bounds.high, float(search.one_sign), float(search.bounds.rounds > 0))

@@ -328,7 +328,6 @@ def reward_turns(metrics: Iterable[str]) -> list[int]:
 
 def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
     """Return the rows of the episode table: name, means of the first and last ``window`` steps (``ends``).
-
     Empty for a run without an environment. With several sources: rows of all episodes, then of each source.
     """
     sources = source_names(run)

@@ -1,4 +1,4 @@
-"""Settings of the KL terms: to a frozen reference policy, and to a frozen teacher (distillation).
+"""Settings of the KL terms: ``ReferenceKlConfig`` to a frozen reference, ``DistillationConfig`` to a teacher.
 
 Recipe sections ``algorithm.reference_kl`` and ``algorithm.distillation``; ``reference_kl.py`` has their
 formulas. Imports no torch.

@@ -1,6 +1,7 @@
 """Per-token math of losses and metrics: importance ratio, masking, masked sums, high-probability tokens.
 
-Functions from tensors [T] to tensors, on any device, that do not make the host wait for a GPU.
+``ratio`` and ``likely`` map tensors [T] to [T], ``live_sum`` sums unmasked tokens. On any device; none makes
+the host wait for a GPU.
 """
 
 from __future__ import annotations

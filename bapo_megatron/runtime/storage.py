@@ -1,4 +1,4 @@
-"""Disk errors: turns failed reads and writes into ones that end the run with the right exit code.
+"""Disk errors: failed reads and writes become errors that end the run with the right exit code.
 
 ``writing`` is a context manager around a write, which raises DiskError: on a full disk exit code 3 (the user
 makes room), on a failing file system FailingDiskError, 4 (a job is requeued). ``check_readable`` judges a

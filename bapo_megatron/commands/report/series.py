@@ -1,7 +1,8 @@
 """Derived series of a report: ratio profiles, entropy changes, event marks, final results; values as text.
 
-Functions of a ``RunRecord``. Entropy changes are both predicted by the Entropy-Clip Rule (Eq. 6) and
-measured. Metrics that an older log lacks are NaN or None.
+Functions of a ``RunRecord``: ``ratio_profile``, ``prediction``, ``event_marks`` and ``final_results``, and
+``*_cells`` for table rows. Entropy changes are both predicted by the Entropy-Clip Rule (Eq. 6) and measured.
+Metrics that an older log lacks are NaN or None.
 """
 
 from __future__ import annotations

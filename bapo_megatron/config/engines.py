@@ -135,7 +135,7 @@ def _draft_flag(flags: tuple[str, ...]) -> str | None:
 
 @dataclass(frozen=True)
 class SglangConfig(EngineConfig):
-    """SGLang servers, for `rollout.engine=sglang`: running ones, or how to start them."""
+    """SGLang servers, for `rollout.engine=sglang`: running ones, or their launch."""
 
     servers: Annotated[int, Ge(1)] = 1
     """Servers that the run starts on rank 0's machine, each on `tensor` GPUs."""

@@ -65,7 +65,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation on held-out problems: interval, suites, sampling. Training waits for the answers."""
+    """Evaluation on held-out problems: interval, suites, sampling. Training waits for it."""
 
     every: Annotated[int, Ge(0)] = 0
     """Steps between evaluations; the first weights are evaluated too, and the last (`last`). 0, or a
@@ -99,7 +99,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Logging: metric trackers, targets of events, and a note for the report."""
+    """Logging: metric trackers, targets of events, a note for the report."""
 
     tensorboard: bool = True
     """Former name: False takes TensorBoard from `trackers`."""
@@ -135,7 +135,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Configuration of one RL training run: all sections, plus name, steps, seed, and directory.
+    """Configuration of one RL training run: all sections, name, steps, seed, directory.
 
     A recipe returns it and the command line overrides its fields; recipes/ has complete ones. ``check``
     raises ConfigError with every mistake. Its properties are derived values and paths.

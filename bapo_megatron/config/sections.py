@@ -240,7 +240,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """The objective: loss, clipping bounds, advantages, the ratio's old policy, and updates per batch."""
+    """The objective: loss, clipping bounds, advantages, the ratio's old policy, updates per batch."""
 
     bounds: BoundsConfig = field(default_factory=paper)
     """Clipping bounds; presets in `bapo_megatron.algo.bapo`, of which `paper()` is the default. Another

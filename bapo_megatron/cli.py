@@ -1,7 +1,9 @@
-"""The ``bapo`` command line: table of commands and exit codes.
+"""The ``bapo`` command line: ``main``, the console script, and the table of its commands.
 
-``main`` is the console script. ConfigError, Preempted and RunStopped print one message; any other error
-prints its traceback and exits with 1. A command's module is imported only when the command runs.
+``main`` runs the command in ``sys.argv`` and exits with the code that ``run`` returns: 0 on success;
+ConfigError, Preempted and RunStopped print one message and have codes of their own
+(``runtime/exit_codes.py``); any other error prints its traceback, code 1. A command's module is imported only
+when the command runs.
 """
 
 from __future__ import annotations

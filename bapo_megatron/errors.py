@@ -1,6 +1,8 @@
 """Exceptions that the command line reports as one message without a traceback, each with an exit code.
 
-``runtime/exit_codes.py`` prints them. Any other exception prints a traceback and exits with 1.
+Raise ConfigError for wrong input (2), Preempted for a requested stop (85), RunStopped for a run that cannot
+continue (3), StorageFailed for a failing file system (4); ``runtime/exit_codes.py`` prints them.
+``printable`` escapes control characters in text from elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Protocols between a run's replaceable parts: policy, engines, sampler, weight sync.
 
-The folders ``policy``, ``rollout`` and ``checkpoint`` never import each other; ``trainer/build.py`` connects
-their objects through these contracts. "Collective": every rank must make the call, in the same order.
+Folders ``policy``, ``rollout`` and ``checkpoint`` never import each other; ``trainer/build.py`` connects
+their objects through these contracts, and a new engine or transport implements one of them. "Collective":
+every rank must make the call, in the same order.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Saving(Protocol):
 
 
 class Policy(Protocol):
-    """The trained model (the actor), one object per rank; packs and sums hide its parallelism.
+    """The trained model (the actor), one object per rank: log-probs and updates on packs, weights,
+    checkpoints.
 
     A pack is a micro-batch of concatenated sequences (``MicroBatch``). Properties are local. Methods are
     collective except ``load_reference``, ``offload`` and ``reload``; ``hf_weights``, ``log_probs`` and
@@ -175,8 +177,8 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReceivesBroadcast(Engine, Protocol):
-    """``Engine`` that receives weight broadcasts as one or more ranks of the trainer's broadcast group.
-    ``leave_group`` and ``join_group`` are called once, then ``load`` for each version."""
+    """``Engine`` that receives weights from the trainer by NCCL or gloo broadcast, as one or more ranks of
+    its process group. Call ``leave_group`` and ``join_group`` once, then ``load`` for each weight version."""
 
     transports: Collection[str]
     """Supported weight transports besides folders: ``broadcast``, ``ipc``."""
@@ -196,8 +198,8 @@ class ReceivesBroadcast(Engine, Protocol):
 
 @runtime_checkable
 class ReleasesMemory(Engine, Protocol):
-    """Colocated ``Engine``: releases its GPU memory while the policy trains on the same GPU. After an error
-    in either call its memory is in an unknown state, and its server must be killed."""
+    """``Engine`` on a GPU where the policy trains: ``release_memory`` frees its GPU memory, ``wake`` reclaims
+    it. After an error in either its memory is in an unknown state, and its server must be killed."""
 
     async def release_memory(self) -> None:
         """Abort the requests in flight and release the memory. May return before the memory is free."""
@@ -208,7 +210,8 @@ class ReleasesMemory(Engine, Protocol):
 
 @runtime_checkable
 class ReceivesHandles(ReleasesMemory, Protocol):
-    """Colocated engine that receives weights by CUDA IPC: it maps the trainer's memory by handles."""
+    """``Engine`` on a GPU where the policy trains, which receives weights by CUDA IPC: it maps the trainer's
+    memory by handles."""
 
     transports: Collection[str]
     """See ``ReceivesBroadcast``."""
@@ -219,7 +222,8 @@ class ReceivesHandles(ReleasesMemory, Protocol):
 
 
 class Need(Enum):
-    """A sampler's request to the trainer, in place of an answer of ``next_batch`` or ``evaluated``."""
+    """A request which ``Sampler.next_batch`` or ``evaluated`` returns in place of a result: WEIGHTS, "push
+    the weights again"."""
 
     WEIGHTS = "weights"
     """Send the current weights again: no engine has them."""
@@ -260,8 +264,9 @@ class Sampler(Protocol):
 
 
 class WeightSync(Protocol):
-    """Sender of the policy's weights to the engines, one class per transport. ``push`` is called before the
-    first step, after each step's updates, and when the sampler returns ``Need.WEIGHTS``."""
+    """Sender of the policy's weights to all engines by one transport (disk, broadcast or CUDA IPC). ``push``
+    blocks; the training loop calls it before the first step, after each step's updates, and on
+    ``Need.WEIGHTS``."""
 
     def push(self, policy: Policy, step: int) -> None:
         """Send the weights of ``policy.version``, the result of the updates of ``step``, to every working
@@ -271,8 +276,8 @@ class WeightSync(Protocol):
 
 @runtime_checkable
 class HandsOver(WeightSync, Protocol):
-    """``WeightSync`` that transfers weights when colocated engines wake, in the GPU hand-over. ``push`` only
-    announces them. All calls are collective."""
+    """``WeightSync`` for engines that sleep on the policy's GPUs while it trains. ``push`` only announces new
+    weights; ``hand_over`` transfers them when the engines wake. All calls are collective."""
 
     def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
         """Transfer the weights to sleeping engines; return, on every rank, the names of the engines that have

@@ -1,6 +1,8 @@
-"""Data types of a step's header, which rank 0 broadcasts, and of routes; no per-token columns.
+"""Data types of a step's header: each response's numbers (reward, lengths, versions), no per-token columns.
 
-Users may import these names from ``types.py``. Imports no torch.
+Rank 0 broadcasts a ``StepHeader``; the other ranks compute advantages and packing plan from it and read
+tokens from the step file that it names. Also the shape and file location of routes, the experts that an
+engine's tokens took. Users may import these names from ``types.py``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class RouteShape:
 
 @dataclass(frozen=True)
 class StoredRoutes:
-    """Location of a response's routes in a step's routes file; samples travel without their routes."""
+    """Location of a response's routes in a step's routes file: rows, shape, dtype and CRC. Samples hold it in
+    place of the routes."""
 
     file: Path
     first: int
@@ -47,8 +50,8 @@ class StoredRoutes:
 
 
 class VersionSpan(NamedTuple):
-    """Weight versions of tokens in four numbers, sufficient for ages and on-policy checks. Part of
-    ``ResponseHeader``, and ``Sample.versions`` in memory."""
+    """Weight versions that sampled some tokens, as four numbers: token count, oldest, newest and sum of
+    versions; enough for mean age and on-policy checks."""
 
     tokens: int
     oldest: int
@@ -71,7 +74,8 @@ class VersionSpan(NamedTuple):
 
 
 class ResponseHeader(NamedTuple):
-    """Numbers of a response that every rank needs for advantages, packing plan, normalizers and ages."""
+    """Numbers of a response that every rank needs: reward, token counts, versions, checksum, location of
+    routes. Advantages, packing plan, loss divisors and ages follow from them."""
 
     reward: float
     trained_tokens: int
@@ -115,8 +119,8 @@ class GroupHeader(NamedTuple):
 
 
 class ColumnFile(NamedTuple):
-    """Description of a per-token column file, which lets other ranks verify that they see the whole file and
-    locate its values. Part of ``StepHeader``, opened by ``StepColumns``."""
+    """Description of a step's file of per-token columns: path, size, digest of its end, byte offset of each
+    array. Other ranks check that they see the whole file and read values in place. Part of ``StepHeader``."""
 
     path: Path
     size: int
@@ -129,8 +133,9 @@ class ColumnFile(NamedTuple):
 
 @dataclass(frozen=True)
 class StepHeader:
-    """A step's batch without per-token columns, about 50 bytes per response. Rank 0 broadcasts it; equal on
-    every rank. Without advantages and packs."""
+    """A step's batch without per-token columns, about 50 bytes per response: group headers, sampling metrics,
+    and the file of the columns. Rank 0 broadcasts it; equal on every rank. Holds no advantages and no packs.
+    """
 
     groups: tuple[GroupHeader, ...]
     metrics: dict[str, float | None]

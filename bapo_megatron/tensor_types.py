@@ -1,7 +1,7 @@
-"""Data types of a run that hold tensors: micro-batches, token statistics, losses.
+"""Data types of a run that hold tensors: packs (``MicroBatch``), log-probs (``TokenStats``), losses.
 
-Separate from ``types.py``, which re-exports the names without importing torch: reward workers import it and
-must start within a second. Shapes: ``_T`` tokens of a pack, ``_L`` layers, ``_K`` experts per token.
+A ``TokenFn`` maps both to a vector of sums. ``types.py`` re-exports the names lazily, since its importers
+must start without torch. Shapes: ``_T`` tokens of a pack, ``_L`` layers, ``_K`` experts per token.
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ loss is minimized; the others are metric sums."""
 
 @dataclass(frozen=True)
 class SearchedLoss:
-    """Loss with parameters, such as clipping bounds, that a search on the policy's log-probs sets first.
-    ``Policy.update`` measures, builds the loss and minimizes it."""
+    """Loss with parameters, such as clipping bounds, that are searched on the policy's own log-probs first.
+    ``Policy.update`` sums ``measure`` over packs and ranks, passes the sums to ``loss_of``, and minimizes the
+    loss function that this returns."""
 
     measure: TokenFn
     """Sums for the search."""

@@ -1,4 +1,6 @@
-"""Training loop, which every rank runs; data flows one way, once per step:
+"""Training loop: ``train(run)`` trains all remaining steps and returns None; every rank calls it.
+
+Data flow of a step:
 
     prompts -> rollouts -> rewards -> advantages -> packed micro-batches -> bounds -> loss -> optimizer
     -> weights to the engines -> checkpoint -> metrics

@@ -2,8 +2,8 @@
 
 They travel between folders, processes and files. Shapes (name suffixes): ``_P`` prompt tokens, ``_R``
 response tokens. Token columns are numpy arrays, because pickling lists takes more than ten times as long.
-Imports no torch, which would slow the start of reward workers by seconds: types that hold tensors are in
-``tensor_types.py``, and their names can be imported from here.
+Imports no torch, which would slow the start of reward workers by seconds: the types with tensors are in
+``tensor_types.py``, and can be imported from here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ GIVEN = -1
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem, tokenized with the chat template. Its reward reads ``ground_truth`` to ``extra_info``."""
+    """A problem of the dataset: its prompt, tokenized with the chat template, and what its reward function
+    reads (ground truth, data source, extra info, messages)."""
 
     prompt_id: int
     """Row number in the dataset file."""
@@ -106,7 +107,8 @@ class GenerateRequest:
 
 
 class ResponseColumn(NamedTuple):
-    """File format of a per-token response column: annotates a field of ``ResponseTokens``."""
+    """File format of a per-token response column: array name, dtype, default value, own file or not. It
+    annotates a field of ``ResponseTokens``."""
 
     array: str
     """Name of its array in step files and the write-ahead log."""
@@ -121,7 +123,7 @@ class ResponseColumn(NamedTuple):
 
 @dataclass(frozen=True)
 class _TokenIds:
-    """The first column, separate because a training sample stores prompt and response ids together."""
+    """Base class with one field, a response's token ids; a training sample joins them with the prompt's."""
 
     token_ids_R: Annotated[np.ndarray, ResponseColumn("token_ids", np.int32)]
     """Token ids, including the stop token that ended the response."""
@@ -129,7 +131,8 @@ class _TokenIds:
 
 @dataclass(frozen=True)
 class ResponseColumns:
-    """Per-token columns of a response besides its token ids, [R] each.
+    """Per-token columns of a response besides its token ids, [R] each: log-probs, versions, loss mask,
+    routes, teacher log-probs.
 
     A new column is one field here: segments, rollouts, samples, step files and the write-ahead log then have
     it. Engines supply its values (``rollout/engines/sglang/wire.py``, ``engines/local_decoding.py``);
@@ -270,8 +273,9 @@ class Group:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Training batch of one step: all its GRPO groups and its sampling metrics. The content of a step file;
-    routes are in a separate file. A trainer rank has only the ``StepHeader`` and reads its own samples."""
+    """Training batch of one step: all its GRPO groups with tokens, and its sampling metrics. The content of a
+    step file, except routes, which have their own. A trainer rank holds the ``StepHeader`` instead and reads
+    only its own samples from the file."""
 
     groups: tuple[Group, ...]
     metrics: Metrics
@@ -308,7 +312,8 @@ class PackLayout:
 
 @dataclass(frozen=True)
 class BroadcastGroup:
-    """Process group of a weight broadcast: rendezvous address, size, backend. Rank 0 is the sender."""
+    """Process group of a weight broadcast, as receivers need it to join: rendezvous address and port, name,
+    world size, backend. The trainer is rank 0 and sends."""
 
     address: str
     """Sender's host, as the receivers reach it."""
@@ -333,7 +338,7 @@ class BucketSpec:
 
 
 class SelfSendingPart(Protocol):
-    """Part of new weights that implements its own transport (docs/sglang.md)."""
+    """Part of new weights of a custom transport: ``send`` makes a server load it (docs/sglang.md)."""
 
     async def send(self, server: Any, timeout_s: float) -> None:
         """Make a server load the part through its client (such as ``SglangServer.load_part``). Runs in the

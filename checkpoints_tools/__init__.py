@@ -1,6 +1,7 @@
 """Checkpoint tools: convert, reshard, inspect and compare checkpoints without building a model.
 
-The Python API of ``bapo-ckpt``. Bytes move from file to file, without a GPU or process group.
+The Python API of ``bapo-ckpt``: ``to_megatron``, ``to_hf``, ``reshard``, ``inspect_checkpoint``, ``verify``
+and ``verify_files``. Bytes move from file to file, without a GPU or process group.
 """
 
 from __future__ import annotations

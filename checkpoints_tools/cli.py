@@ -1,4 +1,4 @@
-"""Entry point of the ``bapo-ckpt`` command line: dispatch and exit codes.
+"""Entry point of the ``bapo-ckpt`` command line, ``main``: dispatch and exit codes.
 
 ConfigError, including CheckpointError, becomes one message and exit code 2. SIGTERM ends with 143, after
 removing half-written output.

@@ -1,6 +1,7 @@
-"""Commands of ``bapo-ckpt``: their flags, and their calls of the Python API. Used by ``cli.py``.
+"""Commands of ``bapo-ckpt``, ``COMMANDS`` by name: their flags, and their calls of the Python API.
 
-Each command imports only what it uses: start-up is a large part of a small conversion.
+Each is a dataclass of parsed arguments, whose ``run`` prints the result and returns the exit code. It imports
+only what it uses: start-up is a large part of a small conversion.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from checkpoints_tools.megatron_to_hf import to_hf
 
 
 class Command(Protocol):
-    """Parsed arguments of a command, which can run it."""
+    """Parsed arguments of a command; ``run`` runs it and returns the exit code."""
 
     def run(self) -> int:
         """Run the command. Returns the exit code."""
@@ -28,7 +29,7 @@ class Command(Protocol):
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of every command that writes."""
+    """Flags of every command that writes: overwrite, dry run, threads."""
 
     overwrite: bool = False
     """Replace an output that is a checkpoint."""
@@ -62,7 +63,7 @@ class ToMegatron:
 
 @dataclass(frozen=True)
 class ToHf:
-    """Convert a checkpoint of Megatron, or of a run, to a Hugging Face folder."""
+    """Convert a checkpoint of Megatron-LM, or of a run, to a Hugging Face folder."""
 
     checkpoint: tyro.conf.Positional[Path]
     """Its folder or one above it, of Megatron-LM or of a run."""
@@ -104,7 +105,7 @@ class ToHf:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Say what a checkpoint is. Reads descriptions alone, no weights."""
+    """Print a checkpoint's format, model, optimizer and keys. Reads only metadata, no weights."""
 
     path: tyro.conf.Positional[Path]
     """Folder of a checkpoint, a model or a run."""

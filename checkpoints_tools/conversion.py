@@ -1,7 +1,7 @@
-"""Conversion driver of all formats: checks space, then copies a plan into an atomic output folder.
+"""Conversion driver of all formats, ``convert``: checks space and copies a plan into an atomic output folder.
 
-``to_megatron``, ``reshard`` and ``to_hf`` make the plan, including files to carry along, and call
-``convert``.
+The caller makes the plan of the output's files, including files to carry along, and receives a
+``Conversion``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from checkpoints_tools.formats.torch_dist import OPTIMIZER
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a conversion or verification, common to all formats."""
+    """Settings of a conversion or verification in any format: overwrite, dry run, threads, progress."""
 
     overwrite: bool = False
     """Replace an output that is a checkpoint."""
@@ -52,7 +52,8 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion, or in a dry run its plan, with its text."""
+    """Result of a conversion, or in a dry run its plan: source, output, numbers of tensors and files, bytes.
+    ``str`` is its text."""
 
     source: Path
     output: Path

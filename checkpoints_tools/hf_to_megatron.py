@@ -1,8 +1,8 @@
 """Conversions to torch_dist, megatron-core's format: from a Hugging Face folder, or a checkpoint (reshard).
 
-``bapo-ckpt to-megatron`` and ``reshard``; the output appears whole or not at all. A resharded checkpoint has
-another grid of chunks or vocabulary padding, and stacked keys, one per parameter for all layers. The trainer
-loads torch_dist at any parallel layout without a reshard.
+``to_megatron`` and ``reshard`` return a ``Conversion``; the output appears whole or not at all. A resharded
+checkpoint has another grid of chunks or vocabulary padding, and stacked keys, one per parameter for all
+layers. The trainer loads torch_dist at any parallel layout without a reshard.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Checkpoint inspection: format, origin, model, optimizer, sizes, and a tree of keys; with its text.
+"""Checkpoint inspection: format, origin, model, optimizer, sizes, and a tree of keys.
 
-Reads only metadata, no weights, so it is fast and cannot find damaged weights; `verify` can.
+``inspect_checkpoint`` returns an ``Inspection``, ``as_text`` its text. Reads only metadata, no weights, so it
+is fast and cannot find damaged weights; `verify` can.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _PARALLEL = {
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """Group of keys that differ only in numbers, such as the layer, or in the optimizer state."""
+    """Group of checkpoint keys that differ only in numbers, such as the layer, or in the optimizer state:
+    common name, type, shape, number of keys."""
 
     key: str
     """Common name of the keys, with ``*`` for the differences."""
@@ -62,7 +64,8 @@ class KeyGroup:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Result of ``inspect_checkpoint``; sizes in bytes."""
+    """Result of ``inspect_checkpoint``: format, key layout, iteration, writing layout, model, optimizer,
+    bytes, groups of keys."""
 
     folder: str
     format: str
@@ -98,7 +101,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class _Content:
-    """Content of a checkpoint of any format that an inspection needs."""
+    """What an inspection reads of any checkpoint: weights, optimizer tensors, objects, common state."""
 
     layout: str | None
     common: Mapping[str, Any]

@@ -1,6 +1,6 @@
 """Megatron-to-HF conversion: from a checkpoint to a Hugging Face folder for transformers and engines.
 
-Used by ``bapo-ckpt to-hf``, exports and evaluations.
+``to_hf`` writes the folder and returns a ``Conversion``; ``plan_hf_folder`` plans one without a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Verification: compares two checkpoints of any formats bit for bit, or a run's files with their manifest.
 
-The optimizer's state is compared only if both have it. ``verify_files`` finds changed bits without a second
-copy, for example after a transfer; the trainer does the same at a start (``checkpoint/``).
+``verify`` returns a ``Verification``; the optimizer's state is compared only if both have it.
+``verify_files`` returns a ``FileCheck``: it finds changed bits without a second copy, for example after a
+transfer.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _READ_BYTES = 1 << 20
 
 @dataclass
 class Verification:
-    """Result of ``verify``, filled tensor by tensor; its text is what is printed."""
+    """Result of ``verify``, filled tensor by tensor: both paths, tensors and bytes compared, differences,
+    digests. ``str`` is the text to print."""
 
     first: Path
     second: Path
@@ -159,7 +161,8 @@ def _optimizer_not_compared(here: OpenedCheckpoint, there: OpenedCheckpoint) -> 
 
 @dataclass(frozen=True)
 class FileCheck:
-    """Result of a file check by ``verify_files``, with its text."""
+    """Result of ``verify_files``: the checkpoint's folder, files and bytes read, and names of damaged files.
+    ``str`` is its text."""
 
     folder: Path
     """Checkpoint folder, with the manifest."""

@@ -1,12 +1,12 @@
-"""Advantages of a step's responses: the built-in ones, and building blocks for custom ones.
+"""Advantages of a step's responses: built-in functions, and building blocks for custom ones.
 
-An advantage maps ``Rewards``, the numbers of a step's responses, to one value per response; with
-``each_group`` it sees one group at a time, the responses to a prompt. Further arguments are its settings,
-``algorithm.advantage_settings``. ``build_advantage`` creates a run's advantage. Rank 0 computes the values
-and sends them to all ranks, before a step's first update, with reference penalties in the reward.
+``build_advantage`` returns a run's advantage: a function from ``Rewards`` (reward, group, token count of each
+response) to one float32 value per response, [N]. A custom advantage is such a function too; under
+``each_group`` it sees one group, the responses to one prompt, at a time. Its further arguments are settings,
+``algorithm.advantage_settings``. Rank 0 computes the values once a step, after reference penalties in the
+reward, and broadcasts them. ``is_uniform`` tells whether a group's rewards are all equal.
 
-Pure functions on numpy arrays. The sampler calls ``is_uniform`` after scoring a group. Legend: ``_N``
-responses of a step, ``_G`` of a group.
+Pure functions on numpy arrays. Legend: ``_N`` responses of a step, ``_G`` of a group.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ LARGEST_REWARD = 1e18
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of a step's responses and other advantage inputs, one each, [N]; groups are contiguous."""
+    """Input of an advantage, one value per response, [N]: reward, group number, trained tokens, whether cut
+    at the length limit, prompt source, named rewards. Responses of one group are contiguous."""
 
     reward_N: np.ndarray
     """float64, with all penalties."""
@@ -267,7 +268,7 @@ def build_advantage(algorithm: Any) -> Advantage:
 
 
 class _AnyName(dict[str, np.ndarray]):
-    """Named rewards of trial responses; a name outside the dict has the same values."""
+    """Named rewards for a trial call of an advantage: a name not in the dict gets the same values."""
 
     def __missing__(self, name: str) -> np.ndarray:
         return next(iter(self.values()))

@@ -1,7 +1,8 @@
-"""Public names of BAPO (arXiv 2510.18927): settings, presets and search, and the functions on tensors.
+"""Public names of BAPO (arXiv 2510.18927) in one place: bounds settings, presets, search, loss on tensors.
 
-The former are in ``bounds.py``, the latter in ``surrogate.py``, imported lazily: recipes take presets from
-here, and commands that only read a recipe start faster without torch.
+Settings (``BoundsConfig``), presets (``paper()``, ``grpo()``, ...) and the search (``search_bounds``) come
+from ``bounds.py``, the loss and its sums on tensors from ``surrogate.py``. The latter are imported lazily:
+recipes import presets from here without loading torch.
 """
 
 from __future__ import annotations

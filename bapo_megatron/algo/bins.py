@@ -1,6 +1,6 @@
-"""Bins of token metrics: staleness buckets and importance-ratio bins.
+"""Names and edges of the bins of token metrics: BUCKETS by staleness in updates, RATIO_BINS by ratio.
 
-Separate from the measurements, which need torch: reports use the same bin names.
+Separate from the measurements, which need torch: reports use the same names.
 """
 
 from __future__ import annotations

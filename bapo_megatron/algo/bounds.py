@@ -1,9 +1,9 @@
 """Clipping bounds of BAPO: settings (``BoundsConfig``), presets, and the search of Algorithm 1.
 
-The search is a pure function of one sum per candidate bound, 53 with the paper's ranges; ``surrogate.py``
-computes the sums. Equal sums on every rank give equal bounds. ``BoundsConfig.problems`` lists invalid
-settings. The search raises ValueError for a wrong number of sums and FloatingPointError for non-finite sums
-(a broken policy). Imports no torch.
+``search_bounds`` maps contribution sums, one per candidate bound (53 with the paper's ranges), to ``Bounds``.
+It is a pure function: sums reduced over ranks give equal bounds on every rank (``surrogate.py`` computes
+them). It raises ValueError for a wrong number of sums, FloatingPointError for non-finite ones (a broken
+policy). ``BoundsConfig.problems`` yields invalid settings. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_CANDIDATES = 10_000
 
 
 class FloatArray(Protocol):
-    """Protocol of a 1-D float tensor or array, so that ``search_bounds`` needs no torch."""
+    """Protocol of a 1-D float tensor or array (its ``tolist``), so that ``search_bounds`` needs no torch."""
 
     def tolist(self) -> list[float]:
         """The elements as Python floats."""
@@ -133,7 +133,8 @@ def _range_problems(bound: str, start: float, end: float, step: float) -> Iterat
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds found by ``search_bounds`` for an update or part of it, and the outcome; equal on every rank."""
+    """Result of ``search_bounds``: c_low and c_high, the positive tokens' contribution at them, number of
+    moves, and whether the target was reached. Equal on every rank."""
 
     low: float  # c_low
     """Clips tokens with negative advantage at ratios up to this."""

@@ -1,16 +1,17 @@
-"""Off-policy corrections for any loss: rejection of responses, truncated importance weights.
+"""Off-policy corrections for any loss: rejection of responses, truncated importance weights (TIS).
 
-``trainer/corrections.py`` applies both on the host before packing, identically on every rank. Each rejection
-limit applies to one of two ratios:
+``is_outside`` and ``is_off_policy`` return whether to reject a response, by the limits of
+``CorrectionsConfig``; the ``truncated_*`` functions return importance weights, [R]. Each limit applies to one
+of two ratios:
 
 - ``pi_old / pi_rollout``, trainer against engine at the start of a step: known before its updates;
 - ``pi / pi_rollout``, the policy in training: measured before an update, by a forward pass unless known.
 
 An update trains no token of a rejected response; only its ``corrections/rejected_*`` metrics count it. With
-``algorithm.importance_cap`` the weights (TIS) multiply the tokens' weights in the loss.
+``algorithm.importance_cap`` the weights multiply the tokens' weights in the loss. ``trainer/corrections.py``
+applies both on the host before packing, identically on every rank.
 
-Pure functions on numpy arrays and numbers. numpy is imported late because commands read the settings. Legend:
-``_R`` tokens of a response, ``_N`` its trained tokens.
+Pure functions on numpy arrays and numbers. Legend: ``_R`` tokens of a response, ``_N`` its trained tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class CorrectionsConfig:
     """Rejection of whole responses, with any loss; truncated importance weights are `importance_cap`.
 
-    Section `algorithm.corrections` of a recipe, read by ``trainer/corrections.py``.
+    Limits on pi_old / pi_rollout and pi / pi_rollout; section `algorithm.corrections` of a recipe.
     """
 
     geometric_min: Annotated[float | None, Gt(0), Lt(1)] = None

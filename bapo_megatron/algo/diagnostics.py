@@ -1,4 +1,7 @@
-"""Diagnostics of an update by kind of token: age, quadrant of advantage and probability, ratio, source.
+"""Diagnostic metrics of an update by kind of token: staleness, Entropy-Clip quadrant, ratio bin, source.
+
+Its ``Measurement``s ``STALENESS``, ``DIAGNOSTICS`` and ``by_source(names)`` sum a pack's tokens and turn the
+reduced sums into metrics; ``age_metrics`` returns an update's staleness on the host, without tensors.
 
 **Staleness** (off-policy lag) is a token's age in updates, by its three causes:
 
@@ -8,8 +11,7 @@
 ``version`` sampled the token, ``v`` trains on it, ``v0`` is the version at the start of the step, and ``n``
 the newest version in the token's group. Reuse: updates that this step has already made on its batch. Queue:
 updates while the finished group waited for the step. Segment: updates while the group was unfinished (partial
-rollouts: segments of a response come from several versions). ``train.py`` calls ``age_metrics`` on the host
-before an update; ``STALENESS`` measures the same tokens in their packs, by age bucket.
+rollouts: segments of a response come from several versions).
 
 **Quadrants** are those of the Entropy-Clip Rule (Eq. 6, Definition 1 of arXiv 2510.18927): a token has *high*
 probability if ``log pi(y) > E[log pi] = -H``, the mean over its own next-token distribution
@@ -23,8 +25,9 @@ ratio where the token has a gradient, Eq. 7, otherwise 0). ``X`` is 1 where ``g`
 mean effect estimates minus the covariance of Eq. 6, whose constant drops out because ``log pi + H`` has mean
 zero (docs/off_policy.md). Effects above 0 expand the entropy, effects below 0 contract it.
 
-**Sources** come from ``data.sources``. A source's contribution is the share of positive-advantage tokens in
-its gradient mass, whatever ``bounds.measure`` and ``bounds.share`` are. A token's mass is ``m |g| |A|``.
+**Sources** are a run's training files, ``data.sources``. A source's contribution is the share of
+positive-advantage tokens in its gradient mass, whatever ``bounds.measure`` and ``bounds.share`` are. A
+token's mass is ``m |g| |A|``.
 
 Legend: ``_T`` tokens of a pack, ``_R`` tokens of a response, ``_B`` staleness buckets, ``_C`` token classes,
 ``_V`` values, ``_S`` sources, with a first row for tokens without one.
@@ -104,10 +107,8 @@ def bucket_sums(
 
 
 def bucket_metrics(sums: Tensor) -> Metrics:
-    """Metrics ``staleness/BUCKET/...`` from the (reduced) ``bucket_sums``.
-
-    ``tokens`` is the bucket's share of all tokens; ``clipped``, ``ratio_gap`` and ``entropy`` are means over
-    its tokens, None without tokens.
+    """Metrics ``staleness/BUCKET/...`` from the (reduced) ``bucket_sums``. ``tokens`` is the bucket's share
+    of all tokens; ``clipped``, ``ratio_gap`` and ``entropy`` are means over its tokens, None without tokens.
     """
     rows = sums.reshape(len(BUCKETS), len(_BUCKET_VALUES)).tolist()
     total = max(sum(row[0] for row in rows), 1.0)

@@ -1,11 +1,11 @@
-"""Masks: rules that remove a response, or tokens of it, from an update before packing.
+"""Masks: rules that exclude a response, or tokens of it, from an update before packing.
 
-A mask maps a ``Response`` to what it removes: True or False for the whole, or a bool for each trained token,
-[N]. Further arguments are its settings; ``algorithm.masks`` lists a run's masks, built-in and custom. Each
-sees what earlier masks left. One replica evaluates them and all ranks use its answer (``trainer/masks.py``):
-a mask must depend only on its argument.
+``build_masks`` returns a run's masks (``algorithm.masks``: built-in and custom functions) with their metric
+names; ``taken_out`` calls one. A mask maps a ``Response`` to True (excludes it), False, or a bool per trained
+token, [N]; its further arguments are settings. It sees what earlier masks left. One replica evaluates masks
+and all ranks use its answer, so a mask must depend only on its argument.
 
-Removed tokens count nowhere in the update: in no search, no metric except ``masks/``, and not in the loss's
+Excluded tokens count nowhere in the update: in no search, no metric except ``masks/``, and not in the loss's
 divisor. They have counted in the advantages.
 
 Pure functions on numpy arrays. Legend: ``_N`` trained tokens of a response.
@@ -28,7 +28,8 @@ from bapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Response:
-    """A response as a mask sees it. Token values are read from disk at first use."""
+    """Input of a mask, one response: advantage, trained-token count, whether cut, source, and log-probs of
+    its trained tokens (engine's, and ratio to pi_old), which are read from disk at first use."""
 
     advantage: float
     tokens: int
@@ -64,10 +65,8 @@ Mask = Callable[[Response], bool | np.ndarray]
 
 
 def cut_responses(response: Response) -> bool:
-    """Overlong filtering (DAPO, arXiv 2503.14476): removes responses cut at the token limit.
-
-    TRL's ``mask_truncated_completions``, NeMo-RL's ``overlong_filtering``.
-    """
+    """Overlong filtering (DAPO, arXiv 2503.14476): removes responses cut at the token limit. TRL's
+    ``mask_truncated_completions``, NeMo-RL's ``overlong_filtering``."""
     return response.is_cut
 
 
@@ -75,9 +74,7 @@ def icepop(
     response: Response, low: Annotated[float, Gt(0)] = 0.5, high: Annotated[float, Gt(0)] = 5.0
 ) -> np.ndarray:
     """IcePop (arXiv 2510.18855): removes tokens with ``pi_old / pi_rollout`` outside ``low`` to ``high``.
-
-    IcePop multiplies the other tokens by that ratio, as ``importance_cap`` = ``high`` does.
-    """
+    IcePop multiplies the other tokens by that ratio, as ``importance_cap`` = ``high`` does."""
     log_ratio_N = response.log_ratio_N
     return np.asarray(~((log_ratio_N >= math.log(low)) & (log_ratio_N <= math.log(high))))
 

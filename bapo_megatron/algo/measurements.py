@@ -1,9 +1,10 @@
 """Measurements of an update: additive sums over its tokens, and the metrics computed from them.
 
-Every rank computes the sums of its own packs, with the weights before the update; the policy all-reduces them
-with the loss, and ``algo/objective.py`` computes the metrics from the result. To add a metric, write a
-``Measurement`` (or a ``token_mean``) and add it to ``MEASUREMENTS`` there, or to a loss's ``measurements``.
-Those here treat all tokens alike; ``diagnostics.py`` has those by kind of token.
+A ``Measurement`` is a pair of functions: ``sums`` of a pack (a vector, at the weights before the update) and
+``metrics`` from the vector summed over packs and ranks. ``Objective`` calls both, and the policy all-reduces
+the vectors with the loss. For a new metric write one (or call ``token_mean``) and add it to
+``objective.MEASUREMENTS``, or to a loss's ``measurements``. This module has those for all tokens alike,
+``diagnostics.py`` those by kind of token.
 
 **Raised tokens** have ``r = pi / pi_old > 1.2``, GRPO's upper bound. A higher c_high affects the positive
 ones: without any, or with only likely ones, no c_high can keep the entropy up (Figs. 5 and 10 of arXiv
@@ -12,7 +13,6 @@ ones: without any, or with only likely ones, no c_high can keep the entropy up (
 **Engine gap** (train-inference mismatch): engine and trainer compute one function with different kernels, in
 different orders, perhaps at different precisions, which makes on-policy data slightly off-policy. A large or
 growing gap can reveal an error: missing weight updates, another temperature, a broken kernel.
-``check_engine_gap`` in trainer/checks.py checks the limits.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_K`` its tokens in the loss.
 """
@@ -34,7 +34,8 @@ from bapo_megatron.types import Metrics
 
 
 class LossTerms(NamedTuple):
-    """Result of ``Loss.terms`` for a pack or chunk: the loss to minimize, and per-token terms to measure."""
+    """Result of ``Loss.terms`` for a pack or chunk: the scalar loss to minimize; per token its gradient
+    factor and whether the loss clips it."""
 
     loss: Tensor
     """float64 scalar, differentiable in ``stats.log_prob_T``: ``weight_T``-weighted sum over the tokens."""
@@ -46,7 +47,8 @@ class LossTerms(NamedTuple):
 
 @dataclass(frozen=True)
 class PackView:
-    """Input of ``Measurement.sums``: one pack, or a chunk of it, with its loss terms, without gradients."""
+    """Input of ``Measurement.sums``: log-probs, columns and loss terms of a pack or chunk, without gradients,
+    and the search's result."""
 
     stats: TokenStats
     """Log-probs and entropies under the policy in training, nats."""
@@ -72,7 +74,8 @@ class PackView:
 
 @dataclass(frozen=True)
 class UpdateSums:
-    """Input of ``Measurement.metrics``: sums of a whole update, over all packs and ranks."""
+    """Input of ``Measurement.metrics``: token count, search result, and every measurement's vector, summed
+    over all packs and ranks of an update."""
 
     tokens: float
     """Tokens in the loss, at least 1 because it is a divisor."""
@@ -84,10 +87,9 @@ class UpdateSums:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Two functions: sums of one pack, and metrics from their total over packs and ranks.
-
-    ``sums`` runs for every chunk of every pack and should not make the host wait for a GPU.
-    """
+    """Definition of metrics: ``sums``, a pack's vector of ``size`` sums, and ``metrics``, a dict of metrics
+    from the vector's total over packs and ranks. ``sums`` runs for every chunk of every pack and should not
+    make the host wait for a GPU."""
 
     name: str
     """Unique among the measurements of an objective."""

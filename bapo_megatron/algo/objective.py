@@ -1,8 +1,9 @@
 """Objective of an update: one additive vector ``[loss, tokens, sums of measurements, sums of the search]``.
 
-The policy computes it in the update's forward pass and sums it over packs and ranks with one reduction; the
-sum gives the update's loss and metrics. The output layer requests it for every chunk of a pack, so nothing
-here makes the host wait for a GPU. Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
+``Objective.token_fn`` returns the function that computes the vector of a pack or chunk, without a host wait
+for a GPU. The policy minimizes its element 0 and sums the vectors over packs and ranks with one reduction;
+``Objective.metrics`` maps the sum to metrics. Legend: ``_T`` tokens of a pack (a micro-batch of packed
+sequences).
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ MEASUREMENTS = (
 
 
 class Objective:
-    """Objective of an update: one vector of sums, with a pack's loss and all inputs of metrics and search.
+    """Objective of an update, built from a loss, its added terms and all measurements.
 
-    The policy calls the function returned by ``token_fn`` for each chunk of a pack, minimizes element 0,
-    summed over packs and ranks and divided by the number of trained tokens, and adds up the vectors;
-    ``metrics`` reads the total. It keeps no state between updates and makes no collective calls. The
-    constructor raises ValueError if two measurements share a name, a call if one returns a vector of the
-    wrong length.
+    ``token_fn`` returns the function of a pack's vector of sums. The policy calls it for each chunk of a
+    pack, minimizes element 0 (divided by the number of trained tokens), and sums the vectors over packs and
+    ranks; ``metrics``, ``search_sums`` and ``mean_entropy`` read that sum. Holds no state between updates and
+    makes no collective calls. The constructor raises ValueError if two measurements share a name; a pack's
+    function raises it if a measurement returns a vector of the wrong length.
     """
 
     def __init__(
@@ -101,9 +102,7 @@ class Objective:
 
     def token_fn(self, found: object, version: int) -> TokenFn:
         """Return a token function (``types.TokenFn``) of a pack's vector; element 0, the loss, has gradients.
-
-        ``found``: the result of the loss's search. ``version``: of the policy in training.
-        """
+        ``found``: the result of the loss's search. ``version``: of the policy in training."""
         search = self.loss.search
 
         def sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
@@ -123,10 +122,8 @@ class Objective:
         return sums
 
     def metrics(self, sums: Tensor, found: object) -> Metrics:
-        """Metrics of an update from the reduced vector, in measurement order.
-
-        ``found`` as in ``token_fn``; None if each micro-batch had its own search.
-        """
+        """Metrics of an update from the reduced vector, in measurement order. ``found`` as in ``token_fn``;
+        None if each micro-batch had its own search."""
         parts = {name: sums[place] for name, place in self._parts.items()}
         update = UpdateSums(max(float(sums[1]), 1.0), found, parts)
         metrics: Metrics = {"policy/loss": float(sums[0]) / update.tokens, "policy/tokens": float(sums[1])}

@@ -5,9 +5,9 @@
 
 The polarity is the sign of the first-order effect of a policy-gradient step on the token ``y`` on the entropy
 ``H`` of its next-token distribution. +1 expands the entropy: likely tokens with A < 0, unlikely ones with A >
-0. -1 contracts it. The weights follow the run's entropy (``papo_schedule.py``). With
-``algorithm.polarity.enabled`` ``trainer/update_loss.py`` wraps each update's search and loss in it. The
-published abstract gives the idea; docs/losses.md derives polarity and weights.
+0. -1 contracts it. ``polarity`` returns it for each token; ``reweighted`` wraps a token function (loss or
+search) so that it sees A'. The weights w come from ``PapoSchedule``, by the run's entropy. The published
+abstract gives the idea; docs/losses.md derives polarity and weights.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
 """
@@ -35,11 +35,8 @@ def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tens
 
 
 def reweighted(fn: TokenFn, weights: BranchWeights) -> TokenFn:
-    """Return PAPO's transform of ``fn``: on ``A' = A w``, with ``w`` by the token's polarity.
-
-    The weights are constants without gradient. They keep the signs of advantages, so the same bound clips a
-    token.
-    """
+    """Return PAPO's transform of ``fn``: on ``A' = A w``, with ``w`` by the token's polarity. The weights are
+    constants without gradient. They keep the signs of advantages, so the same bound clips a token."""
 
     def transformed(stats: TokenStats, batch: MicroBatch) -> Tensor:
         polarity_T = polarity(stats.log_prob_T, stats.entropy_T, batch.advantage_T)

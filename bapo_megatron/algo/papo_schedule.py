@@ -3,7 +3,8 @@
     w = 1 + strength phase  (expanding),    w = 1 - strength phase  (contracting)
 
 The phase, -1 to 1, measures how far the moving average of the run's entropy is below its target.
-``trainer/update_loss.py`` uses the schedule and checkpoints its state. Imports no torch.
+``PapoSchedule.observe`` takes each update's entropy, ``weights`` returns the next update's two factors, and
+checkpoints hold ``state``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from annotated_types import Ge, Gt, Lt
 class PapoConfig:
     """Settings of PAPO (arXiv 2605.11775): entropy-expanding and -contracting advantages are reweighted.
 
-    Section `algorithm.polarity` of a recipe, read by ``PapoSchedule``.
+    Section `algorithm.polarity` of a recipe.
     """
 
     enabled: bool = False
@@ -54,8 +55,8 @@ def phase(entropy: float, target: float, band: float) -> float:
 class PapoSchedule:
     """PAPO's schedule of one run: the next update's weights, from the entropies of earlier updates.
 
-    ``UpdateLoss`` reads ``weights`` before an update and calls ``observe`` after it, on every rank with the
-    same entropy. Checkpoints hold its ``state``.
+    Read ``weights`` before an update and call ``observe`` with its mean entropy after it, on every rank
+    alike. Checkpoints hold its ``state``.
     """
 
     def __init__(self, config: PapoConfig) -> None:

@@ -1,7 +1,7 @@
-"""Registry of a method's parts other than its loss: advantages, masks and loss terms, by name.
+"""Registry of a loss's companions, by name: ADVANTAGES, MASKS and TERMS (added loss terms).
 
-A part is built in or a custom function, ``package.module:name``. Its trailing arguments are its settings.
-Imports no torch, so that planning can use the registry.
+``load_part`` returns the function of a registered name or of a user's ``package.module:name``, with settings
+bound to its trailing arguments. Raises ConfigError for an unknown name or wrong setting. Imports no torch.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def load_part(
     field: str, name: str, settings: Mapping[str, Any], known: Mapping[str, str], arguments: int = 1
 ) -> Callable[..., Any]:
     """Load a part's function and bind its settings. Raises ConfigError if the import or a setting fails.
-
-    ``arguments``: number of arguments before the settings.
-    """
+    ``arguments``: number of arguments before the settings."""
     function = load_dotted_path(field, part_path(field, name, known), "function", name)
     owned = f"{field}.settings" if field.endswith("]") else f"{field}_settings"  # a list entry
     check_settings(owned, f"{field}={name}", settings_of(function, arguments), settings)

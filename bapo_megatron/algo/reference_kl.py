@@ -4,10 +4,11 @@
     loss = policy loss + beta sum_t weight_t k_t     place=loss (GRPO)
     R    = R_outcome   - beta sum_t k_t              place=reward (PPO): k at pi_old, before the advantages
 
-With the teacher's log-probs for pi_ref the loss term is on-policy distillation (arXiv 2306.13649). The
-estimators are Schulman's (2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html): for tokens of
-pi, k1 and k3 have the mean KL(pi || pi_ref), and k2 nearly. k3 in the loss is GRPO's (arXiv 2402.03300, Eq.
-4), k1 in the reward is RLHF PPO's (arXiv 1909.08593, Eq. 2).
+``kl_loss`` returns the loss term of a pack, ``response_penalty`` the penalty in a response's reward, and the
+``*_measurement`` functions the metrics. With the teacher's log-probs for pi_ref the loss term is on-policy
+distillation (arXiv 2306.13649). The estimators are Schulman's (2020, "Approximating KL Divergence",
+joschu.net/blog/kl-approx.html): for tokens of pi, k1 and k3 have the mean KL(pi || pi_ref), and k2 nearly. k3
+in the loss is GRPO's (arXiv 2402.03300, Eq. 4), k1 in the reward is RLHF PPO's (arXiv 1909.08593, Eq. 2).
 
 A good estimate of the value need not have a good gradient (arXiv 2506.09477; arXiv 2510.01555). The
 derivatives by log pi of the token are
@@ -26,8 +27,7 @@ E[k] over tokens of pi: with k3, ``r log(pi / pi_ref)``, that of KL(pi || pi_ref
 remain those of the old policy. ``importance_cap`` corrects from pi_rollout to pi_old, because the weight is
 the policy loss's.
 
-``algo/objective.py`` adds the loss and the metrics; ``trainer/reference.py`` changes the rewards. Pure
-functions. Legend: ``_T`` tokens of a pack (a micro-batch), ``_N`` trained tokens of a response.
+Pure functions. Legend: ``_T`` tokens of a pack (a micro-batch), ``_N`` trained tokens of a response.
 """
 
 from __future__ import annotations
@@ -83,10 +83,8 @@ def kl_loss(
 def response_penalty(
     old_log_prob_N: Tensor, reference_log_prob_N: Tensor, config: ReferenceKlConfig
 ) -> float:
-    """Penalty subtracted from a response's reward, ``beta sum_t k_t``: k at pi_old, over trained tokens.
-
-    With k1 the sum is log(pi_old / pi_ref) of the whole response. ``_N``: log-probs in nats.
-    """
+    """Penalty subtracted from a response's reward, ``beta sum_t k_t``: k at pi_old, over trained tokens. With
+    k1 the sum is log(pi_old / pi_ref) of the whole response. ``_N``: log-probs in nats."""
     estimate_N = kl_estimate(old_log_prob_N.double(), reference_log_prob_N.double(), config.estimator)
     return config.coefficient * float(estimate_N.sum())
 

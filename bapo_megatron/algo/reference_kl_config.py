@@ -1,8 +1,7 @@
-"""Settings of the KL terms: to a frozen reference policy, and to a frozen teacher (distillation).
+"""Settings of the KL terms: ``ReferenceKlConfig`` to a frozen reference, ``DistillationConfig`` to a teacher.
 
-Recipe sections ``algorithm.reference_kl`` and ``algorithm.distillation``. ``reference_kl.py`` has the
-formulas, ``trainer/reference.py`` the reference, ``rollout/sampler/teacher.py`` the teacher. Imports no
-torch.
+Recipe sections ``algorithm.reference_kl`` and ``algorithm.distillation``; ``reference_kl.py`` has their
+formulas. Imports no torch.
 """
 
 from __future__ import annotations

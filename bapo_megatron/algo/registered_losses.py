@@ -1,7 +1,8 @@
-"""The registered losses, and their properties that need no torch.
+"""Table of the registered losses, LOSSES, and checks of a loss choice that need no torch.
 
-``losses`` creates a loss. A plan and the checks before a submission need only this module: torch takes
-seconds to import and is missing on some submitting machines. ``algorithm`` is a run's ``AlgorithmConfig``.
+``loss_path`` maps ``algorithm.loss`` to a class path, which ``losses.build_loss`` imports. The other
+functions take a run's ``AlgorithmConfig``: they return whether its loss searches a whole update, or raise
+ConfigError if it ignores ``algorithm.bounds`` or ``batch.hold_forwards``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ BoundsUse = Literal["searched", "fixed", "unused"]
 
 @dataclasses.dataclass(frozen=True)
 class RegisteredLoss:
-    """A registered loss: its class's dotted path, its use of bounds and its search."""
+    """Facts about a registered loss: its class's dotted path, its use of ``algorithm.bounds`` (searched,
+    fixed or unused), and whether it searches a whole update for its ratio or mask."""
 
     path: str
     bounds: BoundsUse = "unused"
@@ -98,10 +100,8 @@ def check_held_forwards(algorithm: Any, searches: bool) -> None:
 
 
 def searches_update(algorithm: Any) -> bool:
-    """Whether the loss searches a whole update before its backward passes.
-
-    True, the costlier case, for a dotted path, which may exist only on the run's machines.
-    """
+    """Whether the loss searches a whole update before its backward passes. True, the costlier case, for a
+    dotted path, which may exist only on the run's machines."""
     if algorithm.loss == "clip":
         return bool(algorithm.bounds.searches_update)
     return measures_ratio(algorithm)
@@ -109,7 +109,5 @@ def searches_update(algorithm: Any) -> bool:
 
 def measures_ratio(algorithm: Any) -> bool:
     """Whether the loss searches ratios that differ between engine and trainer, and are therefore never known.
-
-    True, the costlier case, for a dotted path.
-    """
+    True, the costlier case, for a dotted path."""
     return ":" in algorithm.loss or LOSSES[algorithm.loss].searches_ratio

@@ -1,9 +1,10 @@
-"""Sequence-level statistics of an update: sums such as ``sum_t log r_t``, and token counts, [2 S].
+"""Sequence-level statistics of an update, for losses with a whole-response ratio (GSPO, VESPO) and rejection.
 
-For losses with a whole-response ratio (GSPO, VESPO) and for rejection. A call may see part of a response (a
-chunk of the output layer, a context-parallel share), so the caller first sums over packs and ranks; each
-token then gets its sequence's value by ``batch.sequence_T``. Only the first copy of the values to a GPU makes
-the host wait. Legend: ``_T`` tokens of a pack, ``_S`` sequences of the update.
+``sequence_sums`` returns, for a pack, a vector of length 2 S: the S sums ``sum_t log r_t`` (``r_t = pi /
+pi_old`` of token t), then the S token counts. A pack may hold only part of a response (a chunk of the output
+layer, a context-parallel share), so the caller first sums the vectors over packs and ranks; then
+``sequence_means`` returns the mean log-ratio of each sequence, [S], and ``PerSequence`` gives each token its
+sequence's value. Legend: ``_T`` tokens of a pack, ``_S`` sequences of the update.
 """
 
 from __future__ import annotations
@@ -30,19 +31,16 @@ def sums_by_sequence(value_T: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def sequence_means(sums: Tensor) -> Tensor:
-    """Mean of each sequence, sum / count, [S], from the (reduced) vector [2 S]; 0 without tokens.
-
-    For ``sequence_sums``, the log of the geometric mean of the sequence's ratios.
-    """
+    """Mean of each sequence, sum / count, [S], from the (reduced) vector [2 S]; 0 without tokens. For
+    ``sequence_sums``, the log of the geometric mean of the sequence's ratios."""
     totals_S, tokens_S = sums.chunk(2)
     return totals_S / tokens_S.clamp(min=1)
 
 
 class PerSequence:
-    """Table of an update's per-sequence values, [S], looked up for each token, [T].
-
-    Copied once per device: a copy to a GPU makes the host wait, and every chunk of a pack looks values up.
-    """
+    """Table of an update's per-sequence values, [S]; ``of_tokens`` returns the value of each token of a pack,
+    [T]. Keeps one copy per device, since a copy to a GPU makes the host wait and every chunk of a pack looks
+    values up."""
 
     def __init__(self, values_S: Tensor) -> None:
         """``values_S``: float64 [S], in the order of ``batch.sequence_T``."""

@@ -1,8 +1,8 @@
 """Validator of settings against annotations such as ``Annotated[float, Gt(0)]``: names, types and ranges.
 
-One implementation for all user settings: configuration fields (``wrong_types``, ``out_of_range``), command
-options (``out_of_range``), arguments of a loss, reward or environment (``check_settings``), and tables of a
-cluster file (``table_problems``). An error is one line with the field and, usually, its value and the fix.
+For configuration fields: ``wrong_types`` and ``out_of_range`` yield errors of a dataclass. For arguments of a
+user's loss, reward or environment: ``settings_of`` lists them, ``check_settings`` raises ConfigError. For a
+TOML table: ``table_problems``. An error is one line with the field and, usually, its value and the fix.
 ``config/validation.py`` has the rules between fields.
 """
 
@@ -145,7 +145,8 @@ def _checked(config: object) -> Iterator[tuple[str, Any, Any]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting: a constructor argument with type and default."""
+    """A constructor argument that a user may set: name, annotation, default. ``str`` describes it,
+    ``problem`` returns the error of a value."""
 
     name: str
     annotation: Any
@@ -188,7 +189,6 @@ def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
 
 def check_settings(field: str, owner: str, taken: list[Setting], settings: Mapping[str, Any]) -> None:
     """Validate ``settings`` against ``taken``; raise ConfigError with every unknown, invalid or missing one.
-
     ``field``: the configuration field. ``owner``: the settings' owner, for messages: ``algorithm.loss=sapo``.
     """
     if problems := list(_problems(field, owner, taken, settings)):

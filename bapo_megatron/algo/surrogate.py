@@ -2,13 +2,14 @@
 
     r_t = pi_theta / pi_old,    loss = -sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)
 
-``pi_old`` is the rollout policy, or with ``algorithm.old_log_probs=trainer`` the trainer's own at the start
-of the step. ``pi_rollout`` is always the sampling policy, the weight in Eq. 8.
+``policy_loss`` returns the loss of a pack or chunk, ``clipped_tokens`` and ``gradient_factor`` its per-token
+effects, ``contribution_sums`` the sums for ``bounds.search_bounds``. ``pi_old`` is the rollout policy, or
+with ``algorithm.old_log_probs=trainer`` the trainer's own at the start of the step. ``pi_rollout`` is always
+the sampling policy, the weight in Eq. 8.
 
-Pure functions on tensors, called by ``losses/clip.py`` for chunks of a pack (a micro-batch of packed
-sequences); ``bounds.py`` has settings and search. Sums are additive: the policy adds them over packs and
-all-reduces them over ranks before the search. They come from histograms of log r with the candidate bounds as
-bin edges: cumulative sums over the bins give the sum at every candidate.
+Pure functions on tensors. Sums are additive: the policy adds them over packs and all-reduces them over ranks
+before the search. They come from histograms of log r with the candidate bounds as bin edges: cumulative sums
+over the bins give the sum at every candidate.
 
 A token is clipped by its float64 ``log r`` against ``math.log(bound)``, inclusively, in both the search and
 the loss, so that they agree on every token.
@@ -44,7 +45,8 @@ _NEGATIVE, _POSITIVE = 0, 1
 
 
 class TokenBounds(NamedTuple):
-    """Per-token clipping bounds, [T] each, for search groups: replaces one ``Bounds``."""
+    """Clipping bounds c_low and c_high of each token and their logs, [T] each, where search groups of an
+    update have different bounds; the loss takes them in place of one ``Bounds``."""
 
     low_T: Tensor  # c_low
     high_T: Tensor  # c_high
@@ -89,9 +91,7 @@ def clipped_tokens(
     log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
 ) -> Tensor:
     """Clipped tokens, bool [T]: ``A > 0 and r >= c_high``, or ``A < 0 and r <= c_low``; not the dual clip.
-
-    Raises ValueError if shapes differ.
-    """
+    Raises ValueError if shapes differ."""
     check_shapes(log_ratio_T, advantage_T, mask_T)
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
@@ -103,9 +103,7 @@ def gradient_factor(
     log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
 ) -> Tensor:
     """Gradient factor ``g = r X`` of each token (Eq. 7), float64 [T]: ``d loss / d log pi = -mask A g``.
-
-    ``X`` is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, otherwise 1.
-    """
+    ``X`` is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, otherwise 1."""
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
     alive_T = ~(above_T | below_T) & (log_ratio_T.abs() <= LOG_RATIO_LIMIT)

@@ -1,9 +1,10 @@
 """Terms added to the policy loss, token by token.
 
-A term maps the ``TokenStats`` and the ``MicroBatch`` of some tokens to a cost per token, [T], differentiable
-in log-probs and entropies. Further arguments are its settings; ``algorithm.terms`` lists a run's terms,
-built-in or custom. The loss gains ``sum_t weight_t cost_t``, with the policy loss's weights and divisor. The
-KL to a reference and to a teacher are also terms, with their own settings (``reference_kl.py``).
+``build_terms`` returns a run's terms, built-in or custom (``algorithm.terms``). A term maps the
+``TokenStats`` and the ``MicroBatch`` of some tokens to a cost per token, [T], differentiable in log-probs and
+entropies; its further arguments are settings. The loss gains ``sum_t weight_t cost_t``, with the policy
+loss's weights and divisor. ``kl_terms`` returns the KL to a reference and to a teacher, which are terms with
+their own settings (``reference_kl.py``).
 
 A call may see part of a sequence: a token's cost may depend only on that token. Legend: ``_T`` tokens of a
 pack (a micro-batch of packed sequences).
@@ -34,9 +35,7 @@ def entropy_bonus(
     stats: TokenStats, batch: MicroBatch, coefficient: Annotated[float, Gt(0)] = 0.001
 ) -> Tensor:
     """Entropy bonus, ``-coefficient H``: the exact entropy of the next-token distribution, with its gradient.
-
-    verl's ``entropy_coeff``, slime's ``--entropy-coef``. The entropy is at the rollout temperature.
-    """
+    verl's ``entropy_coeff``, slime's ``--entropy-coef``. The entropy is at the rollout temperature."""
     return -coefficient * stats.entropy_T
 
 

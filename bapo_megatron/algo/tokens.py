@@ -1,6 +1,7 @@
 """Per-token math of losses and metrics: importance ratio, masking, masked sums, high-probability tokens.
 
-Functions on tensors of any device that do not make the host wait for a GPU.
+``ratio`` and ``likely`` map tensors [T] to [T], ``live_sum`` sums unmasked tokens. On any device; none makes
+the host wait for a GPU.
 """
 
 from __future__ import annotations
@@ -32,10 +33,8 @@ def unmasked(mask_T: Tensor, *fields: Tensor) -> list[Tensor]:
 
 
 def selects(device: torch.device) -> bool:
-    """Whether masked sums select tokens by index (CPU, faster) or mask them (GPU).
-
-    On a GPU a selection would make the host wait for the number of selected tokens.
-    """
+    """Whether masked sums select tokens by index (CPU, faster) or mask them (GPU). On a GPU a selection would
+    make the host wait for the number of selected tokens."""
     return device.type == "cpu"
 
 
@@ -52,10 +51,8 @@ def ratio(log_ratio_T: Tensor) -> Tensor:
 
 
 def likely(log_prob_T: Tensor, entropy_T: Tensor) -> Tensor:
-    """High-probability tokens, ``log pi(y) > -H`` (BAPO's Definition 1), bool [T], up to rounding.
-
-    For most tokens the policy is almost certain: both sides are 0 up to rounding, and the token is likely.
-    """
+    """High-probability tokens, ``log pi(y) > -H`` (BAPO's Definition 1), bool [T], up to rounding. For most
+    tokens the policy is almost certain: both sides are 0 up to rounding, and the token is likely."""
     return log_prob_T + entropy_T > -ROUNDING
 
 

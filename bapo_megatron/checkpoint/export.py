@@ -1,6 +1,7 @@
-"""Export of a policy's streamed weights as a Hugging Face folder, by the plan of ``bapo-ckpt to-hf``.
+"""Export of a policy's streamed weights: ``export_hf`` writes them as a Hugging Face folder, blocking.
 
-For the final policy of a run and of SFT; ``exports.py`` exports checkpoints.
+For the final policy of a run and of SFT; ``exports.py`` exports checkpoints. ``check_export_output`` is its
+preflight; ``keep_others`` moves foreign content at its place aside.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
     exports/step_000120/   config, tokenizer, safetensors: complete or absent
 
-With ``checkpoint.export_every``, on rank 0, a low-priority process converts one checkpoint at a time from
-file to file; the trainer does not wait. One more checkpoint is queued, and a newer one replaces it, so at
-most two checkpoints are protected from deletion, however slow the disk is. The process is
+The training loop's rank 0 offers each checkpoint to ``StepExports`` and polls it; ``AfterExport`` runs the
+hook. With ``checkpoint.export_every`` a low-priority process converts one checkpoint at a time from file to
+file; the trainer does not wait. One more checkpoint is queued, and a newer one replaces it, so at most two
+checkpoints are protected from deletion, however slow the disk is. The process is
 
     python -m bapo_megatron.checkpoint.exports CHECKPOINT OUTPUT MODEL PARENT
 
-It imports no torch, needs tens of megabytes for any model size, and ends with the trainer.
+with PARENT the trainer's process id. It imports no torch, needs tens of megabytes for any model size, and
+ends with the trainer.
 
 ``checkpoint.after_export`` is the user's command for each export, such as an upload. One runs at a time in
 its own process; a failure is an event and a warning, and does not fail the run. RUN/after_export.json lists
@@ -50,8 +52,9 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 
 class StepExports:
-    """Background exports of one run, on rank 0: one runs, one more is queued, and a newer one replaces it. A
-    failed export is an event and a warning. Only ``close`` waits. The training loop polls it."""
+    """Background exports of one run, on rank 0: ``offer`` a checkpoint, then ``poll``. One export runs, one
+    more is queued, and a newer one replaces it. A failed export is an event and a warning. Only ``close``
+    waits."""
 
     def __init__(
         self, paths: RunPaths, model: Path, every: int, on_event: OnEvent, after: AfterExport | None = None
@@ -167,9 +170,9 @@ def _wait(process: subprocess.Popen[str], began: float) -> tuple[int, str, float
 
 
 class AfterExport:
-    """Queue of a run's export hooks, by step, on rank 0. No method waits for a command. ``exported`` and
-    ``exported_last`` queue; ``poll`` starts the next command and records a finished one (event,
-    RUN/after_export.json). ``StepExports`` polls and closes it. The next start retries failed commands."""
+    """Queue of a run's export hooks (the user's command), by step, on rank 0. No method waits for a command:
+    ``exported`` and ``exported_last`` queue, ``poll`` starts the next command and records a finished one as
+    event and in RUN/after_export.json. The next start retries failed commands."""
 
     def __init__(
         self,

@@ -3,8 +3,9 @@
     NEW/checkpoints/step_000120/   the other run's checkpoint: hard links to its files, or copies
     NEW/fork.json                  its origin (``fork_record.py``)
 
-``check_fork`` is the preflight, before process groups exist; every rank calls ``make_fork`` before the new
-run searches for its checkpoint. The other run may be training and is only read.
+``check_fork`` is the preflight, before process groups exist, and raises ConfigError. ``make_fork`` is
+collective: it creates these files, before the new run searches for its checkpoint. The other run may be
+training and is only read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Fork record, ``fork.json``: a forked run's origin and the other run's settings.
+"""Fork record, ``fork.json``: which run and step a forked run began from, and that run's settings.
 
-``fork.py`` writes it once; every start of the fork and reports read it. Raises ConfigError if it cannot be
-read. The other run is not read again: it may continue, move or be deleted. Nothing here is collective.
+``write_fork`` writes it once; ``read_fork`` returns it, or None for a run that is not a fork, and raises
+ConfigError if it cannot be read. Other functions compare the fork's settings with it. The other run is not
+read again: it may continue, move or be deleted. Nothing here is collective.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class ForkSource:
-    """Value of ``--fork``: a run and one of its steps."""
+    """Parsed value of ``--fork``, ``RUN`` or ``RUN:STEP``: the other run's directory; its step or None."""
 
     run: Path
     step: int | None
@@ -59,7 +60,7 @@ class ForkSource:
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a fork: a run and the step of its checkpoint."""
+    """Origin of a fork: the other run's absolute path and the step of its checkpoint."""
 
     run: str
     """Absolute path of the other run's directory."""
@@ -71,7 +72,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Fork:
-    """Content of ``fork.json``: origin, manifest digest, settings and ancestors of a fork."""
+    """Content of ``fork.json``: the fork's origin, the digest of the checkpoint's manifest, the other run's
+    settings by dotted names, and the origins of the other run itself."""
 
     origin: Origin
     manifest_sha256: str

@@ -1,9 +1,10 @@
-"""Checkpoint reader: finds the newest whole checkpoint, with every byte verified against its manifest.
+"""Checkpoint reader: ``latest_checkpoint`` returns a run's newest whole checkpoint, every byte verified.
 
-Every rank calls it at a start and reads its share of the files. A damaged checkpoint raises CheckpointError
-on all ranks. An unreadable one (permissions, failing file system) raises ConfigError or FailingDiskError on
-the rank that meets it, because the run would otherwise continue from an older one and delete it. The result
-holds the training loop's state (trainer.json); ``Policy.load`` loads model and optimizer.
+Collective: every rank reads and verifies its share of the files against the manifest. A damaged checkpoint is
+passed over, or, where none is left, raises CheckpointError on all ranks. An unreadable one (permissions,
+failing file system) raises ConfigError or FailingDiskError on the rank that meets it, because the run would
+otherwise continue from an older one and delete it. The result holds the training loop's state (trainer.json);
+``Policy.load`` loads model and optimizer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ READERS = 4
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk, equal on every rank. Its policy is not loaded yet."""
+    """A verified checkpoint on disk: its path, its step and update, and the training loop's state. Equal on
+    every rank; model and optimizer are not loaded yet."""
 
     path: Path
     moment: Moment

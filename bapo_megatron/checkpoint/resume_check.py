@@ -1,6 +1,8 @@
 """Resume check: compares a resumed run's restored state with the fingerprint in its checkpoint.
 
-The fingerprint is taken at the save, and measured again before the first step of a resumed run:
+``state_fingerprint`` measures the fingerprint, at a save and again before a resumed run's first step;
+``fingerprint_differences`` returns a line per difference, which the caller turns into a ResumeError unless
+``RunConfig.accept_resume_mismatch`` names it. A fingerprint holds:
 
 - bit digests of weights and optimizer, which must be equal at every layout;
 - log-probs of a canary, a few random sequences: the same model code, temperature and kernels. They differ by
@@ -8,9 +10,7 @@ The fingerprint is taken at the save, and measured again before the first step o
   rounding decides between nearly equal experts;
 - policy version, learning rate and sampler position.
 
-Measuring it is collective, and costs a forward pass over 192 tokens and a digest of the whole state. This
-module returns differences; ``trainer/resume.py`` raises ResumeError for those that
-``RunConfig.accept_resume_mismatch`` does not name.
+Measuring it is collective, and costs a forward pass over 192 tokens and a digest of the whole state.
 """
 
 from __future__ import annotations

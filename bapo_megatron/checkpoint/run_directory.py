@@ -1,7 +1,9 @@
 """Run directory: its lock, its stored configuration, and the rules for changing settings on a resume.
 
-The checks are preflight: they only create the directory and its lock file. Rank 0 holds the lock during the
-run. Refusals raise ConfigError. File names: ``runtime/run_paths.py``.
+``only_writer`` holds the lock during the run, on rank 0. ``store_config`` writes the configuration,
+``read_config`` returns it, ``check_same_run`` refuses a resume with settings that may not change. Checks are
+preflight: they only create the directory and its lock file, and raise ConfigError. File names:
+``runtime/run_paths.py``.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
     checkpoints/step_000120/             policy/ (torch_dist)  trainer.json  manifest.json
     checkpoints/step_000120_update_003/  in the middle of step 121, after 3 of its updates
 
-A checkpoint is written under a hidden name: first the ranks' parts, then digests, both in the background;
-then rank 0 writes the manifest, with the size and digest of every other file, and renames the folder while
-the others wait. A folder without a matching manifest is not a checkpoint. ``trainer/flow_control.py`` decides
-when to save; ``reader.py`` reads checkpoints.
+``CheckpointStore.begin`` starts a save, ``finalize`` completes it. A checkpoint is written under a hidden
+name: first the ranks' parts, then digests, both in the background; then rank 0 writes the manifest, with the
+size and digest of every other file, and renames the folder while the others wait. A folder without a matching
+manifest is not a checkpoint. ``trainer/flow_control.py`` decides when to save; ``reader.py`` reads
+checkpoints.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ Digests = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished save, returned by ``CheckpointStore.finalize``; equal on every rank."""
+    """A finished save, from ``CheckpointStore.finalize``: its step, updates of the next step, and seconds.
+    Equal on every rank."""
 
     step: int
     updates: int

@@ -1,8 +1,10 @@
 """Layout references (``--save``, ``--certificate``): a batch, one layout's outputs on it, and the comparison.
 
-The file is an npz archive. It stores the inputs themselves (token ids, rollout log-probs, advantages), not
-just a seed, so a comparison does not depend on how a later version draws them. A comparison has one row per
-quantity in order of computation: the first that differs is closest to the cause.
+``write_layout_reference`` and ``read_layout_reference`` store a ``LayoutReference``, an npz archive;
+``compare_layouts`` returns rows of differences from one. The archive holds the inputs themselves (token ids,
+rollout log-probs, advantages), not just a seed, so a comparison does not depend on how a later version draws
+them. A comparison has one row per quantity in order of computation: the first that differs is closest to the
+cause.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of one layout over the batch as one update: sums, bounds, loss, gradient norm."""
+    """Totals of one layout over the batch as one update: contribution sums, bounds, loss, gradient norm."""
 
     sums: np.ndarray
     """Contribution sums at every candidate (``contribution_sums``), float64."""
@@ -73,7 +75,8 @@ class Totals:
 
 @dataclass(frozen=True)
 class LayoutReference:
-    """Content of a layout reference: a batch, and one layout's outputs and totals on it."""
+    """Content of a layout reference: the batch's samples, one layout's per-token outputs and totals on it,
+    the identity that comparable layouts share (model, batch, objective), and how it was made."""
 
     identity: dict[str, Any]
     """Fields that must be equal in comparable references, as flat JSON values."""
@@ -176,7 +179,8 @@ def _split(column: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Allowed differences ``absolute + relative * abs(reference)``; fields as in ``ToleranceConfig``.
+    """Allowed differences between two layouts, ``absolute + relative * abs(reference)``: of tokens, totals,
+    gradient norm.
 
     The defaults are for float32. A log-prob is a difference of numbers of the logits' size, so it is never
     more exact than they are. The absolute parts cover the largest float32 errors against float64 on a canary
@@ -200,7 +204,7 @@ TOLERANCES = {"float32": Tolerances(), "bfloat16": Tolerances(0.05, 0.5, 0.1, 0.
 
 @dataclass(frozen=True)
 class QuantityRow:
-    """Row of the comparison: a quantity, its difference between the layouts, and its tolerance."""
+    """Row of the comparison: a quantity, its values, largest differences, tolerance and verdict."""
 
     quantity: str
     reference: str

@@ -1,7 +1,7 @@
 """``bapo plan``: whether a recipe fits and how fast it runs, by arithmetic.
 
-Needs neither a GPU nor weights: reads the recipe and the model's config.json. Raises ConfigError for a recipe
-that cannot be planned.
+``plan_command`` prints the plan and returns the exit code, 1 if it does not fit. Needs neither a GPU nor
+weights: reads the recipe and the model's config.json. Raises ConfigError for a recipe that cannot be planned.
 """
 
 from __future__ import annotations

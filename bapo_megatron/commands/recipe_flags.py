@@ -1,7 +1,8 @@
-"""Parser of ``bapo COMMAND RECIPE [flags]``: flags override the recipe's fields.
+"""Parser of ``bapo COMMAND RECIPE [flags]``: returns the recipe's configuration, overridden by flags.
 
-Every command that takes a recipe uses it. Loading runs the recipe, a Python file. Raises ConfigError for a
-wrong recipe; prints and exits for a wrong flag, ``--help`` or no argument.
+``recipe_config`` returns it, ``recipe_command`` also the recipe's path; ``check_names`` checks what the
+fields name. Loading runs the recipe, a Python file. Raises ConfigError for a wrong recipe; prints and exits
+for a wrong flag, ``--help`` or no argument.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``bapo train``, ``sft``, ``verify-parallel``, ``rollout-server``: commands, process entry points, a run's
-end.
+"""``bapo train``, ``sft``, ``verify-parallel``, ``rollout-server``: commands and entry points of their ranks.
 
-The commands check everything before a process group exists, then run as one rank under a launcher or start
-the layout's processes. Repeating ``bapo train`` continues a run. ``cli.py`` handles Preempted and RunStopped.
+A ``*_command`` checks everything before a process group exists, then runs as one rank under a launcher or
+starts the layout's processes; a ``*_process`` is the entry point of one rank. ``finish`` ends a run: export
+and summary. Repeating ``bapo train`` continues a run. Preempted and RunStopped reach ``cli.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flags of ``bapo train`` and ``bapo submit`` besides the recipe's fields, and their configuration."""
+"""Flags of ``bapo train`` and ``bapo submit`` besides the recipe's fields, parsed by ``train_flags``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class TrainCommand:
 
 
 class TrainRequest(NamedTuple):
-    """Parsed ``bapo train`` command line: the configuration with the mode's changes, and the mode."""
+    """Parsed ``bapo train`` command line: the configuration with the mode's changes, whether it only samples,
+    and the checkpoint to fork from."""
 
     run: RunConfig
     samples_only: bool = False

@@ -1,11 +1,12 @@
 """The ``bapo verify-parallel`` check: log-probs, bounds, loss and gradient norm of a canary batch.
 
-The canary batch is random sequences, so the check needs the recipe and the model, but no dataset, tokenizer
-or run directory. It writes a layout reference (``--save``), compares with one (``--certificate``), or both.
-With neither, it measures first the layout of ``--reference.*`` (by default one process), then the recipe's,
-each in new processes, and compares them. Under a launcher it runs in the launcher's processes. The loss is
-``clip``, BAPO's, whatever ``algorithm.loss`` is, with ``algorithm.terms``. To measure the gradient norm the
-check makes one update, unless log-probs are not finite, and discards the updated weights.
+``run_verify`` runs it and raises SystemExit(1) if the layout differs from its reference. The canary batch is
+random sequences, so the check needs the recipe and the model, but no dataset, tokenizer or run directory. It
+writes a layout reference (``--save``), compares with one (``--certificate``), or both. With neither, it
+measures first the layout of ``--reference.*`` (by default one process), then the recipe's, each in new
+processes, and compares them. Under a launcher it runs in the launcher's processes. The loss is ``clip``,
+BAPO's, whatever ``algorithm.loss`` is, with ``algorithm.terms``. To measure the gradient norm the check makes
+one update, unless log-probs are not finite, and discards the updated weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configuration of ``bapo verify-parallel``: the recipe's fields and those of the layout check.
+"""Configuration ``VerifyConfig`` of ``bapo verify-parallel``: the recipe's fields and the layout check's.
 
 Imports no torch, so ``--help`` answers at once.
 """
@@ -21,7 +21,8 @@ _TOKENS = 16384
 
 @dataclass(frozen=True)
 class ToleranceConfig:
-    """Tolerances of the layout check. None: the default of the model's dtype. See docs/doctor.md."""
+    """Tolerances of the layout check for tokens, totals and the gradient norm. None: the default of the
+    model's dtype. See docs/doctor.md."""
 
     token_relative: float | None = None
     """Allowed relative difference of each log-prob and entropy."""
@@ -39,7 +40,8 @@ class ToleranceConfig:
 
 @dataclass(frozen=True)
 class VerifyConfig(RunConfig):
-    """Configuration of `bapo verify-parallel`: the recipe's, and the fields that the layout check adds."""
+    """Configuration of `bapo verify-parallel`: a recipe's fields, the layout or file to compare with, the
+    canary batch's size, tolerances."""
 
     certificate: Path | None = None
     """Compare with the layout reference stored here instead of running it."""

@@ -1,8 +1,8 @@
 """Run configuration: the dataclasses of recipes, their validation, and the recipe loader.
 
-A recipe builds a ``RunConfig`` from the sections here. The dataclasses are frozen plain data, and check
-nothing by themselves: ``RunConfig.check`` raises one ConfigError with all mistakes (of types, else of ranges
-and rules), and so does ``SftConfig.check``.
+A recipe builds and returns a ``RunConfig`` from the sections exported here (or an ``SftConfig``). The
+dataclasses are frozen and accept any value: ``check`` raises one ConfigError with every wrong type or, if
+there is none, every broken range and rule.
 """
 
 from bapo_megatron.algo.bounds import BoundsConfig

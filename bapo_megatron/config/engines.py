@@ -1,7 +1,7 @@
 """Configuration of rollout engines: addresses, deadlines, weight transfer, and the launch of SGLang servers.
 
-``EngineConfig`` is the base class of the settings of each kind of engine, such as ``SglangConfig``; a user's
-engine may add fields in a subclass. ``RunConfig.check`` asks each for its ``problems``.
+``SglangConfig`` is a recipe's ``rollout.sglang``; its base class ``EngineConfig`` has what every kind of
+engine has, and a user's engine subclasses it for fields of its own. ``problems`` yields their errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bapo_megatron.config.transports import TransportName, placement_problems
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Engine-neutral settings, for the sampler, the engine pool and weight sync. Engines add their own."""
+    """Settings of any kind of engine: concurrency, deadlines, recovery, weight sync. Subclassed by kind."""
 
     urls: tuple[str, ...] = ()
     """Servers that run already, e.g. http://node7:30000. None: the run starts servers of its own."""
@@ -135,7 +135,7 @@ def _draft_flag(flags: tuple[str, ...]) -> str | None:
 
 @dataclass(frozen=True)
 class SglangConfig(EngineConfig):
-    """SGLang servers, for `rollout.engine=sglang`."""
+    """SGLang servers, for `rollout.engine=sglang`: running ones, or their launch."""
 
     servers: Annotated[int, Ge(1)] = 1
     """Servers that the run starts on rank 0's machine, each on `tensor` GPUs."""

@@ -1,7 +1,8 @@
-"""Command-line parser: flags, read into a dataclass by tyro; and fields whose flag is one JSON text.
+"""Command-line parser: ``parse_options`` reads flags into a dataclass, by tyro.
 
 Besides tyro's own form, ``--section.field VALUE``, it takes Hydra's ``section.field=VALUE``, and a value
-after a switch (``--overwrite true``). A mistake ends the program (SystemExit, code 2).
+after a switch (``--overwrite true``). A mistake ends the program (SystemExit, code 2). ``json_flag`` makes a
+field's flag one JSON text.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def _wants_value(before: Sequence[str], flags: Mapping[str, _Flag]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Flag:
-    """A flag of a command, as tyro names it. Plain data."""
+    """A flag of a command as tyro names it: dotted name, whether it is a switch, and whether it has a
+    ``--no-`` form."""
 
     name: str
     """Dotted, with underscores: ``checkpoint.keep_last``."""

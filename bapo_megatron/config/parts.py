@@ -1,6 +1,7 @@
-"""Configuration of a method's parts: the entries of ``algorithm.masks`` and ``algorithm.terms``.
+"""Configuration of masks and added loss terms: the entries of ``algorithm.masks`` and ``algorithm.terms``.
 
-As a flag a JSON list; ValueError if it is malformed. ``algo/parts.py`` has the registered names.
+``Parts`` is the type of both fields, as a flag a JSON list (ValueError if malformed); ``part_problems``
+yields their errors. ``algo/parts.py`` has the registered names.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class PartConfig:
-    """A mask or a term of the loss: its function and the settings of that."""
+    """A mask or added loss term: the name or path of its function, and the function's settings."""
 
     name: str
     """A registered name, or your own `package.module:function`."""

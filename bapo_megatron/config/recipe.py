@@ -1,8 +1,7 @@
-"""Recipe loader: runs a Python file that defines ``recipe()``, and returns its configuration.
+"""Recipe loader: ``load_recipe`` runs a Python file and returns the configuration of its ``recipe()``.
 
-The file's code runs in this process; what it prints goes to standard error, which no script reads.
-ConfigError for any failure; the fields themselves are not checked here. Every command that takes a recipe
-calls it.
+The file's code runs in this process; its output goes to standard error, which no script reads. Raises
+ConfigError for any failure in it. Does not check the configuration's fields.
 """
 
 from __future__ import annotations

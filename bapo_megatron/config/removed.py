@@ -1,5 +1,7 @@
-"""Settings of earlier versions: their default, with which a run continues as it is, and what to do
-instead."""
+"""Removed settings of earlier versions, ``REMOVED``: former default, and advice for a user who sets it.
+
+A run with the default continues without the setting (``without_removed``).
+"""
 
 from __future__ import annotations
 

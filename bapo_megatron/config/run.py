@@ -1,8 +1,9 @@
-"""Configuration of an RL run or of SFT, which a recipe returns and flags override; sections of its outputs.
+"""Configuration of an RL run (``RunConfig``) or of SFT (``SftConfig``), and the sections of a run's outputs.
 
-Frozen dataclasses; the docstring of a field is its text in ``--help``. ``check`` validates the fields alone,
-and raises one ConfigError with every wrong type, or if there is none every broken range and rule;
-``trainer/preflight.py`` checks the dataset and the model folder. Both run before any process group exists.
+A recipe returns one of them, and flags override its fields. Frozen dataclasses; the docstring of a field is
+its text in ``--help``. ``check`` validates the fields alone, and raises one ConfigError with every wrong type
+or, if there is none, every broken range and rule; ``trainer/preflight.py`` checks the dataset and the model
+folder.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints: how often they are made, which are kept, which are exported."""
+    """Checkpoints: how often to write them, which to keep, which to export."""
 
     every: Annotated[int, Ge(1)] = 10
     """Steps between checkpoints; the last step always has one."""
@@ -64,7 +65,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation during training on held-out problems. Training waits for the answers."""
+    """Evaluation on held-out problems: interval, suites, sampling. Training waits for it."""
 
     every: Annotated[int, Ge(0)] = 0
     """Steps between evaluations; the first weights are evaluated too, and the last (`last`). 0, or a
@@ -83,7 +84,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Profiles of single steps, in profile/ of the run directory."""
+    """Traces of chosen steps and ranks by torch's profiler."""
 
     steps: tuple[int, ...] = ()
     """Steps that torch's profiler traces: updates and weight sync."""
@@ -98,7 +99,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Logging: trackers of metrics besides the files, targets of events, and a note for the report."""
+    """Logging: metric trackers, targets of events, a note for the report."""
 
     tensorboard: bool = True
     """Former name: False takes TensorBoard from `trackers`."""
@@ -134,10 +135,10 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Configuration of one RL training run, made by a recipe; the command line overrides its fields.
+    """Configuration of one RL training run: all sections, name, steps, seed, directory.
 
-    See recipes/ for complete ones. Checked by the commands and preflight, read by ``open_run`` and by the
-    sampler's process. ``bapo eval`` makes one for its engines (``evaluation/options.py``).
+    A recipe returns it and the command line overrides its fields; recipes/ has complete ones. ``check``
+    raises ConfigError with every mistake. Its properties are derived values and paths.
     """
 
     name: str
@@ -244,7 +245,10 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """Configuration of supervised fine-tuning (SFT), the warm start: next-token training on solutions."""
+    """Configuration of supervised fine-tuning (SFT), the warm start: next-token training on solutions.
+
+    Holds model, data, output folder, number and size of updates, layout, optimizer and packs.
+    """
 
     model: ModelConfig
     data: DataConfig

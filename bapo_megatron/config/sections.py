@@ -1,7 +1,7 @@
 """Configuration sections: model, parallel layout, data, rollouts, reward, algorithm, optimizer, batch.
 
-Frozen dataclasses, fields of ``RunConfig``. The docstring of a field is its text in ``--help``.
-``Annotated[int, Ge(1)]`` states a range, which ``algo.settings.out_of_range`` checks.
+Frozen dataclasses, each a field of ``RunConfig``. The docstring of a field is its text in ``--help``;
+``Annotated[int, Ge(1)]`` states its range, which ``RunConfig.check`` enforces.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The parallel layout: how the model is split over processes."""
+    """The parallel layout: degrees of parallelism, and offload to the host."""
 
     tensor: Annotated[int, Ge(1)] = 1
     """Tensor parallel size (TP): splits heads, MLP and vocabulary."""
@@ -87,7 +87,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The dataset of training prompts."""
+    """Training prompts: a file (`path`) or several (`sources`), length limit, difficulty range, order."""
 
     path: Path | None = None
     """JSONL or parquet with the fields of Skywork-OR1-RL-Data. None: `sources` names several."""
@@ -120,7 +120,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The sampling of responses: batch size, length, staleness, engines."""
+    """Sampling of responses: prompts per step, group size, length, temperature, staleness, engine."""
 
     prompts_per_step: Annotated[int, Ge(1)] = 64
     """Prompts of a step, each with one group of responses."""
@@ -187,7 +187,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The reward: its function, its workers and limits, its penalties."""
+    """The reward: its function, worker processes, limits and penalties."""
 
     function: str = "math"
     """`math`: math-verify compares the last box with the ground truth. `code`: the last code block must pass
@@ -240,7 +240,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """The objective: clipping bounds, advantages, the ratio's old policy, the reuse of each batch."""
+    """The objective: loss, clipping bounds, advantages, the ratio's old policy, updates per batch."""
 
     bounds: BoundsConfig = field(default_factory=paper)
     """Clipping bounds; presets in `bapo_megatron.algo.bapo`, of which `paper()` is the default. Another
@@ -316,7 +316,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer: AdamW and its learning-rate schedule, counted in updates."""
+    """AdamW and its learning-rate schedule, counted in updates."""
 
     lr: Annotated[float, Ge(0)] = 2e-6
     """Peak learning rate."""
@@ -346,7 +346,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Micro-batches: packing of sequences, recomputation, chunks of the output layer."""
+    """Micro-batches: size of packs, recomputation, chunks of the output layer."""
 
     pack_tokens: Annotated[int, Ge(1)] = 16384
     """Length of a micro-batch, in tokens. It must hold the longest prompt and response together."""

@@ -1,7 +1,7 @@
-"""Configuration of the environment, and of sources of training prompts, which a run mixes.
+"""Configuration of environments (``EnvironmentConfig``) and of a run's training files (``SourceConfig``).
 
-The entries of ``data.sources``, their form as a flag (JSON; ValueError if it is malformed), and the section
-``environment``, of a run or of a source.
+``Sources`` is the type of ``data.sources``, as a flag a JSON list (ValueError if malformed);
+``source_problems`` yields its errors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREPARED = "data.jsonl"
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """The environment: what answers the model's turns, and the worker processes that hold its episodes."""
+    """The environment, which answers the model's turns: its class, limits, and worker processes."""
 
     function: str | None = None
     """`package.module:Name` or `file.py:Name` of a subclass of `bapo_megatron.environment.Environment`. None:

@@ -1,10 +1,10 @@
-"""The transports of new weights to the engines: the table behind `rollout.sglang.sync` and its like.
+"""Table of weight transports from trainer to engines, ``TRANSPORTS``: the values of `rollout.sglang.sync`.
 
-One file more trains by another transport: its sender, of ``rollout/weight_sync/``, and an entry here. Its
-parts are buckets or memory handles, or send themselves (``types.SelfSendingPart``). Trainer, sampler's
-process, configuration and ``bapo plan`` ask the table. Classes are named by their paths, which ``rollout/``
-alone imports: asking imports no torch. By name is asked what holds for one of these alone: measured rates
-(``planning/traffic.py`` refuses a transport without one), and the check of NCCL for ``broadcast``.
+An entry names, by dotted path, the sender class of the trainer and the class that drives engines in the
+sampler's process, and says which engines it fits. For another transport write a sender in
+``rollout/weight_sync/`` and add an entry. Its data are buckets, memory handles, or parts that send themselves
+(``types.SelfSendingPart``). Reading the table imports no torch. ``planning/traffic.py`` needs a measured rate
+for each transport.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _UPDATES = "bapo_megatron.rollout.engines.weight_updates"
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """A transport of weights: its classes on both sides, and the engines that it needs. Plain data."""
+    """A weight transport: dotted paths of its sender and of its driver, whether engines must be colocated,
+    and the engine protocol that it needs."""
 
     sender: str
     """Path of the trainer's side, a ``weight_sync/disk.Sender``. It calls ``begin``, ``receive``,

@@ -1,7 +1,7 @@
-"""Rules between the fields of a configuration; types and ranges of each field are ``algo/settings.py``'s.
+"""Rules between the fields of a configuration, without files, GPU or network.
 
-Functions called ``*_problems`` yield errors, each one line with the field and the fix; ``raise_problems``
-raises one ConfigError with all. No file, GPU or network is looked at.
+Functions ``*_problems`` yield errors, each one line with the field and the fix; ``raise_problems`` raises one
+ConfigError with all. ``algo/settings.py`` checks each field's type and range.
 """
 
 from __future__ import annotations

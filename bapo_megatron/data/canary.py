@@ -1,8 +1,9 @@
 """Canary batch: random sequences for ``bapo verify-parallel`` and the resume check, without a dataset.
 
-Random tokens are improbable under any model, so realistic rollout log-probs cannot be drawn in advance. They
-are the reference layout's measured log-probs minus a drawn log-ratio; other layouts read them from the layout
-reference, so all layouts get equal inputs.
+``canary_sequences(spec, bounds)`` draws them; ``unscored`` returns samples for a first forward pass, and
+``scored`` samples with rollout log-probs from that pass. Random tokens are improbable under any model, so
+realistic rollout log-probs cannot be drawn in advance: they are the reference layout's measured log-probs
+minus a drawn log-ratio. Other layouts read them from the layout reference, so all layouts get equal inputs.
 
 Log-ratios and advantages are drawn so that results do not depend on rounding: no ratio is close to a bound
 that the search tries, and the search stops between two of these, after it has moved. Nor do results depend on
@@ -33,7 +34,7 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """Parameters of a canary batch; equal specs draw equal batches."""
+    """Parameters of a canary batch: seed, tokens, longest sequence, vocabulary. Equal ones, equal batches."""
 
     seed: int
     tokens: int
@@ -45,7 +46,8 @@ class CanarySpec:
 
 @dataclass(frozen=True)
 class CanarySequence:
-    """Random sequence of the canary batch, before ``scored`` adds rollout log-probs."""
+    """Random sequence of the canary batch: token ids, an advantage, and a log-ratio for each response token,
+    from which ``scored`` computes rollout log-probs."""
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""

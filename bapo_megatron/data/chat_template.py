@@ -1,10 +1,10 @@
 """Chat template of a tokenizer: converts a conversation to token ids, keeping what messages say plain text.
 
-Anyone who writes a question, a tool result or a response could spell ``<|im_end|>``, which a tokenizer turns
-into a token: a turn that nobody took. So each *control token* in a message gets a mark after its first
-character before the template renders it, and the pieces between marks are tokenized separately. The
-template's own control tokens stay tokens. Without such spellings the ids equal ``apply_chat_template``'s.
-Used for prompts, SFT, observations, and texts for judges and reward models.
+``chat_template_of(tokenizer).token_ids(messages)`` returns the ids. Anyone who writes a question, a tool
+result or a response could spell ``<|im_end|>``, which a tokenizer turns into a token: a turn that nobody
+took. So each *control token* in a message gets a mark after its first character before the template renders
+it, and the pieces between marks are tokenized separately. The template's own control tokens stay tokens.
+Without such spellings the ids equal ``apply_chat_template``'s.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def is_control(text: str, special: bool) -> bool:
 
 
 class ChatTemplate:
-    """Chat template of one tokenizer, from ``chat_template_of``; stateless, so threads may share it."""
+    """Chat template of one tokenizer, from ``chat_template_of``: ``token_ids`` of a conversation, ``text`` of
+    it with marks in spelled control tokens. Stateless, so threads may share it."""
 
     def __init__(self, tokenizer: Any) -> None:
         added = {

@@ -1,8 +1,9 @@
 """Packing plan (bin packing, load balancing): assigns documents to packs, and packs to data-parallel ranks.
 
-Goals: few packs, and equal cost on all ranks. A document of n tokens costs n + quadratic * n^2, in units of
-one token's linear work; the second term is attention. The plan is a pure function of lengths and layout, in
-integers, whose sums do not depend on order: every rank computes the same plan without communication.
+``plan_packs`` maps document lengths to document indices for each pack of each rank. Goals: few packs, and
+equal cost on all ranks. A document of n tokens costs n + quadratic * n^2, in units of one token's linear
+work; the second term is attention. The plan is a pure function of lengths and layout, in integers, whose sums
+do not depend on order: every rank computes the same plan without communication.
 
 1. Best fit gives the number of packs, rounded up to the layout's multiple. Documents go longest first to the
    cheapest pack with room (longest processing time first); if one finds no room, best fit's packs are used.
@@ -39,7 +40,7 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents to pack: their lengths and weights (compute), and a pack's capacity."""
+    """Input of the packing: tokens and weight (compute) of each document, and a pack's capacity in tokens."""
 
     tokens: np.ndarray
     """Tokens of each document, padding included, int64."""
@@ -53,7 +54,8 @@ class Documents:
 
 
 class _Exchange(NamedTuple):
-    """Exchange between two groups: of two documents (or one and ``_NOTHING``), or of two packs."""
+    """A possible exchange between two groups of packs, of two documents (or one and ``_NOTHING``) or of two
+    packs: which, the weight it moves, and the groups' difference after it."""
 
     difference: int
     """Weight difference of the groups afterwards."""
@@ -118,7 +120,8 @@ def _of_documents(heavy: list[Pack], light: list[Pack], gap: int, documents: Doc
 
 
 class _Choices(NamedTuple):
-    """Exchange candidates of a group: each document, and per pack the empty candidate ``_NOTHING``."""
+    """What a group of packs may give in an exchange, as arrays: each document, and for each pack
+    ``_NOTHING``, with their tokens, weights, and the pack's free room."""
 
     document: np.ndarray
     pack: np.ndarray

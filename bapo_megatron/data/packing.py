@@ -1,9 +1,9 @@
-"""Sequence packing: turns samples into balanced ``thd`` micro-batches.
+"""Sequence packing: ``pack_samples`` turns an update's samples into this rank's ``thd`` micro-batches.
 
-The only shift to predicting positions is here: a sample of n tokens has n - 1, and position i has token i as
-input and token i + 1 as label, with all per-token columns of that label. All ranks compute the same plan from
-the same numbers (``pack_plan.py``), and each builds its own packs without communication: only ranks that pack
-a ``StoredSample`` read its columns.
+``updates_of_step`` splits a step's groups into updates. The only shift to predicting positions is here: a
+sample of n tokens has n - 1, and position i has token i as input and token i + 1 as label, with all per-token
+columns of that label. All ranks compute the same plan from the same numbers (``pack_plan.py``), and each
+builds its own packs without communication: only ranks that pack a ``StoredSample`` read its columns.
 
 Shapes: ``_R`` tokens of a response, ``_T`` tokens of a pack, ``_N`` trained tokens of a response.
 """

@@ -1,8 +1,8 @@
-"""Problem sets, loaded for their reward: a run's training problems, and evaluation suites.
+"""Problem sets, loaded and checked for their reward: a run's training problems, and evaluation suites.
 
-Training problems come from one file or several sources (``data.sources``); suites from folders of `bapo data
-prepare`, by name, or from files. All rows are tokenized. Raises ConfigError for the first row that is invalid
-or cannot be scored.
+``load_problems`` returns the tokenized training problems of one file or several sources (``data.sources``),
+``load_suite`` a suite, from a folder of `bapo data prepare`, by name, or from a file. Both raise ConfigError
+for the first row that is invalid or cannot be scored.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _load(
 
 @dataclass(frozen=True)
 class Suite:
-    """Evaluation suite: all tokenized problems of one benchmark."""
+    """Evaluation suite: name, file, digest, and all tokenized problems of one benchmark."""
 
     name: str
     path: Path

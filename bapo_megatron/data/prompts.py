@@ -1,8 +1,9 @@
 """Prompt dataset: reads and tokenizes problem files, and orders them reproducibly and resumably.
 
-A row has Skywork-OR1-RL-Data's fields: ``prompt`` (chat messages), ``reward_model.ground_truth``,
-``data_source`` and ``extra_info``. The whole file is kept in memory. Raises ConfigError for the first invalid
-row. The sampler and SFT take prompts in the order of ``data_order``, which mixes sources by weight.
+``load_prompts`` returns a file's ``PromptSet``, all in memory; ``data_order`` the order in which to take
+prompts, which mixes sources by weight. A row has Skywork-OR1-RL-Data's fields: ``prompt`` (chat messages),
+``reward_model.ground_truth``, ``data_source`` and ``extra_info``. Raises ConfigError for the first invalid
+row.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ CheckExtraInfo = Callable[[dict[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class MixedSource:
-    """Source of a mixture of training files: name, weight, number of prompts and digest."""
+    """One training file of a mixture: name, weight, number of usable prompts, digest."""
 
     name: str
     prompts: int
@@ -56,7 +57,7 @@ class MixedSource:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Usable prompts of a dataset, tokenized and filtered, all in memory."""
+    """Usable prompts of a dataset, tokenized, all in memory; with counts of dropped rows, and the sources."""
 
     prompts: tuple[Prompt, ...]
     too_long: int
@@ -179,7 +180,8 @@ def check_template(tokenizer: Any, field: str) -> None:
 
 
 class PromptOrder:
-    """Data order: endless epochs over the prompts, shuffled or in file order.
+    """Data order of one file: endless epochs over the prompts, shuffled or in file order. ``take`` returns
+    (epoch, prompt index) pairs.
 
     An epoch's order depends only on (seed, epoch, stream) and the number of prompts, so the count of prompts
     taken is the position to resume from. ``stream`` separates orders of one seed; 0 means none.
@@ -273,7 +275,8 @@ class ProportionalInterleaving:
 
 class Mixture:
     """Data order of several sources: each in its own endless epochs (optionally shuffled), mixed by weight.
-    As in ``PromptOrder``, the count of prompts taken is the position to resume from."""
+    ``take`` returns (epoch, prompt index) pairs; the count of prompts taken is the position to resume from.
+    """
 
     def __init__(self, sources: Sequence[MixedSource], seed: int, shuffle: bool) -> None:
         self._chairman = ProportionalInterleaving([source.weight for source in sources])

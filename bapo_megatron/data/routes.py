@@ -1,10 +1,10 @@
-"""Routes (the experts of sampled tokens): their check, and the files of a step's routes.
+"""Routes (the experts that the engine chose for each token): their check, and the files of a step's routes.
 
     RUN/journal/step_000001.routes.npy      uint8 (uint16 if experts need it) [tokens of the step, layers, K]
 
-With ``rollout.route_replay`` the sampler writes one beside each step file, which stores a CRC per response; K
-is the number of experts per token. A rank maps it and reads only its samples' rows. Uses only numpy, without
-loops over tokens: a sampler handles hundreds of thousands a second.
+With ``rollout.route_replay`` the sampler writes one by ``write_routes`` beside each step file, which stores a
+CRC per response; K is the number of experts per token. ``read_routes`` maps it and returns one response's
+rows. Uses only numpy, without loops over tokens: a sampler handles hundreds of thousands a second.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Rows of a dataset: the only reader of dataset files, field validation, and the difficulty filter.
 
-``iterate_rows`` yields the rows of a JSONL, JSON or parquet file, ``read_rows`` returns all. Raises
-ConfigError for a bad file, RowError for a field that violates Skywork-OR1-RL-Data's schema. A row's
-difficulty, a number in its ``extra_info``, serves to drop too easy and too hard problems.
+``iterate_rows`` yields the rows of a JSONL, JSON or parquet file, ``read_rows`` returns all; both raise
+ConfigError for a bad file. ``messages_of``, ``ground_truth_of`` and ``extra_info_of`` return a row's fields
+and raise RowError for one that violates Skywork-OR1-RL-Data's schema. ``within_difficulty`` drops too easy
+and too hard problems.
 """
 
 from __future__ import annotations

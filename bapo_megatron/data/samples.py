@@ -1,6 +1,7 @@
 """Training samples: sequences with an advantage, in memory or in a step's file, built from a step's batch.
 
-Every rank has the numbers of all samples, and reads only the columns of those that it packs (``packing.py``).
+``samples_of`` returns a step's ``StoredSample``s by group; ``loaded`` makes a ``Sample`` of one. Every rank
+has the numbers of all samples, and reads only the columns of those that it packs (``packing.py``).
 
 Shapes: ``_R`` tokens of a response.
 """
@@ -32,7 +33,8 @@ RouteRow = tuple[int, int, np.dtype[Any]]
 
 
 class TrainingBatch(Protocol):
-    """A step's batch on one rank: the header, and columns on request. Implemented by ``StepColumns``."""
+    """A step's batch on one rank: ``header`` has the numbers of all responses, ``read`` returns one
+    response's tokens. Implemented by ``StepColumns``."""
 
     @property
     def header(self) -> StepHeader:
@@ -50,11 +52,9 @@ class _TokenIds:
 
 @dataclass(frozen=True)
 class Sample(ResponseColumns, _TokenIds):
-    """Training sequence: a prompt and a response with its advantage and all columns of the response.
-
-    Raises ValueError unless a loss mask has one value per response token. Positional arguments: token ids,
-    log-probs, versions, advantage.
-    """
+    """Training sequence in memory: prompt and response ids, advantage, and all per-token columns of the
+    response. Raises ValueError unless a loss mask has one value per response token. Positional arguments:
+    token ids, log-probs, versions, advantage."""
 
     advantage: float
     old_log_probs_R: np.ndarray | None = None
@@ -148,11 +148,9 @@ class Sample(ResponseColumns, _TokenIds):
 
 @dataclass(frozen=True)
 class StoredSample:
-    """Training sequence in a step's file: its numbers on every rank, its columns where it is packed.
-
-    ``loaded`` reads the response's columns at each call, since a step's updates give a sample to different
-    ranks. Raises StorageFailed, on this rank only, if they cannot be read.
-    """
+    """Training sequence in a step's file: holds its numbers (lengths, advantage); ``loaded`` reads the
+    columns and returns a ``Sample``. It reads them at each call, since a step's updates give a sample to
+    different ranks. Raises StorageFailed, on this rank only, if they cannot be read."""
 
     response: ResponseHeader
     prompt_tokens: int

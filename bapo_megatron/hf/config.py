@@ -1,6 +1,7 @@
 """Decoder shape (Qwen2, Qwen3 with and without experts, Llama 3) from config.json, and its FLOPs.
 
-Raises ConfigError for an unsupported model, or settings that would silently change the computation.
+``read_model_shape(folder)`` returns a ``ModelShape``; it raises ConfigError for an unsupported model, or
+settings that would silently change the computation.
 
 Forward-pass FLOPs are the basis of `bapo plan`'s speeds and of the cost that balances packs. They count
 matrix products (Chowdhery et al. 2022, PaLM, appendix B) and causal attention; a multiply-add is two FLOPs. A
@@ -56,7 +57,8 @@ _MOST_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder: RMSNorm, RoPE, and the kinds of its layers."""
+    """Shape of a decoder with RMSNorm and RoPE: hidden size, vocabulary, positions, RoPE settings, and the
+    kinds of every layer (``blocks``, ``pattern``)."""
 
     family: str
     hidden: int
@@ -199,9 +201,7 @@ def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
 
 def for_servers(config: bytes) -> bytes:
     """config.json with the fields needed by SGLang and omitted by transformers; unchanged if none is missing.
-
-    Also unchanged for a hybrid that SGLang does not serve: ``SglangBackend.check_weights`` rejects it.
-    """
+    Also unchanged for a hybrid that SGLang does not serve: ``SglangBackend.check_weights`` rejects it."""
     fields = json.loads(config)
     family = FAMILIES.get(fields.get("model_type"))
     own = fields.get(family.text, {}) if family and family.text else fields
@@ -363,7 +363,5 @@ def attention_flops(shape: ModelShape, n: float) -> float:
 
 def attention_weight(shape: ModelShape) -> float:
     """w of the cost n + w n^2 of n tokens: the relative cost of attention, in units of a token's linear cost.
-
-    About 1e-5 for a 32B model: at n = 1 / w, some 98,000 tokens, attention costs as much as the matrices.
-    """
+    About 1e-5 for a 32B model: at n = 1 / w, some 98,000 tokens, attention costs as much as the matrices."""
     return attention_flops(shape, 1) / linear_flops_per_token(shape)

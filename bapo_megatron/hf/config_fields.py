@@ -1,4 +1,7 @@
-"""Typed access to config.json fields; KeyError or ValueError names an invalid field."""
+"""Typed access to config.json fields: ``integer``, ``real``, ``flag``, ``table`` return a field's value.
+
+Raise KeyError or ValueError, with the name of an invalid field.
+"""
 
 from __future__ import annotations
 

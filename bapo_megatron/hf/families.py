@@ -1,4 +1,4 @@
-"""Model families: the layers of each, from its config.json.
+"""Model families, ``FAMILIES`` by config.json's ``model_type``: each returns the layers of a model.
 
 Hybrids (Qwen3.5 to 3.8) have full attention in every fourth layer and Gated DeltaNet in the others. Their
 folders on the hub are multi-modal: the text model is trained, the rest is kept unchanged.
@@ -156,7 +156,8 @@ def _rotated_part(config: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Family:
-    """Model family: how its config.json describes the layers."""
+    """Model family: ``stack`` maps a config.json to the model's layers; other fields describe tensor names,
+    experts, untrained tensors, and names in SGLang."""
 
     title: str
     served: str | None = None

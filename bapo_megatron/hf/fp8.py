@@ -3,7 +3,8 @@
 Such a folder (Qwen3.5-*-FP8, DeepSeek-V3) holds a matrix as float8_e4m3fn numbers q, and beside it
 ``NAME_scale_inv`` with a number s for each 128 x 128 block: the weight is q s. Blocks at the right and lower
 edge may be smaller. Norms, embeddings, output layer and routers stay bfloat16, as does Gated DeltaNet except
-its large projections. Nothing here needs torch.
+its large projections. ``check_quantization`` raises ConfigError for any other format. Nothing here needs
+torch.
 """
 
 from __future__ import annotations
@@ -98,9 +99,7 @@ def scales_problem(
     described: bool,
 ) -> str | None:
     """Problem of the matrix ``name`` and its scales, each as type and shape (None: missing); None if none.
-
-    ``stacked_rows``: from ``fused_rows``. ``described``: whether config.json declares fp8.
-    """
+    ``stacked_rows``: from ``fused_rows``. ``described``: whether config.json declares fp8."""
     if weight is None or (scales is not None and weight[0] != FP8):
         what = "is missing" if weight is None else f"is {weight[0]}, not {FP8}"
         return f"tensor {scale_name(name)} is there, but tensor {name} {what}: fetch the model again"
@@ -146,9 +145,7 @@ def quantized_names(tensors: Mapping[str, tuple[int, ...]]) -> set[str]:
 
 def modules_in_bfloat16(tensors: Mapping[str, Any], quantized: set[str]) -> list[str]:
     """Modules that an fp8 folder leaves in bfloat16, for ``modules_to_not_convert``, in natural order.
-
-    Experts count as one module there. The output layer is included even if tied.
-    """
+    Experts count as one module there. The output layer is included even if tied."""
     weights = (name for name in tensors if name.endswith(".weight") and name not in quantized)
     modules = (_EXPERTS.sub(r"\1", name.removesuffix(".weight")) for name in weights)
     return list(dict.fromkeys([*modules, "lm_head"]))

@@ -1,8 +1,9 @@
 """Parameter map: the Hugging Face tensors of each megatron-core parameter, row by row.
 
-A megatron parameter is its HF tensors cut into row segments and stacked. The table maps both weights in
-memory (``policy/weight_map.py``: loading, syncing) and in files (``checkpoints_tools``), so nothing here
-needs torch. The kinds of a layer define its parameters (``layers/``).
+``mapping_table(shape)`` returns a ``Mapping`` for each megatron parameter name: its HF tensors, cut into row
+segments and stacked. The table maps both weights in memory (``policy/weight_map.py``: loading, syncing) and
+in files (``checkpoints_tools``), so nothing here needs torch. The kinds of a layer define its parameters
+(``layers/``).
 """
 
 from __future__ import annotations
@@ -71,10 +72,8 @@ def kept_in_float32(shape: ModelShape) -> set[str]:
 
 
 def tensor_problems(found: Shapes, shape: ModelShape) -> list[str]:
-    """Problems of a folder's tensors, ``found`` with their shapes: missing, unknown or misshapen.
-
-    A tied model may contain a copy of the embedding under the output layer's name.
-    """
+    """Problems of a folder's tensors, ``found`` with their shapes: missing, unknown or misshapen. A tied
+    model may contain a copy of the embedding under the output layer's name."""
     expected = hf_tensors(shape)
     known = {*expected, OUTPUT} if shape.tied else {*expected}
     return [

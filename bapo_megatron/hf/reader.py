@@ -1,4 +1,4 @@
-"""Reader of a Hugging Face folder: tensors by name, one at a time, from one or more safetensors files.
+"""Reader of a Hugging Face folder, ``HfReader``: tensors by name, one at a time, from safetensors files.
 
 Raises ConfigError for an unreadable folder or file; no link may lead out of the folder.
 """
@@ -33,17 +33,16 @@ _ROWS = 4096
 
 
 class TensorReader(Protocol):
-    """Reader protocol: a model's tensors by Hugging Face name, for building a policy."""
+    """Protocol of a source of weights: ``read`` returns (part of) a tensor by Hugging Face name."""
 
     def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
         """Read rows and columns of one tensor (default: all), fp8 as bfloat16."""
 
 
 class HfReader:
-    """Reader of one Hugging Face folder; files are opened on first use and stay open.
-
-    Reads fused experts as separate tensors, and fp8 weights as q s in bfloat16 (``fp8.py``).
-    """
+    """Reader of one Hugging Face folder: ``names``, ``shape`` and ``read`` of its tensors, ``check`` against
+    a model's shape. Files are opened on first use and stay open. Reads fused experts as separate tensors, and
+    fp8 weights as q s in bfloat16 (``fp8.py``)."""
 
     def __init__(self, folder: Path) -> None:
         check_files_inside(folder)

@@ -1,7 +1,8 @@
 """Tokenizer of a Hugging Face folder, loaded offline and without running its code.
 
-Raises ConfigError for a folder without a usable tokenizer. A tokenizer.json overrides transformers' choice of
-class. The first call imports transformers, which takes seconds; ``TextDecoder`` does not need it.
+``load_tokenizer(folder)`` returns transformers' tokenizer and raises ConfigError for a folder without a
+usable one. A tokenizer.json overrides transformers' choice of class. The first call imports transformers,
+which takes seconds; ``TextDecoder`` does not need it.
 """
 
 from __future__ import annotations
@@ -57,10 +58,8 @@ Piece = tuple[str, bool]
 
 
 class TextDecoder:
-    """Decoder of token ids for display, with special tokens separate, from a folder's tokenizer.json.
-
-    The constructor raises ConfigError if that file is missing or unreadable.
-    """
+    """Decoder of token ids for display, from a folder's tokenizer.json: ``pieces`` returns texts, special
+    tokens apart. The constructor raises ConfigError if that file is missing or unreadable."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer

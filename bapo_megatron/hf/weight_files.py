@@ -1,8 +1,9 @@
-"""Weight files of a Hugging Face folder: the safetensors files and tensors that form the model.
+"""Weight files of a Hugging Face folder: which safetensors files and tensors form the model.
 
-If there is an index, it alone decides: transformers and SGLang skip a safetensors file missing from it
-(``mtp``, ``consolidated``, ``adapter_model``, another precision), and so does everything here. They would
-load a tensor that a listed file holds and the index omits, so such an index is rejected. Without an index
+``read_weight_map`` returns the file of each tensor by the index, ``weight_files`` the paths. If there is an
+index, it alone decides: transformers and SGLang skip a safetensors file missing from it (``mtp``,
+``consolidated``, ``adapter_model``, another precision), and so does everything here. They would load a tensor
+that a listed file holds and the index omits, so such an index is rejected. Without an index
 ``model.safetensors`` is the model, as for transformers. Nothing here needs torch.
 """
 
@@ -21,10 +22,8 @@ SINGLE = "model.safetensors"
 
 
 def read_weight_map(folder: Path) -> dict[str, str] | None:
-    """Read the folder's index: the file of each tensor; None if ``model.safetensors`` is the model.
-
-    Raises CheckpointError if the folder has neither, or the index names a file outside it.
-    """
+    """Read the folder's index: the file of each tensor; None if ``model.safetensors`` is the model. Raises
+    CheckpointError if the folder has neither, or the index names a file outside it."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.exists():
         if single.exists():
@@ -84,10 +83,8 @@ def left_out_text(folder: Path) -> str | None:
 
 
 def check_shard(path: Path, names: Iterable[str], weight_map: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the index places all tensors ``names`` in the file ``path``.
-
-    Libraries load every tensor of a listed file, whatever the index says about it.
-    """
+    """Raise CheckpointError unless the index places all tensors ``names`` in the file ``path``. Libraries
+    load every tensor of a listed file, whatever the index says about it."""
     for name in names:
         if (placed := weight_map.get(name)) != path.name:
             where = "does not list" if placed is None else f"places in {placed}"

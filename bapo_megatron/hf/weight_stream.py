@@ -1,6 +1,7 @@
 """Streams of named weights: validation, and a safetensors writer for several processes.
 
-Used for weight sync by disk; the validation also for exports and the local engine's loads. A safetensors file
+``checked_weights`` validates a stream of (name, tensor) and yields it; ``write_shards`` writes one, or a
+writer's share of it, to files and returns their contents. A safetensors file
 (https://github.com/huggingface/safetensors) is an eight-byte length of a JSON header, the header, which may
 end in spaces, then the tensors' bytes without gaps. The header contains each tensor's offset, so it is
 written last, into reserved space. (Exports know their tensors in advance and plan files:
@@ -37,7 +38,7 @@ SAFETENSORS_TYPES = {
 
 
 class WrittenShard(NamedTuple):
-    """A complete file with some of a model's weights."""
+    """Content of a complete weight file: its bytes, and the names of its tensors."""
 
     nbytes: int
     tensors: tuple[str, ...]
@@ -103,11 +104,8 @@ def write_shards(
 def weights_of_writer(
     weights: Iterable[tuple[str, Tensor]], writer: int, writers: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield one writer's tensors: each tensor goes to the writer with the fewest bytes so far.
-
-    All writers see the same weights, so each tensor has one writer. Their bytes differ by at most the largest
-    tensor.
-    """
+    """Yield one writer's tensors: each tensor goes to the writer with the fewest bytes so far. All writers
+    see the same weights, so each tensor has one writer. Their bytes differ by at most the largest tensor."""
     shares = [0] * writers
     for name, tensor in weights:
         owner = shares.index(min(shares))
@@ -117,10 +115,8 @@ def weights_of_writer(
 
 
 class _Files:
-    """Files of one writer, filled one after the other by ``BackgroundCopy``'s thread.
-
-    Per tensor ``begin``, then any number of ``append``; at the end ``close``, or ``abandon`` after an error.
-    """
+    """Safetensors files of one writer, filled one after the other: per tensor ``begin``, then any number of
+    ``append``; at the end ``close``, or ``abandon`` after an error. Called by ``BackgroundCopy``'s thread."""
 
     def __init__(self, folder: Path, shard_bytes: int, writer: int, writers: int) -> None:
         self.written: dict[str, WrittenShard] = {}
@@ -198,7 +194,8 @@ class _Shard:
 
 
 class _Chunk:
-    """Staging buffer for bytes of a tensor, copied or in flight."""
+    """Staging buffer for bytes of a tensor on their way to a file: ``fill`` begins the copy, ``bytes_B``
+    waits for it."""
 
     def __init__(self, pinned: bool) -> None:
         self._memory_B = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -225,7 +222,8 @@ _Job = tuple[str, torch.dtype, tuple[int, ...]] | _Chunk | None
 
 
 class BackgroundCopy:
-    """Background copy to ``sink``: a context manager; on exit the sink has all tensors.
+    """Background copy of tensors to files (``sink``): a context manager; ``add`` a tensor, and on exit the
+    sink has all.
 
     Uses at most 384 MiB of buffers. A copy from a GPU into pinned memory overlaps with the caller's kernels,
     at bus speed; into pageable memory it would block the caller, at a fraction of it. An error in the block

@@ -1,6 +1,8 @@
-"""Kinds of layers, each defined in one file of this folder, without torch.
+"""Kinds of layers: base class ``Kind``, one file per kind in this folder, without torch.
 
-All shapes are *global*: those of an unsharded model.
+A ``Kind`` (attention, DeltaNet, MLP, experts) holds a mixer's or MLP's sizes and returns its parameters with
+their Hugging Face tensors (``Mapping``), divisibility rules, and cost estimates. All shapes are *global*:
+those of an unsharded model.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from bapo_megatron.layers.costs import Cut, Decoding, Flops, Place, Saved
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """Consecutive rows of one HF tensor within a fused Megatron parameter (QKV, gate-up)."""
+    """Consecutive rows of an HF tensor (index, first row, count) in a fused Megatron parameter (QKV)."""
 
     source: int
     """Index of the HF tensor among the parameter's."""
@@ -27,7 +29,8 @@ class RowSegment:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Mapping of one megatron parameter of a layer or the model: HF tensors, row segments, TP sharding."""
+    """Mapping of one megatron parameter to its HF tensors: their names and shapes, the row segments that
+    stack up to it, the dimension which TP shards, and how servers and checkpoints store it."""
 
     hf_names: tuple[str, ...]
     """Names of the HF tensors: within a layer from a kind, with ``{layer}`` from the parameter map."""
@@ -109,7 +112,9 @@ MOST = 2**31 - 1
 
 
 class Kind(ABC):
-    """Kind of a layer's mixer or MLP, with its sizes: a frozen dataclass of numbers and switches."""
+    """Kind of a layer's mixer or MLP, with its sizes: a frozen dataclass of numbers and switches. Subclasses
+    define the parameters and their HF mappings, the sizes that a layout must divide, FLOPs, memory and
+    traffic."""
 
     builder: ClassVar[str]
     """Path of the ``policy/layers.Builder`` that builds it from megatron-core's modules."""
@@ -161,7 +166,7 @@ class Kind(ABC):
 
 @dataclass(frozen=True)
 class Block:
-    """The kinds of one layer, in execution order."""
+    """The kinds of one transformer layer, in execution order: ``mixer`` (attention or DeltaNet), ``mlp``."""
 
     mixer: Kind
     mlp: Kind

@@ -1,6 +1,7 @@
-"""Grouped-query attention with RoPE, as a layer kind.
+"""Grouped-query attention with RoPE as layer kinds: ``Attention``, ``GatedAttention`` (output gate).
 
-``linear_qkv`` stacks, for each KV group, its query heads, its key head and its value head.
+The megatron parameter ``linear_qkv`` stacks, for each KV group, its query heads, its key head and its value
+head.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from bapo_megatron.layers.costs import FP32, Cut, Decoding, Flops, Place, Saved
 
 @dataclass(frozen=True)
 class Attention(Kind):
-    """Grouped-query attention: sizes, and optional bias and norms."""
+    """Grouped-query attention: query and KV heads, head width, optional QKV bias and query/key norms."""
 
     heads: int
     kv_heads: int
@@ -116,10 +117,9 @@ class Attention(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class GatedAttention(Attention):
-    """Attention with a sigmoid output gate per head, and RoPE over part of a head.
-
-    ``q_proj`` stacks each head's query and gate; ``linear_qkv`` each group's queries, gates, key and value.
-    """
+    """Attention (Qwen3.5's) whose output each head multiplies by a sigmoid gate, with RoPE over a head's
+    first ``rotated`` entries. HF's ``q_proj`` stacks each head's query and gate rows; megatron's
+    ``linear_qkv`` each KV group's queries, gates, key and value."""
 
     rotated: int
 

@@ -1,9 +1,10 @@
-"""Costs of a layer for one token on a rank: the inputs of its kinds' estimates, and their results.
+"""Types of a layer's cost estimates: input ``Place``, results ``Flops``, ``Saved``, ``Decoding``, ``Cut``.
 
-Activation memory: every entry is a tensor saved by autograd, once per storage. ``torch`` is the CPU spec of
-``policy/model.py``, which the tests measure. ``te`` is Transformer Engine's, after Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4: no dropout,
-flash attention, and the fused RoPE and SwiGLU that ``policy/model.py`` selects on a GPU.
+Kinds of layers (``Kind.flops``, ``saved``, ``sent``, ``decoding``, ``cuts``) return them, for one token on a
+rank. Activation memory: every entry is a tensor saved by autograd, once per storage. ``torch`` is the CPU
+spec of ``policy/model.py``, which the tests measure. ``te`` is Transformer Engine's, after Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4: no
+dropout, flash attention, and the fused RoPE and SwiGLU that ``policy/model.py`` selects on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ FP32, INT32, INT64 = 4, 4, 8
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of a layout, and the settings of its passes."""
+    """Input of a layer's cost estimates: hidden size, parallel layout, bytes per activation element, layer
+    implementation, recomputation, expert imbalance. Its properties are sizes on one rank."""
 
     hidden: int
     parallel: ParallelConfig
@@ -69,7 +71,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Cut:
-    """A size that a parallel degree must divide; for axis "heads", TP x CP."""
+    """A size, such as a number of heads, that a parallel degree must divide; for axis "heads", TP x CP."""
 
     axis: Literal["tensor", "heads", "expert", "expert_tensor"]
     title: str
@@ -78,7 +80,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a forward pass; a multiply-add is two."""
+    """Forward FLOPs of a layer for one token (a multiply-add is two): dense matrices, experts, attention's
+    part per sequence length, recomputed part."""
 
     linear: float = 0.0
     """Matrices, except the experts'."""
@@ -92,7 +95,8 @@ class Flops:
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes saved by autograd for the backward pass, and other memory beside them."""
+    """Activation memory of a layer, bytes per token on a rank: saved by autograd with and without selective
+    recomputation, and temporary memory of the backward pass."""
 
     whole: float
     """Bytes saved without recomputation."""
@@ -108,7 +112,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Bytes kept by a bfloat16 engine per token and per sequence, and the heads its ranks can split."""
+    """Memory of a layer in a bfloat16 engine, bytes per token (KV cache) and per sequence (state), and the
+    number of heads its ranks can split."""
 
     per_token: int = 0
     heads: int = 1

@@ -1,6 +1,6 @@
-"""Gated SiLU MLPs as layer kinds: a dense one, and mixtures of experts without and with a shared expert.
+"""Gated SiLU MLPs as layer kinds: ``Mlp`` (dense), ``Experts`` (mixture), ``SharedExperts`` (one shared).
 
-``linear_fc1`` stacks gate over up projection, separately on each TP rank.
+The megatron parameter ``linear_fc1`` stacks gate over up projection, separately on each TP rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NORM, _FUSED_NORM = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weig
 
 @dataclass(frozen=True)
 class Mlp(Kind):
-    """Dense MLP: gate and up projection to ``ffn``, and the down projection."""
+    """Dense gated SiLU MLP of width ``ffn``: gate, up and down projection."""
 
     ffn: int
 
@@ -54,7 +54,8 @@ class Mlp(Kind):
 
 @dataclass(frozen=True)
 class Experts(Kind):
-    """Mixture of experts: a router and gated SiLU MLPs, of which each token uses a few."""
+    """Mixture of experts: number of experts and of experts per token, width of each gated SiLU MLP, and
+    whether a token's expert weights are normalized."""
 
     count: int
     per_token: int

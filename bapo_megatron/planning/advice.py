@@ -1,6 +1,8 @@
 """Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts.
 
-Cheap rules drop most of up to ten thousand candidates; at most a few hundred are planned, by arithmetic.
+``smallest_changes`` returns flags that make a plan fit, ``fastest_layouts`` plans on the same GPUs,
+``problems`` the texts of a job's invalid settings. Cheap rules drop most of up to ten thousand candidates; at
+most a few hundred are planned, by arithmetic.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def _broken_rules(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """Change of settings, as flags, that makes a plan fit in memory."""
+    """A change that makes a plan fit in memory: flags to add, and the number of training GPUs with them."""
 
     flags: list[str]
     gpus: int

@@ -1,9 +1,10 @@
-"""States of an engine's sequences: what Gated DeltaNet layers keep in place of keys and values.
+"""Memory of an engine's recurrent states: what Gated DeltaNet layers keep in place of keys and values.
 
-A state has the same size for any sequence length. SGLang caches states in ``--max-mamba-cache-size`` slots
-or, by default, in 0.9 times the KV cache's memory (``_handle_max_mamba_cache`` in kv_cache_configurator.py of
-0.5.23). The radix cache stores states, too, since a state cannot be rolled back by a token: on a GPU a
-request takes 5 slots (``_calculate_mamba_ratio``), without the radix cache one.
+``state_cache`` returns a plan's ``StateCache``: bytes and slots. A state has the same size for any sequence
+length. SGLang caches states in ``--max-mamba-cache-size`` slots or, by default, in 0.9 times the KV cache's
+memory (``_handle_max_mamba_cache`` in kv_cache_configurator.py of 0.5.23). The radix cache stores states,
+too, since a state cannot be rolled back by a token: on a GPU a request takes 5 slots
+(``_calculate_mamba_ratio``), without the radix cache one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SLOTS = {"auto": 5, "extra_buffer": 5, "extra_buffer_lazy": 4, "no_buffer": 3}
 
 @dataclass(frozen=True)
 class StateCache:
-    """An engine's state cache, for running requests and prefixes."""
+    """An engine's cache of recurrent states, for running requests and cached prefixes: bytes per sequence and
+    per GPU, slots, slots per request."""
 
     per_sequence: int
     """Bytes of one sequence's states in all layers, over an engine's TP ranks."""

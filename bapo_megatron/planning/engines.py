@@ -1,5 +1,8 @@
 """Engines of a plan: KV cache, sampling time of a step, and open responses with environments.
 
+``engine_plan`` returns memory and speed of a run's engines, ``open_responses`` how many responses must be
+open at a time to keep them busy while environments work.
+
 Decoding is taken as bound by memory bandwidth: a decode step reads the weights once (of a model with experts,
 those that some sequence uses) and the KV cache of every sequence (Pope et al. 2022, "Efficiently Scaling
 Transformer Inference", arXiv 2211.05102, section 2). It also reads and writes the state of every sequence in
@@ -12,8 +15,8 @@ A response whose environment works occupies no place at an engine. P places stay
     1.25 P (1 + w t / s) <= A   t seconds of an environment step, s seconds of sampling per turn,
                                 w share of the prompts that have an environment
 
-responses may be open. P (1 + w t / s) is Little's law; the extra quarter covers complete responses that wait
-for their groups: measured, 97 to 98 % of the places are filled with it, 82 to 94 % without
+where A responses may be open. P (1 + w t / s) is Little's law; the extra quarter covers complete responses
+that wait for their groups: measured, 97 to 98 % of the places are filled with it, 82 to 94 % without
 (benchmarks/results/sampler_scale.md). The sampler's admission (``rollout/sampler/dispatcher.py``) allows
 
     A = S B G                   while the policy trains: max_staleness S of 1 or more, with overlap
@@ -47,7 +50,8 @@ SPARE = 1.25
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Estimated memory and speed of a run's inference engines."""
+    """Estimate for a run's inference engines: their number and GPUs, bytes of weights and caches per GPU,
+    sequences decoded at a time, tokens per second, and seconds to sample a step."""
 
     gpus: int
     count: int
@@ -163,7 +167,9 @@ def _busiest(
 
 @dataclass(frozen=True)
 class OpenResponses:
-    """Needed and admitted open responses of a run with environments."""
+    """Open responses of a run with environments: how many the sampler admits at a time (``admitted``), how
+    many fill the engines' decode slots while environments work (``needed``), and the terms of that
+    inequality."""
 
     places: float
     """P: responses decoded at a time by all engines in the plan's estimate."""

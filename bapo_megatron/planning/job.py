@@ -1,8 +1,9 @@
-"""Planned job of ``bapo plan``: GPU types, recipe, shape and flags, and derived sizes.
+"""Job of ``bapo plan``: a recipe, its model's shape, a GPU type and flags, with derived sizes as properties.
 
+``GPUS`` has the GPU types; ``find_shape`` reads the model's config.json and raises ConfigError without one.
 Pipeline schedules follow Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
-``schedules.py``. Raises ConfigError without a config.json to read the model's shape.
+``schedules.py``.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ DDR5-4800 in a DGX H100 and H200, DDR5-5600 in a DGX B200."""
 
 @dataclass(frozen=True)
 class GpuOptions:
-    """The flags for the machines of a run, of ``bapo plan`` and ``bapo rehearse``."""
+    """Flags of ``bapo plan`` and ``rehearse`` for a run's GPUs: type, usable memory, expert imbalance."""
 
     gpu: Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb"] = "h100-80gb"
     """Type of the GPUs that train and sample; eight make a node."""
@@ -100,7 +101,8 @@ class GpuOptions:
 
 @dataclass(frozen=True)
 class PlanOptions(GpuOptions):
-    """The flags of ``bapo plan`` beside the recipe's: the machines, and every assumption of the estimates."""
+    """Flags of ``bapo plan`` besides the recipe's: the machines, and the assumptions of its estimates (MFU,
+    response lengths, engines, environments)."""
 
     mfu: Annotated[float, Gt(0), Le(1)] = 0.3
     """Model FLOPs utilization in matrix products, with the communication and the gaps between packs of a real
@@ -160,8 +162,8 @@ def shape_folder(recipe: Path, hf_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """Planned job: one recipe and its model's shape on one GPU type; the input of every estimate. Its
-    properties are derived sizes; the flags of ``PlanOptions`` are its assumptions."""
+    """Planned job, the input of every estimate: recipe (``run``), model shape, and ``options`` with GPU type
+    and assumptions. Its properties are sizes derived from these."""
 
     run: RunConfig
     shape: ModelShape

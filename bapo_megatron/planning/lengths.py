@@ -1,6 +1,8 @@
 """Response lengths of ``bapo plan``, log-normal up to the limit, and their decoding time.
 
-Longer responses are cut to the longest length and count with it. Pure functions without randomness.
+``ResponseLengths`` is the distribution; ``decode_steps`` and ``read_tokens`` return the cost of decoding
+given lengths. Longer responses are cut to the longest length and count with it. Pure functions without
+randomness.
 """
 
 from __future__ import annotations

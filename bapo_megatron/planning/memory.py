@@ -1,6 +1,7 @@
-"""Memory estimate of ``bapo plan``: one GPU of each pipeline stage, and a node's host, in bytes.
+"""Memory estimate of ``bapo plan`` in bytes: one GPU of each pipeline stage, and a node's host.
 
-Weights, gradients, optimizer states and activations are counted; fields say so if they are estimates.
+``stage_memory`` and ``host_bytes`` return it. Weights, gradients, optimizer states and activations are
+counted; fields say so if they are estimates.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ Every run has columns for a reference's and a teacher's log-probs."""
 
 @dataclass(frozen=True)
 class StageMemory:
-    """GPU memory of one pipeline stage by use, in bytes. A peak sums what exists simultaneously: in an
-    update, save, sync or hand-over, or while engines sample."""
+    """GPU memory of one pipeline stage, in bytes: each use (weights, gradients, optimizer, activations, ...),
+    and as properties the peaks of an update, a save, a sync, sampling and a hand-over, which sum what exists
+    at a time."""
 
     stage: int
     parameters: StageParameters

@@ -1,4 +1,4 @@
-"""Text page and JSON of a plan.
+"""Text page (``plan_text``) and JSON object (``plan_dict``) of a plan.
 
 Sections of the page: summary, memory by stage, activations by recomputation mode, traffic, speed, engines,
 teacher, advice.

@@ -1,4 +1,4 @@
-"""Plan of a training job: memory of every stage, speed, traffic, engines, exceeded limits; its summary."""
+"""Plan of a training job: ``make_plan`` returns a ``JobPlan`` of all estimates, ``summary`` its text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bapo_megatron.planning.traffic import Sync, Traffic, sync_traffic, update_t
 
 @dataclass(frozen=True)
 class Verdict:
-    """Reasons why a job does not run or fit, as text, from estimates or rehearsed ranks."""
+    """Whether a job fits: the reasons against it as text, none if it ``fits``, by estimate or rehearsal."""
 
     memory: tuple[str, ...]
     """Exceeded memory limits, and failed ranks."""
@@ -56,7 +56,8 @@ def host_excess(job: Job, size: float, when: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Plan of one job: estimated memory, speed, traffic and engines, and totals."""
+    """Plan of one job: memory of each stage and of a node's host (bytes), speed, traffic, engines; as
+    properties seconds of a step and run, disk, and ``verdict``, the exceeded limits."""
 
     job: Job
     stages: list[StageMemory]

@@ -1,8 +1,10 @@
-"""Sizes derived from shape and layout: stage parameters, expert load, disk of a run.
+"""Sizes derived from model shape and layout: stage parameters, expert load, bytes of a run directory.
 
-A token's router makes K copies of it, one for each of its experts, which EP sends to the experts' ranks. The
-routers determine how many copies a rank gets. All estimates and rehearsals cover the busiest rank, whose
-multiple of the mean is assumed (``--expert-imbalance``) or measured (``--expert-routes``).
+``stage_parameters`` returns those of one GPU, ``total_parameters`` the model's, ``rank_imbalance`` the expert
+load, ``run_folder_bytes`` the disk. A token's router makes K copies of it, one for each of its experts, which
+EP sends to the experts' ranks. The routers determine how many copies a rank gets. All estimates and
+rehearsals cover the busiest rank, whose multiple of the mean is assumed (``--expert-imbalance``) or measured
+(``--expert-routes``).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _BAND = 1 << 16
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameters on one GPU of a pipeline stage, as split by TP, EP and ETP."""
+    """Parameters on one GPU of a pipeline stage after TP, EP, ETP: layers, experts, embedding, output."""
 
     layers: int
     body: int

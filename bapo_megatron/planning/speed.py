@@ -1,8 +1,9 @@
 """Training speed estimate of ``bapo plan``: FLOPs, duration and MFU of an update; GPU hand-over time.
 
-A GPU computes matrices at ``mfu`` x its dense bf16 peak, attention at ``attention_mfu`` x. Recomputation and
-the pipeline bubble are added. Communication is listed separately: a measured ``mfu`` already contains its
-exposed part. Hand-over: colocated engines and the policy take turns on the same GPUs.
+``speed`` returns the estimate of an update, ``host_update`` of a host optimizer step, ``handover_estimate``
+of the turns that colocated engines and the policy take on the same GPUs. A GPU computes matrices at ``mfu`` x
+its dense bf16 peak, attention at ``attention_mfu`` x. Recomputation and the pipeline bubble are added.
+Communication is listed separately: a measured ``mfu`` already contains its exposed part.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LINK_EFFICIENCY = 0.5
 
 @dataclass(frozen=True)
 class Speed:
-    """Estimated FLOPs, duration and throughput of one update."""
+    """Estimate of one update: FLOPs per token, seconds of its passes, idle share, tokens per second, MFU."""
 
     flops_per_token: float
     """Model FLOPs per token of a training pass (3 forward passes) in a sequence of typical length."""
@@ -152,11 +153,9 @@ def _seconds(job: Job, training: bool) -> float:
 
 @dataclass(frozen=True)
 class HostUpdate:
-    """Host optimizer step (``optimizer.device=cpu``) on the slowest stage: max(AdamW, copies) seconds.
-
-    Copies overlap the cores' work, by buckets. Not counted: the first and last bucket, and copy-on-write
-    pages of the first step after a checkpoint starts.
-    """
+    """Estimate of a host optimizer step (``optimizer.device=cpu``) on the slowest stage: seconds of AdamW and
+    of copies to and from the GPU. ``seconds`` is the longest, since buckets overlap them. Not counted: the
+    first and last bucket, and copy-on-write pages of the first step after a checkpoint starts."""
 
     elements: float
     """Elements of a rank's optimizer shard."""
@@ -188,8 +187,9 @@ def host_update(job: Job) -> HostUpdate | None:
 
 @dataclass(frozen=True)
 class Handover:
-    """GPU hand-over of a step between the policy and colocated servers: seconds in which no GPU computes. Not
-    counted: the servers' own release and resume of memory, about a second."""
+    """Estimate of a step's GPU hand-overs between the policy and colocated servers, in which no GPU computes:
+    bytes and seconds of moving the policy and of loading weights. Not counted: the servers' own release and
+    resume of memory, about a second."""
 
     moved: float
     """Bytes offloaded to the host and reloaded, per GPU."""

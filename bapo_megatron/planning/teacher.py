@@ -1,8 +1,8 @@
 """Distillation teacher of a plan: tokens its servers read, the rate that hides them, memory of its log-probs.
 
-The servers are outside the job and their speed is unknown, so a plan counts no seconds for them but states
-the speed they need. The sampler sends each group once it has rewards and is kept
-(``rollout/sampler/group_scoring.py``), while sampling continues; training waits for its log-probs.
+``teacher_plan`` returns the estimate. The servers are outside the job and their speed is unknown, so a plan
+counts no seconds for them but states the speed they need. The sampler sends each group once it has rewards
+and is kept, while sampling continues; training waits for its log-probs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from bapo_megatron.planning.sizes import TEACHER_BYTES
 
 @dataclass(frozen=True)
 class TeacherPlan:
-    """Estimated work of a teacher's servers per step, and memory and disk of their log-probs."""
+    """Estimate for a teacher's servers: responses and tokens per step, the tokens per second that they need,
+    and bytes of their log-probs on a GPU and on disk."""
 
     responses: int
     """Responses scored per step; dropped groups are not sent."""

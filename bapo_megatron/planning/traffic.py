@@ -1,7 +1,8 @@
 """Communication estimate of ``bapo plan``: an update's collectives, and the weight sync to the engines.
 
-A collective over n ranks on a message of M bytes (whole) sends (n - 1) / n M from each rank for an all-gather
-or a reduce-scatter, and twice that for an all-reduce (ring algorithms).
+``update_traffic`` and ``sync_traffic`` return bytes and seconds. A collective over n ranks on a message of M
+bytes (whole) sends (n - 1) / n M from each rank for an all-gather or a reduce-scatter, and twice that for an
+all-reduce (ring algorithms).
 
 A broadcast sync spends little time on the wire: weights are gathered by parameter, copied into buckets,
 announced to every server and loaded there (in verl's 72B sync, buckets take 23.5 of 24 s). So a sync also has
@@ -31,7 +32,7 @@ docs/models/qwen/qwen3-8.md)."""
 
 @dataclass(frozen=True)
 class Traffic:
-    """Volume and duration of one kind of communication on its link."""
+    """One kind of communication in an update (TP, DP, ...): the busiest GPU's bytes, seconds, the link."""
 
     name: str
     sent: float
@@ -138,7 +139,7 @@ def _data(job: Job) -> float:
 
 @dataclass(frozen=True)
 class Sync(Traffic):
-    """Weight sync of a step to the engines; ``seconds`` is time on the wire."""
+    """Weight sync of a step to the engines: bytes sent, seconds on the wire, and expected seconds in all."""
 
     expected_seconds: float
     """Seconds of a sync at the measured or assumed rate."""

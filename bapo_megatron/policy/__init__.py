@@ -1,4 +1,4 @@
-"""The megatron-core policy. Its modules import their dependencies at import time."""
+"""The megatron-core policy, ``megatron.MegatronPolicy``. Its modules import torch and megatron-core."""
 
 from bapo_megatron.policy.megatron_versions import replace_triton_kernels
 

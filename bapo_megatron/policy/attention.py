@@ -1,4 +1,7 @@
-"""Core attention module in torch for ``thd`` packs: causal within each document (block-diagonal).
+"""Core attention module in torch for ``thd`` packs: ``DocumentAttention``, causal within each document.
+
+Layers use it where Transformer Engine is missing or has no kernel; ``DocumentPack`` carries a pack's document
+bounds, RoPE and routes to it.
 
 Context parallelism: keys and values are all-gathered over the CP ranks (small, with grouped-query heads);
 each rank's queries attend to the preceding part of their document. No mask tensor exists. Half precision on a
@@ -54,10 +57,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass
 class DocumentPack(PackedSeqParams):  # type: ignore[misc]
-    """Sequence parameters of a pack: megatron-core's, plus document bounds on the host, RoPE and routes.
-
-    Created for each pass over a pack; every layer reads it.
-    """
+    """megatron-core's ``PackedSeqParams`` of a pack, plus document bounds on the host, RoPE table, routes and
+    load counter. Created for each pass over a pack; every layer reads it."""
 
     bounds: tuple[int, ...] = ()
     """``cu_seqlens`` on the host: reading it from a GPU would synchronize in every layer."""
@@ -100,8 +101,9 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
 class DocumentAttention(MegatronModule):  # type: ignore[misc]
     """Core attention module: RoPE, then dot-product attention, causal within each document of a pack.
 
-    megatron-core creates one per layer. Under context parallelism ``forward`` is collective over the CP
-    ranks. Raises ValueError if the config has dropout or the input is not a pack.
+    ``forward`` takes this CP rank's queries, keys and values and returns [tokens, heads * head_dim]; with CP
+    it is collective over the CP ranks. megatron-core creates one per layer. Raises ValueError if the config
+    has dropout or the input is not a pack.
     """
 
     def __init__(
@@ -129,11 +131,8 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: DocumentPack | None = None,
         **_kwargs: Any,
     ) -> Tensor:
-        """Return the attention of this CP rank's tokens, [tokens, heads * head_dim].
-
-        query [tokens, heads, head_dim]; key, value [tokens, kv_heads, head_dim]; ``packed_seq_params``: those
-        of the whole pack.
-        """
+        """Return the attention of this CP rank's tokens, [tokens, heads * head_dim]. query [tokens, heads,
+        head_dim]; key, value [tokens, kv_heads, head_dim]; ``packed_seq_params``: those of the whole pack."""
         if packed_seq_params is None:
             raise ValueError("this attention takes thd packs only")
         bounds = packed_seq_params.bounds
@@ -193,7 +192,8 @@ def _varlen(query_LHD: Tensor, key_KHD: Tensor, value_KHD: Tensor, plan: _KeyPla
 
 
 class _KeyPlan:
-    """Arguments of the variable-length kernel for a rank's chunks: bounds of queries and keys."""
+    """Inputs of the variable-length attention kernel for a rank's document chunks, on the device: rows of the
+    keys, cumulative bounds and largest counts of queries and keys."""
 
     def __init__(self, bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> None:
         parts = [s for s in document_chunks(bounds, size, rank) if s.queries]
@@ -236,7 +236,8 @@ def rows_on(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
 
 
 class _Reorder(torch.autograd.Function):
-    """Row permutation, a gather in both directions: torch's own backward would scatter-add rows."""
+    """Row permutation as an autograd function. Its backward gathers by the inverse; torch's own would
+    scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, row_T: Tensor) -> Tensor:
@@ -277,7 +278,7 @@ def _attend(inputs: list[Tensor], scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """Index maps between a pack's tokens and the rows of its padded batches."""
+    """Index maps on the device between a pack's tokens and rows of its right-padded document batches."""
 
     batches: tuple[tuple[int, int, int], ...]
     """First row, end row and number of documents of each batch."""
@@ -337,10 +338,8 @@ def gather_rows(x: Tensor, rows: Tensor, back: Tensor, real: Tensor | None = Non
 
 
 class _Gather(torch.autograd.Function):
-    """Row gather; its backward gathers by ``back`` and zeroes rows that are 0 in ``real`` (None: keeps all).
-
-    torch's own backward would scatter-add rows.
-    """
+    """Row gather ``x[rows]`` as an autograd function. Its backward gathers by ``back`` and zeroes rows that
+    are 0 in ``real`` (None: keeps all); torch's own would scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor, real: Tensor | None) -> Tensor:
@@ -354,10 +353,8 @@ class _Gather(torch.autograd.Function):
 
 
 def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return softmax(scale q k^T) v, where query i of n sees the keys up to ``m - n + i``.
-
-    q [batch, heads, n, head_dim]; k, v [batch, kv_heads, m, head_dim], m >= n.
-    """
+    """Return softmax(scale q k^T) v, where query i of n sees the keys up to ``m - n + i``. q [batch, heads,
+    n, head_dim]; k, v [batch, kv_heads, m, head_dim], m >= n."""
     queries, keys = q.size(2), k.size(2)
     if q.is_cuda:
         # Float32 on a GPU: the memory-efficient kernel has no grouped queries.

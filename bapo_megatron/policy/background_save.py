@@ -1,8 +1,10 @@
 """Asynchronous checkpoint writing: a forked process writes a torch_dist checkpoint while training continues.
 
-During the write the host holds a copy of the GPU tensors, in blocks. (Megatron's own copies are one pinned
-allocation per tensor, which torch rounds up to a power of two and caches: 1.8 times the bytes of Qwen2.5-32B
-at TP 8, beside an offloaded policy.)
+``BackgroundSave(request)`` copies GPU tensors, starts the write of megatron's save request and returns; poll
+``is_written``, then ``finish``. Call ``replace_results_queue`` before megatron makes the request. During the
+write the host holds a copy of the GPU tensors, in blocks. (Megatron's own copies are one pinned allocation
+per tensor, which torch rounds up to a power of two and caches: 1.8 times the bytes of Qwen2.5-32B at TP 8,
+beside an offloaded policy.)
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _ALIGNMENT = 512
 class BackgroundSave:
     """Asynchronous checkpoint write in a forked process; implements ``interfaces.Saving``.
 
-    Construction copies GPU tensors to host memory, then forks; ``is_written`` is local, ``finish``
+    The constructor copies GPU tensors to host memory, forks and returns; ``is_written`` is local, ``finish``
     collective. The fork sees CPU tensors as they were (copy on write). The copies of GPU tensors are pinned,
     and a fork shares pinned memory: this process keeps them until the writer ends, because torch would
     otherwise reuse the blocks during the write.
@@ -90,7 +92,7 @@ def staged(buckets: list[Any]) -> list[Any]:
 
 
 class _Blocks:
-    """Host memory for copies, pinned if ``_pins``: tensors end to end in blocks, first fit."""
+    """Allocator of host copies: tensors end to end in large blocks (first fit), pinned if ``_pins``."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
@@ -160,10 +162,8 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 def replace_results_queue() -> None:
-    """Replace megatron's results queue by one in shared memory; call before each checkpoint write.
-
-    Megatron's queue needs a third process, which takes seconds to start and outlives a killed trainer.
-    """
+    """Replace megatron's results queue by one in shared memory; call before each checkpoint write. Megatron's
+    queue needs a third process, which takes seconds to start and outlives a killed trainer."""
     filesystem_async._results_queue = _Results()
 
 
@@ -200,10 +200,8 @@ def _writer_process(write: Callable[..., Any], *arguments: Any, **named: Any) ->
 
 
 def _write_and_tell(write: Callable[..., Any], *arguments: Any) -> None:
-    """Run megatron's threaded writer; its result, or its first error, goes into the last argument.
-
-    The writer itself fails with an assertion and only logs the cause.
-    """
+    """Run megatron's threaded writer; its result, or its first error, goes into the last argument. The writer
+    itself fails with an assertion and only logs the cause."""
     *others, results = arguments
     failures: list[Exception] = []
     inner = filesystem_async.FileSystemWriterAsync.write_preloaded_data

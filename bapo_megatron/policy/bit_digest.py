@@ -1,14 +1,13 @@
-"""Layout-independent digest of weights and optimizer state, for the resume check and the reference.
+"""Layout-independent digest of weights and optimizer state, to verify that a load restored every bit.
 
     digest = sum over elements of  bits(element) * row_factor * column_factor   modulo 2^64
 
-``bits`` is the element's bit pattern as an integer; the factors are odd numbers derived from the parameter's
-name and the element's row and column in the *whole* parameter, whichever rank holds it. Integers modulo 2^64
-add exactly in any order, so neither NCCL's rings nor the layout change the sum. An odd factor is invertible:
-a change of one element always changes the digest; a change of several, such as a permutation, goes undetected
-with probability about 2^-32 at most.
-
-A rank sums its own shards, block by block; ``state_digest`` (collective) gathers only the sums.
+``state_digest`` (weights and optimizer) and ``weights_digest`` return it on every rank; both are collective
+and gather only each rank's sums over its own shards. ``bits`` is the element's bit pattern as an integer; the
+factors are odd numbers derived from the parameter's name and the element's row and column in the *whole*
+parameter, whichever rank holds it. Integers modulo 2^64 add exactly in any order, so neither NCCL's rings nor
+the layout change the sum. An odd factor is invertible: a change of one element always changes the digest; a
+change of several, such as a permutation, goes undetected with probability about 2^-32 at most.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ _CUT, _WHOLE, _EXPERT = range(3)
 
 @dataclass(frozen=True)
 class RankSums:
-    """One rank's digest sums, exchanged among all ranks."""
+    """One rank's digest sums by parameter kind and name, its TP and replica ranks, and its optimizer step
+    counts; ``merged`` combines those of all ranks."""
 
     tensor: int
     """TP rank."""
@@ -97,7 +97,8 @@ def merged(ranks: Sequence[RankSums]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Sums of one name over the ranks that hold a copy: sharded, replicated and expert parameters."""
+    """Digest sums of one name (weights or an optimizer state) by the ranks that hold a copy, separately for
+    TP-sharded, TP-replicated and expert parameters. Shows whether all copies agree."""
 
     cut: dict[int, int]
     """By replica."""
@@ -195,9 +196,7 @@ def _mix(value: Tensor) -> Tensor:
 
 def bit_sum(values: Tensor, first: int, rows: Tensor, columns: Tensor) -> Tensor:
     """sum bits * row_factor * column_factor, int64, of a flat piece of a shard from element ``first`` on.
-
-    ``values`` may be on another device than the factors; the sum is on the factors' device.
-    """
+    ``values`` may be on another device than the factors; the sum is on the factors' device."""
     bits = values.view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
     done = 0

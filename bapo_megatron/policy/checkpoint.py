@@ -1,8 +1,11 @@
 """Distributed checkpoints (torch_dist): save and load model and optimizer, at any parallel layout.
 
-``MegatronPolicy`` calls both on every rank; loading executes no pickle from the files. The optimizer format
-is ``fully_reshardable``, so TP and PP may change. With torch's AdamW (no Transformer Engine, no apex),
-megatron's loading needs three repairs, applied here to the instance.
+``save`` begins an asynchronous write and returns its ``BackgroundSave``; ``load`` fills a built model and
+optimizer in place, executing no pickle from the files. Both are collective. The optimizer format is
+``fully_reshardable``, so TP and PP may change. With torch's AdamW (no Transformer Engine, no apex) megatron's
+loading fails in three ways, mended here on the optimizer instance: it expects moments, which torch creates
+only at the first step; it asks each parameter's state for a ``step``, which checkpoints lack; and it shares
+one ``step`` tensor among all parameters.
 
 Checkpoints of Transformer Engine's and torch's layers differ only in ``_extra_state`` (fp8 scales, empty for
 these models), so each implementation loads the other's.
@@ -42,10 +45,8 @@ _CONTENT = {
 
 
 def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
-    """Begin an asynchronous write of the checkpoint into ``path``. Collective.
-
-    Returns once GPU tensors are copied to the host and the writer is forked: training may continue.
-    """
+    """Begin an asynchronous write of the checkpoint into ``path``. Collective. Returns once GPU tensors are
+    copied to the host and the writer is forked: training may continue."""
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
     dist.barrier()  # every rank writes into the folder
@@ -103,10 +104,8 @@ def _opened(path: Path) -> StoredCheckpoint:
 
 
 def _read(asked: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
-    """Return the state ``asked`` for, read from ``stored``; a missing ``_extra_state`` becomes None.
-
-    Raises RuntimeError if anything else is missing or unreadable: torch's own error is not an Exception.
-    """
+    """Return the state ``asked`` for, read from ``stored``; a missing ``_extra_state`` becomes None. Raises
+    RuntimeError if anything else is missing or unreadable: torch's own error is not an Exception."""
     keys = {name: list(part) for name, part in asked.items() if name.startswith("model")}
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
     try:
@@ -202,10 +201,8 @@ def _create_adam_state(adam: torch.optim.Optimizer) -> None:
 
 
 def _keep_moments_on_load(adam: torch.optim.Optimizer) -> None:
-    """Patch FusedAdam to load its float32 moments without a second copy.
-
-    Transformer Engine's own loader creates new tensors, for moments of other types, while the old ones exist.
-    """
+    """Patch FusedAdam to load its float32 moments without a second copy. Transformer Engine's own loader
+    creates new tensors, for moments of other types, while the old ones exist."""
     adam.load_state_dict = partial(torch.optim.Optimizer.load_state_dict, adam)  # type: ignore[method-assign]
 
 

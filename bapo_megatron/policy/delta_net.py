@@ -1,14 +1,15 @@
-"""Gated DeltaNet for ``thd`` packs: the module that replaces attention, and its recurrence rule.
+"""Gated DeltaNet for ``thd`` packs: ``DocumentDeltaNet``, which replaces a layer's attention, and its rule.
 
     S_t = exp(g_t) S_{t-1} + k_t u_t^T      u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)      o_t = S_t^T q_t
 
 for each value head, from S = 0 at the start of each document, with q and k normalized to length 1 (then q /
 sqrt(d)), beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias), after a causal convolution and silu.
 
-On a CPU, and in float32, torch computes the rule in chunks of 64 tokens: within a chunk the u solve a
-triangular system, so the state is computed once per chunk (Yang et al. 2024, arXiv 2412.06464). In half
-precision on a GPU flash-linear-attention (fla) computes it; its kernels have run only in triton's interpreter
-here, and ``kernel_check.py`` tests them before a policy is built. Neither waits for the device.
+On a CPU, and in float32, ``chunked_rule`` computes the rule in torch, in chunks of 64 tokens: within a chunk
+the u solve a triangular system, so the state is computed once per chunk (Yang et al. 2024, arXiv 2412.06464).
+In half precision on a GPU ``kernel_rule`` calls flash-linear-attention (fla); its kernels have run only in
+triton's interpreter here, and ``kernel_check.py`` tests them before a policy is built. Neither waits for the
+device.
 
 Context parallelism: an all-to-all gives each CP rank all tokens of some heads; another returns the outputs to
 the token layout. Output gate and norm work on that layout. TP x CP divides the key heads (``layout.py``).
@@ -45,14 +46,15 @@ _EPS = 1e-6  # epsilon of query and key normalization, as in Hugging Face's mode
 
 @dataclass
 class DeltaNetModules:
-    """The layer's submodules: two linear layers."""
+    """Classes of a Gated DeltaNet layer's two linear submodules, input and output projection, in its spec."""
 
     in_proj: Any
     out_proj: Any
 
 
 class DeltaNetBuilder(Builder):
-    """Builder of Gated DeltaNet, for models whose other norms scale by 1 + w."""
+    """Builder of Gated DeltaNet layers: puts ``DocumentDeltaNet`` into a layer's spec in place of attention.
+    For models whose other norms scale by 1 + w."""
 
     def config(self) -> dict[str, object]:
         return {"layernorm_zero_centered_gamma": True}
@@ -68,7 +70,8 @@ class DeltaNetBuilder(Builder):
 
 
 class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
-    """Gated DeltaNet layer with megatron-core's parameter names and sharding. Collective over TP and CP."""
+    """Gated DeltaNet layer with megatron-core's parameter names and sharding. ``forward`` maps hidden states
+    [tokens, 1, hidden] of a pack to the same shape; collective over TP and CP."""
 
     def __init__(
         self,
@@ -188,7 +191,7 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
 
 
 class GatedNorm(torch.nn.Module):
-    """RMSNorm over a head with float32 weight w, then the output gate silu(z)."""
+    """RMSNorm over a head's width with float32 weight w, times the output gate silu(z)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -256,10 +259,8 @@ def chunked_rule(
     kind: DeltaNet,
     bounds: tuple[int, ...],
 ) -> Tensor:
-    """Convolution, silu and rule within each document ``bounds[d]:bounds[d + 1]``, [tokens, values].
-
-    qkv_TD: queries, keys and values of some heads; decay_TH: g; weight [D, 1, kernel].
-    """
+    """Convolution, silu and rule within each document ``bounds[d]:bounds[d + 1]``, [tokens, values]. qkv_TD:
+    queries, keys and values of some heads; decay_TH: g; weight [D, 1, kernel]."""
     plan = padding_plan(bounds, qkv_TD.device)
     inputs = (gather_rows(x, plan.token_of_row_P, plan.row_of_token_T) for x in (qkv_TD, decay_TH, beta_TH))
     qkv_PD, decay_PH, beta_PH = inputs
@@ -283,10 +284,8 @@ def _heads(mixed: Tensor, kind: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The rule for a batch [documents, tokens, heads, width], from S = 0, in float32 (or float64).
-
-    Value heads that share a key head are adjacent.
-    """
+    """The rule for a batch [documents, tokens, heads, width], from S = 0, in float32 (or float64). Value
+    heads that share a key head are adjacent."""
     tokens, shared = v.size(1), v.size(2) // k.size(2)
     work = torch.promote_types(v.dtype, torch.float32)
     q, k = (_unit(x.to(work)).repeat_interleave(shared, 2) for x in (q, k))

@@ -1,12 +1,13 @@
 """Device, communication backend and attention kernels of this process; and CPU mode.
 
-``select_device`` comes first in every process that trains. megatron-core hard-codes "cuda" devices in a few
-dozen places. Without CUDA ``cpu_mode`` redirects them to the CPU: torch calls in the calling thread,
-megatron-core patches in the whole process. With CUDA ``select_device`` changes no library.
+``select_device`` returns the device and comes first in every process that trains. megatron-core hard-codes
+"cuda" devices in a few dozen places. Without CUDA ``cpu_mode`` redirects them to the CPU: torch calls in the
+calling thread, megatron-core patches in the whole process. With CUDA ``select_device`` changes no library.
 
 Transformer Engine does not refuse a GPU without an attention kernel: without context parallelism it computes
-all scores of padded documents (unfused), with it a layer fails in the first pass. So ``model.py`` asks before
-it chooses the attention; ``check_environment`` runs among the checks before a run starts.
+all scores of padded documents (unfused), with it a layer fails in the first pass. So ``has_te_attention``
+asks before a model is built; ``*_problem`` functions return what is missing, or None, and
+``check_environment`` raises ConfigError, before a run starts.
 """
 
 from __future__ import annotations
@@ -70,9 +71,7 @@ def optimizer_problem() -> str | None:
 
 def attention_problem(dtype: torch.dtype) -> str | None:
     """The lack of an attention kernel for ``dtype`` here, with the fix; None if one exists.
-
-    ``layers.layer_spec`` later checks Transformer Engine's kernels for a layout and a GPU.
-    """
+    ``layers.layer_spec`` later checks Transformer Engine's kernels for a layout and a GPU."""
     if dtype == torch.float32 or not has_cuda() or uses_transformer_engine(dtype):
         return None
     return varlen_problem()
@@ -306,11 +305,8 @@ def _padded(part: Tensor, length: int) -> Tensor:
 
 
 def use_torch_optimizer() -> None:
-    """Make megatron use torch's AdamW in this process, whatever optimizers are installed.
-
-    Transformer Engine's and apex's kernels need a GPU, but a cluster's CPU nodes share its GPU nodes'
-    environment.
-    """
+    """Make megatron use torch's AdamW in this process, whatever optimizers are installed. Transformer
+    Engine's and apex's kernels need a GPU, but a cluster's CPU nodes share its GPU nodes' environment."""
     from megatron.core import optimizer as choice
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer
@@ -368,11 +364,9 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaToCpuMode(TorchFunctionMode):
-    """Torch function mode that redirects requests for a CUDA device to the CPU.
-
-    It intercepts every torch call, so its first lines are fast. Patching the tensor factories would be
-    faster, but would miss those that megatron binds as default arguments.
-    """
+    """Torch function mode that redirects requests for a CUDA device to the CPU. It intercepts every torch
+    call, so its first lines are fast. Patching the tensor factories would be faster, but would miss those
+    that megatron binds as default arguments."""
 
     def __torch_function__(
         self,

@@ -1,14 +1,16 @@
 """Mixture-of-experts layers: replay of the engine's routes, and expert load counts.
 
-**Replay**: a token goes to the experts chosen by the engine. Routes travel in the pack
-(``DocumentPack.routes``), so pipeline schedules, recomputation and passes without gradients need no switch: a
-layer hands its router the pack's routes before each run, recomputed or not. Megatron's own replay, a
-process-wide switch, would have to flip between the forward and backward step of each micro-batch; only its
-hook in the router is used. The weights of the given experts come from the router's own logits, differentiable
-as usual. Without replay (``PackRoutes.replays`` False) the layers choose their own experts and the routes are
-only compared.
+``replaying`` changes a layer's spec so that it does both. A *route* is the experts that the inference engine
+chose for a token in each layer.
 
-**Load**: an update's tokens per expert, and the router entropy.
+**Replay**: a token goes to the experts of its route. Routes travel in the pack (``DocumentPack.routes``), so
+pipeline schedules, recomputation and passes without gradients need no switch: a layer hands its router the
+pack's routes before each run, recomputed or not. Megatron's own replay, a process-wide switch, would have to
+flip between the forward and backward step of each micro-batch; only its hook in the router is used. The
+weights of the given experts come from the router's own logits, differentiable as usual. Without replay
+(``PackRoutes.replays`` False) the layers choose their own experts and the routes are only compared.
+
+**Load**: an update's tokens per expert, and the router entropy, in ``RouterCounters``.
 
     load_le = number of tokens t that layer l sends to expert e
     entropy_l = sum_t H(p_lt),   H(p) = -sum_e p_e ln p_e (nats),   p_lt = softmax of the router's logits
@@ -48,7 +50,8 @@ _TOTALS, _COUNTS = 3, 4
 
 @dataclass(frozen=True)
 class PackLoad:
-    """Accumulator for the expert load of a pack's tokens on this rank, in passes with gradients."""
+    """Accumulator that adds the expert load of one pack's tokens on this rank to the update's ``load_LC``, in
+    passes with gradients."""
 
     real_T: Tensor
     """float64: 1 for a document's token, 0 for padding."""
@@ -67,7 +70,8 @@ class PackLoad:
 
 @dataclass(frozen=True)
 class RouterCounters:
-    """An update's router counters on this rank: views of one float64 device vector, summed over all ranks."""
+    """An update's router counters on this rank: one float64 device vector with views for route totals, route
+    differences (``counts``) and expert load (``load_LC``). The caller sums the vector over all ranks."""
 
     version: int
     """The policy's weight version before the update."""
@@ -124,7 +128,8 @@ class RouterCounters:
 
 @dataclass(frozen=True)
 class PackRoutes:
-    """A pack's routes through the layers of one model chunk, on the device, for this rank's tokens."""
+    """Routes (the engine's experts) of one pack, for this rank's tokens and one model chunk's layers, on the
+    device: expert indices, which are known, whether layers use or only compare them, and counters."""
 
     expert_TLK: Tensor
     """The experts stored by the engine, for the chunk's layers."""
@@ -145,10 +150,11 @@ Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterChoice:
-    """A router's choice of experts, given or its own; replaces megatron's ``RouterReplay``.
+    """A router's choice of experts, replayed or its own; stands in for megatron's ``RouterReplay``.
 
-    The layer sets its number, ``routes`` and ``load`` before each call. ``scores_are_probabilities``: whether
-    the scores are probabilities rather than logits.
+    ``get_replay_topk`` returns scores and indices of each token's experts and counts differences and load.
+    The layer sets ``layer``, ``routes`` and ``load`` before each call. ``scores_are_probabilities``: whether
+    the router's scores are probabilities rather than logits.
     """
 
     def __init__(self, scores_are_probabilities: bool) -> None:
@@ -190,7 +196,7 @@ class RouterChoice:
 
 
 class ReplayRouter(TopKRouter):  # type: ignore[misc]
-    """megatron-core's router with given experts, which it takes or compares."""
+    """megatron-core's router, choosing experts by a ``RouterChoice``: from the pack's routes, or its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -198,7 +204,7 @@ class ReplayRouter(TopKRouter):  # type: ignore[misc]
 
 
 class ReplayExperts(MoELayer):  # type: ignore[misc]
-    """megatron-core's expert layer, whose recomputation hands the router its pack's routes again."""
+    """megatron-core's expert layer; when recomputed, it gives its router the pack's routes once more."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Any = None
@@ -217,7 +223,7 @@ class ReplayExperts(MoELayer):  # type: ignore[misc]
 
 
 class ReplayLayer(TransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer, which hands its router the pack's routes and load counter."""
+    """megatron-core's transformer layer, which gives its router the pack's routes and load counter."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,7 +1,8 @@
-"""megatron-core builders for the kinds of layers: configuration, layer-spec changes and parameter marks.
+"""megatron-core builders for the kinds of layers: each changes configuration, layer spec and parameter marks.
 
-A kind names its builder by path (``Kind.builder``). ``model.py`` creates a spec for each distinct layer of a
-model: megatron's spec for attention and an MLP, on Transformer Engine or torch, modified by the builders.
+``layer_spec`` returns the spec of one transformer layer: megatron's for attention and an MLP, on Transformer
+Engine or torch, modified by the layer's builders. ``builders`` returns those of given kinds; a kind
+(``bapo_megatron.layers``) names its builder by path. For a new kind, subclass ``Builder``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, scaled by w or 1 + w, marked so that SP sums its gradient over the TP ranks."""
+    """torch's RMSNorm, scaled by w or 1 + w (``layernorm_zero_centered_gamma``); its weight is marked so that
+    SP sums the gradient over TP ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -56,6 +58,8 @@ def swiglu(stacked: Tensor) -> Tensor:
 
 
 class _SwiGlu(torch.autograd.Function):
+    """Autograd function of ``swiglu``: saves its input and silu(gate) for the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, stacked: Tensor) -> Tensor:
         gate, up = stacked.chunk(2, -1)
@@ -84,7 +88,8 @@ def norm_class(te: bool) -> type:
 
 
 class Builder:
-    """Base class of a layer kind's builder, on Transformer Engine's layers (``te``) or torch's."""
+    """Base class of a layer kind's builder: ``config`` returns TransformerConfig fields, ``install`` changes
+    a layer's spec, ``mark`` a built layer's parameters. ``te``: on Transformer Engine's layers or torch's."""
 
     recomputed: ClassVar[str | None] = None
     """Megatron's name of the module recomputed by "selective"."""
@@ -125,7 +130,7 @@ def layer_spec(block: Block, config: TransformerConfig, te: bool, longest: int) 
 
 
 class AttentionBuilder(Builder):
-    """Builder of attention: core attention for packs, query and key norms."""
+    """Builder of attention: installs a core attention for packs, and query and key norms."""
 
     recomputed = "core_attn"
 
@@ -146,7 +151,7 @@ class AttentionBuilder(Builder):
 
 
 class GatedAttentionBuilder(AttentionBuilder):
-    """Builder of attention with an output gate, for models whose norms scale by 1 + w."""
+    """Builder of attention with an output gate; its config fields also make all norms scale by 1 + w."""
 
     def config(self) -> dict[str, object]:
         gated = {"attention_output_gate": True, "layernorm_zero_centered_gamma": True}
@@ -185,10 +190,8 @@ class MlpBuilder(Builder):
 
 
 def _router_product(te: bool) -> Callable[..., Any] | None:
-    """Transformer Engine's matmul for router logits; None for torch's.
-
-    megatron uses the former whenever it is installed, even on a CPU, where its kernel kills the process.
-    """
+    """Transformer Engine's matmul for router logits; None for torch's. megatron uses the former whenever it
+    is installed, even on a CPU, where its kernel kills the process."""
     if not te:
         return None
     from megatron.core.extensions.transformer_engine import te_general_gemm

@@ -1,7 +1,8 @@
 """Parallel layout: data-parallel size, divisibility checks, and megatron's process groups.
 
-The checks need neither megatron-core nor a process group and run before either exists. A policy needs the
-groups: every rank creates it within the context manager ``parallel_processes``.
+``data_parallel_size``, ``layout_problems`` (texts) and ``chunk_layers`` need neither megatron-core nor a
+process group. Every rank creates its policy within the context manager ``parallel_processes``, which
+initializes torch.distributed and megatron's groups.
 """
 
 from __future__ import annotations
@@ -140,9 +141,7 @@ def _divisors(*numbers: int) -> list[int]:
 @contextmanager
 def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
     """Context manager of the torch.distributed and megatron process groups and this rank's device.
-
-    Collective: every rank enters it before creating a policy.
-    """
+    Collective: every rank enters it before creating a policy."""
     from bapo_megatron.policy.device import backend, select_device  # torch, which layouts do not need
     from bapo_megatron.runtime.distributed import process_group
 

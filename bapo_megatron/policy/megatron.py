@@ -1,7 +1,7 @@
-"""megatron-core policy (the actor): GPTModel, pipeline schedule, DDP and distributed optimizer.
+"""megatron-core policy (the actor), ``MegatronPolicy``: GPTModel, pipeline schedule, distributed optimizer.
 
-``passes.py`` has all forward and backward passes: they take packs (micro-batches of concatenated sequences)
-and return one additive vector of sums, equal on all ranks, or the log-probs of each token.
+Its methods take packs (micro-batches of concatenated sequences) and return one additive vector of sums, equal
+on all ranks, or each token's log-probs; ``passes.py`` has the forward and backward passes.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronPolicy:
-    """The ``Policy`` (actor) on megatron-core, one per rank; ``interfaces.py`` documents its methods.
-
-    Process groups must exist (``layout.parallel_processes``).
-    """
+    """The ``Policy`` (actor) on megatron-core, one object per rank: model, optimizer, schedule, frozen
+    reference. The constructor builds the model and loads its weights from an HF folder; process groups must
+    exist (``layout.parallel_processes``). ``interfaces.py`` documents the methods."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Differences between megatron-core releases, each with the first release that has it.
+"""Differences between megatron-core releases: each function returns what the imported one needs.
 
 A policy runs on the releases permitted by setup.py; 0.16.1 and 0.19.2 are tested. For checkpoint files,
 ``checkpoints_tools/formats/distcp.py`` detects the format of every release from the content.
@@ -20,10 +20,8 @@ _TRITON_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
 
 
 def replace_triton_kernels() -> None:
-    """Make megatron-core importable without triton, beside a CPU build of torch. Idempotent.
-
-    From 0.19 on the pipeline schedules import three kernel names that a policy never uses.
-    """
+    """Make megatron-core importable without triton, beside a CPU build of torch. Idempotent. From 0.19 on the
+    pipeline schedules import three kernel names that a policy never uses."""
     if _TRITON_KERNELS not in sys.modules and find_spec("triton") is None:
         module: Any = ModuleType(_TRITON_KERNELS, "Stand-in without kernels: triton is not installed.")
         module.GLOBAL_BLOCK_SIZE = 1024
@@ -41,10 +39,8 @@ def release() -> tuple[int, int]:
 
 
 def save_arguments() -> dict[str, str]:
-    """Extra arguments of ``dist_checkpointing.save``: megatron-core's writer.
-
-    From 0.17 on the default is nvidia-resiliency-ext's.
-    """
+    """Extra arguments of ``dist_checkpointing.save``: megatron-core's writer. From 0.17 on the default is
+    nvidia-resiliency-ext's."""
     return {"async_strategy": "mcore"} if release() >= (0, 17) else {}
 
 
@@ -86,9 +82,7 @@ def _common_strategy(read: Callable[[], dict[str, Any]]) -> Any:
 
 def marks_cut_experts() -> bool:
     """Whether megatron marks all ETP-sharded expert weights as such, so that the gradient norm counts them.
-
-    Before 0.19 Transformer Engine's layers lack the mark, with Transformer Engine 2.20.
-    """
+    Before 0.19 Transformer Engine's layers lack the mark, with Transformer Engine 2.20."""
     return release() >= (0, 19)
 
 

@@ -1,7 +1,8 @@
 """Model builder: this rank's megatron-core GPTModel chunks, from the shape of a Hugging Face model.
 
-Layers are Transformer Engine's (on a GPU, in half precision, if installed) or torch's (``layers.py``).
-``weight_map.py`` loads the weights. Megatron's process groups must exist (``layout.py``).
+``transformer_config`` returns the configuration, ``build_chunks`` the ``PolicyModel`` chunks, without loaded
+weights (``weight_map.py``). Layers are Transformer Engine's (on a GPU, in half precision, if installed) or
+torch's (``layers.py``). Megatron's process groups must exist (``layout.py``).
 """
 
 from __future__ import annotations
@@ -127,10 +128,9 @@ def _recompute(batch: BatchConfig, kinds: Sequence[Builder]) -> dict[str, object
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPTModel whose last stage returns hidden states; ``output_head.py`` computes logits and loss.
-
-    A rank has one chunk, or one per virtual pipeline stage.
-    """
+    """GPTModel whose last stage returns hidden states [tokens, 1, hidden] instead of logits;
+    ``output_head.py`` computes log-probs and loss from them. A rank has one chunk, or one per virtual
+    pipeline stage."""
 
     def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
         """megatron-core's layer inputs, with the RoPE table cut to the pack's longest document."""
@@ -162,10 +162,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         counters: RouterCounters | None = None,
         real_T: Tensor | None = None,
     ) -> DocumentPack:
-        """The layers' parameters for a pack: document bounds, RoPE and routes of this rank.
-
-        ``counters``: collect router choices in a pass with gradients, for tokens that are 1 in ``real_T``.
-        """
+        """The layers' parameters for a pack: document bounds, RoPE and routes of this rank. ``counters``:
+        collect router choices in a pass with gradients, for tokens that are 1 in ``real_T``."""
         table = None if self.rotary is None else self.rotary.table(part.position_T)
         routes = self._routes(part, device, counters)
         load = None
@@ -206,9 +204,7 @@ def build_chunks(
     config: TransformerConfig, shape: ModelShape, max_positions: int, longest: int
 ) -> list[PolicyModel]:
     """Build the model chunks of this pipeline stage: one, or one per virtual stage; weights are not loaded.
-
-    ``longest``: length of the longest document, at most ``max_positions``.
-    """
+    ``longest``: length of the longest document, at most ``max_positions``."""
     virtual = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
     te = device.uses_transformer_engine(config.params_dtype)

@@ -1,4 +1,4 @@
-"""Host copies of device memory: the offloaded policy and the frozen reference's weights.
+"""Host copies of device memory: ``Offload`` of the policy, and the weights of a ``FrozenReference``.
 
 Offload, while colocated engines sample on the policy's GPUs:
 
@@ -41,7 +41,8 @@ _ALIGNMENT = 512
 
 
 class Offload:
-    """Offload of a rank's model and optimizer: ``offload`` frees device memory, ``reload`` restores it."""
+    """Offload of a rank's model and optimizer: ``offload`` copies state to the host, frees device memory and
+    returns the freed bytes; ``reload`` restores it bit for bit. Local, blocking."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
@@ -82,10 +83,8 @@ class Offload:
         return sum(data.numel() for data in (*leaving, *dropped))
 
     def reload(self) -> None:
-        """Reload the state onto the device. No effect if nothing is offloaded.
-
-        Raises torch.OutOfMemoryError if the device has too little memory; the call can be repeated.
-        """
+        """Reload the state onto the device. No effect if nothing is offloaded. Raises torch.OutOfMemoryError
+        if the device has too little memory; the call can be repeated."""
         # Allocate all memory before the first copy and clear the lists after the last, so that a call that
         # runs out of memory can be repeated.
         for data in (*self._copied, *self._freed_gradients):
@@ -97,11 +96,9 @@ class Offload:
 
 
 class FrozenReference:
-    """The frozen reference of one rank. Local.
-
-    Within ``loading`` the caller fills the model with the reference's weights; within each later ``in_place``
-    the model has them. Otherwise the model has the policy's weights.
-    """
+    """The frozen reference's weights on one rank, in host memory. Local. In ``loading()`` the caller fills
+    the model with the reference's weights, which the exit moves to the host; in each later ``in_place()`` the
+    model has them again. Otherwise the model has the policy's weights."""
 
     def __init__(self, model: Sequence[Any]) -> None:
         """``model``: this rank's chunks, with weights on the device. Allocates nothing yet."""
@@ -138,7 +135,8 @@ class FrozenReference:
 
 
 class HostBlocks:
-    """Host memory for storage copies, end to end, in blocks pinned on a GPU machine, created at first use."""
+    """Host memory for copies of storages: ``pieces`` pairs each piece of them with its place in a block.
+    Blocks are created at first use, kept, and pinned on a GPU machine."""
 
     def __init__(self) -> None:
         self.blocks: list[Tensor] = []

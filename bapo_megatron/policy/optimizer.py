@@ -1,5 +1,8 @@
 """AdamW on megatron's distributed optimizer: construction, clipped step, learning-rate schedule.
 
+``build_optimizer`` returns the optimizer, ``clipped_step`` steps it and returns the gradient norm,
+``build_schedule`` the learning-rate scheduler.
+
 With ``optimizer.device=cpu`` master weights and moments stay in host memory and AdamW steps on the host's
 cores. A GPU keeps only weights and gradients, which saves 12 bytes a parameter (8 with float32 weights)
 divided by DP x CP. Gradients are reduced and clipped on the GPU as usual. Then, bucket by bucket, gradients
@@ -43,10 +46,8 @@ BUCKET = 2**26
 
 
 def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.dtype) -> Any:
-    """Megatron's distributed optimizer, with state and steps on the host for ``optimizer.device=cpu``.
-
-    Biases and norms have no weight decay.
-    """
+    """Megatron's distributed optimizer, with state and steps on the host for ``optimizer.device=cpu``. Biases
+    and norms have no weight decay."""
     settings = megatron_optimizer.OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -143,7 +144,8 @@ def move_to_host(optimizer: Any, config: OptimizerConfig) -> None:
 
 
 class _Shard:
-    """This rank's shard of a parameter; megatron treats it as a parameter in gradient norm and clipping."""
+    """This rank's shard of a parameter in host optimization: host master weights, device weights and
+    gradient. Megatron treats it as a parameter in gradient norm and clipping."""
 
     def __init__(self, master: Tensor, weights: Tensor) -> None:
         self.master = master
@@ -201,7 +203,8 @@ def _take_gradients(part: Any, owners: Sequence[tuple[_Shard, Any]]) -> None:
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW with host master weights and moments, and device gradients and weights. Steps are rank-local."""
+    """AdamW with master weights and moments on the host, gradients and weights on the device. ``step`` blocks
+    until the new weights are on the device; local to the rank."""
 
     def __init__(
         self, groups: Sequence[dict[str, Any]], shards: dict[Tensor, _Shard], config: OptimizerConfig
@@ -233,7 +236,8 @@ class HostAdamW(torch.optim.AdamW):
 
 
 class _Copies:
-    """Overlapped bucket copies: two pinned buffers and one CUDA stream per direction."""
+    """Overlapped copies of buckets between GPU and host: gradients down, weights up, each way through two
+    pinned buffers on its own CUDA stream."""
 
     def __init__(self, shards: Sequence[_Shard]) -> None:
         self.buckets = buckets_of(shards, BUCKET)
@@ -326,10 +330,8 @@ def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
 
 @contextmanager
 def rank_threads() -> Iterator[None]:
-    """Context manager that raises torch's thread count to this rank's share of the cores.
-
-    torchrun gives a rank only one thread; Slurm and `bapo train` set the count beforehand.
-    """
+    """Context manager that raises torch's thread count to this rank's share of the cores. torchrun gives a
+    rank only one thread; Slurm and `bapo train` set the count beforehand."""
     before, ranks = torch.get_num_threads(), environment_variable("LOCAL_WORLD_SIZE")
     if ranks is not None:
         torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // int(ranks)))

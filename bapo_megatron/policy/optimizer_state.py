@@ -1,5 +1,7 @@
 """Sharded optimizer state in checkpoints: each DP x CP rank writes and reads its share of whole parameters.
 
+``shard_over_ranks`` patches a ``DistributedOptimizer`` so that ``sharded_state_dict`` does this.
+
 Megatron's distributed optimizer flattens all parameters into buckets and cuts each bucket into equal ranges,
 one per DP x CP rank. A checkpoint (``fully_reshardable``) holds whole parameters: megatron gathers all state
 in every rank's host memory (12 bytes a parameter, plus copies), and one rank writes it. Here each parameter
@@ -30,7 +32,7 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``first`` to ``end`` of a flat parameter, on the DP x CP rank ``rank``."""
+    """Part of a flattened parameter in one rank's range: DP x CP rank, first element, end element."""
 
     rank: int
     first: int
@@ -39,7 +41,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter's optimizer state lies on the DP x CP ranks."""
+    """Distribution of one parameter's optimizer state: its pieces on DP x CP ranks, and the owner rank, which
+    writes the whole."""
 
     number: int
     """Index among megatron's parameters: the key of its state in a state dict."""
@@ -124,10 +127,8 @@ def _load_buffers(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
 
 
 def _owned_states(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
-    """Yield the whole, flat states of each parameter owned by this rank. Collective.
-
-    They are the optimizer's own tensors, not copies, if this rank holds the whole parameter.
-    """
+    """Yield the whole, flat states of each parameter owned by this rank. Collective. They are the optimizer's
+    own tensors, not copies, if this rank holds the whole parameter."""
     placed = list(placements(optimizer))
     rank = optimizer.data_parallel_group.rank()
     for name in STATES:

@@ -5,7 +5,8 @@
     d log pi(y) / dz_v = (1[v = y] - pi(v)) / t
     dH / dz_v = -pi(v) (log pi(v) + H) / t
 
-with logits z = W h of a token's hidden state h, output weights W, and temperature t.
+with logits z = W h of a token's hidden state h, output weights W, and temperature t. ``OutputHead.stats``
+returns log pi and H per token, ``OutputHead.sums`` a differentiable loss vector.
 
 Logits are float32 from the matmul on, whatever the dtype of h and W, and are divided by t in float32: the
 arithmetic of SGLang 0.5.23 under ``--enable-fp32-lm-head`` (``LogitsProcessor._compute_lm_head``,
@@ -43,10 +44,9 @@ _SOFTMAX_LOGITS = 1 << 27
 
 @dataclass(frozen=True)
 class OutputHead:
-    """Chunked output layer of one policy: log-probs, entropies, and a loss with its gradient.
-
-    Holds settings only: the weights are arguments. Calls are collective over the tensor-parallel group.
-    """
+    """Chunked output layer of one policy: ``stats`` returns log-probs and entropies of labels, ``sums`` a
+    loss vector with its gradient. Holds settings only: the weights are arguments. Calls are collective over
+    the tensor-parallel group."""
 
     temperature: float
     """Divides the logits."""
@@ -123,7 +123,8 @@ class OutputHead:
 
 
 class _LossAndGradient(torch.autograd.Function):
-    """Loss and gradient of the output layer in one forward pass; the backward pass scales the gradient."""
+    """Autograd function of ``OutputHead.sums``: forward computes the sums and, chunk by chunk, the gradients
+    too; backward only scales these."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """Forward and backward passes over micro-batches on megatron-core's pipeline schedules.
 
-Input is packs (concatenated sequences), output one additive float64 vector of sums, equal on all ranks; the
-caller's ``TokenFn`` defines its meaning. Only ``stats`` returns per-token values (log-prob, entropy). Packs
-are whole; each rank slices its context-parallel part here.
+``Passes.forward`` and ``backward`` take packs (concatenated sequences) and a ``TokenFn``, and return its
+additive float64 vector summed over the packs of all ranks; ``backward`` also accumulates gradients. ``stats``
+returns per-token log-probs and entropies. Packs are whole; each rank slices its context-parallel part here.
 
 The layers see all tokens of a part, the output layer only the trained ones (``stats`` can include others).
 The host selects them from the pack's mask, without a device synchronization.
@@ -31,7 +31,8 @@ from bapo_megatron.tensor_types import MicroBatch, SearchedLoss, TokenFn, TokenS
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's context-parallel part of a pack, on its device, created for each pass."""
+    """This context-parallel rank's share of a pack, on its device: all its tokens (for the layers), the
+    trained tokens and their rows (for the output layer), and which are not padding."""
 
     tokens: MicroBatch
     """All tokens, for the layers."""
@@ -48,11 +49,9 @@ Evaluate = Callable[[Tensor, _Part], Tensor]
 
 
 class Passes:
-    """Forward and backward passes of one model: its DDP-wrapped chunks and the output layer's chunk.
-
-    All calls are collective. ``stats`` is so only within a replica unless experts are sharded over replicas;
-    then over all ranks, with equally many packs each.
-    """
+    """Forward and backward passes of one model: its DDP-wrapped chunks and the output layer. All calls block
+    and are collective over all ranks, except that ``stats``, without experts sharded over replicas, is
+    collective only within a replica; with them all ranks need equally many packs."""
 
     def __init__(self, wrapped: list[Any], last: PolicyModel, head: OutputHead, device: torch.device) -> None:
         self._model, self._last, self._head, self._device = wrapped, last, head, device
@@ -72,9 +71,7 @@ class Passes:
 
     def stats(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
         """Log-probs and entropies of whole packs, prompts too, on the CPU of every rank of the replica.
-
-        ``trained_only``: zeros for all other tokens, whose logits are not computed.
-        """
+        ``trained_only``: zeros for all other tokens, whose logits are not computed."""
         size, rank = _context()
         results = [torch.zeros(2, batch.token_T.numel(), device=self._device) for batch in batches]
         here = iter(zip(results, batches, strict=True))
@@ -102,9 +99,7 @@ class Passes:
         counters: RouterCounters | None = None,
     ) -> Tensor:
         """Accumulate the gradient of the loss (element 0, per token); return its sums over all ranks.
-
-        ``counters``: filled by the routers; their sums over all ranks follow the loss's.
-        """
+        ``counters``: filled by the routers; their sums over all ranks follow the loss's."""
         # Other ranks of the replica have the same packs.
         counts = self._counts_tokens and not parallel_state.get_context_parallel_rank()
         if counters is not None and counters.has_routes and counts:
@@ -144,10 +139,8 @@ class Passes:
     def _searched_update(
         self, batches: Sequence[MicroBatch], loss: SearchedLoss, counters: RouterCounters | None
     ) -> Tensor:
-        """Searched loss per update: all forward passes, the search, then all backward passes.
-
-        Requires a one-stage pipeline. Holds all packs' activations, with full recomputation the layer inputs.
-        """
+        """Searched loss per update: all forward passes, the search, then all backward passes. Requires a
+        one-stage pipeline. Holds all packs' activations, with full recomputation the layer inputs."""
         parts = [self._part(batch, counters is not None) for batch in batches]
         pending = deque((self._hidden(part, self._model[0], counters)[:, 0], part) for part in parts)
         measure = self._measured(loss.measure)
@@ -254,10 +247,8 @@ class Passes:
     def _sum_over_ranks(
         self, outputs: list[Tensor], width: int, counters: RouterCounters | None = None
     ) -> Tensor:
-        """Sum the packs' vectors of length ``width``, from the last stage and TP rank 0, over all ranks.
-
-        The sums of ``counters``, from every rank, follow in the same vector.
-        """
+        """Sum the packs' vectors of length ``width``, from the last stage and TP rank 0, over all ranks. The
+        sums of ``counters``, from every rank, follow in the same vector."""
         total = torch.zeros(width, dtype=torch.float64, device=self._device)
         if self._counts_tokens:
             total += torch.stack([output.double() for output in outputs]).sum(0)

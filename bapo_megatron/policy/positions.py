@@ -4,12 +4,14 @@
 
     rank r of C holds chunks r and 2C - 1 - r of each document, which is cut into 2C chunks of equal length
 
+``slice_batch`` returns a rank's part of a pack, ``positions`` its indices, ``gathered_rows`` the way back.
 Under a causal mask early chunks are cheap and late ones expensive, so every rank has the same work (as in
 Llama 3, arXiv 2407.21783, Sec. 3.3.2, and Transformer Engine). This is index arithmetic without
 communication. A document that cannot be cut evenly raises ValueError: the packing pads documents
 (``PackLayout.document_multiple``).
 
 **Rotary position embedding** (RoPE) of ``thd`` packs in float32, for layers without Transformer Engine:
+``rotate(x, Rotary.table(positions))`` returns
 
     y_i       = x_i cos(m f_i) - x_{i+d/2} sin(m f_i)
     y_{i+d/2} = x_{i+d/2} cos(m f_i) + x_i sin(m f_i)          f_i = base^(-2 i / d)
@@ -45,7 +47,7 @@ _TRAINED_POSITIONS, _HIGH_FREQUENCY = 8192, 4
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """A rank's chunk of a packed document: its queries and the range of their keys."""
+    """A CP rank's chunk of a packed document: number of queries, pack positions of their keys."""
 
     queries: int
     first_key: int
@@ -55,10 +57,8 @@ class DocumentChunk:
 
 
 def document_chunks(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[DocumentChunk]:
-    """Yield the chunks of documents ``bounds[d]:bounds[d + 1]`` on ``rank``, in its order.
-
-    At size 1 a document is one chunk. Raises ValueError if a document cannot be cut evenly.
-    """
+    """Yield the chunks of documents ``bounds[d]:bounds[d + 1]`` on ``rank``, in its order. At size 1 a
+    document is one chunk. Raises ValueError if a document cannot be cut evenly."""
     for start, end in pairwise(bounds):
         if size == 1:
             yield DocumentChunk(end - start, start, end)
@@ -141,7 +141,7 @@ def rotate(x_LHD: Tensor, table: RotaryTable) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """The rotation, with its inverse as backward: saves only the pack's table."""
+    """Autograd function of ``rotate``, with the inverse rotation as backward; saves only the pack's table."""
 
     @staticmethod
     def forward(ctx: Any, x_LHD: Tensor, cos_LF: Tensor, sin_LF: Tensor) -> Tensor:

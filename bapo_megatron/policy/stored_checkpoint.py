@@ -1,9 +1,10 @@
 """Safe reader of torch_dist checkpoints for torch's and megatron's loaders: executes no pickle.
 
-Their own readers unpickle ``.metadata``, the common state and every stored object, and a pickle can call any
-function. ``bapo-ckpt``'s reader (``checkpoints_tools/archives/``) replaces them: it decodes only plain values
-and tensor places, imports nothing, and reads no file outside the folder. Damaged content or a reference to
-code raises CheckpointError. Megatron does the writing.
+``open_stored(folder)`` reads all but tensors and returns a ``StoredCheckpoint``; within ``read_by(stored)``
+megatron's ``dist_checkpointing.load`` reads from it. Torch's and megatron's own readers unpickle
+``.metadata``, the common state and every stored object, and a pickle can call any function. This reader
+(``checkpoints_tools/archives/``) decodes only plain values and tensor locations, imports nothing, and reads
+no file outside the folder. Damaged content or a reference to code raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _MOST_TENSOR_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """An opened checkpoint in ``folder``: its pickles as plain values, tensors unread."""
+    """An opened checkpoint: its folder, its metadata (keys, shapes, chunk locations) and its common state as
+    plain values. Tensors are unread."""
 
     folder: Path
     metadata: Metadata
@@ -73,10 +75,8 @@ def open_stored(folder: Path) -> StoredCheckpoint:
 
 @contextmanager
 def read_by(stored: StoredCheckpoint) -> Iterator[dict[str, Any]]:
-    """Context manager that patches megatron's loader to read ``stored`` with the safe reader.
-
-    Yields extra arguments of ``dist_checkpointing.load``, for the common state.
-    """
+    """Context manager that patches megatron's loader to read ``stored`` with the safe reader. Yields extra
+    arguments of ``dist_checkpointing.load``, for the common state."""
     module: Any = megatron_strategy
     usual: Callable[..., Any] = module._get_filesystem_reader
     module._get_filesystem_reader = lambda *_args, **_kwargs: StoredReader(stored)
@@ -88,10 +88,9 @@ def read_by(stored: StoredCheckpoint) -> Iterator[dict[str, Any]]:
 
 
 class StoredReader(StorageReader):
-    """torch.distributed.checkpoint's ``StorageReader`` of an opened checkpoint; torch calls its methods.
-
-    Raises CheckpointError for content that is damaged or not plain.
-    """
+    """``StorageReader`` of torch.distributed.checkpoint for an opened checkpoint. Torch calls its methods to
+    read metadata, tensors and objects into a model. Raises CheckpointError for content that is damaged or not
+    plain."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
         self._stored = stored

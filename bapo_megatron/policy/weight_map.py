@@ -1,8 +1,9 @@
 """Weight map: sharded load and all-gather between Hugging Face tensors and megatron's parameters.
 
-The *global* parameter is the one at TP 1. All conversions follow ``hf/parameter_map.py`` and only move
-values, so a round trip is bit-exact. ``shard_parts`` lists the HF rows and columns of a shard, so that a rank
-reads nothing else.
+``WeightMap.load`` fills this rank's parameters from an HF folder; ``WeightMap.gather`` yields the whole model
+as HF tensors. The *global* parameter is the one at TP 1. All conversions follow ``hf/parameter_map.py`` and
+only move values, so a round trip is bit-exact. ``shard_parts`` lists the HF rows and columns of a shard, so
+that a rank reads nothing else.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
 
 
 class Part(NamedTuple):
-    """Part of an HF tensor in a rank's shard: a slice of its rows and columns."""
+    """Part of an HF tensor in a rank's shard: the tensor's index, slices of its rows and columns."""
 
     source: int
     """Index of the HF tensor among the parameter's."""

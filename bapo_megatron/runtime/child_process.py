@@ -1,7 +1,9 @@
-"""Child processes with a deadline: request-reply children, commands, forks, and user commands.
+"""Child processes with a deadline, for programs of this package and commands of users.
 
-All calls block, up to a limit given by the caller. A child can be killed at any time from any thread, and
-none outlives this process, even after ``kill -9`` (processes.py).
+``AnsweringChild.ask`` sends a request and returns the reply, ``run_command`` runs a program to its end,
+``within`` calls a function in a fork, ``UserCommand`` runs a user's command beside this process. The first
+three block up to a limit given by the caller. A child can be killed at any time from any thread, and none
+outlives this process, even after ``kill -9`` (processes.py).
 
 User commands (`checkpoint.after_export`, `logging.on_event`) are split into words as in a shell, but run
 without one: no value of a run (a folder, an event) is ever interpreted as shell code. For pipes, variables
@@ -85,11 +87,9 @@ def with_users_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class ChildProcess:
-    """Child process in its own session: signals to this process's group, such as Ctrl-C, do not reach it.
-
-    The constructor starts it. Used for workers, commands and the agent programs of ``environment/adapters``.
-    Always call ``close``: it kills and reaps the child and releases the pipes.
-    """
+    """Base class of a child process in its own session: signals to this process's group, such as Ctrl-C, do
+    not reach it. The constructor starts it; ``wait_end`` waits, ``kill`` kills. Always call ``close``: it
+    kills and reaps the child and releases the pipes."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], guarded: bool, **popen: Any
@@ -161,11 +161,9 @@ class ChildProcess:
 
 
 class AnsweringChild(ChildProcess):
-    """Request-reply child: one line of JSON each way, one request at a time.
-
-    ``ask`` blocks and raises ChildTimeout or ChildDied. Another thread may ``kill`` it during a request. Used
-    for code sandboxes, math-verify, reasoning-gym's generator and environment traits.
-    """
+    """Request-reply child: ``ask`` writes a request as one line of JSON and returns the JSON reply; one at a
+    time. ``ask`` blocks and raises ChildTimeout or ChildDied. Another thread may ``kill`` the child during a
+    request."""
 
     def __init__(
         self,
@@ -246,7 +244,7 @@ class AnsweringChild(ChildProcess):
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Result of ``run_command``: output, and how the command ended."""
+    """Result of ``run_command``: stdout, stderr, exit code, and in words how the command failed."""
 
     output: str
     errors: str
@@ -377,11 +375,9 @@ def missing_program(command: str) -> str | None:
 
 
 class UserCommand:
-    """Running user command in its own session, with its output in a log.
-
-    The constructor starts it without waiting; call ``wait`` to poll or wait, then ``close``. Its descendants
-    end with it, and all end with this process.
-    """
+    """Running user command in its own session, with its output in a log. The constructor starts it without
+    waiting; ``wait`` returns the exit code, or None while it runs; then call ``close``. Its descendants end
+    with it, and all end with this process."""
 
     def __init__(
         self, words: list[str], about: Mapping[str, str], log: Path, stdin: bytes = b"", append: bool = False

@@ -1,10 +1,10 @@
-"""Device detection: CUDA or CPU, an error for an unusable GPU, environment variables, and MKL kernel
-selection.
+"""Device detection without an early import of torch: CUDA or CPU, and environment variables for it.
 
-With an unusable GPU (an old driver, a container without its GPU hook, a CPU build of torch) a run would train
-on the CPU, correctly and a thousand times too slowly: that is a ConfigError unless ``BAPO_DEVICE=cpu`` asks
-for the CPU. Call ``prepare_device`` before any import of torch; functions here import it themselves, so help
-texts need no torch.
+``uses_gpu`` returns whether this process computes on a GPU. With an unusable one (an old driver, a container
+without its GPU hook, a CPU build of torch) a run would train on the CPU, correctly and a thousand times too
+slowly: that raises ConfigError unless ``BAPO_DEVICE=cpu`` asks for the CPU. Call ``prepare_device``, which
+sets the variables, before any import of torch; functions here import it themselves, so help texts need none.
+``choose_vector_kernels`` makes MKL's results reproducible.
 """
 
 from __future__ import annotations

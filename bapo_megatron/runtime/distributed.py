@@ -1,8 +1,9 @@
 """torch.distributed: ranks from torchrun, srun or this process; process groups; object collectives.
 
-A command calls ``launched_world_size``; on None it starts the ranks itself by ``run_processes``. Each rank
-then opens ``process_group``. The object collectives (``broadcast_from_main``, ``all_gather``,
-``on_all_ranks``, ...) pickle their values, and all ranks must call them in the same order.
+A command calls ``launched_world_size``; if it returns None, the command starts the ranks itself by
+``run_processes``. Each rank then opens ``process_group``. The object collectives (``broadcast_from_main``,
+``all_gather``, ``on_all_ranks``, ...) pickle their values and block; all ranks must call them in the same
+order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Loader of a user's function or class by its dotted path, ``package.module:name``.
+"""Loader of a user's function or class: ``load_dotted_path`` imports and returns ``package.module:name``.
 
-Importing the module runs the user's code. Raises ConfigError if module or name is missing. Used for
-`algorithm.loss`, `reward.function` and `rollout.engine`, among others.
+Importing the module runs the user's code. Raises ConfigError if module or name is missing. For settings such
+as `algorithm.loss`, `reward.function` and `rollout.engine`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Event kinds in RUN/events.jsonl: meaning, shown as an error by `bapo status`, sent by `on_event`.
+"""Table of the event kinds in RUN/events.jsonl, ``EVENT_KINDS``: their meaning, and who shows or sends them.
 
-Writers of events take their kinds from here; an unlisted kind is written, but neither shown nor sent. A test
-compares the table with the kinds that the program and the job's shell write.
+``is_trouble`` returns whether `bapo status` shows an event as an error, ``is_sent`` whether
+`logging.on_event` sends it, ``event_text`` an event as one line. An event of an unlisted kind is written, but
+neither shown nor sent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MOST_TEXT = 1000
 
 @dataclass(frozen=True)
 class EventKind:
-    """Meaning of an event kind, and where its events are shown or sent."""
+    """Meaning of an event kind, whether `bapo status` shows it as an error, and whether it is sent."""
 
     meaning: str
     is_trouble: bool = False

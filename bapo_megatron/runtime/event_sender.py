@@ -2,15 +2,15 @@
 
     python -m bapo_megatron.runtime.event_sender PID
 
-Rank 0 starts it (``trainer/records/recorder.py``). It resumes where its predecessor stopped, and so also
-sends events that the job's shell wrote between two starts. As a separate process it can report a hanging run
-as `stalled` and a killed one as `failed`, and a hanging target delays no step. Each target has an outbox,
+PID is the trainer's process id; a run's rank 0 starts it. It resumes where its predecessor stopped, and so
+also sends events that the job's shell wrote between two starts. As a separate process it can report a hanging
+run as `stalled` and a killed one as `failed`, and a hanging target delays no step. Each target has an outbox,
 where events queue, with retries and backoff, until accepted. No torch.
 
 Standard input: the ``SenderSettings`` as a line of JSON; at the run's end, the seconds left for queued
 events. If the pipe closes without that second line, the run was killed.
 
-Progress is judged by the modification times of the run's files (``read_progress``), also in `bapo status`.
+``read_progress`` returns a run's ``Progress``, judged by the modification times of its files.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class _Queued:
 
 
 class Outbox:
-    """Event queue of one target: at most one message per kind, however long the target is down.
+    """Event queue of one target. ``add`` queues an event, replacing an earlier one of its kind (and counting
+    it), so the queue stays short however long the target is down.
 
     ``deliver`` is called repeatedly, and blocks while it sends. A failed send stays queued and is retried
     after 5 s, then twice as long each time, at most 300 s.
@@ -114,7 +115,7 @@ _STEPS = 10
 
 @dataclass(frozen=True)
 class Patience:
-    """Stall limit of a run: the longest silence that does not count as a stall."""
+    """Stall limit of a run, the longest silence without a stall: fixed minutes, or from step times."""
 
     steps: int
     """Steps of the whole run; after the last there is no limit."""
@@ -127,7 +128,8 @@ class Patience:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run: its last sign of life, in seconds since 1970, and its step times."""
+    """Progress of a run, from its files: time of the last sign of life (seconds since 1970), last step, and
+    the longest of the last steps' durations. ``is_stalled`` compares the silence with a ``Patience``."""
 
     at: float
     step: int
@@ -184,7 +186,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class SenderSettings:
-    """Settings of a run's event sender, received as a line of JSON."""
+    """Settings of a run's event sender, a line of JSON on its standard input: run directory and name,
+    targets, offset in events.jsonl, and what the stall limit needs."""
 
     run_dir: str
     name: str
@@ -204,11 +207,11 @@ class SenderSettings:
 
 
 class EventSender:
-    """Event sender of one run: queues events, sends them to each target, and detects stalls.
+    """Event sender of one run: ``read`` queues new events, ``deliver`` sends them to each target,
+    ``check_progress`` writes an event on a stall. Each call blocks.
 
-    ``work`` calls its methods in turn; each blocks. Failed sends are repeated. RUN/on_event.json stores each
-    target's position, so after a kill an event may be sent twice. Waiting events of one kind are sent as one,
-    with their count.
+    Failed sends are repeated. RUN/on_event.json stores each target's position, so after a kill an event may
+    be sent twice. Waiting events of one kind are sent as one, with their count.
     """
 
     def __init__(self, order: SenderSettings) -> None:

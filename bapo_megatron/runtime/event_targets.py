@@ -1,8 +1,9 @@
 """Targets of `logging.on_event`: a command, a webhook URL, or `$NAME`, an environment variable with either.
 
-A command reads the message as JSON on standard input. A URL receives a JSON POST, whose field `text` Slack,
-Mattermost and compatible services show. URLs may be secret: no message contains one, and `$NAME` keeps them
-out of the run directory. ``send`` blocks for at most 20 s and raises Refused; the checks yield texts.
+``send`` delivers a message to one; it blocks for at most 20 s and raises Refused. A command reads the message
+as JSON on standard input. A URL receives a JSON POST, whose field `text` Slack, Mattermost and compatible
+services show. URLs may be secret: no message contains one, and `$NAME` keeps them out of the run directory.
+``target_problems`` and ``unreachable_targets`` yield errors of the setting.
 """
 
 from __future__ import annotations

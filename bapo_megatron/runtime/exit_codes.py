@@ -1,10 +1,13 @@
-"""Exit codes of the command line, one message for each error that a user can fix, and stop signals.
+"""Exit codes of the command line, the one message of an error that a user can fix, and stop signals.
 
-Codes: 2 wrong input, 3 stopped run or full disk, 4 failing storage, 85 preempted; ``cli.run`` has the others.
-``report_error`` also kills this process's children, and after ``skip_teardown`` the exit is hard (os._exit).
-``handling`` installs a handler for SIGUSR1 and SIGTERM (Slurm's) and SIGHUP (a closed terminal) in the main
-thread. Slurm sends signals to all processes of a job; the trainer handles them, and its children call
-``ignore_signals``.
+``report_error`` prints the message on stderr, kills this process's multiprocessing children and returns the
+exit code: 2 wrong input (ConfigError), 3 stopped run or full disk (RunStopped), 4 failing storage, 85
+preempted. ``exit_process(code)`` then ends the process, with os._exit if ``skip_teardown`` was called, since
+destroying an NCCL group can hang. ``cli.run`` returns the codes of other errors.
+
+``handling(handler)`` is a context manager in which the stop signals, SIGUSR1 and SIGTERM (Slurm's) and SIGHUP
+(a closed terminal), call ``handler`` in the main thread. Slurm sends signals to all processes of a job; the
+trainer handles them, and its children call ``ignore_signals``.
 
 Imports nothing heavy: a command handles signals before it has loaded anything.
 """

@@ -1,8 +1,9 @@
 """Atomic and durable file writes (temporary file, fsync, rename), and safe reads and openings of files.
 
 ``write_atomically`` leaves a file whole or absent whenever the process or machine dies; it raises OSError if
-it cannot write. In folders made by others, special files are rejected, and so are links out of the folder,
-except from a Hugging Face cache snapshot to its blobs: CheckpointError.
+it cannot write. ``file_inside`` returns the path of a file in a folder made by others (checkpoint, model) and
+raises CheckpointError for a special file or a link out of the folder, except from a Hugging Face cache
+snapshot to its blobs; ``read_file_inside`` also reads it.
 
 A run directory belongs to its user, so its files are opened directly; ``others_may_write`` reports
 exceptions.

@@ -1,10 +1,9 @@
 """Guards of a rank: preemption by signal or job end, a watchdog for hangs, and readable out-of-memory errors.
 
-A preempted run (``exit_codes.py``) finishes the current update, saves, and exits with code 85; the same
-command continues it. This module records the request; the loop polls it and saves
-(``trainer/flow_control.py``). ``naming_memory`` encloses each rank's work and reports which rank ran out of
-which memory, and which settings need less. ``death`` explains a child's exit to the process that waits for
-it.
+``PreemptionSignal`` records a request to stop; the training loop polls its ``reason``, finishes the current
+update, saves, and exits with code 85; the same command continues the run. ``Watchdog`` ends a rank that makes
+no progress. ``naming_memory`` is a context manager that turns a failed allocation into an error which names
+the rank, the memory, and settings that need less. ``death`` returns the cause of a child's exit in words.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ _LAST_EVENT_S = 5.0
 
 
 class PreemptionSignal:
-    """Preemption request, recorded on any rank and seen by all at the same point of the loop.
+    """Preemption request, recorded on any rank and seen by all at the same point of the training loop.
 
     Caused by a stop signal, or by a Slurm job that would end before the next save. Each rank creates one.
-    ``heeding`` installs the signal handlers; ``reason`` is collective and is polled wherever the run can
-    stop. Saves nothing itself. Until ``begun`` the run starts, for up to an hour, with nothing to save: a
-    signal ends the process immediately with exit code 85.
+    ``heeding`` installs the signal handlers; ``reason`` returns the cause or None, is collective, and is
+    polled wherever the run can stop. Saves nothing itself. Until ``begun`` the run starts, for up to an hour,
+    with nothing to save: a signal ends the process immediately with exit code 85.
     """
 
     def __init__(self) -> None:
@@ -133,8 +132,9 @@ class PreemptionSignal:
 
 
 class JobEnd:
-    """End of the Slurm job, in seconds since 1970; on rank 0, which decides for all. The job's script exports
-    it, and writes it to the logs when `scontrol update TimeLimit` moves it."""
+    """End of this Slurm job: ``time`` returns it in seconds since 1970, or None, on rank 0, which decides for
+    all. The job's script exports the time, and writes it to the logs when `scontrol update TimeLimit` moves
+    it."""
 
     def __init__(self) -> None:
         self._given = (
@@ -154,7 +154,8 @@ class JobEnd:
 
 
 class Watchdog:
-    """Watchdog timer: if not reset in time, it prints all threads' stacks and exits with code 1.
+    """Watchdog timer: if ``beat`` does not reset it in time, it prints all threads' stacks and exits with
+    code 1.
 
     One per rank and process, started on construction. It is a C thread (faulthandler), so it works even if
     hanging C code holds the interpreter. The loop resets it before each update and whenever it checks for

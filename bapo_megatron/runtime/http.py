@@ -1,7 +1,8 @@
-"""HTTP client for single requests, with the standard library: no redirects, limited size, optional proxies.
+"""HTTP client for single requests, with the standard library: ``ask`` returns the ``Answer``.
 
-For programs that must start at once or run with broken packages; engines and judges, with many requests, use
-aiohttp. ``without_proxy`` serves children that reach this machine by HTTP.
+GET or POST, blocks up to ``timeout_s``, follows no redirect, and reads up to 8 MiB. For programs that must
+start at once or run with broken packages; engines and judges, with many requests, use aiohttp.
+``without_proxy`` returns variables with which children reach this machine by HTTP.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Answer:
-    """Response to one HTTP request, of any status."""
+    """Response to one HTTP request: status, reason and content; status None if there was no response."""
 
     status: int | None
     """None without a response; ``reason`` says why."""
@@ -45,7 +46,7 @@ class Answer:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Follows no redirect: a redirect would keep the headers and turn a POST into a GET."""
+    """urllib handler that follows no redirect, which would keep the headers and turn a POST into a GET."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

@@ -1,5 +1,6 @@
 """JSON-lines logs (metrics.jsonl, events.jsonl): append-only, readable during the run, intact after a kill.
 
+``JsonlLog`` and ``EventLog`` append rows; ``read_jsonl``, ``read_events`` and ``rows_from_end`` return them.
 A line is complete once its newline is written. Text after the last newline is the torn end of an interrupted
 write: readers skip it, and the log's owner removes it on opening. Lines are not individually fsynced.
 """
@@ -28,11 +29,9 @@ _BLOCK = 1 << 16
 
 
 class JsonlLog:
-    """JSON-lines file open for appending, by one process. Each line is one write: a kill tears at most one.
-
-    Opening it removes an earlier torn end. ``append`` is thread-safe. Used for a run's metrics
-    (``MetricsLog``) and an evaluation's responses (``Responses``).
-    """
+    """JSON-lines file open for appending by one process. ``append`` writes a row in one call, so that a kill
+    tears at most one line; ``rewind`` truncates the file for a resume. Opening it removes an earlier torn
+    end. ``append`` is thread-safe and raises RunStopped if the disk does not accept the line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,11 +72,9 @@ class JsonlLog:
 
 
 class EventLog(JsonlLog):
-    """Event log (events.jsonl) of the process that owns the run: starts, checkpoints, warnings.
-
+    """Event log, events.jsonl, of the process that owns the run: ``event`` appends a kind, a time and fields.
     Thread-safe; raises RunStopped if the disk does not accept a line. Not rewound on a resume. Other
-    processes write to it by ``append_event``.
-    """
+    processes write to it by ``append_event``."""
 
     def event(self, kind: str, **fields: Any) -> None:
         self.append(_event(kind, fields))

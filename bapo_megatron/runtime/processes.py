@@ -1,8 +1,9 @@
 """Parent-death handling: child processes end with their parent, even after ``kill -9`` (no orphans).
 
 Our own programs first call ``die_with_parent``. A foreign program (SGLang, a user's command) runs under a
-guardian process, ``guard``: ``python -I -S processes.py LIFELINE COMMAND...``. Linux only. Imports only the
-standard library: sandboxes and guardians start from this file alone.
+guardian process, ``guard``, which kills its descendants when it or the parent ends: ``python -I -S
+processes.py LIFELINE COMMAND...``. Linux only. Imports only the standard library: sandboxes and guardians
+start from this file alone.
 
 A *lifeline* is the read end of a pipe whose write end only the parent has; the kernel closes it when the
 parent ends. child_process.py creates lifelines.

@@ -1,8 +1,8 @@
-"""Paths in a run directory: names of its files and folders, except those within the journal.
+"""Paths in a run directory, of every file and folder except those within the journal: ``RunPaths(root)``.
 
-Modules use these instead of spelling names. Nothing here creates or opens a file. ``slurm/lib/run_paths.sh``
-mirrors the names that a job's shell needs. Imports only the standard library, for the checkpoint tools and
-cluster commands.
+``step_name`` and ``moment_of`` convert between steps and folder names; ``step_entries`` lists a folder's
+steps. Nothing here creates or opens a file. ``slurm/lib/run_paths.sh`` mirrors the names that a job's shell
+needs. Imports only the standard library, for the checkpoint tools and cluster commands.
 """
 
 from __future__ import annotations
@@ -72,11 +72,9 @@ def _names(folder: Path) -> list[str]:
 
 
 class RunPaths:
-    """Paths in the run directory ``root``, which need not exist. Reads no file.
-
-    Everything in this package that reads or writes a run uses it; ``slurm/launch.py``, which must not import
-    the package, spells ``logs`` itself.
-    """
+    """Paths in the run directory ``root``, as attributes and methods. The directory need not exist; reads no
+    file. Use it in place of spelled names; only ``slurm/launch.py``, which must not import the package,
+    spells ``logs``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -1,8 +1,8 @@
-"""Disk errors: turns failed reads and writes into DiskErrors, for a full disk or a failing file system.
+"""Disk errors: failed reads and writes become errors that end the run with the right exit code.
 
-``writing`` encloses a write, ``check_readable`` judges a read error. A full disk ends the run with exit code
-3 (the user makes room), a failing file system with 4 (a job is requeued). ``OldFiles`` deletes old files:
-only a failing file system makes it end the run.
+``writing`` is a context manager around a write, which raises DiskError: on a full disk exit code 3 (the user
+makes room), on a failing file system FailingDiskError, 4 (a job is requeued). ``check_readable`` judges a
+read error, ``OldFiles`` deletes old files.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def print_kept(_kind: str, *, path: str, reason: str) -> None:
 
 
 class OldFiles:
-    """Deletes what a run no longer needs: checkpoints, step files, logs, weights, evaluations.
+    """Deleter of what a run no longer needs: within ``deleting(path)`` errors of the deletion are only
+    reported.
 
     Undeletable files stay (a mount point, an immutable file, another user's; on NFS an open file): the run
     continues, callers retry at their next turn, and ``report`` is called once per path. Only a failing file

@@ -1,4 +1,4 @@
-"""Text tables: aligned columns drawn by rich without colours, the same on every stream.
+"""Text tables: ``text_table`` returns lines of aligned columns, drawn by rich without colours.
 
 Widths are terminal cells, so wide characters line up. rich is imported only to draw, since commands must
 start without it.

@@ -1,8 +1,8 @@
 """Safe replacement of output folders: a command replaces only what it wrote itself, whole or not at all.
 
-Uses two renames, the old folder aside and the new one into place; the next start repairs a kill in between.
-For exports, conversions and prepared datasets. ``check_replaceable`` is the preflight check, ``new_folder``
-the context manager of a write. Raises ConfigError for a folder with anything that the command did not write.
+For exports, conversions and prepared datasets. ``check_replaceable`` is the preflight: it raises ConfigError
+for a folder with anything that the command did not write. ``new_folder`` is the context manager of a write:
+it yields a temporary folder and puts it into place, by two renames; the next start repairs a kill in between.
 
 Exports and conversions have a mark, a file that is written last and lists the other files with their sizes,
 and small ones with their SHA-256. A folder without a mark, or with anything unlisted, is never replaced or

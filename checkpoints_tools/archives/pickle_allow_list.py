@@ -1,8 +1,8 @@
 """Safe unpickler with an allow-list: reads torch's checkpoint pickles without importing or running code.
 
-A pickle may call any function of any module. Here a name in it stands for a constant (``torch.bfloat16`` is
-"BF16"), a builtin container, or a ``PickledObject`` with the class's arguments. Any other name raises a
-CheckpointError. ``torch_zip.py`` and ``distcp.py`` read every pickle with it.
+``load_pickle(data)`` returns the object. A pickle may call any function of any module. Here a name in it
+stands for a constant (``torch.bfloat16`` is "BF16"), a builtin container, or a ``PickledObject`` with the
+class's arguments. Any other name raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _FORBIDDEN_OPCODES = (
 
 
 class PickledObject:
-    """Record of a pickled object: its class's name, arguments and state, without its code."""
+    """Stand-in for a pickled object: its class's name, arguments and state; none of its code runs."""
 
     __slots__ = ("arguments", "state")
     class_name = ""
@@ -169,6 +169,8 @@ def _check_keys(keys: Iterable[Any]) -> None:
 # Python's own unpickler, not C's: with the latter a few bytes can reserve gigabytes (its memo is an array as
 # long as the largest index), and here instructions can be left out.
 class _Unpickler(pickle._Unpickler):
+    """Python's unpickler without instructions that run code; limits copied items and checks keys."""
+
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         code: method for code, method in _ORDINARY.items() if code not in _FORBIDDEN_OPCODES
     }

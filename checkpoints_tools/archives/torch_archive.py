@@ -1,7 +1,7 @@
 """Writer of ``torch.save``'s zip archives without torch: of one tensor, or of an object without tensors.
 
-For torch_dist writers, whose files hold many archives end to end. Of a tensor's archive only the bytes before
-and after the tensor are made; the caller copies the tensor's in between.
+``tensor_archive`` returns the bytes before and after a tensor's, which the caller copies in between;
+``object_archive`` returns a whole archive. For torch_dist files, which hold many archives end to end.
 
 torch does not check the entries' checksums. The tensor's stays zero: computing it would pass every byte
 through the processor once more.
@@ -35,7 +35,7 @@ _PAYLOAD = "archive/data/0"
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Reference to the class, function or constant ``name`` of ``module``."""
+    """Reference in a pickle to the class, function or constant ``name`` of ``module``."""
 
     module: str
     name: str
@@ -43,7 +43,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of ``function`` with ``arguments``, made when the pickle is read."""
+    """Call in a pickle of ``function`` with ``arguments``, made when the pickle is read."""
 
     function: Name
     arguments: tuple[Any, ...]
@@ -51,7 +51,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """Object of a class, made without its ``__init__``; may be a dictionary key."""
+    """Object in a pickle: class and state. Made without ``__init__``; may be a dictionary key."""
 
     kind: Name
     state: Mapping[str, Any] | tuple[Any, ...] | None
@@ -60,7 +60,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """Persistent identifier, such as torch's storages, resolved when the pickle is read."""
+    """Persistent identifier in a pickle, such as torch's storages, resolved when the pickle is read."""
 
     key: tuple[Any, ...]
 
@@ -133,7 +133,7 @@ def _write_int(out: bytearray, value: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorArchive:
-    """Planned archive: the bytes before and after a tensor's own."""
+    """Planned archive of one tensor: the bytes before and after the tensor's, and its length in bytes."""
 
     before: bytes
     payload: int

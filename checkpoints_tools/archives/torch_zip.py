@@ -1,8 +1,8 @@
 """Reader of ``torch.save`` archives: positions of the tensors' bytes in the file, without torch.
 
-An archive is a zip file: ``data.pkl`` describes the objects, ``data/0``, ``data/1``, ... hold the tensors'
-storages, uncompressed. It may be a whole file, or one of many in a torch_dist file. Raises CheckpointError
-for a damaged one.
+``read_archive`` returns the object with a ``StoredTensor`` for each tensor. An archive is a zip file:
+``data.pkl`` describes the objects, ``data/0``, ``data/1``, ... hold the tensors' storages, uncompressed. It
+may be a whole file, or one of many in a torch_dist file. Raises CheckpointError for a damaged one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_DIMENSIONS = 64  # as torch
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor in an archive: place, type and shape of its elements, which are not read."""
+    """Tensor in an archive, whose elements are not read: file, byte position, type, shape and strides."""
 
     file: Path
     position: int
@@ -57,7 +57,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """Bytes of one storage in the archive's file, of which tensors are views."""
+    """A storage in the archive's file, of which tensors are views: position, type, number of elements."""
 
     position: int
     dtype: str
@@ -101,7 +101,7 @@ def read_tensor(stream: BinaryIO, file: Path, name: str, start: int, length: int
 
 
 class _MemberReader:
-    """Reader of one archive's members as objects."""
+    """Reader of one archive: ``read`` returns its object, with StoredTensors in place of tensors."""
 
     def __init__(
         self, archive: zipfile.ZipFile, window: BinaryIO, file: Path, source: str, start: int, length: int
@@ -206,7 +206,7 @@ def is_shape(value: Any) -> bool:
 
 
 class _Window(io.RawIOBase):
-    """File object over a byte range of a file; does not move the file's own position."""
+    """File object over a byte range of a file, for zipfile; does not move the file's own position."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         super().__init__()

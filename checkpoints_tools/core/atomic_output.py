@@ -1,8 +1,8 @@
-"""Output folder of a conversion: the plan of its files, and its atomic appearance.
+"""Output folder of a conversion: the plan of its files (``OutputPlan``), and its atomic appearance.
 
-It is written under a hidden name beside its own and renamed when the block of ``atomic_output`` ends; before
-that the caller fills and syncs the plan's files. The next run for the same output recognizes and removes a
-killed run's leftovers by that name. A lock on the folder excludes a second run where the file system can lock
+Within ``atomic_output(output)``, which yields a temporary folder, the caller fills and syncs the plan's
+files; at the end the folder is renamed. The next run for the same output recognizes and removes a killed
+run's leftovers by their name. A lock on the folder excludes a second run where the file system can lock
 folders. Call ``check_output`` first.
 """
 
@@ -46,11 +46,9 @@ _FULL = {
 
 @dataclass
 class OutputPlan:
-    """Planned files of an output folder, by their paths in its temporary folder.
-
-    Filled by a format's writer. Then call ``create``, copy the tensors or ``write`` each, and call
-    ``complete``. They raise OSError if the disk fails.
-    """
+    """Planned files of an output folder, by their paths in its temporary folder: sizes, tensors as blocks of
+    them, bytes around these, files to copy. A format's writer fills the plan. Then call ``create``, copy the
+    tensors or ``write`` each, and call ``complete``. These raise OSError if the disk fails."""
 
     tensors: dict[str, BlockTensor] = field(default_factory=dict)
     """Tensors by Hugging Face name; their blocks are in files whose names end in ``PARTIAL``."""

@@ -1,9 +1,9 @@
 """Blocks, the common model of all checkpoint formats: Hugging Face tensors cut into rectangles of files.
 
-A reader provides each tensor's blocks by Hugging Face name: one block of a safetensors file, the query rows
-of many KV groups of a stacked ``linear_qkv``, the column shards of eight ranks. A writer provides the blocks
-of files to be filled. A conversion copies the intersections of both sides' blocks, a verification compares
-them. No element is read here.
+A format's reader returns each tensor as a ``BlockTensor`` by Hugging Face name: one block of a safetensors
+file, the query rows of many KV groups of a stacked ``linear_qkv``, the column shards of eight ranks. A writer
+returns the blocks of files to be filled. A conversion copies the intersections of both sides' blocks, a
+verification compares them. No element is read here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _HOLES_NOT_TOLD = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rectangle of a tensor's elements in a file; each of its rows is contiguous there. A tensor of shape [n]
-    counts as n rows of one column, fused experts [e, n, m] as e n rows until taken apart."""
+    """Rectangle of a tensor's elements in a file: first row and column, size, file, byte position, stride.
+    Each of its rows is contiguous there. A tensor of shape [n] counts as n rows of one column, fused experts
+    [e, n, m] as e n rows until taken apart."""
 
     row: int
     rows: int
@@ -54,7 +55,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """Tensor of a model under its Hugging Face name, as blocks that cover it without overlap."""
+    """Tensor of a model under its Hugging Face name: type, shape, blocks that cover it without overlap."""
 
     name: str
     dtype: str

@@ -1,6 +1,6 @@
 """Bitwise comparison of two checkpoints' tensors, in any two formats, in bands of rows.
 
-Runs in threads, each with two band buffers.
+``compare_tensors`` yields a report per tensor. It reads in threads, each with two band buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from checkpoints_tools.core.copying import (
 
 @dataclass(frozen=True)
 class Difference:
-    """First difference of one tensor between two checkpoints."""
+    """First difference of one tensor between two checkpoints: its kind (missing, type, shape or value), and a
+    message with both sides."""
 
     tensor: str
     kind: str
@@ -36,7 +37,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """Result of comparing one tensor, from ``compare_tensors`` for ``verify``."""
+    """Result of comparing one tensor: name, first ``Difference`` or None, on request both digests."""
 
     name: str
     difference: Difference | None

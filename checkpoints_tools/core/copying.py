@@ -1,4 +1,4 @@
-"""Tensor copy from one checkpoint's blocks into another's, in bounded memory.
+"""Tensor copy from one checkpoint's blocks into another's (``copy_tensors``), in bounded memory.
 
 Tensors are copied in bands: as many whole rows as fit into a buffer without crossing a block edge. Source
 blocks are read into the buffer and written from it to destination blocks. Holes are skipped (not in a
@@ -99,7 +99,7 @@ def copy_tensors(
 
 
 class OpenFiles:
-    """Thread-safe cache of file descriptors by path; a context manager that closes all at its end."""
+    """Thread-safe cache of file descriptors by path; a context manager, which closes all on exit."""
 
     def __init__(self) -> None:
         self.kernel_copies = True
@@ -140,7 +140,7 @@ class OpenFiles:
 
 
 class _WriteBehind:
-    """Starts writes of copied files before gigabytes wait for the final sync."""
+    """Write-behind of copied files: starts the disk writes before gigabytes wait for the final sync."""
 
     def __init__(self, files: OpenFiles) -> None:
         self._files = files
@@ -164,7 +164,8 @@ class _WriteBehind:
 
 @dataclass(frozen=True, slots=True)
 class RowBand:
-    """Band of whole rows of a tensor that fits into a buffer and crosses no block edge."""
+    """Band of whole rows of a tensor that fits into a buffer and crosses no block edge: rows, blocks to read
+    and to write, types, scales."""
 
     name: str
     row: int
@@ -232,7 +233,7 @@ def block_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBa
 
 
 class _Sweep:
-    """Sweep line over a tensor's blocks: those that hold a row, for ascending rows."""
+    """Sweep line over a tensor's blocks: ``at(row)`` returns those that hold a row, for ascending rows."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._ahead = sorted(blocks, key=lambda block: block.row, reverse=True)

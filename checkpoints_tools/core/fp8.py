@@ -1,11 +1,11 @@
 """Quantization to fp8 with block scales, and back, in numpy: bit-identical to transformers.
 
-A block of 128 x 128 weights w has the scale s = amax / 448, where 448 is the largest number of float8_e4m3fn;
-it is stored as q = w / s, rounded to nearest even, and read as q s. Both factors are float32, computed as
-transformers' ``Fp8Quantize`` does: f = (1 / amax) 448, s = 1 / f, q = w f.
+``quantized`` returns bytes and scales, ``dequantized`` the weights. A block of 128 x 128 weights w has the
+scale s = amax / 448, where 448 is the largest number of float8_e4m3fn; it is stored as q = w / s, rounded to
+nearest even, and read as q s. Both factors are float32, computed as transformers' ``Fp8Quantize`` does: f =
+(1 / amax) 448, s = 1 / f, q = w f.
 
-Shapes (suffix of a name): ``_RC`` rows and columns of a part of a matrix, ``_GB`` blocks that cover it. Used
-by ``copying.py``.
+Shapes (suffix of a name): ``_RC`` rows and columns of a part of a matrix, ``_GB`` blocks that cover it.
 """
 
 from __future__ import annotations

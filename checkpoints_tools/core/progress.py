@@ -1,7 +1,8 @@
 """Copy progress on stderr, drawn by rich: share done, bytes, recent rate, time left.
 
-In a terminal a line that changes five times a second, in a log a new line every ten seconds, and a final line
-with bytes, time and mean rate. A failing stderr costs the lines, not the work.
+``byte_progress`` is a context manager around the copy, which yields the function to call with bytes done. In
+a terminal a line changes five times a second, in a log a new line appears every ten seconds; a final line has
+bytes, time and mean rate. A failing stderr costs the lines, not the work.
 """
 
 from __future__ import annotations

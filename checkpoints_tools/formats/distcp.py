@@ -1,8 +1,9 @@
 """Reader of torch_dist files: ``.metadata``, the common state, and the byte ranges of each tensor's chunks.
 
-``.metadata`` lists objects and global tensors by key, each tensor with its chunks (rectangles), and per chunk
-a range of a ``.distcp`` file, which is one torch.save archive. The common state is in ``common.pt``, or from
-megatron-core 0.19 on one of the objects. Executes no pickle; raises CheckpointError for damaged files.
+``read_metadata`` returns a ``Metadata``: objects and global tensors by key, each tensor with its chunks
+(rectangles), and per chunk a range of a ``.distcp`` file, which is one torch.save archive. ``read_common``
+returns the common state, from ``common.pt``, or from megatron-core 0.19 on one of the objects; ``ChunkFiles``
+locates a chunk's elements. Executes no pickle; raises CheckpointError for damaged files.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _DCP = "torch.distributed.checkpoint.metadata."
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place of an archive, from ``.metadata``: file and bytes."""
+    """Location of one archive in a torch_dist checkpoint: file, first byte, length in bytes."""
 
     file: Path
     start: int
@@ -46,7 +47,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """Stored chunk of a global tensor: a rectangle, and its archive's place."""
+    """Stored chunk of a global tensor: a rectangle (first index and size in each dimension), and the location
+    of the archive with its elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -55,7 +57,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """Tensor of the checkpoint by its key, as chunks in files."""
+    """Tensor of a torch_dist checkpoint: key, type, shape of the whole, and its chunks in files."""
 
     key: str
     dtype: str
@@ -65,7 +67,7 @@ class GlobalTensor:
 
 @dataclass(frozen=True)
 class Metadata:
-    """Content of a torch_dist checkpoint, from ``read_metadata``: tensors and objects by key."""
+    """Content of a torch_dist checkpoint by key: global tensors, and the locations of other objects."""
 
     tensors: dict[str, GlobalTensor]
     objects: dict[str, Place]
@@ -116,7 +118,7 @@ def check_backends(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Common:
-    """Common state of a checkpoint, and its archive's place."""
+    """Common state of a torch_dist checkpoint (iteration, arguments, optimizer settings), and its place."""
 
     place: Place
     layout: str
@@ -147,7 +149,8 @@ def read_common(folder: Path, metadata: Metadata) -> Common:
 
 
 class ChunkFiles:
-    """Locator of chunks' elements; a context manager that opens each file once."""
+    """Locator of chunks' elements: ``locate`` returns their place in a file, unread; ``read`` a small
+    archive's bytes. A context manager that opens each file once."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -196,7 +199,7 @@ class ChunkFiles:
 
 
 class _Ranges:
-    """Map from a key and an offset to the part of a file that holds it."""
+    """Index of a checkpoint's archives: ``find`` returns the ``Place`` of a key and a chunk's offset."""
 
     def __init__(self, folder: Path, source: Path, storage: dict[Any, Any]) -> None:
         self.source = source

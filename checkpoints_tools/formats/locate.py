@@ -6,7 +6,8 @@
     Megatron's layout    latest_checkpointed_iteration.txt  iter_0000100/ or release/ (either of the above)
     a run directory      checkpoints/step_000120/{manifest.json, policy/ (torch_dist)}
 
-Raises CheckpointError without one or for an incomplete one; of a run the newest complete one is taken.
+``locate`` returns the ``Location``, ``open_checkpoint`` also the tensors. Both raise CheckpointError without
+a checkpoint or for an incomplete one; of a run they take the newest complete one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _MOST_DIGITS = 18
 
 
 class Format(StrEnum):
-    """Format of a checkpoint."""
+    """Format of a checkpoint: a Hugging Face folder, torch_dist, or Megatron-LM's legacy rank files."""
 
     HF = "HF"
     TORCH_DIST = "torch_dist"
@@ -53,7 +54,7 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class Location:
-    """Location of one checkpoint on disk, from ``locate``."""
+    """Location of one checkpoint on disk: its folder, its format, and its iteration or step."""
 
     folder: Path
     """Folder that directly contains the weight files."""
@@ -64,7 +65,7 @@ class Location:
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """Opened checkpoint: its tensors under Hugging Face names, as places in files; no file stays open."""
+    """Opened checkpoint: location, model shape, and tensors by Hugging Face name, as places in files."""
 
     location: Location
     reference: Path

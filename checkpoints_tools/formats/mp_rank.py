@@ -3,8 +3,9 @@
     mp_rank_00/model_optim_rng.pt  mp_rank_01/...            TP 2
     mp_rank_00_000/...  mp_rank_00_001/...  mp_rank_01_000/  TP 2 x PP 2
 
-Each file holds its stage's state under ``model``, or its interleaved chunks under ``model0``, ``model1``,
-...; layers are counted from 0 in each chunk. Optimizer state is not converted.
+``MpRank(folder, shape).tensors`` has the weights as blocks of the files. Each file holds its stage's state
+under ``model``, or its interleaved chunks under ``model0``, ``model1``, ...; layers are counted from 0 in
+each chunk. Optimizer state is not converted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """Pipeline chunk of the model on one tensor-parallel rank: its parameters by name."""
+    """Pipeline chunk of the model on one TP rank: the file, and its parameters by name, unread."""
 
     file: Path
     parameters: dict[str, StoredTensor]
@@ -53,8 +54,8 @@ class ModelChunk:
 
 
 class RankFiles:
-    """Rank files of a legacy checkpoint, for any model; tensor metadata is read on construction. Raises
-    CheckpointError for a missing rank or a damaged file."""
+    """Rank files of a legacy checkpoint, for any model: ``chunk`` returns a rank's parameters. Tensor
+    metadata is read on construction. Raises CheckpointError for a missing rank or a damaged file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -100,8 +101,8 @@ class RankFiles:
 
 
 class MpRank:
-    """Legacy checkpoint as a model: its weights as blocks of the rank files. Raises CheckpointError for an
-    unknown or misshapen parameter."""
+    """Legacy checkpoint of a known model: ``tensors`` has its weights by Hugging Face name as blocks of the
+    rank files. Raises CheckpointError for an unknown or misshapen parameter."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         if shape.experts is not None or not shape.is_uniform:

@@ -1,8 +1,9 @@
 """Hugging Face folders as bytes: positions of tensors, from checked headers, and the plan of a new folder.
 
-The reader reads only headers, the index and config.json; an fp8 tensor has its scales attached. Raises
-CheckpointError for truncated or contradictory files. The writer plans files byte-identical to the safetensors
-library's, which ``conversion.py`` writes.
+``read_safetensors_folder`` returns every tensor by name as a ``BlockTensor``; it reads only headers, the
+index and config.json, attaches scales to fp8 tensors, and raises CheckpointError for truncated or
+contradictory files. ``plan_safetensors`` returns the plan of files byte-identical to the safetensors
+library's, for ``convert`` to write.
 """
 
 from __future__ import annotations

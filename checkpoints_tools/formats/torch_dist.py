@@ -1,9 +1,9 @@
 """Reader of torch_dist, megatron-core's format: weights and optimizer state as Hugging Face tensors.
 
-Layers have one of three layouts. *stacked*: one key for all, with the layer as first dimension. *per_layer*:
-one key each. *singleton*: as per_layer, with separate keys for gate and up projection
-(``linear_fc1.weight_w`` and ``_v``). Optimizer state has the model's keys with a prefix. Tensors are places
-in files (``core/blocks.py``).
+``TorchDist(folder, shape)`` has them as places in files (``core/blocks.py``). Layers have one of three
+layouts. *stacked*: one key for all, with the layer as first dimension. *per_layer*: one key each.
+*singleton*: as per_layer, with separate keys for gate and up projection (``linear_fc1.weight_w`` and ``_v``).
+Optimizer state has the model's keys with a prefix.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ _MASTERS = ("param", "fp32_param")
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Key of some of a parameter's rows, of one layer or expert if those are stacked."""
+    """A checkpoint key that holds some rows of a parameter: the key, the parameter's index among stacked
+    layers or experts, and the rows."""
 
     key: str
     place: tuple[int, ...]
@@ -68,8 +69,9 @@ class _Part:
 
 
 class TorchDist:
-    """Reader of one torch_dist checkpoint, for conversion, resharding and verification. All methods raise
-    CheckpointError if a tensor is missing, unknown, damaged or misshapen."""
+    """Reader of one torch_dist checkpoint: ``tensors`` has the weights, ``optimizer_tensors`` an Adam state,
+    by Hugging Face name. All methods raise CheckpointError if a tensor is missing, unknown, damaged or
+    misshapen."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         self.folder = folder
@@ -222,11 +224,9 @@ def find_prefix(metadata: Metadata, folder: Path) -> str:
 
 
 class _ChunksByPlace:
-    """Chunks of stacked parameters by layer and expert, as blocks of the parameter at one place.
-
-    Sorts each key's chunks once: the experts of 30B-A3B have 12,288 chunks under two keys, and as many
-    parameters look for theirs.
-    """
+    """Index of stacked parameters' chunks by layer and expert; ``blocks`` yields those of one parameter as
+    blocks. Sorts each key's chunks once: the experts of 30B-A3B have 12,288 chunks under two keys, and as
+    many parameters look for theirs."""
 
     def __init__(self, files: ChunkFiles) -> None:
         self._files = files

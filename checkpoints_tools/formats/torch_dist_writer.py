@@ -1,9 +1,9 @@
-"""Writer of torch_dist, the format of megatron-core's ``dist_checkpointing``: output plan of its files.
+"""Writer of torch_dist, the format of megatron-core's ``dist_checkpointing``: plan of its files.
 
-``conversion.py`` writes the plan. Parameters are global tensors, with all layers stacked under one key.
-Matrices split by TP are cut into a grid of chunks (an expert's only above 1 GiB): a TP rank reads the chunks
-that meet its slice, so a grid of 8 lets every rank of TP2, TP4 or TP8 read only its part. ``.metadata`` maps
-keys to the places of their chunks.
+``plan_torch_dist`` returns the plan, which ``conversion.convert`` writes. Parameters are global tensors, with
+all layers stacked under one key. Matrices split by TP are cut into a grid of chunks (an expert's only above 1
+GiB): a TP rank reads the chunks that meet its slice, so a grid of 8 lets every rank of TP2, TP4 or TP8 read
+only its part. ``.metadata`` maps keys to the places of their chunks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Archive in a data file: a chunk of a tensor, or an object."""
+    """Archive planned in a data file, a chunk of a tensor or an object: offset, size, file, position."""
 
     offset: tuple[int, ...] | None
     """First element of the chunk in the tensor; None for an object."""
@@ -53,7 +53,7 @@ class _Piece:
 
 @dataclass
 class _StoredKey:
-    """Key of the checkpoint: its type, shape and pieces."""
+    """Key of the planned checkpoint: its tensor's type and shape (none for an object), its archives."""
 
     dtype: str | None
     """Type by safetensors' name; None for an object."""
@@ -63,7 +63,7 @@ class _StoredKey:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint besides the weights: common state, optimizer keys, objects, padding."""
+    """What a torch_dist checkpoint holds besides weights: common state, optimizer keys, objects, padding."""
 
     common: bytes
     """Archive of the common state."""
@@ -86,7 +86,8 @@ def plan_torch_dist(
 
 
 class _TorchDistPlanner:
-    """Planner of one checkpoint's files; puts each parameter into the shortest data file so far."""
+    """Planner of one checkpoint's files: ``plan`` returns the ``OutputPlan``. Puts each parameter into the
+    shortest data file so far."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """Policy-gradient losses: registry and base classes, ``loss = -sum_t weight_t A_t value_t``.
 
-``algorithm.loss`` is a registered name or ``package.module:Name``; ``build_loss`` creates it when a run
-starts. A ``Loss`` subclass returns the loss of a pack and the gradient factor of each token, from which clip
-fractions, diagnostics, entropy rule and PAPO follow. Every rank calls it for its own packs; it makes no
+``build_loss`` creates the loss of ``algorithm.loss``, a registered name or ``package.module:Name``. A new
+loss subclasses ``TokenLoss`` (define ``rule``) or ``Loss`` (define ``terms``: from a pack's log-probs,
+columns and search result to its loss, each token's gradient factor, and clipping). Clip fractions,
+diagnostics, entropy rule and PAPO follow from these. Every rank calls it for its own packs; it makes no
 collective calls.
 
 Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences).
@@ -41,11 +42,9 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """A search that precedes a loss, over an update or parts of it: clipping bounds, sequence ratios.
-
-    ``found = find(sum of measure over packs and ranks)``. ``trainer/update_loss.py`` obtains the sums in the
-    cheapest way and calls ``find``; ``Loss.terms`` then receives ``found``, equal on every rank.
-    """
+    """A search that precedes a loss, over an update or parts of it: clipping bounds, sequence ratios, a mask.
+    ``found = find(sum of measure over packs and ranks)``: the caller obtains the sums (in the cheapest way
+    that ``scope`` allows), calls ``find``, and passes ``found``, equal on every rank, to ``Loss.terms``."""
 
     measure: TokenFn
     """Additive sums of one pack: a float64 vector of the same length for all packs."""
@@ -63,7 +62,8 @@ class Search:
 
 
 class Loss(ABC):
-    """Base class of a policy-gradient loss; subclasses define ``terms``.
+    """Base class of a policy-gradient loss. Subclasses define ``terms``, which returns a pack's
+    ``LossTerms``, and may set ``search`` and ``measurements``.
 
     The constructor receives the run's ``AlgorithmConfig`` and raises ConfigError for an unusable setting. Its
     further arguments, with defaults, are the loss's settings, from ``algorithm.loss_settings``. Their
@@ -99,7 +99,8 @@ class Loss(ABC):
 
 
 class Tokens(NamedTuple):
-    """Per-token inputs of ``TokenLoss.rule``: float64 [T], without gradient; 0 (ratio 1) where masked."""
+    """Per-token inputs of ``TokenLoss.rule``: ratio, advantage, and log-probs under the policy, pi_old and
+    pi_rollout. float64 [T], without gradient; 0 (ratio 1) where masked."""
 
     log_ratio_T: Tensor
     """log(pi / pi_old), nats."""
@@ -128,7 +129,8 @@ class Tokens(NamedTuple):
 
 
 class TokenRule(NamedTuple):
-    """Per-token result of ``TokenLoss.rule``, [T]: ``loss = -sum_t weight A value``."""
+    """Per-token result of ``TokenLoss.rule``, [T]: the objective's value (``loss = -sum_t weight A value``),
+    its gradient factor, and whether the token is clipped."""
 
     value_T: Tensor
     """float64: the advantage's factor in the objective, for example PPO's clipped ratio."""
@@ -140,10 +142,8 @@ class TokenRule(NamedTuple):
 
 class TokenLoss(Loss):
     """Base class of a per-token loss without a search, ``-sum_t weight A value``: subclasses define ``rule``.
-
     The gradient is ``d loss / d log pi = -weight A g`` by construction, so the choice of ``g`` implements a
-    paper's stop-gradient. A token beyond ``LOG_RATIO_LIMIT`` has no gradient.
-    """
+    paper's stop-gradient. A token beyond ``LOG_RATIO_LIMIT`` has no gradient."""
 
     @abstractmethod
     def rule(self, tokens: Tokens) -> TokenRule:
@@ -180,9 +180,7 @@ def load_loss(name: str) -> Callable[..., Loss]:
 
 def build_loss(algorithm: Any) -> Loss:
     """Create the loss of an ``AlgorithmConfig`` from ``algorithm.loss`` and ``algorithm.loss_settings``.
-
-    Raises ConfigError for an unknown loss or setting, or for bounds settings that it would ignore.
-    """
+    Raises ConfigError for an unknown loss or setting, or for bounds settings that it would ignore."""
     build = load_loss(algorithm.loss)
     owner, settings = f"algorithm.loss={algorithm.loss}", algorithm.loss_settings
     check_settings("algorithm.loss_settings", owner, settings_of(build), settings)

@@ -2,11 +2,12 @@
 
     loss = -sum_t weight min(r A, clip(r, c_low, c_high) A),    r = pi / pi_old
 
-``algorithm.loss=clip``, the default. ``algorithm.bounds`` chooses the bounds, with presets in
-``bapo_megatron.algo.bapo``. With ``algorithm.bounds.scope=micro_batch`` each search group, about
-``bounds_tokens`` tokens of an update, has its own bounds. Groups depend only on the update's data: they are
-the same for every rank, layout and pack length (with ``bounds_tokens=None`` the groups are the packs
-instead). Packs must come from ``data.packing.pack_samples``; others raise ValueError.
+``ClipLoss``, ``algorithm.loss=clip``, the default. ``algorithm.bounds`` chooses the bounds, with presets in
+``bapo_megatron.algo.bapo``. Its search: ``contribution_fn`` gives a pack's sums, ``search`` (or
+``search_groups``) the bounds from the reduced sums. With ``algorithm.bounds.scope=micro_batch`` each search
+group, about ``bounds_tokens`` tokens of an update, has its own bounds. Groups depend only on the update's
+data: they are the same for every rank, layout and pack length (with ``bounds_tokens=None`` the groups are the
+packs instead). Packs must come from ``data.packing.pack_samples``; others raise ValueError.
 
 Legend: ``_T`` tokens of a pack (a micro-batch), ``_G`` search groups of an update.
 """
@@ -93,7 +94,7 @@ def _groups(batch: MicroBatch, bounds_tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a bounds search, equal on every rank."""
+    """Result of a bounds search, equal on every rank: bounds, and whether all advantages had one sign."""
 
     bounds: Bounds
     one_sign: bool = False
@@ -197,9 +198,7 @@ class ClipLoss(Loss):
 
     def _in_force(self, view: PackView) -> Sequence[float | Tensor]:
         """c_low, c_high, one sign and moved of each token's search: numbers if all tokens share them, or [T].
-
-        A single table, because each costs a blocking copy to a GPU and a pass over the tokens.
-        """
+        A single table, because each costs a blocking copy to a GPU and a pass over the tokens."""
         searches = view.found if isinstance(view.found, tuple) else (view.found,)
         rows = [
             (search.bounds.low, search.bounds.high, float(search.one_sign), float(search.bounds.rounds > 0))

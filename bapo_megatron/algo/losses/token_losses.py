@@ -1,9 +1,9 @@
 """Per-token losses ``-sum_t weight A value``: CISPO, SAPO, DPPO, CE-GPPO, ASPO and MASPO, after their papers.
 
-Each is a ``TokenLoss``: it sees one pack at a time and needs no extra pass over the update. Here ``r = pi /
-pi_old``, ``sg`` is stop-gradient, ``weight`` the token's share in the mean, and ``g`` the gradient factor:
-``d loss / d log pi = -weight A g``. Where a paper takes the mean within each response first, set
-``algorithm.loss_mean=sequence``. Legend: ``_T`` tokens of a pack.
+Each is a ``TokenLoss``: ``rule`` maps a pack's tokens to value, gradient factor and clipping, without an
+extra pass over the update. Here ``r = pi / pi_old``, ``sg`` is stop-gradient, ``weight`` the token's share in
+the mean, and ``g`` the gradient factor: ``d loss / d log pi = -weight A g``. Where a paper takes the mean
+within each response first, set ``algorithm.loss_mean=sequence``. Legend: ``_T`` tokens of a pack.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Losses that first need a statistic of the whole update: sequence ratios, M2PO's mask, P3O's weight.
+"""Losses that first need a statistic of the whole update: ``Gspo``, ``Vespo``, ``M2po``, ``P3o``.
 
 A pass sees one pack, a context-parallel rank only part of a response. So response ratios (for GSPO the
-geometric mean over tokens, for VESPO the product) and the inputs of mask and weight are first summed over the
-whole update (the loss's ``Search``), which may cost a forward pass (``trainer/update_loss.py``). Here ``r =
-pi / pi_old``. Legend: ``_T`` tokens of a pack (a micro-batch of packed sequences), ``_B`` bins.
+geometric mean over tokens, for VESPO the product), M2PO's mask threshold and P3O's effective sample size are
+the result of the loss's ``Search``: sums over the whole update, which may cost a forward pass. ``terms`` then
+receives it as ``found``. Here ``r = pi / pi_old``. Legend: ``_T`` tokens of a pack (a micro-batch of packed
+sequences), ``_B`` bins.
 """
 
 from __future__ import annotations

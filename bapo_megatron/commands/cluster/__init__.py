@@ -1,1 +1,1 @@
-"""Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``; all but ``submit`` take any run."""
+"""Commands ``bapo submit``, for Slurm, and ``status``, ``logs`` and ``cancel``, for any run."""

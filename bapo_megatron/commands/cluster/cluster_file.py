@@ -1,6 +1,7 @@
-"""Cluster file: the TOML settings of a Slurm site, which ``bapo submit --cluster FILE`` reads and checks.
+"""Cluster file: the TOML settings of a Slurm site, for ``bapo submit --cluster FILE``.
 
-``load_cluster`` raises one ConfigError with all problems of names and types or, if none, of values.
+``load_cluster(path)`` returns a ``ClusterFile``; it raises one ConfigError with all problems of names and
+types or, if there are none, of values.
 """
 
 from __future__ import annotations
@@ -46,10 +47,9 @@ _OF_THE_JOB = {
 
 @dataclass(frozen=True)
 class Budgets:
-    """Requeue budgets, the file's table ``budgets``: how often a job may be requeued, for each kind of end.
-
-    The job's script (slurm/lib/requeue.sh) counts, over the whole life of the job.
-    """
+    """Requeue budgets, the file's table ``budgets``: how often a job may be requeued over its whole life,
+    after a crash, a preemption, the time limit, or a node failure. The job's script (slurm/lib/requeue.sh)
+    counts."""
 
     crash: Annotated[int, Ge(0)] = 20
     """A GPU that fails is mostly a crash, not a lost node: of 1,000 GPUs some ten in a month. A crash without
@@ -61,7 +61,8 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Health:
-    """Health checks that a node must pass before a run starts on it (slurm/probe.py): table ``health``."""
+    """Limits of a node's health checks (slurm/probe.py) before a run starts on it, the file's table
+    ``health``: free memory and disk, clock difference, waiting time."""
 
     probe: str = "on"
     """`on` or `off`."""
@@ -75,7 +76,9 @@ class Health:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """Settings of one Slurm site, as ``slurm/clusters/*.toml`` has them."""
+    """Settings of one Slurm site, as ``slurm/clusters/*.toml`` has them: account, partition and time limit,
+    GPUs and nodes, container and interpreters, waiting times, environment variables, sbatch flags, requeue
+    budgets, health checks."""
 
     account: str
     partition: str

@@ -1,7 +1,7 @@
-"""Slurm job of a recipe: node groups, environment settings, and checks before submission.
+"""Slurm job of a recipe, ``ClusterJob``: node groups, environment settings, and checks before submission.
 
-Does not call Slurm: ``submit.py`` builds and checks the job and passes its specification to
-``slurm/launch.py``.
+Does not call Slurm: ``check_job`` raises ConfigError if the job cannot work, and ``ClusterJob.specification``
+returns what ``slurm/launch.py`` submits.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def _without_run_dir(flags: Sequence[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """Slurm job of one recipe with its flags and a cluster file. Immutable; its methods compute and read
-    files. Only ``rehearsal_misfits`` starts processes, for minutes."""
+    """Slurm job of one recipe with its flags on the site of a cluster file. Properties are its nodes and
+    processes; methods return its problems and warnings as text, its settings and its specification.
+    Immutable; reads files. Only ``rehearsal_misfits`` starts processes, for minutes."""
 
     config: RunConfig
     cluster: ClusterFile

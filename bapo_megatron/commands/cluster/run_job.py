@@ -1,7 +1,8 @@
-"""A run's job (a Slurm job or a local process): state, logs and cancellation. ``bapo logs``, ``bapo cancel``.
+"""A run's job (a Slurm job or a local process): its state, logs and cancellation.
 
-Slurm commands run with a deadline. Logs are those of the newest start; for a Slurm job,
-RUN/logs/JOB/RESTART/*.log.
+For ``bapo logs`` and ``cancel``. ``read_job_state`` returns the job's ``JobState``, ``newest_logs`` the log
+files of the newest start (for a Slurm job RUN/logs/JOB/RESTART/*.log), ``cancel`` stops the run. Slurm
+commands run with a deadline.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", 
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a Slurm job from RUN/slurm.state, which slurm/lib/state.sh writes. Missing numbers are 0,
-    missing texts ""."""
+    """State of a run's Slurm job, as slurm/lib/state.sh writes it into RUN/slurm.state: job id, restart
+    number, status, end time, nodes, requeues. Missing numbers are 0, missing texts ""."""
 
     job: str
     restart: int

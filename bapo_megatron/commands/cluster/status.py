@@ -1,8 +1,8 @@
 """``bapo status``: status of a run, read from its directory and Slurm's queue.
 
-``read_status`` takes no lock and leaves nothing behind. File ages use the file system's clock, which may
-differ from this machine's. Since a file system may hang, ``status_command`` calls it in a child process with
-a deadline.
+``read_status`` returns a ``Status``, ``status_text`` prints it. Takes no lock and leaves nothing behind. File
+ages use the file system's clock, which may differ from this machine's. Since a file system may hang,
+``status_command`` reads the status in a child process with a deadline.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def status_command(arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run at one moment; None where unknown."""
+    """Status of a run at one moment, None where unknown: its job, state, step, last metrics, newest
+    checkpoint, engines, seconds without progress, and last error."""
 
     run: Path
     job: JobState | None

@@ -1,7 +1,8 @@
 """Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]``.
 
-``slurm/launch.py`` submits with NeMo-Run, in its own process and a Python that has NeMo-Run. Raises
-ConfigError if a check or the submission fails. ``--dry-run`` prints the script and writes no file.
+``submit`` checks the job, submits it and returns its id; with ``--dry-run`` it returns the script and writes
+no file. ``slurm/launch.py`` submits with NeMo-Run, in its own process and a Python that has NeMo-Run. Raises
+ConfigError if a check or the submission fails.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """Parsed command line of ``bapo submit``, including flags for ``bapo train``."""
+    """Parsed command line of ``bapo submit``: recipe, cluster file, switches, flags for ``bapo train``."""
 
     recipe: Path
     cluster: Path

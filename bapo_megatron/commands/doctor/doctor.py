@@ -1,8 +1,8 @@
 """Command ``bapo doctor [RECIPE] [flags of the recipe] [--json]``: runs all checks and prints their rows.
 
-Checks packages, SGLang, the machine, the code sandbox, the recipe and its servers. Rows are printed as they
-arrive; with ``--json``, all at the end. A section that crashes becomes a row. Exit code 1 if a run could not
-start.
+``run_doctor`` returns the exit code, 1 if a run could not start; ``all_rows`` yields the rows. They check
+packages, SGLang, the machine, the code sandbox, the recipe and its servers. Rows are printed as they arrive;
+with ``--json``, all at the end. A section that crashes becomes a row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ start. `bapo train RECIPE --help` lists the flags.
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Parsed command line of ``bapo doctor``: the recipe, if any, its flags, and ``--json``."""
+    """Parsed command line of ``bapo doctor``: the recipe or None, its flags, and whether to print JSON."""
 
     recipe: Path | None
     flags: tuple[str, ...] = ()

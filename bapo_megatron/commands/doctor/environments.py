@@ -1,10 +1,10 @@
 """Environment check of ``bapo doctor``: one step in the environment of each prompt source.
 
-Runs in the child process of ``recipe.py``, in a pool worker with the recipe's interpreter, settings and
-limits, on the source's first row. Steps once, even where a run would retry, since an environment may have
-outside effects. A failing step becomes a row, not an exception: a `problem` if the environment cannot be
-built or returns no valid ``Reply``, which no turn can change; `optional` if the step failed on a turn that no
-model wrote, or exceeded the doctor's time.
+``try_environments`` yields a row for each. Runs in the child process of ``recipe.py``, in a pool worker with
+the recipe's interpreter, settings and limits, on the source's first row. Steps once, even where a run would
+retry, since an environment may have outside effects. A failing step becomes a row, not an exception: a
+`problem` if the environment cannot be built or returns no valid ``Reply``, which no turn can change;
+`optional` if the step failed on a turn that no model wrote, or exceeded the doctor's time.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ _LAST_LINES, _LAST_BYTES = 5, 4000
 
 @dataclass(frozen=True)
 class _Tried:
+    """An environment to try: its section in the recipe, its configuration, the time limit, and a prompt."""
+
     section: str
     """Config path of the environment: ``environment``, or the source's own."""
     config: EnvironmentConfig

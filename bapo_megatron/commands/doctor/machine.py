@@ -1,6 +1,7 @@
 """Machine checks of ``bapo doctor``: cores, memory, limits, shared memory, disk, code sandbox. Read-only.
 
-File systems may hang, so calls to them run in a child process with a deadline.
+``machine_rows`` and ``sandbox_rows`` yield their rows. File systems may hang, so calls to them run in a child
+process with a deadline.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python -m bapo_megatron.commands.doctor.packages MODULE ...
 
-This child process imports the packages, so one that hangs or crashes costs only its own row. After each
-import it prints a line of JSON: ``{"module": ..., "error": null or text, "facts": {...}}``. Tested versions
-are pinned in ``constraints.txt``, and for SGLang's environment in its ``requirements.txt`` or, for CUDA
-builds, in ``cluster/sglang.txt``; `make` installs them. Permitted ranges come from this package's metadata
-(``setup.py``).
+``package_rows`` yields a row per package. It runs this module as a child process that imports the packages,
+so one that hangs or crashes costs only its own row. After each import the child prints a line of JSON:
+``{"module": ..., "error": null or text, "facts": {...}}``. Tested versions are pinned in ``constraints.txt``,
+and for SGLang's environment in its ``requirements.txt`` or, for CUDA builds, in ``cluster/sglang.txt``;
+`make` installs them. Permitted ranges come from this package's metadata (``setup.py``).
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
     python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
 
-The child prints JSON objects, one a line, and the parent reads the last one, so user code that hangs or
-crashes costs only its own rows. Keys: `problems`; `facts` for the other sections, null if the recipe cannot
-be loaded; `trials`, the rows of each source's reward and environment; `next`, the trial that follows this
-line. A reward trial scores one response to one row with one worker, as a run would; a failing reward becomes
-a row, not an exception. Exits with code 2 if a flag is wrong.
+``check_recipe`` starts this child, and returns the recipe's rows and a ``RecipeFacts``. The child prints JSON
+objects, one a line, and the parent reads the last one, so user code that hangs or crashes costs only its own
+rows. Keys: `problems`; `facts` for the other sections, null if the recipe cannot be loaded; `trials`, the
+rows of each source's reward and environment; `next`, the trial that follows this line. A reward trial scores
+one response to one row with one worker, as a run would; a failing reward becomes a row, not an exception.
+Exits with code 2 if a flag is wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _OTHER_FIX = "change the recipe, or lay a flag over it: the message says which a
 
 @dataclass(frozen=True)
 class RecipeFacts:
-    """Facts about a recipe that the other sections need; the child sends them as JSON."""
+    """Facts about a recipe for the doctor's other sections: run directory, servers and their settings, model,
+    disk need, sandbox, trackers. The child process sends them as JSON."""
 
     directory: str = "runs"
     starts_servers: bool = False

@@ -1,7 +1,7 @@
-"""Rows of the doctor's report, which all checks return, and their text and JSON forms.
+"""Rows of the doctor's report, ``DoctorRow``, which all checks return, and their text and JSON forms.
 
-Text is printed row by row while later checks run, so columns have fixed widths. Words are never broken: users
-copy addresses and commands from the report.
+``lines`` yields the text row by row while later checks run, so columns have fixed widths; ``as_json`` returns
+all. Words are never broken: users copy addresses and commands from the report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _REST = _NAME + _FOUND + _NEEDED + 4
 
 @dataclass(frozen=True)
 class DoctorRow:
-    """Outcome of one check: what was found, what is needed, and the fix."""
+    """Outcome of one check: its section and name, ``ok``, ``optional`` or ``problem``, what was found, what
+    is needed, and the fix."""
 
     section: str
     name: str

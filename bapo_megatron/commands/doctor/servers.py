@@ -1,7 +1,8 @@
 """SGLang server checks of ``bapo doctor``: whether the recipe's servers answer and match the recipe.
 
-Reads SGLang 0.5.23's `/ready`, `/model_info` and `/server_info`, and changes nothing there. A silent server
-becomes a row. As in a run, the API key goes only to servers that ask for one.
+``server_rows`` yields their rows, from SGLang 0.5.23's `/ready`, `/model_info` and `/server_info`, and
+changes nothing there. A silent server becomes a row. As in a run, the API key goes only to servers that ask
+for one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """SGLang environment checks of ``bapo doctor``: versions and GPUs, as its own interpreter reports them.
 
-SGLang has its own environment and is never imported here: child processes with deadlines do that.
+``sglang_rows`` yields their rows. SGLang has its own environment and is never imported here: child processes
+with deadlines do that.
 """
 
 from __future__ import annotations

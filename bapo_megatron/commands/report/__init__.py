@@ -1,1 +1,1 @@
-"""``bapo report``: self-contained HTML page of one run, or of several compared, with PNG plots."""
+"""``bapo report`` (``page.py``): self-contained HTML page of a run, or of several compared, and PNG plots."""

@@ -1,6 +1,6 @@
 """Episodes of a report as conversations, or trees if they branch, read from the journal.
 
-Covers three steps (first, middle, last) and reads only what is shown.
+``conversations(run)`` returns one episode each of three steps (first, middle, last) and reads no others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Speaker = Literal["prompt", "model", "environment"]
 
 @dataclass(frozen=True)
 class Block:
-    """Block of a conversation: its speaker and text."""
+    """Block of a conversation: its speaker (prompt, model or environment) and text."""
 
     speaker: Speaker
     pieces: list[Piece]
@@ -42,7 +42,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One episode, or branch of one, as text, or the reason why it cannot be shown."""
+    """One episode, or one branch of it: title and blocks of text, or the reason why it cannot be shown."""
 
     title: str
     blocks: list[Block]

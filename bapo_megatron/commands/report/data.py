@@ -1,7 +1,7 @@
-"""Log reader of a report: events, and metrics by step and by update as float64 columns.
+"""Log reader of a report: ``read_run`` returns a run's events, and its metrics by step and by update.
 
 The run may still be training. Raises ConfigError if metrics are missing or damaged. Logs are read line by
-line and a value takes 8 bytes: 40,000 updates of 170 metrics take 55 MB, but 1 GB as dicts.
+line into float64 columns: 40,000 updates of 170 metrics take 55 MB, but 1 GB as dicts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows with the same names in the same order."""
+    """Rows of a log with the same metric names in the same order: their numbers, and values end to end."""
 
     places: dict[str, int]
     """Index of each name within a row."""
@@ -39,8 +39,9 @@ class _Rows:
 
 
 class MetricTable:
-    """Metrics of a log as columns, NaN where a row has null or lacks the name. Rows with the same names are
-    stored together, so a rare name takes no full column until requested. An empty table is falsy."""
+    """Metrics of a log as columns: ``column(name)`` returns one value per row, NaN where a row has null or
+    lacks the name. Rows with the same names are stored together, so a rare name takes no full column until
+    requested. An empty table is falsy."""
 
     def __init__(self, rows: Iterable[Row], source: Path | None = None) -> None:
         """``source``: the log file. Raises ConfigError for a value that is not a number."""
@@ -105,7 +106,8 @@ class MetricTable:
 
 
 class Headline(TypedDict):
-    """Headline numbers of a run. Rewards are None if no step has one; missing tokens or times count as 0."""
+    """Headline numbers of a run: mean reward of the first and last steps (None without one), steps, tokens,
+    seconds. Missing tokens or times count as 0."""
 
     reward_first: float | None
     """Mean reward of the first ``window`` steps with one."""
@@ -121,8 +123,8 @@ class Headline(TypedDict):
 
 @dataclass(frozen=True)
 class Series:
-    """Values of one metric over a run, NaN where the log has none. ``step`` is fractional for values of
-    single updates."""
+    """Values of one metric over a run, NaN where the log has none, and the step of each, fractional for
+    values of single updates."""
 
     step: np.ndarray
     value: np.ndarray
@@ -130,7 +132,8 @@ class Series:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Logs of one run directory, read once by ``read_run``, with metric series by step and by update."""
+    """Logs of one run directory, read once by ``read_run``: metric tables, events, stored configuration.
+    ``by_step`` and ``by_update`` return a metric's ``Series``."""
 
     run_dir: Path
     steps: MetricTable

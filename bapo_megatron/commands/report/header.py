@@ -1,6 +1,7 @@
 """Header of a report: a run's method, staleness, held-out score and main settings, and an interpretation.
 
-The texts come from the run's stored configuration and metrics, or say "not recorded".
+``facts`` and ``main_settings`` return (name, text) pairs, ``readings`` sentences, from the run's stored
+configuration and metrics; what these lack is "not recorded".
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """Outcome of a run's bounds searches, as shares of its updates or their tokens."""
+    """Outcome of a run's bounds searches: shares of its updates, or of their tokens, whose search moved a
+    bound and whose search reached the target."""
 
     moved: float
     """Share of updates in which at least one search moved a bound."""

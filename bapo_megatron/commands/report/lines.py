@@ -1,7 +1,8 @@
 """Artists of a report's plots: a run's curve by step, a distribution by ratio, the prediction of Eq. 6.
 
-Of a curve, single values are thin and the moving mean is thick, or pale where few tokens are behind it. Lines
-with more points than pixels are thinned.
+``line_of`` computes a curve, ``draw_line`` and ``draw_distribution`` draw on matplotlib axes and return the
+artists. Of a curve, single values are thin and the moving mean is thick, or pale where few tokens are behind
+it. Lines with more points than pixels are thinned.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FEW_POINTS = 8
 
 @dataclass(frozen=True)
 class Line:
-    """Drawable curve of a run: thin single values and their moving mean."""
+    """Drawable curve of a run: single values, their moving mean, and its parts with few tokens."""
 
     thin: Series
     """Values of single updates or steps."""

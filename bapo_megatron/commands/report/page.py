@@ -1,7 +1,7 @@
 """HTML report of one run or several: ``index.html``, a self-contained page, and its plots as PNG.
 
-``report_command`` is ``bapo report``. A comparison of runs shows shared plots, results, and the settings that
-differ. matplotlib is imported only to draw.
+``write_report`` writes it and returns the page's path; ``report_command`` is ``bapo report``. A comparison of
+runs shows shared plots, results, and the settings that differ. matplotlib is imported only to draw.
 """
 
 from __future__ import annotations

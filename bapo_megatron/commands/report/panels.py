@@ -1,8 +1,9 @@
-"""Panels (plots) of a report as data: the metrics of each, its colours and its caption.
+"""Panels (plots) of a report as data, ``PANELS``: the metrics of each, its colours and its caption.
 
-``plots.py`` draws them. Blue marks positive advantages and good values, orange negative advantages and bad
-values, near-black neutral ones; token ages and other sequences run from yellow to black. The colours are
-distinct for the colour-blind; tests simulate their vision.
+``episode_panels`` and ``expert_panels`` return those of some runs, ``bands`` a panel's shaded ranges. Blue
+marks positive advantages and good values, orange negative advantages and bad values, near-black neutral ones;
+token ages and other sequences run from yellow to black. The colours are distinct for the colour-blind; tests
+simulate their vision.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ REFERENCE = "#6b7280"
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of a panel: one metric, its colour and label."""
+    """Curve of a panel: the metric that it draws, its colour, label and style."""
 
     metric: str
     colour: str = NEUTRAL
@@ -38,7 +39,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Panel of a report: one plot with its curves and caption."""
+    """Panel (plot) of a report: file name, title, curves, caption, scale; how it shows several runs."""
 
     file: str
     """PNG file name without suffix."""

@@ -1,8 +1,9 @@
 """Matplotlib plots of a report, one per panel, and the overview image, written atomically as PNG.
 
-A single run's curves have their panel's colours. Among several runs, each has a colour, each curve a line
-style, and each run a layer that the page can hide. ``page.py`` imports this module only to draw, since
-matplotlib loads slowly.
+``draw_panel`` writes a panel's PNG and returns its layers as SVG for the page; ``draw_overview`` writes the
+overview. A single run's curves have their panel's colours. Among several runs, each has a colour, each curve
+a line style, and each run a layer that the page can hide. matplotlib loads slowly, so import this module only
+to draw.
 """
 
 from __future__ import annotations

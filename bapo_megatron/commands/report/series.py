@@ -1,7 +1,8 @@
 """Derived series of a report: ratio profiles, entropy changes, event marks, final results; values as text.
 
-Entropy changes are both predicted by the Entropy-Clip Rule (Eq. 6) and measured. Metrics that an older log
-lacks are NaN or None.
+Functions of a ``RunRecord``: ``ratio_profile``, ``prediction``, ``event_marks`` and ``final_results``, and
+``*_cells`` for table rows. Entropy changes are both predicted by the Entropy-Clip Rule (Eq. 6) and measured.
+Metrics that an older log lacks are NaN or None.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ NO_VALUE = "–"  # noqa: RUF001, the dash is meant
 
 @dataclass(frozen=True)
 class Mark:
-    """Event on the step axis: a resume, or a loss (of an engine, for example)."""
+    """Mark of an event on the step axis: its position, and whether it is a resume or a loss (of an engine,
+    for example)."""
 
     position: float
     loss: bool
@@ -50,7 +52,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Entropy changes between updates in nats, predicted by the Entropy-Clip Rule (Eq. 6) and measured."""
+    """Entropy changes between updates in nats, predicted by the Entropy-Clip Rule (Eq. 6) and measured,
+    [updates] each, and their correlation."""
 
     predicted: np.ndarray
     """Learning rate times minus the covariance, or times the mean effect, summed over the updates between two
@@ -326,7 +329,6 @@ def reward_turns(metrics: Iterable[str]) -> list[int]:
 
 def episode_cells(run: RunRecord, window: int) -> list[tuple[str, list[str]]]:
     """Return the rows of the episode table: name, means of the first and last ``window`` steps (``ends``).
-
     Empty for a run without an environment. With several sources: rows of all episodes, then of each source.
     """
     sources = source_names(run)

@@ -1,4 +1,4 @@
 """Dataset preparation (``bapo data prepare``): converts public datasets to the format of runs.
 
-``command.py`` parses the flags and does the work, with sources, schema adapters, filters and a data card.
+``command.prepare(options)`` does the work, with sources, schema adapters, filters and a data card.
 """

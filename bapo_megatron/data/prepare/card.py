@@ -1,6 +1,7 @@
 """Data card of a prepared dataset (card.json, README.md): sources, rows kept and dropped, reasons, digests.
 
-Training and evaluation read from it the reward for which the data was prepared (``data/problem_sets.py``).
+A ``Card`` counts rows; ``as_json`` and ``as_markdown`` return the content of the files. A run reads from it
+the reward for which the data was prepared (``data/problem_sets.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class Dropped:
-    """Dropped row, with the filter's name and reason."""
+    """Dropped row, for the card's examples: the filter's name, source, row number, reason and question."""
 
     reason: str
     source: str
@@ -50,8 +51,9 @@ class Dropped:
 
 @dataclass
 class Card:
-    """Data card: counts and examples, filled row by row by ``prepare`` in ``command.py``, which writes it.
-    Contains no time: equal data, options and code version give an equal card."""
+    """Data card: sources and options with digests, counts of kept and dropped rows, examples, prompt lengths.
+    ``keep`` and ``drop`` add a row. Contains no time: equal data, options and code version give an equal
+    card."""
 
     sources: list[dict[str, Any]]
     """Name, SHA-256 and number of rows of each source."""

@@ -1,8 +1,9 @@
-"""``bapo data prepare``: reads the sources twice, filters, and writes a prepared folder.
+"""``bapo data prepare``: ``prepare(options)`` reads the sources, filters, and writes a prepared folder.
 
-The first pass finds repeated questions and templates, the second filters and writes. Equal sources and
-options give equal bytes, so data.jsonl's digest identifies a dataset. The folder appears whole or not at all.
-Raises ConfigError for bad options or sources, too many invalid rows, or if no row is left.
+The folder has data.jsonl, card.json and README.md, and appears whole or not at all. Sources are read twice:
+the first pass finds repeated questions and templates, the second filters and writes. Equal sources and
+options give equal bytes, so data.jsonl's digest identifies a dataset. Raises ConfigError for bad options or
+sources, too many invalid rows, or if no row is left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Filters of dataset preparation: duplicates, contamination, difficulty, length, scorability.
 
-A filter returns the reason to drop a row, or None, and sees only rows that earlier filters keep. It raises
-RowError for an invalid row. ``command.py`` applies them.
+A filter maps a ``Problem`` to the reason to drop it, or None, and raises RowError for an invalid row.
+``first_reason`` applies several in order.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ OWN = 4
 
 
 class Duplicates:
-    """Deduplication filter: keeps the first of several prompts with equal normal form; none if answers
-    differ.
+    """Deduplication filter: keeps the first of several prompts with equal normal form, and none of them if
+    their answers differ.
 
-    The first pass shows it every prompt (all messages), the second filters. Tests of programs are not
-    compared. Answers with different normal forms are compared as the reward does.
+    First pass: ``show`` every prompt (all messages). Second pass: ``conflict`` and ``repeated`` return the
+    reason to drop one, or None. Tests of programs are not compared. Answers with different normal forms are
+    compared as the reward does.
     """
 
     def __init__(self, equal: Callable[[str, str], bool] = lambda _one, _other: False) -> None:
@@ -111,7 +112,7 @@ class EvaluationProblem:
 
 @dataclass(frozen=True)
 class Match:
-    """Contamination match: the evaluation problem that overlaps most with a question."""
+    """Result of ``Contamination.match``: the evaluation problem with the largest overlap, and its share."""
 
     problem: EvaluationProblem
     share: float
@@ -121,7 +122,8 @@ class Match:
 class Contamination:
     """Decontamination: an n-gram index of evaluation problems, in two passes over the training questions.
 
-    Call ``show`` for each distinct question, ``settle`` once, then ``match`` for each question.
+    Call ``show`` for each distinct question, ``settle`` once, then ``match`` for each question: it returns a
+    ``Match`` or None.
 
     An evaluation problem contaminates a training question that contains at least ``share`` of the problem's
     word n-grams. N-grams in ``COMMON`` or more problems do not count: contest problems, like hundreds of

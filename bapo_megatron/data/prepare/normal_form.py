@@ -1,7 +1,8 @@
 """Text normalization: the normal form of questions for deduplication and decontamination.
 
-Drops case, spaces, dollar signs, LaTeX spacing and final punctuation; keeps symbols and numbers. Majority
-votes in evaluations compare answers by it. Pure functions.
+``tokens``, ``words`` and ``ngrams`` return its parts, ``key`` its hash, ``answer_text`` that of an answer.
+Drops case, spaces, dollar signs, LaTeX spacing and final punctuation; keeps symbols and numbers. Pure
+functions.
 """
 
 from __future__ import annotations

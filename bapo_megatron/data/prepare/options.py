@@ -1,4 +1,4 @@
-"""Options of ``bapo data prepare``: its flags, their validation, and the names of the files that it writes.
+"""Options of ``bapo data prepare`` (``PrepareOptions``), and the names of the files that it writes.
 
 ``check`` raises one ConfigError with every invalid option.
 """
@@ -38,7 +38,7 @@ SUITES = Path("data/suites")
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options of `bapo data prepare`: sources in, one validated folder out."""
+    """Options of `bapo data prepare`: sources and how to read them, filters, and the output folder."""
 
     sources: tyro.conf.Positional[tuple[str, ...]]
     """Files (.jsonl, .json, .parquet), datasets of the hub as OWNER/NAME or OWNER/NAME:CONFIG, or, without a

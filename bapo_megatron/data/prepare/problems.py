@@ -1,4 +1,4 @@
-r"""Schema adapters: convert a row of any known dataset schema into a problem of the common format.
+r"""Schema adapters: ``problem_of`` converts a row of any known dataset schema into a ``Problem``.
 
 Chat rows (Skywork-OR1-RL-Data, DAPO-Math-17k, this project's own) have ``prompt``, as messages or text, and
 ``reward_model.ground_truth``. Plain rows have a question, as messages or text, and an answer in separate
@@ -63,7 +63,8 @@ _BOX_REQUEST = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem in the format of prepared datasets, made by ``problem_of``; ``row`` is its line there."""
+    """Problem in the common format: chat messages, question, ground truth, data source, extra info. ``row``
+    returns its line of data.jsonl."""
 
     messages: list[Message]
     question: str

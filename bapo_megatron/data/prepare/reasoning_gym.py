@@ -1,9 +1,10 @@
 """reasoning-gym dataset source: problems generated from its tasks, without a network.
 
-A child process generates them, ``python -m bapo_megatron.data.prepare.reasoning_gym LIFELINE`` (a file
-descriptor, see ``processes.py``): some tasks iterate over sets of texts, whose order only a new interpreter
-with a fixed hash seed can fix. Requests are lines of JSON: first whether the tasks are usable, then the
-problems of each task. Equal requests have equal replies.
+``tasks_of`` returns the ``GeneratedSource`` of a text ``reasoning-gym:TASK,TASK``. A child process generates
+the problems, ``python -m bapo_megatron.data.prepare.reasoning_gym LIFELINE``: some tasks iterate over sets of
+texts, whose order only a new interpreter with a fixed hash seed can fix. LIFELINE is the file descriptor of a
+pipe that closes when the parent ends. Requests are lines of JSON: first whether the tasks are usable, then
+the problems of each task. Equal requests have equal replies.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ _DRAW = 1000
 
 @dataclass(frozen=True)
 class GeneratedSource:
-    """Source of generated problems: several tasks in equal shares, no question twice within a task. The first
-    call generates all in a child process and caches them. Raises ConfigError if that fails."""
+    """Dataset source of generated problems: several tasks in equal shares, no question twice within a task.
+    The first call of ``rows`` or ``digest`` generates all in a child process, blocking, and caches them;
+    raises ConfigError if that fails."""
 
     tasks: tuple[str, ...]
     size: int

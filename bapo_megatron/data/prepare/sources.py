@@ -1,8 +1,8 @@
 """Dataset sources, read row by row: a JSONL, JSON or parquet file, a hub dataset, CHAMP, generated problems.
 
-Made by ``open_source``. Each has ``name``, ``digest()``, and ``rows()``, which may be called repeatedly:
-``command.py`` reads all rows twice. CHAMP's 270 contest problems come from the package champ-dataset; only
-those with a numeric answer are read, since other answers are words or plain-text formulas.
+``open_source(text)`` returns one. Each has ``name``, ``digest()``, and ``rows()``, which may be called
+repeatedly. CHAMP's 270 contest problems come from the package champ-dataset; only those with a numeric answer
+are read, since other answers are words or plain-text formulas.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 @dataclass(frozen=True)
 class FileSource:
-    """Source in a JSONL, JSON or parquet file, opened by each call of ``rows``."""
+    """Dataset source in a JSONL, JSON or parquet file; each call of ``rows`` reads it anew."""
 
     path: Path
 
@@ -59,7 +59,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """Source on the Hugging Face hub: a dataset split, downloaded when the source is opened."""
+    """Dataset source on the Hugging Face hub: a dataset split, downloaded when ``open_source`` opens it."""
 
     name: str
     dataset: Any
@@ -73,7 +73,7 @@ class HubSource:
 
 
 class ChampSource:
-    """Source of champ-dataset's contest problems, in its order; each call reads the file."""
+    """Dataset source of champ-dataset's contest problems, in its order; each call of ``rows`` reads it."""
 
     name = CHAMP
 

@@ -7,7 +7,7 @@ session, by the guardian; ``own`` instead of ``shared``: with the process that h
 A request is a message of JSON with the arguments, the directory, the environment and the source (the folder
 of another copy of the project, or empty), and two descriptors: the command's output, and a socket that is
 told its process id and, when it has ended, its exit code. Commands have sessions of their own, and end with
-their server, which ends with the test process.
+their server, which ends with the test process. The arguments ``-c CODE`` are a program instead of a command.
 """
 
 from __future__ import annotations
@@ -168,7 +168,10 @@ def main() -> int:
     from bapo_megatron import cli
 
     sys.argv = ["bapo", *arguments]
-    return cli.run(arguments)
+    if arguments[0] != "-c":
+        return cli.run(arguments)
+    exec(arguments[1], {"__name__": "__main__"})
+    return 0
 
 
 if __name__ == "__main__":

@@ -83,6 +83,13 @@ def start_bapo(*arguments: str | Path, directory: Path = ROOT, log: int | None =
     return _start(server(), tuple(map(str, arguments)), directory, log)
 
 
+def run_python(code: str) -> tuple[int, str]:
+    """Run a program that needs torch; its exit code, and what it has written to both outputs."""
+    program = start_bapo("-c", code)
+    output = program.communicate(timeout=900)[0].decode()
+    return program.wait(), output
+
+
 def _start(
     to: socket.socket, words: tuple[str, ...], directory: Path, log: int | None, source: str = ""
 ) -> ForkedCommand:

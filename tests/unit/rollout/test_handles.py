@@ -18,6 +18,7 @@ from torch.multiprocessing import get_sharing_strategy, reductions
 from bapo_megatron.rollout.weight_sync import ipc
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.ipc import handles_of, remove_leftovers, shareable
+from tests.support.forked_commands import run_python
 
 CPU = torch.device("cpu")
 
@@ -39,11 +40,18 @@ ALLOWED = {
 """Of SGLang 0.5.23's SafeUnpickler, what a pickle of handles may name."""
 
 READER = """
-import pickle, sys
-for name, tensor in pickle.loads(sys.stdin.buffer.read()):
+import pickle
+for name, tensor in pickle.loads({handles!r}):
     print(name, str(tensor.dtype), tuple(tensor.shape), float(tensor.double().sum()))
     tensor.zero_()
 """
+
+
+def read(tensors: list[tuple[str, torch.Tensor]]) -> str:
+    """What another process finds in the memory of ``tensors``, which it sets to zero."""
+    code, output = run_python(READER.format(handles=handles_of(tensors)))
+    assert code == 0, output
+    return output
 
 
 def shared() -> list[tuple[str, torch.Tensor]]:
@@ -72,10 +80,7 @@ class Noting(pickle.Unpickler):
 
 def test_another_process_maps_the_same_memory() -> None:
     tensors = shared()
-    read = subprocess.run(
-        [sys.executable, "-c", READER], input=handles_of(tensors), capture_output=True, check=True
-    )
-    assert read.stdout.decode().splitlines() == [
+    assert read(tensors).splitlines() == [
         "a torch.bfloat16 (3, 4) 6.0",
         "b torch.float32 (5,) 7.5",
         "c torch.bfloat16 () 2.5",
@@ -87,7 +92,7 @@ def test_each_reader_gets_separate_handles() -> None:
     """torch counts references: a reader of another's handles would free memory that is in use."""
     tensors = shared()
     for _ in range(3):
-        subprocess.run([sys.executable, "-c", READER], input=handles_of(tensors), check=True)
+        read(tensors)
     assert all(not tensor.any() for _, tensor in tensors)
 
 

@@ -20,6 +20,7 @@ from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime import distributed
 from bapo_megatron.runtime.distributed import expand_nodes, free_port, gloo_interface, launched_world_size
 from bapo_megatron.runtime.processes import allow_open_files
+from tests.support.forked_commands import run_python, start_bapo
 
 ROOT = Path(__file__).parents[3]
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -40,11 +41,6 @@ def set_all(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 def torchrun() -> list[str]:
     """What torchrun would have set."""
     return [os.environ[name] for name in TORCHRUN]
-
-
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
@@ -195,10 +191,11 @@ run_processes(worker, (), 2)
 
 
 def test_ranks_end_with_the_command_also_where_ctrl_c_is_ignored() -> None:
-    command = [sys.executable, "-c", RANKS]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None
-        ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+    reading, writing = os.pipe()
+    process = start_bapo("-c", RANKS, log=writing)
+    os.close(writing)
+    with open(reading) as output:
+        ranks = [psutil.Process(int(output.readline())) for _ in range(2)]
         process.kill()
     try:
         psutil.wait_procs(ranks, timeout=60)
@@ -252,9 +249,9 @@ run_processes(worker, (), 2)
 
 
 def test_the_exit_code_with_a_reason_wins_though_another_rank_fails_first() -> None:
-    done = run_python(WHY)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: a field is wrong"
+    code, output = run_python(WHY)
+    assert code == 2
+    assert output.splitlines()[-1] == "error: a field is wrong"
 
 
 ROUTES = {"gpu07": "10.1.0.7", "gpu08": "10.1.0.8", "self": "127.0.1.1"}
@@ -356,8 +353,8 @@ run_processes(worker, (), 2)
 @pytest.mark.integration
 def test_ranks_may_open_more_files_than_a_login_shell() -> None:
     """Thirty groups of two take gloo 150 descriptors; the groups of a rank among 128 take 600."""
-    done = run_python(MANY_GROUPS)
-    assert done.returncode == 0, done.stderr
+    code, output = run_python(MANY_GROUPS)
+    assert code == 0, output
 
 
 @pytest.mark.parametrize(
@@ -403,6 +400,6 @@ cli.main()
 @pytest.mark.integration
 @pytest.mark.parametrize("error", ["RuntimeError('no memory left')", "ConfigError('no memory left')"])
 def test_a_failing_rank_reports_its_error_and_exits(error: str) -> None:
-    done = run_python(FAILING_RANK.replace("{error}", error))
-    assert done.returncode == 1
-    assert "no memory left" in done.stderr
+    code, output = run_python(FAILING_RANK.replace("{error}", error))
+    assert code == 1
+    assert "no memory left" in output

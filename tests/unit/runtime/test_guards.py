@@ -21,6 +21,7 @@ from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.exit_codes import SIGNALS, handling
 from bapo_megatron.runtime.guards import LATE, OutOfMemoryError, PreemptionSignal, death, naming_memory
 from bapo_megatron.runtime.run_paths import JOB_END
+from tests.support.forked_commands import run_python, start_bapo
 from tests.support.processes import heed_signals
 
 START = 1_000_000.0
@@ -173,7 +174,7 @@ from bapo_megatron.runtime.guards import PreemptionSignal
 watched = PreemptionSignal()
 watched.record = lambda event: {record}
 with watched.heeding():
-    os.write(int(os.environ["READY"]), b"r")
+    os.write(1, b"r")
     with process_group("gloo", 60):  # the other rank never comes
         raise SystemExit("they met")
 """
@@ -183,27 +184,23 @@ with watched.heeding():
     ("record", "said"),
     [("print(event, flush=True)", "told to stop by SIGTERM while"), ("time.sleep(600)", "")],
 )
-def test_a_start_that_waits_in_c_is_stopped_at_once(record: str, said: str) -> None:
+def test_a_start_that_waits_in_c_is_stopped_at_once(
+    record: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For another rank, where no Python handler runs; also if its event cannot be written."""
-    reading, writing = os.pipe()
     meeting = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITING.format(record=record)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=[writing],
-        env={**os.environ, **meeting, "READY": str(writing)},
-        preexec_fn=heed_signals,
-        text=True,
-    )
+    for name, value in meeting.items():
+        monkeypatch.setenv(name, value)
+    reading, writing = os.pipe()
+    process = start_bapo("-c", WAITING.format(record=record), log=writing)
+    os.close(writing)
     assert os.read(reading, 1) == b"r"
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 85, output
+    os.kill(process.pid, signal.SIGTERM)
+    with open(reading) as rest:
+        output = rest.read()
+    assert process.wait() == 85, output
     assert said in output
     assert "stopped: told to stop by SIGTERM before the run began" in output
-    os.close(reading)
-    os.close(writing)
 
 
 def test_a_rank_that_begins_later_is_told_in_vain_no_more() -> None:
@@ -211,13 +208,7 @@ def test_a_rank_that_begins_later_is_told_in_vain_no_more() -> None:
     script = WAITING.partition("    os.write")[0] + (
         "    watched.begun()\n    os.kill(os.getpid(), 15)\n    print(watched._reason)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script.format(record=None)],
-        capture_output=True,
-        text=True,
-        preexec_fn=heed_signals,
-    )
-    assert (done.returncode, done.stdout) == (0, "told to stop by SIGTERM\n"), done.stderr
+    assert run_python(script.format(record=None)) == (0, "told to stop by SIGTERM\n")
 
 
 @pytest.mark.parametrize("opened", [pty.openpty, os.pipe])
@@ -258,7 +249,6 @@ def test_an_ignored_hangup_stays_ignored() -> None:
     assert told == [signal.SIGTERM]
 
 
-ROOT = Path(__file__).parents[3]
 RUN = """
 import os, resource, signal, sys, time
 import torch, torch.distributed as dist
@@ -346,7 +336,6 @@ def test_how_a_process_ended() -> None:
     ],
 )
 def test_a_rank_that_comes_to_harm_ends_the_others(harm: str, heeding: bool, code: int, told: str) -> None:
-    command = [sys.executable, "-c", RUN.format(harm=harm, heeding=heeding)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == code, done.stderr
-    assert told in done.stderr
+    ended, output = run_python(RUN.format(harm=harm, heeding=heeding))
+    assert ended == code, output
+    assert told in output

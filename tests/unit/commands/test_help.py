@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -51,35 +52,48 @@ RECIPE = "recipes/qwen3_8b_16k.py"  # it takes a preset from algo.bapo, and its 
 HEAVY = {"torch", "megatron", "transformers", "safetensors", "sympy", "pandas", "matplotlib"}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *(f"{name} {RECIPE} --help" for name in ("train", "submit", "rollout-server")),
-        *(f"{name} recipes/demo_cpu.py --help" for name in ("sft", "rehearse", "verify-parallel")),
-        *(f"{name} --help" for name in ("verify-parallel", "eval", "rollout-server", "report")),
-        f"train {RECIPE} --steps none",  # a wrong flag is refused as fast
-        f"plan {RECIPE}",
-        f"plan {RECIPE} --memory-fraction 0.3",  # it does not fit: the search for a change
-        f"plan {RECIPE} --compare 3",
-        f"plan {RECIPE} --batch.hold-forwards",
-        *("plan recipes/demo_cpu.py --json", "status runs/none", "logs runs/none"),
-    ],
-)
-def test_what_starts_nothing_answers_without_the_heavy_packages(command: str) -> None:
+START_NOTHING = [
+    *(f"{name} {RECIPE} --help" for name in ("train", "submit", "rollout-server")),
+    *(f"{name} recipes/demo_cpu.py --help" for name in ("sft", "rehearse", "verify-parallel")),
+    *(f"{name} --help" for name in ("verify-parallel", "eval", "rollout-server", "report")),
+    f"train {RECIPE} --steps none",  # a wrong flag is refused as fast
+    *("plan recipes/demo_cpu.py --json", "status runs/none", "logs runs/none"),
+]
+DRAW = [
+    f"plan {RECIPE}",
+    f"plan {RECIPE} --memory-fraction 0.3",  # it does not fit: the search for a change
+    f"plan {RECIPE} --compare 3",
+    f"plan {RECIPE} --batch.hold-forwards",
+]
+COMMANDS_IN_TURN = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from bapo_megatron.cli import run
+told = {}
+for command in sys.argv[1:]:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(output), suppress(SystemExit):
+        run(command.split())
+    told[command] = output.getvalue(), sorted(sys.modules)
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def in_turn() -> dict[str, tuple[str, list[str]]]:
+    """What each command says, and the modules after it, in an interpreter that runs all of them."""
+    command = [sys.executable, "-c", COMMANDS_IN_TURN, *START_NOTHING, *DRAW]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return json.loads(found.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("command", [*START_NOTHING, *DRAW])
+def test_what_starts_nothing_answers_without_the_heavy_packages(
+    command: str, in_turn: dict[str, tuple[str, list[str]]]
+) -> None:
     """torch, megatron and transformers take seconds; rich, which draws the tables of a plan, some tenths."""
-    draws = command.startswith("plan") and "--json" not in command
-    heavy = HEAVY if draws else HEAVY | {"rich"}
-    script = (
-        "import sys; from bapo_megatron.cli import run\n"
-        "try: run(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        f"print(sorted({heavy} & set(sys.modules)), file=sys.stderr)"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", script, *command.split()], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert answer.stderr.splitlines()[-1] == "[]", answer.stderr
-    assert answer.stdout or len(answer.stderr.splitlines()) > 1
+    output, modules = in_turn[command]
+    assert output
+    assert not (HEAVY if command in DRAW else HEAVY | {"rich"}) & set(modules)
 
 
 def test_the_studies_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,7 @@ def arms(folder: Path) -> list[Arm]:
     """All arms: seed by seed at the full rate, then P3O at the lower one, then on the real model."""
     full = [(method, seed) for seed in SEEDS for method in METHODS]
     low = [(method + LOW, seed) for seed in SEEDS for method in P3O]
-    real = [(method + REAL, seed) for method in P3O for seed in REAL_SEEDS]
+    real = [(P3O[0] + REAL, seed) for seed in REAL_SEEDS]
     every = (*full, *low, *real)
     return [Arm(method, seed, folder / "arms" / f"{method}-seed{seed}") for method, seed in every]
 

@@ -22,8 +22,6 @@ REAL_PAIRS = (
     ("paper", "p3o"),
     ("p3o", "grpo"),
     ("p3o", "grpo_sequence"),
-    ("p3o_sequence", "grpo_sequence"),
-    ("p3o_sequence", "p3o"),
 )
 """What is measured on the real model: its study has no `paper_sequence`."""
 FIGURES = ("mean_reward", "held_out", "entropy_kept")

@@ -41,7 +41,7 @@ def shell(tmp_path: Path) -> Shell:
         }
         begin = f". {SLURM}/lib/job.sh\nBAPO_RUN={tmp_path} BAPO_LOGS={tmp_path} BAPO_END=0 BAPO_EXPECTED=0\n"
         return subprocess.run(
-            ["bash", "-u", "-c", begin + script], env=environment, capture_output=True, text=True, timeout=30
+            ["bash", "-u", "-c", begin + script], env=environment, capture_output=True, text=True, timeout=300
         )
 
     return run

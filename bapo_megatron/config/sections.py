@@ -346,7 +346,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Micro-batches: size of packs, recomputation, chunks of the output layer."""
+    """Micro-batches: size of packs, recomputation, output-layer chunks."""
 
     pack_tokens: Annotated[int, Ge(1)] = 16384
     """Length of a micro-batch, in tokens. It must hold the longest prompt and response together."""

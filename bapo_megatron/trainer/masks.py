@@ -27,8 +27,9 @@ Masks = Sequence[tuple[str, CheckedMask]]
 def masks_of(algorithm: AlgorithmConfig) -> Masks:
     """Return the masks of a run, with the limits of its corrections first."""
     config = algorithm.corrections
-    limits = partial(taken_out, "algorithm.corrections", lambda one: is_outside(one.log_ratio_N, config))
-    return [*([("", limits)] if config.compares_old else []), *build_masks(algorithm)]
+    rule = partial(taken_out, "algorithm.corrections", lambda one: is_outside(one.log_ratio_N, config))
+    limits: list[tuple[str, CheckedMask]] = [("", rule)] if config.compares_old else []
+    return [*limits, *build_masks(algorithm)]
 
 
 def mask_names(algorithm: AlgorithmConfig) -> tuple[str, ...]:

@@ -228,7 +228,8 @@ def test_rejected_updates_are_named_with_what_rejected_them(
     masks = (PartConfig("mine:never"), PartConfig("cut_responses"))
     recorder = Recorder(replace(run, algorithm=replace(run.algorithm, masks=masks)), 1, True)
     whole = {**REJECTED, "masks/never_responses": 1.0}
-    for step, updates in enumerate(([KEPT], [KEPT, REJECTED, KEPT, whole], [whole], [{}]), 1):
+    steps: list[list[Metrics]] = [[KEPT], [KEPT, REJECTED, KEPT, whole], [whole], [{}]]
+    for step, updates in enumerate(steps, 1):
         recorder.step(step, updates, {"reward/mean": 0.0})
     recorder.no_updates()
     recorder.close()

@@ -129,7 +129,7 @@ def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: i
         on_policy = all(sample.versions.is_only(policy.version) for sample in samples)
     groups, corrections = corrected(policy, groups, config.algorithm, config.batch.pack_tokens, on_policy)
     if not any(groups):
-        return _no_update(run, len(samples), corrections)
+        return _no_update(run, corrections)
     samples = [sample for group in groups for sample in group]
     versions = [[sample.versions for sample in group] for group in groups]
     ages = age_metrics(versions, policy.version, step_version)
@@ -144,11 +144,9 @@ def update(run: Run, groups: Sequence[Sequence[TrainingSample]], step_version: i
     return {"version": policy.version, **metrics, **corrections, **ages}
 
 
-def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
+def _no_update(run: Run, corrections: Metrics) -> Metrics:
     """Return the metrics of an update with all responses rejected: only the corrections' metrics have values.
     No optimizer step: policy, version, optimizer and schedule stay unchanged."""
-    if run.recorder:
-        run.recorder.all_rejected(run.policy.version + 1, rejected)
     names = [*update_names(run), "policy/grad_norm", "policy/lr"]
     return {"version": run.policy.version, **dict.fromkeys(names), "policy/tokens": 0.0, **corrections}
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bapo_megatron.algo.parts import ADVANTAGES, load_part
+from bapo_megatron.algo.parts import ADVANTAGES, calling, load_part, returned, tried_on
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.step_header import GroupHeader
 
@@ -103,12 +103,29 @@ Advantage = Callable[[Rewards], np.ndarray]
 def each_group(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """Decorate a group-wise advantage: ``function`` receives the ``Rewards`` of one group."""
 
+    owner = f"algorithm.advantage={function.__module__}:{function.__qualname__}"
+
     @functools.wraps(function)
     def of_all(rewards: Rewards, **settings: Any) -> np.ndarray:
-        parts = [np.asarray(function(group, **settings)) for group in rewards.groups()]
+        groups = list(rewards.groups())
+        parts = [
+            _one_each(owner, function(group, **settings), group, f" of group {number} of {len(groups)}")
+            for number, group in enumerate(groups, 1)
+        ]
         return np.concatenate(parts) if parts else np.zeros(0)
 
     return of_all
+
+
+def _one_each(owner: str, answer: Any, rewards: Rewards, group: str = "") -> np.ndarray:
+    """What an advantage returned, float64 [N]. Raises ConfigError for another shape."""
+    value_N = np.asarray(answer, np.float64)
+    if value_N.shape != rewards.reward_N.shape:
+        raise ConfigError(
+            f"{owner} must return one finite number for each of the {len(rewards.reward_N)} "
+            f"responses{group}, but {returned(value_N if answer is not None else None)}"
+        )
+    return value_N
 
 
 # --- built-in advantages -----------------------------------------------------------------------------
@@ -242,25 +259,18 @@ def build_advantage(algorithm: Any) -> Advantage:
     Raises ConfigError for an unknown name or setting; a call raises ConfigError if the function fails or does
     not return one finite number per response, ValueError for rewards that are not finite or too large.
     """
-    name = algorithm.advantage
-    function = load_part("algorithm.advantage", name, algorithm.advantage_settings, ADVANTAGES)
+    owner = f"algorithm.advantage={algorithm.advantage}"
+    settings = algorithm.advantage_settings
+    function = load_part("algorithm.advantage", algorithm.advantage, settings, ADVANTAGES)
 
     def checked(rewards: Rewards) -> np.ndarray:
         _check_rewards(rewards.reward_N)
-        try:
-            with np.errstate(over="ignore"):
-                value_N = np.asarray(np.asarray(function(rewards), np.float64), np.float32)
-        except ConfigError:
-            raise
-        except Exception as error:  # a user's function can raise anything
-            raise ConfigError(f"algorithm.advantage={name} failed with {error!r}; mend it") from error
-        is_what = "others" if value_N.shape != rewards.reward_N.shape else None
-        if not is_what and not np.isfinite(value_N).all():
-            is_what = "numbers that are not finite in float32"
-        if is_what:
+        with calling(owner), np.errstate(over="ignore"):
+            value_N = _one_each(owner, function(rewards), rewards).astype(np.float32)
+        if not np.isfinite(value_N).all():
             raise ConfigError(
-                f"algorithm.advantage={name} must return one finite number for each of the "
-                f"{len(rewards.reward_N)} responses, not {is_what} (shape {list(value_N.shape)})"
+                f"{owner} must return one finite number for each of the {len(value_N)} responses, but "
+                "returned numbers that are not finite in float32"
             )
         return value_N
 
@@ -274,9 +284,8 @@ class _AnyName(dict[str, np.ndarray]):
         return next(iter(self.values()))
 
 
-def check_advantage(algorithm: Any) -> None:
+def check_advantage(algorithm: Any, group_size: int) -> None:
     """Preflight of the advantage: also calls a custom one on a trial of two groups. Raises ConfigError."""
-    trial = Rewards.of([0.0, 1.0], [1.0, 1.0], tokens=2)
     advantage = build_advantage(algorithm)
     if ":" in algorithm.advantage:
         # Infer the reward names from the settings, such as weights, if possible.
@@ -284,7 +293,9 @@ def check_advantage(algorithm: Any) -> None:
             setting for setting in algorithm.advantage_settings.values() if isinstance(setting, dict)
         )
         names = [name for setting in of_settings for name in setting] or ["reward"]
-        advantage(replace(trial, named=_AnyName.fromkeys(names, np.array([0.0, 1.0, 1.0, 1.0]))))
+        trial = Rewards.of([number % 2 for number in range(group_size)], [1.0] * group_size, tokens=2)
+        with tried_on(f"2 made-up groups of {group_size} responses"):
+            advantage(replace(trial, named=_AnyName.fromkeys(names, trial.reward_N)))
 
 
 def _check_rewards(reward_N: np.ndarray) -> None:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Gt
 
-from bapo_megatron.algo.parts import MASKS, load_part
+from bapo_megatron.algo.parts import MASKS, calling, load_part, returned, tried_on
 from bapo_megatron.errors import ConfigError
 
 
@@ -59,6 +59,9 @@ class Response:
 
 Mask = Callable[[Response], bool | np.ndarray]
 """A mask with its settings bound: maps a response to what it removes."""
+
+CheckedMask = Callable[[Response], np.ndarray]
+"""A mask whose answers are checked and broadcast: bool [N]."""
 
 
 # --- built-in masks ----------------------------------------------------------------------------------
@@ -141,26 +144,25 @@ def rollout_rs(
 # --- the masks of a run ------------------------------------------------------------------------------
 
 
-def build_masks(algorithm: Any) -> list[tuple[str, Mask]]:
+def build_masks(algorithm: Any) -> list[tuple[str, CheckedMask]]:
     """The masks of an ``AlgorithmConfig``, with their metric names. Raises ConfigError for an unknown one."""
-    return [
-        (part.label, load_part(f"algorithm.masks[{number}]", part.name, part.settings, MASKS))
-        for number, part in enumerate(algorithm.masks)
-    ]
+    masks: list[tuple[str, CheckedMask]] = []
+    for number, part in enumerate(algorithm.masks):
+        field = f"algorithm.masks[{number}]"
+        mask = load_part(field, part.name, part.settings, MASKS)
+        masks.append((part.label, partial(taken_out, f"{field}={part.name}", mask)))
+    return masks
 
 
-def taken_out(label: str, mask: Mask, response: Response) -> np.ndarray:
+def taken_out(owner: str, mask: Mask, response: Response) -> np.ndarray:
     """What ``mask`` removes from a response, bool [N]. Raises ConfigError if it fails or misbehaves."""
-    try:
-        taken = np.asarray(mask(response))
-    except ConfigError:
-        raise
-    except Exception as error:  # a user's function can raise anything
-        raise ConfigError(f"algorithm.masks: {label} failed with {error!r}; mend it") from error
+    with calling(owner):
+        answer = mask(response)
+        taken = np.asarray(answer)
     if taken.dtype != np.bool_ or taken.shape not in ((), (response.tokens,)):
         raise ConfigError(
-            f"algorithm.masks: {label} must return True or False, or one of them for each of the "
-            f"{response.tokens} trained tokens, not {taken.dtype} of shape {list(taken.shape)}"
+            f"{owner} must return True or False, or one of them for each of the {response.tokens} trained "
+            f"tokens, but {returned(taken if answer is not None else None)}"
         )
     return np.broadcast_to(taken, (response.tokens,))
 
@@ -168,6 +170,7 @@ def taken_out(label: str, mask: Mask, response: Response) -> np.ndarray:
 def check_masks(algorithm: Any) -> None:
     """Preflight of the masks on trial responses. Raises ConfigError."""
     log_probs: Sequence[np.ndarray] = (np.array([-1.0, -2.0, -0.5]), np.array([-1.1, -1.9, -0.5]))
-    for label, mask in build_masks(algorithm):
+    for _, mask in build_masks(algorithm):
         for is_cut in (False, True):
-            taken_out(label, mask, Response(-1.0, 3, is_cut, -1, lambda: (log_probs[0], log_probs[1])))
+            with tried_on("a made-up response of 3 tokens"):
+                mask(Response(-1.0, 3, is_cut, -1, lambda: (log_probs[0], log_probs[1])))

@@ -6,7 +6,8 @@ bound to its trailing arguments. Raises ConfigError for an unknown name or wrong
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -62,5 +63,35 @@ def load_part(
     ``arguments``: number of arguments before the settings."""
     function = load_dotted_path(field, part_path(field, name, known), "function", name)
     owned = f"{field}.settings" if field.endswith("]") else f"{field}_settings"  # a list entry
-    check_settings(owned, f"{field}={name}", settings_of(function, arguments), settings)
+    check_settings(owned, name, settings_of(function, arguments), settings)
     return partial(function, **settings)
+
+
+@contextmanager
+def calling(owner: str) -> Iterator[None]:
+    """Context manager around a call of a part, ``owner``: whatever it raises becomes a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's function can raise anything
+        raise ConfigError(f"{owner} failed with {error!r}; mend it") from error
+
+
+@contextmanager
+def tried_on(example: str) -> Iterator[None]:
+    """Context manager around a trial call before the run: errors name the ``example`` that it was given."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error} (tried before the run, on {example})") from error
+
+
+def returned(value: Any) -> str:
+    """What a part returned, as the end of a message: ``returned float64 of shape [2]``."""
+    if value is None:
+        return "returned None"
+    if not hasattr(value, "shape"):
+        return f"returned a value of type {type(value).__name__}"
+    kind, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+    return f"returned {kind} of shape {shape}" if shape else f"returned a single {kind}"

@@ -20,7 +20,7 @@ from annotated_types import Gt
 from torch import Tensor
 
 from bapo_megatron.algo.measurements import Measurement, PackView, UpdateSums
-from bapo_megatron.algo.parts import TERMS, load_part
+from bapo_megatron.algo.parts import TERMS, calling, load_part, returned, tried_on
 from bapo_megatron.algo.reference_kl import kl_loss
 from bapo_megatron.algo.reference_kl_config import DistillationConfig, ReferenceKlConfig
 from bapo_megatron.algo.tokens import unmasked
@@ -41,12 +41,12 @@ def entropy_bonus(
 
 def build_terms(algorithm: Any) -> dict[str, Term]:
     """The terms of ``algorithm.terms`` by metric name. Raises ConfigError for an unknown one or setting."""
-    return {
-        part.label: _summed(
-            part.label, load_part(f"algorithm.terms[{number}]", part.name, part.settings, TERMS, 2)
-        )
-        for number, part in enumerate(algorithm.terms)
-    }
+    terms: dict[str, Term] = {}
+    for number, part in enumerate(algorithm.terms):
+        field = f"algorithm.terms[{number}]"
+        cost = load_part(field, part.name, part.settings, TERMS, 2)
+        terms[part.label] = _summed(f"{field}={part.name}", cost)
+    return terms
 
 
 def kl_terms(reference: ReferenceKlConfig | None, distillation: DistillationConfig | None) -> list[Term]:
@@ -59,14 +59,13 @@ def kl_terms(reference: ReferenceKlConfig | None, distillation: DistillationConf
     return terms
 
 
-def _summed(label: str, cost: Callable[[TokenStats, MicroBatch], Tensor]) -> Term:
+def _summed(owner: str, cost: Callable[[TokenStats, MicroBatch], Tensor]) -> Term:
     def term(stats: TokenStats, batch: MicroBatch) -> Tensor:
         cost_T = cost(stats, batch)
         if not isinstance(cost_T, Tensor) or cost_T.shape != batch.mask_T.shape:
-            shape = list(cost_T.shape) if isinstance(cost_T, Tensor) else type(cost_T).__name__
             raise ConfigError(
-                f"algorithm.terms: {label} must return a tensor with one cost for each token, "
-                f"{list(batch.mask_T.shape)}, not {shape}"
+                f"{owner} must return a tensor of shape {list(batch.mask_T.shape)}, the cost of each token, "
+                f"but {returned(cost_T)}"
             )
         weight_T, cost_T = unmasked(batch.mask_T, batch.weight_T, cost_T)
         return (weight_T * cost_T).sum()
@@ -90,15 +89,11 @@ def check_terms(algorithm: Any) -> None:
     """Preflight of the terms on a pack of two tokens. Raises ConfigError, also without a gradient."""
     batch = MicroBatch.of((0, 2), ((0, 0, 2),), 1, mask_T=torch.ones(2), weight_T=torch.ones(2))
     stats = TokenStats(*(torch.tensor([-1.0, -2.0], requires_grad=True) for _ in range(2)))
-    for label, term in build_terms(algorithm).items():
-        try:
+    for number, term in enumerate(build_terms(algorithm).values()):
+        owner = f"algorithm.terms[{number}]={algorithm.terms[number].name}"
+        with tried_on("a made-up pack of 2 tokens"), calling(owner):
             value = term(stats, batch)
-        except ConfigError:
-            raise
-        except Exception as error:  # a user's function can raise anything
-            raise ConfigError(f"algorithm.terms: {label} failed with {error!r}; mend it") from error
         if not value.requires_grad:
             raise ConfigError(
-                f"algorithm.terms: {label} has no gradient: compute it from stats.log_prob_T or "
-                "stats.entropy_T, without detach"
+                f"{owner} has no gradient: compute it from stats.log_prob_T or stats.entropy_T, not detached"
             )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from bapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bapo_megatron.config import AlgorithmConfig, EnvironmentConfig, RunConfig
+    from bapo_megatron.config import EnvironmentConfig, RunConfig
 
 C = TypeVar("C")
 
@@ -85,7 +85,7 @@ def check_names(config: RunConfig, own_code: bool = False) -> None:
     if own_code or ":" not in config.rollout.engine:
         engine_backend(config.rollout.engine)
     _check_loss(config, own_code)
-    _check_parts(config.algorithm, own_code)
+    _check_parts(config, own_code)
     if config.reward.function in KINDS:
         read_settings(config.reward.function, config.reward.settings, here=False)
     if own_code:
@@ -112,13 +112,14 @@ def _check_loss(config: RunConfig, own_code: bool) -> None:
         checked_loss(config)
 
 
-def _check_parts(algorithm: AlgorithmConfig, own_code: bool) -> None:
+def _check_parts(config: RunConfig, own_code: bool) -> None:
     """Check advantage, masks and terms; without ``own_code`` only kinds whose names are all registered."""
     from bapo_megatron.algo.advantages import check_advantage
     from bapo_megatron.algo.masks import check_masks
 
+    algorithm = config.algorithm
     if own_code or ":" not in algorithm.advantage:
-        check_advantage(algorithm)
+        check_advantage(algorithm, config.rollout.group_size)
     if own_code or not any(":" in part.name for part in algorithm.masks):
         check_masks(algorithm)
     if algorithm.terms and (own_code or not any(":" in part.name for part in algorithm.terms)):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bapo_megatron.config import RunConfig, SftConfig
     from bapo_megatron.runtime.guards import PreemptionSignal
     from bapo_megatron.trainer.build import Run
+    from bapo_megatron.trainer.records.recorder import Recorder
 
 _POLL_S = 1.0
 
@@ -119,7 +120,7 @@ def finish(run: Run) -> None:
     if not is_exported:
         _export(run, output)
     if run.recorder:
-        print(_summary(run), flush=True)
+        _tell_summary(run, run.recorder, is_new=not is_exported)
     # After the export: the user's command reads its folder.
     if run.exports and run.exports.after:
         run.exports.after.exported_last(is_new=not is_exported)
@@ -158,18 +159,22 @@ def wait_for_exports(run: Run) -> None:
         run.checkpoints.delete_old()  # exports read their checkpoints
 
 
-def _summary(run: Run) -> str:
+def _tell_summary(run: Run, recorder: Recorder, is_new: bool) -> None:
+    """Print the end of a run. ``is_new``: it has just ended, so it is recorded if it made no update."""
     from bapo_megatron.commands.report.data import headline, read_metrics
 
     paths = run.config.paths
     metrics = read_metrics(paths.metrics)
     figures, updates = headline(metrics), metrics.known("policy/updates").sum()  # in a fork, its own
     first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
-    return (
+    print(
         f"reward {first} -> {last} in {figures['steps']} steps, {updates:.0f} updates\n"
         f"Hugging Face model: {paths.export}\n"
-        f"plots: bapo report {paths.root}"
+        f"plots: bapo report {paths.root}",
+        flush=True,
     )
+    if is_new and not updates:
+        recorder.no_updates()
 
 
 def rollout_only_process(config: RunConfig) -> None:

@@ -8,7 +8,7 @@ applies its masks again (``Remaining.of``). Shapes: ``_R`` response tokens, ``_N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -16,20 +16,21 @@ from typing import NamedTuple
 import numpy as np
 
 from bapo_megatron.algo.corrections import is_outside
-from bapo_megatron.algo.masks import Mask, Response, build_masks, taken_out
+from bapo_megatron.algo.masks import CheckedMask, Response, build_masks, taken_out
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.samples import Sample, TrainingSample
 from bapo_megatron.types import Metrics, VersionSpan
 
-Masks = Sequence[tuple[str, Mask]]
+Masks = Sequence[tuple[str, CheckedMask]]
 """Masks with their metric names; a mask with an empty name has no metrics."""
 
 
 def masks_of(algorithm: AlgorithmConfig) -> Masks:
     """Return the masks of a run, with the limits of its corrections first."""
     config = algorithm.corrections
-    limits: list[tuple[str, Mask]] = [("", lambda response: is_outside(response.log_ratio_N, config))]
-    return [*(limits if config.compares_old else []), *build_masks(algorithm)]
+    rule = partial(taken_out, "algorithm.corrections", lambda one: is_outside(one.log_ratio_N, config))
+    limits: list[tuple[str, CheckedMask]] = [("", rule)] if config.compares_old else []
+    return [*limits, *build_masks(algorithm)]
 
 
 def mask_names(algorithm: AlgorithmConfig) -> tuple[str, ...]:
@@ -89,6 +90,25 @@ def shares(algorithm: AlgorithmConfig, taken: Sequence[Sequence[float]], tokens:
     return shares_of
 
 
+def rejection_text(algorithm: AlgorithmConfig, updates: Sequence[Metrics]) -> str | None:
+    """Return which of a step's updates lost all their responses, and to what; None if none did."""
+    empty = {n: row for n, row in enumerate(updates) if row.get("corrections/rejected_responses") == 1.0}
+    if not empty:
+        return None
+    shares_of = {
+        f"algorithm.masks[{number}]={part.name}": _mean(f"masks/{part.label}_responses", empty.values())
+        for number, part in enumerate(algorithm.masks)
+    }
+    shares_of["algorithm.corrections"] = 1 - sum(shares_of.values())
+    removed = ", ".join(f"{share:.0%} by {owner}" for owner, share in shares_of.items() if share > 1e-9)
+    numbers = ", ".join(map(str, empty))
+    return f"no optimizer step in update {numbers} of updates.jsonl: all responses are rejected, {removed}"
+
+
+def _mean(name: str, rows: Collection[Metrics]) -> float:
+    return sum(row.get(name) or 0.0 for row in rows) / len(rows)
+
+
 def _response(sample: TrainingSample, keep_N: np.ndarray, load: Callable[[], Sample]) -> Response:
     """Return a sample as the next mask sees it: with the tokens that earlier masks left."""
 
@@ -104,10 +124,10 @@ def _response(sample: TrainingSample, keep_N: np.ndarray, load: Callable[[], Sam
 def _kept(sample: TrainingSample, masks: Masks, load: Callable[[], Sample]) -> tuple[np.ndarray, list[float]]:
     """Return the remaining tokens, bool [N]; per mask, whether it emptied the sample and its token count."""
     keep_N, taken = np.ones(sample.predicted_tokens, np.bool_), []
-    for label, mask in masks:
+    for _, mask in masks:
         before = int(keep_N.sum())
         if before:
-            keep_N[keep_N] = ~taken_out(label, mask, _response(sample, keep_N.copy(), load))
+            keep_N[keep_N] = ~mask(_response(sample, keep_N.copy(), load))
         after = int(keep_N.sum())
         taken += [float(before > 0 and after == 0), float(before - after)]
     return keep_N, taken

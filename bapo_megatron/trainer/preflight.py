@@ -82,7 +82,7 @@ def run_checks(
     yield lambda: check_logging(config.logging)
     yield lambda: check_functions(config, config.reward_functions)
     yield lambda: checked_loss(config)
-    yield lambda: check_advantage(config.algorithm)
+    yield lambda: check_advantage(config.algorithm, config.rollout.group_size)
     yield lambda: check_masks(config.algorithm)
     yield lambda: check_terms(config.algorithm)
     yield lambda: check_teacher(config)
@@ -116,7 +116,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     check_new_run(config)
     check_logging(config.logging)
     check_functions(config, config.reward_functions)
-    check_advantage(config.algorithm)
+    check_advantage(config.algorithm, config.rollout.group_size)
     coefficient = config.algorithm.reference_kl.coefficient
     if coefficient:
         raise ConfigError(

@@ -7,8 +7,10 @@ all. Words are never broken: users copy addresses and commands from the report.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from bapo_megatron.errors import printable
@@ -49,6 +51,18 @@ def one_line(error: object, limit: int = 200) -> str:
 def missing(required: bool) -> State:
     """Return the state of something missing: "problem" if ``required``, else "optional"."""
     return "problem" if required else "optional"
+
+
+_LATE = re.compile(r"(?:no end|no answer|not ready) within ([\d.e+]+) s\b")
+
+
+def excused(row: DoctorRow) -> DoctorRow:
+    """Return a problem that is only lack of time on a busy machine as `optional`; other rows unchanged."""
+    late, load, cores = _LATE.search(row.found), os.getloadavg()[0], os.cpu_count() or 1
+    if row.state != "problem" or late is None or load <= cores:
+        return row
+    found = f"no answer within {late[1]} s: the machine is busy (load {load:.0f} on {cores} cores)"
+    return replace(row, state="optional", found=found, fix="run bapo doctor again when the load is lower")
 
 
 def lines(rows: Iterable[DoctorRow]) -> Iterator[str]:

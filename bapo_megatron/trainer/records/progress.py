@@ -71,7 +71,7 @@ def notes(metrics: Metrics) -> list[str]:
     if all_failed:
         why = "all " + ", ".join(failed)
     elif metrics.get("rollout/groups"):
-        why = "all responses rejected"  # by algorithm.corrections
+        why = "all responses rejected"  # by algorithm.masks or algorithm.corrections
     elif scored and uniform == scored:
         why = f"all {scored:.0f} groups uniform"
     elif scored and uniform + unscored == scored:

@@ -31,6 +31,7 @@ from bapo_megatron.runtime.event_sender import SenderSettings
 from bapo_megatron.runtime.files import others_may_write
 from bapo_megatron.runtime.jsonl_log import EventLog, rows_from_end
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.trainer.masks import rejection_text
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress, evaluation_line
 from bapo_megatron.types import Metrics, StepHeader
@@ -104,6 +105,7 @@ class Recorder:
         self._events = EventLog(self._events_path)
         self._metrics = MetricsLog(paths, config.logging, first_step - 1, self._events.event)
         self._warned: set[str] = set()
+        self._algorithm = config.algorithm
         self._idle_search = IdleSearch(config.algorithm.bounds)
         self._progress = Progress(config.steps)
         if not has_work:
@@ -133,6 +135,8 @@ class Recorder:
         if message := self._idle_search.observe(step, updates):
             self._events.event("bounds_idle", step=step, message=message)
             print(f"note: {message}", flush=True)
+        if rejected := rejection_text(self._algorithm, updates):
+            self.warning("all_rejected", step, f"step {step}: {rejected}")
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
         """Write and print the held-out metrics of the weights after ``step``, unless written before."""
@@ -153,14 +157,10 @@ class Recorder:
             print(f"warning: {message}", flush=True)
         self._warned.add(kind)
 
-    def all_rejected(self, update: int, responses: int) -> None:
-        """Record and print that corrections and masks rejected all responses of an update."""
-        self._events.event("all_rejected", update=update, responses=responses)
-        print(
-            f"warning: algorithm.corrections and algorithm.masks rejected all {responses} responses of "
-            f"update {update}: no step is taken",
-            flush=True,
-        )
+    def no_updates(self) -> None:
+        """Record and print that the run ends without any update."""
+        message = "the run has made no update, so its model is the one that it began with: each step's line"
+        self.warning("no_updates", self._last_step, f"{message} says why (docs/troubleshooting.md#learning)")
 
     def saving(self, step: int, stall_s: float) -> None:
         """Record the start of a save and the seconds that training paused for it."""

@@ -91,6 +91,9 @@ def one(response):
 
 def broken(response):
     return response.reward > 0
+
+def forgotten(response):
+    response.is_cut
 """
 
 
@@ -105,6 +108,8 @@ def masks(name: str, **settings: Any) -> AlgorithmConfig:
     return AlgorithmConfig(old_log_probs="trainer", masks=(PartConfig(name, settings),))
 
 
+MASK = r"^algorithm.masks\[0\]=users_mask"
+TRIED = r"\(tried before the run, on a made-up response of 3 tokens\)$"
 OURS = ("cut_responses", "icepop", "second_moment")
 
 
@@ -121,14 +126,15 @@ def test_masks_of_ours_and_of_a_user_pass_the_check() -> None:
     ("config", "message"),
     [
         (masks("overlong"), r"algorithm.masks\[0\]='overlong' is unknown: give cut_responses, icepop"),
-        (masks("icepop", hi=2), r"algorithm.masks\[0\].settings.hi=2: .*icepop has no such setting"),
+        (masks("icepop", hi=2), r"algorithm.masks\[0\].settings.hi=2: icepop has no such setting"),
         (masks("icepop", high=0), r"algorithm.masks\[0\].settings.high=0 must be above 0"),
         (masks("rollout_rs", kind="token_k9", high=1.0), r"settings.kind='token_k9' must be one of token_k1"),
         (masks("rollout_rs", kind="token_k1", high=1.0), "kind=token_k1 needs low"),
         (masks("users_mask:short", least="2"), "settings.least='2' must be a whole number"),
-        (masks("users_mask:counts"), r"counts must return True or False, .* not int64 of shape \[\]"),
-        (masks("users_mask:one"), r"each of the 3 trained tokens, not bool of shape \[1\]"),
-        (masks("users_mask:broken"), "broken failed with AttributeError.*mend it"),
+        (masks("users_mask:counts"), rf"{MASK}:counts must return True or False, .* returned a single int64"),
+        (masks("users_mask:one"), rf"{MASK}:one .* 3 trained .* returned bool of shape \[1\] {TRIED}"),
+        (masks("users_mask:forgotten"), f"{MASK}:forgotten .* 3 trained tokens, but returned None {TRIED}"),
+        (masks("users_mask:broken"), f"{MASK}:broken failed with AttributeError.*mend it {TRIED}"),
     ],
 )
 def test_mistakes_end_before_a_run(config: AlgorithmConfig, message: str) -> None:

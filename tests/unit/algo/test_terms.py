@@ -85,8 +85,9 @@ def test_the_recipe_of_a_method_of_ones_own_passes_its_checks(monkeypatch: pytes
     monkeypatch.syspath_prepend(str(ROOT))
     recipe = ROOT / "recipes/methods_7b_8k/r1_distill_qwen_7b_8k_own_method.py"
     algorithm = load_recipe(recipe, RunConfig).algorithm
-    for check in (build_loss, check_advantage, check_masks, check_terms):
+    for check in (build_loss, check_masks, check_terms):
         check(algorithm)
+    check_advantage(algorithm, 8)
     assert build_advantage(algorithm)(Rewards.of([1.0, 0.0, 0.0])).tolist() == [1.0, -0.5, -0.5]
 
 
@@ -100,9 +101,20 @@ def total(stats, batch):
 def missing(stats, batch):
     return stats.value_T
 
+def forgotten(stats, batch):
+    stats.entropy_T * 2
+
+def number(stats, batch):
+    return 0.5
+
 def square(stats, batch, target: float = 1.0):
     return (stats.entropy_T - target) ** 2
 """
+
+
+TERM = r"^algorithm.terms\[0\]=users_term"
+COSTS = r"must return a tensor of shape \[2\], the cost of each token, but"
+TRIED = r"\(tried before the run, on a made-up pack of 2 tokens\)$"
 
 
 @pytest.fixture
@@ -126,10 +138,12 @@ def test_a_term_of_a_users_file() -> None:
     [
         (terms("entropy"), r"algorithm.terms\[0\]='entropy' is unknown: give entropy_bonus"),
         (terms("entropy_bonus", coefficient=-1.0), "settings.coefficient=-1.0 must be above 0"),
-        (terms("entropy_bonus", beta=1.0), "settings.beta=1.0: .*its settings: coefficient: float above 0"),
-        (terms("users_term:lazy"), "lazy has no gradient: compute it from stats"),
-        (terms("users_term:total"), r"one cost for each token, \[2\], not \[\]"),
-        (terms("users_term:missing"), "missing failed with AttributeError"),
+        (terms("entropy_bonus", beta=1.0), "settings.beta=1.0: entropy_bonus has .*: coefficient: float"),
+        (terms("users_term:lazy"), rf"{TERM}:lazy has no gradient: compute it from stats"),
+        (terms("users_term:total"), rf"{TERM}:total {COSTS} returned a single float32 {TRIED}"),
+        (terms("users_term:forgotten"), rf"{TERM}:forgotten {COSTS} returned None {TRIED}"),
+        (terms("users_term:number"), rf"{TERM}:number {COSTS} returned a value of type float {TRIED}"),
+        (terms("users_term:missing"), rf"{TERM}:missing failed with AttributeError.*; mend it {TRIED}"),
     ],
 )
 def test_mistakes_end_before_a_run(config: AlgorithmConfig, message: str) -> None:

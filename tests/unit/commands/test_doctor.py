@@ -33,6 +33,7 @@ from bapo_megatron.commands.doctor.packages import (
     python_row,
     try_imports,
 )
+from bapo_megatron.commands.doctor.recipe import RecipeFacts
 from bapo_megatron.commands.doctor.rows import DoctorRow, as_json, lines, one_line, summary_line
 from bapo_megatron.commands.doctor.sglang import sglang_gpu_row
 from bapo_megatron.errors import ConfigError
@@ -198,6 +199,38 @@ def test_a_broken_package_fails_only_its_own_row(tmp_path: Path, monkeypatch: py
         "doctor_not_there": "ModuleNotFoundError: No module named 'doctor_not_there'",
     }
     assert str(found["doctor_hangs"].error).startswith("no end within")
+
+
+LATE = "2.13.0, and its import fails: no end within 5 s: import torch"
+
+
+@pytest.mark.parametrize(
+    ("load", "found", "state", "says"),
+    [
+        (17.6, LATE, "optional", "no answer within 5 s: the machine is busy (load 18 on 2 cores)"),
+        (9.0, "no answer within 10 s", "optional", "no answer within 10 s: the machine is busy (load 9 on"),
+        (1.5, LATE, "problem", LATE),  # it hangs
+        (17.6, "2.13.0, and its import fails: OSError", "problem", "2.13.0, and its import fails: OSError"),
+    ],
+)
+def test_lack_of_time_on_a_busy_machine_is_not_a_problem(
+    load: float, found: str, state: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    row = DoctorRow("training", "torch", "problem", found, "", "pip install --force-reinstall torch")
+    for section in ("sglang_rows", "machine_rows", "sandbox_rows", "server_rows"):
+        monkeypatch.setattr(doctor, section, lambda *_: iter(()))
+    monkeypatch.setattr(doctor, "package_rows", lambda **_: iter([row]))
+    for known, states in (
+        (RecipeFacts(), [state] * 2),
+        (None, [state, "problem"]),
+    ):  # None: the recipe was not read
+        monkeypatch.setattr(doctor, "check_recipe", lambda *_, known=known: ([row], known))
+        report = list(doctor.all_rows(DoctorArguments(Path("r.py"))))
+        assert [one.state for one in report] == states
+        assert report[0].found.startswith(says)
+        assert ("again when" in report[0].fix) is (state == "optional")
 
 
 UNUSABLE = "this machine should have a GPU, but torch cannot use one: too old. Update it"

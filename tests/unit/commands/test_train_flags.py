@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,10 +15,12 @@ from bapo_megatron import cli
 from bapo_megatron.checkpoint.fork_record import ForkSource
 from bapo_megatron.checkpoint.run_directory import check_same_run, store_config
 from bapo_megatron.commands.cluster.submit import SubmitCommand
+from bapo_megatron.commands.train import _tell_summary
 from bapo_megatron.commands.train_flags import rollout_only_config, train_flags
 from bapo_megatron.config import EvaluationConfig, RolloutConfig, RunConfig, SglangConfig, load_recipe
 from bapo_megatron.config.engines import EngineConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.run_paths import RunPaths
 
 RECIPE = Path(__file__).parents[3] / "recipes/demo_cpu.py"
 
@@ -193,3 +198,16 @@ def test_the_servers_of_a_job_take_its_flags(monkeypatch: pytest.MonkeyPatch) ->
     for words in (["--rollout-only"], ["--fork", "runs/a:7"], ["--fork=runs/a"]):
         assert cli.run(["rollout-server", str(RECIPE), *words, "--port=1"]) == 0
     assert [command.port for command in served] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("updates", "is_new", "warned"), [(0, True, 1), (0, False, 0), (4, True, 0)])
+def test_a_run_that_ends_without_an_update_says_so(
+    updates: int, is_new: bool, warned: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ({"step": step, "reward/mean": 0.5, "policy/updates": updates} for step in (1, 2))
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run: Any = SimpleNamespace(config=SimpleNamespace(paths=RunPaths(tmp_path)))
+    recorder = Mock()
+    _tell_summary(run, recorder, is_new)
+    assert f"in 2 steps, {2 * updates} updates\n" in capsys.readouterr().out
+    assert recorder.no_updates.call_count == warned

@@ -27,6 +27,7 @@ from bapo_megatron.config import (
     DataConfig,
     LoggingConfig,
     ModelConfig,
+    PartConfig,
     ReferenceKlConfig,
     RunConfig,
 )
@@ -205,6 +206,38 @@ def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.Ca
     assert event["step"] == 2
     assert "in the last 16 stale updates (steps 1 to 2)" in event["message"]
     assert capsys.readouterr().out.count("note: the bounds have not moved") == 1
+
+
+REJECTED: Metrics = {"corrections/rejected_responses": 1.0, "masks/never_responses": 0.5}
+KEPT: Metrics = {"corrections/rejected_responses": 0.5, "masks/never_responses": 0.25}
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_rejected_updates_are_named_with_what_rejected_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half and three quarters by the first mask, nothing by the second, the rest by the corrections."""
+    run = run_config(tmp_path)
+    masks = (PartConfig("mine:never"), PartConfig("cut_responses"))
+    recorder = Recorder(replace(run, algorithm=replace(run.algorithm, masks=masks)), 1, True)
+    whole = {**REJECTED, "masks/never_responses": 1.0}
+    steps: list[list[Metrics]] = [[KEPT], [KEPT, REJECTED, KEPT, whole], [whole], [{}]]
+    for step, updates in enumerate(steps, 1):
+        recorder.step(step, updates, {"reward/mean": 0.0})
+    recorder.no_updates()
+    recorder.close()
+    events = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "all_rejected"]
+    no_step = "no optimizer step in update {} of updates.jsonl: all responses are rejected,"
+    never = "algorithm.masks[0]=mine:never"
+    assert [row["message"] for row in events] == [
+        f"step 2: {no_step.format('1, 3')} 75% by {never}, 25% by algorithm.corrections",
+        f"step 3: {no_step.format('0')} 100% by {never}",
+    ]
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [line[:36] for line in warnings] == [
+        "warning: step 2: no optimizer step i",
+        "warning: the run has made no update,",
+    ]
 
 
 def test_sixteen_stale_updates_without_a_move_give_one_notice() -> None:

@@ -104,6 +104,7 @@ class SuiteSampler:
                 await asyncio.wait({changed, storing}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
             self._check()
+            await storing  # raises its error, which `_ended` may not have noted yet
         finally:
             for task in [*self._running, storing]:
                 task.cancel()

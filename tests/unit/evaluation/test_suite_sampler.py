@@ -163,6 +163,19 @@ def test_what_ends_an_evaluation(
         ask(engine, ["9"], [(0, 0)], full, lost_minutes)
 
 
+def test_a_failure_to_store_that_was_not_noted_yet_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A task's callbacks run after its end: the sampler may see the end before them."""
+
+    def full(rows: Sequence[Any]) -> None:
+        raise RunStopped("the disk is full")
+
+    monkeypatch.setattr(SuiteSampler, "_ended", lambda *_: None)
+    with pytest.raises(RunStopped, match="disk is full"):
+        ask(failing(LOST, 99), ["9"], [(0, 0)], full)
+
+
 @pytest.mark.parametrize("always", [False, True])
 def test_tokens_of_other_weights_are_not_evaluated(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine answers with weights that the evaluation did not load: asked again after its recovery."""

@@ -143,6 +143,7 @@ def keep_log(folder: Path, episode: str, text: str) -> None:
 
 
 def log_path(folder: Path, episode: str) -> Path:
+    """File of an episode's log."""
     return folder / f"{episode.replace(os.sep, '_')}.log"
 
 

@@ -36,6 +36,10 @@ def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
     raise ConfigError(usage)
 
 
+class ProgramError(Exception):
+    """A user's program failed: the message says all, and is shown without a traceback of this package."""
+
+
 class GapError(ConfigError):
     """Engine mismatch: log-probs of engine and trainer differ too much. Raised on every rank; no retry
     helps."""

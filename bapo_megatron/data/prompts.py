@@ -36,8 +36,9 @@ from bapo_megatron.types import Prompt
 _END_TOKENS = 16
 """Number of final tokens that contain ``<think>`` and white space, even if it is several tokens."""
 
-Tools = Sequence[Mapping[str, Any]]
-"""Schemas of an environment's tools, which the chat template writes into prompts."""
+Tools = Sequence[Mapping[str, Any]] | None
+"""Schemas of an environment's tools, which the chat template writes into prompts. None: the prompts' text
+describes them, and those of rows do not count."""
 
 CheckGroundTruth = Callable[[str], str | None]
 CheckExtraInfo = Callable[[dict[str, Any]], str | None]
@@ -132,10 +133,15 @@ def equal_prompts_problem(prompts: Sequence[np.ndarray]) -> str | None:
 
 def _prompt(number: int, row: Row, tokenizer: Any, several: bool, tools: Tools) -> Prompt:
     messages, extra_info = messages_of(row), extra_info_of(row)
-    own = field_of(extra_info, PROMPT_TOOLS, list, "a list") if PROMPT_TOOLS in extra_info else []
-    token_ids_P = prompt_token_ids(messages, tokenizer, [*tools, *own])
+    counts = tools is not None and PROMPT_TOOLS in extra_info
+    own = field_of(extra_info, PROMPT_TOOLS, list, "a list") if counts else []
+    token_ids_P = prompt_token_ids(messages, tokenizer, [*(tools or ()), *own])
     if own and np.array_equal(token_ids_P, prompt_token_ids(messages, tokenizer, tools)):
-        raise RowError(f"extra_info.{PROMPT_TOOLS}: the chat template ignores them: mend chat_template.jinja")
+        raise RowError(
+            f"extra_info.{PROMPT_TOOLS}: the chat template ignores them: if the prompt's text describes the "
+            'tools, set `"tools_in_prompts": true` in environment.settings; else mend chat_template.jinja in '
+            f"the model's folder, {tokenizer.name_or_path}"
+        )
     return Prompt(
         prompt_id=number,
         token_ids_P=token_ids_P,
@@ -157,7 +163,7 @@ def prompt_token_ids(messages: list[dict[str, Any]], tokenizer: Any, tools: Tool
     """Return the messages' token ids in the chat template, int32, without control tokens from message texts.
     Raises RowError if the template refuses them."""
     try:
-        ids = chat_template_of(tokenizer).token_ids(messages, tools)
+        ids = chat_template_of(tokenizer).token_ids(messages, tools or ())
     except Exception as error:  # templates raise anything
         raise RowError(f"prompt is refused by the tokenizer's chat template: {error}") from error
     return np.asarray(ids, np.int32)

@@ -98,6 +98,11 @@ class Traits:
     settings_type: str | None = None
     """Settings dataclass as ``package.module:Name``."""
 
+    @property
+    def runs_program(self) -> bool:
+        """Whether its episodes are those of an agent program."""
+        return self.settings_type == f"{own_settings.__name__}:{own_settings.AgentSettings.__name__}"
+
     @staticmethod
     def of(note: str) -> Traits:
         """Parse the first note of the worker program."""
@@ -297,7 +302,7 @@ _PYTHON_SWITCHES = frozenset({"-B", "-E", "-I", "-O", "-s", "-S", "-u"})
 
 def command_problem(config: EnvironmentConfig, traits: Traits) -> str | None:
     """Return why this machine cannot start the command of an agent program, or None."""
-    if traits.settings_type != f"{own_settings.__name__}:{own_settings.AgentSettings.__name__}":
+    if not traits.runs_program:
         return None
     program, *arguments = command = config.settings["command"]
     script = next((word for word in arguments if word not in _PYTHON_SWITCHES), "-")

@@ -56,6 +56,7 @@ EVENT_KINDS = {
     "bounds_idle": _usual("the search has not moved any clipping bound"),
     "bapo_outlook": _usual("whether BAPO can act on the sampled groups"),
     "one_sign": _usual("most searches saw advantages of one sign"),
+    "episodes_cut": _usual("a limit of turns or tokens ended all episodes of a step before their reward"),
     "all_rejected": _usual("masks and corrections rejected all responses of an update"),
     "no_updates": _trouble("the run is done, and no step has changed the policy"),
     "evaluation": _usual("held-out problems were scored"),

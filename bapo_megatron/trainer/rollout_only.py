@@ -29,6 +29,7 @@ from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jsonl
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.trainer.build import open_engines
+from bapo_megatron.trainer.checks import cut_episodes
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import number_text, numbered_line
 from bapo_megatron.trainer.records.recorder import (
@@ -294,6 +295,9 @@ class RolloutRecord:
         del metrics["policy/updates"]
         self._metrics.write_step(step, metrics)
         print(step_line(step, self._config.steps, metrics), flush=True)
+        for text in cut_episodes(self._config, metrics):
+            self._events.event("episodes_cut", step=step, message=text)
+            print(f"warning: {text}", flush=True)
 
     def event(self, event: dict[str, Any]) -> None:
         """Record an event: its kind and fields."""

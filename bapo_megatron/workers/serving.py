@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary, WeakSet
 
-from bapo_megatron.errors import ConfigError, printable
+from bapo_megatron.errors import ConfigError, ProgramError, printable
 from bapo_megatron.runtime.exit_codes import ignore_signals
 from bapo_megatron.runtime.processes import die_with_parent
 
@@ -200,6 +200,8 @@ def described(error: BaseException, own_files: Sequence[str]) -> dict[str, str]:
         text = "".join(traceback.format_exception(type(error), error, frames))
     except Exception:  # out of memory, or the error cannot be formatted
         place, text = kind, kind
+    if isinstance(error, ProgramError):
+        return {"detail": shortened(str(error)), "traceback": "", "place": place}
     return {"detail": text_of(error), "traceback": shortened(text), "place": place}
 
 

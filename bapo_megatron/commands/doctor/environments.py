@@ -119,20 +119,28 @@ async def _try(tried: _Tried) -> DoctorRow:
     try:
         traits = read_traits(tried.config, _START_S)
         start_s = time.monotonic() - began
-        result = await _stepped(tried, traits)
+        result, turns = await _stepped(tried, traits)
     except Exception as error:  # a run would end here, too; keep the recipe's other rows
         text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         found = f"{tried.section}.function={tried.config.function}, {tried.where}: no step: {text}"
         found += _last_lines(errors)
         return environment_row("problem", found, f"mend {tried.section}, or the row; a run would end at this")
     if result.failure is not None:
-        return _failed(tried, result, _last_lines(errors) if result.failure == "died" else "")
-    found = f"{tried.config.function}, {tried.where}: {_answer(traits, result)}; start {start_s:.1f} s"
-    return environment_row("ok", f"{found}; {_described(traits)}")
+        says = result.failure == "died" or traits.runs_program
+        return _failed(tried, result, _last_lines(errors) if says else "")
+    answer = _answer(traits, result, turns)
+    found = f"{tried.config.function}, {tried.where}: {answer}; start {start_s:.1f} s"
+    found = f"{found}; {_described(traits)}"
+    if traits.runs_program and result.observation is not None:
+        found += ". A run ends the program there, before its reward, and reward.function judges"
+        fix = f"none if it ends sooner with better turns; else raise {tried.section}.max_turns"
+        return environment_row("optional", found, fix)
+    return environment_row("ok", found)
 
 
-async def _stepped(tried: _Tried, traits: Traits) -> StepResult:
-    """Return a new environment's answer to ``TURN``; closes it as at the end of an episode."""
+async def _stepped(tried: _Tried, traits: Traits) -> tuple[StepResult, int]:
+    """Return a new environment's answer to ``TURN``, and its number; an agent program is answered up to its
+    end or ``max_turns``. Closes the environment as at the end of an episode."""
     from bapo_megatron.environment import Task, Turn
     from bapo_megatron.environment.pool import EnvironmentPool, Question
 
@@ -142,16 +150,20 @@ async def _stepped(tried: _Tried, traits: Traits) -> StepResult:
     task = Task(prompt.messages, prompt.ground_truth, prompt.data_source, prompt.extra_info, episode)
     pool = EnvironmentPool(tried.config, traits, repeats=False)
     await pool.start()
+    most, turns = tried.config.max_turns if traits.runs_program else 1, [Turn("sampled", TURN)]
     try:
-        result = await pool.step(Question(task, TURN, 0, lambda: [Turn("sampled", TURN)]))
-        if result.observation is not None:
-            await pool.release(episode)
-        return result
+        for number in range(most):
+            result = await pool.step(Question(task, TURN, number, lambda: turns))
+            if result.observation is None:
+                return result, number + 1
+            turns.extend((Turn("given", result.observation), Turn("sampled", TURN)))
+        await pool.release(episode)
+        return result, most
     finally:
         await pool.close()
 
 
-def _answer(traits: Traits, result: StepResult) -> str:
+def _answer(traits: Traits, result: StepResult, turns: int) -> str:
     reward = "no reward" if result.reward is None else f"reward {result.reward:g}"
     if result.observation is None:
         judged = " (reward.function judges)" if result.reward is None else ""
@@ -160,7 +172,8 @@ def _answer(traits: Traits, result: StepResult) -> str:
         shown = result.observation[:_SHOWN] + ("…" if len(result.observation) > _SHOWN else "")
         observation = f"a turn of role {traits.role}, {len(result.observation)} characters ({shown!r})"
         said = f"{observation}, {reward}, not done"
-    return f"to {TURN!r} it gave {said}, in {result.seconds:.1f} s"
+    times = f", {turns} times," if turns > 1 else ""
+    return f"to {TURN!r}{times} it gave {said}, in {result.seconds:.1f} s"
 
 
 def _described(traits: Traits) -> str:

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,16 +49,18 @@ Node.js and Java reserve more than they use."""
 class AgentEnd:
     """Result of an agent program: exit code, end of its output and errors, content of its reward file."""
 
-    code: int
+    code: int | None
+    """Exit code; None if the run ended the program."""
     output: str
     errors: str
     """``output`` and ``errors``: the last ``TAIL_BYTES`` each; errors are empty if they were not captured."""
     reward_file: str
     """Content of the file ``REWARD_FILE``; empty if the program wrote none."""
 
-    def log(self, command: Sequence[str]) -> str:
+    def log(self, command: Sequence[str], turns: int) -> str:
+        how = f"was ended by the run after {turns} turns" if self.code is None else f"ended with {self.code}"
         return (
-            f"{command} ended with {self.code}\nreward file: {self.reward_file[:80]!r}\n\n"
+            f"{command} {how}\nreward file: {self.reward_file[:80]!r}\n\n"
             f"--- standard error ---\n{self.errors}\n--- standard output ---\n{self.output}\n"
         )
 
@@ -82,12 +84,14 @@ async def run_agent(
     variables: Mapping[str, str],
     memory_mb: int | None = None,
     keeps_errors: bool = False,
+    log: Callable[[AgentEnd], None] | None = None,
 ) -> AgentEnd:
     """Run a program with ``task`` on its standard input to its end, and return its result.
 
     ``variables`` extend this process's environment, with the user's PYTHONPATH. The program reaches this
     machine without a proxy, which would see the policy's turns and the episode's key. Its descendants end
-    with the call. ``keeps_errors``: capture standard error. Raises OSError if the program cannot start.
+    with the call. ``keeps_errors``: capture standard error. ``log`` gets the result in a thread, even if the
+    call is cancelled. Raises OSError if the program cannot start.
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
@@ -114,22 +118,22 @@ async def run_agent(
         # In a separate thread: a program that reads late must not block others if its task fills the pipe.
         threading.Thread(target=_write, args=(writing, task), daemon=True).start()
         pause_s = 0.02
+        code: int | None = None
         try:
             while (code := child.wait_end(0)) is None:
                 await asyncio.sleep(pause_s := min(1.1 * pause_s, 0.25))  # there may be hundreds
         finally:
             await asyncio.shield(asyncio.to_thread(child.close))
-        written = ""
-        if reward.is_file():
-            with reward.open("rb") as file:
-                written = _tail(file).strip()
-        return AgentEnd(code, _tail(output), _tail(errors), written)
+            end = AgentEnd(code, _tail(output), _tail(errors), _written(reward))
+            if log is not None:
+                await asyncio.shield(asyncio.to_thread(log, end))
+        return end
 
 
 def keep_log(folder: Path, episode: str, text: str) -> None:
     """Write the log of an episode's program to ``folder``, and keep only the newest ``MOST_LOGS`` logs."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{episode.replace(os.sep, '_')}.log").write_text(text)
+    log_path(folder, episode).write_text(text)
     logs = []
     for log in folder.glob("*.log"):
         with suppress(FileNotFoundError):  # another worker removed it
@@ -137,6 +141,18 @@ def keep_log(folder: Path, episode: str, text: str) -> None:
     for _, path in sorted(logs)[:-MOST_LOGS]:
         with suppress(FileNotFoundError):
             path.unlink()
+
+
+def log_path(folder: Path, episode: str) -> Path:
+    """File of an episode's log."""
+    return folder / f"{episode.replace(os.sep, '_')}.log"
+
+
+def _written(reward: Path) -> str:
+    if not reward.is_file():
+        return ""
+    with reward.open("rb") as file:
+        return _tail(file).strip()
 
 
 def _tail(file: IO[bytes]) -> str:

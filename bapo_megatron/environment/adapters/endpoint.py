@@ -12,19 +12,19 @@ The reward is the content of the BAPO_REWARD_FILE file, the exit code, or the la
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from pathlib import Path
 
 from bapo_megatron.environment import PROMPT_TOOLS, SampledTurn
 from bapo_megatron.environment.adapters import agent_program
-from bapo_megatron.environment.adapters.agent_program import REWARD_FILE, AgentEnd, keep_log
+from bapo_megatron.environment.adapters.agent_program import REWARD_FILE, AgentEnd, keep_log, log_path
 from bapo_megatron.environment.adapters.conversation import Conversation
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
 from bapo_megatron.environment.protocols import server
 from bapo_megatron.environment.protocols.chat import ChatRequest
 from bapo_megatron.environment.protocols.server import EpisodeQuestions
 from bapo_megatron.environment.settings import AgentSettings
+from bapo_megatron.errors import ProgramError
 
 _SHOWN = 500
 
@@ -38,21 +38,28 @@ class EndpointEnvironment(LoopEnvironment):
 
     async def run(self, base_url: str, key: str) -> float | None:
         """Run the agent against the endpoint. Returns its reward, or None."""
-        command, logs = self.settings["command"], self.logs_dir
         task, variables = agent_program.given_task(self.task), agent_program.given_variables(base_url, key)
-        memory_mb = self.settings.get("memory_mb")
+        keeps_log = self.logs_dir is not None
         end = await agent_program.run_agent(
-            command, task, variables, memory_mb, keeps_errors=logs is not None
+            self.settings["command"],
+            task,
+            variables,
+            self.settings.get("memory_mb"),
+            keeps_errors=keeps_log,
+            log=self._keep_log if keeps_log else None,
         )
-        if logs is not None:
-            await asyncio.to_thread(keep_log, Path(logs), self.task.episode, end.log(command))
         return self._reward(end)
 
+    def _keep_log(self, end: AgentEnd) -> None:
+        text = end.log(self.settings["command"], self._turns)
+        keep_log(Path(self.logs_dir or ""), self.task.episode, text)
+
     def _reward(self, end: AgentEnd) -> float | None:
-        command, by_exit_code = self.settings["command"], self.settings.get("reward") == "exit_code"
-        if end.code != 0 and not by_exit_code:
-            said = f"{self._questions.problem} {end.errors[-_SHOWN:]}".strip()
-            raise RuntimeError(f"{command} ended with {end.code}. {said}".strip())
+        by_exit_code = self.settings.get("reward") == "exit_code"
+        if not self._turns and not self._questions.problem:
+            raise self._failure(end, "sent no request to OPENAI_BASE_URL or ANTHROPIC_BASE_URL")
+        if not self._turns or (end.code != 0 and not by_exit_code):
+            raise self._failure(end)
         last = end.reward_file or ("" if by_exit_code else end.output)
         if by_exit_code and not last:
             return float(end.code == 0)
@@ -60,16 +67,30 @@ class EndpointEnvironment(LoopEnvironment):
         try:
             return float(word) if word else None
         except ValueError:
-            raise RuntimeError(
-                f"{command} has printed {word[:80]!r} last, which is not a reward: write a number into "
-                "the file "
-                f"of {REWARD_FILE}, print it at the end, or print nothing on stdout"
-            ) from None
+            where = "into its reward file" if end.reward_file else "last on stdout"
+            problem = (
+                f"wrote {word[:80]!r} {where}, which is not a reward: write a number into the file of "
+                f"{REWARD_FILE}, print it at the end, or print nothing on stdout"
+            )
+            raise self._failure(end, problem) from None
+
+    def _failure(self, end: AgentEnd, problem: str = "") -> ProgramError:
+        parts = [f"{self.settings['command']} ended with {end.code}{problem and f' and {problem}'}."]
+        if self._questions.problem:
+            parts.append(f"{self._questions.problem}.")
+        elif end.code and end.reward_file and not problem:
+            parts.append(
+                f"Its reward file has {end.reward_file[:80]!r}, which does not count because of the exit "
+                'code: end it with 0, or set `"reward": "exit_code"` in environment.settings.'
+            )
+        if self.logs_dir is not None:
+            parts.append(f"Its output is in {log_path(Path(self.logs_dir), self.task.episode)}.")
+        return ProgramError(" ".join([*parts, end.errors[-_SHOWN:].strip()]).strip())
 
     async def play(self, ask: Ask) -> float | None:
         """Give the program an endpoint while it runs."""
         self._takes_tools = bool(self.settings.get("tools_in_prompts"))
-        self._row_tools = self.task.extra_info.get(PROMPT_TOOLS, [])
+        self._row_tools = [] if self._takes_tools else self.task.extra_info.get(PROMPT_TOOLS, [])
         tools = [*self.tools, *self._row_tools]
         self._conversation = Conversation(self.task.messages, self.role, self.question, tools)
         self._questions = EpisodeQuestions(self._answer)

@@ -233,10 +233,11 @@ def _is_of_environments(results: Sequence[RewardResult]) -> bool:
 def _all_failed(results: list[RewardResult]) -> str:
     first = results[0]
     if _is_of_environments(results):
+        longer = ", or raise environment.step_limit_s" if first.detail.startswith("time") else ""
         return (
             f"the environment of all {len(results)} responses of the first step failed, the first with\n\n"
-            f"{first.detail}\n\nNothing was trained. Mend environment.function or environment.settings, or "
-            "raise environment.step_limit_s, then give another --run-dir: these responses are complete"
+            f"{first.detail}\n\nNothing was trained. Mend environment.function or environment.settings"
+            f"{longer}, then give another --run-dir: these responses are complete"
         )
     what = first.traceback or f"{first.failure}: {first.detail}"
     limit = "; reward.time_limit_s and reward.memory_limit_mb are its limits" if not first.traceback else ""

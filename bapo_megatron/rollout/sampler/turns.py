@@ -26,6 +26,7 @@ from bapo_megatron.environment.pool import (
     EnvironmentPool,
     Question,
     StepResult,
+    Traits,
     command_problem,
     interpreter_problem,
     read_traits,
@@ -285,7 +286,12 @@ def check_environment(
     template = ObservationTemplate(tokenizer, traits.role, stop_token_ids(model, tokenizer), traits.tools)
     history: History = "sampled" if environment.history == "sampled" else "template"
     check_template(template, str(model), history, begun)
-    return traits.tools
+    return _prompt_tools(environment, traits)
+
+
+def _prompt_tools(environment: EnvironmentConfig, traits: Traits) -> Tools:
+    in_text = not traits.tools and environment.settings.get("tools_in_prompts")
+    return None if in_text else traits.tools
 
 
 def check_environments(config: RunConfig, tokenizer: Any, begun: bool = False) -> dict[str, Tools]:
@@ -302,7 +308,7 @@ def tools_of(config: RunConfig) -> dict[str, Tools]:
     """Return each source's tool schemas, read in a worker; raises ConfigError if a class is missing."""
     distinct = _distinct(config.environments)
     tools: dict[str, Tools] = {
-        name: read_traits(environment).tools if environment.function else ()
+        name: _prompt_tools(environment, read_traits(environment)) if environment.function else ()
         for name, environment in distinct.items()
     }
     return _for_all_sources(tools, config.environments)

@@ -1,35 +1,17 @@
-"""An agent of smolagents, unchanged, as an episode over kills. Prints what a test compares.
-
-With ``agent`` as its last argument it is the program: a tool's loop of that package, with its own prompts.
-"""
+"""The wrapper of docs/environments.md for an unchanged agent of smolagents, over kills. Prints what a test
+compares."""
 
 import json
-import os
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-
-def agent():
-    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
-
-    @tool
-    def add(a: int, b: int) -> int:
-        """Add two numbers.
-
-        Args:
-            a: the first
-            b: the second
-        """
-        return a + b
-
-    task = json.load(sys.stdin)
-    found = ToolCallingAgent(tools=[add], model=OpenAIServerModel("policy"), max_steps=4).run("2+3?")
-    Path(os.environ["BAPO_REWARD_FILE"]).write_text(str(float(str(found) == task["ground_truth"])))
+from tests.support.pages import ROOT, blocks
 
 
 def main():
-    from bapo_megatron.environment import Task
+    from bapo_megatron.environment import PROMPT_TOOLS, Task
     from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
     from bapo_megatron.environment.protocols.chat import Refused
     from tests.support.scripted_episodes import check_durable, play
@@ -44,19 +26,25 @@ def main():
         def _reward(self, end):
             return None
 
-    command = {"command": [sys.executable, __file__, "agent"], "tools_in_prompts": True}
-    with suppress(ValueError):  # it has asked, and was told nothing
-        play(Recorder, Task([{"role": "user", "content": "?"}]), command, ["?"])
-    task = Task(asked[0].messages, ground_truth="5")
-    calls = [("add", {"a": 2, "b": 3}), ("final_answer", {"answer": "5"})]
-    turns = [
-        f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>" for name, given in calls
-    ]
-    replies = check_durable(EndpointEnvironment, task, command, turns)
-    said = replies[0].observation
+    problem = [{"role": "user", "content": "2+3?"}]
+    with tempfile.TemporaryDirectory() as folder:
+        wrapper = Path(folder) / "wrapper.py"
+        page = blocks(ROOT / "docs/environments.md")
+        wrapper.write_text(next(block.text for block in page if "from smolagents" in block.text))
+        command = {"command": [sys.executable, str(wrapper)], "tools_in_prompts": True}
+        with suppress(ValueError):  # it has asked, and was told nothing
+            play(Recorder, Task(problem), command, ["?"])
+        more = {"problem": problem, PROMPT_TOOLS: asked[0].tools}  # as `agent_rows` writes them
+        task = Task(asked[0].messages, ground_truth="5", extra_info=more)
+        calls = [("calculator", {"expression": "2+3"}), ("final_answer", {"answer": "5"})]
+        turns = [
+            f"<tool_call>{json.dumps({'name': name, 'arguments': given})}</tool_call>"
+            for name, given in calls
+        ]
+        replies = check_durable(EndpointEnvironment, task, command, turns)
     tools = [one["function"]["name"] for one in asked[0].tools]
-    print("FOUND", json.dumps([tools, said, replies[-1].reward]))
+    print("FOUND", json.dumps([tools, replies[0].observation, replies[-1].reward]))
 
 
 if __name__ == "__main__":
-    agent() if sys.argv[-1] == "agent" else main()
+    main()

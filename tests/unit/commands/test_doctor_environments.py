@@ -128,6 +128,51 @@ def test_an_object_takes_one_step_and_is_closed(game: str, tmp_path: Path) -> No
     assert found.endswith("resume never, tools: look")
 
 
+AGENT = """
+import json, os, sys, urllib.request
+asked = json.load(sys.stdin)["messages"]
+for _ in range(int(sys.argv[1])):
+    url, key = os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"]
+    body = json.dumps({"model": "policy", "messages": asked}).encode()
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+        said = json.load(answer)["choices"][0]["message"]["content"]
+    asked += [{"role": "assistant", "content": said}, {"role": "user", "content": "Go on."}]
+with open(os.environ["BAPO_REWARD_FILE"], "w") as file:
+    file.write("0.5")
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("turns", "code", "state", "says"),
+    [
+        ("3", "0", "ok", r"to 'I do not know\.', 3 times, it gave no turn, reward 0\.5, done"),
+        ("4", "0", "optional", r", 3 times, .*not done.* A run ends the program there, before its reward"),
+        ("0", "0", "optional", r"ended with 0 and sent no request to OPENAI_BASE_URL"),
+        ("1", "1", "optional", r"ended with 1\. Its reward file has '0\.5', which does not count"),
+    ],
+)
+def test_an_agent_program_plays_a_whole_episode(
+    turns: str, code: str, state: str, says: str, tmp_path: Path
+) -> None:
+    """What a run would end or refuse is seen before it."""
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT)
+    environment = EnvironmentConfig(
+        "bapo_megatron.environment.adapters.endpoint:EndpointEnvironment",
+        {"command": [sys.executable, str(agent), turns, code]},
+        max_turns=3,
+        step_limit_s=LONG_S,
+    )
+    config = replace(load_recipe(RECIPE, RunConfig), environment=environment)
+    [row] = try_environments(config, [PromptSet((prompt(3),), 0, 1)])
+    assert row.state == state
+    assert re.search(says, row.found, re.DOTALL), row.found
+    assert ("environment.max_turns" in row.fix) == (turns == "4")
+    assert "Traceback" not in row.found
+
+
 @pytest.mark.parametrize(
     ("does", "says"),
     [

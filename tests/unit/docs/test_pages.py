@@ -17,6 +17,7 @@ from bapo_megatron.algo.losses import LOSSES, load_loss
 from bapo_megatron.algo.settings import settings_of
 from bapo_megatron.config import RewardConfig, RunConfig, SftConfig, load_recipe
 from bapo_megatron.config.validation import flat
+from bapo_megatron.environment.settings import AgentSettings
 from bapo_megatron.rollout.sampler.sampling_metrics import rollout_metrics
 from bapo_megatron.runtime.event_kinds import EVENT_KINDS
 from tests.support.bapo_objective import objective
@@ -165,6 +166,13 @@ def test_the_first_try_fits_the_demos_policy() -> None:
     ]
     limits = [words_after(train, f"--{name}") for name in LIMITS]
     assert sum(map(int, limits)) <= longest
+
+
+def test_every_setting_of_an_agent_program_has_its_row() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", ENVIRONMENTS_PAGE.read_text(), re.MULTILINE))
+    for setting in settings_of(AgentSettings, skip=0):
+        default = "" if setting.name == "command" else json.dumps(setting.default).strip('"')
+        assert rows[setting.name].strip("` ") == default.replace("null", "none")
 
 
 LIMITS = ("data.max-prompt-tokens", "rollout.max-response-tokens")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,9 @@ from bapo_megatron.environment.adapters import agent_program, agent_rows
 from bapo_megatron.environment.adapters.agent_program import REWARD_FILE
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
+from bapo_megatron.errors import ProgramError
 from bapo_megatron.runtime.child_process import with_import_path
+from bapo_megatron.workers.serving import described
 from tests.support.scripted_episodes import check_durable, play
 
 pytestmark = pytest.mark.integration
@@ -174,7 +177,7 @@ def test_what_a_program_runs_cannot_read_its_task_again(argument: str) -> None:
 
 def test_a_program_that_never_reads_its_task_holds_nothing_up() -> None:
     long = replace(TASK, extra_info={"text": "x" * 1_000_000})
-    with pytest.raises(ValueError, match="ended before it asked the model"):
+    with pytest.raises(ProgramError, match="ended with 0 and sent no request to OPENAI_BASE_URL"):
         play(EndpointEnvironment, long, {"command": [sys.executable, "-c", "pass"]}, ["6"])
 
 
@@ -194,18 +197,20 @@ def test_a_program_reaches_the_endpoint_without_the_proxy(monkeypatch: pytest.Mo
     ],
 )
 def test_programs_that_are_refused(argument: str, problem: str) -> None:
-    with pytest.raises((RuntimeError, ValueError), match=problem):
+    with pytest.raises(ProgramError, match=problem):
         play(EndpointEnvironment, TASK, program(argument), ["3", "6"])
 
 
 def test_tools_that_the_prompts_describe() -> None:
     settings = program("tools", tools_in_prompts=True)
-    assert play(EndpointEnvironment, TASK, settings, ["6"]) == [Reply(None, reward=1.0)]
+    listed = replace(TASK, extra_info={PROMPT_TOOLS: TOOLS})  # by `agent_rows`
+    for task in (TASK, listed):
+        assert play(EndpointEnvironment, task, settings, ["6"]) == [Reply(None, reward=1.0)]
 
 
 def test_a_program_without_a_reward_is_named() -> None:
     with pytest.raises(
-        RuntimeError, match="has printed 'done' last, which is not a reward: write a number into"
+        ProgramError, match="ended with 0 and wrote 'done' last on stdout, which is not a reward: write a num"
     ):
         play(EndpointEnvironment, TASK, program("chats"), ["6"])
 
@@ -265,7 +270,7 @@ def test_a_reward_is_a_file_or_an_exit_code(code: str, settings: dict[str, str],
 def test_the_memory_of_a_program_is_limited() -> None:
     eats = first("import sys; sys.argv = ['', 'silent']; bytearray(1 << 29)")
     assert play(EndpointEnvironment, TASK, {**eats, "memory_mb": 2048}, ["6"]) == [Reply(None)]
-    with pytest.raises(RuntimeError, match="ended with 1"):
+    with pytest.raises(ProgramError, match="ended with 1"):
         play(EndpointEnvironment, TASK, {**eats, "memory_mb": 256}, ["6"])
 
 
@@ -285,9 +290,40 @@ def test_the_logs_of_programs_are_kept_and_bounded(tmp_path: Path, monkeypatch: 
     assert "x kept" in text
     assert "lost" not in text
     assert text.endswith("done\n1.0\n\n")
-    with pytest.raises(RuntimeError, match=r"(?s)ended with 3.*no money"):
-        dies = first("import sys, atexit; sys.stderr.write('no money'); atexit.register(os._exit, 3)")
-        play(EndpointEnvironment, TASK, dies, ["6"])
+    with pytest.raises(
+        ProgramError,
+        match=r"(?s)ended with 3\. Its reward file has '0\.5', which does not count because of the exit "
+        r"code: end .*`\"reward\": \"exit_code\"` in .* Its output is in .*/agents/0-2-0\.log\. no money",
+    ):
+        writes = f"sys.stderr.write('no money'); {WRITES % 0.5}"
+        dies = first(f"import sys, atexit; {writes}; atexit.register(os._exit, 3)")
+        play(EndpointEnvironment, replace(TASK, episode="0-2-0"), dies, ["6"])
+
+
+def test_a_program_that_the_run_ends_has_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the most turns, or tokens, or a time limit: the run closes the object."""
+    monkeypatch.setattr(EndpointEnvironment, "logs_dir", str(tmp_path))
+    loud = first("import sys; sys.stderr.write('thinks'); sys.stderr.flush()")
+
+    async def cut() -> None:
+        environment = EndpointEnvironment(replace(TASK, episode="0-0-0"), loud)
+        assert [await environment.step("3"), await environment.step("9")] == [Reply("higher"), Reply("lower")]
+        environment.close()
+        await asyncio.gather(environment._playing, return_exceptions=True)  # type: ignore[arg-type]
+
+    asyncio.run(cut())
+    text = (tmp_path / "0-0-0.log").read_text()
+    assert "was ended by the run after 2 turns\n" in text
+    assert "thinks" in text
+
+
+def test_a_failed_program_is_told_without_a_traceback() -> None:
+    with pytest.raises(ProgramError, match="ended with 3") as raised:
+        play(EndpointEnvironment, TASK, program("dies"), ["6"])
+    told = described(raised.value, ())
+    assert told["detail"] == f"{program('dies')['command']} ended with 3."
+    assert told["traceback"] == ""
+    assert re.fullmatch(r"ProgramError at .*endpoint\.py:\d+", told["place"])
 
 
 def test_a_log_that_another_worker_removes_costs_no_episode(tmp_path: Path) -> None:

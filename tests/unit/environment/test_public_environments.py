@@ -138,7 +138,7 @@ def test_agents_with_the_clients_of_openai_and_anthropic() -> None:
 def test_an_agent_of_a_package() -> None:
     """smolagents, which nobody here wrote: its prompts, its calls, its own text of their results."""
     tools, said, reward = found("play_smolagents")
-    assert tools == ["add", "final_answer"]
+    assert tools == ["calculator", "final_answer"]
     assert "Observation:" in said  # alone, or within a history that it rewrote
     assert "5" in said
     assert reward == 1.0

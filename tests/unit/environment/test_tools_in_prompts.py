@@ -157,5 +157,30 @@ def test_tools_of_a_row_are_written_into_its_prompt(tmp_path: Path) -> None:
     tokenizer = writes_tools()
     texts = [tokenizer.decode(one.token_ids_P) for one in load_prompts(file, tokenizer, 500).prompts]
     assert ['"zebu"' in text for text in texts] == [True, False]
-    with pytest.raises(ConfigError, match=r"row 0 .*extra_info.prompt_tools: the chat template ignores them"):
+    refusal = r"row 0 .*extra_info.prompt_tools: the chat template ignores them: .*\"tools_in_prompts\": true"
+    with pytest.raises(ConfigError, match=f"{refusal}.*folder, .*recipes/demo/policy"):
         load_prompts(file, demo_tokenizer(), 500)
+
+
+def test_tools_of_rows_do_not_count_where_the_prompts_text_describes_them(tmp_path: Path) -> None:
+    """Of an agent program, so says its setting: with a template that ignores tools, and with another."""
+    file = rows(tmp_path / "agent.jsonl")
+    before = [one.token_ids_P.tolist() for one in load_prompts(file, writes_tools(), 500).prompts]
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    told = {PROMPT_TOOLS: [{"type": "function", "function": {"name": "zebu"}}]}
+    file.write_text("".join(json.dumps({**row, "extra_info": told}) + "\n" for row in written))
+    (tmp_path / "suites_other").mkdir()
+    agent = EnvironmentConfig(
+        "bapo_megatron.environment.adapters.endpoint:EndpointEnvironment",
+        settings={"command": ["true"], "tools_in_prompts": True},
+        workers=1,
+    )
+    config = dataclasses.replace(
+        config_of(tmp_path), data=DataConfig(file), environment=agent, evaluation=EvaluationConfig()
+    )
+    tools = check_environments(config, demo_tokenizer())
+    assert tools == tools_of(config) == {"": None}
+    assert load_problems(config.data, "math", demo_tokenizer(), tools).prompts
+    found = load_problems(config.data, "math", writes_tools(), tools)
+    assert [one.token_ids_P.tolist() for one in found.prompts] == before
+    assert found.tools_sha256 == ""

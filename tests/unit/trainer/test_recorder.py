@@ -30,10 +30,11 @@ from bapo_megatron.config import (
     PartConfig,
     ReferenceKlConfig,
     RunConfig,
+    SourceConfig,
 )
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
-from bapo_megatron.trainer.checks import check_one_sign
+from bapo_megatron.trainer.checks import check_one_sign, cut_episodes
 from bapo_megatron.trainer.preflight import check_hooks
 from bapo_megatron.trainer.records.recorder import (
     MOVED,
@@ -109,6 +110,33 @@ def test_one_sign_searches_are_an_event(shares: list[float | None], noted: str |
         for (kind, step, message), _ in notes.warning.call_args_list
     ]
     assert taken == ([("one_sign", 7, f"step 7: {noted}")] if noted else [])
+
+
+FINISHED = "sampled/environment/finish_"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"turns": 1.0, "length": 0.0}, "100% at environment.max_turns=8, before"),
+        ({"turns": 5 / 24, "length": 19 / 24}, "at environment.max_turns=8 and 79% at rollout.max_resp"),
+        ({"turns": 0.9, "length": 0.0, "stop": 0.1}, None),
+        ({"turns": 1.0, "length": 0.0, "reward": 0.0}, None),  # given before the cut
+        ({}, None),
+    ],
+)
+def test_a_step_whose_episodes_were_all_cut_is_told(metrics: dict[str, float], said: str | None) -> None:
+    """Their programs gave no reward, and the mean looks like that of wrong answers."""
+    named = {f"{FINISHED}{name}": value for name, value in metrics.items() if name != "reward"}
+    if "reward" in metrics:
+        named["sampled/environment/reward_turn_1"] = metrics["reward"]
+    config = run_config(Path("run"))
+    assert [said in text for text in cut_episodes(config, named)] == ([True] if said else [])
+    sources = tuple(SourceConfig(Path(f"{name}.jsonl")) for name in ("cut", "whole"))
+    mixed = replace(config, data=DataConfig(sources=sources))
+    of = {name.replace("sampled/", "sampled/source/cut/"): value for name, value in named.items()}
+    told = list(cut_episodes(mixed, {**of, "sampled/source/whole/environment/finish_turns": 0.5}))
+    assert ["all episodes of source cut were cut, " in text for text in told] == ([True] if said else [])
 
 
 def run_config(run_dir: Path) -> RunConfig:

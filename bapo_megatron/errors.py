@@ -36,6 +36,10 @@ def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
     raise ConfigError(usage)
 
 
+NO_REQUEST = "sent no request to OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
+"""What a ``ProgramError`` says of an agent program that asked the model nothing: it fails always."""
+
+
 class ProgramError(Exception):
     """A user's program failed: the message says all, and is shown without a traceback of this package."""
 

@@ -124,7 +124,8 @@ def cut_episodes(config: RunConfig, metrics: Metrics) -> Iterator[str]:
         )
         yield (
             f"all episodes{of} were cut, {' and '.join(filter(None, limits))}, before their environment gave "
-            "a reward, so reward.function judged the model's last turn: raise what cut them"
+            "a reward, so reward.function judged the model's last turn: if the environment gives one at its "
+            "end, raise what cut them"
         )
 
 

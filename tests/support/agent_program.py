@@ -1,8 +1,9 @@
 """An agent program, with nothing but the standard library: it plays a guessing game over chat completions.
 
 It reads its task on stdin, asks the endpoint of OPENAI_BASE_URL, and prints its reward. Arguments change
-what it does: ``rewrites`` (its history), ``streams``, ``tools``, ``dies``, ``waits``, ``silent``, ``chats``,
-``prints`` (much), ``spied`` (it ends with 4 if a program that it runs can read its task).
+what it does: ``rewrites`` (its history), ``streams``, ``tools``, ``two`` (answers), ``dies``, ``waits``,
+``silent``, ``chats``, ``prints`` (much), ``spied`` (it ends with 4 if a program that it runs can read its
+task).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def main() -> None:
     if "prints" in sys.argv:
         print("so long " * 100_000)
     messages = [*task["messages"]]
-    more = {"stream": True} if "streams" in sys.argv else {"tools": [{}]} if "tools" in sys.argv else {}
+    options = {"streams": {"stream": True}, "tools": {"tools": [{}]}, "two": {"n": 2}}
+    more = next((options[name] for name in sys.argv if name in options), {})
     asked = 0
     while True:
         asked += 1

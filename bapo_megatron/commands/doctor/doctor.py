@@ -77,8 +77,7 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
     yield from guarded("machine", lambda: machine_rows(Path(need.directory), need.disk_gb))
     yield from guarded("code sandbox", lambda: sandbox_rows(*programs))
     told = [row for row in told if not any(_is_told_by(package, row) for package in packages)]
-    # Without facts the recipe itself was not checked, so whether a run could start is unknown.
-    yield from told if facts is None else map(excused, told)
+    yield from told
     yield from guarded("servers", lambda: server_rows(need))
 
 

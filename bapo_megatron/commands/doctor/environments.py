@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, State
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import NO_REQUEST, ConfigError
 
 if TYPE_CHECKING:
     from bapo_megatron.config import EnvironmentConfig, RunConfig
@@ -132,6 +132,8 @@ async def _try(tried: _Tried) -> DoctorRow:
     found = f"{tried.config.function}, {tried.where}: {answer}; start {start_s:.1f} s"
     found = f"{found}; {_described(traits)}"
     if traits.runs_program and result.observation is not None:
+        if turns < tried.config.max_turns:
+            return environment_row("optional", f"{found}. Longer was not waited", "none if that is meant")
         found += ". A run ends the program there, before its reward, and reward.function judges"
         fix = f"none if it ends sooner with better turns; else raise {tried.section}.max_turns"
         return environment_row("optional", found, fix)
@@ -152,13 +154,15 @@ async def _stepped(tried: _Tried, traits: Traits) -> tuple[StepResult, int]:
     await pool.start()
     most, turns = tried.config.max_turns if traits.runs_program else 1, [Turn("sampled", TURN)]
     try:
-        for number in range(most):
-            result = await pool.step(Question(task, TURN, number, lambda: turns))
+        seconds, number = 0.0, 0
+        while number < most and seconds < MOST_WAIT_S:
+            result = await pool.step(Question(task, TURN, number, lambda: turns, None, seconds))
+            seconds, number = seconds + result.seconds, number + 1
             if result.observation is None:
-                return result, number + 1
+                return result, number
             turns.extend((Turn("given", result.observation), Turn("sampled", TURN)))
         await pool.release(episode)
-        return result, most
+        return result, number
     finally:
         await pool.close()
 
@@ -197,7 +201,7 @@ def _failed(tried: _Tried, result: StepResult, errors: str) -> DoctorRow:
     }
     mend = "mend the class where the traceback ends, or the row that it cannot take (docs/environments.md)"
     found = f"{what}: {result.detail}\n{result.traceback}".strip() + errors
-    if _fails_on_any_turn(result):
+    if _fails_on_any_turn(result) or NO_REQUEST in result.detail:
         settings = f"; {section}.settings is {json.dumps(config.settings)[:_SETTINGS_SHOWN]}"
         return environment_row("problem", found, mend + settings)
     fix = f"{GOES_ON}; if it should not, {fixes.get(result.failure, mend)}"

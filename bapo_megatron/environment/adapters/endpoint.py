@@ -24,7 +24,7 @@ from bapo_megatron.environment.protocols import server
 from bapo_megatron.environment.protocols.chat import ChatRequest
 from bapo_megatron.environment.protocols.server import EpisodeQuestions
 from bapo_megatron.environment.settings import AgentSettings
-from bapo_megatron.errors import ProgramError
+from bapo_megatron.errors import NO_REQUEST, ProgramError
 
 _SHOWN = 500
 
@@ -57,7 +57,7 @@ class EndpointEnvironment(LoopEnvironment):
     def _reward(self, end: AgentEnd) -> float | None:
         by_exit_code = self.settings.get("reward") == "exit_code"
         if not self._turns and not self._questions.problem:
-            raise self._failure(end, "sent no request to OPENAI_BASE_URL or ANTHROPIC_BASE_URL")
+            raise self._failure(end, NO_REQUEST)
         if not self._turns or (end.code != 0 and not by_exit_code):
             raise self._failure(end)
         last = end.reward_file or ("" if by_exit_code else end.output)

@@ -80,6 +80,10 @@ class EpisodeQuestions:
         self.problem = ""
         """Why the last request got no answer; empty if it got one."""
 
+    def note_refused(self, refused: Refused) -> None:
+        """Keep why the last request got no answer."""
+        self.problem = f"Its request was refused: {refused}"
+
     @asynccontextmanager
     async def question(
         self, request: ChatRequest, digest: str, key: str, is_retry: bool
@@ -103,7 +107,7 @@ class EpisodeQuestions:
             question.is_delivered, self.problem = True, ""
         except Refused as refused:
             self._questions.pop(name, None)
-            self.problem = f"Its request was refused: {refused}"
+            self.note_refused(refused)
             raise
         except (asyncio.CancelledError, ConnectionError):
             self.problem = "Its client gave up a request that the model had not answered: raise its timeout"
@@ -151,6 +155,7 @@ async def _serve() -> str:
 
 
 async def _handle(protocol: Protocol, request: web.Request) -> web.StreamResponse:
+    questions = None
     try:
         questions = _questions_of(request)
         body = await _body(request)
@@ -163,15 +168,18 @@ async def _handle(protocol: Protocol, request: web.Request) -> web.StreamRespons
         async with questions.question(read, digest, key, is_retry) as question:
             return await _deliver(request, protocol, body, question.answer)
     except Refused as refused:
-        return _refused(protocol, refused)
+        return _refused(protocol, refused, questions)
 
 
 def _questions_of(request: web.Request) -> EpisodeQuestions:
-    key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    questions = _EPISODES.get(key) or _EPISODES.get(request.headers.get("x-api-key", ""))
-    if questions is None:
+    if (questions := _known_questions(request)) is None:
         raise Refused(401, "no episode has this key")
     return questions
+
+
+def _known_questions(request: web.Request) -> EpisodeQuestions | None:
+    key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return _EPISODES.get(key) or _EPISODES.get(request.headers.get("x-api-key", ""))
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -214,7 +222,9 @@ async def _deliver(
     return response
 
 
-def _refused(protocol: Protocol, refused: Refused) -> web.Response:
+def _refused(protocol: Protocol, refused: Refused, questions: EpisodeQuestions | None = None) -> web.Response:
+    if questions is not None:
+        questions.note_refused(refused)
     # OpenAI's client would retry: it treats 409 as a short lock.
     headers = {"x-should-retry": "false"}
     return web.json_response(protocol.error(refused), status=refused.status, headers=headers)
@@ -234,7 +244,7 @@ async def _models(request: web.Request) -> web.Response:
 async def _not_here(request: web.Request) -> web.Response:
     offered = ", ".join(protocol.path for protocol in PROTOCOLS)
     reason = f"{request.method} {request.path} is not there; offered here are POST to {offered}"
-    return _refused(_protocol_of(request), Refused(404, reason))
+    return _refused(_protocol_of(request), Refused(404, reason), _known_questions(request))
 
 
 def _protocol_of(request: web.Request) -> Protocol:

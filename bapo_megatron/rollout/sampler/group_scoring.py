@@ -91,6 +91,8 @@ class GroupScoring:
                 self._retrying = asyncio.create_task(self._retry())
                 self._retrying.add_done_callback(self._note_error)
             return
+        if self._failed.is_outage:
+            rewards, why = [None] * len(rewards), "failed"  # environments': nothing is trained on them
         if self._failed.scores > scores_before:
             self._score_again()
         failures = [result.failure for result in results if result.failure]

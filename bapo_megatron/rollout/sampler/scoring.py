@@ -161,6 +161,11 @@ class FailedScores:
     def is_waiting(self) -> bool:
         return bool(self._waiting)
 
+    @property
+    def is_outage(self) -> bool:
+        """Whether so many groups failed since the last score; what passes then is not trained on."""
+        return len(self._failed) >= self._outage_groups
+
     def forget(self, number: int) -> None:
         self._waiting.pop(number, None)
 
@@ -176,16 +181,16 @@ class FailedScores:
             self._since_s = now_s
         is_new = group.number not in self._failed
         self._failed.add(group.number)
-        is_outage = len(self._failed) >= self._outage_groups
-        if self._has_scores and is_last_try and (not is_outage or _is_of_environments(results)):
+        if self._has_scores and is_new and len(self._failed) == self._outage_groups:
+            told = f"{self._told(results)}; tried for {self._outage_minutes:g} minutes"
+            self._report("reward_outage", detail=told)
+        if self._has_scores and is_last_try and (not self.is_outage or _is_of_environments(results)):
             return True
         self._waiting[group.number] = group, results
         if not self._has_scores and len(self._waiting) >= self._groups_per_step:
             raise ConfigError(
                 _all_failed([result for _, waiting in self._waiting.values() for result in waiting])
             )
-        if self._has_scores and is_new and len(self._failed) == self._outage_groups:
-            self._report("reward_outage", detail=f"{self._told}; tried for {self._outage_minutes:g} minutes")
         return False
 
     def to_score_again(self, now_s: float) -> tuple[list[OpenGroup], bool]:
@@ -193,8 +198,8 @@ class FailedScores:
         RunStopped if an outage has lasted ``outage_minutes``."""
         if not self._has_scores or not self._waiting:  # waiting groups may have been dropped as stale
             return [], False
-        is_outage = len(self._failed) >= self._outage_groups
-        _, oldest = next(iter(self._waiting.values()))
+        is_outage = self.is_outage
+        (_, oldest), (_, newest) = (next(order(self._waiting.values())) for order in (iter, reversed))
         if is_outage and now_s - self._since_s >= self._outage_minutes * 60:
             advice = (
                 "Mend the environment, then give the same command: it begins new episodes"
@@ -204,7 +209,7 @@ class FailedScores:
             )
             raise RunStopped(
                 f"no response could be scored for {self._outage_minutes:g} minutes (reward.outage_minutes): "
-                f"{self._told}. Nothing was trained on them. {advice}"
+                f"{self._told(newest)}. Nothing was trained on them. {advice}"
             )
         chosen = [group for group, _ in self._waiting.values()]
         chosen = chosen[:1] if is_outage else chosen
@@ -216,9 +221,7 @@ class FailedScores:
     def _outage_groups(self) -> int:
         return max(2, min(_OUTAGE_GROUPS, self._groups_per_step))
 
-    @property
-    def _told(self) -> str:
-        _, results = next(reversed(self._waiting.values()))
+    def _told(self, results: Sequence[RewardResult]) -> str:
         last = results[-1]
         return (
             f"{len(self._failed)} groups in a row have no score, the last for {last.failure}: {last.detail}"

@@ -29,7 +29,8 @@ TEACHER_LOG_PROBS = RESPONSE_COLUMNS["teacher_log_probs_R"].array
 """Array of a ``judged`` record: the teacher's log-probs of all responses, end to end."""
 _PROMPTS_DIFFER = (
     " (the data, or the model's tokenizer or chat template; or a message of a prompt spells a control token, "
-    "such as <|im_end|>: in a run of an earlier version it became that token, now it is text)"
+    "such as <|im_end|>: in a run of an earlier version it became that token, now it is text; or "
+    "environment.settings has tools_in_prompts, with which rows' extra_info.prompt_tools no longer count)"
 )
 KEPT_STEPS = 10_000
 """Minimum steps with remembered weights and token counts: far more than a group waits or a resume rewinds.

@@ -290,7 +290,7 @@ def check_environment(
 
 
 def _prompt_tools(environment: EnvironmentConfig, traits: Traits) -> Tools:
-    in_text = not traits.tools and environment.settings.get("tools_in_prompts")
+    in_text = traits.runs_program and not traits.tools and environment.settings.get("tools_in_prompts")
     return None if in_text else traits.tools
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -217,20 +218,18 @@ def test_lack_of_time_on_a_busy_machine_is_not_a_problem(
     load: float, found: str, state: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     row = DoctorRow("training", "torch", "problem", found, "", "pip install --force-reinstall torch")
     for section in ("sglang_rows", "machine_rows", "sandbox_rows", "server_rows"):
         monkeypatch.setattr(doctor, section, lambda *_: iter(()))
-    monkeypatch.setattr(doctor, "package_rows", lambda **_: iter([row]))
-    for known, states in (
-        (RecipeFacts(), [state] * 2),
-        (None, [state, "problem"]),
-    ):  # None: the recipe was not read
-        monkeypatch.setattr(doctor, "check_recipe", lambda *_, known=known: ([row], known))
-        report = list(doctor.all_rows(DoctorArguments(Path("r.py"))))
-        assert [one.state for one in report] == states
-        assert report[0].found.startswith(says)
-        assert ("again when" in report[0].fix) is (state == "optional")
+    slow = replace(row, section="recipe", name="environment")  # it waits for what is not this machine's
+    driver = replace(row, name="torch's GPUs")
+    monkeypatch.setattr(doctor, "package_rows", lambda **_: iter([row, driver]))
+    monkeypatch.setattr(doctor, "check_recipe", lambda *_: ([slow], RecipeFacts()))
+    report = list(doctor.all_rows(DoctorArguments(Path("r.py"))))
+    assert [row.state for row in report] == [state, "problem", "problem"]
+    assert report[0].found.startswith(says)
+    assert ("again when" in report[0].fix) is (state == "optional")
 
 
 UNUSABLE = "this machine should have a GPU, but torch cannot use one: too old. Update it"

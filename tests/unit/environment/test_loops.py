@@ -193,6 +193,7 @@ def test_a_program_reaches_the_endpoint_without_the_proxy(monkeypatch: pytest.Mo
     ("argument", "problem"),
     [
         ("tools", "ended with 1. Its request was refused: its first request has other tools than the prompt"),
+        ("two", "ended with 1. Its request was refused: n"),
         ("dies", "ended with 3"),
     ],
 )

@@ -174,10 +174,13 @@ async def test_an_outage_costs_nothing_if_it_ends(tmp_path: Path) -> None:
     )
 
 
-async def test_new_episodes_show_whether_environments_work_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_failure", ["leave_out", "value"])
+async def test_new_episodes_show_whether_environments_work_again(tmp_path: Path, on_failure: str) -> None:
     """A failed episode is over: to score it again, for ever, would hold the run up until it stops."""
     engine = ScriptedEngine(answer)
-    one = world(tmp_path, lambda prompt, response: False, engine, outage_minutes=12.0)
+    one = world(tmp_path, lambda prompt, response: False, engine, outage_minutes=12.0, on_failure=on_failure)
+    rollout = dataclasses.replace(one.config.rollout, drop_uniform_groups=False)
+    one.config = dataclasses.replace(one.config, rollout=rollout)
     one.score.failure = "environment"
     async with one.sampling():
         await one.train(1)
@@ -191,7 +194,7 @@ async def test_new_episodes_show_whether_environments_work_again(tmp_path: Path)
         one.score.fails = lambda prompt, response: True
         steps = 2
         with pytest.raises(RunStopped, match="HTTP 503.*Mend the environment.*it begins new episodes"):
-            while await one.batch(steps + 1, 800):
+            while not (await one.batch(steps + 1, 800)).groups:
                 await one.weights(steps := steps + 1)
         assert steps < 2 + 12 * 6 / 8  # of at most eight groups beyond a step's four, a group in ten seconds
         one.kill()

@@ -24,7 +24,6 @@ from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checks import (
     check_stored_routes,
     check_updates,
-    cut_episodes,
     expert_metrics,
     route_metrics,
     update_names,
@@ -169,5 +168,3 @@ def _record(run: Run, step: int, header: StepHeader, updates: Sequence[Metrics],
     if run.recorder:
         metrics = step_metrics(header, updates, clock, update_names(run))
         run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})
-        for text in cut_episodes(run.config, metrics):
-            run.recorder.warning("episodes_cut", step, f"step {step}: {text}")

@@ -29,7 +29,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from bapo_megatron.config import AlgorithmConfig, RolloutConfig, RunConfig
+from bapo_megatron.config import AlgorithmConfig, RolloutConfig
 from bapo_megatron.errors import ConfigError, GapError
 from bapo_megatron.runtime.distributed import barrier
 from bapo_megatron.trainer.build import Run
@@ -103,29 +103,6 @@ def check_one_sign(step: int, updates: Sequence[Metrics], recorder: Recorder | N
             f"step {step}: {mean:.0%} of the tokens had bounds from searches that saw one sign alone, which "
             f"balance nothing: raise algorithm.bounds.bounds_tokens, or set it to None and "
             f"algorithm.bounds.scope to update",
-        )
-
-
-def cut_episodes(config: RunConfig, metrics: Metrics) -> Iterator[str]:
-    """Yield a text for each source all of whose episodes in a step's metrics ended at the limit of turns or
-    tokens, without a reward of their environment."""
-    for source in config.data.source_names or ("",):
-        environment = config.environments[source]
-        prefix = f"sampled/source/{source}/environment/" if source else "sampled/environment/"
-        turns, length = (metrics.get(f"{prefix}finish_{name}") or 0.0 for name in ("turns", "length"))
-        if turns + length < 1 - 1e-9 or any(name.startswith(f"{prefix}reward_turn_") for name in metrics):
-            continue
-        of = f" of source {source}" if source else ""
-        limits = (
-            f"{turns:.0%} at environment.max_turns={environment.max_turns}" if turns else "",
-            f"{length:.0%} at rollout.max_response_tokens={config.rollout.max_response_tokens}"
-            if length
-            else "",
-        )
-        yield (
-            f"all episodes{of} were cut, {' and '.join(filter(None, limits))}, before their environment gave "
-            "a reward, so reward.function judged the model's last turn: if the environment gives one at its "
-            "end, raise what cut them"
         )
 
 

@@ -29,11 +29,11 @@ from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jsonl
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.trainer.build import open_engines
-from bapo_megatron.trainer.checks import cut_episodes
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import number_text, numbered_line
 from bapo_megatron.trainer.records.recorder import (
     StepClock,
+    cut_episodes,
     record_beginning,
     recorded_end,
     sending_events,
@@ -280,6 +280,7 @@ class RolloutRecord:
         self._config, self._paths = config, config.paths
         self._events = EventLog(self._paths.events)
         self._metrics = MetricsLog(config.paths, config.logging, first_step - 1, self._events.event)
+        self._has_warned = False
         if first_step <= config.steps:
             kind, kept = record_beginning(self._events, config.paths, first_step, rollout_only=True)
             where = f"{config.directory}: {kind} at step {first_step} of {config.steps}{kept}"
@@ -297,7 +298,9 @@ class RolloutRecord:
         print(step_line(step, self._config.steps, metrics), flush=True)
         for text in cut_episodes(self._config, metrics):
             self._events.event("episodes_cut", step=step, message=text)
-            print(f"warning: {text}", flush=True)
+            if not self._has_warned:
+                print(f"warning: {text}", flush=True)
+            self._has_warned = True
 
     def event(self, event: dict[str, Any]) -> None:
         """Record an event: its kind and fields."""

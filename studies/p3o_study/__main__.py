@@ -3,8 +3,9 @@
     python -m studies.p3o_study --parallel 2      # continues after an interruption
     python -m studies.p3o_study --write           # only the page of finished arms
 
-Arms are forked from a process with preloaded imports. Results: a line per finished arm in
-studies/results/p3o_study.jsonl. Exit code 1 if an arm fails.
+Arms are forked from a process with preloaded imports; those on the real model need `make real-model`, and
+7 GB of memory each. Results: a line per finished arm in studies/results/p3o_study.jsonl. Exit code 1 if an
+arm fails.
 """
 
 from __future__ import annotations

@@ -70,14 +70,14 @@ class Arm:
 
     @property
     def task(self) -> Task:
-        """What it learns."""
+        """The task that the arm trains on."""
         return CHAT if self.method.endswith(REAL) else SUMS
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Flags of `bapo train` that say what it is, and not where."""
-        base, _, suffix = self.method.partition("@")
-        rate = self.task.rate * float(LOW[1:] if suffix == LOW[1:] else 1)
+        base = self.method.partition("@")[0]
+        rate = self.task.rate * (0.35 if self.method.endswith(LOW) else 1)
         loss, _, by_sequence = base.partition("_")
         bounds = dataclasses.asdict(BOUNDS.get(loss, BoundsConfig())).items()
         return (

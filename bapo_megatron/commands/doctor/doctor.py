@@ -76,8 +76,7 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
     yield from guarded("SGLang", lambda: sglang_rows(need.starts_servers, python, colocated))
     yield from guarded("machine", lambda: machine_rows(Path(need.directory), need.disk_gb))
     yield from guarded("code sandbox", lambda: sandbox_rows(*programs))
-    told = [row for row in told if not any(_is_told_by(package, row) for package in packages)]
-    yield from told
+    yield from (row for row in told if not any(_is_told_by(package, row) for package in packages))
     yield from guarded("servers", lambda: server_rows(need))
 
 

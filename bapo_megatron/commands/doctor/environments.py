@@ -1,10 +1,11 @@
 """Environment check of ``bapo doctor``: one step in the environment of each prompt source.
 
 ``try_environments`` yields a row for each. Runs in the child process of ``recipe.py``, in a pool worker with
-the recipe's interpreter, settings and limits, on the source's first row. Steps once, even where a run would
-retry, since an environment may have outside effects. A failing step becomes a row, not an exception: a
-`problem` if the environment cannot be built or returns no valid ``Reply``, which no turn can change;
-`optional` if the step failed on a turn that no model wrote, or exceeded the doctor's time.
+the recipe's interpreter, settings and limits, on the source's first row. Steps once, and an agent program to
+its end; nothing is tried again, since an environment may have outside effects. A failing step becomes a row,
+not an exception: a `problem` if the environment cannot be built, returns no valid ``Reply`` or asks the model
+nothing, which no turn can change; `optional` if the step failed on a turn that no model wrote, or exceeded
+the doctor's time.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ _SHOWN, _SETTINGS_SHOWN = 60, 300
 """Most characters shown of an observation, and of the settings of a failed class."""
 _LAST_LINES, _LAST_BYTES = 5, 4000
 """Most lines and bytes of an environment's stderr in the report."""
+
+
+MEND_CLASS = "mend the class where the traceback ends, or the row that it cannot take (docs/environments.md)"
+MEND_PROGRAM = "mend the program, or the row that it cannot take (docs/environments.md)"
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,8 @@ async def _try(tried: _Tried) -> DoctorRow:
         return environment_row("problem", found, f"mend {tried.section}, or the row; a run would end at this")
     if result.failure is not None:
         says = result.failure == "died" or traits.runs_program
-        return _failed(tried, result, _last_lines(errors) if says else "")
+        mend = MEND_PROGRAM if traits.runs_program else MEND_CLASS
+        return _failed(tried, result, _last_lines(errors) if says else "", mend)
     answer = _answer(traits, result, turns)
     found = f"{tried.config.function}, {tried.where}: {answer}; start {start_s:.1f} s"
     found = f"{found}; {_described(traits)}"
@@ -186,7 +192,7 @@ def _described(traits: Traits) -> str:
     return f"resume {traits.resume}, tools: {', '.join(tools) or 'none'}"
 
 
-def _failed(tried: _Tried, result: StepResult, errors: str) -> DoctorRow:
+def _failed(tried: _Tried, result: StepResult, errors: str, mend: str) -> DoctorRow:
     section, config = tried.section, tried.config
     limit = f"{section}.{tried.limit_field}"
     if result.failure == "time" and tried.allowed_s > MOST_WAIT_S:
@@ -199,7 +205,6 @@ def _failed(tried: _Tried, result: StepResult, errors: str) -> DoctorRow:
         "died": f"its process ended: leave out os._exit, raise {section}.memory_limit_mb="
         f"{config.memory_limit_mb}, or mend the library that crashes",
     }
-    mend = "mend the class where the traceback ends, or the row that it cannot take (docs/environments.md)"
     found = f"{what}: {result.detail}\n{result.traceback}".strip() + errors
     if _fails_on_any_turn(result) or NO_REQUEST in result.detail:
         settings = f"; {section}.settings is {json.dumps(config.settings)[:_SETTINGS_SHOWN]}"

@@ -53,7 +53,7 @@ def missing(required: bool) -> State:
     return "problem" if required else "optional"
 
 
-_LATE = re.compile(r"(?:no end|no answer|not ready) within ([\d.e+]+) s\b")
+_LATE = re.compile(r"no end within ([\d.e+]+) s\b")
 
 
 def excused(row: DoctorRow) -> DoctorRow:

@@ -34,7 +34,7 @@ from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDi
 from bapo_megatron.runtime.distributed import all_gather, is_main, on_all_ranks
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.runtime.files import remove_folder
-from bapo_megatron.runtime.storage import DiskError, OldFiles, is_of_failing_disk, writing
+from bapo_megatron.runtime.storage import OldFiles, writing
 
 if TYPE_CHECKING:
     from bapo_megatron.rollout.sampler.client import SamplerClient
@@ -251,15 +251,7 @@ class WeightStaging:
         open cannot be deleted, and the folder must be new."""
         if os.path.lexists(path):
             hidden = path.with_name(f".{path.name.strip('.')}.{uuid.uuid4().hex[:8]}.deleted")
-            try:
-                path.rename(hidden)
-            except OSError as error:
-                if is_of_failing_disk(error):
-                    raise
-                raise DiskError(
-                    f"{path}, left over from an earlier start, could not be renamed ({error.strerror}): move "
-                    "or unmount it, and start the run again"
-                ) from error
+            path.rename(hidden)
             with self._old.deleting(hidden):
                 remove_folder(hidden)
 

@@ -105,7 +105,7 @@ class Recorder:
         self._events = EventLog(self._events_path)
         self._metrics = MetricsLog(paths, config.logging, first_step - 1, self._events.event)
         self._warned: set[str] = set()
-        self._algorithm = config.algorithm
+        self._config = config
         self._idle_search = IdleSearch(config.algorithm.bounds)
         self._progress = Progress(config.steps)
         if not has_work:
@@ -135,8 +135,10 @@ class Recorder:
         if message := self._idle_search.observe(step, updates):
             self._events.event("bounds_idle", step=step, message=message)
             print(f"note: {message}", flush=True)
-        if rejected := rejection_text(self._algorithm, updates):
+        if rejected := rejection_text(self._config.algorithm, updates):
             self.warning("all_rejected", step, f"step {step}: {rejected}")
+        for text in cut_episodes(self._config, metrics):
+            self.warning("episodes_cut", step, f"step {step}: {text}")
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
         """Write and print the held-out metrics of the weights after ``step``, unless written before."""
@@ -211,6 +213,29 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             "or set reward.on_failure=value"
         )
     yield from unused_settings(config)
+
+
+def cut_episodes(config: RunConfig, metrics: Metrics) -> Iterator[str]:
+    """Yield a text for each source all of whose episodes in a step's metrics ended at the limit of turns or
+    tokens, without a reward of their environment."""
+    for source in config.data.source_names or ("",):
+        environment = config.environments[source]
+        prefix = f"sampled/source/{source}/environment/" if source else "sampled/environment/"
+        turns, length = (metrics.get(f"{prefix}finish_{name}") or 0.0 for name in ("turns", "length"))
+        if turns + length < 1 - 1e-9 or any(name.startswith(f"{prefix}reward_turn_") for name in metrics):
+            continue
+        of = f" of source {source}" if source else ""
+        limits = (
+            f"{turns:.0%} at environment.max_turns={environment.max_turns}" if turns else "",
+            f"{length:.0%} at rollout.max_response_tokens={config.rollout.max_response_tokens}"
+            if length
+            else "",
+        )
+        yield (
+            f"all episodes{of} were cut, {' and '.join(filter(None, limits))}, before their environment gave "
+            "a reward, so reward.function judged the model's last turn: if the environment gives one at its "
+            "end, raise what cut them"
+        )
 
 
 class StepClock:

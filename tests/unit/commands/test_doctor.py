@@ -209,7 +209,7 @@ LATE = "2.13.0, and its import fails: no end within 5 s: import torch"
     ("load", "found", "state", "says"),
     [
         (17.6, LATE, "optional", "no answer within 5 s: the machine is busy (load 18 on 2 cores)"),
-        (9.0, "no answer within 10 s", "optional", "no answer within 10 s: the machine is busy (load 9 on"),
+        (9.0, "no end within 10 s", "optional", "no answer within 10 s: the machine is busy (load 9 on"),
         (1.5, LATE, "problem", LATE),  # it hangs
         (17.6, "2.13.0, and its import fails: OSError", "problem", "2.13.0, and its import fails: OSError"),
     ],

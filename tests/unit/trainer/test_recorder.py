@@ -34,13 +34,14 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
-from bapo_megatron.trainer.checks import check_one_sign, cut_episodes
+from bapo_megatron.trainer.checks import check_one_sign
 from bapo_megatron.trainer.preflight import check_hooks
 from bapo_megatron.trainer.records.recorder import (
     MOVED,
     IdleSearch,
     Recorder,
     StepClock,
+    cut_episodes,
     recorded_end,
     sending_events,
     step_metrics,
@@ -252,9 +253,13 @@ def test_rejected_updates_are_named_with_what_rejected_them(
     steps: list[list[Metrics]] = [[KEPT], [KEPT, REJECTED, KEPT, whole], [whole], [{}]]
     for step, updates in enumerate(steps, 1):
         recorder.step(step, updates, {"reward/mean": 0.0})
+    recorder.step(5, [KEPT], {"reward/mean": 0.0, f"{FINISHED}turns": 1.0})
     recorder.no_updates()
     recorder.close()
-    events = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "all_rejected"]
+    rows = read_jsonl(tmp_path / "events.jsonl")
+    [cut] = [row for row in rows if row["kind"] == "episodes_cut"]
+    assert cut["message"].startswith("step 5: all episodes were cut, 100% at environment.max_turns=8")
+    events = [row for row in rows if row["kind"] == "all_rejected"]
     no_step = "no optimizer step in update {} of updates.jsonl: all responses are rejected,"
     never = "algorithm.masks[0]=mine:never"
     assert [row["message"] for row in events] == [
@@ -264,6 +269,7 @@ def test_rejected_updates_are_named_with_what_rejected_them(
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert [line[:36] for line in warnings] == [
         "warning: step 2: no optimizer step i",
+        "warning: step 5: all episodes were c",
         "warning: the run has made no update,",
     ]
 

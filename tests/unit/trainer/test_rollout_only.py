@@ -245,7 +245,8 @@ def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     config = run_config(algorithm_of(), steps=1, run_dir=tmp_path, logging=logging)
     record = RolloutRecord(config, 1)
     groups = (sampled_group((1, 1), (0, 3)), sampled_group((1, 1), (1, 1)), sampled_group((0, 1), (0, 1)))
-    batch = StepBatch(groups, {"rollout/groups_dropped": 4.0, "rollout/tokens": 4.0})
+    cut = {"sampled/environment/finish_turns": 1.0}
+    batch = StepBatch(groups, {"rollout/groups_dropped": 4.0, "rollout/tokens": 4.0, **cut})
     record.step(1, header_in_memory(batch), StepClock())
     record.finish()
     record.finish()  # a finished run that is started again says it again, and records it once
@@ -254,9 +255,14 @@ def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert row["rollout/groups_uniform"] == 4 + 2
     assert "policy/updates" not in row
     assert (row[SHARE], row[BELOW]) == (pytest.approx(0.25), 1.0)
-    [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bapo_outlook"]
-    assert event["message"].startswith("BAPO can act on this data: positive tokens hold 0.250")
-    assert event["message"] in capsys.readouterr().out
+    told = capsys.readouterr().out
+    for kind, begins in (
+        ("bapo_outlook", "BAPO can act on this data: positive tokens hold 0.250"),
+        ("episodes_cut", "all episodes were cut, 100% at environment.max_turns=8"),
+    ):
+        [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == kind]
+        assert event["message"].startswith(begins)
+        assert event["message"] in told
 
 
 def share_of(*groups: Group, loss_mean: LossMean = "token") -> float | None:

@@ -9,6 +9,7 @@ only the standard library.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from bapo_megatron.environment.tools.calls import answer_part, results, tool_cal
 
 Ask = Callable[[Callable[[int], Reply]], Awaitable[tuple[int, SampledTurn]]]
 """Signature of ``LoopEnvironment.question``."""
+
+FIRST_S = 5.0
+"""Seconds that a request waits for the dataset's prompt if it arrives first: programs may send several at a
+time. Shorter than ``server.KEEP_ALIVE_S``, after which a refusal has no status."""
 
 _SHOWN = 100
 
@@ -93,23 +98,30 @@ class Conversation:
         """``prompt``: the dataset's messages, which are the first question. ``role``: role of an observation.
         ``ask``: asks the policy. ``tools``: tools in the prompt."""
         self._prompt, self._role, self._ask, self._tools = read_messages(prompt), role, ask, [*tools]
-        self._has_begun = False
+        self._begun = asyncio.Event()  # the dataset's prompt was asked
         self._roots: dict[str, _Place] = {}
         """Roots of the conversation trees, keyed by their tools as JSON."""
         self._spoken: list[_Spoken] = []
 
     async def answer(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> SampledTurn:
         """Return the policy's turn for the messages of a request. ``tools``: None for the prompt's tools.
-        Raises Refused for messages that are not a question."""
+        Waits until the dataset's prompt was asked. Raises Refused for messages that are not a question, or if
+        none asks the prompt within ``FIRST_S``."""
         question, tools = read_messages(messages), self._tools if tools is None else [*tools]
         has_own = tools == self._tools
         if not question or question[-1]["role"] == "assistant":
             raise Refused(400, "it ends with no message for the model to answer")
-        if not self._has_begun and question != self._prompt:
-            raise Refused(409, f"its first request is not the dataset's prompt, but {_shown(question)}")
-        if not self._has_begun and not has_own:
-            raise Refused(409, f"its first request has other tools than the prompt: {_NO_TOOLS}")
-        self._has_begun = True
+        if question == self._prompt and has_own:
+            self._begun.set()
+        try:
+            async with asyncio.timeout(FIRST_S):
+                await self._begun.wait()
+        except TimeoutError:
+            if question != self._prompt:
+                problem = f"is not the dataset's prompt, but {_shown(question)}"
+            else:
+                problem = f"has other tools than the prompt: {_NO_TOOLS}"
+            raise Refused(409, f"its first request {problem}") from None
         context = self._found(question, tools)
 
         def reply(turns: int) -> Reply:

@@ -60,6 +60,32 @@ def test_branches_over_kills() -> None:
     assert replies[4].context.messages[1] == {"role": "assistant", "turn": 5}, "as it was sampled, anywhere"
 
 
+class Parallel(LoopEnvironment):
+    """Three first requests at a time, whose order of arrival changes with each object."""
+
+    arrivals = 0
+
+    async def play(self, ask: Ask) -> float | None:
+        """The program gets what each of its requests was answered, whatever came first."""
+        talk = Conversation(self.task.messages, self.role, self.question)
+        first = [[PROMPT], [user("left")], [PROMPT, user("right")]]
+        Parallel.arrivals += 1
+        order = [(place + Parallel.arrivals) % 3 for place in range(3)]
+        found = await asyncio.gather(*(talk.answer(first[place]) for place in order))
+        prompt, left, right = (str(found[order.index(place)]) for place in range(3))
+        assert prompt == "one"
+        await talk.answer([PROMPT, assistant(prompt), user(left + right)])
+        return 1.0
+
+
+def test_first_requests_may_come_together() -> None:
+    """The dataset's prompt is the first, whichever of them came first, also after kills."""
+    replies = check_durable(Parallel, TASK, {}, ["one", "two", "three", "four"], [1, 2, 3])
+    contexts = [reply.context and (reply.context.after, len(reply.context.messages)) for reply in replies]
+    assert sorted(one for one in contexts[:2] if one) == [(0, 1), (0, 2)]
+    assert contexts[2:] == [(1, 3), None]
+
+
 CODER = "<tool_call><function=add><parameter=a>\n{}\n</parameter></function></tool_call>"
 CALLS = 'I add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 

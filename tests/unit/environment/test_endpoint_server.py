@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from bapo_megatron.environment import PROMPT_TOOLS, Reply, SampledTurn, Task
+from bapo_megatron.environment.adapters import conversation
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.protocols import chat, server
 from tests.support.scripted_episodes import play
@@ -19,6 +20,11 @@ from tests.support.scripted_episodes import play
 pytestmark = pytest.mark.integration
 
 TASK = Task([{"role": "user", "content": "Guess my number."}], ground_truth="6")
+
+
+@pytest.fixture(autouse=True)
+def no_wait_for_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "FIRST_S", 0.01)
 
 
 def asked(

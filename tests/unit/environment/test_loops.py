@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from bapo_megatron.environment import PROMPT_TOOLS, Context, Reply, Task
-from bapo_megatron.environment.adapters import agent_program, agent_rows
+from bapo_megatron.environment.adapters import agent_program, agent_rows, conversation
 from bapo_megatron.environment.adapters.agent_program import REWARD_FILE
 from bapo_megatron.environment.adapters.endpoint import EndpointEnvironment
 from bapo_megatron.environment.adapters.loop import Ask, LoopEnvironment
@@ -197,7 +197,8 @@ def test_a_program_reaches_the_endpoint_without_the_proxy(monkeypatch: pytest.Mo
         ("dies", "ended with 3"),
     ],
 )
-def test_programs_that_are_refused(argument: str, problem: str) -> None:
+def test_programs_that_are_refused(monkeypatch: pytest.MonkeyPatch, argument: str, problem: str) -> None:
+    monkeypatch.setattr(conversation, "FIRST_S", 0.01)
     with pytest.raises(ProgramError, match=problem):
         play(EndpointEnvironment, TASK, program(argument), ["3", "6"])
 

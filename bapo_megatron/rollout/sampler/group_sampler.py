@@ -91,7 +91,7 @@ class GroupSampler:
 
     async def start(self, first_step: int, state: dict[str, Any] | None) -> None:
         """Replay the journal and resume at ``first_step``. ``state``: from the preceding checkpoint."""
-        # In a thread: a journal has gigabytes, and the event loop must send heartbeats.
+        # In a thread, as all work on the disk: the event loop must send heartbeats, and a disk may hang.
         for damage in await asyncio.to_thread(self._journal.replay, self._state.apply):
             self._report("journal_damaged", detail=damage)
         opened: list[Record] = []
@@ -101,7 +101,7 @@ class GroupSampler:
             opened = begun.opened
             self._report(begun.kind, detail=begun.message)
         # Snapshot and reopened groups share a commit: a kill between two commits would lose prompts.
-        self._journal.rotate(self._state.snapshot(), *opened)
+        await asyncio.to_thread(self._journal.rotate, self._state.snapshot(), *opened)
         for record in opened:
             self._state.apply(record)
         missing = await asyncio.to_thread(self._files.missing_records, self._state, first_step)
@@ -174,8 +174,9 @@ class GroupSampler:
         await asyncio.to_thread(self._files.delete, last)
         async with self._loop.between_commits():
             # The snapshot makes older logs without unfinished groups redundant.
-            self._journal.rotate(self._state.snapshot())
-            self._journal.delete_old([*self._state.open, *self._state.finished])
+            await asyncio.to_thread(self._journal.rotate, self._state.snapshot())
+            outstanding = [*self._state.open, *self._state.finished]
+            await asyncio.to_thread(self._journal.delete_old, outstanding)
         return last
 
     async def close(self) -> None:

@@ -192,10 +192,8 @@ class SamplerLoop:
         ]
         if not events:
             return
-        if self._journal.is_full:
-            self._journal.rotate(self._state.snapshot())
         # Write ahead: nothing is applied, answered or requested that a kill could undo.
-        await asyncio.to_thread(self._journal.commit, events)
+        await asyncio.to_thread(self._write, events)
         for event in events:
             self._state.apply(event)
             self._act_on(event)
@@ -211,6 +209,11 @@ class SamplerLoop:
             self.drop_stale(self._state.open.values(), self._state.weights_step + 1)
             self._dispatcher.unpark()
             self._admission.open()
+
+    def _write(self, events: Sequence[Record]) -> None:
+        if self._journal.is_full:
+            self._journal.rotate(self._state.snapshot())
+        self._journal.commit(events)
 
     def _act_on(self, event: Record) -> None:
         if event.kind == "dropped":

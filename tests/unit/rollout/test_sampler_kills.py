@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.sampler import write_ahead_log
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.process import Service
 from bapo_megatron.rollout.sampler.state import SamplerState
@@ -227,6 +229,23 @@ async def test_a_full_disk_is_reported_and_the_journal_stays_whole(tmp_path: Pat
     check_accounts(world)
 
 
+async def test_a_disk_that_hangs_does_not_stop_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process without a heartbeat for five minutes is killed; one that waits for its disk waits on."""
+    monkeypatch.setattr(write_ahead_log, "FILE_BYTES", 2000)
+    world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
+    fsync, threads = os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda file: (threads.append(threading.current_thread()), fsync(file)))
+    async with world.sampling():
+        for step in (1, 2, 3):
+            await world.train(step)
+            await world.sampler.checkpointed(step)
+        logs = [path.name for path in world.journal.glob("segments-*.log")]
+    assert logs > ["segments-000005.log"], "none was full"
+    assert threading.main_thread() not in threads
+
+
 @pytest.mark.parametrize("rounds", [True, False])
 async def test_a_closed_sampler_keeps_the_tokens_of_requests_in_flight(tmp_path: Path, rounds: bool) -> None:
     """In rounds they are not kept: a continued round would differ in its last bits."""
@@ -287,7 +306,7 @@ def test_a_crash_at_every_write_trains_nothing_twice(
     tmp_path: Path, turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash at each write of four steps; the next sampler survives. Together they cover all hard cases."""
-    chance = np.random.default_rng(turn)
+    chance = np.random.default_rng(2 * turn)
     seen: Counter[str] = Counter()
 
     async def check() -> None:

@@ -5,9 +5,8 @@
 ``SegmentJournal`` replays, commits and deletes; ``read_records`` yields the records of one file. A record is
 a header (magic, kind, sizes, header CRC), a JSON object, numpy arrays end to end, and a CRC over both. The
 magic tells whether more records of the same commit follow; an incomplete commit at the end of a file does not
-count. Opening a file for writing truncates a torn tail. Reading reports a damaged record with its offset and
-continues at the next whole record. Every log begins with a snapshot of the sampler's state, so that older
-logs can be deleted.
+count. Reading reports a damaged record with its offset and continues at the next whole record. A start writes
+a new log. Every log begins with a snapshot of the sampler's state, so that older logs can be deleted.
 """
 
 from __future__ import annotations
@@ -64,22 +63,16 @@ class Damage:
 
 
 class WriteAheadLog:
-    """A log file, open for appending by one process: ``write`` commits records, or raises OSError."""
+    """A new log file, written by one process: ``write`` commits records, or raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file; read it and truncate a torn tail left by a kill."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
+        self.path, self.size = path, 0
         self._file = FileIO(path, "ab")
-        end = self._file.seek(0, os.SEEK_END)
-        self.size = _whole_end(path) if end else 0
-        if end > self.size:
-            self._file.truncate(self.size)
 
     def write(self, records: Iterable[Record]) -> None:
         """Commit ``records`` atomically, even if killed: all are durable on return, none on an OSError."""
         *others, last = records
-        parts = [part for record in others for part in _parts(record, _MORE)] + _parts(last, _LAST)
+        parts = [part for record in others for part in encode(record, _MORE)] + encode(last)
         try:
             # In parts: with routes a commit has hundreds of megabytes, and a copy costs as much as the CRC.
             appended = append_whole(self._file, parts, self.size)
@@ -94,12 +87,7 @@ class WriteAheadLog:
         self._file.close()
 
 
-def encode(record: Record) -> bytes:
-    """Return the bytes of a record that ends its commit."""
-    return b"".join(_parts(record, _LAST))
-
-
-def _parts(record: Record, magic: bytes) -> list[bytes | memoryview]:
+def encode(record: Record, magic: bytes = _LAST) -> list[bytes | memoryview]:
     """Return the bytes of a record in parts, without copying contiguous arrays."""
     kind = record.kind.encode("ascii")
     if not 0 < len(kind) <= 16:
@@ -139,15 +127,6 @@ def read_records(path: Path) -> Iterator[Record | Damage]:
                 yield Damage(start, at - start, "torn at the end")
         if commit:
             yield Damage(commit[0].offset, at - commit[0].offset, "torn at the end")
-
-
-def _whole_end(path: Path) -> int:
-    """Return the end of the last complete commit; the rest is a torn tail."""
-    end = 0
-    for record in read_records(path):
-        if isinstance(record, Record):
-            end = record.offset + len(encode(record))
-    return end
 
 
 def _next_record(content: mmap.mmap, start: int) -> int:

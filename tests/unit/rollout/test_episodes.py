@@ -41,7 +41,7 @@ from bapo_megatron.rollout.sampler.sampling_metrics import episode_metrics, roll
 from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.rollout.sampler.stepper import Restart
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, encode, read_records
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, WriteAheadLog, read_records
 from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch
 from tests.support import accounts
 from tests.support.environments import Async
@@ -494,7 +494,7 @@ async def test_in_rounds_the_next_turns_go_out_together(tmp_path: Path) -> None:
 def test_an_answer_survives_its_record(tmp_path: Path) -> None:
     state = state_of_one()
     said = answer(20, 21, text="é\n", reward=0.25, note=[1], metrics={"calls": 1.0}, seconds=0.5)
-    (tmp_path / "log").write_bytes(encode(answers_given([Given(state.open[0], 0, 3, 0, said)])))
+    WriteAheadLog(tmp_path / "log").write([answers_given([Given(state.open[0], 0, 3, 0, said)])])
     (record,) = read_records(tmp_path / "log")
     assert isinstance(record, Record)
     expected = given(state.open[0].responses[0], said)

@@ -78,7 +78,7 @@ class BlockingEngine:
     def wake_by_handles(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """With weights that the server reads from this process's memory, bucket by bucket."""
         device = torch.device("cpu")
-        buckets = Buckets(10_000, device, partial(shareable, device=device), buffers=1)
+        buckets = Buckets(10_000, device, partial(shareable, device=device))
 
         async def parts() -> AsyncIterator[WeightPart]:
             for bucket in buckets.cut(weights):

@@ -32,9 +32,6 @@ _PROMPTS_DIFFER = (
     "such as <|im_end|>: in a run of an earlier version it became that token, now it is text; or "
     "environment.settings has tools_in_prompts, with which rows' extra_info.prompt_tools no longer count)"
 )
-KEPT_STEPS = 10_000
-"""Minimum steps with remembered weights and token counts: far more than a group waits or a resume rewinds.
-Bounded because each checkpoint contains them and its reader accepts at most 64 MiB."""
 
 
 class GroupSummary(NamedTuple):
@@ -339,8 +336,6 @@ class SamplerState:
             if (group := self._take(number)) is not None:
                 self.tokens["trained"] += group.tokens
                 self._trained[step] = self._trained.get(step, 0) + group.tokens
-        if len(self._trained) > 2 * KEPT_STEPS:
-            self._trained = {at: count for at, count in self._trained.items() if at > step - KEPT_STEPS}
         self._pass_over(step)
         self.unrecorded.discard(step)
         self.served = max(self.served, step)
@@ -364,9 +359,6 @@ class SamplerState:
         self._first_step_of[version] = min(step, self._first_step_of.get(version, step))
         self._newest = max(self._newest, version)
         self._version = version
-        if len(self._step_of) > 2 * KEPT_STEPS:
-            self._step_of = {known: at for known, at in self._step_of.items() if at > step - KEPT_STEPS}
-            self._first_step_of = {known: self._first_step_of[known] for known in self._step_of}
 
     def _is_in_environment(self, source: str) -> bool:
         named = self._identity.get(ENVIRONMENT)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -48,29 +48,12 @@ MOST_RESTARTS = 20
 """Maximum restarts of a response whose environment cannot be restored, far more than kills may cause."""
 
 
-class Steps(Protocol):
-    """What steps an environment (protocol): ``step`` takes a ``Question`` and returns a ``StepResult``."""
-
-    async def step(self, question: Question) -> StepResult:
-        """Return the environment's answer; never raises, whatever the environment does."""
-
-    def forget(self, episode: str) -> None:
-        """Release a finished episode."""
-
-
-class GivesTokens(Protocol):
-    """What tokenizes an observation (protocol): ``given_ids`` returns the ids between two model turns."""
-
-    def given_ids(self, observation: str | Sequence[str], last_token: int) -> np.ndarray:
-        """Return the ids, int32, between a model turn that ends with ``last_token`` and the next turn."""
-
-
 @dataclass(frozen=True)
 class Stepping:
     """An opened environment: its workers, tokenization of answers, stop tokens, limits, failure reports."""
 
-    steps: Steps
-    template: GivesTokens
+    steps: EnvironmentPool
+    template: ObservationTemplate
     report: Report
     stop_token_ids: tuple[int, ...]
     """Stop tokens of the model and of the environment class."""

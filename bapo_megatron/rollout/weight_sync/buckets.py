@@ -49,17 +49,15 @@ class Buckets:
     failed copy raises only at its bucket's end, after all of the bucket's tensors have passed.
     """
 
-    def __init__(
-        self, nbytes: int, device: torch.device, allocate: Allocate | None = None, buffers: int = 2
-    ) -> None:
+    def __init__(self, nbytes: int, device: torch.device, allocate: Allocate | None = None) -> None:
         """``allocate``: for every bucket; None: torch's, without a copy of tensors larger than a bucket."""
         self._nbytes, self._device, self._owns = nbytes, device, allocate is not None
         self._allocate = allocate or partial(torch.empty, dtype=torch.uint8, device=device)
-        self._buffers = [_Buffer(nbytes, self._allocate) for _ in range(buffers)]
+        self._buffers = [_Buffer(nbytes, self._allocate) for _ in range(2)]
 
     def cut(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        """Yield the buckets of ``weights``, in order. Double buffering: with two buffers, a payload is valid
-        until the next bucket but one is requested, so one is sent while the other fills. A tensor larger than
+        """Yield the buckets of ``weights``, in order. Double buffering: a payload is valid until the next
+        bucket but one is requested, so one is sent while the other fills. A tensor larger than
         a buffer is its own bucket. Receivers view tensors in place, so a bucket also ends before a tensor
         that would be misaligned."""
         buffers = cycle(self._buffers)

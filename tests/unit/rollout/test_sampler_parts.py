@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import struct
-from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +15,13 @@ from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutC
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import FailureReports, RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
-from bapo_megatron.rollout.sampler import events, state
+from bapo_megatron.rollout.sampler import events
 from bapo_megatron.rollout.sampler.dispatcher import AdmissionController, Dispatcher
 from bapo_megatron.rollout.sampler.events import (
     Segment,
-    batch_served,
     group_scored,
     groups_opened,
     segments_arrived,
-    steps_rewound,
     weights_loaded,
 )
 from bapo_megatron.rollout.sampler.group_sampler import BatchBuilder
@@ -115,28 +111,7 @@ def test_a_mean_over_no_group_is_none() -> None:
     assert {name: metrics[name] for name in means} == dict.fromkeys(means)
 
 
-def test_the_state_of_a_long_run_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every checkpoint has it, and a resume refuses one of 64 MiB: after 460,000 steps it was as long."""
-    monkeypatch.setattr(state, "KEPT_STEPS", 5)
-    found = SamplerState(PROMPTS, 1)
-    one = answer_of(np.array([ord("y"), EOS], np.int32), np.zeros(2, np.int32))
-    for step in range(1, 101):
-        found.apply(weights_loaded(4 * (step - 1), step - 1))
-        found.apply(groups_opened([(step, 0, 0)], step))
-        found.apply(segments_arrived([Segment(found.open[step], 0, 0, one, "stop")]))
-        found.apply(group_scored(step, [1.0], []))
-        found.apply(batch_served(step, [step]))
-        lags = [found.lag(4 * at, step) for at in range(max(0, step - 5), step)]
-        assert lags == [*reversed(range(min(step, 5)))]
-    kept = found.snapshot().fields
-    assert all(len(kept[name]) <= 10 for name in ("step_of", "first_step_of", "trained"))
-    assert (found.step_of(4 * 99), found.step_of(0)) == (99, None)
-    assert found.tokens["trained"] == 200
-    found.apply(steps_rewound(97))
-    assert (found.tokens["trained"], found.tokens["dropped_lost"]) == (194, 6)
-
-
-def test_segments_that_come_at_once_are_cut_into_records(
+async def test_segments_that_come_at_once_are_cut_into_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record counts its bytes in 32 bits: an abort of requests with routes brings more than that."""
@@ -152,11 +127,11 @@ def test_segments_that_come_at_once_are_cut_into_records(
         records = [one for one in read_records(log) if isinstance(one, Record) and one.kind == "segments"]
         return prompt_ids(found), [len(one.fields["parts"]) for one in records]
 
-    whole, sizes = asyncio.run(batch_and_sizes(tmp_path / "whole"))
+    whole, sizes = await batch_and_sizes(tmp_path / "whole")
     assert max(sizes) > 2
     one = answer_of(np.array([*b"no", EOS], np.int32), np.zeros(3, np.int32))
     monkeypatch.setattr(events, "MOST_BYTES", 2 * sum(each.nbytes for each in one.arrays.values()))
-    cut, found = asyncio.run(batch_and_sizes(tmp_path / "cut"))
+    cut, found = await batch_and_sizes(tmp_path / "cut")
     assert (cut, sum(found), max(found)) == (whole, sum(sizes), 2)
 
 
@@ -257,9 +232,7 @@ async def test_a_resumed_run_with_a_successful_score_skips_the_check(tmp_path: P
     engine.gate.clear()
     killed = World(tmp_path, [engine])
     async with killed.sampling(rounds=False):
-        async with asyncio.timeout(30):
-            while not killed.sampler._state.finished:
-                await asyncio.sleep(0.01)
+        await until(lambda: killed.sampler._state.finished)
         killed.kill()
     continued = World(tmp_path, [ScriptedEngine(mixed)], scorer=FailsOn(*range(12)))
     async with continued.sampling(rounds=False):
@@ -280,32 +253,25 @@ def test_each_distinct_failure_is_reported_once_then_counted() -> None:
     assert len(events) < 60
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 120))
-
-
 @pytest.mark.parametrize(
     ("error", "outcome"), [(OSError(24, "too many open files"), "failed"), (RuntimeError("a bug"), "raised")]
 )
-def test_a_scorer_that_raises_is_reported(tmp_path: Path, error: Exception, outcome: str) -> None:
+async def test_a_scorer_that_raises_is_reported(tmp_path: Path, error: Exception, outcome: str) -> None:
     class Broken:
         async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
             if prompt.prompt_id == 1:
                 raise error
             return RewardResult(float(response.startswith("y")))
 
-    async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(mixed)], scorer=Broken())
-        async with world.sampling():
-            if outcome == "raised":
-                with pytest.raises(RuntimeError, match="a bug"):
-                    await world.batch(1)
-                return
-            assert prompt_ids(await world.batch(1)) == [0, 2, 3, 4]  # all rewards of prompt 1 are equal
-            [event] = [event for event in world.events if event["kind"] == "reward_failed"]
-            assert event == {"kind": "reward_failed", "failure": "died", "detail": str(error), "count": 1}
-
-    run(check())
+    world = World(tmp_path, [ScriptedEngine(mixed)], scorer=Broken())
+    async with world.sampling():
+        if outcome == "raised":
+            with pytest.raises(RuntimeError, match="a bug"):
+                await world.batch(1)
+            return
+        assert prompt_ids(await world.batch(1)) == [0, 2, 3, 4]  # all rewards of prompt 1 are equal
+        [event] = [event for event in world.events if event["kind"] == "reward_failed"]
+        assert event == {"kind": "reward_failed", "failure": "died", "detail": str(error), "count": 1}
 
 
 async def test_a_request_that_crashes_engines_is_dropped(tmp_path: Path) -> None:
@@ -342,13 +308,3 @@ async def test_an_abort_at_the_stop_token_completes_the_response(tmp_path: Path,
     assert first.token_ids_R.tolist() == [*map(ord, text), EOS]
     assert (first.finish_reason, second.finish_reason) == ("stop", "length")
     assert len(second.token_ids_R) == 6
-
-
-def test_without_overlap_only_a_waiting_trainer_admits() -> None:
-    settings = RolloutConfig(prompts_per_step=3, max_staleness=1, overlap=False)
-    admission = AdmissionController(settings, state_of())
-    admission.open()
-    admission.trainer_has(3)
-    assert not admission.may_sample
-    admission.trainer_has(2)
-    assert admission.may_sample

@@ -16,12 +16,10 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler import turns
 from bapo_megatron.rollout.sampler.branches import NOTHING, PROMPT, Branch, Tree
 from bapo_megatron.rollout.sampler.response import (
-    Answer,
     Response,
     Sampling,
     Tokens,
     branch_ids,
-    continued,
     given,
     needs,
     next_request,
@@ -29,23 +27,15 @@ from bapo_megatron.rollout.sampler.response import (
 from bapo_megatron.rollout.sampler.scoring import response_score
 from bapo_megatron.rollout.sampler.step_batches import read_example, read_header, read_step, write_step
 from bapo_megatron.rollout.sampler.step_columns import StepColumns, header_of
-from bapo_megatron.types import GIVEN, ColumnFile, Group, Prompt, ResponseTokens, StepBatch
+from bapo_megatron.types import GIVEN, ColumnFile, Group, Prompt, StepBatch
 from tests.support import accounts
 from tests.support.branching import BranchWorld
 from tests.support.episodes import check_cuts, run, step_of
+from tests.support.responses import answer, asked, rows_of, turn
 
 STOP = 9
 SAMPLING = Sampling(0.5, 12, 7, (STOP,), in_environment=True)
 PROMPT_ROW = Prompt(0, np.array([100, 101], np.int32), "", "test")
-
-
-def turn(response: Response, *ids: int) -> Response:
-    columns = np.array(ids, np.int32), -np.array(ids, np.float32) / 10, np.full(len(ids), 1, np.int32)
-    return continued(response, ResponseTokens(*columns), "turn")
-
-
-def asked(response: Response, *ids: int, after: int | None = None) -> Response:
-    return given(response, Answer(np.array(ids, np.int32), text=str(ids), after=after))
 
 
 def by_hand() -> Response:
@@ -127,7 +117,7 @@ def test_the_penalty_for_length_is_that_of_the_longest_branch() -> None:
 
 def test_an_episode_is_cut_as_a_whole() -> None:
     """Overlong filtering takes all its branches out: they have one reward."""
-    ends = (Answer(np.zeros(0, np.int32), finish_reason=reason) for reason in ("length", "stop"))
+    ends = (answer(finish_reason=reason) for reason in ("length", "stop"))
     rows = [row for end in ends for row in given(by_hand(), end).rollouts(1.0)]
     batch = StepBatch((Group(PROMPT_ROW, tuple(rows)),), {})
     [header] = header_of(batch, ColumnFile(Path(), 0, "", {})).groups
@@ -135,7 +125,7 @@ def test_an_episode_is_cut_as_a_whole() -> None:
 
 
 def test_every_sampled_token_is_trained_on_once() -> None:
-    end = given(by_hand(), Answer(np.zeros(0, np.int32), finish_reason="turns"))
+    end = given(by_hand(), answer(finish_reason="turns"))
     rows = end.rollouts(1.0, [np.full(4, -1.0), np.full(5, -2.0), np.full(5, -3.0)])
     assert [one.token_ids_R.tolist() for one in rows] == [
         [50, 51, 2, STOP],
@@ -176,7 +166,7 @@ def test_random_trees_against_a_list_of_conversations(seed: int) -> None:
         token += len(asks)
         before, context = response, [*ends[after], *((one, -1) for one in asks)]
         response = asked(response, *asks, after=None if after == place else after)
-    response = given(before, Answer(np.zeros(0, np.int32), finish_reason="stop"))
+    response = given(before, answer(finish_reason="stop"))
     whole = [
         one
         for one in conversations
@@ -200,45 +190,29 @@ def test_random_trees_against_a_list_of_conversations(seed: int) -> None:
 # --- in the sampler ------------------------------------------------------------------------------
 
 
-def plain(batch: StepBatch) -> list[Any]:
-    return [
-        [
-            (
-                "".join(map(chr, one.token_ids_R)),
-                "" if one.loss_mask_R is None else "".join("1" if x else "-" for x in one.loss_mask_R),
-                one.versions_R.tolist(),
-                one.log_probs_R.tolist(),
-                (one.finish_reason, one.reward, one.branch, one.has_prompt),
-            )
-            for one in group.rollouts
-        ]
-        for group in batch.groups
-    ]
-
-
 def test_branches_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first response: the first conversation, the compressed one, and one from its first turn."""
     world = BranchWorld(tmp_path)
     batch = run(step_of(world), monkeypatch)
     accounts.check_accounts(world.journal, world.journal, world.config.rollout, world.dataset.prompts)
-    found = plain(batch)
-    assert [(one[0], one[1], one[4]) for one in found[0]][:3] == [
-        ("x\x03[b]yy\x03", "11---111", ("stop", 3.0, 0, True)),
-        ("[sum]yy\x03[c]zzz\x03", "-----111---1111", ("stop", 3.0, 1, False)),
-        ("x\x03[a]yy\x03[d]zzz\x03", "-----111---1111", ("stop", 3.0, 2, True)),
+    found = rows_of(batch)
+    assert [(*one[:4], one.branch, one.has_prompt) for one in found[0]][:3] == [
+        ("x\x03[b]yy\x03", "stop", 3.0, "11---111", 0, True),
+        ("[sum]yy\x03[c]zzz\x03", "stop", 3.0, "-----111---1111", 1, False),
+        ("x\x03[a]yy\x03[d]zzz\x03", "stop", 3.0, "-----111---1111", 2, True),
     ]
     assert len(found[0]) == 6, "two responses of three branches"
     metrics = batch.metrics
     assert (metrics["environment/turns_mean"], metrics["environment/branches_mean"]) == (6.0, 3.0)
     assert metrics["environment/branches_rewritten"] == 0.0
-    sampled = sum(mask.count("1") for row in found for _, mask, *_ in row)
+    sampled = sum(row.mask.count("1") for group in found for row in group)
     assert metrics["sampler/tokens_trained"] == sampled == metrics["rollout/tokens"]
 
 
 def test_the_journal_cut_anywhere_gives_the_same_branches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_cuts(BranchWorld, tmp_path, plain, monkeypatch)
+    check_cuts(BranchWorld, tmp_path, rows_of, monkeypatch)
 
 
 # --- as samples ----------------------------------------------------------------------------------
@@ -246,7 +220,7 @@ def test_the_journal_cut_anywhere_gives_the_same_branches(
 
 def stored(folder: Path) -> StepBatch:
     """A step with a group of two episodes, of three branches and of one."""
-    end = Answer(np.zeros(0, np.int32), finish_reason="stop")
+    end = answer(finish_reason="stop")
     many, one = given(by_hand(), end), given(turn(Response(), 5, STOP), end)
     group = Group(PROMPT_ROW, (*many.rollouts(1.0), *one.rollouts(0.0)))
     batch = StepBatch((group,), {})

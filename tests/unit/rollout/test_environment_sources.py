@@ -19,9 +19,10 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.turns import check_environments, open_environments
-from bapo_megatron.types import Prompt, StepBatch
+from bapo_megatron.types import Prompt
 from tests.support.chat_templates import demo_tokenizer
 from tests.support.episodes import EpisodeWorld, HereSteps, check_cuts, run, step_of
+from tests.support.responses import rows_of
 from tests.support.sampling import EOS, Letters, until
 
 CLASS = "tests.support.environments:Async"
@@ -59,19 +60,6 @@ class MixedWorld(EpisodeWorld):
         self.environments = {"long": self.stepping, "short": short}
 
 
-def texts(batch: StepBatch) -> list[Any]:
-    return [
-        (
-            group.prompt.source,
-            [
-                ("".join(map(chr, one.token_ids_R)), one.finish_reason, one.reward, one.log_probs_R.tolist())
-                for one in group.rollouts
-            ],
-        )
-        for group in batch.groups
-    ]
-
-
 def test_sources_with_and_without_an_environment_share_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,9 +70,9 @@ def test_sources_with_and_without_an_environment_share_a_batch(
         "plain": [("y0\x03", "stop", 1.0)] * 2,
         "short": [("y0\x03", "turns", 0.5)] * 2,
     }
-    found = texts(batch)
-    assert sorted(source for source, _ in found) == [*["long"] * 2, *["plain"] * 2, *["short"] * 2]
-    for source, rows in found:
+    sources = [group.prompt.source for group in batch.groups]
+    assert sorted(sources) == [*["long"] * 2, *["plain"] * 2, *["short"] * 2]
+    for source, rows in zip(sources, rows_of(batch), strict=True):
         assert [row[:3] for row in rows] == expected[source]
     assert {turn for _, turn in world.steps.asked} == {"y0", "y1", "end"}
     assert {turn for _, turn in world.others.asked} == {"y0"}
@@ -108,7 +96,7 @@ def test_sources_with_and_without_an_environment_share_a_batch(
 def test_the_journal_of_a_mixture_may_be_cut_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_cuts(MixedWorld, tmp_path, texts, monkeypatch)
+    check_cuts(MixedWorld, tmp_path, rows_of, monkeypatch)
 
 
 @pytest.mark.virtual_time
@@ -121,7 +109,12 @@ async def test_a_kill_between_turns_asks_each_environment_again(tmp_path: Path) 
         world.kill()
     again = MixedWorld(tmp_path)
     batch = await step_of(again)
-    assert [row[1] for source, rows in texts(batch) for row in rows if source == "short"] == ["turns"] * 4
+    short = [
+        rows
+        for rows, group in zip(rows_of(batch), batch.groups, strict=True)
+        if group.prompt.source == "short"
+    ]
+    assert [row.reason for rows in short for row in rows] == ["turns"] * 4
     assert {name for name, _ in again.others.asked} == {name for name, _ in world.others.asked}
     assert not {name for name, _ in again.others.asked} & {name for name, _ in again.steps.asked}
 

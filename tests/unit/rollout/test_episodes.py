@@ -1,4 +1,4 @@
-"""Responses over several turns: the state machine by hand, the journal cut anywhere, faults."""
+"""Responses over several turns: their events, the journal cut anywhere, faults."""
 
 from __future__ import annotations
 
@@ -26,83 +26,22 @@ from bapo_megatron.rollout.sampler.events import (
     response_restarted,
     weights_loaded,
 )
-from bapo_megatron.rollout.sampler.response import (
-    STEP,
-    Answer,
-    Episode,
-    Response,
-    Sampling,
-    Tokens,
-    continued,
-    given,
-    needs,
-)
-from bapo_megatron.rollout.sampler.sampling_metrics import episode_metrics, rollout_metrics
+from bapo_megatron.rollout.sampler.response import Episode, Response, continued, given
 from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.rollout.sampler.stepper import Restart
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, WriteAheadLog, read_records
-from bapo_megatron.types import GIVEN, Prompt, ResponseTokens, StepBatch
+from bapo_megatron.types import GIVEN, Prompt
 from tests.support import accounts
 from tests.support.environments import Async
 from tests.support.episodes import Brackets, EpisodeWorld, HereSteps, check_cuts, counting, run, step_of
+from tests.support.responses import answer, rows_of, segment, turn
 from tests.support.sampling import StartsWithY, until
 from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.virtual_time
 
 STOP = 9
-SAMPLING = Sampling(0.5, 12, 7, (STOP,), segment_tokens=4, in_environment=True)
-
-
-def segment(*ids: int, version: int = 1) -> ResponseTokens:
-    versions = np.full(len(ids), version, np.int32)
-    return ResponseTokens(np.array(ids, np.int32), -np.array(ids, np.float32) / 10, versions)
-
-
-def answer(*ids: int, **fields: Any) -> Answer:
-    return Answer(np.array(ids, np.int32), **fields)
-
-
-# --- the state machine by hand -------------------------------------------------------------------
-
-
-def test_an_episode_by_hand() -> None:
-    first = continued(Response(), segment(1, 2), None)
-    assert (first.is_sampling, first.is_complete, needs(first, SAMPLING)) == (True, False, Tokens(4))
-    waiting = continued(first, segment(3, STOP, version=2), "turn")
-    assert (waiting.is_sampling, waiting.is_complete, waiting.finish_reason) == (False, False, None)
-    assert needs(waiting, SAMPLING) is STEP
-    assert needs(waiting, SAMPLING, budget=0) is STEP, "a step needs no budget"
-    assert waiting.episode.turns == ((4, None),)
-    again = given(waiting, answer(20, 21, 22, text="seen", reward=0.5, note={"a": 1}, metrics={"calls": 1}))
-    assert needs(again, SAMPLING) == Tokens(4)
-    assert again.episode.turns == ((4, None), (7, "seen"))
-    assert (again.tokens, again.sampled_tokens, again.episode.given_tokens) == (7, 4, 3)
-    assert again.tokens_by_version == {1: 2, 2: 2}, "no policy sampled what was given"
-    assert needs(again, SAMPLING, budget=2) == Tokens(2)
-    last = continued(again, segment(4, STOP, version=3), "turn")
-    assert last.last_turn_R.tolist() == [4, STOP]
-    end = given(last, answer(finish_reason="stop", reward=1.0, metrics={"calls": 2, "wins": 1}))
-    assert (end.is_complete, end.finish_reason, needs(end, SAMPLING)) == (True, "stop", None)
-    assert (end.episode.rewards, end.episode.reward) == ((0.5, 1.0), 1.5)
-    assert end.episode.metrics == {"calls": 3.0, "wins": 1}
-    assert end.episode.note == {"a": 1}, "the last that was given"
-    assert (end.episode.sampled_turns, end.episode.steps) == (2, 2)
-    rollout = end.rollouts(1.5)[0]
-    assert rollout.token_ids_R.tolist() == [1, 2, 3, STOP, 20, 21, 22, 4, STOP]
-    assert rollout.loss_mask_R is not None
-    assert rollout.loss_mask_R.tolist() == [True] * 4 + [False] * 3 + [True] * 2
-    assert rollout.versions_R.tolist() == [1, 1, 2, 2, GIVEN, GIVEN, GIVEN, 3, 3]
-    assert rollout.log_probs_R.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.9, 0, 0, 0, -0.4, -0.9])
-
-
-def test_a_response_of_one_turn_has_no_mask() -> None:
-    response = continued(Response(), segment(1, STOP), "turn")
-    end = given(response, answer(finish_reason="stop"))
-    assert end.rollouts(0.0)[0].loss_mask_R is None
-    assert end.episode.reward is None, "reward.function judges"
-    assert end.last_turn_R.tolist() == [1, STOP]
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -114,7 +53,7 @@ def state_of_one(identity: dict[str, Any] | None = None) -> SamplerState:
     state = SamplerState(PROMPTS, 2, identity)
     state.apply(groups_opened([(0, 0, 1)], 1))
     group = state.open[0]
-    group.responses[0] = continued(Response(), segment(1, 2, STOP), "turn")
+    group.responses[0] = turn(Response(), 1, 2, STOP)
     return state
 
 
@@ -157,34 +96,14 @@ def test_the_journal_of_a_run_without_an_environment_is_as_before() -> None:
 # --- whole episodes ------------------------------------------------------------------------------
 
 
-def plain(batch: StepBatch) -> list[Any]:
-    return [
-        [
-            (
-                "".join(map(chr, one.token_ids_R)),
-                one.versions_R.tolist(),
-                [] if one.loss_mask_R is None else one.loss_mask_R.tolist(),
-                one.log_probs_R.tolist(),
-                (one.finish_reason, one.reward),
-            )
-            for one in group.rollouts
-        ]
-        for group in batch.groups
-    ]
-
-
 async def test_episodes_become_responses(tmp_path: Path) -> None:
     world = EpisodeWorld(tmp_path, counting)
     batch = await step_of(world)
-    for group in plain(batch):
-        text, versions, mask, _, end = group[0]
-        assert text == "turn0\x03[1:turn0]turn1\x03[2:turn1]end\x03"
-        hand = [place in range(6, 15) or place in range(21, 30) for place in range(len(text))]
-        assert mask == [not one for one in hand]
-        assert versions == [GIVEN if one else 0 for one in hand]
-        assert end == ("stop", 2.0)
-        assert group[1][0] == "turn0\x03[1:turn0]end\x03"
-        assert group[1][4] == ("stop", 1.5)
+    for first, second in rows_of(batch):
+        assert first[:3] == ("turn0\x03[1:turn0]turn1\x03[2:turn1]end\x03", "stop", 2.0)
+        assert first.mask == "1" * 6 + "-" * 9 + "1" * 6 + "-" * 9 + "1" * 4
+        assert first.versions == [0 if one == "1" else GIVEN for one in first.mask]
+        assert second[:3] == ("turn0\x03[1:turn0]end\x03", "stop", 1.5)
     metrics = batch.metrics
     assert metrics["environment/turns_mean"] == 2.5
     assert metrics["environment/turns_max"] == 3.0
@@ -199,7 +118,7 @@ async def test_episodes_become_responses(tmp_path: Path) -> None:
 
 
 def test_the_journal_may_be_cut_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_cuts(lambda folder: EpisodeWorld(folder, counting), tmp_path, plain, monkeypatch)
+    check_cuts(lambda folder: EpisodeWorld(folder, counting), tmp_path, rows_of, monkeypatch)
     [log] = (tmp_path / "whole/journal").glob("segments-*.log")
     kinds = {one.kind for one in read_records(log) if isinstance(one, Record)}
     assert {"segments", "given", "judged"} <= kinds
@@ -320,7 +239,7 @@ async def test_a_replay_that_differs_restarts_its_response(
     Forgetful.lives += 1
     again = EpisodeWorld(tmp_path, counting, HereSteps(Forgetful))
     batch = await step_of(again)
-    texts = [row[0] for group in plain(batch) for row in group]
+    texts = [row.text for group in rows_of(batch) for row in group]
     assert texts == ["turn0\x03[life 1]turn1\x03[life 1]end\x03", "turn0\x03[life 1]end\x03"] * 3
     assert batch.metrics["environment/restarts"] == 6.0
     (event,) = [event for event in again.events if event["kind"] == "episode_restarted"]
@@ -348,7 +267,7 @@ async def test_how_a_response_ends(
 ) -> None:
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: turns[turn], **settings)
     batch = await step_of(world)
-    assert {(row[0], row[4][0]) for group in plain(batch) for row in group} == {(text, reason)}
+    assert {row[:2] for group in rows_of(batch) for row in group} == {(text, reason)}
     assert batch.metrics[f"environment/finish_{reason}"] == 1.0
     assert batch.metrics["rollout/truncated_fraction"] == float(reason == "length")
 
@@ -357,7 +276,7 @@ async def test_a_failed_environment_has_the_reward_failed_and_is_reported(tmp_pa
     world = EpisodeWorld(tmp_path, lambda prompt, sample, turn: "end" if sample else "raise")
     world.config = dataclasses.replace(world.config, reward=RewardConfig(failed=-2.0, on_failure="value"))
     batch = await step_of(world)
-    ends = [[row[4] for row in group] for group in plain(batch)]
+    ends = [[row[1:3] for row in group] for group in rows_of(batch)]
     assert ends == [[("failed", -2.0), ("stop", 1.0)]] * 3
     assert batch.metrics["environment/finish_failed"] == 0.5
     assert batch.metrics["environment/failures"] == batch.metrics["reward/failures"] == 3.0
@@ -374,11 +293,6 @@ def test_a_first_step_whose_environments_all_fail_ends_the_run(
         ConfigError, match=r"(?s)environment of all 6 responses .*the door is shut.* environment.settings"
     ):
         run(step_of(world), monkeypatch)
-
-
-def test_metrics_without_episodes_are_as_before() -> None:
-    assert episode_metrics([]) == {}
-    assert not [name for name in rollout_metrics([], RewardConfig()) if name.startswith("environment")]
 
 
 @pytest.mark.parametrize("seed", slow_but(range(20), 0, 1, 2, 3))
@@ -403,11 +317,11 @@ def test_kills_at_any_moment_keep_accounts_and_episodes(
                     return step
                 numbers = step_groups(world.journal, step)
                 assert given_to.setdefault(step, numbers) == numbers, "a step got other groups than before"
-                for group in plain(read_step(path.parent, step)):
-                    for sample, (text, *_, end_) in enumerate(group):
-                        turns = re.sub(r"\[[^]]*\]", "", text).split("\x03")[:-1]
+                for group in rows_of(read_step(path.parent, step)):
+                    for sample, row in enumerate(group):
+                        turns = re.sub(r"\[[^]]*\]", "", row.text).split("\x03")[:-1]
                         assert turns == ["turn0", *["turn1"] * (1 - sample), "end"]
-                        assert end_ == ("stop", 1.0 if kind is Forgetful else 2.0 - sample / 2)
+                        assert row[1:3] == ("stop", 1.0 if kind is Forgetful else 2.0 - sample / 2)
                 await world.weights(step)
                 step += 1
         return step
@@ -447,7 +361,7 @@ async def test_an_observation_that_cannot_be_rendered_fails_its_response(tmp_pat
     world.environments = {"": dataclasses.replace(world.stepping, template=Picky())}
     world.config = dataclasses.replace(world.config, reward=RewardConfig(on_failure="value"))
     batch = await step_of(world)
-    ends = [[(row[0], row[4][0]) for row in group] for group in plain(batch)]
+    ends = [[row[:2] for row in group] for group in rows_of(batch)]
     assert ends == [[("odd\x03", "failed"), ("end\x03", "stop")]] * 3
     (event,) = [event for event in world.events if event["kind"] == "environment_failed"]
     assert event["detail"] == "its observation cannot be rendered: ValueError('not in this chat')"
@@ -468,7 +382,7 @@ def test_a_response_that_begins_again_and_again_fails(
     world = EpisodeWorld(tmp_path, counting, Lost())
     world.config = dataclasses.replace(world.config, reward=RewardConfig(on_failure="value"))
     batch = run(step_of(world), monkeypatch)
-    assert [[row[4][0] for row in group] for group in plain(batch)] == [["failed", "stop"]] * 3
+    assert [[row.reason for row in group] for group in rows_of(batch)] == [["failed", "stop"]] * 3
     assert batch.metrics["environment/restarts"] == 9.0
     assert {name for name, _ in world.steps.asked if name.startswith("0-0")} == {
         f"0-0-{attempt}" for attempt in range(4)

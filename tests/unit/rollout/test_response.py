@@ -12,6 +12,7 @@ from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.events import Segment, groups_opened, segments_arrived
 from bapo_megatron.rollout.sampler.response import (
+    STEP,
     Answer,
     Response,
     Sampling,
@@ -24,28 +25,24 @@ from bapo_megatron.rollout.sampler.response import (
 )
 from bapo_megatron.rollout.sampler.scoring import judged_prompt
 from bapo_megatron.rollout.sampler.state import SamplerState
-from bapo_megatron.types import RESPONSE_COLUMNS, Generation, Prompt, ResponseTokens
+from bapo_megatron.types import GIVEN, RESPONSE_COLUMNS, Generation, Prompt, ResponseTokens
 from tests.support.pages import ROOT
+from tests.support.responses import answer, segment
 
 STOP = 9
 SAMPLING = Sampling(0.5, 10, 7, (STOP, 11), segment_tokens=4)
+WITHIN = dataclasses.replace(SAMPLING, max_response_tokens=12, in_environment=True)
 PROMPT = Prompt(3, np.array([100, 101], np.int32), "", "test")
-
-
-def tokens(*ids: int, version: int = 1) -> ResponseTokens:
-    """A segment; the log-prob of a token is minus a tenth of its id."""
-    versions = np.full(len(ids), version, np.int32)
-    return ResponseTokens(np.array(ids, np.int32), -np.array(ids, np.float32) / 10, versions)
 
 
 def response(*segments: ResponseTokens, complete: bool = False) -> Response:
     made = Response()
-    for segment in segments:
-        made = continued(made, segment, None)
+    for each in segments:
+        made = continued(made, each, None)
     return dataclasses.replace(made, finish_reason="stop" if complete else None)
 
 
-EIGHT = (tokens(1, 2, 3, 4), tokens(5, 6, 7, 8))
+EIGHT = (segment(1, 2, 3, 4), segment(5, 6, 7, 8))
 
 
 @pytest.mark.parametrize(
@@ -57,8 +54,8 @@ EIGHT = (tokens(1, 2, 3, 4), tokens(5, 6, 7, 8))
         (Response(), 5, Tokens(4)),
         (Response(), 0, Tokens(0)),  # it waits for new weights
         (Response(), -2, Tokens(0)),
-        (response(tokens(1, STOP), complete=True), None, None),
-        (response(tokens(1, STOP), complete=True), 0, None),
+        (response(segment(1, STOP), complete=True), None, None),
+        (response(segment(1, STOP), complete=True), 0, None),
     ],
 )
 def test_what_a_response_needs(made: Response, budget: int | None, needed: Tokens | None) -> None:
@@ -73,7 +70,7 @@ def test_without_segments_a_response_needs_all_its_tokens() -> None:
     ("made", "new", "name", "input_ids"),
     [
         (Response(), 4, "12-0-0", [100, 101]),
-        (response(tokens(1, 2), tokens(3)), 2, "12-0-3", [100, 101, 1, 2, 3]),
+        (response(segment(1, 2), segment(3)), 2, "12-0-3", [100, 101, 1, 2, 3]),
     ],
 )
 def test_a_request_goes_on_from_all_tokens_so_far(
@@ -105,14 +102,52 @@ def test_a_request_goes_on_from_all_tokens_so_far(
 def test_the_finish_rule(
     before: int, ids: tuple[int, ...], reason: str | None, in_environment: str | None
 ) -> None:
-    assert finish_reason_of(before, tokens(*ids), SAMPLING) == reason
+    assert finish_reason_of(before, segment(*ids), SAMPLING) == reason
     within = dataclasses.replace(SAMPLING, in_environment=True)
-    assert finish_reason_of(before, tokens(*ids), within) == in_environment
+    assert finish_reason_of(before, segment(*ids), within) == in_environment
+
+
+def test_an_episode_by_hand() -> None:
+    first = continued(Response(), segment(1, 2), None)
+    assert (first.is_sampling, first.is_complete, needs(first, WITHIN)) == (True, False, Tokens(4))
+    waiting = continued(first, segment(3, STOP, version=2), "turn")
+    assert (waiting.is_sampling, waiting.is_complete, waiting.finish_reason) == (False, False, None)
+    assert needs(waiting, WITHIN) is STEP
+    assert needs(waiting, WITHIN, budget=0) is STEP, "a step needs no budget"
+    assert waiting.episode.turns == ((4, None),)
+    again = given(waiting, answer(20, 21, 22, text="seen", reward=0.5, note={"a": 1}, metrics={"calls": 1}))
+    assert needs(again, WITHIN) == Tokens(4)
+    assert again.episode.turns == ((4, None), (7, "seen"))
+    assert (again.tokens, again.sampled_tokens, again.episode.given_tokens) == (7, 4, 3)
+    assert again.tokens_by_version == {1: 2, 2: 2}, "no policy sampled what was given"
+    assert needs(again, WITHIN, budget=2) == Tokens(2)
+    last = continued(again, segment(4, STOP, version=3), "turn")
+    assert last.last_turn_R.tolist() == [4, STOP]
+    end = given(last, answer(finish_reason="stop", reward=1.0, metrics={"calls": 2, "wins": 1}))
+    assert (end.is_complete, end.finish_reason, needs(end, WITHIN)) == (True, "stop", None)
+    assert (end.episode.rewards, end.episode.reward) == ((0.5, 1.0), 1.5)
+    assert end.episode.metrics == {"calls": 3.0, "wins": 1}
+    assert end.episode.note == {"a": 1}, "the last that was given"
+    assert (end.episode.sampled_turns, end.episode.steps) == (2, 2)
+    rollout = end.rollouts(1.5)[0]
+    assert rollout.token_ids_R.tolist() == [1, 2, 3, STOP, 20, 21, 22, 4, STOP]
+    assert rollout.loss_mask_R is not None
+    assert rollout.loss_mask_R.tolist() == [True] * 4 + [False] * 3 + [True] * 2
+    assert rollout.versions_R.tolist() == [1, 1, 2, 2, GIVEN, GIVEN, GIVEN, 3, 3]
+    assert rollout.log_probs_R.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.9, 0, 0, 0, -0.4, -0.9])
+
+
+def test_a_response_of_one_turn_has_no_mask() -> None:
+    response = continued(Response(), segment(1, STOP), "turn")
+    end = given(response, answer(finish_reason="stop"))
+    assert end.rollouts(0.0)[0].loss_mask_R is None
+    assert end.episode.reward is None, "reward.function judges"
+    assert end.last_turn_R.tolist() == [1, STOP]
 
 
 def test_a_mask_of_one_segment_is_filled_for_the_others() -> None:
-    masked = dataclasses.replace(tokens(3, 4), loss_mask_R=np.array([False, True]))
-    found = response(tokens(1, 2), masked, tokens(5), complete=True).rollouts(0.0)[0]
+    masked = dataclasses.replace(segment(3, 4), loss_mask_R=np.array([False, True]))
+    found = response(segment(1, 2), masked, segment(5), complete=True).rollouts(0.0)[0]
     assert found.loss_mask_R is not None
     assert found.loss_mask_R.tolist() == [True, True, False, True, True]
     assert found.loss_mask_R.dtype == np.bool_
@@ -145,7 +180,7 @@ def test_the_turns_before_the_one_that_is_judged() -> None:
     tokenizer = load_tokenizer(ROOT / "recipes/demo/policy")
 
     def ids(text: str) -> ResponseTokens:
-        return tokens(*tokenizer.encode(text, add_special_tokens=False))
+        return segment(*tokenizer.encode(text, add_special_tokens=False))
 
     opened = Prompt(0, ids("1+1=<think>").token_ids_R, "", "test", opens_thinking=True)
     episode = Response()

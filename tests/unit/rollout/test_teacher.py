@@ -20,13 +20,14 @@ from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.reward import endpoint_client as client
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.branches import NOTHING
-from bapo_megatron.rollout.sampler.response import Answer as Given
-from bapo_megatron.rollout.sampler.response import Response, continued, given
+from bapo_megatron.rollout.sampler.response import Response
 from bapo_megatron.rollout.sampler.state import OpenGroup
 from bapo_megatron.rollout.sampler.teacher import GroupTeacher, Teacher, check_teacher
 from bapo_megatron.runtime.distributed import free_port
-from bapo_megatron.types import Prompt, ResponseTokens
+from bapo_megatron.types import Prompt
 from tests.support.judge_server import Answer, JudgeServer, judge_server, says
+from tests.support.responses import asked as branched
+from tests.support.responses import turn
 from tests.support.sampling import ScriptedEngine, World, uniform_on, until
 
 PROMPT, RESPONSE = np.array([5, 6], np.int32), np.array([7, 8, 9], np.int32)
@@ -71,12 +72,7 @@ def asked(*servers: JudgeServer, **settings: Any) -> np.ndarray:
 
 def test_a_branch_without_the_prompt_begins_with_a_token_that_has_no_log_prob() -> None:
     """No position predicts it, and it was given."""
-
-    def turn(response: Response, *ids: int) -> Response:
-        columns = np.array(ids, np.int32), np.zeros(len(ids), np.float32), np.ones(len(ids), np.int32)
-        return continued(response, ResponseTokens(*columns), "turn")
-
-    own = given(turn(Response(), 8), Given(np.array([6, 7], np.int32), after=NOTHING))
+    own = branched(turn(Response(), 8), 6, 7, after=NOTHING)
     asks: list[Any] = []
 
     class Counting:

@@ -60,9 +60,6 @@ EIGHT = (segment(1, 2, 3, 4), segment(5, 6, 7, 8))
 )
 def test_what_a_response_needs(made: Response, budget: int | None, needed: Tokens | None) -> None:
     assert needs(made, SAMPLING, budget=budget) == needed
-
-
-def test_without_segments_a_response_needs_all_its_tokens() -> None:
     assert needs(Response(), dataclasses.replace(SAMPLING, segment_tokens=None)) == Tokens(10)
 
 
@@ -115,6 +112,9 @@ def test_an_episode_by_hand() -> None:
     assert needs(waiting, WITHIN) is STEP
     assert needs(waiting, WITHIN, budget=0) is STEP, "a step needs no budget"
     assert waiting.episode.turns == ((4, None),)
+    alone = given(waiting, answer(finish_reason="stop"))
+    assert (alone.rollouts(0.0)[0].loss_mask_R, alone.episode.reward) == (None, None)
+    assert alone.last_turn_R.tolist() == [1, 2, 3, STOP]
     again = given(waiting, answer(20, 21, 22, text="seen", reward=0.5, note={"a": 1}, metrics={"calls": 1}))
     assert needs(again, WITHIN) == Tokens(4)
     assert again.episode.turns == ((4, None), (7, "seen"))
@@ -135,14 +135,6 @@ def test_an_episode_by_hand() -> None:
     assert rollout.loss_mask_R.tolist() == [True] * 4 + [False] * 3 + [True] * 2
     assert rollout.versions_R.tolist() == [1, 1, 2, 2, GIVEN, GIVEN, GIVEN, 3, 3]
     assert rollout.log_probs_R.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.9, 0, 0, 0, -0.4, -0.9])
-
-
-def test_a_response_of_one_turn_has_no_mask() -> None:
-    response = continued(Response(), segment(1, STOP), "turn")
-    end = given(response, answer(finish_reason="stop"))
-    assert end.rollouts(0.0)[0].loss_mask_R is None
-    assert end.episode.reward is None, "reward.function judges"
-    assert end.last_turn_R.tolist() == [1, STOP]
 
 
 def test_a_mask_of_one_segment_is_filled_for_the_others() -> None:

@@ -26,13 +26,11 @@ SILENT_S = 5.0
 UPDATE_CALLS = [("begin", (7, ["one"])), ("receive", ({"one": [b"7"]},)), ("confirm", ()), ("resume", ())]
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_to_stop_does_not_end_a_sampler_that_starts(
-    number: signal.Signals, events: list[dict[str, Any]]
-) -> None:
+def test_a_signal_to_stop_does_not_end_a_sampler_that_starts(events: list[dict[str, Any]]) -> None:
     """Slurm sends it to every process of a job, also while this one still imports."""
     made = SamplerClient(None, events.append)  # type: ignore[arg-type]
-    os.kill(made._process.pid, number)
+    for number in SIGNALS:
+        os.kill(made._process.pid, number)
     made.close()
     assert made._process.returncode == 0
 
@@ -155,30 +153,29 @@ def told(events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Told:
     return made
 
 
-def test_a_restarted_process_knows_of_weights_by_handles(told: Told) -> None:
-    """It also learns whether engines are admitted. An older folder is not loaded."""
-    told.load_weights(Path("v0"), 0, 0)
-    told.admit()
-    told.release()
-    told.expect_handles(7, 3)
-    told.dies_at = ["state"]
-    told.state()
-    assert told.told[1] == ["start 1 None", "expect_handles 7 3", "state"], (
-        "they are held while the policy trains"
-    )
-    assert told.update("resume") == ["of resume"]
-    told.admit()
-    told.dies_at = ["state"]
-    told.state()
-    assert told.told[2] == ["start 1 None", "expect_handles 7 3", "admit", "state"]
+FOLDER, HANDLES = (("load_weights", Path("v0"), 0, 0), ("expect_handles", 7, 3))
 
 
-def test_a_restarted_process_loads_a_folder_newer_than_handles(told: Told) -> None:
-    told.expect_handles(7, 3)
-    told.load_weights(Path("v7"), 7, 3)
-    told.dies_at = ["state"]
-    told.state()
-    assert told.told[1] == ["start 1 None", "load_weights v7 7 3", "state"]
+@pytest.mark.parametrize(
+    ("calls", "repeated"),
+    [
+        ([FOLDER, ("admit",), ("state",)], ["load_weights v0 0 0", "admit"]),
+        ([FOLDER, ("admit",), ("release",), HANDLES, ("state",)], ["expect_handles 7 3"]),  # held in training
+        ([FOLDER, HANDLES, ("admit",), ("state",)], ["expect_handles 7 3", "admit"]),
+        ([HANDLES, FOLDER, ("state",)], ["load_weights v0 0 0"]),
+        ([HANDLES], ["expect_handles 7 3"]),
+    ],
+)
+def test_a_restarted_process_knows_the_newest_weights_and_whether_engines_may_sample(
+    told: Told, calls: list[tuple[Any, ...]], repeated: list[str]
+) -> None:
+    """It is told them before the call at which the other one died."""
+    *before, (last, *arguments) = calls
+    for method, *values in before:
+        getattr(told, method)(*values)
+    told.dies_at = [last]
+    getattr(told, last)(*arguments)
+    assert told.told[1] == ["start 1 None", *repeated, " ".join(map(str, (last, *arguments)))]
 
 
 @pytest.mark.parametrize(("method", "arguments"), UPDATE_CALLS)
@@ -191,10 +188,3 @@ def test_an_update_call_is_not_repeated_after_a_crash(
     assert told.update(method, *arguments) == []
     assert told.told[1] == ["start 1 None", "expect_handles 7 3"]
     assert told.update(method, *arguments) == [f"of {method}"]
-
-
-def test_weights_by_handles_are_announced_to_the_process(told: Told) -> None:
-    told.dies_at = ["expect_handles"]
-    told.expect_handles(7, 3)
-    assert told.told[1][0] == "start 1 None"
-    assert "expect_handles 7 3" in told.told[1]

@@ -60,17 +60,13 @@ def url_of(server: JudgeServer) -> str:
     return server.url.removesuffix("/v1")
 
 
-def asked(*servers: JudgeServer, **settings: Any) -> np.ndarray:
+async def asked(*servers: JudgeServer, **settings: Any) -> np.ndarray:
     """The log-probs of RESPONSE after PROMPT, by a teacher on these servers."""
-
-    async def main() -> np.ndarray:
-        async with teaching(*map(url_of, servers), **settings) as teacher:
-            return await asyncio.wait_for(teacher.log_probs(PROMPT, RESPONSE), 120)
-
-    return asyncio.run(main())
+    async with teaching(*map(url_of, servers), **settings) as teacher:
+        return await asyncio.wait_for(teacher.log_probs(PROMPT, RESPONSE), 120)
 
 
-def test_a_branch_without_the_prompt_begins_with_a_token_that_has_no_log_prob() -> None:
+async def test_a_branch_without_the_prompt_begins_with_a_token_that_has_no_log_prob() -> None:
     """No position predicts it, and it was given."""
     own = branched(turn(Response(), 8), 6, 7, after=NOTHING)
     asks: list[Any] = []
@@ -83,15 +79,15 @@ def test_a_branch_without_the_prompt_begins_with_a_token_that_has_no_log_prob() 
     dataset: Any = SimpleNamespace(prompts=[Prompt(0, PROMPT, "", "")])
     teacher: Any = Counting()
     group = OpenGroup(0, 0, 0, [turn(own, 9)], 0)
-    found = asyncio.run(GroupTeacher(dataset, teacher).of_group(group))
+    found = await GroupTeacher(dataset, teacher).of_group(group)
     assert asks == [([5, 6], [8]), ([6], [7, 9])]
     assert [one.tolist() for one in found] == [[-8.0], [0.0, -7.0, -9.0]]
     assert {one.dtype for one in found} == {np.dtype(np.float32)}
 
 
-def test_log_probs_of_the_responses_tokens_are_asked_and_read() -> None:
+async def test_log_probs_of_the_responses_tokens_are_asked_and_read() -> None:
     with judge_server(says(rows(-0.5, -1.25, -3.0))) as server:
-        found_R = asked(server)
+        found_R = await asked(server)
     assert found_R.dtype == np.float32
     assert found_R.tolist() == [-0.5, -1.25, -3.0]
     [body] = server.bodies
@@ -116,39 +112,35 @@ def test_log_probs_of_the_responses_tokens_are_asked_and_read() -> None:
         ({"meta_info": {"input_token_logprobs": [[]] * 4}}, "IndexError"),
     ],
 )
-def test_an_answer_that_is_not_the_responses_stops_the_run(answer: Any, match: str) -> None:
+async def test_an_answer_that_is_not_the_responses_stops_the_run(answer: Any, match: str) -> None:
     with judge_server(says(answer)) as server, pytest.raises(RunStopped, match=match):
-        asked(server)
+        await asked(server)
 
 
-def test_a_key_that_a_server_sends_back_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_that_a_server_sends_back_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEACHER_KEY", "k" * 40)
     echo = {"headers": {"Authorization": f"Bearer {'k' * 40}"}}
     with judge_server(says(echo)) as server, pytest.raises(RunStopped, match=r"Bearer \[key\]") as raised:
-        asked(server, api_key_env="TEACHER_KEY")
+        await asked(server, api_key_env="TEACHER_KEY")
     assert server.headers[0]["Authorization"] == f"Bearer {'k' * 40}"
     assert "kkk" not in str(raised.value)
 
 
-def test_a_server_that_refuses_is_passed_over_and_all_that_refuse_stop_the_run() -> None:
+async def test_a_server_that_refuses_is_passed_over_and_all_that_refuse_stop_the_run() -> None:
     with judge_server(says({"error": "too long"}, 400)) as bad, judge_server(says(rows(-1, -1, -1))) as good:
-        assert asked(bad, good).tolist() == [-1, -1, -1]
+        assert (await asked(bad, good)).tolist() == [-1, -1, -1]
         with pytest.raises(RunStopped, match=r"sequence of 5 tokens: .*HTTP 400.*too long.*What is sampled"):
-            asked(bad)
+            await asked(bad)
 
 
 @pytest.mark.parametrize("how", ["refuses connections", "answers 503"])
-def test_a_dead_server_holds_no_response_up(how: str) -> None:
+async def test_a_dead_server_holds_no_response_up(how: str) -> None:
     """It is not waited for while another server answers, and is then tried last."""
     with judge_server(says({}, 503)) as busy, judge_server(says(rows(-1, -1, -1))) as good:
         dead = url_of(busy) if how == "answers 503" else f"http://127.0.0.1:{free_port()}"
-
-        async def main() -> None:
-            async with teaching(dead, url_of(good), give_up_s=3600.0) as teacher:
-                for _ in range(2):
-                    await asyncio.wait_for(teacher.log_probs(PROMPT, RESPONSE), 120)
-
-        asyncio.run(main())
+        async with teaching(dead, url_of(good), give_up_s=3600.0) as teacher:
+            for _ in range(2):
+                await asyncio.wait_for(teacher.log_probs(PROMPT, RESPONSE), 120)
         assert len(good.bodies) == 2
         assert len(busy.bodies) == (how == "answers 503")
 
@@ -167,20 +159,20 @@ async def test_groups_of_before_the_teacher_are_dropped(tmp_path: Path) -> None:
     assert world.sampler._state.tokens["dropped_untaught"] > 0
 
 
-def test_a_long_answer_has_room() -> None:
+async def test_a_long_answer_has_room() -> None:
     """64,000 tokens: 3 MB of log-probs, and the limit goes with the sequence."""
     count = 64_000
     listed = [[None, 6, None], *([-12.345678901234567, 151_643, None] for _ in range(count))]
     response = np.full(count, 151_643, np.int32)
 
-    async def main(longest: int) -> np.ndarray:
+    async def found(longest: int) -> np.ndarray:
         async with teaching(url_of(server), longest=longest) as teacher:
             return await teacher.log_probs(PROMPT, response)
 
     with judge_server(says({"meta_info": {"input_token_logprobs": listed}})) as server:
-        assert len(asyncio.run(main(count + 2))) == count
+        assert len(await found(count + 2)) == count
         with pytest.raises(RunStopped, match="more than"):
-            asyncio.run(main(100))
+            await found(100)
 
 
 class Words:
@@ -194,12 +186,9 @@ class Words:
         return [int(word) for word in text.split()]
 
 
-def opened(server: JudgeServer) -> None:
-    async def main() -> None:
-        async with teaching(url_of(server), give_up_s=5.0) as teacher:
-            await teacher.open(Dataset([Prompt(0, PROMPT, "", "test")], Words(), (3,)))
-
-    asyncio.run(main())
+async def opened(server: JudgeServer) -> None:
+    async with teaching(url_of(server), give_up_s=5.0) as teacher:
+        await teacher.open(Dataset([Prompt(0, PROMPT, "", "test")], Words(), (3,)))
 
 
 def tokenizing(shift: int) -> Answer:
@@ -212,14 +201,14 @@ def tokenizing(shift: int) -> Answer:
     return answer
 
 
-def test_a_teacher_with_another_vocabulary_is_refused_before_the_run() -> None:
+async def test_a_teacher_with_another_vocabulary_is_refused_before_the_run() -> None:
     with judge_server(tokenizing(0)) as same:
-        opened(same)
+        await opened(same)
     assert same.bodies == [{"prompt": "5 6", "add_special_tokens": False}]
     with judge_server(tokenizing(1)) as other, pytest.raises(ConfigError, match="another vocabulary"):
-        opened(other)
+        await opened(other)
     with judge_server(says({"error": "no tokenizer"}, 404)) as bare, pytest.raises(RunStopped, match="404"):
-        opened(bare)
+        await opened(bare)
 
 
 class Halves:

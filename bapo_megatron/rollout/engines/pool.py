@@ -218,10 +218,18 @@ class EnginePool:
         """Return the engines that answer, for a weight broadcast; no other recovers until it has ended."""
         # First: no engine may recover from an older version's folder during the broadcast.
         self._weights = None
-        alive = await asyncio.gather(*(slot.engine.is_alive() for slot in self._slots))
+        answering = await asyncio.gather(*map(self._answers, self._slots))
         return [
-            slot for slot, answers in zip(self._slots, alive, strict=True) if answers and not slot.is_busy
+            slot for slot, answers in zip(self._slots, answering, strict=True) if answers and not slot.is_busy
         ]
+
+    async def _answers(self, slot: EngineSlot) -> bool:
+        """Return whether an engine answers. A working one, which may be busy, is asked again until it has
+        been silent for too long: one that misses a broadcast loses its requests."""
+        until = self._clock.now() + self._timeouts.silent_s
+        while not (answers := await self._check_health(slot)) and slot.is_up and self._clock.now() < until:
+            await asyncio.sleep(self._timeouts.heartbeat_s)
+        return answers
 
     def resumed(self, version: int, slots: Collection[EngineSlot]) -> None:
         """Mark a broadcast's receivers ready with ``version``; quarantine the other engines."""

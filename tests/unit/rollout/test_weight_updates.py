@@ -82,6 +82,23 @@ async def test_all_engines_finish_a_call_before_the_next_begins() -> None:
     assert len(calls) == 10
 
 
+async def test_a_busy_engine_is_not_left_out_of_a_broadcast() -> None:
+    """It answers no health check for a while. Left out, it would lose its requests, and wait for a step."""
+    busy = ReceivingEngine("busy")
+    async with updating(ReceivingEngine("a"), busy, timeouts=replace(PATIENCE, silent_s=60.0)) as (
+        pool,
+        updates,
+        events,
+    ):
+        busy.ready = False
+        gathering = asyncio.create_task(updates.gather())
+        await asyncio.sleep(0.1)
+        busy.ready = True
+        assert await gathering == (2, False)
+        await one_update(updates)
+        assert (pool.up, busy.version, events) == (2, 5, [])
+
+
 async def test_no_engine_resumes_before_its_digest_was_compared() -> None:
     engine = ReceivingEngine("a")
     async with updating(engine) as (_, updates, _):

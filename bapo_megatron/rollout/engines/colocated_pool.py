@@ -128,8 +128,12 @@ class ColocatedPool(EnginePool):
 
     @property
     def needs_weights(self) -> bool:
-        """Whether no engine works and each was found without the weights sent by handles."""
-        return super().needs_weights and self._without_weights >= {slot.engine.name for slot in self._slots}
+        """Whether no engine works and some were found without the weights sent by handles; the others too,
+        or they are silent: their servers may never start again."""
+        since = self._clock.now() - self._timeouts.hang_s
+        missing = self._without_weights
+        others = [slot for slot in self._slots if slot.engine.name not in missing]
+        return super().needs_weights and bool(missing) and all(slot.last_answer_at < since for slot in others)
 
     async def _bring_back(self, slot: EngineSlot) -> None:
         """Recover an engine that answers again; without a weight folder, only if it still has the weights."""

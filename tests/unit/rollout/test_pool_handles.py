@@ -306,6 +306,19 @@ async def test_the_trainer_is_asked_for_weights_when_no_engine_has_them(tmp_path
         assert versions(await world.batch(2)) == {1}
 
 
+async def test_weights_are_asked_for_though_another_engine_is_dead(tmp_path: Path) -> None:
+    """Its server cannot be started again. The other, which was, has no weights."""
+    async with released(tmp_path, "dead", "other", sampled=True) as (world, pool, (dead, other), asleep):
+        pool._timeouts = replace(PATIENCE, hang_s=1.0)
+        await handed_over(world, asleep, 1)
+        await world.call("admit")
+        dead.ready = False
+        other.restart()
+        for slot in pool._slots:
+            pool.quarantine(slot, "its server has ended")
+        await until(lambda: pool.needs_weights)
+
+
 async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) -> list[str]:
     """The names of engines that a second sampler uses; what it samples has the same weights.
 

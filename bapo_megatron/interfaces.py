@@ -154,12 +154,6 @@ class Engine(Protocol):
     async def abort(self) -> None:
         """Abort the requests in flight; each returns its tokens so far with finish reason ``abort``."""
 
-    async def pause(self) -> None:
-        """Stop sampling at the next token boundary; requests in flight wait."""
-
-    async def resume(self) -> None:
-        """Resume sampling after ``pause``."""
-
     async def load(self, folder: Path, /, version: int, confirm: Confirm) -> None:
         """Load the weights of an HF folder. Requests in flight continue; later tokens carry ``version``. The
         engine awaits ``confirm`` with the weights' digest before it samples from them. A cancelled call ends
@@ -169,7 +163,7 @@ class Engine(Protocol):
         """Return the version of the last loaded weights; 0 before any load."""
 
     async def is_alive(self) -> bool:
-        """Return whether the engine answers, even while paused. Never raises and returns quickly."""
+        """Return whether the engine answers, even during a load. Never raises and returns quickly."""
 
     async def close(self) -> None:
         """Release the client's resources in this process; a server keeps running."""
@@ -219,6 +213,9 @@ class ReceivesHandles(ReleasesMemory, Protocol):
     async def wake(self, weights: Path | WeightParts, /, version: int, confirm: Confirm) -> None:
         """``ReleasesMemory.wake`` that also accepts memory handles. Reclaims the weights' memory before the
         first part and the rest after ``confirm``: until then the trainer's weights are on the same GPU."""
+
+    async def resume(self) -> None:
+        """Sample on with the weights that the engine has: a wake that never ended may have left it paused."""
 
 
 class Need(Enum):

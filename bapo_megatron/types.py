@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import (
     TYPE_CHECKING,
@@ -19,7 +19,6 @@ from typing import (
     Literal,
     NamedTuple,
     Protocol,
-    Self,
     get_origin,
     get_type_hints,
 )
@@ -172,11 +171,6 @@ class ResponseTokens(ResponseColumns, _TokenIds):
         """The columns by their names in files, without missing optional ones."""
         found = self.columns
         return {c.array: found[name] for name, c in RESPONSE_COLUMNS.items() if found[name] is not None}
-
-    def first(self, count: int) -> Self:
-        """Return a copy with the first ``count`` tokens."""
-        kept: dict[str, Any] = {n: None if x is None else x[:count] for n, x in self.columns.items()}
-        return replace(self, **kept)
 
     @staticmethod
     def joined(parts: Sequence[ResponseTokens]) -> ResponseTokens:

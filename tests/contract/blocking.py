@@ -52,11 +52,8 @@ class BlockingEngine:
     def abort(self) -> None:
         self._wait(self.engine.abort())
 
-    def pause(self) -> None:
-        self._wait(self.engine.pause())
-
     def resume(self) -> None:
-        self._wait(self.engine.resume())
+        self._wait(self._receiving.resume())
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Through a folder, as in a run."""

@@ -163,7 +163,7 @@ class Servers:
             return SglangEngine(server, limits_of(model))
 
         engine = BlockingEngine(make, model, self._folder / f"{model.name}-weights")
-        engine.resume()
+        engine.resume()  # an update that a test broke off has left it paused
         if engine.weight_version != 0:
             untrained = read_text_config(model)[0].untrained
             weights = load_file(model / "model.safetensors").items()

@@ -30,7 +30,7 @@ from bapo_megatron.types import BucketSpec, GenerateRequest
 from tests.support.tiers import slow_but
 
 from .conftest import FAMILIES, SHAPE, Servers
-from .test_engine_contract import mixed_requests, next_segments, reference_log_probs, request, tensors
+from .references import mixed_requests, next_segments, reference_log_probs, request, tensors
 from .test_sent_digests import digests_of
 
 T = TypeVar("T")

@@ -13,18 +13,17 @@ from .blocking import BlockingEngine
 from .conftest import EngineKind
 from .test_engine_contract import (  # noqa: F401  (collected here once more, for this engine)
     test_a_malformed_request_is_named_and_harms_nothing,
-    test_abort_does_not_reach_later_calls,
-    test_abort_returns_partial_tokens,
     test_each_request_has_its_own_params,
     test_greedy_takes_the_most_probable_token_and_reports_temperature_1,
-    test_pause_and_resume,
-    test_pause_holds_requests_in_flight,
     test_segments_equal_the_uncut_response,
     test_stop_token_ends_and_is_included,
+)
+from .test_engine_updates import (  # noqa: F401
+    test_abort_does_not_reach_later_calls,
+    test_abort_returns_partial_tokens,
+    test_an_abort_reaches_requests_that_wait,
     test_the_digest_depends_on_the_weights_only,
     test_tokens_carry_the_version_that_sampled_them,
-    test_tokens_do_not_depend_on_the_batch,
-    test_unsent_requests_return_no_token_after_an_abort,
 )
 
 

@@ -17,7 +17,7 @@ from checkpoints_tools import to_hf, to_megatron
 
 from .blocking import BlockingEngine
 from .conftest import Servers
-from .test_engine_contract import assert_from_model, mixed_requests
+from .references import assert_from_model, mixed_requests
 
 TORCHRUN = {
     "RANK": "0",

@@ -20,7 +20,7 @@ from tests.support.tiers import slow_but
 
 from .blocking import BlockingEngine
 from .conftest import Servers
-from .test_engine_contract import (
+from .references import (
     FOREVER,
     assert_from_model,
     mixed_requests,

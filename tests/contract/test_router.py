@@ -24,8 +24,8 @@ from bapo_megatron.rollout.engines.sglang.wire import generation_of
 from bapo_megatron.types import GenerateRequest, Generation
 from tests.unit.commands.test_doctor_servers import facts
 
+from .references import FOREVER, mixed_requests, reference_log_probs, request
 from .router_stack import Node, Stack, health, payload
-from .test_engine_contract import FOREVER, mixed_requests, reference_log_probs, request
 
 pytestmark = pytest.mark.slow
 

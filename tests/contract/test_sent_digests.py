@@ -16,7 +16,7 @@ from tests.support.tiers import slow_but
 
 from .blocking import BlockingEngine
 from .conftest import FAMILIES, LLAMA3_ROPE, Servers
-from .test_engine_contract import tensors
+from .references import tensors
 
 MakeModel = Callable[..., Path]
 Update = Callable[[Iterable[tuple[str, Tensor]], int], None]

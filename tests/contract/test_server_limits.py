@@ -30,7 +30,7 @@ from bapo_megatron.runtime.distributed import free_port
 
 from .blocking import BlockingEngine
 from .conftest import Servers
-from .test_engine_contract import TOLERANCE, interrupted, reference_log_probs, request
+from .references import TOLERANCE, interrupted, reference_log_probs, request
 
 LONGEST = 1024
 """Tokens of prompt and response, all that the model has positions for."""

@@ -60,7 +60,7 @@ class PlainEngine:
         self.name = name
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._limits = limits_of(folder)
-        self._version, self._aborts, self._is_paused = 0, 0, False
+        self._version, self._aborts = 0, 0
 
     async def generate(self, request: GenerateRequest) -> Generation:
         check_request(request, self._limits)
@@ -68,8 +68,6 @@ class PlainEngine:
         ids, found = request.input_ids.tolist(), []
         for draw in draws_R(request):
             await asyncio.sleep(0)
-            while self._is_paused and self._aborts == begun_at:
-                await asyncio.sleep(0.005)
             if self._aborts != begun_at:
                 reason = "abort"
                 break
@@ -89,12 +87,6 @@ class PlainEngine:
 
     async def abort(self) -> None:
         self._aborts += 1
-
-    async def pause(self) -> None:
-        self._is_paused = True
-
-    async def resume(self) -> None:
-        self._is_paused = False
 
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
         weights, digest = {}, hashlib.sha256()

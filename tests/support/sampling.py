@@ -108,9 +108,6 @@ class ScriptedEngine:
         await asyncio.sleep(0.01)
         self.aborting = asyncio.Event()
 
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
-
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
         self.folders.append(folder)
         await confirm(self.digest or folder.name)

@@ -23,7 +23,7 @@ MORE_WORKERS = 3
 """Beyond the cores: other tests wait, too, and with two more a fifth of two cores was idle."""
 
 SHARES_SERVERS = (
-    "tests/contract/test_engine_contract.py",
+    *("tests/contract/test_engine_contract.py", "tests/contract/test_engine_updates.py"),
     "tests/contract/test_broadcast.py",
     "tests/contract/test_released_memory.py",
     "tests/contract/test_sent_digests.py",

@@ -16,7 +16,7 @@ from typing import Any
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.transports import TRANSPORTS
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.interfaces import Engine, ReleasesMemory
+from bapo_megatron.interfaces import Engine, ReceivesHandles, ReleasesMemory
 from bapo_megatron.rollout.engines.backend import EngineError, engine_backend
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.pool_state import EngineSlot, EngineTimeouts
@@ -149,6 +149,7 @@ class ColocatedPool(EnginePool):
 
     async def _check(self, slot: EngineSlot, version: int) -> None:
         """Abort an engine's orphaned requests and resume. Raises EngineError if it lacks ``version``."""
+        assert isinstance(slot.engine, ReceivesHandles)
         if (actual := await slot.engine.weight_version()) != version:
             raise EngineError(
                 f"{slot.engine.name}: has weight version {actual}, and {version} is in no folder"

@@ -78,12 +78,6 @@ class LocalEngine:
             if not answer.done():
                 answer.set_result(empty_generation(request))
 
-    async def pause(self) -> None:
-        await self._in_thread(self._model.pause)
-
-    async def resume(self) -> None:
-        await self._in_thread(self._model.resume)
-
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
         staged = await self._in_thread(lambda: self._model.stage(_weights_in(folder)))
         await confirm(await self._in_thread(partial(_digest, staged)))
@@ -132,9 +126,9 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
 
 class LocalModel:
     """Blocking, thread-safe model of ``LocalEngine``: ``generate`` decodes a batch; ``stage`` and ``commit``
-    replace the weights between two tokens. Each decode step holds the lock ``_gate``. A pause, abort or
-    replacement sets a flag, then takes the lock, and decoding checks the flags before each step; without
-    flags the decoding thread would retake the lock before a waiter wakes up."""
+    replace the weights between two tokens. Each decode step holds the lock ``_gate``. A replacement sets a
+    flag, then takes the lock, and decoding checks the flag before each step; without it the decoding thread
+    would retake the lock before the waiter wakes up."""
 
     def __init__(
         self,
@@ -157,8 +151,6 @@ class LocalModel:
         self._version = 0
         self._gate = threading.Condition()
         self._call_lock = threading.Lock()
-        self._update_lock = threading.Lock()
-        self._paused = False
         self._update_waits = False
         self._abort_ticket = object()
 
@@ -167,11 +159,7 @@ class LocalModel:
         return self._version
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Return the answers, in order. Raises ValueError before decoding if a request is malformed."""
-        if self._model is None:
-            raise RuntimeError("the engine is closed")
-        for request in requests:
-            check_request(request, self.limits)
+        """Return the answers to valid requests, in order."""
         ticket = self._abort_ticket
         # Sorting by length reduces padding.
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
@@ -191,49 +179,32 @@ class LocalModel:
     def _step(self, decoding: Decoding, ticket: object) -> bool:
         """Make one decode step; returns False, without a step, if the call was aborted."""
         with self._gate:
-            self._gate.wait_for(lambda: self._abort_ticket is not ticket or self._may_sample())
+            self._gate.wait_for(lambda: not self._update_waits)
             if self._abort_ticket is not ticket:
                 return False
             decoding.step(self._version)
         return True
 
-    def _may_sample(self) -> bool:
-        return not (self._paused or self._update_waits)
-
     def abort(self) -> None:
+        """End the calls of ``generate`` in progress before their next step."""
         self._abort_ticket = object()
-        with self._gate:
-            self._gate.notify_all()
-
-    def pause(self) -> None:
-        """Stop sampling; on return no decode step is running."""
-        self._paused = True
-        with self._gate:
-            pass
-
-    def resume(self) -> None:
-        with self._gate:
-            self._paused = False
-            self._gate.notify_all()
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return a copy of new weights for ``commit``. Raises ValueError unless names and shapes match."""
-        with self._update_lock:
-            return self._weights.stage(weights)
+        return self._weights.stage(weights)
 
     def commit(self, staged: dict[str, Tensor], version: int) -> None:
         """Replace the weights between two tokens; requests in flight keep their KV cache."""
-        with self._update_lock:
-            self._update_waits = True
-            with self._gate:
-                self._update_waits = False
-                self._weights.commit(staged)
-                self._version = version
-                self._gate.notify_all()
+        self._update_waits = True
+        with self._gate:
+            self._update_waits = False
+            self._weights.commit(staged)
+            self._version = version
+            self._gate.notify_all()
 
     def close(self) -> None:
         self.abort()
-        with self._call_lock, self._update_lock:
+        with self._call_lock:
             self._model = None
             self._weights.release()
 

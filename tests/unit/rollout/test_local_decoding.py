@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -111,12 +112,23 @@ def test_log_probs_at_a_real_vocabulary_are_those_of_float64(entries: int) -> No
 
 async def loaded(model: LocalModel, folder: Path) -> None:
     """The engine's load of a folder, whose digest is taken as right."""
-
-    async def confirm(_digest: str) -> None: ...
-
     engine = LocalEngine(model)
-    await engine.load(folder, 7, confirm)
+    await engine.load(folder, 7, AsyncMock())
     assert await engine.weight_version() == 7
+
+
+def test_a_folder_that_lacks_a_tensor_changes_nothing(tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)
+    model = LocalModel(folder, max_batch=64)
+    before = model.generate(group_requests()[:3])
+    weights = {name: torch.zeros_like(tensor) for name, tensor in load_tensors(folder).items()}
+    weights.pop("model.norm.weight")
+    save_tensors(folder, weights)
+    with pytest.raises(ValueError, match="1 weights are missing: model.norm.weight"):
+        asyncio.run(loaded(model, folder))
+    for old, new in zip(before, model.generate(group_requests()[:3]), strict=True):
+        assert (old.token_ids_R.tolist(), set(new.versions_R)) == (new.token_ids_R.tolist(), {0})
+    model.close()
 
 
 @pytest.mark.parametrize("family", ["qwen3_tied", EXPERTS])

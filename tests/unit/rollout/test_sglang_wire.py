@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,52 @@ def test_staged_weights_are_atomic(tmp_path: Path) -> None:
     found = load_file(first / "model-00000.safetensors")
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
-    with pytest.raises(ValueError, match="weights are missing"):
-        staging.write(list(weights.items())[:-1], 2)
-    assert [path.name for path in (tmp_path / "staging").iterdir()] == ["v1"]
     second = staging.write(weights.items(), 3)
     staging.keep_only(second)
     assert [path.name for path in (tmp_path / "staging").iterdir()] == ["v3"]
+
+
+def test_a_tied_weight_may_come_twice(tmp_path: Path) -> None:
+    model = save_tiny_model("qwen3_tied", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    twice = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    folder = WeightStaging(tmp_path / "staging", model).write(twice.items(), 1)
+    assert load_file(folder / "model-00000.safetensors").keys() == weights.keys()
+
+
+def broken_off(weights: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from weights[:2]
+    raise ConnectionError("the sender is gone")
+
+
+@pytest.mark.parametrize(
+    ("family", "broken", "says"),
+    [
+        ("qwen2", broken_off, "the sender is gone"),
+        ("qwen2", lambda w: w[:-1], "1 weights are missing: model.norm.weight"),
+        ("qwen2", lambda w: [], "weights are missing"),
+        (
+            "qwen2",
+            lambda w: [*w, ("model.what", torch.zeros(1))],
+            "the model has no weight model.w",
+        ),
+        ("qwen2", lambda w: [(w[0][0], w[0][1][1:])], "weight lm_head.weight has shape"),
+        ("qwen2", lambda w: [*w, w[0]], "weight lm_head.weight was given twice"),
+        (
+            "qwen3_tied",
+            lambda w: [*w, ("lm_head.weight", 2 * w[0][1])],
+            "lm_head.weight diff",
+        ),
+    ],
+)
+def test_broken_weights_are_not_staged(
+    family: str, broken: Callable[[Any], Any], says: str, tmp_path: Path
+) -> None:
+    model = save_tiny_model(family, tmp_path / "model")
+    staging = WeightStaging(tmp_path / "staging", model)
+    with pytest.raises((ValueError, ConnectionError), match=says):
+        staging.write(broken([*load_file(model / "model.safetensors").items()]), 5)
+    assert not [*(tmp_path / "staging").iterdir()]
 
 
 def test_shards_end_by_size_and_alignment(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 ``SglangEngine`` adds to the HTTP client: aborts at deadlines (a request then returns its tokens so far), one
 resend on a dropped kept-alive connection, and weight updates from a folder, by broadcast or by memory
-handles, between two tokens of requests in flight. During a pause or load, unsent requests wait at a gate
+handles, between two tokens of requests in flight. During a load, unsent requests wait at a gate
 (``InflightRequests``).
 """
 
@@ -55,7 +55,7 @@ class Deadlines:
 
 class SglangEngine:
     """``Engine`` of one SGLang server, with all engine protocols of ``interfaces.py``, in one event loop.
-    Failing calls raise ServerError. Pauses, resumes, aborts and loads run one at a time beside requests."""
+    Failing calls raise ServerError. Aborts, loads and wakes run one at a time beside requests."""
 
     transports = tuple(name for name, one in TRANSPORTS.items() if one.protocol)
     """All weight transports with parts, which ``_load_part`` loads."""
@@ -79,16 +79,12 @@ class SglangEngine:
         self._deadlines = deadlines or Deadlines()
         self._inflight = InflightRequests()
         self._one_control = asyncio.Lock()
-        self._paused_at: int | None = None
-        """Weight version at the caller's pause; None if not paused by the caller."""
-        self._version: int | None = None
         self._group_name = ""
         self._no_tokens_since: float | None = None
         """Time of the first overdue request without tokens since any request got one; None without any."""
 
     async def weight_version(self) -> int:
-        self._version = await self.server.weight_version()
-        return self._version
+        return await self.server.weight_version()
 
     async def is_alive(self) -> bool:
         return await self.server.is_alive()
@@ -110,9 +106,7 @@ class SglangEngine:
                 raise ServerError(f"{self.name}: aborted a request by itself")
             if len(ids) and (ids.min() < 0 or ids.max() >= self._limits.vocabulary):
                 raise ServerError(f"{self.name}: answers with token ids outside the vocabulary")
-            if self._on_update == "retract":
-                answer = without_old_routes(answer)
-            return _truncated_after(answer, pending.newest)
+            return without_old_routes(answer) if self._on_update == "retract" else answer
         finally:
             self._inflight.all.discard(pending)
 
@@ -120,18 +114,10 @@ class SglangEngine:
         """Abort all requests: sent ones return their tokens so far, unsent ones none."""
         async with self._one_control:
             await self._abort()
-
-    async def pause(self) -> None:
-        async with self._one_control:
-            if self._paused_at is None:
-                self._paused_at = await self.weight_version() if self._version is None else self._version
-            # Gate first: a request that reaches a paused server cannot be aborted.
-            self._inflight.close_gate()
-            await self.server.pause()
+            await self._inflight.open_gate()
 
     async def resume(self) -> None:
         async with self._one_control:
-            self._paused_at = None
             await self._resume()
 
     async def load(self, weights: Path | WeightParts, version: int, confirm: Confirm) -> None:
@@ -160,15 +146,13 @@ class SglangEngine:
                 await confirm(await self.server.checksum(timeout))
                 await self.server.set_version(version)
                 await self.weight_version()
-            if self._paused_at is None:
-                await self._resume()
+            await self._resume()
 
     async def release_memory(self) -> None:
         """Abort requests and release GPU memory (weights, graphs, KV cache), which may be free only later."""
         async with self._one_control:
             # Abort, then pause: an assertion kills a server that releases memory while it has a batch.
             await self._abort()
-            self._inflight.close_gate()
             await self.server.pause("retract")
             await self.server.release_memory(self._deadlines.update_s)
 
@@ -188,7 +172,6 @@ class SglangEngine:
             await self._confirm(version, confirm, timeout)
             # Cache memory last: until `confirm` returns, the trainer's weights are on the same GPU.
             await self.server.resume_cache_memory(timeout)
-            self._paused_at = None
             await self._resume()
 
     async def leave_group(self, name: str) -> None:
@@ -207,7 +190,7 @@ class SglangEngine:
         retracted prefixes and would return the new weights' routes for old tokens."""
         self._inflight.close_gate()
         if self._on_update == "retract" and any(inflight.routes for inflight in self._inflight.all):
-            await self._abort(reopen=False)
+            await self._abort()
         await self.server.pause(self._on_update)
 
     async def _receive(self, parts: WeightParts) -> None:
@@ -270,7 +253,6 @@ class SglangEngine:
         """Wait for the gate, send the request and return its answer; None if it is aborted before."""
         if not await self._inflight.may_send(pending):
             return None
-        pending.sent = True
         return await self._answer(request, pending, again)
 
     async def _answer(self, request: GenerateRequest, pending: InflightRequest, again: bool) -> Generation:
@@ -310,84 +292,56 @@ class SglangEngine:
             raise ServerError(f"{self.name}: no token for any request within {self._deadlines.request_s:g} s")
 
     async def _abort_overdue(self, pending: InflightRequest, timeouts: asyncio.Timeout) -> None:
-        """Abort one overdue request until cancelled, with an open gate: a paused server answers no abort."""
-        while True:
-            await self._inflight.until_open()
-            async with self._one_control:
-                if not self._inflight.is_open:
-                    continue
-                pending.aborted = True
-                timeouts.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
-                with suppress(ServerError):  # the deadline still applies
-                    while True:
-                        await self.server.abort(pending.rid)
-                        await asyncio.sleep(_ABORT_AGAIN_S)
-                return
+        """Abort one overdue request until cancelled; after a load, as a paused server answers no abort."""
+        async with self._one_control:
+            pending.aborted = True
+            timeouts.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
+            with suppress(ServerError):  # the deadline still applies
+                while True:
+                    await self.server.abort(pending.rid)
+                    await asyncio.sleep(_ABORT_AGAIN_S)
 
     async def _resume(self) -> None:
         await self.server.resume()
         await self._inflight.open_gate()
 
-    async def _abort(self, reopen: bool = True) -> None:
-        """Abort all requests and wait for their answers, which come at their next token: a server paused by
-        the caller runs meanwhile. ``reopen``: open the gate afterwards, unless the caller has paused."""
+    async def _abort(self) -> None:
+        """Close the gate, abort all requests and wait for their answers, which come at their next token."""
         inflight = await self._inflight.abort()
-        for pending in inflight:
-            pending.newest = self._paused_at
         self._inflight.close_gate()
-        if self._paused_at is not None and any(pending.sent for pending in inflight):
-            await self.server.resume()
-            # Aborting a retracted request before it runs would lose its last tokens.
-            await asyncio.sleep(0.1)
         await self.server.abort_all()
         while any(pending in self._inflight.all for pending in inflight):
             await asyncio.sleep(_ABORT_ALL_AGAIN_S)
             await self.server.abort_all()  # the gate is closed, so this reaches no later request
-        if self._paused_at is not None:
-            await self.server.pause()
-        elif reopen:
-            await self._inflight.open_gate()
-
-
-def _truncated_after(generation: Generation, newest: int | None) -> Generation:
-    """Truncate a generation before its first token of a weight version above ``newest``."""
-    return generation if newest is None else generation.first(int((generation.versions_R <= newest).sum()))
 
 
 class InflightRequest:
-    """State of one request in flight: its id on the server, and whether it was sent or aborted."""
+    """State of one request in flight: its id on the server, and whether it was aborted."""
 
     def __init__(self, routes: bool = False) -> None:
         self.rid = uuid.uuid4().hex
         self.routes = routes
-        self.sent = False
         self.aborted = False
-        self.newest: int | None = None
-        """Newest weight version allowed in its tokens if aborted during a caller's pause; else None."""
 
     def renew(self) -> None:
         """Reset for a retry, with a new id because the server may still know the old one."""
-        self.rid, self.sent = uuid.uuid4().hex, False
+        self.rid = uuid.uuid4().hex
 
 
 class InflightRequests:
-    """Requests in flight on one server, and the gate at which unsent ones wait during a pause or load."""
+    """Requests in flight on one server, and the gate at which unsent ones wait during a load or sleep."""
 
     def __init__(self) -> None:
         self.all: set[InflightRequest] = set()
         self._changed = asyncio.Condition()
-        self.is_open = True
+        self._is_open = True
         """Whether requests may pass: the server is neither paused nor about to be."""
 
     async def may_send(self, pending: InflightRequest) -> bool:
         """Wait until the gate is open; returns False if ``pending`` is aborted."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.is_open or pending.aborted)
+            await self._changed.wait_for(lambda: self._is_open or pending.aborted)
         return not pending.aborted
-
-    async def until_open(self) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.is_open)
 
     async def abort(self) -> list[InflightRequest]:
         """Mark all requests as aborted and return them; those at the gate are never sent."""
@@ -398,9 +352,9 @@ class InflightRequests:
         return list(self.all)
 
     def close_gate(self) -> None:
-        self.is_open = False
+        self._is_open = False
 
     async def open_gate(self) -> None:
-        self.is_open = True
+        self._is_open = True
         async with self._changed:
             self._changed.notify_all()

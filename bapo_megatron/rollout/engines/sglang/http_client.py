@@ -138,7 +138,7 @@ class SglangServer:
         """Abort one request; unknown ids are ignored."""
         await self._control("/abort_request", {"rid": rid})
 
-    async def pause(self, mode: PauseMode = "in_place") -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Pause after the current step; requests keep their KV cache (``in_place``) or lose it."""
         await self._control("/pause_generation", {"mode": mode})
 

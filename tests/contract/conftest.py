@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,10 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_text_config
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.local_engine import LocalEngine, LocalModel
-from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.requests import ModelLimits, limits_of
+from bapo_megatron.rollout.engines.sglang.authorization import Authorization
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, PauseMode, SglangServer
 from bapo_megatron.rollout.engines.sglang.requirements import ROUTES, flag
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
@@ -146,6 +147,36 @@ class EngineKind:
     """Same seed, prefix and weights give the same tokens."""
 
 
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "40000", "--skip-server-warmup")
+
+
+def start_server(
+    model: Path, folder: Path, flags: Sequence[str] = FLAGS, key_file: Path | None = None
+) -> ServerProcess:
+    """A real server on this machine, which is not ready yet; its log is in ``folder``."""
+    port = free_port()
+    command = server_command(sglang_python(), model, "127.0.0.1", port, cuda=False, flags=flags)
+    environment = server_environment(cuda=False, threads=1, key_file=key_file)
+    return ServerProcess(command, environment, f"http://127.0.0.1:{port}", folder / f"server-{port}.log")
+
+
+def engine_on(
+    url: str,
+    model: Path,
+    staging: Path,
+    on_update: PauseMode = "retract",
+    limits: ModelLimits | None = None,
+    authorization: Authorization | None = None,
+) -> BlockingEngine:
+    """An engine on the server at ``url``."""
+
+    async def make() -> Engine:
+        server = SglangServer(url, HttpSessions(), authorization=authorization)
+        return SglangEngine(server, limits or limits_of(model), on_update)
+
+    return BlockingEngine(make, model, staging)
+
+
 class Servers:
     """SGLang servers that tests share, one for each model: a start takes tens of seconds."""
 
@@ -156,13 +187,7 @@ class Servers:
 
     def engine(self, model: Path) -> BlockingEngine:
         """An engine on the server of ``model``, which has the weights of that folder, as version 0."""
-        url = self.shared(model).url
-
-        async def make() -> Engine:
-            server = SglangServer(url, HttpSessions())
-            return SglangEngine(server, limits_of(model))
-
-        engine = BlockingEngine(make, model, self._folder / f"{model.name}-weights")
+        engine = engine_on(self.shared(model).url, model, self._folder / f"{model.name}-weights")
         engine.resume()  # an update that a test broke off has left it paused
         if engine.weight_version != 0:
             untrained = read_text_config(model)[0].untrained
@@ -197,24 +222,24 @@ class Servers:
 
     def start(self, model: Path) -> ServerProcess:
         """A server that no other test uses, and that a test may harm. It is not ready yet."""
-        port = free_port()
-        flags = ["--dtype", "float32", "--max-total-tokens", "40000", "--skip-server-warmup"]
-        if "num_experts" in (model / "config.json").read_text():
-            flags.append(flag(ROUTES))
-        command = server_command(sglang_python(), model, "127.0.0.1", port, cuda=False, flags=flags)
-        log = self._folder / f"{model.name}-{port}.log"
-        url = f"http://127.0.0.1:{port}"
-        self._started.append(ServerProcess(command, server_environment(cuda=False, threads=1), url, log))
+        has_experts = "num_experts" in (model / "config.json").read_text()
+        flags = (*FLAGS, *((flag(ROUTES),) if has_experts else ()))
+        self._started.append(start_server(model, self._folder, flags))
         return self._started[-1]
 
 
-@pytest.fixture(scope="package")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Real SGLang servers, started when a test first asks; skipped where SGLang is not installed."""
+@pytest.fixture(scope="session")
+def sglang() -> Path:
+    """SGLang's interpreter; tests are skipped where it is not installed."""
     try:
-        sglang_python()
+        return sglang_python()
     except ConfigError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="package")
+def servers(sglang: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Real SGLang servers, started when a test first asks."""
     started = Servers(tmp_path_factory.mktemp("servers"))
     yield started
     started.stop()

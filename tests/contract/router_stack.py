@@ -14,13 +14,14 @@ from typing import Any
 
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
-    server_command,
     server_environment,
     sglang_python,
 )
 from bapo_megatron.rollout.engines.sglang.wire import generate_payload, generation_of
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
+
+from .conftest import start_server
 
 EVERY_SECOND = (
     *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "3"),
@@ -70,7 +71,7 @@ class Stack:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.model, self._folder = model, folder
-        self.servers = [Node(self._server(number)) for number in range(2)]
+        self.servers = [Node(start_server(model, folder)) for _ in range(2)]
         self.routers: list[Node] = []
         self._pool = ThreadPoolExecutor(64)
         try:
@@ -124,15 +125,6 @@ class Stack:
             return health(router) == [True, True]
         except OSError:  # it does not listen yet
             return False
-
-    def _server(self, number: int) -> ServerProcess:
-        port = free_port()
-        flags = ["--dtype", "float32", "--max-total-tokens", "40000", "--skip-server-warmup"]
-        command = server_command(sglang_python(), self.model, "127.0.0.1", port, cuda=False, flags=flags)
-        environment = server_environment(cuda=False, threads=1)
-        return ServerProcess(
-            command, environment, f"http://127.0.0.1:{port}", self._folder / f"server-{number}.log"
-        )
 
     def _router_command(self, flags: Sequence[str]) -> tuple[str, list[str]]:
         port, metrics = free_port(), free_port()

@@ -36,12 +36,9 @@ MakeModel = Callable[..., Path]
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, *(name for name in FAMILIES if name != "qwen3_moe")))
-@pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_log_probs_equal_the_models(
-    start: Start, make_model: MakeModel, family: str, temperature: float
-) -> None:
+def test_log_probs_equal_the_models(start: Start, make_model: MakeModel, family: str) -> None:
     folder = make_model(family)
-    asked = mixed_requests(14, temperature=temperature)
+    asked = mixed_requests(14, temperature=0.6)
     answers = start(folder).generate(asked)
     assert_from_model(folder, asked, answers)
 
@@ -147,23 +144,6 @@ def test_draws_of_one_response_are_independent(start: Start, make_model: MakeMod
     tokens = answer.token_ids_R
     assert len(set(tokens.tolist())) > 40
     assert np.mean(tokens[1:] == tokens[:-1]) < 0.08
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
-def test_tokens_do_not_depend_on_the_batch(
-    kind: EngineKind, start: Start, make_model: MakeModel, family: str
-) -> None:
-    if not kind.seeded:
-        pytest.skip(f"{kind.name} does not promise seeded sampling")
-    engine = start(make_model(family))
-    asked = mixed_requests(14, new=30, stop=(0, 1, 2))
-    together = engine.generate(asked)
-    backwards = engine.generate(asked[::-1])[::-1]
-    alone = [engine.generate([one])[0] for one in asked]
-    for others in (backwards, alone):
-        for left, right in zip(together, others, strict=True):
-            assert left.token_ids_R.tolist() == right.token_ids_R.tolist()
-            np.testing.assert_allclose(left.log_probs_R, right.log_probs_R, atol=TOLERANCE)
 
 
 def test_seeds_differ(kind: EngineKind, start: Start, make_model: MakeModel) -> None:

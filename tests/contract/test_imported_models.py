@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.rollout.engines.sglang_cpu import stand_ins
 
 READERS = ("srt/environ.py", "srt/models/registry.py")
@@ -23,13 +21,9 @@ IMPORTED = "from sglang.srt.models.registry import ModelRegistry as all; print(*
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
+def package(sglang: Path, tmp_path: Path) -> Path:
     """SGLang's readers of the variable, the models Qwen2 and Llava, and as much of torch as they need."""
-    try:
-        python = sglang_python()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    found = subprocess.run([python, "-c", WHERE], capture_output=True, text=True, check=True).stdout.strip()
+    found = subprocess.run([sglang, "-c", WHERE], capture_output=True, text=True, check=True).stdout.strip()
     folder = tmp_path / "packages"
     (folder / "sglang/srt/models").mkdir(parents=True)
     (folder / "sglang/__init__.py").touch()
@@ -48,7 +42,12 @@ def package(tmp_path: Path) -> Path:
     ("architecture", "imported"), [("Qwen2ForCausalLM", "Qwen2"), ("LlavaForCausalLM", "Llava Qwen2")]
 )
 def test_sglang_imports_the_served_model_alone(
-    architecture: str, imported: str, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str,
+    imported: str,
+    sglang: Path,
+    package: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All for a model that this project does not train: so the variable is what leaves the other out."""
     monkeypatch.setenv(stand_ins._DISABLED, "")  # so that it is as before when the test is over
@@ -56,7 +55,7 @@ def test_sglang_imports_the_served_model_alone(
     monkeypatch.setattr(stand_ins, "_package", lambda: package / "sglang")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     stand_ins.import_one_model(tmp_path)
-    command = [sglang_python(), "-c", IMPORTED]
+    command = [sglang, "-c", IMPORTED]
     environment = {**os.environ, "PYTHONPATH": str(package)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -8,18 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from bapo_megatron.interfaces import ReleasesMemory
-from bapo_megatron.rollout.engines.requests import limits_of
-from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
+from bapo_megatron.rollout.engines.sglang.http_client import ServerError
 from tests.support.tiers import slow_but
 
 from .blocking import BlockingEngine
-from .conftest import Servers
+from .conftest import Servers, engine_on
 from .references import (
     FOREVER,
     assert_from_model,
@@ -56,46 +53,8 @@ def own(servers: Servers, make_model: MakeModel, family: str, tmp_path: Path) ->
     model = make_model(family)
     process = servers.start(model)
     process.wait_ready(600)
-
-    async def make() -> SglangEngine:
-        return SglangEngine(SglangServer(process.url, HttpSessions()), limits_of(model))
-
-    engine = BlockingEngine(make, model, tmp_path / "weights")
-    yield engine
+    yield engine_on(process.url, model, tmp_path / "weights")
     process.stop(seconds=1)
-
-
-class FailingEngine(SglangEngine):
-    """Of a server that fails while it releases its memory."""
-
-    async def weight_version(self) -> int:
-        return 0
-
-    async def abort(self) -> None:
-        pass
-
-    async def release_memory(self) -> None:
-        raise ServerError("it has failed")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_server_that_a_test_leaves_asleep_is_ended(fails: bool, tmp_path: Path, model: Path) -> None:
-    """No other test shares it then; one that is awake stays."""
-
-    async def make() -> SglangEngine:
-        return FailingEngine(SglangServer("http://127.0.0.1:1", HttpSessions()), limits_of(model))
-
-    class FailingServers(Servers):
-        def engine(self, model: Path) -> BlockingEngine:
-            return BlockingEngine(make, model, tmp_path / "weights")
-
-    servers, stopped = FailingServers(tmp_path), []
-    servers._running[model] = SimpleNamespace(stop=lambda seconds: stopped.append(seconds))
-    with servers.awake_afterwards(model) as engine:
-        if fails:
-            with pytest.raises(ServerError, match="it has failed"):
-                engine.release_memory()
-    assert (len(stopped), model in servers._running) == ((1, False) if fails else (0, True))
 
 
 def test_a_server_sleeps_and_wakes_with_new_weights(shared: BlockingEngine, make_model: MakeModel) -> None:

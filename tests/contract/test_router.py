@@ -18,8 +18,6 @@ import numpy as np
 import pytest
 
 from bapo_megatron.commands.doctor.servers import server_rows
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.rollout.engines.sglang.wire import generation_of
 from bapo_megatron.types import GenerateRequest, Generation
 from tests.unit.commands.test_doctor_servers import facts
@@ -46,12 +44,8 @@ def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Iterator[Stack]:
-    try:
-        python = sglang_python()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    if subprocess.run([python, "-Ic", "import sglang_router"], capture_output=True).returncode:
+def stack(sglang: Path, tmp_path_factory: pytest.TempPathFactory, make_model: MakeModel) -> Iterator[Stack]:
+    if subprocess.run([sglang, "-Ic", "import sglang_router"], capture_output=True).returncode:
         pytest.skip("no sglang-router in SGLang's environment: `make sglang` installs it")
     started = Stack(tmp_path_factory.mktemp("router"), make_model("qwen2"))
     yield started

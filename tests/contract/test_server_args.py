@@ -14,7 +14,6 @@ import pytest
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.engine_states import state_cache
 from bapo_megatron.planning.job import Job, PlanOptions, find_shape, shape_folder
 from bapo_megatron.rollout.engines.sglang.requirements import (
@@ -27,7 +26,6 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     server_command,
     server_environment,
     server_flags,
-    sglang_python,
 )
 from bapo_megatron.runtime.child_process import AnsweringChild
 from tests.support.cluster_recipes import CLUSTER_RECIPES, cluster_recipe
@@ -66,14 +64,10 @@ Reader = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def resolved() -> Iterator[Reader]:
+def resolved(sglang: Path) -> Iterator[Reader]:
     """SGLang's settings for each command line, by one process that has imported it."""
-    try:
-        python = sglang_python()
-    except ConfigError as error:
-        pytest.skip(str(error))
     environment = server_environment(cuda=True) | {"CUDA_VISIBLE_DEVICES": ""}
-    with closing(AnsweringChild([str(python), str(READER)], environment)) as child:
+    with closing(AnsweringChild([str(sglang), str(READER)], environment)) as child:
 
         def read(lines: list[list[str]], colocated: bool = False, **platform: bool) -> list[dict[str, Any]]:
             """In the environment of such servers. ``platform``: what differs from an H100."""

@@ -19,15 +19,9 @@ import pytest
 from safetensors.torch import load_file
 
 import bapo_megatron.rollout.engines.sglang_launch as launch_folder
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.authorization import Authorization
-from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
-    server_command,
     server_environment,
     sglang_python,
 )
@@ -35,7 +29,7 @@ from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, make_k
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.types import GenerateRequest, SamplingParams
 
-from .blocking import BlockingEngine
+from .conftest import FLAGS, engine_on, start_server
 
 pytestmark = pytest.mark.slow
 
@@ -98,19 +92,14 @@ def call(url: str, path: str, body: Any = None, key: str | None = None) -> int:
 
 
 @pytest.fixture(scope="module")
-def server(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
-    """One server for all tests of this file; skipped where SGLang is not installed."""
-    try:
-        python = sglang_python()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    folder, port, model = tmp_path_factory.mktemp("run"), free_port(), make_model("qwen2")
+def server(
+    sglang: Path, make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Keyed]:
+    """One server for all tests of this file."""
+    folder, model = tmp_path_factory.mktemp("run"), make_model("qwen2")
     make_key_file(folder / "api_key")
     # With its warm-up, in which it calls itself.
-    flags = ["--dtype", "float32", "--max-total-tokens", "40000"]
-    command = server_command(python, model, "127.0.0.1", port, cuda=False, flags=flags)
-    environment = server_environment(cuda=False, threads=1, key_file=folder / "api_key")
-    process = ServerProcess(command, environment, f"http://127.0.0.1:{port}", folder / "server.log")
+    process = start_server(model, folder, FLAGS[:-1], folder / "api_key")
     try:
         process.wait_ready()
         yield Keyed(process, folder, model)
@@ -120,16 +109,8 @@ def server(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 def test_sampling_and_weight_updates_need_the_key(server: Keyed, tmp_path: Path) -> None:
     url, key = server.process.url, read_key_file(server.folder / "api_key")
-
-    async def make() -> Engine:
-        return SglangEngine(
-            SglangServer(
-                url, HttpSessions(), authorization=Authorization(url, lambda: key, is_required=True)
-            ),
-            limits_of(server.model),
-        )
-
-    engine = BlockingEngine(make, server.model, tmp_path / "weights")
+    authorization = Authorization(url, lambda: key, is_required=True)
+    engine = engine_on(url, server.model, tmp_path / "weights", authorization=authorization)
     try:
         engine.update_weights(load_file(server.model / "model.safetensors").items(), 3)
         for wrong in (None, "o" * 43):

@@ -10,16 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang.server_process import (
-    ServerProcess,
-    server_command,
-    server_environment,
-    sglang_python,
-    shared_files,
-)
-from bapo_megatron.runtime.distributed import free_port
+from bapo_megatron.rollout.engines.sglang.server_process import shared_files
 from bapo_megatron.runtime.processes import descendants
+
+from .conftest import start_server
 
 
 @pytest.fixture
@@ -31,17 +25,9 @@ def loose_umask() -> Iterator[None]:
 
 @pytest.mark.usefixtures("loose_umask")
 def test_a_killed_server_leaves_nothing_and_its_sockets_are_private(
-    make_model: Callable[..., Path], tmp_path: Path
+    sglang: Path, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    try:
-        python = sglang_python()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    port = free_port()
-    flags = ["--dtype", "float32", "--max-total-tokens", "4000", "--skip-server-warmup"]
-    command = server_command(python, make_model("qwen2"), "127.0.0.1", port, cuda=False, flags=flags)
-    url = f"http://127.0.0.1:{port}"
-    server = ServerProcess(command, server_environment(cuda=False, threads=1), url, tmp_path / "log")
+    server = start_server(make_model("qwen2"), tmp_path)
     try:
         server.wait_ready()
         processes = descendants(server.pid)

@@ -15,21 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.engines.requests import ModelLimits, limits_of, stop_token_ids
-from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
-from bapo_megatron.rollout.engines.sglang.server_process import (
-    ServerProcess,
-    server_command,
-    server_environment,
-    server_flags,
-    sglang_python,
-)
-from bapo_megatron.runtime.distributed import free_port
+from bapo_megatron.rollout.engines.requests import ModelLimits, stop_token_ids
+from bapo_megatron.rollout.engines.sglang.http_client import ServerError
+from bapo_megatron.rollout.engines.sglang.server_process import server_flags
 
 from .blocking import BlockingEngine
-from .conftest import Servers
+from .conftest import Servers, engine_on, start_server
 from .references import TOLERANCE, interrupted, reference_log_probs, request
 
 LONGEST = 1024
@@ -48,24 +39,18 @@ def model(make_model: MakeModel) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(servers: Servers, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with the flags of a run that keeps requests in place. ``servers``: skips without SGLang."""
+def url(sglang: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with the flags of a run that keeps requests in place."""
     run = load_recipe(Path(__file__).parents[2] / "recipes/demo_sglang_cpu.py", RunConfig)
-    sglang = replace(run.rollout.sglang, on_update="in_place", flags=("--skip-server-warmup",))
+    settings = replace(run.rollout.sglang, on_update="in_place", flags=("--skip-server-warmup",))
     config = replace(
         run,
         model=replace(run.model, hf_path=model, dtype="float32"),
         data=replace(run.data, max_prompt_tokens=PROMPT),
-        rollout=replace(run.rollout, max_response_tokens=LONGEST - PROMPT, sglang=sglang),
+        rollout=replace(run.rollout, max_response_tokens=LONGEST - PROMPT, sglang=settings),
     )
     assert config.longest_request == LONGEST
-    port = free_port()
-    command = server_command(
-        sglang_python(), model, "127.0.0.1", port, False, server_flags(config, cuda=False)
-    )
-    environment = server_environment(cuda=False, threads=1)
-    log = tmp_path_factory.mktemp("limits") / "server.log"
-    server = ServerProcess(command, environment, f"http://127.0.0.1:{port}", log)
+    server = start_server(model, tmp_path_factory.mktemp("limits"), server_flags(config, cuda=False))
     try:
         server.wait_ready(600)
         yield server.url
@@ -78,10 +63,7 @@ def start(url: str, model: Path, tmp_path: Path) -> Iterator[Callable[..., Block
     engines: list[BlockingEngine] = []
 
     def engine(limits: ModelLimits | None = None) -> BlockingEngine:
-        async def make() -> Engine:
-            return SglangEngine(SglangServer(url, HttpSessions()), limits or limits_of(model), "in_place")
-
-        engines.append(BlockingEngine(make, model, tmp_path / "weights"))
+        engines.append(engine_on(url, model, tmp_path / "weights", "in_place", limits))
         return engines[-1]
 
     yield engine

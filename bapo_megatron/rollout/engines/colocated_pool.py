@@ -58,9 +58,7 @@ def _check_transport(backend: str, sync: str, engines: Sequence[Engine]) -> None
         if transport.protocol and sync not in getattr(engine, "transports", ()):
             raise ConfigError(
                 f"rollout.engine={backend}, sync={sync}: {type(engine).__name__}.transports does not name "
-                f"it: use sync=disk, or take WeightParts in {call} (interfaces.{transport.protocol}), in "
-                f"place of begin_update, begin_wake and the methods that followed them, which nothing calls "
-                f"any more; leave_group and join_group have no timeout_s now"
+                f"it: use sync=disk, or take WeightParts in {call} (interfaces.{transport.protocol})"
             )
 
 

@@ -43,7 +43,7 @@ class EngineLoad:
         self._reported: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._is_ended = self._is_confirmed = False
         self._may_resume = asyncio.Event()
-        self._call = asyncio.create_task(self._load(load, version))
+        self._call = asyncio.create_task(load(self._handed(), version, self._confirm))
         self._call.add_done_callback(lambda call: call.cancelled() or call.exception())
 
     async def begin(self) -> None:
@@ -81,9 +81,6 @@ class EngineLoad:
     def cancel(self) -> None:
         """Cancel an unfinished load, which leaves the engine's weights unknown."""
         self._call.cancel()
-
-    async def _load(self, load: Load, version: int) -> None:
-        await load(self._handed(), version, self._confirm)  # inside the task, which catches a wrong signature
 
     async def _handed(self) -> AsyncIterator[WeightPart]:
         self._asked.set()
@@ -223,11 +220,11 @@ class BroadcastUpdates(WeightUpdates):
         # a join, a server that waits for a lost peer answers nothing for minutes.
         limit_s = self._pool.update_s
         await _all_or_none(
-            [_within(limit_s, engine.name, engine.leave_group, group.name) for _, engine in self._gathered]
+            [_within(limit_s, engine.name, engine.leave_group(group.name)) for _, engine in self._gathered]
         )
         calls, rank = [], 1
         for _, engine in self._gathered:
-            calls.append(_within(limit_s, engine.name, engine.join_group, group, rank))
+            calls.append(_within(limit_s, engine.name, engine.join_group(group, rank)))
             rank += engine.broadcast_ranks
         await _all_or_none(calls)
 
@@ -249,17 +246,15 @@ class BroadcastUpdates(WeightUpdates):
     async def _on_all(self, step: Callable[[EngineLoad], Coroutine[Any, Any, None]]) -> list[str]:
         """Run a step on all loads concurrently; returns all names. Raises EngineError if one fails."""
         limit_s = self._pool.update_s
-        await _all_or_none([_within(limit_s, load.name, step, load) for load in self._loads])
+        await _all_or_none([_within(limit_s, load.name, step(load)) for load in self._loads])
         return [load.name for load in self._loads]
 
 
-async def _within(
-    limit_s: float, name: str, call: Callable[..., Coroutine[Any, Any, None]], *arguments: Any
-) -> None:
+async def _within(limit_s: float, name: str, call: Coroutine[Any, Any, None]) -> None:
     """Await a call to an engine. Raises EngineError after ``limit_s``: nothing else ends a hanging call."""
     try:
         async with asyncio.timeout(limit_s) as limit:
-            await call(*arguments)
+            await call
     except TimeoutError as error:
         if limit.expired():
             raise EngineError(f"{name}: not done in {limit_s:g} s") from error

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +11,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from aiohttp import web
 
 from bapo_megatron.config import SglangConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang.authorization import Authorization, check_keys_asked, known_key
+from bapo_megatron.rollout.engines.sglang.authorization import (
+    Authorization,
+    check_keys_asked,
+    known_key,
+    main,
+)
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang_launch.api_key import ApiKey
-from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, SamplingParams
 from tests.support.fake_sglang import FakeServer
 
 KEY, OTHER = "k" * 43, "o" * 43
@@ -88,33 +89,6 @@ async def ask(server: Server, key: ApiKey | None, **more: Any) -> int:
     async with client_of(server, lambda: key, **more) as client:
         found: int = await client.weight_version()
         return found
-
-
-async def test_every_call_carries_the_key(serve: Callable[..., Server], tmp_path: Path) -> None:
-    """A call without the key is refused."""
-    server = serve(KEY)
-    request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 2, ()))
-    group = BroadcastGroup("127.0.0.1", 1, "g", 2, "gloo")
-    bucket = BucketSpec(["a"], ["float32"], [[1]], 4)
-
-    async def outcomes(key: ApiKey | None) -> list[Any]:
-        async with client_of(server, lambda: key) as client:
-            calls = (
-                *(client.generate(request, "1"), client.generate(request, "2", again=True)),
-                *(client.abort("1"), client.abort_all(), client.pause(), client.resume(), client.settings()),
-                *(client.weight_version(), client.update_from_disk(tmp_path, 1, True, 20.0)),
-                *(client.join_weight_group(group, 1, 20.0), client.leave_weight_group("g", 20.0)),
-                *(client.begin_update(), client.receive(bucket, "g", 20.0), client.end_update()),
-                *(client.flush_cache(), client.set_version(1), client.checksum(20.0)),
-            )
-            return [(await asyncio.gather(call, return_exceptions=True))[0] for call in calls]
-
-    for outcome in await outcomes(None):
-        assert isinstance(outcome, ServerError)
-        assert "status 401" in str(outcome)
-        assert "name its file with rollout.sglang.api_key_file or BAPO_SGLANG_API_KEY_FILE" in str(outcome)
-    for outcome in await outcomes(known()):
-        assert not isinstance(outcome, BaseException), outcome
 
 
 async def test_a_server_that_asks_for_no_key_is_not_sent_it(
@@ -224,20 +198,13 @@ def test_the_command_line_says_whether_a_server_takes_the_key(
     key_file.write_text(KEY)
     key_file.chmod(0o600)
     genuine, thief, other = serve(KEY), serve(None), serve(OTHER)
-
-    def run(url: str, file: Path) -> subprocess.CompletedProcess[str]:
-        module = "bapo_megatron.rollout.engines.sglang.authorization"
-        command = [sys.executable, "-m", module, url, str(file)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-    assert run(genuine.url, key_file).returncode == 0
+    main(genuine.url, str(key_file))
     for url, file in (
         (thief.url, key_file),
         (other.url, key_file),
         ("http://127.0.0.1:9", key_file),
         (genuine.url, tmp_path / "no"),
     ):
-        found = run(url, file)
-        assert found.returncode == 1
-        assert found.stderr.startswith(url)
-        assert KEY not in found.stderr
+        with pytest.raises(SystemExit, match=f"^{url}: ") as ended:
+            main(url, str(file))
+        assert KEY not in str(ended.value)

@@ -63,20 +63,16 @@ def test_the_settings_of_the_chosen_engine() -> None:
     assert replace(rollout, engine="group_size").engine_config == EngineConfig()
 
 
-class OldEngine(ScriptedEngine):
-    """A user's engine with the methods that weights in parts had before ``WeightParts``."""
-
-    broadcast_ranks = 1
+class DiskEngine(ScriptedEngine):
+    """A user's engine that takes weights from a folder alone, also after its sleep."""
 
     async def release_memory(self) -> None: ...
     async def wake(self, folder: Path, version: int, confirm: Confirm) -> None: ...
-    async def begin_update(self) -> None: ...
-    async def receive_handles(self, handles: list[bytes]) -> None: ...
 
 
-class OldBackend(EngineBackend):
+class DiskBackend(EngineBackend):
     async def open(self, *_: Any) -> list[Engine]:
-        return [OldEngine(mixed)]
+        return [DiskEngine(mixed)]
 
 
 def run_of(engine: str, settings: EngineConfig) -> RunConfig:
@@ -87,16 +83,14 @@ def run_of(engine: str, settings: EngineConfig) -> RunConfig:
 @pytest.mark.parametrize(
     ("sync", "says"),
     [
-        ("broadcast", r"OldEngine.transports does not name it: .* load \(interfaces.ReceivesBroadcast\)"),
+        ("broadcast", r"DiskEngine.transports does not name it: .* load \(interfaces.ReceivesBroadcast\)"),
         ("ipc", r"WeightParts in wake \(interfaces.ReceivesHan"),
     ],
 )
-async def test_an_engine_that_takes_weights_in_parts_by_old_methods_is_told_the_new_one(
-    sync: str, says: str
-) -> None:
+async def test_an_engine_that_takes_no_weights_in_parts_is_refused(sync: str, says: str) -> None:
     settings = EngineConfig(sync=sync, colocated=sync == "ipc")
-    run = run_of(f"{__name__}:OldBackend", settings)
-    by_disk = run_of(f"{__name__}:OldBackend", replace(settings, sync="disk"))  # it works on, also asleep
+    run = run_of(f"{__name__}:DiskBackend", settings)
+    by_disk = run_of(f"{__name__}:DiskBackend", replace(settings, sync="disk"))
     async with AsyncExitStack() as stack:
         with pytest.raises(ConfigError, match=rf"sync={sync}: .*{says}"):
             await open_pool(run, (), "cpu", lambda *_, **__: None, stack)

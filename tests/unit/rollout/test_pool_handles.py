@@ -204,19 +204,6 @@ async def test_a_hand_over_that_the_trainer_gives_up_does_not_block_later_loads(
         assert [engine.version for engine in both] == [1, 1]
 
 
-async def test_one_of_three_with_other_weights_is_refused(tmp_path: Path) -> None:
-    async with released(tmp_path, "one", "two", "three", sampled=True) as (world, pool, three, asleep):
-        three[1].digest = "garbage"
-        assert sorted(await hand_over(world, asleep, 1)) == ["one", "three"]
-        asked = len(three[1].asked)
-        await world.call("resume")
-        three[1].restart()  # the trainer ends what has not woken: its version alone would let it in
-        await world.call("admit")
-        assert versions(await world.batch(2)) == {1}
-        assert (len(three[1].asked), pool.up) == (asked, 2)
-        assert "different weights" in world.refusals()
-
-
 async def test_an_engine_that_is_found_wrong_holds_no_other_back(tmp_path: Path) -> None:
     """The other's digest says nothing of tensors, so it is compared with those of engines that still load."""
     async with released(tmp_path, "wrong", "other") as (world, pool, (wrong, other), asleep):

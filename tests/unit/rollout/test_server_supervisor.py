@@ -40,9 +40,12 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
         return [sys.executable, "-c", READY, str(port)]
 
     monkeypatch.setattr(servers, "server_command", command)
-    sglang = SglangConfig(python=Path(sys.executable))
-    rollout = RolloutConfig(engine="sglang", sglang=sglang)
-    return RunConfig("x", ModelConfig(Path("m")), DataConfig(Path("d")), rollout=rollout, run_dir=tmp_path)
+    return with_sglang(RunConfig("x", ModelConfig(Path("m")), DataConfig(Path("d")), run_dir=tmp_path))
+
+
+def with_sglang(config: RunConfig, **sglang: Any) -> RunConfig:
+    servers = SglangConfig(python=Path(sys.executable), **sglang)
+    return dataclasses.replace(config, rollout=RolloutConfig(engine="sglang", sglang=servers))
 
 
 @pytest.fixture
@@ -187,9 +190,7 @@ def test_a_held_server_that_ends_is_not_restarted_until_start(
 
 
 def test_colocated_servers_start_only_on_demand(config: RunConfig, events: list[dict[str, Any]]) -> None:
-    sglang = dataclasses.replace(config.rollout.sglang, colocated=True)
-    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=sglang))
-    with servers_of(config, False, events.append) as found:
+    with servers_of(with_sglang(config, colocated=True), False, events.append) as found:
         assert found.running() == []
         found.start()
         assert found.running() == found.urls
@@ -203,8 +204,7 @@ def test_a_hanging_server_that_the_run_has_not_started_is_reported(
     registry, url = RunPaths(config.directory).engines, "http://node7:30000"
     hangs = {"kind": "engine_hangs", "engine": url, "reason": "not done in 600 s"}
     ready = {"kind": "engine_ready", "engine": url}
-    sglang = dataclasses.replace(config.rollout.sglang, urls=(f"{url}/",))
-    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=sglang))
+    config = with_sglang(config, urls=(f"{url}/",))
     with servers_of(config, False, events.append) as found:
         assert found.urls == [url]
         found.heed(hangs)
@@ -292,8 +292,7 @@ def test_prefill_cuda_graphs_are_off_unless_the_recipe_sets_them(config: RunConf
     name = "--cuda-graph-backend-prefill"
 
     def flags(*own: str, cuda: bool = True) -> list[str]:
-        rollout = RolloutConfig(engine="sglang", sglang=SglangConfig(colocated=colocated, flags=own))
-        return process.server_flags(dataclasses.replace(config, rollout=rollout), cuda=cuda)
+        return process.server_flags(with_sglang(config, colocated=colocated, flags=own), cuda=cuda)
 
     assert flags()[flags().index(name) + 1] == "disabled"
     assert name not in flags(cuda=False)
@@ -310,11 +309,8 @@ def test_a_server_that_waits_in_place_outlives_the_longest_load(
     name = "--watchdog-timeout"
 
     def limit(on_update: Literal["retract", "in_place"], *own: str) -> list[str]:
-        sglang = SglangConfig(on_update=on_update, update_minutes=5.0, flags=own)
-        rollout = RolloutConfig(engine="sglang", sglang=sglang)
-        found = process.server_flags(
-            dataclasses.replace(config, model=ModelConfig(tmp_path), rollout=rollout)
-        )
+        asked = with_sglang(config, on_update=on_update, update_minutes=5.0, flags=own)
+        found = process.server_flags(dataclasses.replace(asked, model=ModelConfig(tmp_path)))
         return [value for flag, value in zip(found, [*found[1:], ""], strict=True) if flag == name]
 
     assert limit("retract") == []

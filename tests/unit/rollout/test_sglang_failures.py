@@ -180,8 +180,10 @@ def test_a_connection_without_traffic_is_kept_open(server: FakeServer) -> None:
 def test_an_answer_with_token_ids_outside_the_vocabulary_is_a_server_failure(
     server: FakeServer, engine: BlockingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fake server's tokens are 3 and 4."""
+    """The fake server's tokens are 3 and 4. A long answer is decoded in a thread."""
     monkeypatch.setattr(engine.engine, "_limits", ModelLimits(5, 64))
+    engine.generate([REQUEST])
+    monkeypatch.setattr(http_server, "_LONG_REPLY_BYTES", 1)
     engine.generate([REQUEST])
     monkeypatch.setattr(engine.engine, "_limits", ModelLimits(4, 64))
     with pytest.raises(ServerError, match="answers with token ids outside the vocabulary"):

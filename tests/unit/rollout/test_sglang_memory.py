@@ -328,17 +328,6 @@ async def test_a_server_that_refuses_handles_is_named(servers: list[SleepingServ
     assert "continue_generation" not in server.calls
 
 
-@pytest.mark.parametrize("path", sorted({call.split()[0] for call in HANDED}))
-async def test_a_server_crash_in_a_wake_by_handles_raises(
-    servers: list[SleepingServer], model: Path, path: str
-) -> None:
-    engine = engine_on(servers[0], model)
-    await engine.release_memory()
-    servers[0].dies_at = path
-    with pytest.raises(ServerError, match=servers[0].url):
-        await wake_by_handles(engine)
-
-
 @pytest.mark.parametrize("by_handles", [True, False])
 async def test_nothing_is_sampled_from_weights_that_are_not_confirmed(
     servers: list[SleepingServer], model: Path, folder: Path, by_handles: bool

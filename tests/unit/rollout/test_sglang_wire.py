@@ -137,19 +137,6 @@ def test_an_answer_that_is_no_json_is_refused(body: bytes) -> None:
         generation_of(REQUEST, body)
 
 
-def test_a_reply_of_64k_tokens() -> None:
-    generator = np.random.default_rng(0)
-    token_ids = generator.integers(0, 150_000, 65_536).tolist()
-    log_probs = (-generator.random(65_536)).tolist()
-    rows = [[value, token, None] for value, token in zip(log_probs, token_ids, strict=True)]
-    meta = {"finish_reason": {"type": "length"}, "weight_version": "3", "output_token_logprobs": rows}
-    request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 65_536, ()))
-    found = generation_of(request, wire({"output_ids": token_ids, "meta_info": meta}))
-    assert found.token_ids_R.tolist() == token_ids
-    assert found.log_probs_R.tolist() == [float(np.float32(value)) for value in log_probs]
-    assert (found.token_ids_R.dtype, found.log_probs_R.dtype) == (np.int32, np.float32)
-
-
 def test_staged_weights_are_atomic(tmp_path: Path) -> None:
     model = save_tiny_model("qwen2", tmp_path / "model")
     weights = load_file(model / "model.safetensors")

@@ -216,16 +216,6 @@ async def test_a_step_that_hangs_ends_at_the_limit_of_updates(step: str) -> None
     await refused("a: not done in 0.5 s", Hangs("a"), timeouts=replace(PATIENCE, update_s=0.5))
 
 
-async def test_an_engine_of_the_former_interface_is_an_engine_error() -> None:
-    """Its calls are made where errors of engines are expected: the sampler's process continues."""
-
-    class Former(ReceivingEngine):
-        async def leave_group(self, name: str, timeout_s: float) -> None:  # type: ignore[override]
-            raise AssertionError(timeout_s)
-
-    await refused("timeout_s", Former("a"))
-
-
 @pytest.mark.parametrize("step", ["begin", "receive w", "end", "version 5", "resume"])
 async def test_any_exception_of_an_engine_becomes_an_engine_error(step: str) -> None:
     bad = ReceivingEngine("bad")

@@ -307,8 +307,6 @@ class SglangServer:
             return {}
         try:
             return await self._authorization.headers()
-        except TimeoutError as error:
-            raise ServerError(f"{url}: no answer to the question whether it asks for an API key") from error
         except EngineError as error:
             raise ServerError(str(error)) from error
         except OSError as error:

@@ -7,11 +7,12 @@ torchvision and triton are kept where they load: an environment with CUDA builds
 import importlib.util
 import json
 import os
+import platform
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -43,7 +44,7 @@ def install() -> None:
     if _library is None:
         _library = _torchvision_operators()
         if importlib.util.find_spec("triton") is None:
-            _triton(_platform_stubs())
+            _triton()
 
 
 def import_one_model(model: Path) -> None:
@@ -110,52 +111,19 @@ def _package() -> Path:
     return Path(spec.origin).parent
 
 
-def _platform_stubs() -> ModuleType:
-    """Load SGLang's stand-in for triton, written for macOS."""
+def _triton() -> None:
+    """Install an empty triton, which supports import, subclassing and version queries: SGLang's own, as on a
+    Mac. Its file is loaded alone, because the package imports triton first."""
     path = _package() / "_platform_stubs.py"
     spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _triton(stubs: Any) -> None:
-    """Install an empty triton, which supports import, subclassing and version queries."""
-    sys.meta_path.insert(0, stubs._TritonFinder())
-
-    def module(name: str, *classes: str, **attributes: Any) -> None:
-        made = stubs._make_mock(name)
-        for cls in classes:
-            setattr(made, cls, type(cls, (stubs._StubBase,), {}))
-        for key, value in attributes.items():
-            setattr(made, key, value)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, made)
-
-    module(
-        "triton",
-        __version__="3.0.0",
-        cdiv=stubs._cdiv,
-        next_power_of_2=stubs._next_power_of_2,
-        Config=stubs._Config,
-    )
-    module("triton.language", constexpr=_Constant)
-    module("triton.runtime")
-    module("triton.runtime.jit", "JITFunction", "KernelInterface")
-    module("triton.runtime.cache", triton_key=stubs._triton_key)
-    module("triton.runtime.autotuner", OutOfResources=type("OutOfResources", (Exception,), {}))
-    module("triton.compiler", "CompiledKernel")
-    module("triton.compiler.compiler", "ASTSource", triton_key=stubs._triton_key)
-    module("triton.backends")
-    module("triton.backends.compiler", "GPUTarget")
-
-
-class _Constant:
-    """Stand-in for triton's ``constexpr``: keeps its value."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
+    stubs = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stubs)
+    with (
+        patch.object(sys, "platform", "darwin"),
+        patch.object(platform, "machine", return_value="arm64"),
+        patch.object(torch.backends.mps, "is_available", return_value=True),
+        patch.object(stubs, "_patch_non_blocking"),
+    ):
+        stubs.install_platform_stubs()

@@ -152,6 +152,29 @@ def test_a_control_call_is_sent_once_over_a_new_connection(
     assert len(set(server.connections)) == len(server.connections)
 
 
+def test_a_name_server_that_fails_for_a_while_loses_no_server(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten minutes after the name was asked for: a health check is a new connection."""
+
+    def names_fail(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    async def asked_again() -> int:
+        sessions = HttpSessions()
+        client = SglangServer(server.url.replace("127.0.0.1", "localhost"), sessions)
+        try:
+            await client.weight_version()
+            monkeypatch.setattr(socket, "getaddrinfo", names_fail)
+            later = time.monotonic() + 600
+            monkeypatch.setattr("aiohttp.connector.monotonic", lambda: later)
+            return await client.weight_version()
+        finally:
+            await sessions.close()
+
+    assert asyncio.run(asked_again()) == 0
+
+
 def test_a_connection_without_traffic_is_kept_open(server: FakeServer) -> None:
     """An answer may take an hour, without a byte before it: gateways forget idle connections in minutes."""
 

@@ -31,6 +31,10 @@ _MODEL_MEMORY, _CACHE_MEMORY = ("weights", "cuda_graph"), "kv_cache"
 _KEEP_IDLE_S = 2.0
 """Idle keep-alive, below uvicorn's 5 s, so that requests avoid closing ones (`KeptConnectionClosed`)."""
 
+_KEEP_NAMES_S = 3600
+"""Seconds for which a server's address is kept. By default aiohttp asks for it every 10 s: a name server that
+fails for half a minute would then fail every health check, and cost all engines their requests."""
+
 _READ_BYTES = 1 << 20
 """Unread reply bytes at which aiohttp stalls the server; at its 64 kB replies with routes stall often."""
 
@@ -52,16 +56,19 @@ class HttpSessions:
     be resent, but not a control call (receiving a bucket twice would wait forever)."""
 
     def __init__(self) -> None:
-        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S, socket_factory=_probed_socket)
+        kept = _connector(keepalive_timeout=_KEEP_IDLE_S)
         self.kept = aiohttp.ClientSession(
             connector=kept, trace_configs=[_reuse_trace()], read_bufsize=_READ_BYTES, auto_decompress=False
         )
-        new = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_probed_socket)
-        self.new = aiohttp.ClientSession(connector=new, auto_decompress=False)
+        self.new = aiohttp.ClientSession(connector=_connector(force_close=True), auto_decompress=False)
 
     async def close(self) -> None:
         await self.kept.close()
         await self.new.close()
+
+
+def _connector(**more: Any) -> aiohttp.TCPConnector:
+    return aiohttp.TCPConnector(limit=0, ttl_dns_cache=_KEEP_NAMES_S, socket_factory=_probed_socket, **more)
 
 
 def _probed_socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -40,7 +40,9 @@ def plan_command(arguments: Sequence[str]) -> int:
     plan = make_plan(job)
     advice = smallest_changes(plan) if plan.verdict.memory else []
     if command.options.as_json:
-        print(json.dumps({**plan_dict(plan), "advice": [vars(change) for change in advice]}, indent=2))
+        found = json.dumps({**plan_dict(plan), "advice": [vars(change) for change in advice]})
+        # An engine that cannot sample takes infinitely long, which JSON has no number for.
+        print(json.dumps(json.loads(found, parse_constant=lambda _name: None), indent=2))
     else:
         print(plan_text(plan, advice, fastest_layouts(plan, command.options.compare)), end="")
     return 0 if plan.verdict.fits else 1

@@ -231,7 +231,7 @@ def open_responses(job: Job, engines: EnginePlan) -> OpenResponses | None:
     """
     run, options = job.run, job.options
     share, places = _share(run), engines.count * engines.running
-    if not share or not places or not engines.tokens_per_second:
+    if not job.samples or not share or not places or not engines.tokens_per_second:
         return None
     names = run.data.source_names or ("",)
     most = max(run.environments[name].max_turns for name in names if run.environments[name].function)

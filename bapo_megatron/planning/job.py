@@ -197,17 +197,22 @@ class Job:
         return self.parallel.model_size * self.replicas
 
     @property
+    def samples(self) -> bool:
+        """Whether the run has engines; one of stored rollouts (``rollout.replay``) has none."""
+        return self.run.rollout.replay is None
+
+    @property
     def servers_problem(self) -> str | None:
         """Problem of placing the run's servers on its first node, as `bapo train` reports it; None if they
         fit, already run, or do not exist."""
-        if self.run.rollout.engine != "sglang":
+        if self.run.rollout.engine != "sglang" or not self.samples:
             return None
         return placement_problem(self.run.rollout, GPUS_PER_NODE, self.gpus)
 
     @property
     def colocated(self) -> bool:
         """Whether the run's servers and the policy take turns on the same GPUs."""
-        return self.run.rollout.engine == "sglang" and self.run.rollout.sglang.colocated
+        return self.samples and self.run.rollout.engine == "sglang" and self.run.rollout.sglang.colocated
 
     @property
     def offloads(self) -> bool:

@@ -284,6 +284,8 @@ def _host_and_sync(plan: JobPlan) -> Iterator[str]:
         f"that it may use, {job.options.memory_fraction:.0%} of its {job.gpu.host_memory / GB:,.0f}; the "
         f"checkpoint has {checkpoint / GB:,.0f} GB"
     )
+    if not job.samples:
+        return
     way = (
         "see the changes of a step"
         if plan.job.weights_by_ipc
@@ -356,6 +358,8 @@ def _speed(plan: JobPlan) -> Iterator[str]:
 
 
 def _engines(plan: JobPlan) -> Iterator[str]:
+    if not plan.job.samples:
+        return
     e, size = plan.engines, plan.job.run.rollout.sglang.tensor
     longest = plan.job.run.longest_sequence
     yield (

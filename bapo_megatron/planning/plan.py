@@ -85,7 +85,10 @@ class JobPlan:
 
     @property
     def sampling_seconds(self) -> float:
-        """Sampling seconds of a step: until its last response, or with partial rollout at full batches."""
+        """Sampling seconds of a step: until its last response, or with partial rollout at full batches; 0 for
+        a replay."""
+        if not self.job.samples:
+            return 0.0
         return self.engines.step_seconds if self.job.partial_rollout else self.engines.rollout_seconds
 
     @property
@@ -156,7 +159,7 @@ class JobPlan:
 
     def _engine_problem(self) -> str | None:
         """Return the problem, with its fix, of engines too small for the longest sequence, else None."""
-        if self.engines.fits:
+        if self.engines.fits or not self.job.samples:
             return None
         states = self.engines.states
         if states and not states.requests:
@@ -198,16 +201,9 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
     )
     yield f"Nodes: {nodes or _nodes(plan)}"
     if isfinite(plan.step_seconds):
-        sync = (
-            f"changes {plan.handover.seconds:,.0f} s"
-            if plan.handover
-            else f"sync {plan.sync.expected_seconds:,.0f} s"
-        )
-        beside = " beside it" if job.overlaps else ""
         yield (
-            f"Step: {plan.step_seconds:,.0f} s: training {plan.train_seconds:,.0f} s, sampling "
-            f"{plan.sampling_seconds:,.0f} s{beside}, {sync}; {run.steps} steps take "
-            f"{duration(plan.run_seconds)} (estimates)"
+            f"Step: {plan.step_seconds:,.0f} s: training {plan.train_seconds:,.0f} s, {_sampling(plan)}; "
+            f"{run.steps} steps take {duration(plan.run_seconds)} (estimates)"
         )
         steps = min(run.steps, run.checkpoint.every)
         yield f"First checkpoint: step {steps}, after {duration(plan.checkpoint_seconds)}"
@@ -218,6 +214,16 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
         f"Disk: {plan.disk / GB:,.0f} GB for checkpoints and weights, {plan.rollouts / GB:,.0f} GB for the "
         f"rollouts of {steps_of_rollouts(run)} steps; logs come on top"
     )
+
+
+def _sampling(plan: JobPlan) -> str:
+    """Return a step's sampling and weight sync as text."""
+    if not plan.job.samples:
+        return "no sampling (rollout.replay)"
+    beside = " beside it" if plan.job.overlaps else ""
+    changes = f"changes {plan.handover.seconds:,.0f} s" if plan.handover else ""
+    sync = changes or f"sync {plan.sync.expected_seconds:,.0f} s"
+    return f"sampling {plan.sampling_seconds:,.0f} s{beside}, {sync}"
 
 
 def nodes_text(train: int, sample: int) -> str:
@@ -258,7 +264,7 @@ def _nodes(plan: JobPlan) -> str:
             f"{nodes_text(plan.trainer_nodes, plan.server_nodes)}; servers need nodes of their own: "
             f"rollout_nodes in a cluster file, or sglang.urls"
         )
-    if job.run.rollout.engine != "sglang" or job.run.rollout.sglang.urls:
+    if job.run.rollout.engine != "sglang" or job.run.rollout.sglang.urls or not job.samples:
         return nodes_text(plan.trainer_nodes, 0)
     if job.colocated:
         first = "of the first " * (plan.trainer_nodes > 1)

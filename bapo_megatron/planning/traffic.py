@@ -149,7 +149,10 @@ class Sync(Traffic):
 
 def sync_traffic(job: Job) -> Sync:
     """Return a step's weight sync: the whole model leaves one trainer GPU by its network port, or, with
-    ``sync=ipc``, in the hand-over. Raises ConfigError for a transport without a known rate."""
+    ``sync=ipc``, in the hand-over; nothing for a replay. Raises ConfigError for a transport without a known
+    rate."""
+    if not job.samples:
+        return Sync("sync", 0.0, 0.0, "none", 0.0, "no engines")
     sent = float(total_parameters(job.shape) * job.element)
     if job.weights_by_ipc:
         return Sync("sync", sent, 0.0, "GPU memory", 0.0, "see turns")

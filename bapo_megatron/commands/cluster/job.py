@@ -73,8 +73,17 @@ class ClusterJob:
 
     @property
     def rollout_nodes(self) -> int:
-        """Nodes of SGLang servers; 0 if colocated, since those use the trainer's node."""
-        return 0 if self.config.rollout.sglang.colocated else self.cluster.rollout_nodes
+        """Nodes of SGLang servers; 0 if colocated, since those use the trainer's node, and for a replay."""
+        return 0 if self.why_no_rollout_nodes else self.cluster.rollout_nodes
+
+    @property
+    def why_no_rollout_nodes(self) -> str | None:
+        """Return why the job takes no rollout nodes, whatever the cluster file says; None if it may."""
+        if self.config.rollout.replay is not None:
+            return "a replay samples nothing (rollout.replay)"
+        if self.config.rollout.sglang.colocated:
+            return "the recipe's servers are on the GPUs that train (rollout.sglang.colocated)"
+        return None
 
     @property
     def processes(self) -> int:
@@ -113,12 +122,19 @@ class ClusterJob:
                 f"rollout.sglang.tensor={tensor} does not divide gpus_per_node={self.cluster.gpus_per_node} "
                 f"of the cluster file"
             )
+        servers, gpus = self.cluster.servers_per_node or 0, self.cluster.gpus_per_node
+        if self.rollout_nodes and 0 < gpus < servers * tensor:
+            yield (
+                f"servers_per_node = {servers} of rollout.sglang.tensor={tensor} GPUs each need "
+                f"{servers * tensor}, and gpus_per_node = {gpus}: lower servers_per_node in the cluster "
+                f"file, or leave it out"
+            )
         if self.rollout_nodes and self.config.rollout.sglang.urls:
             yield "rollout.sglang.urls names servers, and the job starts others: set rollout_nodes = 0"
-        if self.config.rollout.sglang.colocated and "BAPO_ENGINES" in self.cluster.environment:
+        if (why := self.why_no_rollout_nodes) and "BAPO_ENGINES" in self.cluster.environment:
             yield (
-                "BAPO_ENGINES in the cluster file waits for servers of another job, and the recipe's are "
-                "colocated: leave it out, or add --rollout.sglang.no-colocated"
+                f"BAPO_ENGINES in the cluster file waits for servers of another job, and {why}: leave it "
+                f"out, or that setting"
             )
         if problem := self._no_servers():
             yield problem
@@ -226,11 +242,8 @@ class ClusterJob:
                 "model's config.json: servers that are not ready after engines_wait_s are given up; raise it"
             )
         yield from self._shares()
-        if self.cluster.rollout_nodes > self.rollout_nodes:
-            yield (
-                f"rollout_nodes = {self.cluster.rollout_nodes} of the cluster file is left out: the recipe's "
-                f"servers are on the GPUs that train (rollout.sglang.colocated)"
-            )
+        if self.cluster.rollout_nodes and (why := self.why_no_rollout_nodes):
+            yield f"rollout_nodes = {self.cluster.rollout_nodes} of the cluster file is left out: {why}"
         if self.rollout_nodes and 1 in (self.trainer_nodes, self.rollout_nodes):
             yield (
                 "a group of this heterogeneous job has one node: when it is lost Slurm takes the whole job "
@@ -275,9 +288,11 @@ class ClusterJob:
     def _memory_need(self) -> float | None:
         """Return a node's host memory during a save in GB, plus a fifth; None without a plan."""
         try:
-            return 1.2 * host_bytes(self.planned()) / GB
+            planned = self.planned()
         except ConfigError:
             return None
+        # The plan's nodes have eight GPUs; the cluster's may have fewer ranks.
+        return 1.2 * host_bytes(planned) / GB * self.tasks_per_node / planned.gpus_on_node
 
     def _disk_need(self) -> float | None:
         """Return the run directory's size in GB at the plan's response lengths; None without the model's

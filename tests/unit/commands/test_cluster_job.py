@@ -46,14 +46,27 @@ def job(cluster: ClusterFile | None = None, **parallel: object) -> ClusterJob:
     return ClusterJob(config, cluster, LARGE, ("--steps", "3"), ROOT, ROOT / "slurm")
 
 
-def test_colocated_servers_need_no_nodes_whatever_the_cluster_file_says() -> None:
+@pytest.mark.parametrize(
+    ("replay", "nodes", "field"),
+    [
+        (None, "1, where 8 GPUs train and 8 sample, in turns", "rollout.sglang.colocated"),
+        (Path("/shared/run"), "1 node trains", "rollout.replay"),
+    ],
+)
+def test_a_job_without_servers_of_its_own_takes_no_nodes_for_them(
+    replay: Path | None, nodes: str, field: str
+) -> None:
+    """Whatever the cluster file says: servers that share the trainer's GPUs, and stored rollouts."""
     recipe = ROOT / "recipes/r1_distill_qwen_7b_8k.py"
-    small = ClusterJob(load_recipe(recipe, RunConfig), pyxis(), recipe, (), ROOT, ROOT / "slurm")
+    config = load_recipe(recipe, RunConfig)
+    config = replace(config, rollout=replace(config.rollout, replay=replay))
+    small = ClusterJob(config, replace(pyxis(), mounts=("/:/",)), recipe, (), ROOT, ROOT / "slurm")
     assert [(group["role"], group["nodes"]) for group in small.groups()] == [("trainer", 1)]
-    assert small.summary()[1] == "Nodes: 1, where 8 GPUs train and 8 sample, in turns"
-    assert "rollout_nodes = 8 of the cluster file is left out" in "\n".join(check_job(small, force=False))
+    assert small.summary()[1] == f"Nodes: {nodes}"
+    [line] = [line for line in check_job(small, force=False) if line.startswith("rollout_nodes = 8")]
+    assert field in line
     waits = replace(small, cluster=replace(small.cluster, environment={"BAPO_ENGINES": "4"}))
-    with pytest.raises(ConfigError, match=r"BAPO_ENGINES .* --rollout\.sglang\.no-colocated"):
+    with pytest.raises(ConfigError, match=f"BAPO_ENGINES .*{field}"):
         check_job(waits, force=False)
 
 
@@ -82,6 +95,8 @@ LINE_END = "r\ntouch here"
         (lambda: job(nodes(9)), True, "72 processes, no multiple of the 64"),
         (lambda: job(nodes(16)), True, "parallel.data=1 needs 64 processes, and 16 nodes have 128"),
         (lambda: with_sglang(job(), urls=("http://a:1",)), True, "set rollout_nodes = 0"),
+        # Each server is given its own GPUs: of eight two servers of four have some.
+        (lambda: job(replace(pyxis(), servers_per_node=3)), True, "GPUs each need 12, and gpus_per_node = 8"),
         # NeMo-Run would change these paths.
         (lambda: replace(job(), root=Path("/home/x/nemo_run")), True, "rename the folder"),
         (lambda: job(replace(pyxis(), python="/nemo_run/python")), True, "/nemo_run/python: NeMo-Run repl"),
@@ -205,6 +220,9 @@ def test_warnings_for_missing_inputs_and_a_small_disk(tmp_path: Path) -> None:
     needy = replace(large.cluster, health=replace(large.cluster.health, memory_gb=1))
     (warning,) = check_job(replace(large, cluster=needy), force=False)
     assert warning.endswith("and the probe asks for 1: set health.memory_gb = 81 in the cluster file")
+    half = replace(needy, gpus_per_node=4, trainer_nodes=16)
+    (warning,) = check_job(replace(large, cluster=half), force=False)
+    assert "set health.memory_gb = 41 in" in warning  # four ranks write half of what eight do
     small = replace(large.cluster, health=replace(large.cluster.health, disk_gb=1500))
     (warning,) = check_job(replace(large, cluster=small), force=False)
     assert "needs 1,623 GB" in warning

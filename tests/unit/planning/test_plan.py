@@ -239,10 +239,26 @@ def test_the_text_of_a_plan_shows_both_turns() -> None:
     assert "the policy stays (parallel.offload is off)" in text(stays)
 
 
-def test_engines_that_cannot_sample_have_no_step_time() -> None:
-    lines = list(summary(make_plan(altered(planned(), {"run.rollout.sglang.tensor": 1}))))
-    assert lines[0].startswith("DOES NOT FIT")
-    assert len(lines) == 5
+def test_engines_that_cannot_sample_have_no_step_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bapo(["plan", str(RECIPE), "--engine-gpus", "2"]) == 1
+    assert "\nStep: no estimate, for no engine can sample\n" in capsys.readouterr().out
+    assert bapo(["plan", str(RECIPE), "--engine-gpus", "2", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # Infinity is not JSON
+    assert found["step_seconds"] is found["engines"]["rollout_seconds"] is None
+
+
+@pytest.mark.parametrize("recipe", ["r1_distill_qwen_7b_8k", "bp_math_32b_64k"])
+def test_a_replay_has_no_engines(recipe: str) -> None:
+    """Neither their time, nor their nodes, nor their memory beside a policy that stays on the GPU."""
+    changes = {"parallel.offload": False, "rollout.replay": Path("run")}
+    plan = make_plan(of_recipe(recipe, changes))
+    assert plan.verdict.fits
+    assert plan.step_seconds == plan.train_seconds
+    lines = list(summary(plan))
+    assert lines[1] == f"Nodes: {nodes_text(plan.trainer_nodes, 0)}"
+    assert lines[2].startswith(f"Step: {plan.train_seconds:,.0f} s: training {plan.train_seconds:,.0f} s, no")
+    text = plan_text(plan, [], [])
+    assert not [word for word in ("Engines", "servers", "Weight sync") if word in text]
 
 
 @pytest.mark.parametrize(

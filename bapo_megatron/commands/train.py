@@ -280,7 +280,10 @@ def rollout_server_command(arguments: Sequence[str]) -> None:
 
 
 def _server_flags(arguments: Sequence[str]) -> Iterator[str]:
-    rest = iter(arguments)
+    from bapo_megatron.commands.train_flags import TrainCommand
+    from bapo_megatron.config.flags import in_tyros_form
+
+    rest = iter(in_tyros_form(TrainCommand, arguments))
     for word in rest:
         if word == "--fork":
             next(rest, None)

@@ -55,6 +55,8 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     bapo_export
     ((BAPO_RESTART > 0)) || rm -f "$BAPO_RUN/$BAPO_STOP_FILE"  # of a job that was cancelled
     bapo_account  # first: a job whose budget is spent must not start anything
+    # Cancelled, and taken back by Slurm before it had stopped: it would train on to its next end.
+    [[ ! -e $BAPO_RUN/$BAPO_STOP_FILE ]] || { bapo_finish 85; exit; }
     bapo_forget_engines  # before servers start: an old entry would count as one of them
     # Before the health check, which takes minutes: a signal during it is noted, and the job ends with 85.
     trap 'bapo_told USR1' USR1

@@ -64,7 +64,7 @@ bapo_run_directory() {  # recipe and flags of `bapo train`: where the run is
     shift
     while (($#)); do
         case $1 in
-            --run-dir=* | --run_dir=*) run=${1#*=} ;;
+            --run-dir=* | --run_dir=* | run-dir=* | run_dir=*) run=${1#*=} ;;
             --run-dir | --run_dir) run=${2:-} ;;
         esac
         shift

@@ -195,9 +195,10 @@ def test_the_servers_of_a_job_take_its_flags(monkeypatch: pytest.MonkeyPatch) ->
     served = []
     serve = "bapo_megatron.rollout.engines.sglang.server_process.serve"
     monkeypatch.setattr(serve, lambda command, _cuda: served.append(command))
-    for words in (["--rollout-only"], ["--fork", "runs/a:7"], ["--fork=runs/a"]):
-        assert cli.run(["rollout-server", str(RECIPE), *words, "--port=1"]) == 0
-    assert [command.port for command in served] == [1, 1, 1]
+    alone = ["--rollout-only", "--rollout-only true", "--rollout_only=True", "rollout-only=true"]
+    for words in (*alone, "--fork runs/a:7", "--fork=runs/a", "fork=runs/a"):
+        assert cli.run(["rollout-server", str(RECIPE), *words.split(), "--port=1"]) == 0
+        assert served.pop().port == 1
 
 
 @pytest.mark.parametrize(("updates", "is_new", "warned"), [(0, True, 1), (0, False, 0), (4, True, 0)])

@@ -242,6 +242,26 @@ def test_a_signal_while_slurm_does_not_answer_is_kept(shell: Shell, tmp_path: Pa
     assert read_jsonl(RunPaths(tmp_path).events)[-1]["signal"] == "TERM"
 
 
+@pytest.mark.parametrize(
+    ("restart", "health", "status"), [("0", "checked", "running"), ("1", "", "cancelled")]
+)
+def test_a_cancelled_job_that_slurm_takes_back_trains_no_more(
+    shell: Shell, tmp_path: Path, restart: str, health: str, status: str
+) -> None:
+    """Its node was lost before it had saved. A request of before the first start was for another job."""
+    (tmp_path / "recipe.py").touch()
+    (tmp_path / "stop").touch()
+    (tmp_path / "slurm.state").write_text("job=7\nstatus=running\n")
+    script = f"""
+        bapo_health() {{ echo checked >&3; exit; }}
+        bapo_begin recipe.py --run-dir {tmp_path} 3>&1
+    """
+    found = shell(script, SLURM_RESTART_COUNT=restart)
+    assert (found.returncode, found.stdout.splitlines()[1:]) == (0, health.split()), found.stderr
+    assert f"status={status}\n" in (tmp_path / "slurm.state").read_text()
+    assert not (tmp_path / "stop").exists()
+
+
 def test_a_trainer_that_starts_after_the_signal_is_told(shell: Shell, tmp_path: Path) -> None:
     script = """
         bapo_finish() { echo "finished $1"; }

@@ -216,39 +216,41 @@ def _outputs(run: Path, job: JobState | None) -> list[Path]:
     return sorted(RunPaths(run).logs.glob(f"sbatch_*_{job.job}.out")) if job else []
 
 
-def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
-    """Print the last lines of each log. Raises ConfigError if the run has none."""
+def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> dict[Path, int]:
+    """Print the last lines of each log; return where each ended. Raises ConfigError if the run has none."""
     logs = newest_logs(run, every_rank)
     if not logs:
         raise ConfigError(
             f"{run} has no logs: a job that waits has none yet, and a run that was started by hand writes to "
             f"its terminal"
         )
+    ends = {}
     for path in logs:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
+            ends[path] = file.tell()
         out.write(f"==> {path.relative_to(run)} <==\n")
         out.write("".join(f"{printable(line)}\n" for line in lines[-_LINES:]))
+    return ends
 
 
 def follow_logs(
     run: Path, out: TextIO, every_rank: bool = False, is_following: Callable[[], bool] = lambda: True
 ) -> None:
     """Print new log lines, including later starts', until interrupted (`tail -f`)."""
-    show_logs(run, out, every_rank)
-    seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
+    seen = show_logs(run, out, every_rank)
     last: Path | None = None
     ask = _asked_rarely()
     while is_following():
         time.sleep(0.5)
         for path in newest_logs(run, every_rank, ask):
-            size = path.stat().st_size
             with path.open("rb") as file:
-                file.seek(seen.get(path, 0) if size >= seen.get(path, 0) else 0)
+                size, before = file.seek(0, os.SEEK_END), seen.get(path, 0)
+                file.seek(before if size >= before else 0)
                 text = file.read().decode(errors="replace")
-            seen[path] = size
+                seen[path] = file.tell()  # not the size: the log may have grown meanwhile
             if not text:
                 continue
             if path != last:

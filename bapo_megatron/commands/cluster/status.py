@@ -142,7 +142,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         metrics=metrics,
         checkpoint=saved[0] if saved else None,
         checkpoint_age_s=files_now - saved[1] if saved else None,
-        engines=_engines(run, metrics, files_now, job is not None) if runs else None,
+        engines=_engines(run, metrics, config, files_now, job is not None) if runs else None,
         moved=_moved(paths.metrics),
         starts=_starts(config),
         stalled_s=_stalled_s(run, config, now, files_now) if state.lower().startswith("running") else None,
@@ -252,13 +252,18 @@ def _ended(run: Path) -> str:
     return "not running here, and no end is recorded: killed, or on another machine"
 
 
-def _engines(run: Path, metrics: dict[str, Any], now: float, of_job: bool) -> tuple[int, int] | None:
+def _engines(
+    run: Path, metrics: dict[str, Any], config: dict[str, Any], now: float, of_job: bool
+) -> tuple[int, int] | None:
     files = list(RunPaths(run).engines.glob("*.json"))
     ready = sum(_is_ready(file, now) for file in files)
     if files and (of_job or ready):  # otherwise they are a former job's
         return ready, len(files)
-    alive = metrics.get("sampler/engines")
-    return None if alive is None else (int(alive), int(alive))
+    if (alive := metrics.get("sampler/engines")) is None:
+        return None
+    servers = len(config.get("rollout.sglang.urls") or ()) or config.get("rollout.sglang.servers", 1)
+    known = servers if config.get("rollout.engine") == "sglang" else 1
+    return int(alive), max(int(alive), known)
 
 
 def _is_ready(file: Path, now: float) -> bool:

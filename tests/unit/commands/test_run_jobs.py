@@ -79,6 +79,25 @@ def test_following_shows_what_is_new_and_the_next_start(run: Path, monkeypatch: 
     assert 1 <= squeue.call_count <= 4
 
 
+def test_following_shows_each_line_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are written while it looks."""
+    log, real, lines = run / "logs/41/0/job.log", Path.open, iter("abcdef")
+    log.parent.mkdir(parents=True)
+    log.touch()
+
+    def grows(path: Path, *rest: Any, **more: Any) -> Any:
+        if path == log:
+            with real(path, "a") as file:
+                file.write(f"{next(lines)}\n")
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(Path, "open", grows)
+    monkeypatch.setattr(run_job.time, "sleep", lambda _s: None)
+    out, looks = io.StringIO(), iter([True] * 3 + [False])
+    follow_logs(run, out, is_following=lambda: next(looks))
+    assert [line for line in out.getvalue().splitlines() if len(line) == 1] == list("abcd")
+
+
 def test_missing_logs_and_jobs_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="writes to its terminal"):
         show_logs(tmp_path, io.StringIO())

@@ -238,7 +238,11 @@ def test_how_a_local_run_ended(run: Path, kinds: tuple[str, ...], told: str) -> 
     assert "alive" not in text_of(run)
     with locked(run / ".lock"):
         assert f"job         running here, process {os.getpid()}" in text_of(run)
-        assert "engines     1 of 1 alive\n" in text_of(run)
+        for servers, known in (({}, 1), ({"servers": 4}, 4), ({"urls": ["http://a:1", "http://b:1"]}, 2)):
+            config = {f"rollout.sglang.{name}": value for name, value in servers.items()}
+            stored = {"format": FORMAT, "config": {"rollout.engine": "sglang", **config}}
+            (run / "config.json").write_text(json.dumps(stored))
+            assert f"engines     1 of {known} alive\n" in text_of(run)
 
 
 @pytest.mark.parametrize("job_status", ["stopped", "done", "cancelled", "requeued"])

@@ -1,6 +1,8 @@
 # shellcheck shell=bash
 # Registry of rollout servers: RUN/engines/HOST-PORT.json, which each server's task renews while it is alive.
 
+BAPO_URL_OF='s/.*"url": "\([^"]*\)".*/\1/p'  # of sed: the address in an entry
+
 bapo_file_time() {  # now, by the clock that stamps files: that of a file server may be minutes off
     { touch "$BAPO_LOGS/.now.tmp" && stat -c %Y "$BAPO_LOGS/.now.tmp"; } 2>/dev/null || date +%s
 }
@@ -9,24 +11,14 @@ bapo_engines_alive() {  # addresses of the live servers, one a line
     local file now
     now=$(bapo_file_time)
     for file in "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json; do
-        [[ -f $file && ! -L $file && -O $file ]] || continue  # of this user, and no link
         grep -q '"state": "ready"' "$file" 2>/dev/null || continue
         ((now - $(stat -c %Y "$file" 2>/dev/null || echo 0) < BAPO_FRESH_S)) || continue
-        bapo_engine_of "$file"
+        sed -n "$BAPO_URL_OF" "$file"
     done
-}
-
-bapo_engine_of() {  # file: the address in it
-    local url
-    url=$(sed -n 's/.*"url": "\([^"]*\)".*/\1/p' "$1")
-    [[ ! $url =~ ^http://[A-Za-z0-9][A-Za-z0-9._-]*:[0-9]{1,5}$ ]] || echo "$url"  # one address, and no flag
 }
 
 bapo_engines_of_job() {  # addresses of the servers that this start has begun, ready or not, one a line
-    local file
-    grep -ls "\"job\": $SLURM_JOB_ID," "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json | while read -r file; do
-        [[ ! -f $file || -L $file || ! -O $file ]] || bapo_engine_of "$file"
-    done
+    grep -hs "\"job\": $SLURM_JOB_ID," "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json | sed -n "$BAPO_URL_OF"
 }
 
 bapo_start_s() {  # longest start of the servers that this start has begun, by their recipe

@@ -28,8 +28,6 @@ bapo_first_failure() {
     files=$(find "$BAPO_LOGS/ended" -type f ! -name '*.tmp' -printf '%T@ %p\n' 2>/dev/null | sort -n)
     while read -r _ file; do
         if [[ -z $file ]] || ! read -r code <"$file"; then continue; fi
-        [[ ${file##*/} =~ ^[0-9]+$ ]] || continue
-        [[ $code =~ ^(0|[1-9][0-9]{0,2})$ ]] || code=1  # no exit code, and it must not reach arithmetic
         [[ $code = 0 || $code = 85 ]] || { echo "${file##*/} $code"; return; }
     done <<<"$files"
 }

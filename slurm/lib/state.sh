@@ -5,20 +5,6 @@ BAPO_STATE_NAMES=(job restart status signal progress crash preemption time_limit
     idle excluded excluded_at end nodes)
 declare -A bapo_state
 
-# Whether a line of the state file may be used: it is data, which others may have written. Numbers stand in
-# arithmetic later, where bash would run the commands in `x[$(...)]`; a leading zero would make them octal.
-bapo_is_state() {  # name, value
-    case $1 in
-        restart | progress | crash | preemption | time_limit | node | storage | engines | health | idle | \
-            excluded_at | end)
-            [[ $2 =~ ^(0|-?[1-9][0-9]{0,14})$ ]] ;;
-        job) [[ $2 =~ ^[0-9]+$ ]] ;;
-        status | signal) [[ $2 =~ ^[A-Za-z0-9]*$ ]] ;;
-        excluded | nodes) [[ $2 =~ ^[A-Za-z0-9._,\ -]*$ ]] ;;
-        *) return 1 ;;
-    esac
-}
-
 bapo_read_state() {
     local name value
     bapo_state=([job]=$SLURM_JOB_ID [progress]=-1 [crash]=0 [preemption]=0 [time_limit]=0 [node]=0
@@ -28,11 +14,7 @@ bapo_read_state() {
     # A person submitted another job: it begins with full budgets.
     grep -qx "job=$SLURM_JOB_ID" "$BAPO_RUN/$BAPO_STATE_FILE" || return 0
     while IFS='=' read -r name value; do
-        if [[ -z $value ]] || bapo_is_state "$name" "$value"; then
-            [[ -z $value ]] || bapo_state[$name]=$value
-        else
-            bapo_say "$BAPO_STATE_FILE: a line that no job wrote is ignored: $(bapo_json "$name=$value")" >&2
-        fi
+        [[ -z $value ]] || bapo_state[$name]=$value
     done <"$BAPO_RUN/$BAPO_STATE_FILE"
 }
 

@@ -25,10 +25,6 @@ _EXAMPLES = {"time": ', in quotes: "24:00:00" is 24 hours, and Slurm takes "24" 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
-CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-"""Characters forbidden in a job script's lines: text after a line end would be a command."""
-
-_TEXTS = ("account", "partition", "qos", "constraint", "mem", "container")
 _OF_THE_FILE = ("account", "partition", "time", "qos", "constraint", "mem", "cpus-per-task")
 _OF_THE_JOB = {
     "signal": "set lead_s",
@@ -194,30 +190,19 @@ def _invalid_values(cluster: ClusterFile) -> Iterator[str]:
             yield f"mounts: {mount!r} must be HOST:CONTAINER"
     if cluster.mounts and cluster.container is None:
         yield "mounts are of a container, and there is none: set container, or leave them out"
-    yield from _broken_lines(cluster)
     for name in cluster.environment:
         if not _NAME.fullmatch(name):
             yield f"environment.{name}: a variable's name has letters, digits and _ alone"
     yield from _invalid_flags(cluster)
 
 
-def _broken_lines(cluster: ClusterFile) -> Iterator[str]:
-    for flag in cluster.sbatch:
-        if not _FLAG.fullmatch(flag):
-            yield f"sbatch.{flag!a} is not a flag of sbatch: write its name without dashes in front"
-    texts = {name: getattr(cluster, name) for name in _TEXTS}
-    texts |= {f"sbatch.{flag}": value for flag, value in cluster.sbatch.items()}
-    texts |= {f"mounts[{place}]": mount for place, mount in enumerate(cluster.mounts)}
-    for name, text in texts.items():
-        if text is not None and CONTROL.search(text):
-            yield f"{name} = {text!a} has a line end or another control character: leave it out"
-
-
 def _invalid_flags(cluster: ClusterFile) -> Iterator[str]:
     """Yield problems of ``sbatch`` flags that conflict with the file or the job itself."""
     for name, value in cluster.sbatch.items():
         flag = name.replace("_", "-")
-        if flag in _OF_THE_FILE:
+        if not _FLAG.fullmatch(flag):
+            yield f"sbatch.{name!a} is not a flag of sbatch: write its name without dashes in front"
+        elif flag in _OF_THE_FILE:
             yield f"sbatch.{name}: the key {flag.replace('-', '_')} of this file sets it"
         elif flag in _OF_THE_JOB:
             yield f"sbatch.{name} is the job's own: {_OF_THE_JOB[flag]}"

@@ -14,12 +14,12 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.commands.cluster.cluster_file import CONTROL, ClusterFile
+from bapo_megatron.commands.cluster.cluster_file import ClusterFile
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GB, Job, PlanOptions, find_shape
@@ -31,17 +31,6 @@ from bapo_megatron.rollout.engines.sglang.requirements import placement_problem
 
 _REHEARSE = (sys.executable, "-m", "bapo_megatron.cli", "rehearse")
 _TO_SLURM = ("account", "partition", "time", "qos", "constraint", "cpus_per_task", "mem")
-
-
-def _without_run_dir(flags: Sequence[str]) -> Iterator[str]:
-    """Yield the flags without `--run-dir` and its value, in any spelling that tyro accepts."""
-    words = iter(flags)
-    for word in words:
-        name, value, _ = word.replace("_", "-").partition("=")
-        if name != "--run-dir":
-            yield word
-        elif not value:
-            next(words, None)
 
 
 @dataclass(frozen=True)
@@ -138,12 +127,6 @@ class ClusterJob:
             )
         if problem := self._no_servers():
             yield problem
-        for what, text in {"name": self.config.name, **self._paths(), **self._inputs()}.items():
-            if CONTROL.search(str(text)):
-                yield (
-                    f"{what} {str(text)!a} has a line end or another control character, which no line of "
-                    "a job's script can hold: rename it"
-                )
         # In paths, flags and variables, all of which NeMo-Run would change silently.
         for word in sorted({word for word in self._words() if "/nemo_run" in word}):
             yield f"{word}: NeMo-Run replaces /nemo_run in every path; rename the folder"
@@ -339,9 +322,8 @@ class ClusterJob:
 
     def arguments(self) -> str:
         """Return recipe and flags quoted as one shell line."""
-        # The run directory is absolute: nodes may see another working directory.
-        words = [str(self.recipe), *_without_run_dir(self.flags), "--run-dir", str(self.run_dir)]
-        return shlex.join(words)
+        # The run directory is absolute: nodes may see another working directory. The last of two counts.
+        return shlex.join([str(self.recipe), *self.flags, "--run-dir", str(self.run_dir)])
 
     def settings(self) -> dict[str, str]:
         """Return the variables of `slurm/lib/settings.sh` and the cluster file."""

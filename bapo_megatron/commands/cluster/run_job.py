@@ -8,11 +8,11 @@ commands run with a deadline.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +37,6 @@ LIVE_STATES = (
 _DEADLINE_S = 15.0
 _ASK_S = 30.0
 """How long a Slurm answer is reused while following logs, seconds."""
-_MOST_STATE_BYTES = 1 << 20
 _LINES, _TAIL_BYTES = 40, 1 << 20
 """Most lines, and bytes, shown of a log."""
 _DEFAULTS = ("SQUEUE_", "SCANCEL_", "SINFO_")
@@ -71,7 +70,7 @@ def read_job_state(run: Path, ask: Ask | None = None) -> JobState | None:
     previous one is over, which ``ask`` (None: ``queue_state``) may ask Slurm.
     """
     begun, submitted = _read_state_file(run), _submitted(run)
-    if submitted is None or (begun is not None and submitted <= _number(begun.job)):
+    if submitted is None or (begun is not None and submitted <= int(begun.job)):
         return begun
     if begun is not None and begun.status not in ("done", "stopped", "cancelled"):
         queued = (ask or queue_state)(begun.job)  # it may have been killed without a record
@@ -82,34 +81,26 @@ def read_job_state(run: Path, ask: Ask | None = None) -> JobState | None:
 
 def _submitted(run: Path) -> int | None:
     try:
-        with RunPaths(run).submitted_job.open("rb") as file:
-            return _number(file.read(_MOST_STATE_BYTES).decode(errors="replace").strip()) or None
+        return int(RunPaths(run).submitted_job.read_text())
     except FileNotFoundError:
         return None
 
 
 def _read_state_file(run: Path) -> JobState | None:
-    """Return the state file's content, None without one. Raises ConfigError if it names no valid job. The job
-    becomes an argument of Slurm commands: `scancel --user=...` would end all jobs of the user."""
-    path = RunPaths(run).slurm_state
+    """Return the state file's content, None without one."""
     try:
-        with path.open("rb") as file:
-            lines = file.read(_MOST_STATE_BYTES).decode(errors="replace").splitlines()
+        lines = RunPaths(run).slurm_state.read_text().splitlines()
     except FileNotFoundError:
         return None
-    values = dict(line.partition("=")[::2] for line in lines)
-    if not re.fullmatch(r"[0-9]{0,15}", job := values.get("job", "")):
-        raise ConfigError(
-            f"{path}: job={job[:200]!r} is not a job of Slurm: no job wrote that; delete the file"
-        )
+    values = defaultdict(str, (line.split("=", 1) for line in lines))
     return JobState(
-        job=job,
-        restart=_number(values.get("restart")),
-        status=values.get("status", ""),
-        end=_number(values.get("end")),
-        nodes=values.get("nodes", ""),
-        excluded=values.get("excluded", ""),
-        requeues={name: _number(values.get(name)) for name in _COUNTERS},
+        job=values["job"],
+        restart=int(values["restart"] or 0),
+        status=values["status"],
+        end=int(values["end"] or 0),
+        nodes=values["nodes"],
+        excluded=values["excluded"],
+        requeues={name: int(values[name] or 0) for name in _COUNTERS},
     )
 
 
@@ -149,7 +140,7 @@ def lock_holder(run: Path) -> int | None:
     """Return the id of the local process that holds the run's lock; None if there is none. Looks in
     /proc/locks: trying the lock could make a run that starts at that moment fail."""
     try:
-        lock = RunPaths(run).lock.lstat()  # a link could name another program's lock, which we would kill
+        lock = RunPaths(run).lock.stat()
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None
@@ -178,10 +169,6 @@ def _has_open(pid: int, file: os.stat_result) -> bool:
     return False
 
 
-def _number(text: str | None) -> int:
-    return int(text) if text and re.fullmatch(r"-?[0-9]{1,15}", text) else 0
-
-
 # --- logs ----------------------------------------------------------------------------------------
 
 
@@ -197,16 +184,14 @@ def newest_logs(run: Path, every_rank: bool = False, ask: Ask | None = None) -> 
     Logs of the training job are preferred: a later job may evaluate or convert checkpoints. ``ask``: see
     ``read_job_state``.
     """
-    starts = [
-        folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
-    ]
+    starts = [folder for folder in RunPaths(run).logs.glob("[0-9]*/[0-9]*") if folder.is_dir()]
     if not starts:
         return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run, read_job_state(run, ask))
     job = read_job_state(run, ask)
     if job and job.status == "submitted" and (outputs := _outputs(run, job)):
         return outputs
     starts = [folder for folder in starts if job and folder.parent.name == job.job] or starts
-    folder = max(starts, key=lambda start: (_number(start.parent.name), int(start.name)))
+    folder = max(starts, key=lambda start: (int(start.parent.name), int(start.name)))
     logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
     return [path for path in logs if every_rank or _is_shown(path.name)]
 

@@ -128,16 +128,6 @@ def test_a_job_that_could_not_be_told_to_stop_does_not_stop_at_its_next_time_lim
     assert called == [("scancel", "--batch", "--signal=USR1", "41")]
 
 
-def test_a_state_file_names_no_argument_of_slurm(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bapo cancel --now` would have called `scancel --user=me`, which ends all jobs of the user."""
-    monkeypatch.setattr(run_job, "call_slurm", lambda *command: pytest.fail(f"called {command}"))
-    for job in ("--user=me", "12 --user=me", "../../..", "12,13", "-1"):
-        (run / "slurm.state").write_text(STATE.replace("job=41", f"job={job}"))
-        for ask in (lambda: run_job.cancel(run, at_once=True), lambda: read_status(run)):
-            with pytest.raises(ConfigError, match=f"slurm.state: job='{job}' is not a job of Slurm"):
-                ask()
-
-
 def test_a_lock_of_another_file_names_no_process_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,21 @@ def test_a_node_failure_is_found_in_the_job_log(shell: Shell, tmp_path: Path, sa
     assert found.stdout.strip() == kind, found.stderr
 
 
+def test_the_state_file_round_trips(shell: Shell, tmp_path: Path) -> None:
+    written = shell(
+        'bapo_read_state; bapo_write_state restart=3 status=running signal=USR1 "nodes=n1 n2" end=1790000000'
+        ' excluded=n3,n4 progress=12000003; bapo_read_state; echo "${bapo_state[*]}"'
+    )
+    assert written.stderr == ""
+    state = read_job_state(tmp_path)
+    assert state is not None
+    assert (state.restart, state.status, state.end, state.nodes, state.excluded) == (
+        *(3, "running", 1790000000, "n1 n2"),
+        "n3,n4",
+    )
+    assert "crash, and no newer checkpoint" in shell("bapo_read_state; bapo_may_requeue crash").stdout
+
+
 UNENDED = "srun: error: Timed out waiting for job step to complete"
 
 

@@ -52,7 +52,7 @@ def parse_flags(command: str, recipe: Path, default: C, arguments: Sequence[str]
     from bapo_megatron.config.flags import parse_options
     from bapo_megatron.config.removed import removed_settings
 
-    words = (word.removeprefix("run.").partition("=")[0] for word in arguments[1:])
+    words = (word.partition("=")[0] for word in arguments[1:])
     for told in removed_settings(word.removeprefix("--") for word in words if "." in word):
         raise ConfigError(told)
     described = f"Defaults are those of {recipe}."

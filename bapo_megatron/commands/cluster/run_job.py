@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TextIO
 
@@ -35,8 +34,9 @@ LIVE_STATES = (
 """States of a job that runs or will run, also if suspended by a preemption or held by Slurm."""
 
 _DEADLINE_S = 15.0
-_ASK_S = 30.0
-"""How long a Slurm answer is reused while following logs, seconds."""
+_FOLLOW_S, _LIST_S = 0.5, 5.0
+"""Intervals at which followed logs are read, and listed: listing may ask Slurm, whose controller serves the
+whole cluster."""
 _LINES, _TAIL_BYTES = 40, 1 << 20
 """Most lines, and bytes, shown of a log."""
 _DEFAULTS = ("SQUEUE_", "SCANCEL_", "SINFO_")
@@ -59,21 +59,17 @@ class JobState:
     requeues: dict[str, int]
 
 
-Ask = Callable[[str], tuple[str, str] | None]
-"""Query to Slurm, with the signature of ``queue_state``."""
-
-
-def read_job_state(run: Path, ask: Ask | None = None) -> JobState | None:
+def read_job_state(run: Path) -> JobState | None:
     """Return the state of the run's job; None if no job was ever started or submitted for it.
 
     A submitted job has no state file until it begins, perhaps days later. It becomes the run's job once the
-    previous one is over, which ``ask`` (None: ``queue_state``) may ask Slurm.
+    previous one is over, which Slurm may be asked.
     """
     begun, submitted = _read_state_file(run), _submitted(run)
     if submitted is None or (begun is not None and submitted <= int(begun.job)):
         return begun
     if begun is not None and begun.status not in ("done", "stopped", "cancelled"):
-        queued = (ask or queue_state)(begun.job)  # it may have been killed without a record
+        queued = queue_state(begun.job)  # it may have been killed without a record
         if queued is None or queued[0] in LIVE_STATES:
             return begun
     return JobState(str(submitted), 0, "submitted", 0, "", "", dict.fromkeys(_COUNTERS, 0))
@@ -92,7 +88,7 @@ def _read_state_file(run: Path) -> JobState | None:
         lines = RunPaths(run).slurm_state.read_text().splitlines()
     except FileNotFoundError:
         return None
-    values = defaultdict(str, (line.split("=", 1) for line in lines))
+    values = defaultdict[str, str](str, (line.partition("=")[::2] for line in lines))
     return JobState(
         job=values["job"],
         restart=int(values["restart"] or 0),
@@ -178,16 +174,15 @@ def logs_command(arguments: Sequence[str]) -> None:
     (follow_logs if "--follow" in switches else show_logs)(run, sys.stdout, "--all" in switches)
 
 
-def newest_logs(run: Path, every_rank: bool = False, ask: Ask | None = None) -> list[Path]:
+def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
     """Return the newest start's log files: the job's, rank 0's and the servers', or all with ``every_rank``.
 
-    Logs of the training job are preferred: a later job may evaluate or convert checkpoints. ``ask``: see
-    ``read_job_state``.
+    Logs of the training job are preferred: a later job may evaluate or convert checkpoints.
     """
     starts = [folder for folder in RunPaths(run).logs.glob("[0-9]*/[0-9]*") if folder.is_dir()]
     if not starts:
-        return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run, read_job_state(run, ask))
-    job = read_job_state(run, ask)
+        return sorted(RunPaths(run).logs.glob("*.log")) or _outputs(run, read_job_state(run))
+    job = read_job_state(run)
     if job and job.status == "submitted" and (outputs := _outputs(run, job)):
         return outputs
     starts = [folder for folder in starts if job and folder.parent.name == job.job] or starts
@@ -227,10 +222,12 @@ def follow_logs(
     """Print new log lines, including later starts', until interrupted (`tail -f`)."""
     seen = show_logs(run, out, every_rank)
     last: Path | None = None
-    ask = _asked_rarely()
+    logs, listed = list(seen), time.monotonic()
     while is_following():
-        time.sleep(0.5)
-        for path in newest_logs(run, every_rank, ask):
+        time.sleep(_FOLLOW_S)
+        if time.monotonic() - listed >= _LIST_S:
+            logs, listed = newest_logs(run, every_rank), time.monotonic()
+        for path in logs:
             with path.open("rb") as file:
                 size, before = file.seek(0, os.SEEK_END), seen.get(path, 0)
                 file.seek(before if size >= before else 0)
@@ -243,13 +240,6 @@ def follow_logs(
                 last = path
             out.write(printable(text.replace("\r\n", "\n").replace("\r", "\n")))
             out.flush()
-
-
-def _asked_rarely() -> Ask:
-    """Return ``queue_state`` with cached answers: logs are polled twice a second, and Slurm's controller
-    serves the whole cluster."""
-    answers = lru_cache(lambda job, _moment: queue_state(job))
-    return lambda job: answers(job, time.monotonic() // _ASK_S)
 
 
 def _is_shown(name: str) -> bool:

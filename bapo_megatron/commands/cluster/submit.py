@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,29 +61,14 @@ class SubmitCommand:
         """Parse the command line. Raises ConfigError without a recipe or cluster file."""
         if not arguments or arguments[0].startswith("-"):
             raise ConfigError(f"{USAGE}; the recipe comes first")
-        cluster: str | None = None
-        switches: set[str] = set()
-        flags: list[str] = []
-        rest = iter(arguments[1:])
-        for word in rest:
-            if word in ("--dry-run", "--force", "--rehearse"):
-                switches.add(word)
-            elif word == "--cluster":
-                cluster = next(rest, None)
-            elif word.startswith("--cluster="):
-                cluster = word.partition("=")[2]
-            else:
-                flags.append(word)
-        if not cluster:
+        parser = ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--cluster", nargs="?", type=Path)
+        for switch in ("--dry-run", "--force", "--rehearse"):
+            parser.add_argument(switch, action="store_true")
+        own, flags = parser.parse_known_args(arguments[1:])
+        if own.cluster is None:
             raise ConfigError(f"{USAGE}; slurm/clusters/ has examples of FILE")
-        return cls(
-            recipe=Path(arguments[0]),
-            cluster=Path(cluster),
-            dry_run="--dry-run" in switches,
-            force="--force" in switches,
-            flags=tuple(flags),
-            rehearse="--rehearse" in switches,
-        )
+        return cls(recipe=Path(arguments[0]), flags=tuple(flags), **vars(own))
 
 
 def submit_command(arguments: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import re
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -292,19 +293,10 @@ def report_command(arguments: Sequence[str]) -> None:
         "usage: bapo report RUN [RUN ...] [--output DIR], with directories of runs; DIR: RUN/report of one "
         "run, and comparison in the directory of the first of several"
     )
-    named = [part for word in arguments for part in _split_output(word)]
-    runs, output = [Path(argument) for argument in named], None
-    if "--output" in named:
-        place = named.index("--output")
-        if place + 1 == len(named):
-            refuse_arguments(arguments, usage)
-        runs, output = runs[:place] + runs[place + 2 :], runs[place + 1]
-    if not runs or any(str(run).startswith("-") for run in runs):
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("runs", nargs="*", type=Path)
+    parser.add_argument("--output", nargs="?", const="")
+    named, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown or not named.runs or named.output == "":
         refuse_arguments(arguments, usage)
-    print(write_report(runs, output))
-
-
-def _split_output(word: str) -> list[str]:
-    """Split ``--output=DIR`` into two words, or one if DIR is empty."""
-    name, equals, folder = word.partition("=")
-    return [name, *([folder] if folder else [])] if equals and name == "--output" else [word]
+    print(write_report(named.runs, named.output and Path(named.output)))

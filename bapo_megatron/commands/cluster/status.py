@@ -48,7 +48,6 @@ _WATCH_S = 5.0
 _STATUS_DEADLINE_S = 30.0
 """Deadline for reading the status, seconds; longer than Slurm's own deadline."""
 _CLOCK_S = 2.0
-_MOST_ENTRY_BYTES = 1 << 16
 _LAST_STEPS = 40
 """Number of last steps in the report of bound moves."""
 
@@ -116,8 +115,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         names = f"{paths.config.name} nor {paths.slurm_state.name}"
         raise ConfigError(
             f"{run} is not a run directory: it has neither {names} (nor has that of a job by plain sbatch "
-            "which "
-            f"still waits: `squeue --me`)"
+            f"which still waits: `squeue --me`)"
         )
     files_now = _files_now(run) if now is None else now
     now = time.time() if now is None else now
@@ -142,7 +140,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         metrics=metrics,
         checkpoint=saved[0] if saved else None,
         checkpoint_age_s=files_now - saved[1] if saved else None,
-        engines=_engines(run, metrics, config, files_now, job is not None) if runs else None,
+        engines=_engines(run, metrics, config, files_now, job and job.job) if runs else None,
         moved=_moved(paths.metrics),
         starts=_starts(config),
         stalled_s=_stalled_s(run, config, now, files_now) if state.lower().startswith("running") else None,
@@ -253,26 +251,25 @@ def _ended(run: Path) -> str:
 
 
 def _engines(
-    run: Path, metrics: dict[str, Any], config: dict[str, Any], now: float, of_job: bool
+    run: Path, metrics: dict[str, Any], config: dict[str, Any], now: float, job: str | None
 ) -> tuple[int, int] | None:
-    files = list(RunPaths(run).engines.glob("*.json"))
-    ready = sum(_is_ready(file, now) for file in files)
-    if files and (of_job or ready):  # otherwise they are a former job's
-        return ready, len(files)
+    """Return live and known engines: those that servers have registered, else those of the last metrics.
+    Silent entries of other jobs are left out: a former job's stay in the folder."""
+    ready = known = 0
+    for file in RunPaths(run).engines.glob("*.json"):
+        try:
+            entry, is_fresh = parse_row(file.read_bytes()), now - file.stat().st_mtime < FRESH_S
+        except (OSError, ValueError, ConfigError):  # it is being replaced
+            continue
+        ready += is_fresh and entry.get("state") == "ready"
+        known += is_fresh or str(entry.get("job")) == job
+    if known:
+        return ready, known
     if (alive := metrics.get("sampler/engines")) is None:
         return None
     servers = len(config.get("rollout.sglang.urls") or ()) or config.get("rollout.sglang.servers", 1)
-    known = servers if config.get("rollout.engine") == "sglang" else 1
-    return int(alive), max(int(alive), known)
-
-
-def _is_ready(file: Path, now: float) -> bool:
-    try:
-        with file.open("rb") as opened:
-            entry = parse_row(opened.read(_MOST_ENTRY_BYTES))
-        return now - file.stat().st_mtime < FRESH_S and entry.get("state") == "ready"
-    except (OSError, ValueError, ConfigError):  # being replaced, or a link, which the job ignores
-        return False
+    started = servers if config.get("rollout.engine") == "sglang" else 1
+    return int(alive), max(int(alive), started)
 
 
 def _age(row: dict[str, Any], now: float) -> float | None:

@@ -53,9 +53,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     add_event(run, 1800, kind="checkpoint", step=110)
     (run / "slurm.state").write_text(STATE)
     (run / "engines").mkdir()
-    for name, state, age in (("a", "ready", 5), ("b", "ready", 100), ("c", "starting", 5)):
+    of_jobs = (("a", "ready", 5, 41), ("b", "ready", 100, 41), ("c", "starting", 5, 41))
+    for name, state, age, job in (*of_jobs, ("former", "ready", 9000, 40)):
         file = run / f"engines/{name}.json"
-        file.write_text(json.dumps({"url": f"http://{name}", "state": state}))
+        file.write_text(json.dumps({"url": f"http://{name}", "state": state, "job": job}))
         os.utime(file, (NOW - age, NOW - age))
     os.utime(run / "metrics.jsonl", (NOW - 30, NOW - 30))
     queue(monkeypatch, ("RUNNING", ""))

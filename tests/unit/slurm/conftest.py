@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,6 +18,16 @@ SLURM = Path(__file__).parents[3] / "slurm"
 NO_PAUSES = "sleep() { :; }\n"
 """Put before lines that would look ten times, a second apart, for a node that is down."""
 Shell = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def program(name: str) -> ModuleType:
+    """A program of slurm/, none of which is a part of the package, as a module."""
+    spec = importlib.util.spec_from_file_location(f"slurm_{name}", SLURM / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def checkpoint(run: Path, step: int, whole: bool = True, update: int | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.executables import executable
-from tests.unit.slurm.conftest import SLURM, Shell
+from tests.unit.slurm.conftest import SLURM, Shell, program
 
 
 def run_rank(
@@ -121,22 +120,14 @@ def test_a_rank_runs_the_code_of_the_checkout(tmp_path: Path) -> None:
         assert found.stdout == f"{path}\n"
 
 
-PATH = Path(__file__).parents[3] / "slurm/launch.py"
-
-
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """slurm/launch.py, which runs where NeMo-Run is and is not a part of the package."""
+    """slurm/launch.py, which runs where NeMo-Run is."""
     for name in ("nemo_run", "nemo_run.core", "nemo_run.core.execution", "nemo_run.core.execution.slurm"):
         part: Any = ModuleType(name)
         part.SlurmBatchRequest = part.SlurmExecutor = part.SlurmJobDetails = object
         monkeypatch.setitem(sys.modules, name, part)
-    spec = importlib.util.spec_from_file_location("slurm_launch", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program("launch")
 
 
 def test_the_script_of_a_job_is_readable_by_its_user_alone(

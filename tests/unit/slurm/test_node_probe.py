@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import threading
 import time
@@ -14,21 +13,12 @@ from typing import Any
 import pytest
 
 from tests.support.executables import executable
-from tests.unit.slurm.conftest import SLURM, Shell, checkpoint
-
-PATH = SLURM / "probe.py"
+from tests.unit.slurm.conftest import Shell, checkpoint, program
 
 
 @pytest.fixture(scope="module")
 def probe() -> ModuleType:
-    """slurm/probe.py, which is a program and no part of the package."""
-    spec = importlib.util.spec_from_file_location("node_probe", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return program("probe")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
@@ -18,11 +17,11 @@ import pytest
 
 from bapo_megatron.rollout.engines.sglang_launch.api_key import make_key_file, read_key_file
 from tests.support.executables import executable
+from tests.unit.slurm.conftest import SLURM, program
 
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[3]
-SLURM = ROOT / "slurm"
 THIEF = """
 import http.server, sys
 class Thief(http.server.BaseHTTPRequestHandler):
@@ -142,13 +141,7 @@ def test_another_program_on_the_port_is_not_registered(task: Callable[[str], Pat
 
 @pytest.fixture
 def addresses() -> ModuleType:
-    """slurm/node_address.py, which is a program and no part of the package."""
-    found = importlib.util.spec_from_file_location("node_address", SLURM / "node_address.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    return program("node_address")
 
 
 ROUTES = {

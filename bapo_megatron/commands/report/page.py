@@ -52,7 +52,7 @@ Cells = tuple[str, list[str]]
 _OUR_PREFIXES = (
     *("reward", "rollout", "sampler", "policy", "bapo", "contribution", "staleness", "time", "eval"),
     *("source", "corrections", "polarity", "tokens", "raised", "entropy_rule", "quadrant", "ratio"),
-    *("experts",),
+    *("experts", "sampled", "environment"),
 )
 """First parts of the metric names that any run may have."""
 _COMPARED_EVENTS = (

@@ -150,7 +150,9 @@ def test_a_comparison_has_the_metrics_of_custom_losses() -> None:
     runs = [read_run(FIXTURES / name) for name in ("bapo", "papo")]
     assert own_metrics(runs) == [], "all others have panels"
     runs[0].steps.last["spo/factor"] = 0.5
-    runs[0].steps.last["experts/router_entropy"] = 1.5  # of a mixture of experts: it has panels
+    # Of a mixture of experts, of all that was sampled, of an environment: they have panels.
+    ours = ("experts/router_entropy", "sampled/reward/mean", "environment/turns_mean")
+    runs[0].steps.last.update(dict.fromkeys(ours, 1.5))
     assert own_metrics(runs) == [("spo/factor", ["0.500", NO_VALUE])]
 
 

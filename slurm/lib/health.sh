@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Health check of every node before the trainer starts. Bad nodes are excluded by a requeue, once between two
-# checkpoints: in a month of many nodes more than one fails.
+# Health check of every node before the trainer starts. Bad nodes are excluded by a requeue, a few times
+# between two checkpoints: those that Slurm gives instead may be bad, too, for jobs that fail leave them idle.
 
 bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NODE.json and FOLDER/verdict
     local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags gpus
@@ -37,7 +37,7 @@ bapo_bad_nodes() {
 }
 
 bapo_health() {
-    local group bad nodes pid pids=() before progress
+    local group bad nodes pid pids=() before progress most=$BAPO_MAX_IDLE again=0
     [[ $BAPO_HEALTH = on && -z $BAPO_SIGNAL ]] || return 0
     for group in $(bapo_groups); do bapo_probe "$group" & pids+=("$!"); done
     for pid in "${pids[@]}"; do
@@ -61,14 +61,17 @@ bapo_health() {
         exit 1
     fi
     before=${bapo_state[excluded]} progress=$(bapo_progress)
-    if [[ -n $before ]] && ((progress <= bapo_state[excluded_at])); then
+    # With one node a wrong setup looks like a bad node: the job would leave out one after the other.
+    [[ $(bapo_all_nodes) = *' '* ]] || most=0
+    [[ -z $before ]] || ((progress > bapo_state[excluded_at])) || again=$((bapo_state[health_idle] + 1))
+    if ((again > most)); then
         bapo_stop health "nodes $before were left out before; others are bad now" "$bad" 1
         exit 1
     fi
     bapo_event nodes_excluded "nodes=$nodes" "cause=$bad"
     bapo_say "requeue without bad nodes:"$'\n'"$bad"
     bapo_write_state "excluded=${before:+$before,}$nodes" "excluded_at=$progress" \
-        "health=$((bapo_state[health] + 1))" status=requeued
+        "health=$((bapo_state[health] + 1))" "health_idle=$again" status=requeued
     bapo_requeue "$nodes"
     bapo_stop health "scontrol requeue failed" "$bad" 1
     exit 1

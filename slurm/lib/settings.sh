@@ -19,7 +19,8 @@ BAPO_MAX_CRASHES=${BAPO_MAX_CRASHES:-20}            # budgets of one job, each o
 BAPO_MAX_PREEMPTIONS=${BAPO_MAX_PREEMPTIONS:-100}
 BAPO_MAX_TIME_LIMITS=${BAPO_MAX_TIME_LIMITS:-500}
 BAPO_MAX_NODE_FAILURES=${BAPO_MAX_NODE_FAILURES:-20}
-BAPO_MAX_IDLE=${BAPO_MAX_IDLE:-3}                   # ends that the run did not cause, without a checkpoint
+BAPO_MAX_IDLE=${BAPO_MAX_IDLE:-3}                   # ends that the run did not cause, without a checkpoint,
+                                                    # and exclusions of bad nodes after the first
 BAPO_SERVERS_PER_NODE=${BAPO_SERVERS_PER_NODE:-1}   # SGLang servers on a rollout node
 BAPO_SERVER_GPUS=${BAPO_SERVER_GPUS:-8}             # GPUs of each: rollout.sglang.tensor
 BAPO_SERVER_HOST=${BAPO_SERVER_HOST:-}              # address that they listen on; none: the node's own

@@ -2,14 +2,14 @@
 # State file RUN/slurm.state: requeue counters and status that outlive a restart, as name=value lines.
 
 BAPO_STATE_NAMES=(job restart status signal progress crash preemption time_limit node storage engines health
-    idle excluded excluded_at end nodes)
+    health_idle idle excluded excluded_at end nodes)
 declare -A bapo_state
 
 bapo_read_state() {
     local name value
     bapo_state=([job]=$SLURM_JOB_ID [progress]=-1 [crash]=0 [preemption]=0 [time_limit]=0 [node]=0
-        [storage]=0 [engines]=0 [health]=0 [idle]=0 [excluded]='' [excluded_at]=-1 [status]=new
-        [signal]='')
+        [storage]=0 [engines]=0 [health]=0 [health_idle]=0 [idle]=0 [excluded]='' [excluded_at]=-1
+        [status]=new [signal]='')
     [[ -f $BAPO_RUN/$BAPO_STATE_FILE ]] || return 0
     # A person submitted another job: it begins with full budgets.
     grep -qx "job=$SLURM_JOB_ID" "$BAPO_RUN/$BAPO_STATE_FILE" || return 0

@@ -320,11 +320,20 @@ def test_nodes_that_are_all_bad_are_not_excluded(shell: Shell, tmp_path: Path) -
     assert both.returncode == 1
     some = {"NODES": "n1 n2 n3", "ANSWER": "yes"}
     assert "without n1,n2\n" in shell(verdict, **some).stdout
-    again = shell(verdict.replace("n1 x\\nn2 x", "n3 x"), **some)
-    assert "STOPPED: health: nodes n1,n2 were left out before; others are bad now" in again.stdout
+    again = verdict.replace("n1 x\\nn2 x", "n3 x")
+    said = [shell(again, BAPO_MAX_IDLE="2", **some).stdout for _ in range(3)]
+    assert ["without n3\n" in one for one in said] == [True, True, False]
+    assert "STOPPED: health: nodes n1,n2,n3,n3 were left out before; others are bad now" in said[2]
     checkpoint(tmp_path, 10)  # weeks later another node fails
-    assert "without n3\n" in shell(verdict.replace("n1 x\\nn2 x", "n3 x"), **some).stdout
-    assert "excluded=n1,n2,n3\n" in (tmp_path / "slurm.state").read_text()
+    assert "without n3\n" in shell(again, BAPO_MAX_IDLE="2", **some).stdout
+    assert "excluded=n1,n2,n3,n3,n3\n" in (tmp_path / "slurm.state").read_text()
+
+
+def test_the_only_node_of_a_job_is_left_out_once(shell: Shell, tmp_path: Path) -> None:
+    """Each would be bad where the setup is wrong, until none is left."""
+    one = {"NODES": "n1", "ANSWER": "no"}
+    assert "without n1\n" in shell(PROBE, **one).stdout
+    assert "STOPPED: health: nodes n1 were left out before" in shell(PROBE, **one).stdout
 
 
 @pytest.mark.parametrize(("gpus", "count"), [("8", "8"), ("h100:4", "4"), ("", "0")])

@@ -15,12 +15,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile
 from bapo_megatron.config import RunConfig
+from bapo_megatron.data.prepare.options import SUITES
+from bapo_megatron.data.problem_sets import suite_path
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GB, Job, PlanOptions, find_shape
 from bapo_megatron.planning.memory import host_bytes
@@ -48,6 +51,8 @@ class ClusterJob:
     """Submission folder, to which the recipe's relative paths refer."""
     templates: Path
     """Folder `slurm/` of the checkout."""
+    forked: Path | None = None
+    """Run at whose checkpoint this one begins (`--fork`)."""
 
     @property
     def tasks_per_node(self) -> int:
@@ -168,7 +173,7 @@ class ClusterJob:
         shown, missing = [host for host, inside in places if host == inside], []
         for what, path in (self._paths() | inputs).items():
             if not any(path.is_relative_to(folder) for folder in shown):
-                folder = path.parent if what == "recipe" or what.startswith("data file") else path
+                folder = path.parent if what == "recipe" or path.is_file() else path
                 line = f'the container does not mount the {what} {path}: add "{folder}:{folder}" to mounts'
                 missing.append(line)
                 shown.append(folder)  # covers the paths below it, too
@@ -185,14 +190,21 @@ class ClusterJob:
 
     def _inputs(self) -> dict[str, Path]:
         """Return paths that tasks read, by role. A replay reads no data."""
-        data, replayed = self.config.data, self.config.rollout.replay
-        needed = {"model": self.root / self.config.model.hf_path}
-        if replayed is not None:
-            return needed | {"replayed run": self.root / replayed}
-        return needed | {
-            f"data file of {source.name}" if data.sources else "data file": self.root / source.path
-            for source in data.files
-        }
+        config = self.config
+        needed = {"model": config.model.hf_path}
+        if config.algorithm.reference_kl.model is not None:
+            needed["reference's model"] = config.algorithm.reference_kl.model
+        if self.forked is not None:
+            needed["forked run"] = self.forked
+        if config.rollout.replay is not None:
+            needed["replayed run"] = config.rollout.replay
+        else:
+            for source in config.data.files:
+                needed[f"data file of {source.name}" if config.data.sources else "data file"] = source.path
+        for suite in config.evaluation.suites if config.evaluation.every else ():
+            with suppress(ConfigError):  # it is absent here
+                needed[f"suite {suite}"] = suite_path(suite, SUITES)
+        return {what: self.root / path for what, path in needed.items()}
 
     def summary(self) -> list[str]:
         """Return the lines of `bapo plan`, or just the nodes if the GPU type or the model's config.json is

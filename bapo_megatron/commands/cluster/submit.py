@@ -81,7 +81,7 @@ def submit_command(arguments: Sequence[str]) -> None:
     from bapo_megatron.checkpoint.fork import check_fork  # imports torch, which usage and flags do not need
 
     check_fork(config, fork)
-    print(job := submit(command, config), end="", flush=True)
+    print(job := submit(command, config, fork.run if fork else None), end="", flush=True)
     # Only the job id goes to stdout, for scripts; hints for people go to stderr.
     if not command.dry_run:
         run = shlex.quote(str(Path.cwd() / config.directory))
@@ -94,9 +94,9 @@ def submit_command(arguments: Sequence[str]) -> None:
         )
 
 
-def submit(command: SubmitCommand, config: RunConfig) -> str:
+def submit(command: SubmitCommand, config: RunConfig, forked: Path | None = None) -> str:
     """Submit the job to Slurm; return its id, or with ``dry_run`` the script. Warnings go to stderr. Raises
-    ConfigError if a check fails or the job cannot be submitted from here."""
+    ConfigError if a check fails or the job cannot be submitted from here. ``forked``: the run of `--fork`."""
     if not _TEMPLATES.is_dir():
         raise ConfigError(
             f"{_TEMPLATES} does not exist: `bapo submit` works from a checkout of the project, installed "
@@ -105,7 +105,8 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
     config.check()
     check_names(config)
     recipe = command.recipe.absolute()
-    job = ClusterJob(config, load_cluster(command.cluster), recipe, command.flags, Path.cwd(), _TEMPLATES)
+    cluster = load_cluster(command.cluster)
+    job = ClusterJob(config, cluster, recipe, command.flags, Path.cwd(), _TEMPLATES, forked)
     for warning in check_job(job, command.force, command.rehearse, command.dry_run):
         print(f"warning: {warning}", file=sys.stderr)
     if command.dry_run:

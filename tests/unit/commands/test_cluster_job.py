@@ -197,6 +197,21 @@ def test_inputs_that_this_machine_has_must_be_mounted(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     replayed = f'"{tmp_path}/run:{tmp_path}/run" to mounts'
     assert told(model_mount, replay=tmp_path / "run") == [replayed]
+    # A frozen reference's weights, the run that a fork begins at, held-out problems.
+    suite = tmp_path / "suites/own.jsonl"
+    suite.parent.mkdir()
+    suite.touch()
+    kl = replace(config.algorithm.reference_kl, model=tmp_path / "reference")
+    (tmp_path / "reference").mkdir()
+    config = replace(
+        config,
+        algorithm=replace(config.algorithm, reference_kl=kl),
+        evaluation=replace(config.evaluation, every=10, suites=("absent", str(suite))),
+    )
+    lines = replace(job(), config=config, forked=tmp_path / "run").missing_mounts()
+    folders = [line.split('"')[1].partition(":")[0] for line in lines]
+    names = (model, tmp_path / "reference", tmp_path / "run", data.parent, suite.parent)
+    assert folders == [str(name) for name in names]
 
 
 def test_warnings_for_missing_inputs_and_a_small_disk(tmp_path: Path) -> None:

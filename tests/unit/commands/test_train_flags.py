@@ -83,7 +83,7 @@ def test_a_job_is_submitted_with_its_directory(
 ) -> None:
     submitted = []
 
-    def submit(command: SubmitCommand, config: RunConfig) -> str:
+    def submit(command: SubmitCommand, config: RunConfig, _forked: None) -> str:
         submitted.append((command.flags, config.directory))
         return "7\n"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.errors import RunStopped
+from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.reward.pool import Failure, RewardResult
 from bapo_megatron.rollout.sampler.response import Episode, Response
 from bapo_megatron.rollout.sampler.scoring import FailedScores, response_score
@@ -32,6 +32,7 @@ class Judge:
     def __init__(self, fails: Fails) -> None:
         self.fails, self.asked = fails, 0
         self.failure: Failure = "endpoint"
+        self.detail = "http://judge: HTTP 503"
         self.lasts_s: Callable[[int], float] = lambda _prompt: 1
         """From the prompt's number to the seconds of a score."""
 
@@ -39,7 +40,7 @@ class Judge:
         await asyncio.sleep(self.lasts_s(prompt.prompt_id))
         self.asked += 1
         if self.fails(prompt.prompt_id, response):
-            return RewardResult(-2.0, self.failure, "http://judge: HTTP 503", place="503")
+            return RewardResult(-2.0, self.failure, self.detail, place="503")
         score = float(response.startswith("y"))
         return RewardResult(score, score=score)
 
@@ -199,6 +200,21 @@ async def test_new_episodes_show_whether_environments_work_again(tmp_path: Path,
         assert steps < 2 + 12 * 6 / 8  # of at most eight groups beyond a step's four, a group in ten seconds
         one.kill()
     check(one)
+
+
+@pytest.mark.parametrize(
+    ("detail", "is_advised"), [("time: over 60 s", True), ("raised: ValueError: the door is shut", False)]
+)
+async def test_only_a_step_that_took_too_long_advises_a_longer_limit(
+    tmp_path: Path, detail: str, is_advised: bool
+) -> None:
+    one = world(tmp_path, lambda prompt, response: True)
+    one.score.failure, one.score.detail = "environment", detail
+    async with one.sampling():
+        with pytest.raises(ConfigError, match="the environment of all") as error:
+            await one.sampler.next_batch(1, 60)
+        one.kill()
+    assert ("or raise environment.step_limit_s" in str(error.value)) == is_advised
 
 
 @pytest.mark.parametrize("on_failure", ["leave_out", "value"])

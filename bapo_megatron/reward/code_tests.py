@@ -124,9 +124,10 @@ def forgeable_tests(ground_truth: str) -> int:
     return sum(isinstance(case, Asserted) and case.forgeable for case in cases)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=4)
 def read_tests(ground_truth: str) -> Tests:
-    """Parse the tests. Raises ValueError if they are invalid. Cached: a group shares its tests."""
+    """Parse the tests. Raises ValueError if they are invalid. Cached, for a group shares its tests; only a
+    few, since tests of some megabytes take six times as much as objects."""
     if ground_truth.lstrip().startswith("assert "):
         return _asserts([ground_truth])
     if _is_pytest(ground_truth):

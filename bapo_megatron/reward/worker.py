@@ -11,6 +11,7 @@ only compares answers (math.py): ``equal``, ``parses`` and ``is_operation``.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -71,10 +72,19 @@ def _scorer(reward: RewardConfig, names: list[str]) -> Callable[[dict[str, Any]]
     """Return a function from {function, prompt, response} to {score, reward, named} or a failure."""
     scores = {name: _score_function(functions.settings_for(reward, name)) for name in names}
     pattern = None if reward.format_pattern is None else re.compile(reward.format_pattern, re.DOTALL)
+    is_fresh = True
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
+        nonlocal is_fresh
         response = question["response"]
-        value = scores[question["function"]](question["prompt"], response)
+        try:
+            value = scores[question["function"]](question["prompt"], response)
+        except MemoryError:
+            if not is_fresh:  # earlier calls may have filled the memory: the pool repeats it in a new process
+                os._exit(1)
+            raise
+        finally:
+            is_fresh = False
         named = {str(name): _finite(part) for name, part in value.items()} if isinstance(value, dict) else {}
         number = _finite(value if not named else None if None in named.values() else sum(named.values()))
         if number is None:

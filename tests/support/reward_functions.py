@@ -17,6 +17,7 @@ from typing import Any
 from bapo_megatron.types import Prompt
 
 NOT_CALLABLE = 3
+KEPT: list[bytearray] = []
 
 
 def score(prompt: Any, response: str) -> Any:
@@ -163,6 +164,11 @@ def waits(_: Any, seconds: str) -> float:
     return 1.0
 
 
+def keeps_memory(_: Any, __: str) -> float:
+    KEPT.append(bytearray(200 << 20))
+    return 1.0
+
+
 def is_dumpable(_: Any, __: str) -> float:
     return float(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))
 
@@ -178,6 +184,7 @@ ACTIONS = {
     "die": lambda *_: os._exit(0),
     "crash": lambda *_: ctypes.string_at(0),
     "memory": lambda *_: len(bytearray(10 << 30)),
+    "keep": keeps_memory,
     "wait": waits,
     "hold": holds_the_interpreter,
     "child": sleeps_with_a_child,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,14 @@ def test_outputs() -> None:
 )
 def test_values(value: object, expected: object, same: bool) -> None:
     assert same_value(value, expected) is same
+
+
+def test_a_worker_keeps_the_tests_of_a_few_problems() -> None:
+    """They may have megabytes, and there are many workers."""
+    first = weakref.ref(read_tests('{"inputs": ["0"], "outputs": ["0"]}'))
+    for number in range(1, 9):
+        read_tests(f'{{"inputs": ["{number}"], "outputs": ["0"]}}')
+    assert first() is None
 
 
 def test_tests_of_pytest_with_more_than_asserts_can_be_forged() -> None:

@@ -134,6 +134,13 @@ async def test_a_worker_that_was_paused_past_its_time_costs_no_response() -> Non
     assert found == RewardResult(0.5)
 
 
+async def test_a_worker_whose_memory_is_full_is_replaced() -> None:
+    """As by a cache of the user's function: each later response would fail, whatever it is."""
+    async with pooling(memory_limit_mb=512) as pool:
+        found = [await pool.score(prompt(), "keep", 1) for _ in range(5)]
+    assert found == [RewardResult(1.0)] * 5
+
+
 async def test_a_failure_has_its_traceback_and_its_place() -> None:
     """From the user's function on; the place tells its mistakes apart, whatever the message says."""
     async with pooling() as pool:

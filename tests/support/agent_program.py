@@ -2,8 +2,7 @@
 
 It reads its task on stdin, asks the endpoint of OPENAI_BASE_URL, and prints its reward. Arguments change
 what it does: ``rewrites`` (its history), ``streams``, ``tools``, ``two`` (answers), ``dies``, ``waits``,
-``silent``, ``chats``, ``prints`` (much), ``spied`` (it ends with 4 if a program that it runs can read its
-task).
+``silent``, ``chats``, ``spied`` (it ends with 4 if a program that it runs can read its task).
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ def main() -> None:
     task = json.load(sys.stdin)
     if "spied" in sys.argv and subprocess.run(["cat", "/proc/self/fd/0"], capture_output=True).stdout:
         sys.exit(4)
-    if "prints" in sys.argv:
-        print("so long " * 100_000)
     messages = [*task["messages"]]
     options = {"streams": {"stream": True}, "tools": {"tools": [{}]}, "two": {"n": 2}}
     more = next((options[name] for name in sys.argv if name in options), {})

@@ -30,7 +30,7 @@ def no_wait_for_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 def asked(
     bodies: list[Any], turns: list[str], seen: list[Any] | None = None, task: Task = TASK, **settings: Any
 ) -> list[tuple[int, Any]]:
-    """The answers to requests by hand; ``GUESSED`` before a body sends it with another key."""
+    """The answers to requests by hand, to chat completions or with a path; ``GUESSED`` has another key."""
     found: list[tuple[int, Any]] = []
 
     class Raw(EndpointEnvironment):
@@ -44,8 +44,9 @@ def asked(
             async with aiohttp.ClientSession() as session:
                 for body in bodies:
                     headers = {"Authorization": f"Bearer {'guessed' if body is GUESSED else key}"}
+                    path, body = body if isinstance(body, tuple) else ("chat/completions", body)
                     data = body if isinstance(body, str) else json.dumps(body)
-                    sent = session.post(f"{base_url}/chat/completions", data=data, headers=headers)
+                    sent = session.post(f"{base_url}/{path}", data=data, headers=headers)
                     async with sent as answer:
                         found.append((answer.status, await answer.json()))
             return None
@@ -65,10 +66,24 @@ GUESSED = {"messages": [QUESTION]}
 SECOND = [QUESTION, TURN, {"role": "tool", "content": "2"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "Guess my number."}]}]
 FIRST = "its first request is not the dataset's prompt, but "
+OTHER_PATHS: list[tuple[Any, int, str]] = [
+    (("responses", {"input": "x", "previous_response_id": "r"}), 400, "previous_response_id='r' is not off"),
+    (("responses", {"input": "x", "tools": [{"type": "web_search"}]}), 400, "only functions are"),
+    (("responses", {"input": [{"type": "computer_call"}]}), 400, "item 0 of input is not a message"),
+    (("responses", {"input": []}), 400, "the request has no input"),
+    (("messages", {"messages": "x"}), 400, "the request has no list of messages"),
+    (("messages", {"messages": [{"role": "tool"}]}), 400, "message 0 is not an object with a role"),
+    (("messages", {"messages": [{"role": "user", "content": 5}]}), 400, "neither text nor a list of blocks"),
+    (("messages", {"messages": [], "tools": [{"type": "bash"}]}), 400, "only those of the program"),
+    (("messages", {"messages": [], "tools": [{}]}), 400, "it has a tool without a name"),
+    (("completions", {"input": "higher"}), 404, "/v1/chat/completions, /v1/responses, /v1/mes"),
+]
 BY_HAND: list[tuple[Any, int, str]] = [
+    *OTHER_PATHS,
     (GUESSED, 401, "no episode has this key"),
     ("{", 400, "is not JSON"),
     ({"messages": "x"}, 400, "no list of messages"),
+    ({"messages": [], "tools": 5}, 400, "tools is not a list"),
     ({"messages": [QUESTION], "n": 2}, 400, "n=2 is not offered here"),
     ({"messages": [QUESTION], "top_logprobs": 2}, 400, "top_logprobs=2 is not offered here"),
     ({"messages": ["hello"]}, 400, "message 0 is not an object with a role"),
@@ -87,16 +102,20 @@ BY_HAND: list[tuple[Any, int, str]] = [
 
 
 def test_requests_by_hand() -> None:
-    """Calls in OpenAI's form, a tool's answer as the observation, and a reason for each refusal."""
+    """Calls in OpenAI's form, a tool's answer as the observation, and a reason for each refusal, in the form
+    of its API."""
     turns = ["I add. " + CALL, "Again.", "Other.", "Done.", "Bare."]
     found = asked([body for body, _, _ in BY_HAND], turns)
     for (status, answer), (body, expected, said) in zip(found, BY_HAND, strict=True):
         assert status == expected, body
         if status != 200:
             assert said in answer["error"]["message"]
+            assert answer.get("type") == (
+                "error" if isinstance(body, tuple) and body[0] == "messages" else None
+            )
         else:
             assert answer["choices"][0]["message"]["content"] == said
-    first, last = (found[place][1]["choices"][0] for place in (11, 15))
+    first, last = (found[place][1]["choices"][0] for place in (-6, -2))
     assert first["finish_reason"] == "tool_calls"
     assert first["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert last["message"] == {"role": "assistant", "content": "Done."}
@@ -377,45 +396,6 @@ async def test_a_refusal_after_pings(is_stream: bool, monkeypatch: pytest.Monkey
     [refusal] = [one for one in found if isinstance(one, str)] if is_stream else [found[-1][1]]
     assert "it comes too late" in refusal
     assert '"type": "invalid_request_error"' in refusal
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "reason"),
-    [
-        ("responses", {"input": "x", "previous_response_id": "resp_1"}, 400, "previous_response_id='resp_1'"),
-        ("responses", {"input": "x", "tools": [{"type": "web_search"}]}, 400, "only functions are"),
-        ("responses", {"input": [{"type": "computer_call"}]}, 400, "item 0 of input is not a message"),
-        ("responses", {"input": []}, 400, "the request has no input"),
-        ("messages", {"messages": "x"}, 400, "the request has no list of messages"),
-        ("messages", {"messages": [{"role": "tool"}]}, 400, "message 0 is not an object with a role"),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": 5}]},
-            400,
-            "neither text nor a list of blocks",
-        ),
-        (
-            "messages",
-            {"messages": [], "tools": [{"type": "bash_20250124"}]},
-            400,
-            "only those of the program",
-        ),
-        ("messages", {"messages": [], "tools": [{}]}, 400, "it has a tool without a name"),
-        ("chat/completions", {"messages": [], "tools": 5}, 400, "tools is not a list"),
-        ("completions", {"input": "higher"}, 404, "/v1/chat/completions, /v1/responses, /v1/mes"),
-    ],
-)
-async def test_requests_that_are_refused(path: str, body: dict[str, Any], status: int, reason: str) -> None:
-    class Refusing(Patient):
-        async def second(self) -> None:
-            async with self.session.post(path, json=body) as answer:
-                self.found.append((answer.status, await answer.json()))
-            await super().second()
-
-    found, answer = (await played(Refusing))[1]
-    assert found == status
-    assert reason in answer["error"]["message"]
-    assert answer.get("type") == ("error" if path == "messages" else None)
 
 
 def test_items_and_blocks_are_the_messages_of_a_chat() -> None:

@@ -9,7 +9,6 @@ equivalent) and loads only the modules of this package imported here.
 from __future__ import annotations
 
 import atexit
-import builtins
 import json
 import os
 import signal
@@ -127,37 +126,11 @@ def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, An
     space = module.__dict__
     if job["recursion_limit"]:
         sys.setrecursionlimit(job["recursion_limit"])
-    _execute(job["prelude"], "<solution>", space)
-    if "judgements" in case:
-        _execute(case["setup"], "<test>", space)
-        _write_value(token + dumps(_judged(case["judgements"], space)))
-    originals = dict(vars(builtins))
-    _execute(job["source"], "<solution>", space)
     if is_script:
+        for source in (job["prelude"], job["source"]):
+            plain.execute(source, "<solution>", space)
         _end_script(space)
-    vars(builtins).update(originals)  # undo replacements by the source
-    _execute(case["setup"], "<test>", space)
-    space["ARGUMENTS"] = case["arguments"]
-    value = _evaluate(case["expression"], space)
-    if case["truth"]:
-        _write_value(token + ("true" if value else "false"))
-    _write_value(token + dumps(plain.encoded(value, case["objects"])))
-
-
-def _judged(judgements: list[list[str]], space: dict[str, Any]) -> bool:
-    for expression, values in judgements:
-        space["ARGUMENTS"] = plain.decoded(json.loads(values), space)
-        if not _evaluate(expression, space):
-            return False
-    return True
-
-
-def _evaluate(expression: str, space: dict[str, Any]) -> Any:
-    return eval(compile(expression, "<test>", "eval", dont_inherit=True), space)
-
-
-def _execute(source: str, name: str, space: dict[str, Any]) -> None:
-    exec(compile(source, name, "exec", dont_inherit=True), space)
+    _write_value(token + plain.told(case, job["prelude"], job["source"], space))
 
 
 def _end_script(space: dict[str, Any], leave: Any = os._exit) -> None:

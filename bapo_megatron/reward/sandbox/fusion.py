@@ -25,36 +25,14 @@ _CALL_S = 120.0
 
 _TRIAL_S = 30.0
 
-# Appended to the source of `plain`; does the work of `child._be_the_case` in the program's process.
+# Appended to the source of `plain`.
 _CASE = """
-import builtins, json, os, sys, types
+import os, sys, types
 
 def _tell(case):
     module = types.ModuleType("solution")
     sys.modules[module.__name__] = module
-    space = module.__dict__
-
-    def execute(source, name):
-        exec(compile(source, name, "exec", dont_inherit=True), space)
-
-    def evaluate(expression):
-        return eval(compile(expression, "<test>", "eval", dont_inherit=True), space)
-
-    execute(case["prelude"], "<solution>")
-    if "judgements" in case:
-        execute(case["setup"], "<test>")
-        for expression, values in case["judgements"]:
-            space["ARGUMENTS"] = decoded(json.loads(values), space)
-            if not evaluate(expression):
-                return "false"
-        return "true"
-    originals, plainly, dumps = dict(vars(builtins)), encoded, json.dumps
-    execute(case["source"], "<solution>")
-    vars(builtins).update(originals)
-    execute(case["setup"], "<test>")
-    space["ARGUMENTS"] = case["arguments"]
-    value = evaluate(case["expression"])
-    return dumps(bool(value)) if case["truth"] else dumps(plainly(value, case["objects"]))
+    return told(case, case["prelude"], case.get("source", ""), module.__dict__)
 
 def _end(text, out=os.fdopen(os.dup(1), "w", encoding="utf-8"), leave=os._exit):
     sys.stdout.flush()

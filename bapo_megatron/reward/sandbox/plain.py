@@ -1,17 +1,22 @@
-"""Plain JSON form of a tested program's values, for comparison outside the program's process.
+"""Test cases of expressions, and the plain JSON form of their values, for comparison in another process.
 
-``encoded`` runs in the program's process, ``decoded`` outside. None, booleans, numbers and text stay
-unchanged, numbers and text as exactly int, float and str, so that a subclass's equality does not count. numpy
-arrays and numbers become lists and numbers. A list, tuple, set or dict is [kind, items]. On request, a range,
-bytes, complex number or deque is [``written``, type name, parts], an iterator or dict view is [``iterator``,
-items], and another object is [``object``, type name, attributes]. Anything else is [``other``, type name].
+``told`` runs a case in its program's process, where ``encoded`` writes the value; ``decoded`` reads it in a
+process without the program. None, booleans, numbers and text stay unchanged, numbers and text as exactly int,
+float and str, so that a subclass's equality does not count. numpy arrays and numbers become lists and
+numbers. A list, tuple, set or dict is [kind, items]. On request, a range, bytes, complex number or deque is
+[``written``, type name, parts], an iterator or dict view is [``iterator``, items], and another object is
+[``object``, type name, attributes]. Anything else is [``other``, type name].
+
+A SandboxFusion server gets this file's text, so it imports only the standard library.
 """
 
 from __future__ import annotations
 
+import builtins
 import itertools
+import json
 from collections import deque
-from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
 
 LONGEST_ITERATOR = 100_000
@@ -31,6 +36,40 @@ _READ: dict[str, Callable[[Any], Any]] = {
 """Further types with a plain form, written if objects are requested."""
 
 _SEQUENCES = (("list", list), ("tuple", tuple), ("set", (set, frozenset)))
+
+
+def told(case: Mapping[str, Any], prelude: str, source: str, space: dict[str, Any]) -> str:
+    """Run a case of ``Sandbox.value`` or ``judge`` in a module's ``space``; return its value as JSON. The
+    test has the builtins that ``source`` replaced. Judgements run without ``source``."""
+    run, plainly, dumps, names = evaluate, encoded, json.dumps, vars(builtins)
+    execute(prelude, "<solution>", space)
+    if "judgements" in case:
+        execute(case["setup"], "<test>", space)
+        return dumps(all(_is_true(expression, values, space) for expression, values in case["judgements"]))
+    originals = dict(names)
+    execute(source, "<solution>", space)
+    names.update(originals)
+    execute(case["setup"], "<test>", space)
+    space["ARGUMENTS"] = case["arguments"]
+    value = run(case["expression"], space)
+    if case["truth"]:
+        return "true" if value else "false"  # no encoder, which the source may have replaced
+    return dumps(plainly(value, case["objects"]))
+
+
+def _is_true(expression: str, values: str, space: dict[str, Any]) -> bool:
+    space["ARGUMENTS"] = decoded(json.loads(values), space)
+    return bool(evaluate(expression, space))
+
+
+def evaluate(expression: str, space: dict[str, Any]) -> Any:
+    """Return the value of a test's expression."""
+    return eval(compile(expression, "<test>", "eval", dont_inherit=True), space)
+
+
+def execute(source: str, name: str, space: dict[str, Any]) -> None:
+    """Run statements; ``name`` stands in tracebacks."""
+    exec(compile(source, name, "exec", dont_inherit=True), space)
 
 
 def encoded(value: Any, objects: bool = False) -> Any:

@@ -26,6 +26,7 @@ from tests.support.fusion_server import BROKEN, run_code
 from tests.support.judge_server import Answer, JudgeServer, judge_server, raw, says
 from tests.unit.reward.test_code_reward import FUNCTIONS, SCRIPTS
 from tests.unit.reward.test_code_tests import ADD, CALL
+from tests.unit.reward.test_forged_asserts import FORGERIES
 
 pytestmark = pytest.mark.integration
 
@@ -48,6 +49,7 @@ PROGRAMS = [
     ),
     (CALL, "def order(items):\n    return sorted(items) * factorial(xor(5, 4))", True),
     (CALL, "def order(x, n=20_000):\n    return sorted(x) if n == 0 else order(x, n - 1)", True),
+    ('["assert all(f(i) == i for i in range(3))"]', FORGERIES["json"], False),
     (ADD, "print('3' * 5_000_000)", False),
     (ADD, "while True:\n    pass", False),
 ]

@@ -140,30 +140,25 @@ class EnvironmentPool:
             return StepResult(
                 failure="time", detail=f"its steps took environment.episode_limit_s={limit:g} s"
             )
+        is_held = False
         try:
             answer = await self._held_step(question) if name in self._held else None
             if answer is None:
                 answer = await self._resumed(question)
+            if "diverged" in answer:
+                return StepResult(failure="diverged", detail=answer["diverged"])
+            is_held = answer["observation"] is not None
+            return StepResult(**answer)
         except CallFailed as failed:
-            self._held.discard(name)
-            self._workers.forget(name)
             return StepResult(
                 failure=failed.failure, detail=failed.detail, traceback=failed.traceback, place=failed.place
             )
-        except asyncio.CancelledError:  # the worker closes the object of a cancelled step
-            self._held.discard(name)
-            self._workers.forget(name)
-            raise
-        if "diverged" in answer:
-            self._held.discard(name)
-            self._workers.forget(name)
-            return StepResult(failure="diverged", detail=answer["diverged"])
-        if answer["observation"] is None:
-            self._held.discard(name)
-            self._workers.forget(name)
-        else:
-            self._held.add(name)
-        return StepResult(**answer)
+        finally:
+            if is_held:
+                self._held.add(name)
+            else:  # also if this step is cancelled: the worker then closes the object
+                self._held.discard(name)
+                self._workers.forget(name)
 
     def forget(self, episode: str) -> None:
         """Release an episode's object in the background: the episode has no more steps."""

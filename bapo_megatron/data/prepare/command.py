@@ -83,7 +83,7 @@ def prepare(options: PrepareOptions) -> Card:
     tokenizer = _tokenizer(options)
     filters = _filters(options, duplicates, index, card, tokenizer)
     with new_folder(options.output, _WRITER, _foreign) as folder:
-        card.sha256 = _write(folder / DATA_FILE, sources, filters, card, tokenizer)
+        card.sha256 = _write(folder / DATA_FILE, sources, filters, duplicates, card, tokenizer)
         _check_result(card, options)
         (folder / CARD_FILE).write_text(json.dumps(card.as_json(), indent=2, ensure_ascii=False) + "\n")
         (folder / CARD_TEXT).write_text(as_markdown(card))
@@ -174,7 +174,12 @@ def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[
 
 
 def _write(
-    path: Path, sources: list[Source], filters: list[tuple[str, Filter]], card: Card, tokenizer: Any
+    path: Path,
+    sources: list[Source],
+    filters: list[tuple[str, Filter]],
+    duplicates: Duplicates,
+    card: Card,
+    tokenizer: Any,
 ) -> str:
     """Second pass: write the kept rows, count the others in ``card``; return the file's SHA-256."""
     digest = hashlib.sha256()
@@ -189,6 +194,7 @@ def _write(
                     line = json.dumps(problem.row(), ensure_ascii=False).encode() + b"\n"
                     file.write(line)
                     digest.update(line)
+                    duplicates.keep(problem)
                     card.keep(problem)
                     card.control_tokens += spelled_control_token(problem.messages, tokenizer) is not None
     return digest.hexdigest()

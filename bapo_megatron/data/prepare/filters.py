@@ -49,8 +49,8 @@ class Duplicates:
     their answers differ.
 
     First pass: ``show`` every prompt (all messages). Second pass: ``conflict`` and ``repeated`` return the
-    reason to drop one, or None. Tests of programs are not compared. Answers with different normal forms are
-    compared as the reward does.
+    reason to drop one, or None; ``keep`` each that no filter drops. Tests of programs are not compared.
+    Answers with different normal forms are compared as the reward does.
     """
 
     def __init__(self, equal: Callable[[str, str], bool] = lambda _one, _other: False) -> None:
@@ -58,7 +58,7 @@ class Duplicates:
         self._equal = equal
         self._answers: dict[bytes, str] = {}
         self._torn: set[bytes] = set()
-        self._seen: set[bytes] = set()
+        self._kept: set[bytes] = set()
 
     def show(self, problem: Problem) -> bool:
         """First pass: remember the prompt and its answer; return whether the prompt is new."""
@@ -82,12 +82,12 @@ class Duplicates:
         return f"answered {problem.ground_truth!r} here and differently elsewhere" if torn else None
 
     def repeated(self, problem: Problem) -> str | None:
-        """Second pass: return the reason to drop a repeated prompt, or None."""
-        prompt = key(problem.conversation)
-        if prompt in self._seen:
-            return "the question came before"
-        self._seen.add(prompt)
-        return None
+        """Second pass: return the reason to drop a prompt that was kept before, or None."""
+        return "the question came before" if key(problem.conversation) in self._kept else None
+
+    def keep(self, problem: Problem) -> None:
+        """Second pass: note a prompt that no filter drops; of one that is dropped a later row may be kept."""
+        self._kept.add(key(problem.conversation))
 
 
 def _shown(answer: str) -> str:

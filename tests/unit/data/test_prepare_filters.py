@@ -103,6 +103,23 @@ def test_the_same_tests_of_a_program_are_no_conflict(tmp_path: Path) -> None:
     assert card.by_ability == {"code": 1}
 
 
+@pytest.mark.parametrize(
+    ("first", "options", "dropped"),
+    [
+        ({"extra_info": {}}, {"difficulty": SEVEN}, {"difficulty": 1, "duplicate": 1}),
+        ({"reward_model": {"ground_truth": '{"inputs": ["3"]}'}}, {}, {"invalid": 1, "duplicate": 1}),
+    ],
+)
+def test_a_row_that_is_left_out_hides_no_later_one(
+    tmp_path: Path, first: dict[str, Any], options: dict[str, Any], dropped: dict[str, int]
+) -> None:
+    """As of two datasets with the same problems, of which one has no difficulties, or unknown tests."""
+    row = skywork("Double it.", TESTS, failures=3)
+    card = prepared(tmp_path, [{**row, **first}, row, row], **options)
+    assert card.dropped == dropped
+    assert [one["extra_info"]["row"] for one in kept(tmp_path)] == [1]
+
+
 @pytest.mark.parametrize("dropped", [(), ("Images",)])
 def test_prompts_about_images_are_invalid(tmp_path: Path, dropped: tuple[str, ...]) -> None:
     """Else a policy would be trained on questions about what it cannot see, also without their column."""

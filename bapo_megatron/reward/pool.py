@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS
@@ -25,6 +25,9 @@ from bapo_megatron.reward.sandbox.sandbox import CLOCK_FACTOR
 from bapo_megatron.types import Prompt
 from bapo_megatron.workers.pool import CallFailed, CallKind, WorkerPool
 from bapo_megatron.workers.process import WorkerProgram
+
+if TYPE_CHECKING:
+    from bapo_megatron.environment.pool import StepResult
 
 Failure = Literal["raised", "time", "died", "not finite", "endpoint", "environment"]
 
@@ -148,19 +151,6 @@ def overlong_penalty(
     return penalty * min(1.0, over / zone_tokens)
 
 
-class _Result(Protocol):
-    """A result that may hold a failure of a score or environment step, for ``FailureReports``."""
-
-    @property
-    def failure(self) -> str | None: ...
-    @property
-    def detail(self) -> str: ...
-    @property
-    def traceback(self) -> str: ...
-    @property
-    def place(self) -> str: ...
-
-
 class FailureReports:
     """Reporter of failures as run events: the 1st, 10th, 100th ... of each kind, the first with its
     traceback. Equal ``failure`` and ``place`` make one kind. Counts restart with the process."""
@@ -170,7 +160,7 @@ class FailureReports:
         self._report, self._event = report, event
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    def note(self, result: _Result) -> None:
+    def note(self, result: RewardResult | StepResult) -> None:
         if result.failure is None:
             return
         kind: tuple[str, str] = (result.failure, result.place)

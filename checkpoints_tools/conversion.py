@@ -13,10 +13,11 @@ from math import prod
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.blocks import ITEM_BYTES, BlockTensor
 from bapo_megatron.hf.config import carried_files
 from bapo_megatron.hf.weight_files import INDEX
 from checkpoints_tools.core.atomic_output import OutputPlan, atomic_output, check_space
-from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor, holes
+from checkpoints_tools.core.blocks import holes
 from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.core.progress import byte_progress, format_bytes
 from checkpoints_tools.formats.torch_dist import OPTIMIZER

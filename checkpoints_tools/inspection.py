@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.blocks import ITEM_BYTES
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.parameter_map import EMBEDDING, hf_tensors
+from bapo_megatron.hf.safetensors_folder import read_safetensors_folder
 from bapo_megatron.runtime.text_table import text_table
 from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, PickledObject
-from checkpoints_tools.core.blocks import ITEM_BYTES
 from checkpoints_tools.core.progress import format_bytes
 from checkpoints_tools.formats.distcp import GlobalTensor, read_common, read_metadata
 from checkpoints_tools.formats.locate import LATEST, Format, Location, hf_reference, locate
 from checkpoints_tools.formats.mp_rank import RankFiles
-from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
 from checkpoints_tools.formats.torch_dist import VOCABULARY, find_prefix, layers_layout, optimizer_format
 
 OBJECT = "object"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.blocks import WEIGHT_TYPES, BlockTensor
 from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape, with_dtype
 from bapo_megatron.hf.families import FAMILIES
 from bapo_megatron.hf.fp8 import (
@@ -30,16 +31,15 @@ from bapo_megatron.hf.parameter_map import (
     is_fused_experts,
     kept_in_float32,
 )
+from bapo_megatron.hf.safetensors_folder import read_safetensors
 from bapo_megatron.hf.weight_files import INDEX, SINGLE, read_weight_map
 from bapo_megatron.runtime.files import read_file_inside
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import OutputPlan, check_output, temporary_folder
-from checkpoints_tools.core.blocks import WEIGHT_TYPES, BlockTensor
 from checkpoints_tools.formats.locate import LATEST, Format, OpenedCheckpoint, open_checkpoint
 from checkpoints_tools.formats.safetensors_folder import (
     Planned,
     plan_safetensors,
-    read_safetensors,
     untrained_tensors,
     with_fused_experts,
 )

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.blocks import BlockTensor
 from bapo_megatron.runtime.files import file_below
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY
 from bapo_megatron.runtime.text_table import text_table
 from checkpoints_tools.conversion import DEFAULTS, Settings
-from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.core.comparing import Difference, compare_tensors
 from checkpoints_tools.core.progress import byte_progress
 from checkpoints_tools.formats.locate import (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from checkpoints_tools.core.blocks import ITEM_BYTES
+from bapo_megatron.hf.blocks import ITEM_BYTES
 
 ALIGNMENT = 64  # of a tensor's first byte, as in torch
 _STORAGES = {"BF16": "BFloat16Storage", "F16": "HalfStorage", "F32": "FloatStorage"}

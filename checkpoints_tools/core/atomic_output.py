@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.blocks import BlockTensor
 from bapo_megatron.runtime.files import sync_file, sync_folder
 from bapo_megatron.runtime.written_folders import (
     bring_back,
@@ -28,7 +29,6 @@ from bapo_megatron.runtime.written_folders import (
     put_in_place,
     write_mark,
 )
-from checkpoints_tools.core.blocks import BlockTensor
 
 WRITER = "bapo-ckpt"
 """Name of these tools in the mark file of their outputs."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor
+from bapo_megatron.hf.blocks import ITEM_BYTES, BlockTensor
 from checkpoints_tools.core.copying import (
     BUFFER_BYTES,
     OpenFiles,

@@ -21,8 +21,9 @@ from math import prod
 from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.blocks import ITEM_BYTES, Block, BlockTensor
 from bapo_megatron.hf.fp8 import BLOCK, FP8
-from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor, data_after
+from checkpoints_tools.core.blocks import data_after
 from checkpoints_tools.core.fp8 import as_float32, dequantized, quantized
 
 _NAN = 0x7FC0  # torch's kernels turn every NaN into 0x7FC0 or 0xFFFF, depending on the machine

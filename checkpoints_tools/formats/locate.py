@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.blocks import BlockTensor
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.parameter_map import embedding_name
+from bapo_megatron.hf.safetensors_folder import read_safetensors_folder
 from bapo_megatron.runtime.files import file_below, read_file_inside
 from bapo_megatron.runtime.run_paths import CHECKPOINTS, MANIFEST, POLICY, Moment, moment_of
-from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.formats.distcp import METADATA
 from checkpoints_tools.formats.mp_rank import MpRank
-from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder, without_tied_copy
+from checkpoints_tools.formats.safetensors_folder import without_tied_copy
 from checkpoints_tools.formats.torch_dist import OPTIMIZER_STATES, RESHARDABLE, TorchDist
 
 LATEST = "latest"

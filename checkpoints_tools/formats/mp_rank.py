@@ -19,19 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import canonical_name, mapping_table
 from bapo_megatron.layers import Mapping
 from bapo_megatron.runtime.files import COPY_AGAIN, file_inside
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
-from checkpoints_tools.core.blocks import (
-    ITEM_BYTES,
-    WEIGHT_TYPES,
-    Block,
-    BlockTensor,
-    check_cover,
-    cut_into_sources,
-)
+from checkpoints_tools.core.blocks import check_cover, cut_into_sources
 from checkpoints_tools.formats.torch_dist import VOCABULARY
 
 STATE_FILE = "model_optim_rng.pt"

@@ -18,18 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import checkpoint_keys, mapping_table
 from bapo_megatron.layers import Mapping as Parameter
 from bapo_megatron.layers import RowSegment
-from checkpoints_tools.core.blocks import (
-    ITEM_BYTES,
-    WEIGHT_TYPES,
-    Block,
-    BlockTensor,
-    check_cover,
-    cut_into_sources,
-)
+from checkpoints_tools.core.blocks import check_cover, cut_into_sources
 from checkpoints_tools.formats.distcp import (
     ChunkFiles,
     Common,

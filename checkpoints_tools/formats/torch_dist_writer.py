@@ -15,6 +15,7 @@ from math import ceil, prod
 from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import checkpoint_keys, mapping_table
 from bapo_megatron.layers import Mapping as Parameter
@@ -28,7 +29,7 @@ from checkpoints_tools.archives.torch_archive import (
     tensor_archive,
 )
 from checkpoints_tools.core.atomic_output import PARTIAL, OutputPlan
-from checkpoints_tools.core.blocks import ITEM_BYTES, WEIGHT_TYPES, Block, BlockTensor, cut_into_sources
+from checkpoints_tools.core.blocks import cut_into_sources
 from checkpoints_tools.formats.distcp import COMMON_FILE, METADATA_JSON
 from checkpoints_tools.formats.torch_dist import VOCABULARY
 

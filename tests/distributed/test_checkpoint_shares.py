@@ -279,7 +279,7 @@ def test_a_rank_reads_its_part_of_a_model_folder(parallel: ParallelConfig, tmp_p
     """The bytes of all ranks are those of the folder, and of the norms once more for each rank of TP."""
     folder = save_tiny_model("qwen2", tmp_path)
     read = run_layout(bytes_of_the_model, parallel, folder, parallel)
-    names = HfReader(folder)._file_of
+    names = HfReader(folder).names
     sizes = {name: HfReader(folder).read(name).nbytes for name in names}
     norms = sum(size for name, size in sizes.items() if "norm" in name)
     assert sum(read) == sum(sizes.values()) + (parallel.tensor - 1) * norms

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.blocks import Block, BlockTensor
 from checkpoints_tools.core import copying
-from checkpoints_tools.core.blocks import Block, BlockTensor, holes
+from checkpoints_tools.core.blocks import holes
 from checkpoints_tools.core.copying import OpenFiles, copy_tensors, to_bfloat16
 
 Rectangles = list[tuple[int, int, int, int]]

@@ -35,7 +35,8 @@ SIBLINGS = {"rollout", "policy", "checkpoint"}
 LARGEST_ROOM = 20
 TOOLS_MAY_USE = {
     *("errors", "runtime.files", "runtime.run_paths", "runtime.text_table", "runtime.written_folders"),
-    *("hf.config", "hf.families", "hf.fp8", "hf.parameter_map", "hf.weight_files", "layers"),
+    *("hf.blocks", "hf.config", "hf.families", "hf.fp8", "hf.parameter_map", "hf.safetensors_folder"),
+    *("hf.weight_files", "layers"),
 }
 
 

@@ -260,7 +260,7 @@ def _load(hf_path: Path, dtype: str, device: str) -> Any:
         del config.quantization_config
         empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
         return empty.to(device).eval()
-    HfReader(hf_path).check_files()
+    HfReader(hf_path)  # checks the files: transformers would load tensors that the index leaves out
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             hf_path,

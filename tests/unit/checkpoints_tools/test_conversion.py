@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import checkpoint_keys, mapping_table
+from bapo_megatron.hf.safetensors_folder import read_safetensors
 from bapo_megatron.hf.weight_files import INDEX
 from bapo_megatron.policy.weight_map import join
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import Settings, cli, to_hf, to_megatron
 from checkpoints_tools.formats import torch_dist_writer
-from checkpoints_tools.formats.safetensors_folder import plan_safetensors, read_safetensors
+from checkpoints_tools.formats.safetensors_folder import plan_safetensors
 from tests.support.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model, save_tensors
 from tests.support.models import EXPERTS, FAMILIES
 

@@ -16,8 +16,9 @@ import pytest
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.hf.safetensors_folder import read_safetensors_folder
 from checkpoints_tools import to_megatron
-from checkpoints_tools.formats.safetensors_folder import plan_safetensors, read_safetensors_folder
+from checkpoints_tools.formats.safetensors_folder import plan_safetensors
 from tests.support.cluster_recipes import FOLDER
 
 pytestmark = pytest.mark.slow

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.blocks import Block
+from bapo_megatron.hf.safetensors_folder import read_safetensors, read_safetensors_folder
 from bapo_megatron.hf.weight_files import INDEX
 from checkpoints_tools.core import blocks
-from checkpoints_tools.core.blocks import Block
 from checkpoints_tools.core.copying import OpenFiles
-from checkpoints_tools.formats.safetensors_folder import read_safetensors, read_safetensors_folder
 
 
 def write(path: Path, header: object, data: bytes = b"") -> Path:

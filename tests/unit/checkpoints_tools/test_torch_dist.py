@@ -13,9 +13,10 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.blocks import Block, BlockTensor
 from bapo_megatron.layers import RowSegment
 from checkpoints_tools import to_hf, verify
-from checkpoints_tools.core.blocks import Block, BlockTensor, check_cover, cut_into_sources
+from checkpoints_tools.core.blocks import check_cover, cut_into_sources
 from checkpoints_tools.formats.locate import open_checkpoint
 from tests.support.checkpoint_models import edit_metadata, save_random_model
 

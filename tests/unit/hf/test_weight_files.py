@@ -16,11 +16,11 @@ from bapo_megatron.commands.verify import model_digests
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.hf.safetensors_folder import read_safetensors_folder
 from bapo_megatron.hf.weight_files import INDEX, left_out_text, weight_files
 from bapo_megatron.rollout.engines.local_engine import LocalModel, _weights_in
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
-from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
 from tests.support.checkpoint_models import save_random_model
 
 READERS: dict[str, Callable[[Path], Any]] = {

@@ -84,6 +84,8 @@ class StepExports:
 
         for leftover in step_leftovers(self._paths.step_exports, ".bapo-ckpt.tmp"):
             delete_hidden(leftover)
+        for lock in self._paths.step_exports.glob(".step_*.bapo-ckpt.lock"):
+            lock.unlink(missing_ok=True)
         due = sorted(filter(self._is_due, steps))
         missing = [step for step in due if not (self._paths.step_export(step) / "config.json").exists()]
         for step in missing[-2:]:

@@ -2,8 +2,8 @@
 
 Within ``atomic_output(output)``, which yields a temporary folder, the caller fills and syncs the plan's
 files; at the end the folder is renamed. The next run for the same output recognizes and removes a killed
-run's leftovers by their name. A lock on the folder excludes a second run where the file system can lock
-folders. Call ``check_output`` first.
+run's leftovers by their name. A lock file, which NFS can lock unlike a folder, excludes a second run. Call
+``check_output`` first.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.blocks import BlockTensor
-from bapo_megatron.runtime.files import sync_file, sync_folder
+from bapo_megatron.runtime.files import open_lock, sync_file, sync_folder
 from bapo_megatron.runtime.written_folders import (
     bring_back,
     check_aside,
@@ -36,7 +36,6 @@ WRITER = "bapo-ckpt"
 PARTIAL = ".partial"
 """Suffix of data files until all of the output's are complete."""
 
-_FOLDER_ALONE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota is used up",
@@ -124,6 +123,11 @@ def replaced_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.bapo-ckpt.replaced")
 
 
+def lock_file(output: Path) -> Path:
+    """Return the hidden file that a run locks while it writes ``output``."""
+    return output.with_name(f".{output.name}.bapo-ckpt.lock")
+
+
 def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
     """Return ``output`` as an absolute path. Raises ConfigError if it may not be written there."""
     output = output.absolute()
@@ -167,134 +171,51 @@ def atomic_output(output: Path) -> Iterator[Path]:
     """
     folder = temporary_folder(output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    _clear(folder)
-    lock = _FolderLock(folder)
-    try:
+    with _only_writer(output):
+        if folder.exists():  # a killed run's
+            shutil.rmtree(folder)
+        folder.mkdir()
         try:
-            _begin(folder, lock)
             yield folder
-            # Without locks (Lustre mounted without flock) a second run may have cleared the folder and
-            # started its own there, whose half-written files this run would publish.
-            if not lock.is_ours():
-                raise _FolderInUse(folder)
-            _publish(folder, output)  # under the lock: a second run must not clear a folder in use
-        except OSError as error:
-            if error.errno not in _FULL:
+            write_mark(folder, WRITER)  # before the rename: an output without its mark is never replaced
+            put_in_place(folder, output, replaced_folder(output), WRITER, foreign)
+        except BaseException as error:  # including a signal at any moment
+            shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, OSError) or error.errno not in _FULL:
                 raise
             raise ConfigError(
                 f"{_FULL[error.errno]}: output {output} was not written, and nothing of it was left"
             ) from error
-    except _FolderInUse:
-        raise  # the folder belongs to another process and stays
-    except BaseException:  # including a signal at any moment
-        is_ours = lock.is_ours()  # a second run's folder stays; its clearing may have caused this failure
-        lock.release()  # first: _clear takes the lock itself, so no other run starts in the folder
-        if is_ours:
-            with suppress(_FolderInUse):
-                _clear(folder, ignore_errors=True)
-        raise
-    finally:
-        lock.release()
 
 
-class _FolderInUse(ConfigError):
-    """Raised when another process is writing the output folder."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(f"another process is writing {folder}: wait for it, or end it")
-
-
-class _FolderLock:
-    """Exclusive lock (flock) on a folder. A signal while it is taken leaks no open descriptor, which would
-    hold the lock until the process ends, even against this process."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open: list[int] = []
-
-    def take(self) -> None:
-        """Lock the folder, or raise ``_FolderInUse``."""
+@contextmanager
+def _only_writer(output: Path) -> Iterator[None]:
+    """Hold the lock of ``output``, a file beside it, or raise ConfigError if another process does."""
+    path, folder = lock_file(output), temporary_folder(output)
+    in_use = ConfigError(f"another process is writing {folder}: wait for it, or end it")
+    with open_lock(path) as lock:
         try:
-            # One C call: no signal handler runs between opening the folder and recording it.
-            self._open.extend(map(os.open, [self._folder], [_FOLDER_ALONE]))
-        except FileNotFoundError:
-            raise _FolderInUse(self._folder) from None
-        except NotADirectoryError:  # also raised for links
-            raise ConfigError(
-                f"{self._folder}, in which the output is written first, is not a folder: move it away"
-            ) from None
-        try:
-            fcntl.flock(self._open[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.release()
-            raise _FolderInUse(self._folder) from None
-        except OSError:
-            pass  # some network file systems lock no folders; there users must avoid a second run
-        # The folder may have been removed, and recreated, between opening and locking.
-        if not _is_same_folder(self._folder, self._open[0]):
-            self.release()
-            raise _FolderInUse(self._folder)
-
-    def is_ours(self) -> bool:
-        """Whether the folder is still the locked one; True if none was locked yet."""
-        return not self._open or _is_same_folder(self._folder, self._open[0])
-
-    def release(self) -> None:
-        """Release the lock if held."""
-        while self._open:
-            with suppress(OSError):  # already closed if a signal came before the next line
-                os.close(self._open[-1])
-            self._open.pop()
-
-
-def _clear(folder: Path, ignore_errors: bool = False) -> None:
-    """Remove a killed run's leftovers under the lock, so that no other run starts in the folder."""
-    if os.path.lexists(folder):
-        lock = _FolderLock(folder)
+            raise in_use from None
+        except OSError as error:  # Lustre mounted without flock
+            if folder.exists():
+                raise ConfigError(
+                    f"{folder} is there, and the file system cannot lock files ({error.strerror}): if no "
+                    "other process is writing it, delete it"
+                ) from None
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+            raise in_use  # the writer before has just deleted this file, and another may have made its own
         try:
-            lock.take()
-            shutil.rmtree(folder, ignore_errors=ignore_errors)
+            yield
         finally:
-            lock.release()
-
-
-def _begin(folder: Path, lock: _FolderLock) -> None:
-    """Make the folder and lock it."""
-    try:
-        folder.mkdir()
-    except FileExistsError:  # created by a simultaneous run
-        raise _FolderInUse(folder) from None
-    lock.take()
+            path.unlink(missing_ok=True)
 
 
 def _restore(output: Path) -> None:
-    """Undo the first of a killed run's two renames, which moved the old ``output`` away. Raises
-    ``_FolderInUse`` if that run is alive: between renames it holds the temporary folder's lock."""
+    """Undo the first of a killed run's two renames, which moved the old ``output`` away. Raises ConfigError
+    if that run is alive."""
     aside = replaced_folder(output)
     if os.path.lexists(aside) and not os.path.lexists(output):
-        folder = temporary_folder(output)
-        _clear(folder)
-        lock = _FolderLock(folder)
-        try:
-            _begin(folder, lock)
+        with _only_writer(output):
             bring_back(output, aside)
-            shutil.rmtree(folder)
-        finally:
-            lock.release()
-
-
-def _is_same_folder(folder: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        if error.errno == errno.ESTALE:  # NFS error for a descriptor whose folder was removed
-            return False
-        raise
-
-
-def _publish(folder: Path, output: Path) -> None:
-    """Rename the folder to ``output``."""
-    write_mark(folder, WRITER)  # before the rename: an output without its mark could not be replaced later
-    put_in_place(folder, output, replaced_folder(output), WRITER, foreign)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import resource
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -153,66 +153,40 @@ def test_a_conversion_goes_on_where_nobody_reads_its_lines(checkpoint: Path, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
-@pytest.mark.parametrize("locked", [False, True])
-def test_a_signal_during_locking_cleans_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool
-) -> None:
-    """Just before, or just after and before anything else."""
-    flock, calls = atomic_output.fcntl.flock, []
+def test_a_signal_during_locking_blocks_no_later_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Just after it was locked, and before anything else."""
+    flock = fcntl.flock
 
-    def told_once(descriptor: int, how: int) -> None:
-        calls.append(how)
-        if locked or len(calls) > 1:
-            flock(descriptor, how)
-        if len(calls) == 1:
-            raise SystemExit(143)
+    def told(descriptor: int, how: int) -> None:
+        flock(descriptor, how)
+        raise SystemExit(143)
 
-    monkeypatch.setattr(atomic_output.fcntl, "flock", told_once)
-    with pytest.raises(SystemExit, match="^143$"), atomic_output.atomic_output(tmp_path / "output"):
+    output = tmp_path / "output"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="^143$"):
+        patch.setattr(fcntl, "flock", told)
+        with atomic_output.atomic_output(output):
+            pass
+    with atomic_output.atomic_output(output):
         pass
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [output]
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_another_process_output_in_progress_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+def test_a_lock_that_its_owner_has_deleted_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process creates the folder between this one's check and its mkdir; a signal may come then."""
-    output, begin = tmp_path / "output", atomic_output._begin
-    theirs = atomic_output._FolderLock(temporary_folder(output))
+    """The run before ends between this one's open and its lock: a third may have a lock of its own."""
+    flock, lock = fcntl.flock, atomic_output.lock_file(tmp_path / "output")
 
-    def too_late(folder: Path, ours: atomic_output._FolderLock) -> None:
-        begin(folder, theirs)
-        (folder / "theirs").touch()
-        if told:
-            raise SystemExit(143)
-        begin(folder, ours)
-
-    monkeypatch.setattr(atomic_output, "_begin", too_late)
-    with (
-        pytest.raises(
-            SystemExit if told else ConfigError, match="^143$" if told else "another process is writing"
-        ),
-        atomic_output.atomic_output(output),
-    ):
-        pass
-    assert (temporary_folder(output) / "theirs").exists()
-    theirs.release()
-
-
-def test_a_lock_on_a_deleted_folder_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process removes and recreates the folder between this one's open and its lock."""
-    flock, folder = atomic_output.fcntl.flock, tmp_path / "folder"
-    folder.mkdir()
-
-    def made_anew(descriptor: int, how: int) -> None:
-        folder.rename(tmp_path / "gone")
-        folder.mkdir()
+    def late(descriptor: int, how: int) -> None:
+        lock.unlink()
         flock(descriptor, how)
 
-    monkeypatch.setattr(atomic_output.fcntl, "flock", made_anew)
-    with pytest.raises(ConfigError, match="another process"):
-        atomic_output._FolderLock(folder).take()
+    monkeypatch.setattr(fcntl, "flock", late)
+    with (
+        pytest.raises(ConfigError, match="another process"),
+        atomic_output.atomic_output(tmp_path / "output"),
+    ):
+        pass
 
 
 def test_a_signal_between_the_renames_brings_the_old_output_back(
@@ -266,46 +240,42 @@ def test_a_mount_point_is_refused(convert: Convert) -> None:
         convert(Path("/proc"), OVERWRITE)
 
 
-def test_two_runs_at_once(convert: Convert, tmp_path: Path) -> None:
+def test_two_runs_at_once(convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on NFS, which locks only what is open for writing: no folder."""
+    flock = fcntl.flock
+
+    def as_nfs(descriptor: int, how: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", as_nfs)
     output = tmp_path / "output"
     with atomic_output.atomic_output(output) as folder:
+        (folder / "half").touch()
         with pytest.raises(ConfigError, match="another process is writing"):
             convert(output, Settings())
-        (folder / "mark").touch()
-    assert (output / "mark").exists()
+        assert (folder / "half").exists()
+    assert list(tmp_path.iterdir()) == [output]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("stale", [False, True])
-def test_two_runs_at_once_without_locks_publish_nothing_half_written(
-    fails: bool, stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_locks_no_folder_of_another_run_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lustre mounted without flock, and NFS, which locks no folders and calls a removed one's handle stale:
-    the second clears the first's folder, and begins its own there."""
+    """Lustre mounted without flock."""
 
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    def fstat(descriptor: int) -> os.stat_result:
-        found = real(descriptor)
-        if stale and stat.S_ISDIR(found.st_mode) and not found.st_nlink:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return found
-
-    real = os.fstat
-    monkeypatch.setattr(atomic_output.fcntl, "flock", unsupported)
-    monkeypatch.setattr(atomic_output.os, "fstat", fstat)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
     output = tmp_path / "output"
-    second = atomic_output.atomic_output(output)
-    told = (FileNotFoundError, "cleared") if fails else (ConfigError, "another process is writing")
-    with pytest.raises(told[0], match=told[1]), atomic_output.atomic_output(output):
-        half = second.__enter__() / "half"
-        half.touch()
-        if fails:
-            raise FileNotFoundError("cleared")
-    assert not output.exists()
-    assert half.exists()
-    second.__exit__(None, None, None)
+    with atomic_output.atomic_output(output) as folder:
+        (folder / "half").touch()
+        with (
+            pytest.raises(ConfigError, match=r"output\.bapo-ckpt\.tmp is there, .* cannot lock files"),
+            atomic_output.atomic_output(output),
+        ):
+            pass
     assert (output / "half").exists()
 
 

@@ -28,19 +28,10 @@ class Command(Protocol):
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(Settings):
     """Flags of every command that writes: overwrite, dry run, threads."""
 
-    overwrite: bool = False
-    """Replace an output that is a checkpoint."""
-    dry_run: bool = False
-    """Check everything, print the plan and the space that it needs, write nothing."""
-    threads: int = 0
-    """Threads that copy; 0 for one per processor, but 4 to 8."""
-
-    def settings(self) -> Settings:
-        """Return the flags as settings of the Python API."""
-        return Settings(self.overwrite, self.dry_run, self.threads, progress=True)
+    progress: tyro.conf.Suppress[bool] = True
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,7 @@ class ToMegatron:
 
     def run(self) -> int:
         """Convert, and print what was written."""
-        _tell(to_megatron(self.hf_dir, self.out, self.grid, self.flags.settings()))
+        _tell(to_megatron(self.hf_dir, self.out, self.grid, self.flags))
         return 0
 
 
@@ -96,7 +87,7 @@ class ToHf:
             self.origin,
             self.step,
             shard_bytes,
-            self.flags.settings(),
+            self.flags,
             self.quantize,
         )
         _tell(result)
@@ -207,7 +198,7 @@ class Reshard:
             self.weights_only,
             self.hf_reference,
             self.step,
-            self.flags.settings(),
+            self.flags,
         )
         _tell(result)
         return 0

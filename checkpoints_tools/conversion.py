@@ -30,7 +30,7 @@ class Settings:
     overwrite: bool = False
     """Replace an output that is a checkpoint."""
     dry_run: bool = False
-    """Check everything, say what would be written, write nothing."""
+    """Check everything, print the plan and the space that it needs, write nothing."""
     threads: int = 0
     """Threads that copy; 0 for one per processor, but 4 to 8."""
     progress: bool = False

@@ -292,11 +292,14 @@ def _model_text(inspection: Inspection) -> str:
     if inspection.model is None:
         return "unknown: the checkpoint carries no config.json; --hf-reference names one"
     model = inspection.model
-    tied = "tied" if model["tied"] else "untied"
+    experts, tied = model["experts"], "tied" if model["tied"] else "untied"
+    mlp = f"MLP {model['ffn']}"
+    if experts:
+        mlp = f"{experts['count']} experts of {experts['ffn']}, {experts['per_token']} for each token"
     return (
         f"{model['name']}: {model['layers']} layers, hidden {model['hidden']}, {model['heads']} heads of "
-        f"{model['head_dim']} on {model['kv_heads']} KV groups, MLP {model['ffn']}, vocabulary "
-        f"{model['vocab']:,}, {tied} embeddings"
+        f"{model['head_dim']} on {model['kv_heads']} KV groups, {mlp}, vocabulary {model['vocab']:,}, "
+        f"{tied} embeddings"
     )
 
 

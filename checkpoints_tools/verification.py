@@ -30,7 +30,7 @@ from checkpoints_tools.formats.locate import (
     locate,
     manifest_files,
     newest_named,
-    open_checkpoint,
+    open_located,
 )
 
 _SHOWN = 10
@@ -127,19 +127,16 @@ def _open(
     first: Path, second: Path, given: Path | None, step: str
 ) -> tuple[OpenedCheckpoint, OpenedCheckpoint]:
     """Open both checkpoints; one without a config.json is read with the other's."""
+    locations = [locate(path, step) for path in (first, second)]
     references: list[Path | None] = []
-    for path in (first, second):
-        location = locate(path, step)
+    for location in locations:
         try:
             # A checkpoint's own config.json comes first: another could hide a difference in shape.
             references.append(hf_reference(location, None))
         except CheckpointError:
             references.append(given)
-    fallback = references[0] or references[1]
-    return (
-        open_checkpoint(first, step, references[0] or fallback),
-        open_checkpoint(second, step, references[1] or fallback),
-    )
+    here, there = references
+    return open_located(locations[0], here or there), open_located(locations[1], there or here)
 
 
 def _comparable(own: OpenedCheckpoint, other: OpenedCheckpoint) -> dict[str, BlockTensor]:

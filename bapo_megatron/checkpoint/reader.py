@@ -109,26 +109,16 @@ def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
     files, problem = broadcast_from_main(manifest_of(path) if is_main() else None)
     if damage := problem or next(filter(None, all_gather(_first_damage(path, files))), None):
         raise CheckpointError(damage)
-    trainer, problem = broadcast_from_main(_trainer_state(path) if is_main() else None)
-    if problem:
-        raise CheckpointError(problem)
+    trainer = broadcast_from_main(json.loads((path / TRAINER_STATE).read_bytes()) if is_main() else None)
     return Checkpoint(path, moment, trainer)
-
-
-def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the state of the training loop (trainer.json), and the reason if it cannot be read."""
-    try:
-        state = json.loads(read_file_inside(path, TRAINER_STATE))
-    except (CheckpointError, OSError, ValueError, RecursionError) as error:
-        check_readable(error, TRAINER_STATE, path)
-        return {}, f"{TRAINER_STATE} cannot be read: {error}"
-    return (state, None) if isinstance(state, dict) else ({}, f"{TRAINER_STATE} holds no JSON object")
 
 
 def manifest_of(path: Path) -> tuple[Digests, str | None]:
     """Return the manifest's digests, largest file first, and why it cannot be used, if so. Not collective."""
     try:
         files = dict(json.loads(read_file_inside(path, MANIFEST))["files"])
+        if TRAINER_STATE not in files:
+            return {}, f"its manifest lists no {TRAINER_STATE}"
         return dict(sorted(files.items(), key=lambda item: -item[1]["bytes"])), None
     except FileNotFoundError:
         return {}, "it has no manifest"

@@ -116,7 +116,11 @@ def locate(path: Path, step: str = LATEST) -> Location:
 def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> OpenedCheckpoint:
     """Open the checkpoint that ``path`` names, checking that it has all its tensors. ``reference``: folder of
     config.json for a checkpoint without one."""
-    location = locate(path, step)
+    return open_located(locate(path, step), reference)
+
+
+def open_located(location: Location, reference: Path | None = None) -> OpenedCheckpoint:
+    """Open the checkpoint at ``location``, as ``open_checkpoint``."""
     model = hf_reference(location, reference)
     shape = read_model_shape(model)
     content: TorchDist | MpRank | None = None

@@ -72,6 +72,7 @@ def truncate(folder: Path) -> None:
         truncate,
         lambda folder: (folder / "manifest.json").write_text('{"files": '),
         lambda folder: (folder / "manifest.json").write_text('["no", "manifest"]'),
+        lambda folder: (folder / "manifest.json").write_text('{"files": {}}'),
         lambda folder: (folder / "manifest.json").unlink(),
         lambda folder: (folder / "trainer.json").unlink(),
         lambda folder: (folder / "policy/deep/weights.bin").unlink(),

@@ -19,6 +19,7 @@ from checkpoints_tools.formats.locate import Format, hf_reference, locate
 from checkpoints_tools.inspection import as_text
 from tests.support.checkpoint_models import load_tensors, save_random_model
 from tests.support.legacy_checkpoints import save_legacy
+from tests.support.models import EXPERTS
 
 
 def touch(path: Path, text: str = "") -> Path:
@@ -251,6 +252,12 @@ def test_what_the_trainer_says_of_its_layout(more: dict, text: str, hf: Path, tm
     found = inspect_checkpoint(folder)
     assert found.written_at == written
     assert f"written at    TP2 PP2 VPP1 CP1 DP4{text}\n" in as_text(found)
+
+
+def test_a_mixture_is_told_by_its_experts(tmp_path: Path) -> None:
+    """`intermediate_size` of its config.json is the width of no layer."""
+    text = as_text(inspect_checkpoint(save_random_model(tmp_path / "experts", EXPERTS)))
+    assert "on 4 KV groups, 5 experts of 24, 2 for each token, vocabulary 101" in text
 
 
 def test_mp_rank_folders(hf: Path, tmp_path: Path) -> None:

@@ -250,6 +250,15 @@ def test_a_file_that_is_cut_or_gone_is_named(run: Path, capsys: pytest.CaptureFi
         assert told.out == ""
 
 
+def test_a_checkpoint_that_is_passed_over_is_told_once(
+    run: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints/step_000020/trainer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step_000010/policy"):
+        verify(run, model)
+    assert capsys.readouterr().err.count("passing over a newer checkpoint") == 1
+
+
 def test_a_manifest_without_digests_proves_nothing(run: Path) -> None:
     manifest = run / "checkpoints/step_000020/manifest.json"
     found = json.loads(manifest.read_text())

@@ -115,19 +115,22 @@ class StepExports:
             return
         (code, stderr, seconds), step = self._ended.result(), self._step
         self._process = self._ended = None
-        fields = {"step": step, "seconds": round(seconds, 3)}
         if code == 0:
-            self._on_event({"kind": "export_done", **fields, "path": str(self._paths.step_export(step))})
+            path = str(self._paths.step_export(step))
+            self._on_event({"kind": "export_done", "step": step, "seconds": round(seconds, 3), "path": path})
             if self.after:
                 self.after.exported(step)
         else:
-            why = stderr.strip() or f"it ended with exit code {code}"
-            self._on_event({"kind": "export_failed", **fields, "message": why.splitlines()[-1]})
-            text = printable(f"warning: the export of step {step} has failed: {why}")
-            print(text, file=sys.stderr, flush=True)
+            self._failed(step, stderr.strip() or f"it ended with exit code {code}", seconds)
         if self._next is not None:
             waiting, self._next = self._next, None
             self._start(waiting)
+
+    def _failed(self, step: int, why: str, seconds: float = 0.0) -> None:
+        fields = {"step": step, "seconds": round(seconds, 3), "message": why.splitlines()[-1]}
+        self._on_event({"kind": "export_failed", **fields})
+        text = printable(f"warning: the export of step {step} has failed: {why}")
+        print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Terminate the running export (kill it after 20 s) and its hook; a resumed run starts both again."""
@@ -147,16 +150,20 @@ class StepExports:
     def _start(self, step: int) -> None:
         folders = self._paths.checkpoint(step), self._paths.step_export(step), self._model
         arguments = [*map(str, folders), str(os.getpid())]
-        # In its own session: signals to the run's process group do not reach it; `close` ends it.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bapo_megatron.checkpoint.exports", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        try:
+            # In its own session: signals to the run's process group do not reach it; `close` ends it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bapo_megatron.checkpoint.exports", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:  # a limit on processes or memory, as in a container
+            self._failed(step, f"its process cannot be started: {error}")
+            return
         self._step = step
         self._ended = self._waiter.submit(_wait, self._process, time.perf_counter())
         self._on_event({"kind": "export_started", "step": step})

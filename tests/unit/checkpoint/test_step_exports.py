@@ -227,6 +227,24 @@ def test_a_failure_is_an_event_and_the_next_one_goes_on(
     assert not owner.paths.step_export(10).exists()
 
 
+def test_a_process_that_cannot_be_started_is_such_a_failure(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a limit of processes: the training goes on, and so do later exports."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refused)
+        owner.reach(10)
+    assert owner.kinds() == [("export_failed", 10)]
+    assert not owner.exports.is_busy()
+    owner.reach(20)
+    owner.wait()
+    assert owner.kinds()[-1] == ("export_done", 20)
+
+
 def test_a_step_that_was_made_again_is_exported_again(owner: Owner) -> None:
     """A run that continues from an older checkpoint, perhaps with another recipe, writes its steps anew."""
     owner.reach(10)

@@ -68,6 +68,10 @@ TARGETS: list[tuple[Target, str]] = [
         instead(lambda path: path.symlink_to("config.json"), TOKENIZER),
         r"hf/tokenizer\.json, which was put there",
     ),
+    (
+        edited(lambda folder: replace_text(folder / MARK, b'"bapo-ckpt"', b'"bapo"')),
+        "was written by a run of bapo, as its own export, not by",
+    ),
     (edited(lambda folder: (folder / MARK).unlink()), "has no .*an earlier version"),
     (edited(lambda folder: (folder / MARK).write_text("{")), "cannot be read"),
     (instead(os.mkfifo, MARK), "is not a plain file"),
@@ -106,13 +110,15 @@ def entries(path: Path) -> list[tuple[str, int, int]]:
     return sorted((str(p), p.lstat().st_mode, p.lstat().st_ino) for p in found)
 
 
-def test_a_home_folder_is_refused_as_output(
+def test_a_home_folder_or_a_mount_point_is_no_output(
     convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     with pytest.raises(ConfigError, match="is your home folder"):
         convert(tmp_path / "home", OVERWRITE)
+    with pytest.raises(ConfigError, match=r"/proc is a mount point|lie in, one another"):
+        convert(Path("/proc"), OVERWRITE)
 
 
 def test_a_folder_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
@@ -214,19 +220,17 @@ def test_a_second_command_between_the_renames_undoes_nothing(
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_a_complete_copy_counts_as_an_output(tmp_path: Path) -> None:
+def test_a_copy_of_an_output_is_one_also_with_the_mark_of_an_earlier_version(tmp_path: Path) -> None:
+    """Which has no digests."""
     write(tmp_path / "output", "old")
-    shutil.copytree(tmp_path / "output", tmp_path / "copy")
-    write(tmp_path / "copy", "new")
-    assert (tmp_path / "copy/weights").read_text() == "new"
-
-
-def test_a_marker_without_digests_is_accepted(tmp_path: Path) -> None:
-    """As earlier versions wrote it."""
-    output = tmp_path / "output"
-    write(output, "old")
-    mark = json.loads((output / MARK).read_text())
-    assert sorted(mark.pop("sha256")) == ["config.json", "weights"]
-    (output / MARK).write_text(json.dumps(mark))
-    write(output, "new")
-    assert (output / "weights").read_text() == "new"
+    output = tmp_path / "copy"
+    for with_digests, text in ((True, "new"), (False, "newer")):
+        shutil.rmtree(output, ignore_errors=True)
+        shutil.copytree(tmp_path / "output", output)
+        mark = json.loads((output / MARK).read_text())
+        assert sorted(mark["sha256"]) == ["config.json", "weights"]
+        if not with_digests:
+            del mark["sha256"]
+            (output / MARK).write_text(json.dumps(mark))
+        write(output, text)
+        assert (output / "weights").read_text() == text

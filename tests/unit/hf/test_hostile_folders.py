@@ -200,16 +200,6 @@ def test_descriptions_are_plain_files_of_bounded_size(
     assert not (tmp_path / "back").exists()
 
 
-@BOUNDLESS
-def test_the_file_that_names_the_backends(
-    attack: Callable[[Path], None], tmp_path: Path, deadline: None
-) -> None:
-    (tmp_path / "metadata.json").touch()
-    attack(tmp_path / "metadata.json")
-    with pytest.raises(CheckpointError, match=r"metadata\.json"):
-        check_backends(tmp_path)
-
-
 @pytest.mark.parametrize("cut", [0, 1, 100])
 def test_a_description_that_was_cut_short_says_what_to_do(cut: int, tmp_path: Path) -> None:
     path = tmp_path / ".metadata"
@@ -221,27 +211,33 @@ def test_a_description_that_was_cut_short_says_what_to_do(cut: int, tmp_path: Pa
 
 
 @BOUNDLESS
-def test_a_manifest_is_read_so_as_well(
-    attack: Callable[[Path], None], tmp_path: Path, deadline: None
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("metadata.json", lambda path: check_backends(path.parent)),
+        ("step_000010/manifest.json", lambda path: locate(path.parent)),
+        ("checkpoints/step_000010/config.json", lambda path: hf_reference(checkpoint_in(path.parent), None)),
+    ],
+)
+def test_so_are_those_of_runs_and_backends(
+    name: str,
+    read: Callable[[Path], object],
+    attack: Callable[[Path], None],
+    tmp_path: Path,
+    deadline: None,
 ) -> None:
-    path = tmp_path / "step_000010/manifest.json"
-    path.parent.mkdir()
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     attack(path)
-    problem = manifest_of(path.parent)[1]
-    assert problem is not None
-    assert "cannot be read" in problem
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        locate(path.parent)
+    with pytest.raises(CheckpointError, match=re.escape(path.name)):
+        read(path)
+    if path.name == "manifest.json":
+        assert "cannot be read" in str(manifest_of(path.parent)[1])
 
 
-def test_a_run_names_its_model_in_a_plain_file(tmp_path: Path, deadline: None) -> None:
-    run = tmp_path / "run"
-    (run / "checkpoints/step_000010/policy").mkdir(parents=True)
-    os.mkfifo(run / "config.json")
-    place = Location(run / "checkpoints/step_000010/policy", Format.TORCH_DIST, 10)
-    with pytest.raises(CheckpointError, match="name the model's folder with --hf-reference"):
-        hf_reference(place, None)
+def checkpoint_in(folder: Path) -> Location:
+    return Location(folder / "policy", Format.TORCH_DIST, 10)
 
 
 def test_a_missing_shard_is_named_with_a_tensor_and_the_fix(tmp_path: Path) -> None:

@@ -99,6 +99,15 @@ def save_tensors(folder: Path, tensors: dict[str, torch.Tensor], files: int = 1)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def save_changed(model: Path, folder: Path, **changes: torch.Tensor | None) -> Path:
+    """A folder of the model's config.json and tensors, with other ones by name; None leaves one out."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    tensors = {**load_tensors(model), **changes}
+    save_tensors(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    return folder
+
+
 def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face folder, as the safetensors library reads them."""
     found: dict[str, torch.Tensor] = {}

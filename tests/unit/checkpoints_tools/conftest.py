@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +39,23 @@ def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "megatron"
     to_megatron(model, path)
     return path
+
+
+RUN_FILES = {"policy/.metadata": b"metadata", "policy/__0_0.distcp": bytes(3_000_000), "trainer.json": b"{}"}
+
+
+def make_step(run: Path, step: int) -> Path:
+    """A checkpoint of a run, as far as the names, sizes and digests of its files go."""
+    folder = run / f"checkpoints/step_{step:06d}"
+    (folder / "policy").mkdir(parents=True)
+    for name, data in RUN_FILES.items():
+        (folder / name).write_bytes(data)
+    entries = {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in RUN_FILES.items()
+    }
+    (folder / "manifest.json").write_text(json.dumps({"step": step, "files": entries}))
+    return folder
 
 
 @pytest.fixture

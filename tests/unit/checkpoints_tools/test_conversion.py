@@ -23,7 +23,14 @@ from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import Settings, cli, to_hf, to_megatron
 from checkpoints_tools.formats import torch_dist_writer
 from checkpoints_tools.formats.safetensors_folder import plan_safetensors
-from tests.support.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model, save_tensors
+from tests.support.checkpoint_models import (
+    bits,
+    folder_bytes,
+    load_tensors,
+    save_changed,
+    save_random_model,
+    save_tensors,
+)
 from tests.support.models import EXPERTS, FAMILIES
 
 
@@ -223,9 +230,7 @@ def test_rounding_changes_only_the_dtype(tmp_path: Path) -> None:
     ],
 )
 def test_tensors_that_do_not_fit_are_named(change: dict, message: str, tmp_path: Path) -> None:
-    folder = save_random_model(tmp_path / "hf")
-    tensors = {**load_tensors(folder), **change}
-    save_tensors(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    folder = save_changed(save_random_model(tmp_path / "hf"), tmp_path / "other", **change)
     with pytest.raises(CheckpointError, match=message):
         to_megatron(folder, tmp_path / "megatron")
     assert not list(tmp_path.glob("*megatron*"))

@@ -20,23 +20,13 @@ from checkpoints_tools.inspection import as_text
 from tests.support.checkpoint_models import load_tensors, save_random_model
 from tests.support.legacy_checkpoints import save_legacy
 from tests.support.models import EXPERTS
+from tests.unit.checkpoints_tools.conftest import make_step
 
 
 def touch(path: Path, text: str = "") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
-
-
-def make_step(run: Path, step: int) -> Path:
-    """A checkpoint of a run, as far as its files' names and sizes go."""
-    folder = run / f"checkpoints/step_{step:06d}"
-    files = {"policy/.metadata": "metadata", "policy/__0_0.distcp": "weights" * step, "trainer.json": "{}"}
-    for name, text in files.items():
-        touch(folder / name, text)
-    sizes = {name: {"bytes": len(text), "sha256": ""} for name, text in files.items()}
-    touch(folder / "manifest.json", json.dumps({"step": step, "files": sizes}))
-    return folder
 
 
 @pytest.fixture
@@ -129,9 +119,9 @@ def test_only_whole_checkpoints_of_a_run_count(run: Path, capsys: pytest.Capture
     assert locate(run).iteration == 100
     told = capsys.readouterr().err  # or step 100 would go out as the run's end
     assert told.startswith("passing over a newer checkpoint: ")
-    assert "step_000120/policy/__0_0.distcp has 5 bytes instead of 840" in told
+    assert "step_000120/policy/__0_0.distcp has 5 bytes instead of 3000000" in told
     for path, step in ((run, "120"), (run / "checkpoints/step_000120/policy", "latest")):
-        with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 5 bytes instead of 840"):
+        with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 5 bytes instead of 3000000"):
             locate(path, step)
     (run / "checkpoints/step_000100/trainer.json").unlink()
     (run / "checkpoints/step_000020/manifest.json").unlink()

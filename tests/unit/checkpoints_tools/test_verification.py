@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from bapo_megatron.errors import CheckpointError
 from checkpoints_tools import Settings, cli, reshard, to_megatron, verify, verify_files
 from checkpoints_tools.core import copying
-from tests.support.checkpoint_models import load_tensors, save_random_model, save_tensors
+from tests.support.checkpoint_models import load_tensors, save_changed, save_random_model, save_tensors
 from tests.support.legacy_checkpoints import save_legacy
+from tests.unit.checkpoints_tools.conftest import RUN_FILES, make_step
 
 LAYER = "model.layers.1."
 
@@ -60,10 +61,7 @@ def test_one_flipped_bit_is_found(
     before = int(changed[row, column]) & 0xFFFF
     changed[row, column] ^= 0x40
     changed[row + 1, 3] ^= 1  # a later one, which is not the first
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    (damaged / "config.json").write_bytes((hf / "config.json").read_bytes())
-    save_tensors(damaged, {**tensors, name: changed.view(torch.bfloat16)})
+    damaged = save_changed(hf, tmp_path / "damaged", **{name: changed.view(torch.bfloat16)})
     monkeypatch.setattr(copying, "BUFFER_BYTES", band)
     monkeypatch.setattr("checkpoints_tools.core.comparing.BUFFER_BYTES", band)
     for other in (hf, *others.values()):
@@ -113,13 +111,9 @@ def test_reordered_heads_are_found(hf: Path, others: dict[str, Path], tmp_path: 
 def test_a_missing_tensor_another_type_and_another_shape(hf: Path, tmp_path: Path) -> None:
     tensors = load_tensors(hf)
     bias, norm = f"{LAYER}self_attn.q_proj.bias", "model.norm.weight"
-    tensors[norm] = tensors[norm].float()
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
-    tensors["model.extra"] = tensors.pop(bias)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_bytes((hf / "config.json").read_bytes())
-    save_tensors(other, tensors)
+    changes = {norm: tensors[norm].float(), "model.extra": tensors[bias], bias: None}
+    changes["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+    other = save_changed(hf, tmp_path / "other", **changes)
     found = {d.tensor: (d.kind, d.message) for d in verify(hf, other).differences}
     assert found == {
         bias: ("missing", "is missing in the second"),
@@ -185,22 +179,12 @@ def test_threads_do_not_change_the_report(hf: Path, others: dict[str, Path]) -> 
 
 # --- the files of one checkpoint ---
 
-FILES = {"policy/.metadata": b"metadata", "policy/__0_0.distcp": bytes(3_000_000), "trainer.json": b"{}"}
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run with checkpoints of the steps 10 and 20."""
     for step in (10, 20):
-        folder = tmp_path / f"run/checkpoints/step_{step:06d}"
-        (folder / "policy").mkdir(parents=True)
-        for name, data in FILES.items():
-            (folder / name).write_bytes(data)
-        entries = {
-            name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            for name, data in FILES.items()
-        }
-        (folder / "manifest.json").write_text(json.dumps({"step": step, "files": entries}))
+        make_step(tmp_path / "run", step)
     return tmp_path / "run"
 
 
@@ -216,7 +200,7 @@ def test_a_whole_checkpoint_is_whole(run: Path, capsys: pytest.CaptureFixture[st
         assert "whole: 3 files, 3,000,010 bytes, every bit as it was written" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", list(FILES))
+@pytest.mark.parametrize("name", list(RUN_FILES))
 @pytest.mark.parametrize("place", [0, -1])
 def test_one_flipped_bit_of_a_file_is_found(
     name: str, place: int, run: Path, capsys: pytest.CaptureFixture[str]

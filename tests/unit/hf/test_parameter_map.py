@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.errors import ConfigError
@@ -18,10 +18,9 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.layers import Mapping, RowSegment
 from bapo_megatron.policy.weight_map import join, shard, shard_parts, split, unshard
 from checkpoints_tools.formats.mp_rank import shard_blocks
+from tests.support.checkpoint_models import save_changed
 from tests.support.models import EXPERTS, FAMILIES, save_tiny_model
 from tests.unit.hf.test_config_fields import LLAMA3
-
-YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def shape(**changes: object) -> ModelShape:
@@ -141,69 +140,16 @@ def test_segments_hold_each_row_of_each_tensor_once(family: str) -> None:
         assert sorted(rows) == [(i, row) for i, s in enumerate(mapping.hf_shapes) for row in range(s[0])]
 
 
-def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    for name, value in changes.items():
-        name = name.replace("__", ".")
-        if value is None:
-            del tensors[name]
-        else:
-            tensors[name] = value
-    save_file(tensors, folder / "model.safetensors")
-
-
 def test_an_output_layer_unlike_its_tied_embedding_is_refused(tmp_path: Path) -> None:
     """transformers computes with both, the policy would with the embedding alone."""
-    folder = save_tiny_model("llama", tmp_path)
-    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    edit_tensors(folder, lm_head__weight=embedding.clone())
+    model, folder = save_tiny_model("llama", tmp_path / "hf"), tmp_path / "copy"
+    embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    save_changed(model, folder, **{"lm_head.weight": embedding.clone()})
     HfReader(folder).check(read_model_shape(folder))
     for other in (embedding.flip(0).contiguous(), embedding[:-1].clone()):
-        edit_tensors(folder, lm_head__weight=other)
+        save_changed(model, folder, **{"lm_head.weight": other})
         with pytest.raises(ConfigError, match=r"ties lm_head.weight to .* not equal: set \"tie_word_emb"):
             HfReader(folder).check(read_model_shape(folder))
-
-
-DEFAULT = {"rope_theta": 1e6, "rope_type": "default"}
-"""A folder that transformers 5 wrote, to which Qwen's pages add lines for long texts."""
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
-        ({"rope_parameters": DEFAULT, "rope_scaling": YARN}, "RoPE scaling 'yarn' is not supported"),
-        (
-            {"rope_parameters": DEFAULT, "rope_scaling": LLAMA3},
-            r"rope_scaling=.*, rope_parameters=.* contradict .*: keep either rope_parameters",
-        ),
-        (
-            {"rope_parameters": DEFAULT, "rope_theta": 1e5},
-            "rope_theta=100000.0, rope_parameters=.* contradict",
-        ),
-        # transformers 5 then has the base 10,000
-        ({"rope_parameters": DEFAULT, "rope_scaling": {"type": "default"}}, "contradict each other"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "of their own for 'full_attention'"),
-        (
-            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 128},
-            "embeddings=128 is not supported",
-        ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* is not supported"),
-        ({"hidden_size": float("inf")}, "hidden_size=inf is not an integer"),
-        ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
-        ({"num_hidden_layers": -1}, "layers=-1 cannot be"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
-        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor=2.0 is not supported"),
-    ],
-)
-def test_a_config_that_we_cannot_train_is_refused(change: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        shape(**change)
 
 
 def test_a_config_without_a_field_names_it(tmp_path: Path) -> None:

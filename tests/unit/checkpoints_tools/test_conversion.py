@@ -13,18 +13,14 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from safetensors.torch import save_file
 
-from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.hf.parameter_map import checkpoint_keys, mapping_table
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.safetensors_folder import read_safetensors
 from bapo_megatron.hf.weight_files import INDEX
-from bapo_megatron.policy.weight_map import join
 from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import Settings, cli, to_hf, to_megatron
 from checkpoints_tools.formats import torch_dist_writer
 from checkpoints_tools.formats.safetensors_folder import plan_safetensors
 from tests.support.checkpoint_models import (
-    bits,
     folder_bytes,
     load_tensors,
     save_changed,
@@ -62,35 +58,6 @@ def test_round_trips_of_odd_shapes(grid: int, changes: dict, tmp_path: Path) -> 
     to_megatron(folder, tmp_path / "megatron", grid)
     to_hf(tmp_path / "megatron", tmp_path / "back", settings=Settings(threads=3))
     assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, EXPERTS])
-def test_torch_reads_the_parameters_that_the_table_joins(family: str, tmp_path: Path) -> None:
-    """The oracle: torch.distributed.checkpoint for reading, and the code that loads the trainer's weights."""
-    folder = save_random_model(tmp_path / "hf", family, "F32")
-    to_megatron(folder, tmp_path / "megatron", grid=3)
-    tensors, shape = load_tensors(folder), read_model_shape(folder)
-    expected: dict[str, torch.Tensor] = {}
-    experts: dict[str, list[torch.Tensor]] = {}
-    for name, mapping in mapping_table(shape).items():
-        stacked = "{layer}" in name
-        layers = [
-            join(mapping, [tensors[n.format(layer=layer)] for n in mapping.hf_names])
-            for layer in range(shape.layers if stacked else 1)
-        ]
-        key = checkpoint_keys(name, shape.blocks[0])[0]
-        expected[key] = torch.stack(layers) if stacked else layers[0]
-        if mapping.expert is not None:
-            experts.setdefault(key, []).append(expected[key])
-    expected |= {key: torch.stack(parts, 1) for key, parts in experts.items()}
-    checkpoint = tmp_path / "megatron/release"
-    reader = dcp.FileSystemReader(checkpoint)
-    stored = reader.read_metadata().state_dict_metadata
-    assert {key for key in stored if "_extra_state" not in key} == set(expected)
-    state = {key: torch.empty_like(value) for key, value in expected.items()}
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    for key, value in expected.items():
-        assert torch.equal(bits(state[key]), bits(value)), key
 
 
 def test_files_beside_the_weights(tmp_path: Path) -> None:
@@ -137,33 +104,6 @@ def test_no_chunk_is_larger_than_an_archive_may_be(tmp_path: Path, monkeypatch: 
     assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
 
 
-def test_tensors_are_split_into_the_files_of_the_reference(tmp_path: Path) -> None:
-    folder = save_random_model(tmp_path / "hf", files=1)
-    other = save_random_model(tmp_path / "other", files=4)
-    to_megatron(folder, tmp_path / "megatron")
-    to_hf(tmp_path / "megatron", tmp_path / "back", reference=other)
-    names = {path.name for path in (tmp_path / "back").glob("*.safetensors")}
-    assert names == {f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)}
-    back, whole = load_tensors(tmp_path / "back"), load_tensors(folder)
-    assert all(torch.equal(bits(back[name]), bits(whole[name])) for name in whole)
-
-
-def test_files_of_a_given_size(tmp_path: Path) -> None:
-    folder = save_random_model(tmp_path / "hf")
-    to_megatron(folder, tmp_path / "megatron")
-    to_hf(tmp_path / "megatron", tmp_path / "back", shard_bytes=20_000)
-    index = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())
-    whole = load_tensors(folder)
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
-    files = sorted((tmp_path / "back").glob("*.safetensors"))
-    assert {path.name for path in files} == set(index["weight_map"].values())
-    assert len(files) > 3
-    assert all(path.stat().st_size < 22_000 for path in files)
-    assert all(torch.equal(bits(t), bits(whole[n])) for n, t in load_tensors(tmp_path / "back").items()), (
-        "the same bits"
-    )
-
-
 def test_files_of_several_types_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
     types = {"z": torch.float32, "b": torch.bfloat16, "a": torch.float16, "c": torch.float32}
     tensors = {name: torch.zeros(3, 5, dtype=dtype) for name, dtype in types.items()}
@@ -187,16 +127,6 @@ def test_a_copy_of_a_tied_embedding_comes_back_where_the_index_lists_it(tmp_path
     to_megatron(folder, tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "back")
     assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
-
-
-def test_an_output_layer_unlike_its_tied_embedding_is_refused(tmp_path: Path) -> None:
-    folder = save_random_model(tmp_path / "hf", "llama", tie_word_embeddings=True)
-    tensors = load_tensors(folder)
-    copy = tensors["model.embed_tokens.weight"].clone()
-    copy[7, 3] = 1.0
-    save_tensors(folder, {**tensors, "lm_head.weight": copy})
-    with pytest.raises(CheckpointError, match=r"ties lm_head.weight to .* differs first at row 7, column 3"):
-        to_megatron(folder, tmp_path / "megatron")
 
 
 def test_rounding_changes_only_the_dtype(tmp_path: Path) -> None:
@@ -236,16 +166,6 @@ def test_tensors_that_do_not_fit_are_named(change: dict, message: str, tmp_path:
     assert not list(tmp_path.glob("*megatron*"))
 
 
-def test_a_reference_of_another_model_is_named(tmp_path: Path) -> None:
-    folder = save_random_model(tmp_path / "hf")
-    to_megatron(folder, tmp_path / "megatron")
-    other = save_random_model(tmp_path / "other", hidden_size=64)
-    with pytest.raises(CheckpointError, match="config.json asks for"):
-        to_hf(tmp_path / "megatron", tmp_path / "back", reference=other)
-    with pytest.raises(ConfigError, match="is a Hugging Face folder already"):
-        to_hf(folder, tmp_path / "back")
-
-
 def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -283,6 +203,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["to-megatron", "{hf}", "out", "--grid", "0"], "--grid 0: give a number from 1 to 1024"),
         (["to-megatron", "{hf}", "out", "--threads", "-1"], "--threads -1"),
         (["to-hf", "{hf}", "out", "--shard-gb", "nan"], "--shard-gb nan"),
+        (["to-hf", "{hf}", "out"], "is a Hugging Face folder already"),
         (["to-megatron", "{hf}", "{hf}/out"], "lie in, one another"),
         (["to-megatron", "{hf}", "{hf}"], "lie in, one another"),
     ],

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.blocks import Block, BlockTensor
 from bapo_megatron.layers import RowSegment
-from checkpoints_tools import to_hf, verify
+from checkpoints_tools import verify
 from checkpoints_tools.core.blocks import check_cover, cut_into_sources
 from checkpoints_tools.formats.locate import open_checkpoint
 from tests.support.checkpoint_models import edit_metadata, save_random_model
@@ -128,19 +128,6 @@ def test_truncated_and_missing_files_are_named(stored: Path) -> None:
         open_checkpoint(stored)
 
 
-def test_a_damaged_archive_is_named_by_file_and_tensor(stored: Path) -> None:
-    metadata = pickle.loads((stored / ".metadata").read_bytes())
-    info = metadata.storage_data[MetadataIndex(FC2, torch.Size((1, 0, 20)))]
-    path = stored / info.relative_path
-    data = bytearray(path.read_bytes())
-    data[info.offset + info.length - 22] ^= 1  # of the end of the archive's directory
-    path.write_bytes(data)
-    with pytest.raises(
-        CheckpointError, match=rf"{path.name}: {FC2} at \[1, 0, 20\] is not an archive of torch\.save"
-    ):
-        open_checkpoint(stored)
-
-
 def test_a_chunk_that_was_stored_transposed_is_refused(stored: Path) -> None:
     torch.save(torch.zeros(1, 20, 48, dtype=torch.bfloat16).transpose(1, 2), stored / "__1_0.distcp")
     size = (stored / "__1_0.distcp").stat().st_size
@@ -212,11 +199,6 @@ def test_a_config_of_another_model_is_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(stored, reference=save_random_model(tmp_path / "other", **changes))
-
-
-def test_there_is_no_optimizer_to_take(stored: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no optimizer state; it has only the weights"):
-        to_hf(stored, tmp_path / "out", origin="optimizer")
 
 
 def test_blocks_that_do_not_cover_a_tensor_are_named() -> None:

@@ -361,10 +361,7 @@ def test_a_chat_template_stays_in_its_sandbox(template: str, model: Path) -> Non
     ("text", "says"),
     [
         ("[" * 100_000, "generation_config.json cannot be read"),
-        ("[]", "generation_config.json cannot be read"),
-        ("{", "generation_config.json cannot be read"),
         ('{"eos_token_id": ["x"]}', r"eos_token_id=\['x'\]: it must be a token id or several"),
-        ('{"eos_token_id": {"a": 1}}', "it must be a token id or several"),
     ],
 )
 def test_stop_tokens_that_are_none_are_one_line(model: Path, text: str, says: str) -> None:

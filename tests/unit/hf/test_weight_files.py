@@ -16,7 +16,6 @@ from bapo_megatron.commands.verify import model_digests
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.reader import HfReader
-from bapo_megatron.hf.safetensors_folder import read_safetensors_folder
 from bapo_megatron.hf.weight_files import INDEX, left_out_text, weight_files
 from bapo_megatron.rollout.engines.local_engine import LocalModel, _weights_in
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
@@ -25,7 +24,6 @@ from tests.support.checkpoint_models import save_random_model
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "reader": lambda folder: {name: list(HfReader(folder).shape(name)) for name in HfReader(folder).names},
-    "converter": lambda folder: {name: list(t.shape) for name, t in read_safetensors_folder(folder).items()},
     "hand-over": lambda folder: {
         name: list(shape) for name, shape in WeightStaging(folder / "w", folder)._shapes.items()
     },

@@ -34,6 +34,7 @@ def load_recipe(path: Path, kind: type[C]) -> C:
     if spec is None or spec.loader is None:
         raise ConfigError(f"recipe {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up annotations
     _serve_former_paths()
     try:
         with redirect_stdout(sys.stderr):  # on standard output a script expects a job's id, or JSON

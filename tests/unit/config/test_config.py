@@ -330,6 +330,20 @@ def test_a_recipe_finds_every_section_in_one_place() -> None:
     assert names <= set(config.__all__)
 
 
+def test_a_recipe_may_define_dataclasses(tmp_path: Path) -> None:
+    """Their annotations are looked up in its module."""
+    path = tmp_path / "sized.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Sizes:\n"
+        "    steps: int = 3\n"
+        "def recipe(): return {'steps': Sizes().steps}\n"
+    )
+    assert load_recipe(path, dict) == {"steps": 3}
+
+
 def test_names_and_positions_that_recipes_of_version_0_1_use(tmp_path: Path) -> None:
     from bapo_megatron.config import BoundsConfig, CorrectionsConfig, PolarityConfig
 

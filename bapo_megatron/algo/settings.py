@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from typeguard import TypeCheckError, check_type
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 from bapo_megatron.errors import ConfigError
 
@@ -51,7 +51,7 @@ def type_problem(value: Any, annotation: Any) -> str | None:
     allowed = members(annotation)
     wrong = isinstance(value, bool) and not {bool, Any} & set(allowed)  # a bool is a number in Python
     try:
-        check_type(value, annotation)
+        check_type(value, annotation, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
     except TypeCheckError:
         wrong = True
     if not wrong:
@@ -63,7 +63,9 @@ def _in_words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     plain = get_origin(kind) or kind
-    return _TYPES[plain] if plain in _TYPES else str(getattr(plain, "__name__", plain))
+    word = _TYPES[plain] if plain in _TYPES else str(getattr(plain, "__name__", plain))
+    items = [item for item in get_args(kind) if item is not Ellipsis]
+    return word if items[-1:] in ([], [Any]) else f"{word}, each item {_in_words(items[-1])}"
 
 
 def members(annotation: Any) -> tuple[Any, ...]:

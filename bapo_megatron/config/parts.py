@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from bapo_megatron.algo.parts import ADVANTAGES, MASKS, RATIO_MASKS, TERMS, part_path
+from bapo_megatron.algo.parts import ADVANTAGES, MASKS, TERMS, part_path
 from bapo_megatron.config.flags import Settings, json_flag
 from bapo_megatron.errors import ConfigError
 
@@ -80,12 +80,6 @@ def part_problems(algorithm: Any) -> Iterator[str]:
             part_path(owner, name, known)
         except ConfigError as error:
             yield str(error)
-    for number, part in enumerate(algorithm.masks):
-        if part.name in RATIO_MASKS and algorithm.old_log_probs == "rollout":
-            yield (
-                f"algorithm.masks[{number}]={part.name} limits pi_old / pi_rollout, which is 1 with "
-                f"algorithm.old_log_probs=rollout: set that to trainer, or leave the mask out"
-            )
 
 
 def unused_settings_of_parts(run: Any) -> Iterator[str]:

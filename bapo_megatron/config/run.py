@@ -161,7 +161,7 @@ class RunConfig:
     """CPU threads of each rank, in a run without a GPU. None: the environment's number at the start of the
     run (OMP_NUM_THREADS, else its share of the cores), which resumed runs keep. Another number adds in
     another order."""
-    hang_minutes: float = 60.0
+    hang_minutes: Annotated[float, Ge(0)] = 60.0
     """Hang watchdog: a rank that makes no update for so long, and does not wait for rollouts, prints its
     stacks and exits. 0: never."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.algo.bounds import sum_count
-from bapo_megatron.algo.parts import CENTERED_ADVANTAGES
+from bapo_megatron.algo.parts import CENTERED_ADVANTAGES, RATIO_MASKS
 from bapo_megatron.algo.settings import fields_of, out_of_range
 from bapo_megatron.config.engines import EngineConfig
 from bapo_megatron.config.parts import part_problems, unused_settings_of_parts
@@ -31,7 +31,7 @@ from bapo_megatron.runtime.event_targets import target_problems
 from bapo_megatron.runtime.run_paths import moment_of
 
 if TYPE_CHECKING:
-    from bapo_megatron.config import RunConfig
+    from bapo_megatron.config import CheckpointConfig, RunConfig
 
 _COMPARED = ("version", "weights", "optimizer", "canary", "learning_rate", "sampler")
 """Names of the parts that the resume check compares."""
@@ -60,7 +60,9 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     yield from _hold_problems(run)
     yield from _algorithm_problems(run)
     yield from staleness_problems(run.rollout)
-    yield from _engine_problems(run)
+    for name, value in vars(run.rollout).items():
+        if isinstance(value, EngineConfig):
+            yield from (f"rollout.{name}.{problem}" for problem in value.problems(run.longest_request))
     yield from _reward_problems(run.reward, run.rollout.max_response_tokens)
     yield from environment_problems(run.environment)
     yield from data_problems(run.data)
@@ -69,21 +71,21 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     yield from _hook_problems(run)
     yield from range_problems(run.data, run.optimizer)
     yield from _mismatch_problems(run.accept_resume_mismatch)
-    for step in run.profile.steps:
-        if not 1 <= step <= run.steps:
-            yield f"profile.steps has {step}: the run has steps 1 to {run.steps}"
+    outside = (step for step in run.profile.steps if not 1 <= step <= run.steps)
+    yield from (f"profile.steps has {step}: the run has steps 1 to {run.steps}" for step in outside)
 
 
 def new_run_problems(run: RunConfig) -> Iterator[str]:
     """Mistakes for which only a new run is refused: one that has begun with them continues as it did."""
     if run.name.strip(" ./") == "":
         yield f"name={run.name!r} names no run: give one; its directory and boards have it, too"
-    every, kept = run.checkpoint.every, run.checkpoint.keep_every
-    if kept is not None and kept % every:
+    low, high = run.algorithm.bounds.low_start, run.algorithm.bounds.high_end
+    if low >= 1 or high <= 1:
         yield (
-            f"checkpoint.keep_every={kept} must be a multiple of checkpoint.every={every}, because only a "
-            f"checkpoint can be kept: set it to {max(1, round(kept / every)) * every}"
+            f"algorithm.bounds from {low:g} to {high:g} clip all tokens of a sign at a ratio of 1: bounds "
+            "are ratios, not distances from 1; set low_start below it and high_end above, as 0.8 and 1.28"
         )
+    yield from _interval_problems(run.checkpoint, "keep_every", "only a checkpoint can be kept")
     project = run.logging.wandb_project or run.logging.project
     if "wandb" in run.logging.chosen and set(project) & _NOT_IN_WANDB_PROJECTS:
         name = "wandb_project" if run.logging.wandb_project else "project"
@@ -145,23 +147,34 @@ def _algorithm_problems(run: RunConfig) -> Iterator[str]:
     algorithm, rollout = run.algorithm, run.rollout
     yield from part_problems(algorithm)
     yield from (f"algorithm.bounds.{problem}" for problem in algorithm.bounds.problems())
-    if algorithm.importance_cap is not None and algorithm.old_log_probs == "rollout":
+    for name in _comparing_old(algorithm) if algorithm.old_log_probs == "rollout" else ():
         yield (
-            f"algorithm.importance_cap={algorithm.importance_cap} weighs tokens by pi_old / pi_rollout, "
-            f"which is 1 with algorithm.old_log_probs=rollout: set that to trainer, or leave the cap out"
+            f"{name} compares pi_old with pi_rollout, equal with algorithm.old_log_probs=rollout: set that "
+            "to trainer, or leave it out"
         )
     if algorithm.importance_cap is None and algorithm.importance_level != "token":
         yield (
             f"algorithm.importance_level={algorithm.importance_level} needs algorithm.importance_cap: set "
             f"both or none"
         )
-    yield from _correction_problems(algorithm)
     yield from _distillation_problems(run)
     if algorithm.updates_per_epoch > rollout.prompts_per_step:
         yield (
             f"algorithm.updates_per_epoch={algorithm.updates_per_epoch} is more than "
             f"rollout.prompts_per_step={rollout.prompts_per_step}: an update needs at least one group"
         )
+
+
+def _comparing_old(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Settings that compare pi_old with pi_rollout, with their values: weights, limits, masks."""
+    if algorithm.importance_cap is not None:
+        yield f"algorithm.importance_cap={algorithm.importance_cap}"
+    for name, value in vars(algorithm.corrections).items():
+        if value is not None and name != "off_policy_delta":
+            yield f"algorithm.corrections.{name}={value}"
+    for number, part in enumerate(algorithm.masks):
+        if part.name in RATIO_MASKS:
+            yield f"algorithm.masks[{number}]={part.name}"
 
 
 def _distillation_problems(run: RunConfig) -> Iterator[str]:
@@ -178,17 +191,6 @@ def _distillation_problems(run: RunConfig) -> Iterator[str]:
         )
     if distillation.estimator == "k1":
         yield f"{field}.estimator=k1 has a gradient that does not depend on the teacher: take k2 or k3"
-
-
-def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Rules of ``algorithm.corrections``: limits of pi_old / pi_rollout need a pi_old of the trainer."""
-    for name in ("geometric_min", "geometric_max", "worst_token_min", "worst_token_max"):
-        value = getattr(algorithm.corrections, name)
-        if value is not None and algorithm.old_log_probs == "rollout":
-            yield (
-                f"algorithm.corrections.{name}={value} limits pi_old / pi_rollout, which is 1 with "
-                f"algorithm.old_log_probs=rollout: set that to trainer, or leave the limit out"
-            )
 
 
 def _hold_problems(run: RunConfig) -> Iterator[str]:
@@ -248,15 +250,21 @@ def environment_problems(environment: EnvironmentConfig, field: str = "environme
         )
 
 
+def _interval_problems(checkpoint: CheckpointConfig, name: str, why: str) -> Iterator[str]:
+    """The rule of an interval that must be a multiple of that of the checkpoints."""
+    every, interval = checkpoint.every, getattr(checkpoint, name) or 0
+    if every > 0 and interval % every:
+        yield (
+            f"checkpoint.{name}={interval} must be a multiple of checkpoint.every={every}, because {why}: "
+            f"set it to {max(1, round(interval / every)) * every}"
+        )
+
+
 def _checkpoint_problems(run: RunConfig) -> Iterator[str]:
     """Rules between the steps of checkpoints, exports and evaluations."""
     checkpoint, evaluation = run.checkpoint, run.evaluation
-    every, export, best = checkpoint.every, checkpoint.export_every, checkpoint.keep_best
-    if every > 0 and export % every:
-        yield (
-            f"checkpoint.export_every={export} must be a multiple of checkpoint.every={every}, because a "
-            f"checkpoint is what is exported: set it to {max(1, round(export / every)) * every}"
-        )
+    every, best = checkpoint.every, checkpoint.keep_best
+    yield from _interval_problems(checkpoint, "export_every", "a checkpoint is what is exported")
     if evaluation.every and not evaluation.suites:
         yield f"evaluation.every={evaluation.every} needs evaluation.suites: name at least one"
     if best and not evaluation.every:
@@ -359,13 +367,6 @@ def _mismatch_problems(accepted: tuple[str, ...]) -> Iterator[str]:
                 f"accept_resume_mismatch={name}: must be CHECKPOINT:NAME as the resume check has printed it, "
                 "such as step_000120:canary"
             )
-
-
-def _engine_problems(run: RunConfig) -> Iterator[str]:
-    """Rules of the engines' settings: their addresses, and the longest sequence that they take."""
-    for name, value in vars(run.rollout).items():
-        if isinstance(value, EngineConfig):
-            yield from (f"rollout.{name}.{problem}" for problem in value.problems(run.longest_request))
 
 
 BOXED_REWARDS = ("math", "code", "math_or_code")

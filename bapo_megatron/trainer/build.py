@@ -24,11 +24,9 @@ from bapo_megatron.checkpoint.run_directory import (
     store_config,
 )
 from bapo_megatron.checkpoint.store import CheckpointStore
-from bapo_megatron.config import RolloutConfig, RunConfig
-from bapo_megatron.data.problem_sets import (
-    control_tokens_text,
-    load_problems,
-)
+from bapo_megatron.config import DataConfig, RolloutConfig, RunConfig
+from bapo_megatron.data.problem_sets import control_tokens_text, load_problems
+from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.hf.weight_files import left_out_text
@@ -285,10 +283,7 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
     tools, begun = tools_of(config), has_steps(config.directory)
     problems = load_problems(config.data, config.reward.function, tokenizer, tools, begun)
     suites = load_suites(config, tokenizer, tools)
-    if problems.too_long:
-        print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
-    if left_out := problems.found - len(problems.prompts):
-        print(f"left out {left_out} prompts by their {config.data.difficulty}")
+    tell_left_out(problems, config.data)
     if told := control_tokens_text(problems.prompts, tokenizer):
         print(f"warning: {told}", flush=True)
     with engine_backend(config.rollout.engine).serve(config, has_cuda(), on_event) as servers:
@@ -301,6 +296,14 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
         # Close the sampler before its servers; otherwise every server's end would be a lost engine.
         with closing(SamplerClient(setup, on_sampler_event)) as sampler:
             yield sampler, servers
+
+
+def tell_left_out(problems: PromptSet, data: DataConfig) -> None:
+    """Print how many problems of a data set the limits of ``data`` leave out."""
+    if problems.too_long:
+        print(f"left out {problems.too_long} prompts of more than {data.max_prompt_tokens} tokens")
+    if left_out := problems.found - len(problems.prompts):
+        print(f"left out {left_out} prompts by their {data.difficulty}")
 
 
 def build_weight_sync(

@@ -31,6 +31,7 @@ from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.rollout.engines.requests import stop_token_ids
 from bapo_megatron.runtime.distributed import is_main
 from bapo_megatron.tensor_types import MicroBatch, TokenStats
+from bapo_megatron.trainer.build import tell_left_out
 from bapo_megatron.trainer.kernel_check import check_kernels
 from bapo_megatron.types import Prompt
 
@@ -42,7 +43,7 @@ def run_sft(config: SftConfig) -> None:
     policy = MegatronPolicy(
         config.model, config.parallel, config.batch, config.optimizer, planned_updates=config.updates
     )
-    for update, samples in enumerate(_batches(config), start=1):
+    for update, samples in enumerate(_batches(config, is_main()), start=1):
         packs = pack_samples(samples, config.batch.pack_tokens, layout=policy.pack_layout)
         loss, tokens = policy.update(packs, next_token_loss).sums.tolist()
         if is_main() and (update % 20 == 0 or update == config.updates):
@@ -57,8 +58,8 @@ def next_token_loss(stats: TokenStats, batch: MicroBatch) -> Tensor:
     return torch.stack([-(stats.log_prob_T * batch.weight_T).sum(), batch.mask_T.sum()])
 
 
-def _batches(config: SftConfig) -> Iterator[list[Sample]]:
-    samples, sources = load_solutions(config, load_tokenizer(config.model.hf_path))
+def _batches(config: SftConfig, tells: bool = False) -> Iterator[list[Sample]]:
+    samples, sources = load_solutions(config, load_tokenizer(config.model.hf_path), tells)
     order = _mixed(sources, config.seed) if sources else _shuffled(len(samples), config.seed)
     for _ in range(config.updates):
         yield [samples[i] for i in islice(order, config.samples_per_update)]
@@ -76,12 +77,16 @@ def _mixed(sources: Sequence[MixedSource], seed: int) -> Iterator[int]:
     return (index for number in count() for _, index in mixture.take(number, 1))
 
 
-def load_solutions(config: SftConfig, tokenizer: Any) -> tuple[list[Sample], list[MixedSource]]:
+def load_solutions(
+    config: SftConfig, tokenizer: Any, tells: bool = False
+) -> tuple[list[Sample], list[MixedSource]]:
     """Return training samples, each a problem with its solution as the response, and the sources to mix.
-    Raises ConfigError if a problem has no solution."""
+    ``tells``: print how many problems are left out. Raises ConfigError if a problem has no solution."""
     files = config.data.files
     solutions = [load_prompts(item.file, tokenizer, config.data.max_prompt_tokens) for item in files]
     solutions = [replace(item, prompts=within_difficulty(item.prompts, config.data)) for item in solutions]
+    for item in solutions if tells else ():
+        tell_left_out(item, config.data)
     samples = _samples(
         config, tokenizer, [(item.file, each.prompts) for item, each in zip(files, solutions, strict=True)]
     )

@@ -142,10 +142,8 @@ def test_mistakes_end_before_a_run(config: AlgorithmConfig, message: str) -> Non
         check_masks(config)
 
 
-def test_rules_between_the_fields() -> None:
+def test_masks_of_one_name_are_refused() -> None:
     one = PartConfig("icepop")
-    [unread] = part_problems(AlgorithmConfig(masks=(one,)))
-    assert "which is 1 with algorithm.old_log_probs=rollout" in unread
     pair = AlgorithmConfig(old_log_probs="trainer", masks=(one, PartConfig("mine:icepop")))
     assert [*part_problems(pair)] == [
         "algorithm.masks: 2 are called icepop, and so are their metrics: rename one"

@@ -10,6 +10,7 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
 from bapo_megatron import config
+from bapo_megatron.algo.bounds import fixed
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.algo.settings import out_of_range
 from bapo_megatron.config import (
@@ -22,6 +23,7 @@ from bapo_megatron.config import (
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
+    PartConfig,
     ReferenceKlConfig,
     RewardConfig,
     RolloutConfig,
@@ -69,6 +71,8 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"seed": -1}, "seed=-1 must be"),
         ({"model.hf_path": "a string"}, "model.hf_path='a string'"),
         ({"optimizer": None}, "optimizer=None"),
+        ({"profile.steps": (1, "2")}, r"profile.steps=\(1, '2'\) must be a list, each item a whole number$"),
+        ({"hang_minutes": -1.0}, "hang_minutes=-1.0 must be at least 0"),
         ({"optimizer.beta2": 1.5}, "optimizer.beta2=1.5 must be at least 0 and below 1"),
         ({"optimizer.lr": 1e-6, "optimizer.min_lr": 1e-5}, "optimizer.min_lr=1e-05 is above"),
         ({"optimizer.lr": float("nan")}, "optimizer.lr=nan is not a finite number"),
@@ -104,6 +108,7 @@ def test_the_last_step_is_evaluated_unless_that_is_turned_off(last: bool, steps:
         ({"algorithm.advantage": "ppo"}, "algorithm.advantage='ppo'"),
         ({"algorithm.bounds.measure": "surogate"}, "algorithm.bounds.measure='surogate'"),
         ({"algorithm.importance_cap": 2.0}, "importance_cap=2.0 .*old_log_probs=rollout: set that to"),
+        ({"algorithm.masks": (PartConfig("icepop"),)}, r"masks\[0\]=icepop .*old_log_probs=rollout: set"),
         (
             {"algorithm.old_log_probs": "trainer", "algorithm.importance_cap": 0.0},
             "algorithm.importance_cap=0.0 must be above 0",
@@ -127,6 +132,8 @@ def test_a_mistake_is_named(change: dict[str, Any], message: str) -> None:
         ({"name": ".."}, r"name='\.\.' names no run"),
         ({"checkpoint.every": 10, "checkpoint.keep_every": 25}, "keep_every=25 .*=10.*: set it to 20$"),
         ({"profile.memory": True}, "profile.memory needs profile.steps"),
+        ({"algorithm.bounds": fixed(0.2, 0.28)}, "bounds from 0.2 to 0.28 clip all .* 0.8 and 1.28$"),
+        ({"algorithm.bounds": fixed(1.0, 1.2)}, "bounds from 1 to 1.2 clip all tokens of a sign"),
         ({"logging.trackers": ("wandb",), "logging.project": "team/sums"}, "logging.project=.team/sums"),
         ({"logging.wandb_project": "50%"}, "logging.wandb_project='50%': W&B"),
     ],
@@ -134,7 +141,7 @@ def test_a_mistake_is_named(change: dict[str, Any], message: str) -> None:
 def test_a_run_that_has_begun_with_a_mistake_goes_on(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """Earlier versions took them, and nothing that the run computes depends on them."""
+    """Earlier versions took them."""
     config = altered(GOOD, {"run_dir": tmp_path, **change})
     config.check()
     with pytest.raises(ConfigError, match=message):

@@ -231,7 +231,9 @@ def test_summaries_of_earlier_versions_are_of_no_source() -> None:
     assert GroupSummary(*json.loads('[3, [1.0], [5], ["stop"], []]')).source == ""
 
 
-def test_a_warm_start_mixes_the_solutions_of_its_sources(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_warm_start_mixes_the_solutions_of_its_sources(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Three of the first to one of the second in every four, whose responses are of one and of two tokens."""
     first = write(tmp_path / "first.jsonl", *"12345")
     second = write(tmp_path / "second.jsonl", "66", "77", question="{}?")
@@ -242,8 +244,9 @@ def test_a_warm_start_mixes_the_solutions_of_its_sources(tmp_path: Path, tokeniz
         assert sorted(one.response_tokens for one in batch) == [2, 2, 2, 3]  # each with its end
     rated = write(tmp_path / "rated.jsonl", "1", "22", "333")
     of_one = DataConfig(rated, difficulty="level", min_difficulty=1, max_difficulty=1)
-    [sample], _ = load_solutions(dataclasses.replace(config, data=of_one), tokenizer)
+    [sample], _ = load_solutions(dataclasses.replace(config, data=of_one), tokenizer, tells=True)
     assert sample.response_tokens == 3
+    assert "left out 2 prompts by their level" in capsys.readouterr().out
     missing = write(tmp_path / "none.jsonl", "1", "2")
     missing.write_text(missing.read_text().replace("solution", "other"))
     config = dataclasses.replace(config, data=DataConfig(sources=(SourceConfig(missing),)))

@@ -326,7 +326,7 @@ def test_the_mean_weight_is_that_of_the_tokens_that_are_left() -> None:
     ("settings", "limits", "field"),
     [
         ({"importance_level": "sequence"}, {}, "importance_level=sequence needs algorithm.importance_cap"),
-        ({}, {"geometric_max": 1.1}, "corrections.geometric_max=1.1 limits .*: set that to trainer"),
+        ({}, {"geometric_max": 1.1}, "corrections.geometric_max=1.1 compares .*: set that to trainer"),
         ({"old_log_probs": "trainer"}, {"geometric_min": 1.5}, "geometric_min=1.5 must be above 0 and below"),
         ({}, {"off_policy_delta": 0.0}, "algorithm.corrections.off_policy_delta=0.0 must be above 0"),
     ],

@@ -49,10 +49,10 @@ class PerSequence:
         first = torch.cat([values_S.new_zeros(1), values_S])
         self._copies = {first.device: first}
 
-    def of_tokens(self, batch: MicroBatch, outside: float = 0.0) -> Tensor:
-        """Value of each token's sequence, [T]; ``outside`` where masked."""
+    def of_tokens(self, batch: MicroBatch) -> Tensor:
+        """Value of each token's sequence, [T]; 0 where masked."""
         device = batch.mask_T.device
         if device not in self._copies:
             self._copies[device] = next(iter(self._copies.values())).to(device)
         values_T = self._copies[device][batch.sequence_T + 1]
-        return torch.where(batch.mask_T != 0, values_T, outside)
+        return torch.where(batch.mask_T != 0, values_T, 0.0)

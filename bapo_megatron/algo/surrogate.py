@@ -151,38 +151,30 @@ def contribution_sums(
     Raises:
         ValueError: if shapes differ, or the candidates of c_low and c_high overlap.
     """
-    tokens = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
-    return candidate_sums(histograms(*tokens, config, group_T, groups), config).flatten()
-
-
-def histograms(
-    log_ratio_T: Tensor,
-    advantage_T: Tensor,
-    rollout_log_prob_T: Tensor,
-    mask_T: Tensor,
-    config: BoundsConfig,
-    group_T: Tensor | None = None,
-    groups: int = 1,
-) -> Tensor:
-    """Histograms of ``w |A| r`` and ``w |A|`` over log r, with the candidates of the bounds as bin edges.
-
-    With ``group_T``, each token's group index below ``groups``, there is one histogram per group. Without it
-    a fast path handles tokens that no candidate clips, usually most: they share the middle bin, which needs
-    only plain sums, so only the other tokens are sorted into bins.
-
-    Returns:
-        float64 [2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1], preceded by [groups] if grouped:
-        sufficient for the sums at every candidate, under either measure.
-    """
     check_shapes(log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
     fields = [field.reshape(-1) for field in (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)]
     edges = constant_on(log_ratio_T.device, _edges(config))
-    if group_T is not None:
-        return _binned(fields, config.weight, edges, group_T.reshape(-1), groups)
+    if group_T is None:
+        histogram = _histogram(fields, config, edges)
+    else:
+        histogram = _binned(fields, config.weight, edges, group_T.reshape(-1), groups)
+    return _candidate_sums(histogram, config).flatten()
+
+
+def _histogram(fields: Sequence[Tensor], config: BoundsConfig, edges: Tensor) -> Tensor:
+    """Histograms of ``w |A| r`` and ``w |A|`` over log r, with the candidates of the bounds as bin edges.
+
+    Tokens that no candidate clips, usually most, share the middle bin, which needs only plain sums: only the
+    other tokens are sorted into bins.
+
+    Returns:
+        float64 [2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1]: sufficient for the sums at every
+        candidate, under either measure.
+    """
     unclipped = _unclipped(config)
     histogram = edges.new_zeros(2, 2, len(edges) + 1)
     middle = histogram[0, :, len(low_values(config))]
-    chunk = CHUNK_TOKENS if log_ratio_T.device.type == "cpu" else max(1, log_ratio_T.numel())
+    chunk = CHUNK_TOKENS if edges.device.type == "cpu" else max(1, fields[0].numel())
     left_out_T = torch.cat(
         [
             _add_unclipped(middle, tokens, config.weight, unclipped)
@@ -195,7 +187,7 @@ def histograms(
 
 
 def _binned(fields: Sequence[Tensor], weight: Weight, edges: Tensor, group_T: Tensor, groups: int) -> Tensor:
-    """Slow path of ``histograms`` for groups: sorts every token into its bin."""
+    """``_histogram`` of each group, [groups, ...]: sorts every token into its bin."""
     bins = 2 * (len(edges) + 1)
     histogram = edges.new_zeros(2, groups * bins)
     _add_clipped(histogram, fields, weight, edges, group_T * bins)
@@ -272,7 +264,7 @@ def _add_clipped(
     ratio_mass.scatter_add_(0, bin_T, size_T.mul_(ratio(log_ratio_T)))
 
 
-def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
+def _candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
     """Sums P at every c_high and N at every c_low, [..., H + L], from [..., 2, 2, candidates + 1]."""
     lows, highs = low_values(config), high_values(config)
     ratio_mass, mass = range(2)

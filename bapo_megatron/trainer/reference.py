@@ -17,7 +17,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,8 +38,6 @@ from bapo_megatron.types import StepHeader
 FIELD = "algorithm.reference_kl.model"
 """Field of the reference folder: the name for ``--allow-change`` if its weights have changed."""
 
-_RECORD_BYTES = 1 << 16
-
 
 @dataclass(frozen=True)
 class ReferenceRecord:
@@ -54,16 +51,11 @@ class ReferenceRecord:
     """Bit digest of the weights, equal at every layout (``policy/bit_digest.py``)."""
 
 
-def reference_folder(config: RunConfig) -> Path:
-    """Return the Hugging Face folder of the run's reference."""
-    return config.algorithm.reference_kl.model or config.model.hf_path
-
-
 def load_reference(config: RunConfig, policy: Policy) -> ReferenceRecord:
     """Load the reference, compare it with the run's record, and return the record to store. Collective.
     Raises ConfigError, on every rank, if the ranks read different weights, or if the run began with other
     weights and ``allow_change`` does not name ``FIELD``."""
-    folder = reference_folder(config)
+    folder = config.algorithm.reference_kl.model or config.model.hf_path
     policy.load_reference(folder)
     digests = policy.reference_digest()
     if len(digests) > 1:
@@ -72,9 +64,7 @@ def load_reference(config: RunConfig, policy: Policy) -> ReferenceRecord:
             "give all machines the same folder"
         )
     record = ReferenceRecord(str(folder), config.model.dtype, digests[0])
-    stored, problem = broadcast_from_main(_read(config.paths) if is_main() else (None, ""))
-    if problem:
-        raise ConfigError(problem)
+    stored = broadcast_from_main(_read(config.paths) if is_main() else None)
     if stored is None or (stored.dtype, stored.weights) == (record.dtype, record.weights):
         return record
     if FIELD not in config.allow_change:
@@ -91,19 +81,12 @@ def store_reference(paths: RunPaths, record: ReferenceRecord) -> None:
     write_atomically(paths.reference, json.dumps(asdict(record), indent=2) + "\n")
 
 
-def _read(paths: RunPaths) -> tuple[ReferenceRecord | None, str]:
-    """Return the record of a run, and the error if it cannot be read. The record is None if the file is
-    missing or no step is finished: settings may then still change (``run_directory.check_same_run``)."""
-    path, metrics = paths.reference, paths.metrics
-    if not path.exists() or not metrics.exists() or metrics.stat().st_size == 0:
-        return None, ""
-    try:
-        with path.open("rb") as file:
-            stored = json.loads(file.read(_RECORD_BYTES))
-        return ReferenceRecord(*(str(stored[name]) for name in ("model", "dtype", "weights"))), ""
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        problem = f"{path} cannot be read: {error!r}; restore it, or remove it to take the present reference"
-        return None, problem
+def _read(paths: RunPaths) -> ReferenceRecord | None:
+    """Return the record of a run; None without one, or if no step is finished: settings may then still change
+    (``run_directory.check_same_run``)."""
+    if not paths.reference.exists() or not paths.metrics.exists() or paths.metrics.stat().st_size == 0:
+        return None
+    return ReferenceRecord(**json.loads(paths.reference.read_text()))
 
 
 def with_reference(

@@ -26,23 +26,19 @@ from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.step_batches import step_path
 from bapo_megatron.runtime.distributed import barrier, broadcast_from_main, is_main
 from bapo_megatron.runtime.guards import PreemptionSignal, Watchdog
-from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_events, read_jsonl
+from bapo_megatron.runtime.jsonl_log import Row, read_events, read_jsonl
 from bapo_megatron.runtime.text_table import text_table
 from bapo_megatron.trainer.build import open_engines
-from bapo_megatron.trainer.records.metrics_log import MetricsLog
+from bapo_megatron.trainer.flow_control import WAIT_S
 from bapo_megatron.trainer.records.progress import number_text, numbered_line
 from bapo_megatron.trainer.records.recorder import (
+    RunRecords,
     StepClock,
-    cut_episodes,
-    record_beginning,
     recorded_end,
     sending_events,
     step_metrics,
 )
 from bapo_megatron.types import GroupHeader, Metrics, StepHeader
-
-_WAIT_S = 5.0
-"""Seconds that rank 0 waits for its sampler before the ranks synchronize again."""
 
 
 def sample_steps(
@@ -120,7 +116,7 @@ def _batch_if_ready(sampler: SamplerClient | None, step: int) -> StepHeader | No
     """Return the header of ``step`` on rank 0, if ready; raise RunStopped, on all ranks, if none can come."""
     batch, stopped = None, None
     try:
-        batch = sampler.next_batch(step, _WAIT_S) if sampler else None
+        batch = sampler.next_batch(step, WAIT_S) if sampler else None
     except RunStopped as error:
         stopped = error
     if stopped := broadcast_from_main(stopped):
@@ -203,17 +199,14 @@ def _share_decides(algorithm: AlgorithmConfig) -> bool:
 
 
 def outlook(rows: Sequence[Row], algorithm: AlgorithmConfig) -> str | None:
-    """Return a sentence on whether BAPO can act on data with these step metrics ``rows``. Steps of an earlier
-    version have only the share. None if no row has a share that decides."""
-    if not _share_decides(algorithm):
-        return None
+    """Return a sentence on whether BAPO can act on data with these step metrics ``rows``; None if no row has
+    a share that decides."""
     known = [row for row in rows if row.get(BELOW) is not None]
-    old = [row[SHARE] for row in rows if row.get(SHARE) is not None and BELOW not in row]
-    if not known:
-        return _outlook_of_shares(old, algorithm.bounds.target) if old else None
-    both = len(known) + len(old)
-    steps = f", in {len(known)} of {both} steps: an earlier version did not measure the others" if old else ""
-    share, below, responses = (sum(row[name] for row in known) / len(known) for name in _MEASURED)
+    if not known or not _share_decides(algorithm):
+        return None
+    share, below, responses = (
+        sum(row[name] for row in known) / len(known) for name in (SHARE, BELOW, RESPONSES)
+    )
     bounds = algorithm.bounds
     pair = f"fixed({bounds.low_start:g}, {bounds.high_start:g})"
     half = "with algorithm.loss_mean=sequence no lengths move the share from 1/2, so "
@@ -230,20 +223,10 @@ def outlook(rows: Sequence[Row], algorithm: AlgorithmConfig) -> str | None:
     return (
         f"{start}{verdict}: positive tokens hold {share:.3f} of the gradient at ratios of 1, and less than "
         f"the target of {bounds.target:g} in {below:.1%} of the searches, of which each sees {responses:.3g} "
-        f"responses in the mean{steps}"
+        "responses in the mean"
     )
 
 
-def _outlook_of_shares(shares: Sequence[float], target: float) -> str:
-    below = sum(share < target for share in shares)
-    return (
-        f"positive tokens hold {sum(shares) / len(shares):.3f} of the gradient at ratios of 1, and less than "
-        f"the target of {target:g} in {below} of {len(shares)} steps; what each search sees, an earlier "
-        f"version did not measure"
-    )
-
-
-_MEASURED = (SHARE, BELOW, RESPONSES)
 _QUANTITIES = (
     ("reward", "sampled/reward/mean", ".3f"),
     ("right", "sampled/reward/correct_fraction", ".1%"),
@@ -271,18 +254,14 @@ _USUAL = {"start", "resume", "done", "engine_ready", "bapo_outlook"}
 """Event kinds of a run without trouble, omitted from the summary."""
 
 
-class RolloutRecord:
-    """Writer of a rollout-only run's metrics, events and progress lines, on rank 0. Steps count from 1.
-    Opening it drops metrics of later steps and, if steps are left, records `start` or `resume`. Raises
-    RunStopped if a write fails. Call ``finish`` once all steps are sampled, and always ``close``."""
+class RolloutRecord(RunRecords):
+    """Writer of a rollout-only run's metrics, events and progress lines: records `start` or `resume` if steps
+    are left. Call ``finish`` once all steps are sampled."""
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
-        self._config, self._paths = config, config.paths
-        self._events = EventLog(self._paths.events)
-        self._metrics = MetricsLog(config.paths, config.logging, first_step - 1, self._events.event)
-        self._has_warned = False
+        super().__init__(config, first_step)
         if first_step <= config.steps:
-            kind, kept = record_beginning(self._events, config.paths, first_step, rollout_only=True)
+            kind, kept = self.begin(first_step, rollout_only=True)
             where = f"{config.directory}: {kind} at step {first_step} of {config.steps}{kept}"
             print(f"{where}, --rollout-only: nothing is trained or evaluated", flush=True)
 
@@ -296,15 +275,7 @@ class RolloutRecord:
         del metrics["policy/updates"]
         self._metrics.write_step(step, metrics)
         print(step_line(step, self._config.steps, metrics), flush=True)
-        for text in cut_episodes(self._config, metrics):
-            self._events.event("episodes_cut", step=step, message=text)
-            if not self._has_warned:
-                print(f"warning: {text}", flush=True)
-            self._has_warned = True
-
-    def event(self, event: dict[str, Any]) -> None:
-        """Record an event: its kind and fields."""
-        self._events.event(**event)
+        self.warn_of_cut_episodes(step, metrics)
 
     def finish(self) -> None:
         """Print the summary table, whether BAPO can act (also an event), and commands for the rollouts."""
@@ -319,10 +290,6 @@ class RolloutRecord:
         print(f"responses: {self._paths.journal}")
         print(f"train on them: bapo train RECIPE --train-only {root}")
         print(f"plots: bapo report {root}", flush=True)
-
-    def close(self) -> None:
-        self._metrics.close()
-        self._events.close()
 
 
 def step_line(step: int, steps: int, metrics: Metrics) -> str:

@@ -30,7 +30,6 @@ from bapo_megatron.runtime.event_kinds import last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
 from bapo_megatron.runtime.files import others_may_write
 from bapo_megatron.runtime.jsonl_log import EventLog, rows_from_end
-from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.masks import rejection_text
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress, evaluation_line
@@ -81,46 +80,70 @@ class IdleSearch:
         )
 
 
-def record_beginning(events: EventLog, paths: RunPaths, first_step: int, **fields: Any) -> tuple[str, str]:
-    """Record `start` or `resume`, with ``fields``; return the kind and a remark to print. The remark, if not
-    empty, mentions responses in the journal from a start that was killed before its first checkpoint."""
-    kind = "start" if first_step == 1 else "resume"
-    logs = paths.journal.glob("segments-*.log")
-    goes_on = first_step == 1 and any(path.stat().st_size for path in logs)
-    events.event(kind, step=first_step, **fields, **({"segments": "kept"} if goes_on else {}))
-    return kind, ", with the responses of its journal" if goes_on else ""
+class RunRecords:
+    """Base class of recorders, on rank 0: a run's metrics and events. Steps count from 1.
 
-
-class Recorder:
-    """Writer of a run's metrics, events and progress, on rank 0. Steps count from 1.
-
-    Opening it drops the metrics of steps after the checkpoint, and records and prints `start` or `resume`;
-    without work left it prints that instead. ``event`` is thread-safe; servers and exports report to it.
-    Raises RunStopped if a write fails. Call ``close``.
+    Opening it drops the metrics of steps after the checkpoint. ``event`` is thread-safe; servers and exports
+    report to it. Raises RunStopped if a write fails. Call ``close``.
     """
 
-    def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
-        paths = config.paths
-        self._events_path, self._last_step = paths.events, config.steps
-        self._events = EventLog(self._events_path)
-        self._metrics = MetricsLog(paths, config.logging, first_step - 1, self._events.event)
+    def __init__(self, config: RunConfig, first_step: int) -> None:
+        self._config, self._paths = config, config.paths
+        self._events = EventLog(self._paths.events)
+        self._metrics = MetricsLog(self._paths, config.logging, first_step - 1, self._events.event)
         self._warned: set[str] = set()
-        self._config = config
+
+    def begin(self, first_step: int, **fields: Any) -> tuple[str, str]:
+        """Record `start` or `resume`, with ``fields``; return the kind and a remark to print. The remark, if
+        not empty, mentions responses in the journal from a start that was killed before its first
+        checkpoint."""
+        kind = "start" if first_step == 1 else "resume"
+        logs = self._paths.journal.glob("segments-*.log")
+        goes_on = first_step == 1 and any(path.stat().st_size for path in logs)
+        self._events.event(kind, step=first_step, **fields, **({"segments": "kept"} if goes_on else {}))
+        return kind, ", with the responses of its journal" if goes_on else ""
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Record an event: its kind and fields."""
+        self._events.event(**event)
+
+    def warning(self, kind: str, step: int, message: str) -> None:
+        """Record an event of this ``kind``; print its message the first time."""
+        self._events.event(kind, step=step, message=message)
+        if kind not in self._warned:
+            print(f"warning: {message}", flush=True)
+        self._warned.add(kind)
+
+    def warn_of_cut_episodes(self, step: int, metrics: Metrics) -> None:
+        for text in cut_episodes(self._config, metrics):
+            self.warning("episodes_cut", step, f"step {step}: {text}")
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+
+
+class Recorder(RunRecords):
+    """Writer of a training run's metrics, events and progress: records and prints `start` or `resume`;
+    without work left it prints that instead."""
+
+    def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
+        super().__init__(config, first_step)
         self._idle_search = IdleSearch(config.algorithm.bounds)
         self._progress = Progress(config.steps)
+        root = self._paths.root
         if not has_work:
             print(
-                f"{paths.root}: all {config.steps} steps are done; raise --steps to continue, or give "
-                "another "
-                f"--run-dir"
+                f"{root}: all {config.steps} steps are done; raise --steps to continue, or give another "
+                "--run-dir"
             )
             return
         processes = torch.distributed.get_world_size()
-        kind, kept = record_beginning(self._events, paths, first_step, processes=processes)
+        kind, kept = self.begin(first_step, processes=processes)
         where = f"step {first_step} of {config.steps}"
         if first_step > config.steps:
             where = f"the evaluation of step {config.steps}"
-        print(f"{paths.root}: {kind} at {where}, processes: {processes}{kept}", flush=True)
+        print(f"{root}: {kind} at {where}, processes: {processes}{kept}", flush=True)
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)
         for text in _warnings(config):
@@ -137,8 +160,7 @@ class Recorder:
             print(f"note: {message}", flush=True)
         if rejected := rejection_text(self._config.algorithm, updates):
             self.warning("all_rejected", step, f"step {step}: {rejected}")
-        for text in cut_episodes(self._config, metrics):
-            self.warning("episodes_cut", step, f"step {step}: {text}")
+        self.warn_of_cut_episodes(step, metrics)
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
         """Write and print the held-out metrics of the weights after ``step``, unless written before."""
@@ -152,17 +174,13 @@ class Recorder:
         if on_gap == "warn":
             print(f"warning: {message}", flush=True)
 
-    def warning(self, kind: str, step: int, message: str) -> None:
-        """Record an event of this ``kind``; print its message the first time."""
-        self._events.event(kind, step=step, message=message)
-        if kind not in self._warned:
-            print(f"warning: {message}", flush=True)
-        self._warned.add(kind)
-
     def no_updates(self) -> None:
         """Record and print that the run ends without any update."""
-        message = "the run has made no update, so its model is the one that it began with: each step's line"
-        self.warning("no_updates", self._last_step, f"{message} says why (docs/troubleshooting.md#learning)")
+        message = (
+            "the run has made no update, so its model is the one that it began with: each step's line says "
+            "why (docs/troubleshooting.md#learning)"
+        )
+        self.warning("no_updates", self._config.steps, message)
 
     def saving(self, step: int, stall_s: float) -> None:
         """Record the start of a save and the seconds that training paused for it."""
@@ -179,16 +197,9 @@ class Recorder:
     def is_exported(self, path: Path) -> bool:
         """Return whether the final folder exists and is newer than the newest checkpoint."""
         ends = ("export", "checkpoint")
-        newest = next((row for row in rows_from_end(self._events_path) if row.get("kind") in ends), {})
-        is_last = newest.get("kind") == "export" and newest.get("step") == self._last_step
+        newest = next((row for row in rows_from_end(self._paths.events) if row.get("kind") in ends), {})
+        is_last = newest.get("kind") == "export" and newest.get("step") == self._config.steps
         return is_last and (path / "config.json").is_file()
-
-    def event(self, event: dict[str, Any]) -> None:
-        self._events.event(**event)
-
-    def close(self) -> None:
-        self._metrics.close()
-        self._events.close()
 
 
 def _warnings(config: RunConfig) -> Iterator[str]:

@@ -227,18 +227,6 @@ def test_the_sentence(
     assert outlook([{SHARE: 0.3, BELOW: None}], algorithm_of(loss_mean, **bounds)) is None
 
 
-def test_steps_of_an_earlier_version_have_the_share_alone() -> None:
-    old: list[dict[str, Any]] = [{SHARE: 0.3}, {SHARE: 0.5}, {SHARE: None}]
-    assert (outlook(old, algorithm_of()) or "").startswith(
-        "positive tokens hold 0.400 of the gradient at ratios of 1, and less than the target of 0.4 in 1 of"
-    )
-    said = outlook([*old, {SHARE: 0.4, BELOW: 1.0, RESPONSES: 2.0}], algorithm_of()) or ""
-    assert said.endswith(
-        "2 responses in the mean, in 1 of 3 steps: an earlier version did not measure the others"
-    )
-    assert outlook(old, replace(algorithm_of(), loss="gspo")) is None
-
-
 def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Uniform groups are those that were dropped and those that were kept."""
     logging = LoggingConfig(tensorboard=False)
@@ -258,7 +246,7 @@ def test_a_rollout_only_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     told = capsys.readouterr().out
     for kind, begins in (
         ("bapo_outlook", "BAPO can act on this data: positive tokens hold 0.250"),
-        ("episodes_cut", "all episodes were cut, 100% at environment.max_turns=8"),
+        ("episodes_cut", "step 1: all episodes were cut, 100% at environment.max_turns=8"),
     ):
         [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == kind]
         assert event["message"].startswith(begins)

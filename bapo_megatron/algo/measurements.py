@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -255,22 +255,15 @@ def gap_metrics(sums: Tensor) -> Metrics:
     return {"rollout/engine_gap_mean": total / count, "rollout/engine_gap_max": (*_GAP_EDGES, math.inf)[last]}
 
 
-def _gaps_of(view: PackView) -> Tensor:
+def _gaps_of(view: PackView, own_keys: bool = False) -> Tensor:
     same_weights_T = view.live_T & (view.batch.version_T == view.version)
+    if own_keys:
+        same_weights_T &= view.batch.oldest_version_T == view.version
     return gap_sums(view.stats.log_prob_T, view.batch.rollout_log_prob_T, same_weights_T)
-
-
-def _gaps_of_own_keys(view: PackView) -> Tensor:
-    own_T = view.live_T & (view.batch.version_T == view.version)
-    return gap_sums(
-        view.stats.log_prob_T,
-        view.batch.rollout_log_prob_T,
-        own_T & (view.batch.oldest_version_T == view.version),
-    )
 
 
 ENGINE_GAP = Measurement("engine_gap", GAP_SUMS, _gaps_of, lambda sums, _update: gap_metrics(sums))
 """The engine gap over tokens sampled by the current weights."""
 
-ENGINE_GAP_OF_OWN_KEYS = replace(ENGINE_GAP, sums=_gaps_of_own_keys)
+ENGINE_GAP_OF_OWN_KEYS = replace(ENGINE_GAP, sums=partial(_gaps_of, own_keys=True))
 """``ENGINE_GAP`` for engines that keep keys and values of older weights: without responses begun by those."""

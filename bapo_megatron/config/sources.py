@@ -77,12 +77,15 @@ class SourceConfig:
 
 
 def _source(fields: dict[str, Any]) -> SourceConfig:
-    known = [field.name for field in dataclasses.fields(SourceConfig)]
-    if unknown := fields.keys() - set(known):
-        listed = ", ".join(f'"{name}"' for name in known)
-        raise ValueError(f"a source has no {', '.join(sorted(unknown))}: its fields are {listed}")
+    _check_names(SourceConfig, fields, "a source")
     environment = _environment(fields.get("environment"))
     return SourceConfig(**{**fields, "path": Path(str(fields["path"])), "environment": environment})
+
+
+def _check_names(kind: type, fields: dict[str, Any], owner: str) -> None:
+    known = [field.name for field in dataclasses.fields(kind)]
+    if unknown := fields.keys() - set(known):
+        raise ValueError(f"{owner} has no {', '.join(sorted(unknown))}: its fields are {', '.join(known)}")
 
 
 def _environment(fields: Any) -> EnvironmentConfig | None:
@@ -95,12 +98,7 @@ def _environment(fields: Any) -> EnvironmentConfig | None:
             f"the environment of a source is {json.dumps(fields)}: write an object such as "
             '{"function": "tool.py:Tool"}, or {"function": null} for none; left out it is that of the run'
         )
-    known = [field.name for field in dataclasses.fields(EnvironmentConfig)]
-    if unknown := fields.keys() - set(known):
-        raise ValueError(
-            f"the environment of a source has no {', '.join(sorted(unknown))}: its fields are "
-            f"{', '.join(known)}"
-        )
+    _check_names(EnvironmentConfig, fields, "the environment of a source")
     python = fields.get("python")
     return EnvironmentConfig(**{**fields, "python": None if python is None else Path(str(python))})
 

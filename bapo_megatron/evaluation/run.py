@@ -11,7 +11,6 @@ import asyncio
 import fcntl
 import hashlib
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -200,25 +199,14 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
     with open_lock(output / ".model.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # array jobs share it: the first converts
         if folder.exists():
-            made_of = _made_of(note) or "an unknown checkpoint"
+            made_of = json.loads(note.read_text())["checkpoint"] if note.exists() else "an unknown checkpoint"
             if made_of != source:
                 raise ConfigError(f"{folder} was made of {made_of}, not of {source}: give another --output")
         else:
-            if os.path.lexists(note) and _made_of(note) is None:
-                raise ConfigError(f"{note} was written by something else, and is kept: give another --output")
             print(f"converting {source} to {folder}", flush=True)
             write_atomically(note, json.dumps({"checkpoint": source}) + "\n")
             to_hf(location.folder, folder, reference)
     return Model(folder, source, model_digest(folder))
-
-
-def _made_of(note: Path) -> str | None:
-    try:
-        with note.open("rb") as file:
-            content = json.loads(file.read(1 << 16))
-    except (OSError, ValueError):
-        return None
-    return content["checkpoint"] if isinstance(content, dict) and content.keys() == {"checkpoint"} else None
 
 
 def model_digest(folder: Path) -> str:

@@ -18,11 +18,7 @@ import numpy as np
 
 from bapo_megatron.algo.advantages import Advantage, build_advantage
 from bapo_megatron.checkpoint.exports import AfterExport, StepExports
-from bapo_megatron.checkpoint.run_directory import (
-    has_steps,
-    plain_values,
-    store_config,
-)
+from bapo_megatron.checkpoint.run_directory import has_steps, plain_values, store_config
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import DataConfig, RolloutConfig, RunConfig
 from bapo_megatron.data.problem_sets import control_tokens_text, load_problems
@@ -81,13 +77,6 @@ class Run:
     watchdog: Watchdog
 
 
-def announce_optimizer(name: str, on_gpu: bool) -> None:
-    """Print the chosen optimizer implementation, on a GPU or if it is not torch's. Megatron chooses by the
-    installed packages (Transformer Engine, apex)."""
-    if on_gpu or not name.startswith("torch's"):
-        print(f"optimizer: {name}", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> Iterator[Run]:
     """Context manager: the run of ``config``, new or resumed from its newest whole checkpoint. Collective.
@@ -99,10 +88,13 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
     check_kernels(config.model, config.parallel)
     policy = build_policy(config)
     if is_main():
-        announce_optimizer(policy.optimizer_name, has_cuda())
+        # Megatron chooses it by the installed packages (Transformer Engine, apex).
+        if has_cuda() or not policy.optimizer_name.startswith("torch's"):
+            print(f"optimizer: {policy.optimizer_name}", file=sys.stderr, flush=True)
         if left_out := left_out_text(config.model.hf_path):
             print(f"note: {left_out}", file=sys.stderr, flush=True)
-    update_loss = _update_loss(config)
+    held, sources = config.batch.hold_forwards, config.data.source_names
+    update_loss = UpdateLoss(config.algorithm, held, sources, _keeps_keys(config))
     point = find_resume_point(config, begun)
     saved = point.checkpoint
     # Load checkpoint and reference before anything is written or started: a failed load then leaves the run's
@@ -179,12 +171,6 @@ def _handover(
     client = sampler if isinstance(sampler, SamplerClient) else None
     handing_over = sync if isinstance(sync, HandsOver) else None
     return GpuHandover(config, policy, client, servers, on_event, handing_over)
-
-
-def _update_loss(config: RunConfig) -> UpdateLoss:
-    return UpdateLoss(
-        config.algorithm, config.batch.hold_forwards, config.data.source_names, _keeps_keys(config)
-    )
 
 
 def _keeps_keys(config: RunConfig) -> bool:

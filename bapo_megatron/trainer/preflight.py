@@ -150,8 +150,7 @@ def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
     command = checkpoint.after_export
     if command is not None and (problem := missing_program(command)):
         problems.append(f"checkpoint.after_export={command!r}: {problem}; install it, or name another")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_problems(problems)
 
 
 def _missing_files(config: RunConfig) -> Iterator[str]:
@@ -221,8 +220,7 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
         problems.append(problem)
     if problem := missing_package(shape.kinds, getattr(torch, model.dtype)):
         problems.append(f"model.hf_path={model.hf_path}: {problem}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_problems(problems)
     return shape
 
 
@@ -257,17 +255,16 @@ def check_reference(config: RunConfig, tokenizer: Any) -> None:
 
 def _check_context(config: RunConfig) -> None:
     positions = read_model_shape(config.model.hf_path).max_positions
-    asked = config.data.max_prompt_tokens + config.evaluation_sampling[1]
-    if config.evaluation.every and asked > positions:
-        raise ConfigError(
-            f"data.max_prompt_tokens + evaluation.max_response_tokens = {asked} is more than the model's "
-            f"max_position_embeddings ({positions}): lower one of them"
-        )
-    if config.longest_sequence > positions:
-        raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {config.longest_sequence} is more than "
-            f"the model's max_position_embeddings ({positions}): lower one of them"
-        )
+    longest = {"rollout": config.rollout.max_response_tokens}
+    if config.evaluation.every:
+        longest["evaluation"] = config.evaluation_sampling[1]
+    for section, response in longest.items():
+        asked = config.data.max_prompt_tokens + response
+        if asked > positions:
+            raise ConfigError(
+                f"data.max_prompt_tokens + {section}.max_response_tokens = {asked} is more than the model's "
+                f"max_position_embeddings ({positions}): lower one of them"
+            )
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -349,6 +346,7 @@ def check_logging(logging: LoggingConfig) -> None:
 
 
 def _problems(logging: LoggingConfig) -> Iterator[str]:
+    has_database = _is_installed("sqlalchemy") and _is_installed("alembic")
     for name in logging.chosen:
         if not _is_installed(name):
             package = "mlflow-skinny" if name == "mlflow" else name
@@ -356,16 +354,12 @@ def _problems(logging: LoggingConfig) -> Iterator[str]:
                 f"logging.trackers has {name}, but {package} is not installed: "
                 f"`pip install {_INSTALLS[name]}`, or take {name} out"
             )
-        elif name == "mlflow" and not environment_variable("MLFLOW_TRACKING_URI") and not _has_database():
+        elif name == "mlflow" and not (environment_variable("MLFLOW_TRACKING_URI") or has_database):
             yield (
                 f"logging.trackers has mlflow without MLFLOW_TRACKING_URI, but sqlalchemy and alembic, for a "
                 f"database in the run directory, are not installed: `pip install {_INSTALLS['mlflow']}`, "
                 "or set MLFLOW_TRACKING_URI"
             )
-
-
-def _has_database() -> bool:
-    return _is_installed("sqlalchemy") and _is_installed("alembic")
 
 
 def _is_installed(module: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,16 +56,6 @@ def test_a_nan_shows() -> None:
     assert metrics[MAX] == math.inf
 
 
-class Notes:
-    """Stands for the recorder."""
-
-    def __init__(self) -> None:
-        self.taken: list[tuple[Any, ...]] = []
-
-    def engine_gap(self, *note: Any) -> None:
-        self.taken.append(note)
-
-
 # The first update of a step alone has tokens of the present weights.
 UPDATES = [{MEAN: 0.06, MAX: 0.8}, {MEAN: None, MAX: None}]
 
@@ -86,19 +77,19 @@ UPDATES = [{MEAN: 0.06, MAX: 0.8}, {MEAN: None, MAX: None}]
     ],
 )
 def test_a_gap_above_its_limit_is_noted(limits: Any, updates: Any, says: str | None) -> None:
-    notes = Notes()
+    notes = Mock()
     mismatch.check_engine_gap(AlgorithmConfig(**limits), 7, updates, notes)
     mismatch.check_engine_gap(AlgorithmConfig(**limits), 7, updates, None)  # the other ranks
-    assert len(notes.taken) == (says is not None)
-    for step, message, action in notes.taken:
+    assert notes.engine_gap.call_count == (says is not None)
+    for (step, message, action), _ in notes.engine_gap.call_args_list:
         assert (step, action) == (7, "warn")
         assert f"rollout/{says}" in message
 
 
 @pytest.mark.parametrize("main", [True, False])
 def test_stop_raises_on_every_rank_once_recorded(main: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes, waited = Notes(), []
-    monkeypatch.setattr(mismatch, "barrier", lambda: waited.append(len(notes.taken)))
+    notes, waited = Mock(), []
+    monkeypatch.setattr(mismatch, "barrier", lambda: waited.append(notes.engine_gap.call_count))
     with pytest.raises(GapError, match=r"step 7.*gap_mean_limit=0.05.*algorithm.on_gap=warn") as caught:
         mismatch.check_engine_gap(AlgorithmConfig(on_gap="stop"), 7, UPDATES, notes if main else None)
     assert waited == [int(main)]  # it waits with the others once it has written
@@ -122,7 +113,7 @@ def test_colocated_engines_that_begin_with_other_weights_stop_the_run(
 ) -> None:
     """The first gap of the step that could be measured counts."""
     monkeypatch.setattr(mismatch, "barrier", lambda: None)
-    notes = Notes()
+    notes = Mock()
     config = AlgorithmConfig(gap_mean_limit=limit)
     updates = [
         {MEAN: None, MAX: None},
@@ -135,4 +126,5 @@ def test_colocated_engines_that_begin_with_other_weights_stop_the_run(
         else nullcontext()
     ):
         mismatch.check_engine_gap(config, 7, updates, notes, is_first)
-    assert [note[-1] for note in notes.taken] == ["stop" if stops else "warn"] * (limit is not None)
+    taken = [action for (_, _, action), _ in notes.engine_gap.call_args_list]
+    assert taken == ["stop" if stops else "warn"] * (limit is not None)

@@ -1,10 +1,8 @@
-"""Masks by hand and against verl's function, and what a user's mask meets."""
+"""Masks by hand and against verl's function."""
 
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ import pytest
 
 from bapo_megatron.algo.masks import (
     Response,
-    check_masks,
     cut_responses,
     icepop,
     rollout_rs,
@@ -21,7 +18,6 @@ from bapo_megatron.algo.masks import (
 )
 from bapo_megatron.config import AlgorithmConfig, PartConfig
 from bapo_megatron.config.parts import part_problems
-from bapo_megatron.errors import ConfigError
 
 
 def response(log_ratio: list[float], is_cut: bool = False) -> Response:
@@ -77,69 +73,6 @@ def test_rollout_rs_takes_what_verl_takes(kind: Any, low: float | None, high: fl
         for row in RATIOS
     ]
     assert " ".join("".join(map(str, row)) for row in found) == theirs
-
-
-USERS = """
-def short(response, least: int = 2):
-    return response.tokens < least
-
-def counts(response):
-    return response.tokens
-
-def one(response):
-    return response.log_ratio_N[:1] > 0
-
-def broken(response):
-    return response.reward > 0
-
-def forgotten(response):
-    response.is_cut
-"""
-
-
-@pytest.fixture
-def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "users_mask.py").write_text(USERS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "users_mask", raising=False)
-
-
-def masks(name: str, **settings: Any) -> AlgorithmConfig:
-    return AlgorithmConfig(old_log_probs="trainer", masks=(PartConfig(name, settings),))
-
-
-MASK = r"^algorithm.masks\[0\]=users_mask"
-TRIED = r"\(tried before the run, on a made-up response of 3 tokens\)$"
-OURS = ("cut_responses", "icepop", "second_moment")
-
-
-@pytest.mark.usefixtures("users")
-def test_masks_of_ours_and_of_a_user_pass_the_check() -> None:
-    ours = (*map(masks, OURS), masks("rollout_rs", kind="seq_max_k2", high=1.0))
-    for one in (*ours, masks("users_mask:short", least=4)):
-        check_masks(one)
-        assert not list(part_problems(one))
-
-
-@pytest.mark.usefixtures("users")
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (masks("overlong"), r"algorithm.masks\[0\]='overlong' is unknown: give cut_responses, icepop"),
-        (masks("icepop", hi=2), r"algorithm.masks\[0\].settings.hi=2: icepop has no such setting"),
-        (masks("icepop", high=0), r"algorithm.masks\[0\].settings.high=0 must be above 0"),
-        (masks("rollout_rs", kind="token_k9", high=1.0), r"settings.kind='token_k9' must be one of token_k1"),
-        (masks("rollout_rs", kind="token_k1", high=1.0), "kind=token_k1 needs low"),
-        (masks("users_mask:short", least="2"), "settings.least='2' must be a whole number"),
-        (masks("users_mask:counts"), rf"{MASK}:counts must return True or False, .* returned a single int64"),
-        (masks("users_mask:one"), rf"{MASK}:one .* 3 trained .* returned bool of shape \[1\] {TRIED}"),
-        (masks("users_mask:forgotten"), f"{MASK}:forgotten .* 3 trained tokens, but returned None {TRIED}"),
-        (masks("users_mask:broken"), f"{MASK}:broken failed with AttributeError.*mend it {TRIED}"),
-    ],
-)
-def test_mistakes_end_before_a_run(config: AlgorithmConfig, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_masks(config)
 
 
 def test_masks_of_one_name_are_refused() -> None:

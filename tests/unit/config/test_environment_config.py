@@ -73,18 +73,6 @@ def test_an_environment_that_does_not_fit_is_refused(fields: dict[str, Any], mes
         mixed(a=None, b=EnvironmentConfig(**{"function": "a.b:Name", **fields})).check()
 
 
-def test_a_resumed_run_may_have_other_limits_and_no_other_environment(tmp_path: Path) -> None:
-    run = within(dataclasses.replace(RUN, run_dir=tmp_path))
-    store_config(run)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    operated = {"step_limit_s": 5.0, "episode_limit_s": 50.0, "workers": 7, "memory_limit_mb": 999}
-    check_same_run(within(run, **operated, python=Path("/opt/python")))
-    for other in ({"function": "a:B"}, {"settings": {"a": 1}}, {"max_turns": 9}, {"history": "sampled"}):
-        [name] = other
-        with pytest.raises(ConfigError, match=f"(?s)environment.{name}: .*--allow-change environment.{name}"):
-            check_same_run(within(run, **other))
-
-
 def test_an_evaluation_has_the_section_too() -> None:
     options = EvalOptions(Path("model"), "aime24", environment=within(max_turns=2).environment)
     options.check()
@@ -140,19 +128,6 @@ def test_a_source_without_one_has_the_runs() -> None:
     assert within().environments == {"": within().environment}
 
 
-def test_a_resumed_run_may_have_other_limits_of_a_source_and_no_other_environment(tmp_path: Path) -> None:
-    tool = EnvironmentConfig("tool.py:Tool")
-    run = mixed(dataclasses.replace(RUN, run_dir=tmp_path), a=None, b=tool)
-    store_config(run)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    check_same_run(run)
-    operated = dataclasses.replace(tool, workers=7, step_limit_s=5.0, python=Path("/opt/python"))
-    check_same_run(mixed(run, a=None, b=operated))
-    for own in (None, EnvironmentConfig(), dataclasses.replace(tool, max_turns=9)):
-        with pytest.raises(ConfigError, match=r"(?s)data.sources: .*--allow-change data.sources"):
-            check_same_run(mixed(run, a=None, b=own))
-
-
 JUDGE = {"url": "http://judge:8000/v1", "model": "m"}
 
 
@@ -181,20 +156,6 @@ def test_planning_checks_the_settings_but_not_this_machine() -> None:
     check_names(judged(api_key_env="NOT_THERE_7"))
     with pytest.raises(ConfigError, match="reward.settings.modle=1: .*no such setting, is it model"):
         check_names(judged(modle=1))
-
-
-def test_a_resumed_run_may_reach_its_judge_elsewhere_and_ask_nothing_else(tmp_path: Path) -> None:
-    run = judged(dataclasses.replace(RUN, run_dir=tmp_path), template="{response}")
-    store_config(run)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    reached = {"url": "http://other/v1", "api_key_env": "KEY", "concurrency": 1, "timeout_s": 2.0}
-    check_same_run(judged(run, template="{response}", **reached, give_up_s=3.0, cache=0))
-    for other in ({"template": "{prompt}{response}"}, {"template": "{response}", "model": "other"}):
-        with pytest.raises(ConfigError, match="(?s)reward.settings: {.*--allow-change reward.settings"):
-            check_same_run(judged(run, **other))
-    store_config(altered(run, {"reward": RewardConfig("mine:score", settings={"url": "a"})}))
-    with pytest.raises(ConfigError, match="reward.settings: {'url': 'a'} in the run, {'url': 'b'} now"):
-        check_same_run(altered(run, {"reward": RewardConfig("mine:score", settings={"url": "b"})}))
 
 
 def test_settings_of_a_function_of_ones_own_are_its_keyword_arguments(
@@ -242,6 +203,61 @@ def with_settings(run: RunConfig, **settings: Any) -> RunConfig:
     return dataclasses.replace(run, algorithm=AlgorithmConfig(loss="sapo", loss_settings=settings))
 
 
+OPERATED = {"step_limit_s": 5.0, "workers": 7, "memory_limit_mb": 999, "python": Path("/opt/python")}
+TOOL = EnvironmentConfig("tool.py:Tool")
+REACHED = {"url": "http://other/v1", "api_key_env": "KEY", "concurrency": 1, "timeout_s": 2.0, "cache": 0}
+
+
+def scored(**settings: Any) -> RunConfig:
+    return dataclasses.replace(RUN, reward=RewardConfig("mine:score", settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("run", "same", "others", "field"),
+    [
+        (
+            within(),
+            within(**OPERATED, episode_limit_s=50.0),
+            [within(**{name: value}) for name, value in (("settings", {"a": 1}), ("max_turns", 9))]
+            + [within(function="a:B"), within(history="sampled")],
+            "environment",
+        ),
+        (
+            mixed(a=None, b=TOOL),
+            mixed(a=None, b=dataclasses.replace(TOOL, **OPERATED)),
+            [mixed(a=None, b=b) for b in (None, EnvironmentConfig(), dataclasses.replace(TOOL, max_turns=9))],
+            "data.sources",
+        ),
+        (
+            judged(),
+            judged(**REACHED),
+            [judged(template="x"), judged(model="y")],
+            "reward.settings",
+        ),
+        (scored(url="a"), scored(url="a"), [scored(url="b")], "reward.settings"),
+        (
+            with_settings(RUN, temperature_positive=2),
+            with_settings(RUN, temperature_positive=2.0),
+            [with_settings(RUN, temperature_positive=3.0), with_settings(RUN)],
+            "algorithm.loss_settings",
+        ),
+    ],
+)
+def test_what_a_resumed_run_may_change(
+    run: RunConfig, same: RunConfig, others: list[RunConfig], field: str, tmp_path: Path
+) -> None:
+    """How its parts are reached and limited; anything else by its name."""
+    store_config(dataclasses.replace(run, run_dir=tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    check_same_run(dataclasses.replace(same, run_dir=tmp_path))
+    for other in others:
+        changed = dataclasses.replace(other, run_dir=tmp_path)
+        with pytest.raises(ConfigError, match=rf"(?s){field}[.\w]*: .*--allow-change {field}") as refused:
+            check_same_run(changed)
+        [name] = re.findall(r"--allow-change (\S+)", str(refused.value))
+        check_same_run(dataclasses.replace(changed, allow_change=(name,)))
+
+
 def loss_settings(*flags: str, run: RunConfig = RUN) -> dict[str, Any]:
     return parse_flags("train", Path("recipe.py"), run, ["recipe.py", *flags]).algorithm.loss_settings
 
@@ -268,20 +284,6 @@ def test_a_recipe_may_give_only_a_dict() -> None:
     wrong: Any = [("temperature_positive", 2.0)]
     with pytest.raises(ConfigError, match="algorithm.loss_settings="):
         dataclasses.replace(RUN, algorithm=AlgorithmConfig(loss_settings=wrong)).check()
-
-
-def test_settings_are_stored_and_a_run_goes_on_with_its_own(tmp_path: Path) -> None:
-    run = dataclasses.replace(with_settings(RUN, temperature_positive=2), run_dir=tmp_path)
-    store_config(run)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    stored = json.loads((tmp_path / "config.json").read_text())["config"]
-    assert stored["algorithm.loss_settings"] == {"temperature_positive": 2}
-    check_same_run(run)
-    check_same_run(with_settings(run, temperature_positive=2.0))
-    other = with_settings(run, temperature_positive=3.0)
-    with pytest.raises(ConfigError, match=r"algorithm.loss_settings: \{'temperature_positive': 2\} in the"):
-        check_same_run(other)
-    check_same_run(dataclasses.replace(other, allow_change=("algorithm.loss_settings",)))
 
 
 @pytest.mark.parametrize(

@@ -78,21 +78,14 @@ def test_a_run_from_before_losses_environments_and_judges_has_none(old_run: RunC
 
 
 @pytest.mark.parametrize("name", REMOVED)
-def test_an_old_run_with_another_value_is_refused(name: str, old_run: RunConfig) -> None:
+def test_any_other_use_is_refused(name: str, old_run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """In an old run, as a flag, and in a recipe."""
     change(old_run, {name: OTHER[name]})
     with pytest.raises(ConfigError, match=f"{name} is gone: no study showed a gain: leave it out"):
         check_same_run(old_run)
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_flag_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", str(RECIPE), f"--{name.replace('_', '-')}={OTHER[name]}"]) == 2
     assert f"{name} is gone: no study showed a gain" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_recipe_is_refused(name: str, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.py"
+    recipe = old_run.directory / "recipe.py"
     field = name.rpartition(".")[2]
     recipe.write_text(
         "from bapo_megatron.algo.bapo import BoundsConfig\n"

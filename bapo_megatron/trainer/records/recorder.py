@@ -223,6 +223,12 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             f"reward.failed={reward.failed:g} does nothing with reward.on_failure=leave_out: leave it out, "
             "or set reward.on_failure=value"
         )
+    warmup, planned = config.optimizer.warmup_updates, config.planned_updates
+    if warmup >= planned:
+        yield (
+            f"optimizer.warmup_updates={warmup} of {planned} planned updates: the learning rate never "
+            f"reaches optimizer.lr={config.optimizer.lr:g}; lower it"
+        )
     yield from unused_settings(config)
 
 

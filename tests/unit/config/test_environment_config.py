@@ -25,7 +25,6 @@ from bapo_megatron.config import (
     SourceConfig,
 )
 from bapo_megatron.config.sources import Sources
-from bapo_megatron.data.problem_sets import check_prepared_for
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.reward.functions import check_function, load_function
@@ -172,15 +171,6 @@ def test_settings_of_a_function_of_ones_own_are_its_keyword_arguments(
         load_function(path)
     with pytest.raises(ConfigError, match=r"with a prompt, a response and reward.settings .*'x'"):
         check_function(RewardConfig(function=path, settings={"weight": 1, "x": 2}))
-
-
-def test_data_for_a_judge_are_refused_by_a_reward_with_a_form(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").touch()
-    (tmp_path / "card.json").write_text(json.dumps({"options": {"reward": "llm_judge"}}))
-    for function in ("llm_judge", "reward_model", "mine:score"):
-        check_prepared_for(tmp_path / "data.jsonl", function, "--reward.function")
-    with pytest.raises(ConfigError, match="was prepared for llm_judge: add --reward.function llm_judge"):
-        check_prepared_for(tmp_path / "data.jsonl", "math", "--reward.function")
 
 
 def test_an_evaluation_has_the_same_settings() -> None:

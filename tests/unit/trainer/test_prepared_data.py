@@ -28,12 +28,13 @@ def load(folder: Path, reward: str, card: object) -> int:
     return len(found.prompts)
 
 
-def test_a_run_that_forgets_the_reward_of_its_data_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reward", ["mine:score", "llm_judge"])
+def test_a_run_that_forgets_the_reward_of_its_data_is_refused(tmp_path: Path, reward: str) -> None:
     """Or it would call every response wrong, drop every group, and end well."""
     with pytest.raises(
-        ConfigError, match=r"reward\.function=math.*for mine:score: add --reward.function mine:score"
+        ConfigError, match=rf"reward\.function=math.*for {reward}: add --reward.function {reward}"
     ):
-        load(tmp_path, "math", {"options": {"reward": "mine:score"}})
+        load(tmp_path, "math", {"options": {"reward": reward}})
 
 
 @pytest.mark.parametrize(

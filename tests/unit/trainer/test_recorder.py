@@ -165,6 +165,8 @@ HELD_OUT = {"suites": ("s",), "temperature": 0.0}
         ("reward", {"overlong_tokens": 9, "overlong_penalty": 0.1}, ""),
         ("data", {"min_difficulty": 0.25}, "data.min_difficulty=0.25 leaves nothing out without"),
         ("data", {"difficulty": "level", "max_difficulty": 8}, ""),
+        ("optimizer", {"warmup_updates": 100}, "optimizer.warmup_updates=100 of 100 planned updates"),
+        ("optimizer", {"warmup_updates": 99}, ""),
         ("optimizer", {"min_lr": 1e-7}, "optimizer.min_lr=1e-07 is where a decay ends"),
         ("optimizer", {"min_lr": 1e-7, "decay": "cosine"}, ""),
         ("evaluation", {**HELD_OUT, "every": 5, "samples": 4}, "evaluation.samples=4 responses to a"),
@@ -225,32 +227,21 @@ def stale(moved: float = 0.0, share: float = 0.52) -> Metrics:
     return {MOVED: moved, "bapo/contribution": share}
 
 
-@pytest.mark.usefixtures("one_process_group")
-def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorder = Recorder(run_config(tmp_path), 1, True)
-    for step in (1, 2, 3):
-        recorder.step(step, [stale()] * 8, {"reward/mean": 0.0})
-    recorder.close()
-    [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bounds_idle"]
-    assert event["step"] == 2
-    assert "in the last 16 stale updates (steps 1 to 2)" in event["message"]
-    assert capsys.readouterr().out.count("note: the bounds have not moved") == 1
-
-
 REJECTED: Metrics = {"corrections/rejected_responses": 1.0, "masks/never_responses": 0.5}
 KEPT: Metrics = {"corrections/rejected_responses": 0.5, "masks/never_responses": 0.25}
 
 
 @pytest.mark.usefixtures("one_process_group")
-def test_rejected_updates_are_named_with_what_rejected_them(
+def test_what_a_recorder_warns_of_is_an_event_and_printed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half and three quarters by the first mask, nothing by the second, the rest by the corrections."""
+    """Updates without responses: half and three quarters by the first mask, nothing by the second, the rest
+    by the corrections. An idle search, in step 4, is a note."""
     run = run_config(tmp_path)
     masks = (PartConfig("mine:never"), PartConfig("cut_responses"))
     recorder = Recorder(replace(run, algorithm=replace(run.algorithm, masks=masks)), 1, True)
     whole = {**REJECTED, "masks/never_responses": 1.0}
-    steps: list[list[Metrics]] = [[KEPT], [KEPT, REJECTED, KEPT, whole], [whole], [{}]]
+    steps: list[list[Metrics]] = [[KEPT], [KEPT, REJECTED, KEPT, whole], [whole], [stale()] * 16]
     for step, updates in enumerate(steps, 1):
         recorder.step(step, updates, {"reward/mean": 0.0})
     recorder.step(5, [KEPT], {"reward/mean": 0.0, f"{FINISHED}turns": 1.0})
@@ -266,7 +257,11 @@ def test_rejected_updates_are_named_with_what_rejected_them(
         f"step 2: {no_step.format('1, 3')} 75% by {never}, 25% by algorithm.corrections",
         f"step 3: {no_step.format('0')} 100% by {never}",
     ]
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    [idle] = [row for row in rows if row["kind"] == "bounds_idle"]
+    assert idle["step"] == 4
+    out = capsys.readouterr().out
+    assert out.count("note: the bounds have not moved") == 1
+    warnings = [line for line in out.splitlines() if line.startswith("warning: ")]
     assert [line[:36] for line in warnings] == [
         "warning: step 2: no optimizer step i",
         "warning: step 5: all episodes were c",
@@ -274,7 +269,7 @@ def test_rejected_updates_are_named_with_what_rejected_them(
     ]
 
 
-def test_sixteen_stale_updates_without_a_move_give_one_notice() -> None:
+def test_stale_updates_without_a_move_give_one_notice() -> None:
     idle = IdleSearch(paper())
     assert [idle.observe(step, [FRESH, *[stale()] * 7]) for step in (1, 2)] == [None, None]
     said = idle.observe(3, [FRESH, *[stale(share=0.5)] * 2]) or ""
@@ -306,13 +301,7 @@ def hook() -> Iterator[Webhook]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(hf_path=tmp_path / "model"),
-        data=DataConfig(path=tmp_path / "data.jsonl"),
-        name="r",
-        steps=7,
-        run_dir=tmp_path,
-    )
+    return replace(run_config(tmp_path), steps=7)
 
 
 class Log:

@@ -6,6 +6,7 @@ engine has, and a user's engine subclasses it for fields of its own. ``problems`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from ipaddress import IPv6Address
@@ -109,15 +110,24 @@ def _server_of(url: str) -> tuple[object, ...]:
     return parts.scheme, host, port, parts.path.rstrip("/")
 
 
-_WITHOUT_KEY = ("--grpc", "--smg-grpc", "--encoder-only", "--tokenizer-worker")
-"""Prefixes of SGLang's flags that open a port without a check of the API key."""
-
-_QUEUE = "--max-queued-requests"
-"""SGLang's flag of a limit that retracted requests meet, too (``_add_request_to_queue`` in scheduler.py)."""
-
-_OUTLIVING = ("--hicache-storage-backend", "--enable-lmcache", "--enable-flexkv")
-"""SGLang's flags of caches that no flush empties (``OUTLIVING`` in requirements.py)."""
-
+_REFUSED_FLAGS = {
+    # They open a port without a check of the API key.
+    r"--(smg-)?grpc|--encoder-only|--tokenizer-worker": "does not go with an API key: leave it out",
+    # No flush empties these caches (``OUTLIVING`` in requirements.py).
+    r"--(hicache-storage-backend|enable-lmcache|enable-flexkv)(=|$)": (
+        "keeps keys and values of earlier weights: leave it out"
+    ),
+    # Retracted requests meet the limit, too (``_add_request_to_queue`` in scheduler.py).
+    r"--max-queued-requests(=|$)": (
+        "fails requests that new weights, or a full KV cache, put back into the queue: leave it out, and set "
+        "max_in_flight"
+    ),
+    r"--(admin-)?api-k": (
+        "would show the key to every user of the machine in the list of processes: write it into a file of "
+        "mode 0600, and name that with api_key_file"
+    ),
+}
+"""SGLang's flags that servers of a run may not have, as patterns of their beginnings, and why not."""
 
 _SPECULATIVE, _DRAFT = "--speculative-alg", "--speculative-draft-model"
 """Beginnings of SGLang's flags of speculative decoding, and of a model that drafts."""
@@ -169,25 +179,13 @@ class SglangConfig(EngineConfig):
     def problems(self, longest_request: int) -> Iterator[str]:
         """Validation errors, each beginning with the field's name."""
         yield from super().problems(longest_request)
-        if other := [flag for flag in self.flags if flag.startswith(_WITHOUT_KEY)]:
-            yield f"flags: {other[0].split('=')[0]} does not go with an API key: leave it out"
-        if other := [flag.split("=")[0] for flag in self.flags if flag.split("=")[0] in _OUTLIVING]:
-            yield f"flags: {other[0]} keeps keys and values of earlier weights: leave it out"
-        if any(flag.split("=")[0] == _QUEUE for flag in self.flags):
-            yield (
-                f"flags: {_QUEUE} fails requests that new weights, or a full KV cache, put back into the "
-                "queue: leave it out, and set max_in_flight"
-            )
+        for pattern, why in _REFUSED_FLAGS.items():
+            if refused := [flag.split("=")[0] for flag in self.flags if re.match(pattern, flag)]:
+                yield f"flags: {refused[0]} {why}"
         if self.sync != "disk" and (draft := _draft_flag(self.flags)):
             yield (
                 f"flags: {draft} has a draft model, which sync={self.sync} gives no weights of its own: take "
                 "sync=disk, or --speculative-algorithm NGRAM, or leave it out"
-            )
-        keys = [flag for flag in self.flags if flag.startswith(("--api-k", "--admin-api-k"))]
-        if keys:
-            yield (
-                f"flags: {keys[0].split('=')[0]} would show the key to every user of the machine in the list "
-                "of processes: write it into a file of mode 0600, and name that with api_key_file"
             )
         if self.colocated and self.on_update != "retract":
             yield (

@@ -80,12 +80,3 @@ def part_problems(algorithm: Any) -> Iterator[str]:
             part_path(owner, name, known)
         except ConfigError as error:
             yield str(error)
-
-
-def unused_settings_of_parts(run: Any) -> Iterator[str]:
-    """What would keep a part of the run's method from its effect: warnings, as of ``unused_settings``."""
-    if run.algorithm.advantage == "reinforce_plus_plus" and run.rollout.drop_uniform_groups:
-        yield (
-            "rollout.drop_uniform_groups drops groups of equal rewards, which have advantages with "
-            "algorithm.advantage=reinforce_plus_plus: switch it off (--rollout.no-drop-uniform-groups)"
-        )

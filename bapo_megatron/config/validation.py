@@ -11,11 +11,10 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.algo.bounds import sum_count
-from bapo_megatron.algo.parts import CENTERED_ADVANTAGES, RATIO_MASKS
+from bapo_megatron.algo.parts import RATIO_MASKS
 from bapo_megatron.algo.settings import fields_of, out_of_range
 from bapo_megatron.config.engines import EngineConfig
-from bapo_megatron.config.parts import part_problems, unused_settings_of_parts
+from bapo_megatron.config.parts import part_problems
 from bapo_megatron.config.sections import (
     AlgorithmConfig,
     DataConfig,
@@ -291,70 +290,6 @@ def _hook_problems(run: RunConfig) -> Iterator[str]:
         yield (
             f"checkpoint.after_export={command!r} has no {{folder}} among its arguments: put it where the "
             "exported folder belongs"
-        )
-
-
-def unused_settings(run: RunConfig) -> Iterator[str]:
-    """Settings that do nothing as the others are, each a line with the fix: warnings at the start of a run.
-
-    No errors: a run that began with one can hardly be continued without it.
-    """
-    data, reward, optimizer, evaluation = run.data, run.reward, run.optimizer, run.evaluation
-    yield from _balanced_by_mean(run.algorithm)
-    yield from unused_settings_of_parts(run)
-    for name in ("min_difficulty", "max_difficulty"):
-        value = getattr(data, name)
-        if data.difficulty is None and value != getattr(DataConfig, name):
-            yield (
-                f"data.{name}={value:g} leaves nothing out without data.difficulty: say there where in "
-                "extra_info a problem's difficulty is"
-            )
-    if optimizer.min_lr and optimizer.decay == "constant":
-        yield (
-            f"optimizer.min_lr={optimizer.min_lr:g} is where a decay ends, and optimizer.decay=constant has "
-            "none: the learning rate stays; set optimizer.decay to linear or cosine"
-        )
-    if reward.format_pattern is not None and not reward.format_penalty:
-        yield (
-            "reward.format_pattern changes no reward, as reward.format_penalty=0: set the penalty, or leave "
-            "the pattern out"
-        )
-    if reward.overlong_tokens and not reward.overlong_penalty:
-        yield (
-            f"reward.overlong_tokens={reward.overlong_tokens} changes no reward, as "
-            "reward.overlong_penalty=0: set the penalty, or leave the zone out"
-        )
-    if evaluation.every and evaluation.temperature == 0 and evaluation.samples > 1:
-        yield (
-            f"evaluation.samples={evaluation.samples} responses to a problem are the same one at "
-            "evaluation.temperature=0: set samples to 1"
-        )
-
-
-def searches_groups_advantages(algorithm: AlgorithmConfig) -> bool:
-    """Whether clipping bounds are searched by a share that at ratios of 1 is of the groups' advantages alone:
-    not where training changes these advantages, or leaves responses out."""
-    bounds = algorithm.bounds
-    changed = algorithm.polarity.enabled or algorithm.reference_kl.in_reward or algorithm.corrections.rejects
-    changed = changed or bool(algorithm.masks) or algorithm.advantage not in CENTERED_ADVANTAGES
-    is_theirs = (bounds.share, bounds.weight) == ("absolute", "uniform")
-    return algorithm.loss == "clip" and sum_count(bounds) > 2 and is_theirs and not changed
-
-
-def _balanced_by_mean(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """A search of clipping bounds whose updates are balanced by the mean over sequences: a warning.
-
-    In a group the advantages add up to 0, so responses that count alike give both signs half of the gradient.
-    """
-    bounds = algorithm.bounds
-    is_half = searches_groups_advantages(algorithm) and algorithm.loss_mean == "sequence"
-    if is_half and bounds.target <= 0.5:
-        parts = ", and those of its parts move by which responses they see"
-        yield (
-            f"algorithm.loss_mean=sequence gives positive tokens half of the gradient at ratios of 1, and "
-            f"algorithm.bounds.target={bounds.target:g} is no more: a search over an update has nothing to "
-            f"balance{parts * (bounds.scope == 'micro_batch')} (docs/algorithm.md#which-preset); set "
-            "loss_mean=token, or fixed bounds"
         )
 
 

@@ -19,7 +19,7 @@ from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.losses.clip import group_of_sequences
 from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.config import AlgorithmConfig, RunConfig
-from bapo_megatron.config.validation import searches_groups_advantages
+from bapo_megatron.config.doubtful import searches_groups_advantages
 from bapo_megatron.data.packing import updates_of_step
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.rollout.sampler.client import SamplerClient

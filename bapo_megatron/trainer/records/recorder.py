@@ -24,7 +24,7 @@ import torch
 from bapo_megatron.algo.bounds import BoundsConfig, describe
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import RunConfig
-from bapo_megatron.config.validation import REWARD_FUNCTIONS, unused_settings
+from bapo_megatron.config.doubtful import setting_warnings
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.event_kinds import last_turn
 from bapo_megatron.runtime.event_sender import SenderSettings
@@ -146,7 +146,7 @@ class Recorder(RunRecords):
         print(f"{root}: {kind} at {where}, processes: {processes}{kept}", flush=True)
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)
-        for text in _warnings(config):
+        for text in filter(None, [others_may_write(root), *setting_warnings(config)]):
             print(f"warning: {text}", flush=True)
 
     def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:
@@ -200,36 +200,6 @@ class Recorder(RunRecords):
         newest = next((row for row in rows_from_end(self._paths.events) if row.get("kind") in ends), {})
         is_last = newest.get("kind") == "export" and newest.get("step") == self._config.steps
         return is_last and (path / "config.json").is_file()
-
-
-def _warnings(config: RunConfig) -> Iterator[str]:
-    """Yield warnings about allowed settings that are probably mistakes."""
-    if shared := others_may_write(config.directory):
-        yield shared
-    reference, reward = config.algorithm.reference_kl, config.reward
-    if reference.in_loss and reference.estimator == "k1" and not reference.unbiased:
-        yield (
-            "algorithm.reference_kl.estimator=k1 in the loss has a gradient that does not depend on the "
-            "reference, so it holds the policy to nothing: take k2 or k3, or place=reward"
-        )
-    pays_wrong = any(function in (*REWARD_FUNCTIONS, "llm_judge") for function in config.reward_functions)
-    if pays_wrong and reward.on_failure == "value" and reward.failed > reward.wrong:
-        yield (
-            f"reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a response that hangs "
-            "its scorer gets more than a wrong one; lower reward.failed"
-        )
-    if reward.failed and reward.on_failure == "leave_out":
-        yield (
-            f"reward.failed={reward.failed:g} does nothing with reward.on_failure=leave_out: leave it out, "
-            "or set reward.on_failure=value"
-        )
-    warmup, planned = config.optimizer.warmup_updates, config.planned_updates
-    if warmup >= planned:
-        yield (
-            f"optimizer.warmup_updates={warmup} of {planned} planned updates: the learning rate never "
-            f"reaches optimizer.lr={config.optimizer.lr:g}; lower it"
-        )
-    yield from unused_settings(config)
 
 
 def cut_episodes(config: RunConfig, metrics: Metrics) -> Iterator[str]:

@@ -142,6 +142,8 @@ def test_sums_may_be_an_array_or_a_tensor_of_the_right_number_of_finite_values()
         ({"target": 1.0}, "must be below 1 for share=absolute"),
         ({"dual_clip": 1.0}, "must be above 1"),
         ({"dual_clip": math.nan}, "must be above 1"),
+        ({"bounds_tokens": 0, "scope": "micro_batch"}, "must be at least 1"),
+        ({"bounds_tokens": 9}, "sizes the searches of scope=micro_batch; with scope=update"),
     ],
 )
 def test_problems_name_field_and_value(change: dict[str, Any], says: str) -> None:

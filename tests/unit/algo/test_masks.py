@@ -16,8 +16,6 @@ from bapo_megatron.algo.masks import (
     second_moment,
     taken_out,
 )
-from bapo_megatron.config import AlgorithmConfig, PartConfig
-from bapo_megatron.config.parts import part_problems
 
 
 def response(log_ratio: list[float], is_cut: bool = False) -> Response:
@@ -73,11 +71,3 @@ def test_rollout_rs_takes_what_verl_takes(kind: Any, low: float | None, high: fl
         for row in RATIOS
     ]
     assert " ".join("".join(map(str, row)) for row in found) == theirs
-
-
-def test_masks_of_one_name_are_refused() -> None:
-    one = PartConfig("icepop")
-    pair = AlgorithmConfig(old_log_probs="trainer", masks=(one, PartConfig("mine:icepop")))
-    assert [*part_problems(pair)] == [
-        "algorithm.masks: 2 are called icepop, and so are their metrics: rename one"
-    ]

@@ -322,20 +322,6 @@ def test_the_mean_weight_is_that_of_the_tokens_that_are_left() -> None:
     assert metrics["corrections/weight"] == pytest.approx(5 / 8)
 
 
-@pytest.mark.parametrize(
-    ("settings", "limits", "field"),
-    [
-        ({"importance_level": "sequence"}, {}, "importance_level=sequence needs algorithm.importance_cap"),
-        ({}, {"geometric_max": 1.1}, "corrections.geometric_max=1.1 compares .*: set that to trainer"),
-        ({"old_log_probs": "trainer"}, {"geometric_min": 1.5}, "geometric_min=1.5 must be above 0 and below"),
-        ({}, {"off_policy_delta": 0.0}, "algorithm.corrections.off_policy_delta=0.0 must be above 0"),
-    ],
-)
-def test_useless_settings_are_refused(settings: dict[str, Any], limits: dict[str, float], field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
-        run_config(AlgorithmConfig(corrections=CorrectionsConfig(**limits), **settings)).check()
-
-
 def test_vespo_refuses_a_second_importance_weight() -> None:
     settings = AlgorithmConfig(loss="vespo", importance_cap=2.0, old_log_probs="trainer")
     with pytest.raises(

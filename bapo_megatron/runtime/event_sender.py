@@ -88,11 +88,15 @@ class Outbox:
         """Whether the target has refused something that still waits."""
         return bool(self._failures)
 
-    def deliver(self, now: float, at_once: bool = False) -> str | None:
-        """Send due events (``at_once``: all), oldest first; blocks meanwhile. Never raises Refused. Returns
-        the reason of a failure if it is the first since a success."""
+    def deliver(
+        self, now: float, at_once: bool = False, is_over: Callable[[], bool] = lambda: False
+    ) -> str | None:
+        """Send due events (``at_once``: all), oldest first, until ``is_over``; blocks meanwhile. Never raises
+        Refused. Returns the reason of a failure if it is the first since a success."""
         was_failing, reason = any(self._failures.values()), None
         for kind, queued in sorted(self._queued.items(), key=lambda item: item[1].begin):
+            if is_over():
+                break
             if not at_once and now < self._not_before.get(kind, now):
                 continue
             try:
@@ -216,6 +220,9 @@ class EventSender:
 
     def __init__(self, order: SenderSettings) -> None:
         self._order, self._paths = order, order.paths
+        self.is_awaited: Callable[[], bool] = lambda: False
+        """Whether the run waits for its last events: then ``deliver`` breaks off, since each message to a
+        hanging target takes 20 s, and the run does not wait much longer."""
         self._deadline: float | None = None
         """On the monotonic clock; None until the run has ended."""
         self._keys = [hashlib.sha256(target.encode()).hexdigest()[:12] for target in order.targets]
@@ -248,7 +255,7 @@ class EventSender:
         """Send due events and store each target's resume offset; return whether any are queued."""
         pairs = zip(self._order.targets, self._boxes, strict=True)
         for target, box in sorted(pairs, key=lambda pair: pair[1].is_failing()):  # working targets first
-            if reason := box.deliver(time.monotonic(), at_once):
+            if reason := box.deliver(time.monotonic(), at_once, self.is_awaited):
                 print(f"{shown(target)}: {reason}", file=sys.stderr, flush=True)
                 self._note("on_event_failed", target=shown(target), reason=reason)
         # After the sends: a kill in between sends an event twice but loses none.
@@ -281,7 +288,7 @@ class EventSender:
 
     def finish(self, limit_s: float) -> None:
         """Send all queued events for at most ``limit_s`` seconds. The next start sends the rest."""
-        self._deadline = time.monotonic() + limit_s
+        self._deadline, self.is_awaited = time.monotonic() + limit_s, lambda: False
         while True:
             self.read()
             waits = self.deliver(at_once=True)
@@ -332,8 +339,8 @@ class EventSender:
 
 def work(sender: EventSender, orders: IO[bytes], parent: int) -> None:
     """Send events until ``orders`` gives the time limit of the end, or the ``parent`` is gone."""
-    looked = time.monotonic()
-    while os.getppid() == parent and not select.select([orders], [], [], _POLL_S)[0]:
+    looked, sender.is_awaited = time.monotonic(), partial(_is_readable, orders)
+    while os.getppid() == parent and not _is_readable(orders, _POLL_S):
         sender.read()
         sender.deliver()
         if time.monotonic() - looked >= sender.progress_every_s:
@@ -345,6 +352,10 @@ def work(sender: EventSender, orders: IO[bytes], parent: int) -> None:
         sender.finish(float(line))
     else:
         sender.killed()
+
+
+def _is_readable(orders: IO[bytes], limit_s: float = 0.0) -> bool:
+    return bool(select.select([orders], [], [], limit_s)[0])
 
 
 def _stored_positions(path: Path) -> dict[str, int]:

@@ -47,8 +47,10 @@ def unreachable_targets(targets: Sequence[str]) -> Iterator[str]:
             continue
         problem = _form_problem(value) or (None if _is_url(value) else missing_program(value))
         if problem and value != target:  # the value may be a secret
-            yield f"logging.on_event={target}: its value is not a URL (https://...) and no program that "
-            "is here"
+            yield (
+                f"logging.on_event={target}: its value is neither a URL (https://...) nor a program that is "
+                "here; export another, or install the program"
+            )
         elif problem:
             yield f"logging.on_event={shown(target)}: {problem}; install it, or name another"
 

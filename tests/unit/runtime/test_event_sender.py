@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.runtime import event_sender
 from bapo_megatron.runtime.event_sender import EventSender, Patience, Progress, SenderSettings, read_progress
+from bapo_megatron.runtime.event_targets import Refused
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from tests.support.webhook import Webhook
 
@@ -223,6 +225,28 @@ def test_a_target_that_hangs_leaves_the_others_time_at_the_end(run: Path, hook: 
     sender.finish(6.0)
     hanging.close()
     assert hook.kinds() == ["preempted"]
+
+
+def test_the_end_of_a_run_is_told_before_a_hanging_target_is_tried_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 20 s for each kind of event, and the run does not wait so long."""
+    reading, writing = os.pipe()
+    tried: list[str] = []
+
+    def send(target: str, message: dict[str, Any], *_: object) -> None:
+        tried.append(f"{target} {message['event']['kind']}")
+        if target == "hangs":
+            if len(tried) == 1:
+                os.write(writing, b"1\n")  # the run ends meanwhile
+            raise Refused("no answer within 20 s")
+
+    monkeypatch.setattr(event_sender, "send", send)
+    written(run, "start", "stalled", "done")
+    with open(reading, "rb", buffering=0) as orders:
+        event_sender.work(EventSender(order(run, "hangs", "works")), orders, os.getppid())
+    os.close(writing)
+    assert tried[:4] == ["hangs start", "works start", "works stalled", "works done"]
 
 
 def test_a_run_that_has_told_its_end_is_not_told_as_killed(run: Path, hook: Webhook) -> None:

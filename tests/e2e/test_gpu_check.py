@@ -26,10 +26,9 @@ from benchmarks import gpu_check as program
 from benchmarks.gpu import environment, experts, handles, host_streams, offload, parity, phases, server
 from benchmarks.gpu.memory_and_speed import LIMIT, predicted
 from benchmarks.gpu.rows import Row, Size
-from tests.support.forked_commands import forking
+from tests.support.forked_commands import ROOT, forking
 from tests.support.workers import run_layout
 
-ROOT = Path(__file__).parents[2]
 SECTIONS = 14
 
 
@@ -44,25 +43,21 @@ def test_without_a_gpu_all_but_the_kernels_runs() -> None:
     done = gpu_check("--device", "cpu", environment=forking())
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("\n## ") == SECTIONS
-    assert "| float32: gradient norm | 0.00e+00 |" in done.stdout  # against itself
-    assert "recompute full: speed" in done.stdout
-    assert "recompute none: bounds search" in done.stdout
-    assert "torch: weights of a Hugging Face folder, in and out | 51 of 51 equal" in done.stdout
-    assert "torch's experts: weights of a Hugging Face folder, in and out | 135 of 135 equal" in done.stdout
-    assert "| torch's experts in bfloat16 against torch's in float32: log-probs |" in done.stdout
-    assert "| T 0.6: float32 logits, the servers' flag |" in done.stdout
-    assert "\n## Memory by phase against the rehearsal\n" in done.stdout
-    assert (
-        "| 2: back again | digests of weights, masters and moments equal | bit by bit | ok |" in done.stdout
-    )
-    assert (
-        "| a frozen reference takes turns | the reference's digests equal, the policy's are as before |"
-        in (done.stdout)
-    )
-    assert "| weights by shared memory | 27 of 27 tensors in 8 buckets" in done.stdout
-    assert (
-        "| weights on the device are the host's masters, rounded | 0 of 17 parameters differ |" in done.stdout
-    )
+    for line in (
+        "| float32: gradient norm | 0.00e+00 |",  # against itself
+        "recompute full: speed",
+        "recompute none: bounds search",
+        "torch: weights of a Hugging Face folder, in and out | 51 of 51 equal",
+        "torch's experts: weights of a Hugging Face folder, in and out | 135 of 135 equal",
+        "| torch's experts in bfloat16 against torch's in float32: log-probs |",
+        "| T 0.6: float32 logits, the servers' flag |",
+        "\n## Memory by phase against the rehearsal\n",
+        "| 2: back again | digests of weights, masters and moments equal | bit by bit | ok |",
+        "| a frozen reference takes turns | the reference's digests equal, the policy's are as before |",
+        "| weights by shared memory | 27 of 27 tensors in 8 buckets",
+        "| weights on the device are the host's masters, rounded | 0 of 17 parameters differ |",
+    ):
+        assert line in done.stdout
     assert ("not run: no interpreter at" in done.stdout) or (
         f"| {server.STEPS} steps of bapo train | exit code 0 |" in done.stdout
         and "| memory changes hands | " in done.stdout
@@ -100,12 +95,6 @@ def test_on_a_gpu() -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def test_a_row_says_whether_its_check_held() -> None:
-    assert Row("a", "1", "2", True).line() == "| a | 1 | 2 | ok |"
-    assert Row("a", "3", "2", False).line() == "| a | 3 | 2 | FAILED |"
-    assert Row("a", "3").line() == "| a | 3 |  |  |"
-
-
 def test_the_plan_of_a_gpu_is_not_that_of_a_cpus_layers(tmp_path: Path) -> None:
     """Without Transformer Engine, too: with torch's layers on a GPU this shape was rehearsed at 71.9 GB.
     Those of a CPU, whose norms and SwiGLU are not fused, would keep a third more."""
@@ -141,30 +130,33 @@ def test_a_phase_is_judged_by_its_rehearsal() -> None:
     assert phases.judged("update 1", 51.0, 48.0, tiny=True).ok is None
 
 
-def test_the_rehearsal_is_asked_by_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its JSON has the peaks by phase; a command that fails is told, not passed over."""
-    (tmp_path / "policy").mkdir()
+def rehearsing(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    """``run`` takes the place of the rehearsal's command."""
+    monkeypatch.setattr(phases, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutError))
 
+
+def test_the_rehearsal_is_asked_by_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its JSON has the peaks by phase; a command that fails is told, not passed over. The policy is there,
+    also where the section before, which saves it, was not chosen."""
     monkeypatch.setenv("RANK", "0")
 
     def run(command: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
         assert env["CUDA_VISIBLE_DEVICES"] == ""
         assert "RANK" not in env
         assert command[3:5] == ["rehearse", str(tmp_path / "phases.py")]
+        assert (tmp_path / "policy/config.json").is_file()
         flags = dict(zip(command[5::2], command[6::2], strict=True))
         assert (flags["--layers"], flags["--packs"]) == ("torch", "1")
         Path(flags["--json"]).write_text(json.dumps({"peak_gb": {"build": 0.25}}))
         return SimpleNamespace(stdout="fits", stderr="")
 
-    monkeypatch.setattr(phases, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutError))
+    rehearsing(monkeypatch, run)
     (row,) = phases.rows(Size.smallest("cpu"), tmp_path)
     assert row.line() == "| build | rehearsed 0.250 GB; nothing to measure on a CPU |  |  |"
     recipe = load_recipe(tmp_path / "phases.py", RunConfig)
     recipe.check()
     assert (recipe.batch.pack_tokens, recipe.model.dtype) == (256, "bfloat16")
-    failing = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout="", stderr="x\nerror: no"))
-    failing.TimeoutExpired = TimeoutError
-    monkeypatch.setattr(phases, "subprocess", failing)
+    rehearsing(monkeypatch, lambda *_, **__: SimpleNamespace(stdout="", stderr="x\nerror: no"))
     (tmp_path / "phases.json").unlink()
     (row,) = phases.rows(replace(Size.smallest("cpu"), device="cuda"), tmp_path)
     assert (row.measured, row.ok) == ("error: no", False)
@@ -181,7 +173,7 @@ def test_a_rank_that_fails_is_named_beside_the_phases_that_it_lacks(
         Path(command[-1]).write_text(json.dumps({"peak_gb": {"build": 5.0}, "ranks": ranks}))
         return SimpleNamespace(stdout="does not fit", stderr="")
 
-    monkeypatch.setattr(phases, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutError))
+    rehearsing(monkeypatch, run)
     monkeypatch.setattr(phases, "measured", lambda *_: [("build", 5.1), ("update 1", 7.0)])
     first, second = phases.rows(replace(Size.smallest("cpu"), device="cuda", tiny=False), tmp_path)
     assert first.ok is True
@@ -244,19 +236,6 @@ def test_sections_are_chosen_by_words_of_their_titles(capsys: pytest.CaptureFixt
         "--only kernels: no title has it: Gated DeltaNet against float64, Environment, Attention"
         in capsys.readouterr().err
     )
-
-
-def test_the_phases_can_be_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the section before, which saves the policy."""
-    found: list[bool] = []
-
-    def rehearse(recipe: Path, _layers: str) -> tuple[None, str]:
-        found.append((recipe.with_name("policy") / "config.json").is_file())
-        return None, "asked"
-
-    monkeypatch.setattr(phases, "rehearse", rehearse)
-    [row] = phases.rows(Size.smallest("cpu"), tmp_path)
-    assert (row.measured, found) == ("asked", [True])
 
 
 def test_room_that_the_save_does_not_have_is_told_at_the_start(
@@ -323,32 +302,24 @@ class Weights:
         yield from ((f"w{number}", torch.full((5, 7), float(number))) for number in range(9))
 
 
-class ForkedReader:
-    """multiprocessing's context "spawn" with a reader that is forked: an interpreter takes 6 s to import.
-
-    The whole check, above, starts one as it is. Made by the fixture ``forked``.
-    """
-
-    def __init__(self) -> None:
-        self._fork = get_context("fork")
-        self._ours: Connection
-
-    def Pipe(self) -> tuple[Connection, Connection]:
-        self._ours, theirs = self._fork.Pipe()
-        return self._ours, theirs
-
-    def Process(self, target: Any, args: Any, daemon: bool) -> Any:
-        return self._fork.Process(target=self._read, args=(target, *args), daemon=daemon)
-
-    def _read(self, target: Any, theirs: Connection) -> None:
-        self._ours.close()  # else it would never see that the other end has closed
-        target(theirs)
-
-
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reader of the test."""
-    context = ForkedReader()
+    """Readers are forked: an interpreter takes 6 s to import. The whole check, above, starts one as it is."""
+    fork = get_context("fork")
+    ends: list[Connection] = []
+
+    def pipe() -> list[Connection]:
+        ends[:] = fork.Pipe()
+        return ends
+
+    def process(target: Any, args: Any, daemon: bool) -> Any:
+        def read() -> None:
+            ends[0].close()  # else it would never see that the other end has closed
+            target(*args)
+
+        return fork.Process(target=read, daemon=daemon)
+
+    context = SimpleNamespace(Pipe=pipe, Process=process)
     monkeypatch.setattr(handles, "get_context", lambda _method: context)
 
 
@@ -465,11 +436,8 @@ def test_what_a_servers_run_recorded_is_judged(tmp_path: Path) -> None:
             {"step": 1 + n, "rollout/engine_gap_mean": gap, "time/wake_s": 2.0} for n, gap in enumerate(gaps)
         ]
         updates = [{"step": 1, "policy/ratio_gap": moved}]
-        for name, rows in (
-            ("metrics", steps),
-            ("updates", updates),
-            ("events", [{"kind": one} for one in kinds]),
-        ):
+        events = [{"kind": one} for one in kinds]
+        for name, rows in {"metrics": steps, "updates": updates, "events": events}.items():
             (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         return [row.ok for row in server.judged(tmp_path, "bfloat16")]
 

@@ -10,8 +10,9 @@ After a value it drops the question of the worked example: a rewritten history. 
 tree of two branches, which the report shows; the second has its own prompt of 90 tokens, within
 `max_response_tokens`.
 
-One run, seed 0: in six steps the share of right answers to 60 held-out problems rose from 35.8 % (95 % interval
-25.0 to 46.7) to 98.3 % (95.8 to 100), two responses each. The two commands took 14 minutes of processor time.
+One run, seed 0: in six steps the share of right answers to 60 held-out problems, two responses each, rose
+from 35.8 % (95 % interval 25.0 to 46.7) to 98.3 % (95.8 to 100). `make demo-agent` took 14 minutes of
+processor time.
 
 Preset: `paper()`, as in demo_real_tools.py.
 """
@@ -39,7 +40,8 @@ DATA = Path("data/calculator_agent")
 
 NOTE = (
     "A pretrained model of 135 M parameters, asked by an agent program that knows nothing of the training. "
-    "It shows how such a program's episodes are trained on. It does not show that BAPO beats GRPO or fixed bounds."
+    "It shows how such a program's episodes are trained on. It does not show that BAPO beats GRPO or fixed "
+    "bounds."
 )
 
 BOUNDS = paper()

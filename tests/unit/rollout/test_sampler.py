@@ -386,6 +386,21 @@ async def test_stale_groups_are_dropped_resampled_or_trained(tmp_path: Path, pol
     assert all(version >= 1 for group in zero for r in group.rollouts for version in r.versions_R)
 
 
+async def test_scored_groups_beyond_a_smaller_staleness_are_sampled_anew(tmp_path: Path) -> None:
+    """They would wait for ever in the place of others."""
+    ahead = World(tmp_path, [ScriptedEngine(mixed)], max_staleness=1)
+    async with ahead.sampling(rounds=False):
+        await ahead.batch(1)
+        await until(lambda: len(ahead.sampler._state.finished) == 4)
+        ahead.kill()
+    world = World(tmp_path, [ScriptedEngine(mixed)], max_staleness=0)
+    async with world.sampling(first_step=2, rounds=False):
+        batch = await world.batch(2)
+    assert prompt_ids(batch) == [4, 5, 6, 7]
+    assert {int(one) for group in batch.groups for r in group.rollouts for one in r.versions_R} == {1}
+    assert batch.metrics["rollout/groups_stale"] == 4
+
+
 @pytest.mark.parametrize(
     ("other", "says"),
     [
@@ -423,14 +438,10 @@ async def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: 
 def test_stop_tokens_come_from_all_files(tmp_path: Path) -> None:
     """SGLang's stop tokens (``_get_hf_eos_token_id`` in model_config.py), and the tokenizer's."""
     assert stop_token_ids(tmp_path, Letters()) == (EOS,)
-    (tmp_path / "config.json").write_text('{"eos_token_id": [9, 3]}')
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert stop_token_ids(tmp_path, Letters()) == (3, 7, 9)
-    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
-    assert stop_token_ids(tmp_path, Letters()) == (3, 5)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert stop_token_ids(tmp_path, Letters()) == (3, 7)
+    for config, generation, stops in [([9, 3], 7, (3, 7, 9)), (None, [5, 3], (3, 5)), (None, 7, (3, 7))]:
+        for name, ids in (("config", config), ("generation_config", generation)):
+            (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": ids}))
+        assert stop_token_ids(tmp_path, Letters()) == stops
     (tmp_path / "generation_config.json").write_text("{}")
     assert stop_token_ids(tmp_path, dataclasses.make_dataclass("T", [("eos_token_id", Any)])(None)) == ()
     llama = SimpleNamespace(eos_token_id=1, get_added_vocab=lambda: {"<|eom_id|>": 8, "<|eot_id|>": 9})

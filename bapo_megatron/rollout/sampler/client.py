@@ -58,9 +58,9 @@ class SamplerClient:
     process cannot be killed, and errors reported by the process as RunStopped, StorageFailed or ConfigError.
     """
 
-    def __init__(self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S) -> None:
-        """Start the process. ``silent_s``: maximum seconds without a heartbeat during a call."""
-        self._setup, self._on_event, self._silent_s = setup, on_event, silent_s
+    def __init__(self, setup: Setup, on_event: Event) -> None:
+        """Start the process."""
+        self._setup, self._on_event = setup, on_event
         self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)
         """Arguments of ``start`` for a restarted process."""
         self._weights: tuple[Path, int, int] | None = None
@@ -175,7 +175,7 @@ class SamplerClient:
 
     def _exchange(self, method: str, *arguments: Any) -> Any:
         """Make one call and return its result. Raises SamplerDied if the process ends or hangs."""
-        watch = HeartbeatWatchdog(self._process, self._pipe, self._silent_s)
+        watch = HeartbeatWatchdog(self._process, self._pipe, _SILENT_S)
         try:
             with watch:
                 if not self._is_set_up:

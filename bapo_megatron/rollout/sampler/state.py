@@ -66,14 +66,6 @@ class GroupSummary(NamedTuple):
         }
         return self._replace(**rows)
 
-    @property
-    def stored(self) -> tuple[Any, ...]:
-        """The fields for a snapshot, without empty trailing ones, for compatibility with earlier versions."""
-        fields = list(self)
-        while not fields[-1] and len(fields) > 6:
-            fields.pop()
-        return tuple(fields)
-
 
 @dataclass
 class OpenGroup:
@@ -214,7 +206,7 @@ class SamplerState:
             "first_step_of": sorted(self._first_step_of.items()),
             "tokens": dict(self.tokens),
             "trained": sorted(self._trained.items()),
-            "judged": [summary.stored for summary in self.scored],  # key of earlier versions
+            "judged": list(self.scored),  # key of earlier versions
             "dropped": dict(self.dropped),
         }
         return Record("state", fields, {})

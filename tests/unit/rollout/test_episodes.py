@@ -26,7 +26,7 @@ from bapo_megatron.rollout.sampler.events import (
     response_restarted,
     weights_loaded,
 )
-from bapo_megatron.rollout.sampler.response import Episode, Response, continued, given
+from bapo_megatron.rollout.sampler.response import Episode, Response, given
 from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.rollout.sampler.stepper import Restart
@@ -35,7 +35,7 @@ from bapo_megatron.types import GIVEN, Prompt
 from tests.support import accounts
 from tests.support.environments import Async
 from tests.support.episodes import Brackets, EpisodeWorld, HereSteps, check_cuts, counting, run, step_of
-from tests.support.responses import answer, rows_of, segment, turn
+from tests.support.responses import answer, rows_of, turn
 from tests.support.sampling import StartsWithY, until
 from tests.support.tiers import slow_but
 
@@ -72,6 +72,7 @@ def test_a_newer_journal_is_refused_in_words() -> None:
     ours = {"environment.function": "a:B", "rollout.group_size": "2 episodes of an environment"}
     record = state_of_one(ours).snapshot()
     assert record.fields["format"] == 3
+    assert "format" not in state_of_one().snapshot().fields
     state_of_one(ours).apply(record)
     newer = Record("state", {**record.fields, "format": 4}, {})
     with pytest.raises(
@@ -81,16 +82,6 @@ def test_a_newer_journal_is_refused_in_words() -> None:
     # What a program that knows no environments compares:
     with pytest.raises(ConfigError, match="rollout.group_size=2 episodes of an environment, now it is 2"):
         SamplerState(PROMPTS, 2, {"rollout.group_size": 2}).apply(record)
-
-
-def test_the_journal_of_a_run_without_an_environment_is_as_before() -> None:
-    state = SamplerState(PROMPTS, 1, {"rollout.group_size": 1})
-    state.apply(groups_opened([(0, 0, 1)], 1))
-    state.open[0].responses[0] = continued(Response(), segment(1, STOP), "stop")
-    state.apply(Record("judged", {"number": 0, "rewards": [1.0], "failures": []}, {}))
-    fields = state.snapshot().fields
-    assert "format" not in fields
-    assert fields["judged"] == [(0, [1.0], [2], ["stop"], [], "")]
 
 
 # --- whole episodes ------------------------------------------------------------------------------

@@ -21,8 +21,6 @@ from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import ALIVE, with_heartbeats
 from bapo_megatron.runtime.exit_codes import SIGNALS
 
-SILENT_S = 5.0
-"""Longer than a busy machine takes to start an interpreter."""
 UPDATE_CALLS = [("begin", (7, ["one"])), ("receive", ({"one": [b"7"]},)), ("confirm", ()), ("resume", ())]
 
 
@@ -46,7 +44,8 @@ def sampler(
 ) -> Iterator[SamplerClient]:
     monkeypatch.setattr(client, "_SERVICE", "tests.support.mute_service")
     monkeypatch.setattr(client, "_CLOSE_S", 1.0)
-    made = SamplerClient(tmp_path / "stopped", events.append, silent_s=SILENT_S)  # type: ignore[arg-type]
+    monkeypatch.setattr(client, "_SILENT_S", 5.0)  # longer than a busy machine takes to start an interpreter
+    made = SamplerClient(tmp_path / "stopped", events.append)  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -143,7 +142,7 @@ class Told(SamplerClient):
             self.dies_at.pop(0)
             raise client.SamplerDied(f"at {method}")
         self.told[-1].append(" ".join(map(str, (method, *arguments))))
-        return [f"of {method}"]
+        return Path("journal/step") if method == "next_batch" else [f"of {method}"]
 
 
 @pytest.fixture
@@ -176,6 +175,19 @@ def test_a_restarted_process_knows_the_newest_weights_and_whether_engines_may_sa
     told.dies_at = [last]
     getattr(told, last)(*arguments)
     assert told.told[1] == ["start 1 None", *repeated, " ".join(map(str, (last, *arguments)))]
+
+
+def test_deaths_count_since_the_last_batch(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted process begins after it, with what is in the journal: evaluations are not lost."""
+    monkeypatch.setattr(client, "read_header", lambda folder, step: (folder, step))
+    for step in range(1, client._RESTARTS + 2):
+        assert told.next_batch(step, 1.0) == (Path("journal"), step)
+        told.dies_at = ["state"]
+        told.state()
+        assert told.told[-1] == [f"start {step + 1} None", "state"]
+    told.dies_at = ["checkpointed"] * client._RESTARTS
+    with pytest.raises(RunStopped, match="ended 6 times in a row: at checkpointed"):
+        told.checkpointed(1)
 
 
 @pytest.mark.parametrize(("method", "arguments"), UPDATE_CALLS)

@@ -38,6 +38,9 @@ _STABLE_S = 60.0
 """Crash-loop threshold: an engine lost within this time of its recovery is retried with growing backoff."""
 
 _MAX_BACKOFF_S = 60.0
+_MAX_HANG_BACKOFF_S = 3600.0
+"""Longest time between two reports of a hang, each of which restarts the server unless it is starting."""
+
 _LATE_S = 1.0
 """Event loop lag in seconds above which a missed deadline is this process's fault, not the engine's."""
 
@@ -356,7 +359,8 @@ class EnginePool:
         now = self._clock.now()
         if now - slot.hang_reported_at >= slot.hang_report_backoff_s:
             slot.hang_reported_at = now
-            slot.hang_report_backoff_s = max(self._timeouts.hang_s, 2 * slot.hang_report_backoff_s)
+            longer_s = max(self._timeouts.hang_s, 2 * slot.hang_report_backoff_s)
+            slot.hang_report_backoff_s = min(_MAX_HANG_BACKOFF_S, longer_s)
             self._report("engine_hangs", engine=slot.engine.name, reason=reason)
 
     async def _monitor(self, slot: EngineSlot) -> None:

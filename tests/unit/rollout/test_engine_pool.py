@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -361,18 +362,33 @@ class LateOnce:
         return self.late
 
 
-@pytest.mark.parametrize(("heartbeats", "excused"), [(0, True), (1, True), (2, False)])
-async def test_a_deadline_missed_one_check_after_the_lag_is_no_hang(heartbeats: int, excused: bool) -> None:
-    """A heartbeat reads the clock twice: in the health check, and before the next wait."""
-    told: list[str] = []
-
+def pool_by(clock: Any, told: list[str]) -> EnginePool:
+    """A pool that goes by ``clock``, without health checks of its own; ``told``: kinds of its events."""
     timeouts = EngineTimeouts(heartbeat_s=0.01, silent_s=1000.0)
     pool = EnginePool([ScriptedEngine(mixed)], 1, lambda kind, **_fields: told.append(kind), timeouts)
     for monitor in pool._monitors:
         monitor.cancel()
     pool._clock.close()
+    pool._clock = clock
+    return pool
+
+
+async def test_a_hang_of_a_day_is_reported_every_hour() -> None:
+    """Each time its server is restarted: what it waits for in its start may be there again."""
+    told: list[str] = []
+    minutes = iter(range(24 * 60))
+    pool = pool_by(SimpleNamespace(now=lambda: 60.0 * next(minutes)), told)
+    for _ in range(24 * 60):
+        pool._report_hang(pool._slots[0], "no answer")
+    assert 24 <= len(told) < 32
+
+
+@pytest.mark.parametrize(("heartbeats", "excused"), [(0, True), (1, True), (2, False)])
+async def test_a_deadline_missed_one_check_after_the_lag_is_no_hang(heartbeats: int, excused: bool) -> None:
+    """A heartbeat reads the clock twice: in the health check, and before the next wait."""
+    told: list[str] = []
     clock = LateOnce()
-    pool._clock = clock  # type: ignore[assignment]
+    pool = pool_by(clock, told)
 
     async def call() -> None:
         await asyncio.sleep(0.05)

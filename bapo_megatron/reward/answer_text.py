@@ -99,7 +99,6 @@ _ONE_DIGIT = re.compile(
 )
 r"""One-digit arguments without braces: ``_2`` in ``\log_2 3``, ``\frac 1 2``."""
 _QUOTIENT = re.compile(r"[/:]|\\(?:[dtc]?frac|div)(?![a-z])")
-_WORDS_OF_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s{0,9}\{[^{}]*\}")
 _FONTS = re.compile(r"\\(?:mbox|boldsymbol|(?:text|math)(?:bf|it|rm|sf|tt|normal)?)\s{0,9}\{([^{}]*)\}")
 _SPACES = re.compile(r"\s|\\[ ,;:!]|~")
 _LIST_COMMA = re.compile(r",(?![0-9]{3}(?![0-9]))")
@@ -217,8 +216,8 @@ def is_unit(named: re.Match[str], name: str) -> bool:
 
 
 def has_quotient(answer: str) -> bool:
-    """Whether the answer has a fraction or division outside of words (``km/h``)."""
-    return bool(_QUOTIENT.search(_WORDS_OF_TEXT.sub("", _said(answer))))
+    """Whether an answer without words has a fraction or division."""
+    return bool(_QUOTIENT.search(_said(answer)))
 
 
 def _said(answer: str) -> str:

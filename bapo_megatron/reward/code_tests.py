@@ -365,7 +365,7 @@ def without_program(case: Case, prelude: str) -> frozenset[str]:
     return names - BUILTINS if names <= known else frozenset()
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _free(source: str) -> frozenset[str]:
     """Return the names that statements read before binding them; ``f = f`` reads one."""
     free, bound = frozenset[str](), frozenset[str]()
@@ -378,7 +378,7 @@ def _free(source: str) -> frozenset[str]:
     return free
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _defined(source: str) -> frozenset[str]:
     return defined(ast.parse(source))
 

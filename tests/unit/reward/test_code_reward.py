@@ -293,7 +293,6 @@ result = [names, os.getcwd() == os.environ['HOME'], os.listdir(), os.getpid() < 
 HOLDER = """
 import sys
 from bapo_megatron.reward.sandbox.sandbox import Sandbox
-from tests.unit.reward.test_code_tests import ADD, ASSERTS, CALL, CHECK, FUNCTIONAL, PYTEST
 box = Sandbox("while True: pass", "", 512, 1000.0)
 print(box._child.pid, flush=True)
 box.run("", 1000.0)

@@ -16,15 +16,18 @@ Answer = Callable[[dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
 
 
 class JudgeServer:
-    """The server: ``answers`` are used up one by one, the last one for ever."""
+    """The server: ``answers`` are used up one by one, the last one for ever. With ``holds`` they wait for
+    ``release``."""
 
-    def __init__(self, *answers: Answer) -> None:
+    def __init__(self, *answers: Answer, holds: bool = False) -> None:
         self._answers = list(answers)
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.at_once = self.most_at_once = 0
         self._loop = asyncio.new_event_loop()
-        self.released = asyncio.Event()
+        self._released = asyncio.Event()
+        if not holds:
+            self._released.set()
         self._started = threading.Event()
         self._stop = asyncio.Event()
         self.port = 0
@@ -34,8 +37,7 @@ class JudgeServer:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def release(self) -> None:
-        """Let every call continue that waits in ``when_released``."""
-        self._tell(self.released.set)
+        self._tell(self._released.set)
 
     def run(self) -> None:
         with closing(self._loop):
@@ -71,14 +73,15 @@ class JudgeServer:
         self.most_at_once = max(self.most_at_once, self.at_once)
         answer = self._answers[0] if len(self._answers) == 1 else self._answers.pop(0)
         try:
+            await self._released.wait()
             return await answer(body, request)
         finally:
             self.at_once -= 1
 
 
 @contextmanager
-def judge_server(*answers: Answer) -> Iterator[JudgeServer]:
-    server = JudgeServer(*answers)
+def judge_server(*answers: Answer, holds: bool = False) -> Iterator[JudgeServer]:
+    server = JudgeServer(*answers, holds=holds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     server.wait_started()
@@ -131,13 +134,3 @@ async def hang_midway(body: dict[str, Any], request: web.Request) -> web.StreamR
     await response.write(b'{"choices": [')
     await asyncio.sleep(3600)
     return response
-
-
-def when_released(server: Callable[[], JudgeServer], then: Answer) -> Answer:
-    """``then``, but only once the test has called ``release``."""
-
-    async def answer(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
-        await server().released.wait()
-        return await then(body, request)
-
-    return answer

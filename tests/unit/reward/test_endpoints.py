@@ -31,7 +31,6 @@ from tests.support.judge_server import (
     judged,
     raw,
     says,
-    when_released,
 )
 
 pytestmark = pytest.mark.integration
@@ -283,9 +282,7 @@ def test_the_cache_of_scores_is_lru() -> None:
 
 
 def test_no_more_calls_at_a_time_than_allowed() -> None:
-    holder: list[JudgeServer] = []
-    with judge_server(when_released(lambda: holder[0], judged("Score: 1"))) as server:
-        holder.append(server)
+    with judge_server(judged("Score: 1"), holds=True) as server:
 
         async def act(pool: RewardPool) -> list[RewardResult]:
             asked = [asyncio.create_task(pool.score(prompt(), f"{n}", 1)) for n in range(12)]
@@ -300,9 +297,7 @@ def test_no_more_calls_at_a_time_than_allowed() -> None:
 
 
 def test_a_pool_that_closes_cancels_what_waits() -> None:
-    holder: list[JudgeServer] = []
-    with judge_server(when_released(lambda: holder[0], judged("Score: 1"))) as server:
-        holder.append(server)
+    with judge_server(judged("Score: 1"), holds=True) as server:
 
         async def act(pool: RewardPool) -> list[Any]:
             asked = [asyncio.create_task(pool.score(prompt(), f"{n}", 1)) for n in range(3)]

@@ -18,7 +18,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import endpoint_client as client
 from bapo_megatron.reward.code import program_is_right
 from bapo_megatron.reward.functions import needs_sandbox
-from bapo_megatron.reward.pool import RewardPool, RewardResult
+from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.reward.sandbox.fusion import FusionServer
 from bapo_megatron.reward.sandbox.sandbox import SandboxError
 from bapo_megatron.types import Prompt
@@ -27,6 +27,7 @@ from tests.support.judge_server import Answer, JudgeServer, judge_server, raw, s
 from tests.unit.reward.test_code_reward import FUNCTIONS, SCRIPTS
 from tests.unit.reward.test_code_tests import ADD, CALL
 from tests.unit.reward.test_forged_asserts import FORGERIES
+from tests.unit.reward.test_reward_pool import pooling
 
 pytestmark = pytest.mark.integration
 
@@ -130,20 +131,11 @@ async def slow(body: dict[str, Any], request: web.Request) -> web.StreamResponse
     return await run_code(body, request)
 
 
-def test_the_servers_queue_is_not_the_programs_time() -> None:
+async def test_the_servers_queue_is_not_the_programs_time() -> None:
     with judge_server(slow) as server:
         limits = {"time_limit_s": 1.0, "code_case_limit_s": 1.0}
-        reward = RewardConfig(function="code", sandbox_url=root(server), workers=1, **limits)
-
-        async def act() -> RewardResult:
-            pool = RewardPool(reward, 100)
-            await pool.start()
-            try:
-                return await pool.score(prompt(), f"```python\n{SUM}\n```", 1)
-            finally:
-                await pool.close()
-
-        assert asyncio.run(act()) == RewardResult(1.0)
+        async with pooling(function="code", sandbox_url=root(server), **limits) as pool:
+            assert await pool.score(prompt(), f"```python\n{SUM}\n```", 1) == RewardResult(1.0)
         *_, first, second = [body["run_timeout"] for body in server.bodies]
         assert (first, round(second, 6)) == (0.9, 0.8)  # each program took 0.1 s
 
@@ -155,24 +147,16 @@ def prompt() -> Prompt:
     return Prompt(0, np.array([1], np.int32), ADD, "")
 
 
-def test_a_pool_runs_programs_there_and_counts_what_fails() -> None:
+async def test_a_pool_runs_programs_there_and_counts_what_fails() -> None:
     """Also where this machine's kernel has no walls: none are needed."""
     with judge_server(run_code) as server:
-        reward = RewardConfig(function="code", sandbox_url=root(server), workers=1, failed=-2.0)
-        assert not needs_sandbox(reward, ["code"])
-
-        async def act() -> list[RewardResult]:
-            pool = RewardPool(reward, 100)
-            await pool.start()
-            try:
-                texts = [f"```python\n{source}\n```" for source in (SUM, "print(3)")]
-                found = [await pool.score(prompt(), text, 1) for text in texts]
-                server._answers[:] = [says(BROKEN)]
-                return [*found, await pool.score(prompt(), texts[0], 1)]
-            finally:
-                await pool.close()
-
-        *found, failed = asyncio.run(act())
+        config: dict[str, Any] = {"function": "code", "sandbox_url": root(server), "failed": -2.0}
+        assert not needs_sandbox(RewardConfig(**config), ["code"])
+        texts = [f"```python\n{source}\n```" for source in (SUM, "print(3)")]
+        async with pooling(**config) as pool:
+            found = [await pool.score(prompt(), text, 1) for text in texts]
+            server._answers[:] = [says(BROKEN)]
+            failed = await pool.score(prompt(), texts[0], 1)
     assert [(one.reward, one.failure) for one in found] == [(1.0, None), (0.0, None)]
     assert (failed.reward, failed.failure) == (-2.0, "raised")
     assert "SandboxError" in failed.detail

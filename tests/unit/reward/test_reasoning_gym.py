@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import re
@@ -14,11 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import reasoning_gym
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
-from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.reward.reasoning_gym import (
     answer_of,
     check_extra_info,
@@ -28,6 +25,7 @@ from bapo_megatron.reward.reasoning_gym import (
 )
 from bapo_megatron.types import Prompt
 from tests.support.tiers import slow_but
+from tests.unit.reward.test_reward_pool import pooling
 
 VALUES = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 ARITHMETIC = ("countdown", "puzzle24")
@@ -257,27 +255,18 @@ def test_rows_are_checked_by_what_the_verifier_needs() -> None:
 
 
 @pytest.mark.integration
-def test_workers_score_with_the_rewards_of_the_run() -> None:
+async def test_workers_score_with_the_rewards_of_the_run() -> None:
     responses = ["7 + 8 = 15", "<think>15", "15</think> 16", "<answer>" + "9" * 30_000 + "</answer>"]
     partly = "<answer>4</answer>"
-
-    async def scored() -> list[RewardResult]:
-        config = RewardConfig(function="reasoning_gym", workers=1, correct=2.0, wrong=-1.0)
-        pool = RewardPool(config, 100)
-        await pool.start()
-        try:
-            asked = (("chain_sum", "15", False), ("chain_sum", "15", True), ("rectangle_count", "3", False))
-            prompts = [
-                Prompt(0, np.zeros(1, np.int32), "15", "sums", dict(info_of(task, answer)), opened)
-                for task, answer, opened in asked
-            ]
-            found = [await pool.score(prompts[0], text, 1) for text in responses]
-            found.append(await pool.score(prompts[1], "15", 1))  # its thinking part never ends
-            return [*found, await pool.score(prompts[2], partly, 1)]
-        finally:
-            await pool.close()
-
-    *whole, part = asyncio.run(scored())
+    asked = (("chain_sum", "15", False), ("chain_sum", "15", True), ("rectangle_count", "3", False))
+    sums, opened, counted = (
+        Prompt(0, np.zeros(1, np.int32), "15", "sums", dict(info_of(task, answer)), opens)
+        for task, answer, opens in asked
+    )
+    async with pooling(function="reasoning_gym", correct=2.0, wrong=-1.0) as pool:
+        whole = [await pool.score(sums, text, 1) for text in responses]
+        whole.append(await pool.score(opened, "15", 1))  # its thinking part never ends
+        part = await pool.score(counted, partly, 1)
     assert [one.failure for one in whole] == [None] * 5
     assert [one.reward for one in whole] == [2.0, -1.0, -1.0, -1.0, -1.0]
     share = score(info_of("rectangle_count", "3"), partly)

@@ -29,6 +29,7 @@ from bapo_megatron.data.prepare.filters import (
     length_filter,
     same_answer,
     scorable,
+    unreadable_truth,
 )
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import (
@@ -66,7 +67,8 @@ def prepare(options: PrepareOptions) -> Card:
     options = replace(options, reward=options.reward_function, instruct=instruct)
     generated = options.size, options.seed, json.loads(options.task_settings)
     sources = [open_source(text, options.split, options.revision, *generated) for text in options.sources]
-    duplicates = Duplicates() if options.own_reward else Duplicates(same_answer)
+    judged = () if options.own_reward else (same_answer, unreadable_truth(options.reward_function))
+    duplicates = Duplicates(*judged)
     card = Card(sources=[], options=options)
     index = _contamination(options, card)
     for source in sources:

@@ -17,6 +17,7 @@ from bapo_megatron.data.prepare.problems import Problem
 from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.data.rows import RowError, difficulty_of
 from bapo_megatron.reward.answer_text import last_boxed
+from bapo_megatron.reward.code_tests import is_tests
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 from bapo_megatron.reward.math import MAX_ANSWER_CHARACTERS, answers_equal
 
@@ -50,12 +51,18 @@ class Duplicates:
 
     First pass: ``show`` every prompt (all messages). Second pass: ``conflict`` and ``repeated`` return the
     reason to drop one, or None; ``keep`` each that no filter drops. Tests of programs are not compared.
-    Answers with different normal forms are compared as the reward does.
+    Answers with different normal forms are compared as the reward does, and those that it cannot read do not
+    count.
     """
 
-    def __init__(self, equal: Callable[[str, str], bool] = lambda _one, _other: False) -> None:
-        """``equal``: whether the reward equates two differently written ground truths."""
-        self._equal = equal
+    def __init__(
+        self,
+        equal: Callable[[str, str], bool] = lambda _one, _other: False,
+        unreadable: Callable[[str], str | None] = lambda _answer: None,
+    ) -> None:
+        """``equal``: whether the reward equates two differently written ground truths. ``unreadable``: why it
+        cannot read one, or None."""
+        self._equal, self._unreadable = equal, unreadable
         self._answers: dict[bytes, str] = {}
         self._torn: set[bytes] = set()
         self._kept: set[bytes] = set()
@@ -68,7 +75,10 @@ class Duplicates:
         if first is None:
             self._answers[prompt] = answer
         elif prompt not in self._torn and not self._agree(first, answer):
-            self._torn.add(prompt)
+            if first and self._unreadable(first):
+                self._answers[prompt] = answer
+            elif not (answer and self._unreadable(answer)):
+                self._torn.add(prompt)
         return first is None
 
     def _agree(self, answer: str, other: str) -> bool:
@@ -244,21 +254,23 @@ def scorable(reward: str) -> Filter:
     Such as an answer that is not mathematics, invalid tests, or no entry of a task."""
     if (check_info := extra_info_check(reward)) is not None:
         return lambda problem: check_info(problem.extra_info)
+    unreadable = unreadable_truth(reward)
+    return lambda problem: unreadable(problem.ground_truth)
+
+
+def unreadable_truth(reward: str) -> Callable[[str], str | None]:
+    """Return the check of ground truths of a reward: why it cannot read one, or None."""
     check = ground_truth_check(reward)
     if check is None:
-        return lambda _problem: None
+        return lambda _truth: None
 
-    def why(problem: Problem) -> str | None:
-        if (
-            reward != "code"
-            and not problem.is_code
-            and (said := _sentence(problem.ground_truth[:MAX_ANSWER_CHARACTERS]))
-        ):
+    def why(truth: str) -> str | None:
+        if reward != "code" and not is_tests(truth) and (said := _sentence(truth[:MAX_ANSWER_CHARACTERS])):
             return (
                 f"its answer has the words {said!r}, and math-verify would read letters: mend it, or "
                 f"prepare the data for a reward of your own (--reward module:function)"
             )
-        return check(problem.ground_truth)
+        return check(truth)
 
     return why
 

@@ -178,3 +178,19 @@ def test_answers_that_the_reward_calls_equal_are_no_conflict(
     card = prepared(tmp_path, [skywork(*pair) for pair in pairs], reward=reward)
     assert card.dropped == dropped
     assert reward or kept(tmp_path)[0]["reward_model"]["ground_truth"] == one
+
+
+@pytest.mark.parametrize(
+    ("answers", "dropped"),
+    [
+        (("notfound", "19"), {"invalid": 1}),  # NuminaMath's
+        (("19", "see solution", "19"), {"duplicate": 2}),
+        (("proof", "19", "20"), {"conflicting answers": 3}),
+    ],
+)
+def test_what_is_no_answer_conflicts_with_none(
+    tmp_path: Path, answers: tuple[str, ...], dropped: dict[str, int]
+) -> None:
+    card = prepared(tmp_path, [*(skywork(GOATS, answer) for answer in answers), skywork("3?", "1")])
+    assert card.dropped == dropped
+    assert [row["reward_model"]["ground_truth"] for row in kept(tmp_path)] == [*["19"] * (card.kept - 1), "1"]

@@ -203,10 +203,11 @@ _OF_HYBRIDS = ("layer_types", _PARTIAL)
 _SERVED_HYBRID = ((".self_attn.", "."), ("model.language_model.", "model."))
 
 
-def _hybrid_expert_stack(config: dict[str, Any]) -> list[Block]:
-    """Layers with Gated DeltaNet, or gated attention in some, each with experts and a shared one."""
-    return _hybrid_stack(config, _shared_experts)
-
+_HYBRID = partial(Family, allows=_OF_HYBRIDS, served_names=_SERVED_HYBRID)
+_MULTIMODAL = partial(
+    _HYBRID, text="text_config", body="model.language_model.", untrained=("model.visual.", "mtp.")
+)
+_hybrid_expert_stack = partial(_hybrid_stack, mlp_of=_shared_experts)
 
 FAMILIES = {
     "qwen2": Family(
@@ -215,40 +216,15 @@ FAMILIES = {
     "qwen3": Family("Qwen3 dense", "Qwen3ForCausalLM", partial(dense_stack, qk_norm=True)),
     "qwen3_moe": Family("Qwen3 MoE", "Qwen3MoeForCausalLM", _expert_stack),
     "llama": Family("Llama 3", "LlamaForCausalLM"),
-    "qwen3_5_text": Family(
-        "Qwen3.5 to 3.8 dense, text alone",
-        "Qwen3_5ForCausalLM",
-        served_names=_SERVED_HYBRID,
-        stack=_hybrid_stack,
-        allows=_OF_HYBRIDS,
+    "qwen3_5_text": _HYBRID("Qwen3.5 to 3.8 dense, text alone", "Qwen3_5ForCausalLM", _hybrid_stack),
+    "qwen3_5": _MULTIMODAL("Qwen3.5 to 3.8 dense", "Qwen3_5ForConditionalGeneration", _hybrid_stack),
+    "qwen3_5_moe_text": _HYBRID(
+        "Qwen3.5 and 3.6 MoE, text alone", "Qwen3_5MoeForCausalLM", _hybrid_expert_stack, experts="as_read"
     ),
-    "qwen3_5": Family(
-        "Qwen3.5 to 3.8 dense",
-        "Qwen3_5ForConditionalGeneration",
-        served_names=_SERVED_HYBRID,
-        stack=_hybrid_stack,
-        allows=_OF_HYBRIDS,
-        text="text_config",
-        body="model.language_model.",
-        untrained=("model.visual.", "mtp."),
-    ),
-    "qwen3_5_moe_text": Family(
-        "Qwen3.5 and 3.6 MoE, text alone",
-        "Qwen3_5MoeForCausalLM",
-        served_names=_SERVED_HYBRID,
-        stack=_hybrid_expert_stack,
-        allows=_OF_HYBRIDS,
-        experts="as_read",
-    ),
-    "qwen3_5_moe": Family(
+    "qwen3_5_moe": _MULTIMODAL(
         "Qwen3.5 and 3.6 MoE",
         "Qwen3_5MoeForConditionalGeneration",
-        served_names=_SERVED_HYBRID,
-        stack=_hybrid_expert_stack,
-        allows=_OF_HYBRIDS,
-        text="text_config",
+        _hybrid_expert_stack,
         experts="fused",
-        body="model.language_model.",
-        untrained=("model.visual.", "mtp."),
     ),
 }

@@ -104,15 +104,25 @@ class Attention(Kind):
 
     def _qkv(self, part: str, tail: tuple[int, ...]) -> Mapping:
         groups, d = self.kv_heads, self.head_dim
-        rows = (self.heads // groups * d, d, d)  # per group: query, key, value
+        stacked = tuple(
+            segment
+            for group in range(groups)
+            for segment in (*self._queries(group), *(RowSegment(source, group * d, d) for source in (1, 2)))
+        )
+        queries = sum(segment.rows for segment in stacked if segment.source == 0)
         return Mapping(
             tuple(f"self_attn.{x}_proj.{part}" for x in "qkv"),
-            tuple((groups * count, *tail) for count in rows),
-            tuple(RowSegment(i, g * count, count) for g in range(groups) for i, count in enumerate(rows)),
+            tuple((count, *tail) for count in (queries, groups * d, groups * d)),
+            stacked,
             tp_dim=0,
             served=f"self_attn.qkv_proj.{part}",
             heads=(self.heads, groups, groups),
         )
+
+    def _queries(self, group: int) -> list[RowSegment]:
+        """Rows of the query projection in a KV group."""
+        count = self.heads // self.kv_heads * self.head_dim
+        return [RowSegment(0, group * count, count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,18 +163,8 @@ class GatedAttention(Attention):
         gate = (FP32 + at.element) * self.heads / at.parallel.tensor * self.head_dim
         return replace(own, whole=own.whole + gate, selective=own.selective + gate)
 
-    def _qkv(self, part: str, tail: tuple[int, ...]) -> Mapping:
-        groups, d, heads = self.kv_heads, self.head_dim, self.heads // self.kv_heads
-        segments = []
-        for group in range(groups):
-            own = range(group * heads, (group + 1) * heads)
-            segments += [RowSegment(0, (2 * head + gate) * d, d) for gate in (0, 1) for head in own]
-            segments += [RowSegment(1, group * d, d), RowSegment(2, group * d, d)]
-        return Mapping(
-            tuple(f"self_attn.{x}_proj.{part}" for x in "qkv"),
-            tuple((rows, *tail) for rows in (2 * self.heads * d, groups * d, groups * d)),
-            tuple(segments),
-            tp_dim=0,
-            served=f"self_attn.qkv_proj.{part}",
-            heads=(self.heads, groups, groups),
-        )
+    def _queries(self, group: int) -> list[RowSegment]:
+        """All queries of the group, then all gates; the projection has each head's query and gate."""
+        heads, d = self.heads // self.kv_heads, self.head_dim
+        own = range(group * heads, (group + 1) * heads)
+        return [RowSegment(0, (2 * head + gate) * d, d) for gate in (0, 1) for head in own]

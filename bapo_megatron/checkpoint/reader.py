@@ -20,10 +20,11 @@ import torch.distributed as dist
 from bapo_megatron.checkpoint.store import Digests, digest
 from bapo_megatron.errors import CheckpointError, printable
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, is_main
-from bapo_megatron.runtime.files import file_below, read_file_inside
+from bapo_megatron.runtime.files import file_below
 from bapo_megatron.runtime.jsonl_log import parse_line, whole_lines
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
 from bapo_megatron.runtime.storage import check_readable
+from checkpoints_tools.formats.locate import manifest_files
 
 READERS = 4
 """Files that a rank verifies concurrently."""
@@ -116,17 +117,11 @@ def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
 def manifest_of(path: Path) -> tuple[Digests, str | None]:
     """Return the manifest's digests, largest file first, and why it cannot be used, if so. Not collective."""
     try:
-        files = dict(json.loads(read_file_inside(path, MANIFEST))["files"])
-        if TRAINER_STATE not in files:
-            return {}, f"its manifest lists no {TRAINER_STATE}"
-        return dict(sorted(files.items(), key=lambda item: -item[1]["bytes"])), None
-    except FileNotFoundError:
-        return {}, "it has no manifest"
-    except CheckpointError as error:
+        files = dict(sorted(manifest_files(path).items(), key=lambda item: -item[1]["bytes"]))
+    except (CheckpointError, KeyError, TypeError) as error:
         check_readable(error, MANIFEST, path)
         return {}, f"its manifest cannot be read: {error}"
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        return {}, f"its manifest cannot be read: {error!r:.200}"
+    return (files, None) if TRAINER_STATE in files else ({}, f"its manifest lists no {TRAINER_STATE}")
 
 
 def _first_damage(path: Path, files: Digests) -> str | None:

@@ -130,7 +130,8 @@ class StepExports:
         fields = {"step": step, "seconds": round(seconds, 3), "message": why.splitlines()[-1]}
         self._on_event({"kind": "export_failed", **fields})
         text = printable(f"warning: the export of step {step} has failed: {why}")
-        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Terminate the running export (kill it after 20 s) and its hook; a resumed run starts both again."""

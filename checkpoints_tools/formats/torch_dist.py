@@ -1,6 +1,6 @@
 """Reader of torch_dist, megatron-core's format: weights and optimizer state as Hugging Face tensors.
 
-``TorchDist(folder, shape)`` has them as places in files (``core/blocks.py``). Layers have one of three
+``TorchDist(folder, shape)`` has them as places in files (``hf/blocks.py``). Layers have one of three
 layouts. *stacked*: one key for all, with the layer as first dimension. *per_layer*: one key each.
 *singleton*: as per_layer, with separate keys for gate and up projection (``linear_fc1.weight_w`` and ``_v``).
 Optimizer state has the model's keys with a prefix.

@@ -230,14 +230,20 @@ def test_a_failure_is_an_event_and_the_next_one_goes_on(
 def test_a_process_that_cannot_be_started_is_such_a_failure(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a limit of processes: the training goes on, and so do later exports."""
+    """At a limit of processes: the training goes on, and so do later exports. Also if nobody reads stderr."""
 
     def refused(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
+    read, write = os.pipe()
+    os.close(read)
+    unread = os.fdopen(write, "w")
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", refused)
+        patch.setattr(sys, "stderr", unread)
         owner.reach(10)
+    with suppress(BrokenPipeError):
+        unread.close()
     assert owner.kinds() == [("export_failed", 10)]
     assert not owner.exports.is_busy()
     owner.reach(20)

@@ -32,7 +32,7 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.types import RESPONSE_COLUMNS
 from tests.support.layout_references import BOUNDS, handmade
-from tests.support.shifted_policy import ShiftedPolicy
+from tests.support.small_steps import ShiftedPolicy
 
 POLICY = Path(__file__).parents[3] / "recipes/demo/policy"
 

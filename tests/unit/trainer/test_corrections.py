@@ -29,8 +29,7 @@ from bapo_megatron.trainer.corrections import METRICS, corrected, correction_met
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.runs import run_of
-from tests.support.shifted_policy import ShiftedPolicy
-from tests.support.small_steps import run_config
+from tests.support.small_steps import ShiftedPolicy, run_config
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
 
@@ -215,7 +214,7 @@ def run_of_settings(settings: AlgorithmConfig, hold: bool = False) -> Any:
 def run(settings: AlgorithmConfig, groups: list[list[Sample]], hold: bool = False) -> tuple[Any, Any]:
     """One update of a run; its metrics and its policy."""
     made = run_of_settings(settings, hold)
-    return update(made, groups, 7), made.policy
+    return update(made, groups, 10), made.policy
 
 
 @pytest.mark.parametrize("mean", ["token", "sequence"])
@@ -231,7 +230,7 @@ def test_rejected_responses_leave_every_count(mean: Any) -> None:
     assert metrics["policy/loss"] == pytest.approx((8 - 1.5 - 4) / 7 if mean == "token" else 1.5 / 3)
     assert {name: metrics[name] for name in plain} == plain
     for name in ("mask_T", "weight_T", "advantage_T", "sequence_T"):
-        ours, theirs = (torch.cat([getattr(p, name) for p in one.packs]) for one in (policy, fewer))
+        ours, theirs = (torch.cat([getattr(p, name) for p in one.packs[0]]) for one in (policy, fewer))
         assert torch.equal(ours, theirs)
     assert metrics["corrections/rejected_responses"] == 0.25
     assert metrics["corrections/rejected_tokens"] == pytest.approx(0.3)
@@ -273,25 +272,25 @@ def test_an_update_whose_responses_are_all_rejected_takes_no_step() -> None:
         loss_mean="sequence",
     )
     made = run_of_settings(settings)
-    update(made, GROUPS, 7)
+    update(made, GROUPS, 10)
     before = made.update_loss.state()
-    metrics = update(made, [[sample(LOW, -1.0), sample(LOW, -2.0)]], 7)
+    metrics = update(made, [[sample(LOW, -1.0), sample(LOW, -2.0)]], 10)
     assert made.update_loss.state() == before
-    assert (made.policy.version, made.policy.calls.count("update"), metrics["version"]) == (8, 1, 8)
+    assert (made.policy.version, made.policy.calls.count("update"), metrics["version"]) == (11, 1, 11)
     there = {name: value for name, value in metrics.items() if value is not None}
-    assert there == {"version": 8, "policy/tokens": 0.0, METRICS[0]: 1.0, METRICS[1]: 1.0}
+    assert there == {"version": 11, "policy/tokens": 0.0, METRICS[0]: 1.0, METRICS[1]: 1.0}
     assert {"policy/grad_norm", "policy/lr"} <= metrics.keys()
-    later = update(made, GROUPS, 7)
-    assert later["version"] == 9
+    later = update(made, GROUPS, 10)
+    assert later["version"] == 12
     assert metrics.keys() <= later.keys()
 
 
 class BrokenPolicy(ShiftedPolicy):
     """One whose log-prob of a token is nan."""
 
-    def _stats(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
-        found = super()._stats(batches)
-        found[-1].log_prob_T[0] = math.nan
+    def stats(self, batch: MicroBatch) -> TokenStats:
+        found = super().stats(batch)
+        found.log_prob_T[0] = math.nan
         return found
 
 

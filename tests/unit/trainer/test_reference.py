@@ -120,7 +120,7 @@ def test_the_reward_loses_the_penalty_before_the_advantages(old: str, k1: float)
     for packs in policy.packs:
         assert column(packs, "advantage_T") == pytest.approx([value, value, value, -value])
     assert updates[0]["reference_kl/penalty"] == pytest.approx(0.2 * k1)
-    order = ["log_probs", "sum_over_replicas"] if old == "trainer" else []
+    order = ["log_probs"] if old == "trainer" else []
     assert policy.calls[: len(order) + 1] == [*order, "reference_log_probs"]
 
 

@@ -16,8 +16,7 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Rollout, VersionSpan
 from tests.support.batches import in_memory
 from tests.support.runs import run_of
-from tests.support.shifted_policy import ShiftedPolicy
-from tests.support.small_steps import group, run_config
+from tests.support.small_steps import ShiftedPolicy, group, run_config
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
 
@@ -92,7 +91,7 @@ def test_the_loss_is_divided_by_what_is_left(mean: Any, weights: list[float]) ->
     config = settings(ICEPOP, PartConfig("cut_responses"), loss_mean=mean)
     policy: Any = ShiftedPolicy()
     [metrics] = train_on(run_of(run_config(config), policy, UpdateLoss(config)), 1, BATCH)
-    [pack] = policy.packs
+    [[pack]] = policy.packs
     live_T = pack.mask_T != 0
     assert sorted(pack.weight_T[live_T].tolist()) == pytest.approx(weights)
     assert pack.trained_tokens == (1, 3)

@@ -38,7 +38,7 @@ class JsonlLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_tail(path)
         self._one_writer = threading.Lock()
-        self._file = _appending(path)
+        self._file = FileIO(path, "ab")
 
     def append(self, row: Row) -> None:
         """Write one line. Infinities and NaN become null: strict JSON has neither. Raises RunStopped if the
@@ -81,10 +81,10 @@ class EventLog(JsonlLog):
 
 
 def append_event(path: Path, kind: str, **fields: Any) -> None:
-    """Write one event from a process that does not own the log: one write call, no repair of a torn end.
-    Raises OSError if the disk does not accept it."""
-    with _appending(path) as file:
-        file.write(_line(_event(kind, fields)))
+    """Write one event, whole or not at all, from a process that does not own the log; no repair of a torn
+    end. Raises OSError if the disk does not accept it."""
+    with FileIO(path, "ab") as file:
+        append_whole(file, [_line(_event(kind, fields))], file.seek(0, os.SEEK_END))
 
 
 def read_jsonl(path: Path) -> list[Row]:
@@ -144,10 +144,6 @@ def parse_row(line: bytes) -> Row:
     if b"\\ud" in line.lower():  # half a surrogate pair, from a server's text, cannot be printed
         row = dict(map(_with_whole_characters, row.items()))
     return row
-
-
-def _appending(path: Path) -> FileIO:
-    return FileIO(path, "ab")
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:

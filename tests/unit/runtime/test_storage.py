@@ -34,7 +34,7 @@ from bapo_megatron.rollout.sampler.write_ahead_log import Record, SegmentJournal
 from bapo_megatron.rollout.weight_sync import disk as disk_sync
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.runtime.exit_codes import report_error
-from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
+from bapo_megatron.runtime.jsonl_log import EventLog, append_event, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import DiskError, FailingDiskError, OldFiles, writing
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
@@ -135,8 +135,13 @@ def test_a_line_of_a_log(disk: Path) -> None:
     log.append({"n": 0})
     full_then_not(disk, lambda: log.append({"n": 1, "text": "x" * 20_000}), log.path)
     log.append({"n": 2})
+    ballast = fill(disk, 8)
+    with pytest.raises(OSError, match="No space left"):  # of another process
+        append_event(log.path, "stalled", message="x" * 20_000)
+    ballast.unlink()
+    log.append({"n": 3})
     log.close()
-    assert [row["n"] for row in read_jsonl(log.path)] == [0, 1, 2]
+    assert [row["n"] for row in read_jsonl(log.path)] == [0, 1, 2, 3]
 
 
 def test_the_rollouts_of_a_step(disk: Path) -> None:

@@ -102,8 +102,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
     """Core attention module: RoPE, then dot-product attention, causal within each document of a pack.
 
     ``forward`` takes this CP rank's queries, keys and values and returns [tokens, heads * head_dim]; with CP
-    it is collective over the CP ranks. megatron-core creates one per layer. Raises ValueError if the config
-    has dropout or the input is not a pack.
+    it is collective over the CP ranks. megatron-core creates one per layer.
     """
 
     def __init__(
@@ -115,8 +114,6 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.attention_dropout != 0.0:
-            raise ValueError("attention dropout is not supported: log-probs must be reproducible")
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.size, self.group = config.context_parallel_size, None
         if self.size > 1:
@@ -128,13 +125,12 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        packed_seq_params: DocumentPack | None = None,
+        *,
+        packed_seq_params: DocumentPack,
         **_kwargs: Any,
     ) -> Tensor:
         """Return the attention of this CP rank's tokens, [tokens, heads * head_dim]. query [tokens, heads,
         head_dim]; key, value [tokens, kv_heads, head_dim]; ``packed_seq_params``: those of the whole pack."""
-        if packed_seq_params is None:
-            raise ValueError("this attention takes thd packs only")
         bounds = packed_seq_params.bounds
         if packed_seq_params.rotary is not None:
             query, key = (rotate(x_LHD, packed_seq_params.rotary) for x_LHD in (query, key))

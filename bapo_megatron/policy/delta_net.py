@@ -118,11 +118,9 @@ class DocumentDeltaNet(MegatronModule):  # type: ignore[misc]
         )
 
     def forward(
-        self, hidden_states: Tensor, *_: Any, packed_seq_params: DocumentPack | None = None, **__: Any
+        self, hidden_states: Tensor, *_: Any, packed_seq_params: DocumentPack, **__: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output [tokens, 1, hidden] and its bias, None."""
-        if packed_seq_params is None:
-            raise ValueError("this layer takes thd packs only")
         bounds, kind = packed_seq_params.bounds, self.kind
         projected, _bias = self.in_proj(hidden_states)
         q, k, v, z, b, a = projected[:, 0].split(self.sections, -1)

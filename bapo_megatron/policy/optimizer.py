@@ -64,10 +64,11 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.
     build = megatron_optimizer.get_megatron_optimizer
     optimizer = build(settings, list(model), use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:
-        _number_as_in_groups(part)
-    if config.device == "cpu":
-        move_to_host(optimizer, config)
-    elif config.fused and not has_cuda():
+        if not part.is_stub_optimizer:
+            _number_as_in_groups(part)
+            if config.device == "cpu":
+                _move_to_host(part, config)
+    if config.device != "cpu" and config.fused and not has_cuda():
         for group in optimizer.param_groups:
             group.update(_FUSED)
     return optimizer
@@ -79,8 +80,6 @@ def _number_as_in_groups(part: Any) -> None:
     Megatron numbers them in buffer order, one buffer per dtype: in a bfloat16 model with some float32
     parameters a parameter would get another one's state.
     """
-    if part.is_stub_optimizer:
-        return
     groups: dict[int, list[tuple[bool, int, Any]]] = {}
     for parameter, (group, order) in part.model_param_group_index_map.items():
         groups.setdefault(group, []).append((parameter.dtype != torch.float32, order, parameter))
@@ -136,13 +135,6 @@ def build_schedule(config: OptimizerConfig, optimizer: Any, planned_updates: int
     )
 
 
-def move_to_host(optimizer: Any, config: OptimizerConfig) -> None:
-    """Move state and steps of megatron's ``DistributedOptimizer`` chain to the host, in place, once."""
-    for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer:
-            _move_part_to_host(part, config)
-
-
 class _Shard:
     """This rank's shard of a parameter in host optimization: host master weights, device weights and
     gradient. Megatron treats it as a parameter in gradient norm and clipping."""
@@ -156,7 +148,8 @@ class _Shard:
         """Reduced gradients, float32 on the device: a view of megatron's buffer."""
 
 
-def _move_part_to_host(part: Any, config: OptimizerConfig) -> None:
+def _move_to_host(part: Any, config: OptimizerConfig) -> None:
+    """Move state and steps of a megatron ``DistributedOptimizer`` to the host, in place, once."""
     shards: dict[Tensor, _Shard] = {}
     owners: list[tuple[_Shard, Any]] = []
     groups = zip(

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.child_process import exit_text
 from bapo_megatron.runtime.device import environment_variable
 from bapo_megatron.runtime.exit_codes import SIGNALS, handling, stop_at_once
 from bapo_megatron.runtime.run_paths import JOB_END
@@ -214,12 +215,10 @@ def naming_memory() -> Iterator[None]:
 
 def death(exit_code: int) -> str:
     """Return the cause of a process's death, in words. ``exit_code`` is negative for a signal."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    name = signal.Signals(-exit_code).name
+    ended = exit_text(exit_code).replace("signal", "killed by")
     if exit_code == -signal.SIGKILL:
-        return f"killed by {name}, most likely because the machine had no memory left (dmesg says so)"
-    return f"killed by {name}"
+        return f"{ended}, most likely because the machine had no memory left (dmesg says so)"
+    return ended
 
 
 def _is_shortage(error: Exception) -> bool:

@@ -43,25 +43,23 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def die_with_parent(
-    lifeline: int | None = None, parent: int | None = None, number: signal.Signals = signal.SIGKILL
-) -> None:
-    """Have the kernel signal this process when its parent ends, even within C code.
+def die_with_parent(lifeline: int | None = None, parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends, even within C code.
 
     With a ``lifeline`` (file descriptor): SIGKILL to this process's group, which it must lead, at the end of
     the parent *process*. For children that any thread may start.
 
-    Without one (PR_SET_PDEATHSIG): ``number`` to this process alone, at the end of the *thread* that started
-    it. For forks, and children of the parent's main thread. ``parent``: the process that must still exist.
+    Without one (PR_SET_PDEATHSIG): SIGKILL to this process alone, at the end of the *thread* that started it.
+    For forks, and children of the parent's main thread. ``parent``: the process that must still exist.
     """
     if lifeline is not None:
         _signal_when_closed(lifeline, -os.getpgrp(), signal.SIGKILL)
         if _is_closed(lifeline):  # closed before the signal was set up
             os.killpg(0, signal.SIGKILL)
         return
-    _prctl(_PR_SET_PDEATHSIG, number)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def guard(lifeline: int, command: Sequence[str]) -> int:

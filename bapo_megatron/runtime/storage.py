@@ -70,14 +70,6 @@ def writing(what: str, path: Path) -> Iterator[None]:
         raise kind(f"{what} could not be written to {path}: {problem} ({_room(path)})") from error
 
 
-def check_not_failing(error: BaseException, what: str, path: Path) -> None:
-    """Raise FailingDiskError if ``error``, met when deleting ``what`` at ``path``, is a failing file
-    system's. For callers that continue after any other error."""
-    for cause in _chain(error):
-        if is_of_failing_disk(cause):
-            raise FailingDiskError(f"{what} could not be deleted at {path}: {cause.strerror}") from error
-
-
 def print_kept(_kind: str, *, path: str, reason: str) -> None:
     """Print a warning about something old that could not be deleted."""
     told = f"warning: {path} could not be deleted ({reason}); the next save or start tries again"
@@ -105,7 +97,9 @@ class OldFiles:
         try:
             yield
         except OSError as error:
-            check_not_failing(error, "what the run needs no more", path)
+            if (cause := next(filter(is_of_failing_disk, _chain(error)), None)) is not None:
+                told = f"what the run needs no more could not be deleted at {path}: {cause.strerror}"
+                raise FailingDiskError(told) from error
             if path not in self._told:
                 self._report("old_kept", path=str(path), reason=f"{error.strerror or error}")
             self._told.add(path)

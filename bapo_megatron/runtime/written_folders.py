@@ -85,9 +85,7 @@ def content_besides(folder: Path, names: set[str]) -> str | None:
 
 def check_replaceable(output: Path, writer: str, foreign: Foreign) -> None:
     """Raise ConfigError if an output folder exists and has foreign content."""
-    if not os.path.lexists(output) or _is_empty(output):
-        return
-    if (why := foreign(output)) is not None:
+    if (why := _foreign_in(output, foreign)) is not None:
         raise ConfigError(
             f"output {output} {why}. {writer} replaces only what it wrote itself: name another folder, or "
             "look what it is, and move it away or remove it yourself"
@@ -135,7 +133,7 @@ def bring_back(output: Path, aside: Path) -> None:
 
 def move_foreign_aside(output: Path, foreign: Foreign) -> Path | None:
     """Rename ``output`` to a free `.kept-N` name if it has foreign content; return that name or None."""
-    if not os.path.lexists(output) or _is_empty(output) or foreign(output) is None:
+    if _foreign_in(output, foreign) is None:
         return None
     number = 1
     while os.path.lexists(kept := output.with_name(f"{output.name}.kept-{number}")):
@@ -171,8 +169,13 @@ def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
         raise
 
 
+def _foreign_in(folder: Path, foreign: Foreign) -> str | None:
+    """Return the foreign content of a folder, in words; None if it is missing or empty, too."""
+    return foreign(folder) if os.path.lexists(folder) and not _is_empty(folder) else None
+
+
 def _check_own(folder: Path, writer: str, foreign: Foreign) -> None:
-    if os.path.lexists(folder) and not _is_empty(folder) and (why := foreign(folder)) is not None:
+    if (why := _foreign_in(folder, foreign)) is not None:
         raise ConfigError(f"{folder} {why}; {writer} keeps it: move it away")
 
 

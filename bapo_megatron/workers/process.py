@@ -39,7 +39,7 @@ _READS = 64  # maximum successive reads of a pipe, so that an endless writer doe
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """Command, settings, environment and start limit of a program whose ``main`` calls ``serving.serve``."""
+    """Command, settings and environment of a program whose ``main`` calls ``serving.serve``."""
 
     command: tuple[str, ...]
     """Command without its last argument, the lifeline's descriptor."""
@@ -47,7 +47,6 @@ class WorkerProgram:
     """JSON value for the program's ``prepare``."""
     environment: Mapping[str, str] | None = None
     """None: this process's environment and import path."""
-    start_limit_s: float = START_LIMIT_S
 
 
 class WorkerProcess:
@@ -104,20 +103,20 @@ class WorkerProcess:
             raise
         try:
             process.send(json.dumps(program.settings).encode())
-            first = await process._first(ready, program.start_limit_s)
+            first = await process._first(ready)
         except BaseException:
             await process.close()
             raise
         process.is_async, process.notes = first["is_async"], first["notes"]
         return process
 
-    async def _first(self, ready: asyncio.Future[dict[str, Any]], limit_s: float) -> dict[str, Any]:
+    async def _first(self, ready: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
         either: list[asyncio.Future[Any]] = [ready, self.ended]
-        await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             if self.ended.done():
                 raise ChildDied(self.ended.result())
-            raise ChildTimeout(f"it was not ready within {limit_s:g} s")
+            raise ChildTimeout(f"it was not ready within {START_LIMIT_S:g} s")
         if "problem" in ready.result():
             raise ConfigError(ready.result()["problem"])
         return ready.result()

@@ -26,7 +26,7 @@ from bapo_megatron.policy.experts import PackLoad, PackRoutes, RouterChoice, Rou
 from bapo_megatron.policy.positions import positions
 from bapo_megatron.tensor_types import MicroBatch
 
-CONFIG = types.SimpleNamespace(attention_dropout=0.0, kv_channels=8, context_parallel_size=1)
+CONFIG = types.SimpleNamespace(kv_channels=8, context_parallel_size=1)
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -151,11 +151,6 @@ def test_padded_batches_hold_every_document_once_with_bounded_padding(lengths: l
     for group in groups:
         padded = max(lengths[d] for d in group) * len(group)
         assert padded <= 1.5 * sum(lengths[d] for d in group)
-
-
-def test_dropout_is_refused() -> None:
-    with pytest.raises(ValueError, match="dropout"):
-        DocumentAttention(types.SimpleNamespace(**{**vars(CONFIG), "attention_dropout": 0.1}))
 
 
 PROBABILITY_TE = torch.tensor(

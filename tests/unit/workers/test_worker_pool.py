@@ -33,12 +33,9 @@ def kind(
 
 
 @asynccontextmanager
-async def pooling(
-    workers: int = 1, concurrency: int = 1000, start_limit_s: float = LONG_S, **settings: Any
-) -> AsyncIterator[WorkerPool]:
+async def pooling(workers: int = 1, concurrency: int = 1000, **settings: Any) -> AsyncIterator[WorkerPool]:
     """A running pool; afterwards no process of it is left."""
-    program = WorkerProgram(COMMAND, {"kind": "async", **settings}, start_limit_s=start_limit_s)
-    pool = WorkerPool(program, workers, concurrency)
+    pool = WorkerPool(WorkerProgram(COMMAND, {"kind": "async", **settings}), workers, concurrency)
     await pool.start()
     await asyncio.sleep(0)  # each place takes its process
     try:

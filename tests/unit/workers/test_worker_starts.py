@@ -20,7 +20,6 @@ from bapo_megatron.workers.pool import WorkerPool
 from bapo_megatron.workers.process import WorkerProgram
 from tests.unit.workers.test_worker_pool import (
     COMMAND,
-    LONG_S,
     act,
     exists,
     failures,
@@ -55,13 +54,18 @@ async def test_the_start_of_a_worker_is_nobodys_time(tmp_path: Path, workers: in
     ],
 )
 async def test_a_start_that_fails_says_why(
-    settings: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+    settings: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "starts" in settings:
+        monkeypatch.setattr(process, "START_LIMIT_S", 5.0)
         (tmp_path / "starts").write_text("one before\n")
         settings = {**settings, "starts": str(tmp_path / "starts")}
     with pytest.raises(error, match=f"^{message}$"):
-        async with pooling(2, start_limit_s=5 if "starts" in settings else LONG_S, **settings):
+        async with pooling(2, **settings):
             pass
 
 

@@ -24,11 +24,12 @@ from tests.support.forked_commands import run_python, start_bapo
 
 ROOT = Path(__file__).parents[3]
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OTHERS = ("LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "PYTORCH_VERSION")
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*TORCHRUN, *(name for name in os.environ if name.startswith("SLURM_"))]:
+    for name in [*TORCHRUN, *OTHERS, *(name for name in os.environ if name.startswith("SLURM_"))]:
         monkeypatch.setenv(name, "")  # so that it is restored, whatever the test does to it
         monkeypatch.delenv(name)
 
@@ -38,16 +39,19 @@ def set_all(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.setenv(name, value)
 
 
-def torchrun() -> list[str]:
-    """What torchrun would have set."""
-    return [os.environ[name] for name in TORCHRUN]
-
-
-@pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Task 5 of 8 in a step on two nodes, in a container, which has no scontrol."""
-    set_all(monkeypatch, SLURM_PROCID="5", SLURM_LOCALID="1", SLURM_STEP_NUM_TASKS="8")
-    set_all(monkeypatch, SLURM_STEP_NODELIST="gpu[07-08]", SLURM_JOB_ID="123456", PATH="/nowhere")
+STEP = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "PATH": "/nowhere",
+}
+"""Task 5 of 8 in a step on two nodes, in a container, which has no scontrol."""
+TASK = ["5", "1", "8", "gpu07", "23456"]
+"""What torchrun would have set there."""
+PYXIS = {**STEP, "PYTORCH_VERSION": "2.13", "RANK": "5", "LOCAL_RANK": "1"}
+"""For images with a PYTORCH_VERSION, such as NVIDIA's, pyxis sets the rank alone."""
 
 
 @pytest.mark.parametrize(
@@ -97,43 +101,57 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
             free_port()
 
 
-def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(TORCHRUN, ("3", "3", "4", "127.0.0.1", "29500"), strict=True):
-        monkeypatch.setenv(name, value)
-    assert launched_world_size() == 4
-
-
-@pytest.mark.usefixtures("step")
-@pytest.mark.parametrize("name", ["", *TORCHRUN, "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"])
-def test_srun_and_a_variable_that_is_empty(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As a script leaves it that exports what it does not know: it is not set."""
-    if name:
-        monkeypatch.setenv(name, "")
-    assert launched_world_size() == 8
-    assert torchrun() == ["5", "1", "8", "gpu07", "23456"]
-
-
-def test_no_launcher_where_its_variables_are_empty_or_in_a_batch_script(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, None),
+        (dict(zip(TORCHRUN, ("3", "3", "4", "127.0.0.1", "29500"), strict=True)), None),
+        (STEP, TASK),
+        # Empty, as a script leaves it that exports what it does not know: it is not set.
+        *(({**STEP, name: ""}, TASK) for name in (*TORCHRUN, "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")),
+        ({**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4444"}, [*TASK[:3], "10.0.0.1", "4444"]),
+        (PYXIS, TASK),
+    ],
+)
+def test_ranks_of_torchrun_and_srun(
+    variables: dict[str, str], found: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    set_all(monkeypatch, **variables)
+    world = launched_world_size()
+    assert (None if world is None else str(world)) == (found[2] if found else variables.get("WORLD_SIZE"))
+    assert found is None or [os.environ[name] for name in TORCHRUN] == found
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        dict.fromkeys(TORCHRUN, ""),
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": ""},  # a batch script
+        {**PYXIS, "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_no_launcher(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, **variables)
     assert launched_world_size() is None
-    set_all(monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="")
-    set_all(monkeypatch, **dict.fromkeys(TORCHRUN, ""))
-    assert launched_world_size() is None
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="RANK is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"),
+        ({**PYXIS, "SLURM_STEP_NUM_TASKS": "1", "RANK": "3"}, "RANK is set but WORLD_SIZE"),
+        *(({**STEP, name: ""}, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")),
+        ({**STEP, "SLURM_STEP_NODELIST": "gpu[07"}, "'gpu\\[07' is not .*: set RANK and MASTER_ADDR"),
+    ],
+)
+def test_a_launcher_that_left_something_out(
+    variables: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_all(monkeypatch, **variables)
+    with pytest.raises(ConfigError, match=named):
         launched_world_size()
 
 
-@pytest.mark.usefixtures("step")
-@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID"])
-def test_a_step_without_a_number_says_which(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(name, "")
-    with pytest.raises(ConfigError, match=f"{name} of this Slurm step is not set"):
-        launched_world_size()
-
-
-@pytest.mark.usefixtures("step")
 @pytest.mark.parametrize(
     ("tasks", "node", "local"),
     [("4(x2)", "1", "4"), ("4(x2),3", "2", "3"), ("1,7", "1", "7"), ("8", "0", "8")],
@@ -141,42 +159,9 @@ def test_a_step_without_a_number_says_which(monkeypatch: pytest.MonkeyPatch, nam
 def test_srun_tells_the_ranks_of_this_node(
     monkeypatch: pytest.MonkeyPatch, tasks: str, node: str, local: str
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")  # so that what is set is undone
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
-    monkeypatch.setenv("SLURM_NODEID", node)
+    set_all(monkeypatch, **STEP, SLURM_STEP_TASKS_PER_NODE=tasks, SLURM_NODEID=node)
     launched_world_size()
     assert os.environ["LOCAL_WORLD_SIZE"] == local
-
-
-@pytest.mark.usefixtures("step")
-def test_pyxis_sets_the_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For images with a PYTORCH_VERSION, such as NVIDIA's. A step of one task is not a launcher then,
-    either."""
-    set_all(monkeypatch, PYTORCH_VERSION="2.13", RANK="5", LOCAL_RANK="1")
-    assert launched_world_size() == 8
-    assert torchrun() == ["5", "1", "8", "gpu07", "23456"]
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert launched_world_size() is None
-    monkeypatch.setenv("RANK", "3")
-    with pytest.raises(ConfigError, match="RANK is set but WORLD_SIZE"):
-        launched_world_size()
-
-
-@pytest.mark.usefixtures("step")
-def test_srun_with_a_meeting_point_of_the_job_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_all(monkeypatch, MASTER_ADDR="10.0.0.1", MASTER_PORT="4444")
-    assert launched_world_size() == 8
-    assert torchrun()[3:] == ["10.0.0.1", "4444"]
-
-
-@pytest.mark.usefixtures("step")
-def test_a_step_without_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[07")
-    with pytest.raises(ConfigError, match=r"unknown \('gpu\[07' is not a list .*: set RANK and MASTER_ADDR"):
-        launched_world_size()
 
 
 RANKS = """
@@ -258,46 +243,37 @@ ROUTES = {"gpu07": "10.1.0.7", "gpu08": "10.1.0.8", "self": "127.0.1.1"}
 """This node's address on the way to each host."""
 
 
-@pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch, step: None) -> None:
-    """A node with a slow and a fast network, in a step on two nodes."""
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    set_all(
-        monkeypatch, SLURM_STEP_NUM_NODES="2", SLURMD_NODENAME="gpu07", WORLD_SIZE="8", MASTER_ADDR="gpu07"
-    )
+ON_TWO_NODES = {
+    **STEP,
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURMD_NODENAME": "gpu07",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "gpu07",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, "ib0"),  # the network that leads to the first node
+        ({"MASTER_ADDR": "self"}, "ib1"),  # on that node: the way to gpu08, the other one of the step
+        ({"MASTER_ADDR": "self", "SLURM_STEP_NODELIST": "unlike"}, None),
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, None),  # the user's choice
+        ({"SLURM_STEP_NUM_NODES": "1"}, None),
+        ({"SLURM_STEP_NUM_NODES": "1", "LOCAL_WORLD_SIZE": "4"}, "ib0"),  # torchrun on two nodes
+        ({"SLURM_STEP_NUM_NODES": "1", "LOCAL_WORLD_SIZE": "8"}, None),
+    ],
+)
+def test_gloo_takes_the_network_that_leads_to_the_other_nodes(
+    changes: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_all(monkeypatch, **{**ON_TWO_NODES, **changes})
     addresses = {"eth0": "192.168.0.7", "ib0": "10.1.0.7", "ib1": "10.1.0.8", "lo": "127.0.0.1"}
     other = SimpleNamespace(family=socket.AF_INET6, address="::1")
-    found = {n: [other, SimpleNamespace(family=socket.AF_INET, address=a)] for n, a in addresses.items()}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    cards = {n: [other, SimpleNamespace(family=socket.AF_INET, address=a)] for n, a in addresses.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
     monkeypatch.setattr(distributed, "_address_towards", ROUTES.get)
-
-
-def test_gloo_takes_the_network_that_leads_to_the_first_node(network: None) -> None:
-    assert gloo_interface() == "ib0"
-
-
-def test_the_first_node_whose_name_leads_to_itself_asks_for_another(
-    network: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "self")
-    assert gloo_interface() == "ib1"  # the way to gpu08, the other node of the step
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "unlike")
-    assert gloo_interface() is None
-
-
-def test_gloo_keeps_its_interface_on_one_node_or_if_the_user_set_it(
-    network: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert gloo_interface() is None
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
-    assert gloo_interface() is None
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # torchrun on two nodes
-    assert gloo_interface() == "ib0"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert gloo_interface() is None
+    assert gloo_interface() == found
 
 
 def test_the_kernel_says_which_address_leads_to_a_host() -> None:

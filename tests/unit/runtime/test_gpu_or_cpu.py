@@ -52,25 +52,23 @@ def test_a_machine_without_a_gpu_computes_on_its_cpu(bare_machine: Path) -> None
     assert gpu_problem() is None
 
 
+@pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "asked"),
     [
-        *((f"SLURM_{name}", "8") for name in ("GPUS", "GPUS_PER_NODE", "GPUS_ON_NODE", "JOB_GPUS")),
-        ("SLURM_GPUS", "h100:8"),
-        ("SLURM_JOB_GPUS", "0,1"),
+        *((f"SLURM_{n}", "8", True) for n in ("GPUS", "GPUS_PER_NODE", "GPUS_ON_NODE", "JOB_GPUS")),
+        *(("SLURM_GPUS", "h100:8", True), ("SLURM_JOB_GPUS", "0,1", True)),
+        *(("SLURM_GPUS_ON_NODE", value, False) for value in ("0", "", "h100:0")),
     ],
 )
-def test_a_job_that_asked_for_gpus(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_says_whether_it_asked_for_gpus(
+    name: str, value: str, asked: bool, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where something has hidden what the job asked for."""
     monkeypatch.setenv(name, value)
-    assert list(gpu_signs()) == [f"{name}={value}"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # something has hidden what the job asked for
-    assert list(gpu_signs()) == [f"{name}={value}"]
-
-
-@pytest.mark.parametrize("value", ["0", "", "h100:0"])
-def test_a_job_without_gpus(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", value)
-    assert list(gpu_signs()) == []
+    if hidden:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert list(gpu_signs()) == [f"{name}={value}"] * asked
 
 
 def test_signs_of_the_machine(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,18 +165,6 @@ def test_a_run_whose_sources_had_no_environments_goes_on(tmp_path: Path) -> None
     assert EnvironmentConfig(**found["environment"]) == EnvironmentConfig("a:B")
 
 
-@pytest.mark.slow
-def test_a_run_of_the_former_preset_computes_what_it_would_have(tmp_path: Path) -> None:
-    run_dir = unpack(HERE / "bapo/run.tar.xz", tmp_path / "run")
-    code, output = run("bapo_megatron.cli", "train", str(todays_recipe(tmp_path)), f"--run-dir={run_dir}")
-    assert code == 0, output[-3000:]
-    assert "continues so" in output
-    if SAME_BITS:
-        assert weights_digest(run_dir / "export") == EXPECTED["weights"]["bapo"]
-    theirs = [_kept(row) for row in rows(ROOT / HERE / "bapo/updates.jsonl")]
-    _assert_alike([_former(row, theirs[-1]) for row in rows(run_dir / "updates.jsonl", 3)], theirs)
-
-
 def _kept(row: dict[str, Any]) -> dict[str, Any]:
     """``row`` without the readings of the bounds search that are gone."""
     return {name: value for name, value in row.items() if not name.startswith("contribution/")}

@@ -295,15 +295,18 @@ class SamplerState:
         tokens = sum(response.sampled_tokens for response, *_ in scored)
         if left_out := group.tokens - tokens:
             self.tokens["dropped_failed"] += left_out
-        lengths = [response.sampled_tokens for response in group.responses]
-        reasons = [str(response.finish_reason) for response in group.responses]
         source = self._prompts[group.index].source
-        summary_of_group = GroupSummary(group.number, rewards, lengths, reasons, failures, source)
-        if self._is_in_environment(source):
-            summary_of_group = summary_of_group._replace(
-                episodes=[summary(response) for response in group.responses]
-            )
-        summary_of_group = summary_of_group._replace(scores=record.fields.get("scores", ()))
+        episodes = [summary(one) for one in group.responses] if self._is_in_environment(source) else ()
+        summary_of_group = GroupSummary(
+            group.number,
+            rewards,
+            [response.sampled_tokens for response in group.responses],
+            [str(response.finish_reason) for response in group.responses],
+            failures,
+            source,
+            episodes,
+            record.fields.get("scores", ()),
+        )
         self.scored.append(summary_of_group)
         del self.open[group.number]
         self.finished[group.number] = FinishedGroup(

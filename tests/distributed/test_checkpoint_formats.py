@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from megatron.core import parallel_state
 
 from bapo_megatron.config import ParallelConfig
@@ -20,6 +21,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import inspect_checkpoint, reshard, to_hf, verify
 from checkpoints_tools.formats.torch_dist import TorchDist
 from tests.support.checkpoint_models import bits, load_tensors
+from tests.support.layouts import layout
 from tests.support.models import FAMILIES, random_samples, save_tiny_model
 from tests.support.policies import small_policy, updates_of, weights_of
 from tests.support.saves import complete
@@ -71,40 +73,38 @@ def go_on(
 
 
 STACKED: dict[str, Any] = {}
-PER_LAYER = {"non_homogeneous_layers": True}
 SINGLETON = {"singleton_local_shards": True}
 
 
+FORMATS = {"stacked": STACKED, "per_layer": {"non_homogeneous_layers": True}, "singleton": SINGLETON}
+
+
 @pytest.mark.parametrize(
-    ("family", "dtype", "parallel", "content", "layout"),
+    ("family", "dtype", "text", "form"),
     slow_but(
         [
-            ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), STACKED, "stacked"),
-            ("qwen3", "bfloat16", ParallelConfig(pipeline=2, virtual=2), STACKED, "stacked"),
-            ("llama", "float32", ParallelConfig(tensor=2, data=2, sequence=True), STACKED, "stacked"),
-            ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), PER_LAYER, "per_layer"),
-            ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), SINGLETON, "singleton"),
-            ("llama", "bfloat16", ParallelConfig(context=2), SINGLETON, "singleton"),
+            *(("qwen2", "bfloat16", "tp2-pp2", form) for form in FORMATS),
+            *(("qwen3", "bfloat16", "pp2-vpp2", "stacked"), ("llama", "float32", "dp2-tp2-sp", "stacked")),
+            *(("qwen2", "bfloat16", "pp3", "stacked"), ("llama", "bfloat16", "cp2", "singleton")),
         ],
-        ("qwen3", "bfloat16", ParallelConfig(pipeline=2, virtual=2), STACKED, "stacked"),
-        ("llama", "bfloat16", ParallelConfig(context=2), SINGLETON, "singleton"),
+        ("qwen3", "bfloat16", "pp2-vpp2", "stacked"),
+        ("llama", "bfloat16", "cp2", "singleton"),
     ),
 )
 def test_what_the_trainer_saves_is_read_bitwise(
     family: str,
     dtype: str,
-    parallel: ParallelConfig,
-    content: dict[str, Any],
-    layout: str,
+    text: str,
+    form: str,
     models: dict[str, Path],
     samples: list[Sample],
     tmp_path: Path,
 ) -> None:
     """Weights as the policy names them; the optimizer's fp32 weights round to them; all can be resharded."""
-    model, path = models[family], tmp_path / "policy"
-    [(saved, _), *_] = run_layout(save, parallel, model, dtype, parallel, path, samples, content)
+    model, path, parallel = models[family], tmp_path / "policy", layout(text).parallel
+    [(saved, _), *_] = run_layout(save, parallel, model, dtype, parallel, path, samples, FORMATS[form])
     stored = TorchDist(path, read_model_shape(model))
-    assert (stored.layout, stored.optimizer_format) == (layout, "fully_reshardable")
+    assert (stored.layout, stored.optimizer_format) == (form, "fully_reshardable")
     to_hf(path, tmp_path / "hf", model)
     exported = load_tensors(tmp_path / "hf")
     assert exported.keys() == saved.keys()
@@ -112,9 +112,13 @@ def test_what_the_trainer_saves_is_read_bitwise(
         assert exported[name].dtype == tensor.dtype
         assert torch.equal(bits(exported[name]), bits(tensor)), name
     to_hf(path, tmp_path / "masters", model, origin="optimizer")
-    for name, tensor in load_tensors(tmp_path / "masters").items():
+    masters = load_tensors(tmp_path / "masters")
+    assert any(not torch.equal(masters[name], saved[name].float()) for name in saved) == (dtype != "float32")
+    for name, tensor in masters.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor.to(saved[name].dtype), saved[name]), name
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "masters", dtype="auto")
+    assert loaded.dtype == torch.float32
     reshard(path, tmp_path / "again", grid=3, vocabulary_multiple=96, reference=model)
     found = verify(path, tmp_path / "again")
     assert (found.equal, found.tensors) == (True, 4 * len(saved)), found
@@ -142,50 +146,33 @@ def load_and_save(folder: Path, dtype: str, parallel: ParallelConfig, path: Path
     complete(policy.save(again))
 
 
-ONE = ParallelConfig()
-TP2_PP2 = ParallelConfig(tensor=2, pipeline=2)
-TP2_SP_DP2 = ParallelConfig(tensor=2, data=2, sequence=True)
-PP2_VPP2 = ParallelConfig(pipeline=2, virtual=2)
-PP4 = ParallelConfig(pipeline=4)
-PP3 = ParallelConfig(pipeline=3)  # of four layers: 1, 2, 1
-PP2_1_3 = ParallelConfig(pipeline=2, pipeline_layers=(1, 3))
-CP2_DP2 = ParallelConfig(context=2, data=2)
-DP2_PP2 = ParallelConfig(data=2, pipeline=2)
-TP2_CP2 = ParallelConfig(tensor=2, context=2)
-TP2_PP2_VPP2 = ParallelConfig(tensor=2, pipeline=2, virtual=2)
+LOADED = [
+    ("qwen2", "tp2-pp2", ("one", "dp2-tp2-sp")),
+    ("qwen2", "pp2-vpp2", ("tp2-pp2", "dp2-cp2")),
+    ("qwen2", "dp2-cp2", ("dp2-tp2-sp", "tp2-pp2-vpp2")),
+    ("qwen2", "one", ("dp2-pp2", "pp3")),
+    ("qwen2", "pp3", ("pp2 layers1+3", "tp2-pp2", "pp2-vpp2")),  # of four layers: 1, 2, 1
+    ("llama", "pp2 layers1+3", ("pp3", "one")),
+    ("qwen3", "tp2-pp2-vpp2", ("tp2-cp2", "pp4")),
+    ("llama", "pp4", ("tp2-cp2", "tp2-pp2-vpp2")),  # tied: the first and the last stage have the embedding
+    ("llama", "tp2-cp2", ("pp2-vpp2",)),
+]
 
 
-@pytest.mark.parametrize(
-    ("family", "written", "others"),
-    slow_but(
-        [
-            ("qwen2", TP2_PP2, [ONE, TP2_SP_DP2]),
-            ("qwen2", PP2_VPP2, [TP2_PP2, CP2_DP2]),
-            ("qwen2", CP2_DP2, [TP2_SP_DP2, TP2_PP2_VPP2]),
-            ("qwen2", ONE, [DP2_PP2, PP3]),
-            ("qwen2", PP3, [PP2_1_3, TP2_PP2, PP2_VPP2]),
-            ("llama", PP2_1_3, [PP3, ONE]),
-            ("qwen3", TP2_PP2_VPP2, [TP2_CP2, PP4]),
-            ("llama", PP4, [TP2_CP2, TP2_PP2_VPP2]),  # tied: the first and the last stage have the embedding
-            ("llama", TP2_CP2, [PP2_VPP2]),
-        ],
-        ("qwen2", PP2_VPP2, [TP2_PP2, CP2_DP2]),
-        ("qwen2", PP3, [PP2_1_3, TP2_PP2, PP2_VPP2]),
-    ),
-)
+@pytest.mark.parametrize(("family", "text", "others"), slow_but(LOADED, LOADED[1], LOADED[4]), ids=str)
 def test_the_trainer_loads_its_checkpoints_at_any_layout(
     family: str,
-    written: ParallelConfig,
-    others: list[ParallelConfig],
+    text: str,
+    others: tuple[str, ...],
     models: dict[str, Path],
     samples: list[Sample],
     tmp_path: Path,
 ) -> None:
     """Loaded elsewhere and saved again, weights and optimizer are what they were, bit for bit."""
-    model, path = models[family], tmp_path / "policy"
+    model, path, written = models[family], tmp_path / "policy", layout(text).parallel
     [(saved, _), *_] = run_layout(save, written, model, "bfloat16", written, path, samples, STACKED)
     assert inspect_checkpoint(path).written_at == sizes_of(written)
-    for number, other in enumerate(others):
+    for number, other in enumerate(layout(one).parallel for one in others):
         again = tmp_path / f"again{number}"
         run_layout(load_and_save, other, model, "bfloat16", other, path, again)
         found = verify(path, again, reference=model)
@@ -214,21 +201,15 @@ def save_legacy(folder: Path, parallel: ParallelConfig, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "parallel"),
+    ("family", "text"),
     slow_but(
-        [
-            ("qwen3", ParallelConfig(tensor=2)),
-            ("llama", ParallelConfig(tensor=2, pipeline=2)),
-            ("llama", ParallelConfig(pipeline=2, virtual=2)),
-            ("llama", ParallelConfig(pipeline=3)),
-        ],
-        ("qwen3", ParallelConfig(tensor=2)),
+        [("qwen3", "tp2"), ("llama", "tp2-pp2"), ("llama", "pp2-vpp2"), ("llama", "pp3")], ("qwen3", "tp2")
     ),
 )
 def test_what_megatron_saves_for_each_rank_is_read_bitwise(
-    family: str, parallel: ParallelConfig, models: dict[str, Path], tmp_path: Path
+    family: str, text: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    path = tmp_path / "iter_0000007"
+    path, parallel = tmp_path / "iter_0000007", layout(text).parallel
     run_layout(save_legacy, parallel, models[family], parallel, path)
     to_hf(path, tmp_path / "hf", models[family])
     exported = load_tensors(tmp_path / "hf")

@@ -29,6 +29,7 @@ from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.optimizer_state import Piece, cut
 from bapo_megatron.runtime.run_paths import RunPaths
+from tests.support.layouts import layout
 from tests.support.models import save_nearly_tied_experts, save_tiny_model
 from tests.support.policies import small_policy, updates_of
 from tests.support.saves import CountingReader, Written, complete, counting_reads
@@ -37,7 +38,6 @@ from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 
-ONE = ParallelConfig()
 Digests = dict[str, list[str]]
 
 
@@ -90,17 +90,10 @@ def run_config(folder: Path) -> RunConfig:
     return RunConfig("test", model, DataConfig(Path("none")), batch=batch)
 
 
-LAYOUTS = {
-    "tp2-dp2": ParallelConfig(tensor=2, data=2, sequence=True),
-    "dp2-cp2": ParallelConfig(data=2, context=2),
-    "dp8": ParallelConfig(data=8),
-}
-
-
 @pytest.mark.parametrize(
     ("dtype", "written"),
     slow_but(
-        [("bfloat16", "dp2-cp2"), ("float32", "dp2-cp2"), ("bfloat16", "tp2-dp2"), ("bfloat16", "dp8")],
+        [("bfloat16", "dp2-cp2"), ("float32", "dp2-cp2"), ("bfloat16", "tp2-sp-dp2"), ("bfloat16", "dp8")],
         ("bfloat16", "dp2-cp2"),
     ),
 )
@@ -110,38 +103,26 @@ def test_each_rank_writes_and_reads_its_share(
     """Bytes are spread to within a fifth and the largest parameter, which one rank writes whole; a rank reads
     whole parameters at both ends of its range. Before, the first rank of DP x CP wrote all, and every rank
     read all."""
-    layout, path = LAYOUTS[written], tmp_path / "policy"
-    told = run_layout(save_and_measure, layout, qwen2, dtype, samples, layout, path)
+    parallel, path = layout(written).parallel, tmp_path / "policy"
+    told = run_layout(save_and_measure, parallel, qwen2, dtype, samples, parallel, path)
     assert all(digests == told[0][0] for digests, *_ in told)
     assert all(len(copies) == 1 for copies in told[0][0].values())
     total = sum(file.stat().st_size for file in path.glob("*.distcp"))
     assert sum(rank_wrote for _, rank_wrote, _ in told) == total
-    largest = 12 * 128 * 32 // layout.tensor  # fc1 and the embedding have 128 x 32 elements
-    whole = total // (layout.tensor * layout.pipeline)  # of a model shard
-    share = whole / (len(told) // layout.tensor)
+    largest = 12 * 128 * 32 // parallel.tensor  # fc1 and the embedding have 128 x 32 elements
+    whole = total // (parallel.tensor * parallel.pipeline)  # of a model shard
+    share = whole / (len(told) // parallel.tensor)
     for _, rank_wrote, rank_read in told:
         assert rank_wrote < 1.2 * share + largest
         assert rank_read < 1.2 * share + 3 * largest
 
 
-@pytest.mark.parametrize(
-    "loaded",
-    slow_but(
-        [
-            ONE,
-            ParallelConfig(data=2),
-            ParallelConfig(tensor=2, sequence=True),
-            ParallelConfig(pipeline=2, virtual=2),
-            ParallelConfig(context=2, data=2),
-        ],
-        ParallelConfig(tensor=2, sequence=True),
-    ),
-)
+@pytest.mark.parametrize("text", slow_but(["one", "dp2", "tp2-sp", "pp2-vpp2", "dp2-cp2"], "tp2-sp"))
 def test_a_checkpoint_passes_the_resume_check_at_every_layout(
-    loaded: ParallelConfig, qwen2: Path, samples: list[Sample], tmp_path: Path
+    text: str, qwen2: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
     """The bits are equal, although the log-probs are not: in bfloat16 each layout rounds in its own way."""
-    written, path = ParallelConfig(data=2, pipeline=2), tmp_path / "policy"
+    written, loaded, path = layout("dp2-pp2").parallel, layout(text).parallel, tmp_path / "policy"
     stored = run_layout(fingerprint, written, qwen2, samples, written, path)[0]
     found = run_layout(fingerprint, loaded, qwen2, None, loaded, path)[0]
     assert fingerprint_differences(run_config(qwen2), stored, found) == {}
@@ -154,19 +135,13 @@ def test_a_checkpoint_passes_the_resume_check_at_every_layout(
     assert list(fingerprint_differences(run_config(qwen2), stored, found)) == ["learning_rate"]
 
 
-@pytest.mark.parametrize(
-    "loaded",
-    slow_but(
-        [ParallelConfig(tensor=2, sequence=True, expert=2), ParallelConfig(data=2, expert=2), ONE],
-        ParallelConfig(tensor=2, sequence=True, expert=2),
-    ),
-)
+@pytest.mark.parametrize("text", slow_but(["tp2-sp-ep2", "dp2-ep2", "one"], "tp2-sp-ep2"))
 def test_the_resume_check_does_not_depend_on_ties_of_routers(
-    loaded: ParallelConfig, samples: list[Sample], tmp_path: Path
+    text: str, samples: list[Sample], tmp_path: Path
 ) -> None:
     """A mixture of experts whose routers choose otherwise at every layout."""
     folder = save_nearly_tied_experts(tmp_path / "experts")
-    written, path = ParallelConfig(data=2, pipeline=2), tmp_path / "policy"
+    written, loaded, path = layout("dp2-pp2").parallel, layout(text).parallel, tmp_path / "policy"
     stored = run_layout(fingerprint, written, folder, samples, written, path)[0]
     found = run_layout(fingerprint, loaded, folder, None, loaded, path)[0]
     assert fingerprint_differences(run_config(folder), stored, found) == {}
@@ -225,8 +200,8 @@ def digests_with_faults(
 
 
 def test_each_fault_on_one_rank_changes_a_digest(qwen2: Path, samples: list[Sample]) -> None:
-    layout = ParallelConfig(data=2)
-    told = run_layout(digests_with_faults, layout, qwen2, samples, layout)
+    parallel = ParallelConfig(data=2)
+    told = run_layout(digests_with_faults, parallel, qwen2, samples, parallel)
     right, faults = told[0]
     assert told[1] == told[0]
     for name, (_, changed) in FAULTS.items():
@@ -257,8 +232,8 @@ def test_files_are_those_of_megatron(
     writes: bool, qwen2: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
     """Checkpoints of earlier versions load, and megatron's own reader loads ours."""
-    layout = ParallelConfig(tensor=2, data=2)
-    digests = run_layout(megatrons_own, layout, qwen2, samples, layout, tmp_path / "policy", writes)
+    parallel = ParallelConfig(tensor=2, data=2)
+    digests = run_layout(megatrons_own, parallel, qwen2, samples, parallel, tmp_path / "policy", writes)
     assert digests == [digests[0]] * 4
 
 
@@ -268,16 +243,10 @@ def bytes_of_the_model(folder: Path, parallel: ParallelConfig) -> int:
     return reader.count
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    slow_but(
-        [ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(tensor=2, pipeline=2)],
-        ParallelConfig(tensor=2, pipeline=2),
-    ),
-)
-def test_a_rank_reads_its_part_of_a_model_folder(parallel: ParallelConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", slow_but(["tp2", "pp2", "tp2-pp2"], "tp2-pp2"))
+def test_a_rank_reads_its_part_of_a_model_folder(text: str, tmp_path: Path) -> None:
     """The bytes of all ranks are those of the folder, and of the norms once more for each rank of TP."""
-    folder = save_tiny_model("qwen2", tmp_path)
+    folder, parallel = save_tiny_model("qwen2", tmp_path), layout(text).parallel
     read = run_layout(bytes_of_the_model, parallel, folder, parallel)
     names = HfReader(folder).names
     sizes = {name: HfReader(folder).read(name).nbytes for name in names}

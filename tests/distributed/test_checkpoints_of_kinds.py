@@ -1,4 +1,4 @@
-"""Checkpoints of a mixture of experts: a layout loads those of any other; bapo-ckpt reads and writes them."""
+"""Checkpoints of experts and hybrids: a layout loads those of any other; bapo-ckpt reads and writes them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,37 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.policy.layout import chunk_layers
-from checkpoints_tools import inspect_checkpoint, to_hf, to_megatron
+from checkpoints_tools import inspect_checkpoint, reshard, to_hf, to_megatron, verify
 from tests.distributed.test_converted_checkpoints import load_converted, log_probs, train_and_save
-from tests.support.models import EXPERTS, random_samples, save_tiny_model
+from tests.support.layouts import layout
+from tests.support.models import EXPERT_HYBRID, EXPERTS, HYBRID, random_samples, save_tiny_model
 from tests.support.policies import small_policy, weights_of
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = {
-    "one": ParallelConfig(),
-    "DP2 EP2": ParallelConfig(data=2, expert=2),
-    "TP2 EP2": ParallelConfig(tensor=2, sequence=True, expert=2),
-    "TP2 ETP2": ParallelConfig(tensor=2, sequence=True, expert_tensor=2),
-    "TP2": ParallelConfig(tensor=2, sequence=True),
-    "DP4 EP4": ParallelConfig(data=4, expert=4),
-    "DP2 EP2 PP2": ParallelConfig(data=2, expert=2, pipeline=2),
-    "DP2 EP2 PP3": ParallelConfig(data=2, expert=2, pipeline=3),
-    "DP2 TP2 EP2 ETP2": ParallelConfig(data=2, tensor=2, sequence=True, expert=2, expert_tensor=2),
+SOME = ("tp2-sp-etp2", "dp4-ep4", "dp2-pp2-ep2", "dp2-pp3-ep2", "dp2-tp2-sp-ep2-etp2")
+"""Layouts of experts."""
+LOADED = {
+    EXPERTS: (*SOME, "one", "dp2-ep2", "tp2-sp-ep2", "tp2-sp"),
+    HYBRID: ("one", "cp2", "tp2-cp2", "pp2-vpp2", "pp2 layers3+5"),
+    EXPERT_HYBRID: ("one", "dp2-ep2", "pp2", "dp2-tp2-sp-ep2-etp2"),
 }
+WRITTEN = [
+    *((EXPERTS, "float32", text) for text in ("dp2-ep2", "tp2-sp-etp2")),
+    *((EXPERTS, "bfloat16", text) for text in SOME),
+    *((HYBRID, dtype, "tp2-sp-pp2") for dtype in ("float32", "bfloat16")),
+    *((EXPERT_HYBRID, dtype, "tp2-sp-ep2") for dtype in ("float32", "bfloat16")),
+]
 Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: save_tiny_model(family, tmp_path_factory.mktemp(family)) for family in LOADED}
 
 
 def load_and_look(folder: Path, parallel: ParallelConfig, path: Path) -> tuple[dict, Weights]:
@@ -44,41 +53,48 @@ def load_and_look(folder: Path, parallel: ParallelConfig, path: Path) -> tuple[d
     return policy.state_digest(), weights_of(policy)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(EXPERTS, tmp_path_factory.mktemp("model"))
-
-
-@pytest.mark.parametrize("written", slow_but(["DP2 EP2", "TP2 ETP2"], "DP2 EP2"))
+@pytest.mark.parametrize(
+    ("family", "dtype", "text"),
+    slow_but(
+        WRITTEN,
+        (EXPERTS, "float32", "dp2-ep2"),
+        (EXPERTS, "bfloat16", "dp2-tp2-sp-ep2-etp2"),
+        (HYBRID, "bfloat16", "tp2-sp-pp2"),
+        (EXPERT_HYBRID, "bfloat16", "tp2-sp-ep2"),
+    ),
+)
 def test_every_layout_loads_weights_and_optimizer_bit_for_bit(
-    written: str, folder: Path, tmp_path: Path
+    family: str, dtype: str, text: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    path, layout = tmp_path / "policy", LAYOUTS[written]
-    [(digest, weights), *others] = run_layout(train_and_save, layout, folder, layout, path, "float32")
+    """A checkpoint also becomes a folder of transformers, resharded or not."""
+    path, folder, written = tmp_path / "policy", folders[family], layout(text).parallel
+    [(digest, weights), *others] = run_layout(train_and_save, written, folder, written, path, dtype)
     assert all(len(values) == 1 for values in digest.values()), digest
     assert all(other[0] == digest for other in others)
-    for name, layout in LAYOUTS.items():
-        for found, same in run_layout(load_and_look, layout, folder, layout, path):
-            assert found == digest, name
-            assert all(torch.equal(same[one], tensor) for one, tensor in weights.items()), name
-
-
-SOME = ("TP2 ETP2", "DP4 EP4", "DP2 EP2 PP2", "DP2 EP2 PP3", "DP2 TP2 EP2 ETP2")
-
-
-@pytest.mark.parametrize("written", slow_but(SOME, "DP2 TP2 EP2 ETP2"))
-def test_a_checkpoint_of_the_trainer_becomes_a_folder_of_transformers(
-    written: str, folder: Path, tmp_path: Path
-) -> None:
-    path, layout = tmp_path / "policy", LAYOUTS[written]
-    [(_, weights), *_] = run_layout(train_and_save, layout, folder, layout, path, "bfloat16")
-    to_hf(path, tmp_path / "hf", reference=folder)
+    types = {name: tensor.dtype for name, tensor in weights.items()}
+    kept = {name for name in types if name.endswith(("A_log", "linear_attn.norm.weight"))}
+    assert {types[name] for name in kept} <= {torch.float32}
+    assert {types[name] for name in types.keys() - kept} == {getattr(torch, dtype)}
     written_at = inspect_checkpoint(path).written_at
-    assert (written_at["expert"], written_at["expert_tensor"]) == (layout.expert, layout.expert_tensor)
-    assert written_at["pipeline_layers"] == list(chunk_layers(layout, 4))
-    found = load_file(tmp_path / "hf/model.safetensors")
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert (written_at["expert"], written_at["expert_tensor"]) == (written.expert, written.expert_tensor)
+    layers = read_model_shape(folder).layers
+    assert written_at["pipeline_layers"] == list(chunk_layers(written, layers))
+    for other in LOADED[family] if dtype == "float32" else ():
+        parallel = layout(other).parallel
+        for found, same in run_layout(load_and_look, parallel, folder, parallel, path):
+            assert found == digest, other
+            assert all(torch.equal(same[name], tensor) for name, tensor in weights.items()), other
+    reshard(path, tmp_path / "resharded", grid=3, reference=folder)
+    compared = verify(path, tmp_path / "resharded", reference=folder)
+    assert compared.equal
+    assert compared.optimizer.startswith("compared")
+    for number, source in enumerate((path, tmp_path / "resharded")):
+        to_hf(source, tmp_path / f"hf {number}", reference=folder)
+        converted = load_file(tmp_path / f"hf {number}/model.safetensors")
+        assert converted.keys() == weights.keys()
+        for name, tensor in weights.items():
+            assert converted[name].dtype == tensor.dtype, name
+            assert torch.equal(converted[name], tensor), name
 
 
 def load_both(folder: Path, other: Path, parallel: ParallelConfig, checkpoint: Path) -> tuple[list, list]:
@@ -90,12 +106,25 @@ def load_both(folder: Path, other: Path, parallel: ParallelConfig, checkpoint: P
     return expected, log_probs(policy, samples)
 
 
-@pytest.mark.parametrize("layout", slow_but(SOME, "DP2 EP2 PP2"))
-def test_megatron_loads_what_the_converter_writes(layout: str, folder: Path, tmp_path: Path) -> None:
-    other = save_tiny_model(EXPERTS, tmp_path / "other", seed=2)
-    to_megatron(folder, tmp_path / "megatron", grid=4)
-    arguments = (folder, other, LAYOUTS[layout], tmp_path / "megatron/release")
-    for expected, found in run_layout(load_both, LAYOUTS[layout], *arguments):
+@pytest.mark.parametrize(
+    ("family", "text"),
+    slow_but(
+        [
+            *((EXPERTS, text) for text in SOME),
+            *((HYBRID, text) for text in ("tp2-cp2", "pp2-vpp2")),
+            *((EXPERT_HYBRID, text) for text in ("tp2-sp-ep2", "pp2")),
+        ],
+        *((EXPERTS, "dp2-pp2-ep2"), (HYBRID, "tp2-cp2"), (EXPERT_HYBRID, "tp2-sp-ep2")),
+    ),
+)
+def test_megatron_loads_what_the_converter_writes(
+    family: str, text: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The other layouts load the same names and shapes from the trainer's checkpoints."""
+    other, parallel = save_tiny_model(family, tmp_path / "other", seed=2), layout(text).parallel
+    to_megatron(folders[family], tmp_path / "megatron", grid=4)
+    arguments = (folders[family], other, parallel, tmp_path / "megatron/release")
+    for expected, found in run_layout(load_both, parallel, *arguments):
         assert expected
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -111,11 +140,13 @@ def digests_of_a_flip(folder: Path, parallel: ParallelConfig) -> tuple[list[str]
     return before, policy.state_digest()["weights"]
 
 
-@pytest.mark.parametrize(("layout", "copies"), [("DP2 EP2", 1), ("DP2", 2)])
-def test_one_changed_element_of_one_expert_changes_the_digest(layout: str, copies: int, folder: Path) -> None:
+@pytest.mark.parametrize(("text", "copies"), [("dp2-ep2", 1), ("dp2", 2)])
+def test_one_changed_element_of_one_expert_changes_the_digest(
+    text: str, copies: int, folders: dict[str, Path]
+) -> None:
     """With a second copy of the expert both digests are told, that of the good one among them."""
-    where = {**LAYOUTS, "DP2": ParallelConfig(data=2)}[layout]
-    for before, after in run_layout(digests_of_a_flip, where, folder, where):
+    where = layout(text).parallel
+    for before, after in run_layout(digests_of_a_flip, where, folders[EXPERTS], where):
         assert len(before) == 1
         assert len(after) == copies
         assert (before[0] in after) == (copies == 2)
@@ -146,21 +177,15 @@ def counted(calls: Counter[str], name: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    slow_but([*SOME, "DP2 EP2", "DP2 ETP2", "DP2 CP2 EP4", "DP4 EP2", "DP4 EP2 ETP2"], "DP2 ETP2", "DP4 EP2"),
+    "text",
+    slow_but([*SOME, "dp2-ep2", "dp2-etp2", "dp2-cp2-ep4", "dp4-ep2", "dp4-ep2-etp2"], "dp2-etp2", "dp4-ep2"),
 )
-def test_one_replica_gathers_the_experts_of_all(layout: str, folder: Path) -> None:
+def test_one_replica_gathers_the_experts_of_all(text: str, folders: dict[str, Path]) -> None:
     """With ETP, too, a replica may hold a part of each expert. A rank that does not join ends the wait."""
-    more = {
-        "DP2 ETP2": ParallelConfig(data=2, expert_tensor=2),
-        "DP2 CP2 EP4": ParallelConfig(data=2, context=2, expert=4),
-        "DP4 EP2": ParallelConfig(data=4, expert=2),
-        "DP4 EP2 ETP2": ParallelConfig(data=4, expert=2, expert_tensor=2),
-    }
-    where = dataclasses.replace({**LAYOUTS, **more}[layout], timeout_minutes=5)
+    folder, where = folders[EXPERTS], dataclasses.replace(layout(text).parallel, timeout_minutes=5)
     wanted = load_file(folder / "model.safetensors")
     ranks = run_layout(gathered_by_one_replica, where, folder, where)
-    if layout == "DP4 EP2":  # the second half of the ranks shares its experts with nobody who gathers
+    if text == "dp4-ep2":  # the second half of the ranks shares its experts with nobody who gathers
         assert [bool(calls) for calls, _ in ranks] == [False, True, False, False]
     found = [one for _, one in ranks if one is not None]
     assert len(found) == where.model_size

@@ -25,6 +25,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Metrics, PackLayout, TokenStats
 from tests.support.bapo_objective import loss_fn
+from tests.support.layouts import layout
 from tests.support.metrics import known
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -74,22 +75,9 @@ def scoped(scope: Any) -> AlgorithmConfig:
     return AlgorithmConfig(bounds=dataclasses.replace(EXACT, scope=scope))
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    slow_but(
-        [
-            ParallelConfig(),
-            ParallelConfig(data=2),
-            ParallelConfig(context=2),
-            ParallelConfig(tensor=2, sequence=True),
-        ],
-        ParallelConfig(tensor=2, sequence=True),
-    ),
-    ids=["one", "dp2", "cp2", "tp2-sp"],
-)
-def test_held_forwards_make_the_same_updates(
-    parallel: ParallelConfig, qwen2: Path, samples: list[Sample]
-) -> None:
+@pytest.mark.parametrize("text", slow_but(["one", "dp2", "cp2", "tp2-sp"], "tp2-sp"))
+def test_held_forwards_make_the_same_updates(text: str, qwen2: Path, samples: list[Sample]) -> None:
+    parallel = layout(text).parallel
     [exact, *_] = run_layout(answer, parallel, qwen2, samples, parallel, scoped("update"))
     for held in run_layout(answer, parallel, qwen2, samples, parallel, scoped("update"), True):
         assert held.grad_norms == pytest.approx(exact.grad_norms, rel=1e-6)
@@ -101,27 +89,13 @@ def test_held_forwards_make_the_same_updates(
             )
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    slow_but(
-        [
-            ParallelConfig(tensor=2, sequence=True),
-            ParallelConfig(pipeline=2),
-            ParallelConfig(context=2),
-            ParallelConfig(data=2),
-        ],
-        ParallelConfig(pipeline=2),
-    ),
-    ids=["tp2-sp", "pp2", "cp2", "dp2"],
-)
-def test_polarity_and_diagnostics_at_every_layout(
-    parallel: ParallelConfig, qwen2: Path, samples: list[Sample]
-) -> None:
+@pytest.mark.parametrize("text", slow_but(["tp2-sp", "pp2", "cp2", "dp2"], "pp2"))
+def test_polarity_and_diagnostics_at_every_layout(text: str, qwen2: Path, samples: list[Sample]) -> None:
     """A target far above the entropy: from the second update on the weights are 1.5 and 0.5."""
     algorithm = AlgorithmConfig(bounds=EXACT, polarity=PapoConfig(True, target_entropy=100.0))
-    one = ParallelConfig()
-    [single] = run_layout(answer, one, qwen2, samples, one, algorithm)
-    [plain] = run_layout(answer, one, qwen2, samples, one, scoped("update"))
+    parallel = layout(text).parallel
+    [single] = run_layout(answer, ONE, qwen2, samples, ONE, algorithm)
+    [plain] = run_layout(answer, ONE, qwen2, samples, ONE, scoped("update"))
     assert single.grad_norms[0] == plain.grad_norms[0]
     assert single.grad_norms[1] != pytest.approx(plain.grad_norms[1], rel=1e-2)
     for ranks in run_layout(answer, parallel, qwen2, samples, parallel, algorithm):
@@ -131,17 +105,10 @@ def test_polarity_and_diagnostics_at_every_layout(
         assert ranks.metrics[1]["polarity/expanding_weight"] == 1.5
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    slow_but(
-        [ParallelConfig(), ParallelConfig(data=2), ParallelConfig(context=2), ParallelConfig(pipeline=2)],
-        ParallelConfig(data=2),
-    ),
-    ids=["one", "dp2", "cp2", "pp2"],
-)
-def test_bounds_of_the_packs_in_hand(parallel: ParallelConfig, qwen2: Path, samples: list[Sample]) -> None:
+@pytest.mark.parametrize("text", slow_but(["one", "dp2", "cp2", "pp2"], "dp2"))
+def test_bounds_of_the_packs_in_hand(text: str, qwen2: Path, samples: list[Sample]) -> None:
     """Searched anew for the packs that the replicas process together; the log holds the mean over tokens."""
-    algorithm = scoped("micro_batch")
+    parallel, algorithm = layout(text).parallel, scoped("micro_batch")
     ranks = run_layout(answer, parallel, qwen2, samples, parallel, algorithm, False, 1)
     log_probs = {row: values for rank in ranks for row, values in rank.log_probs.items()}
     of_rank = {rank.layout.data_rank: rank.layout for rank in ranks}
@@ -169,9 +136,8 @@ def test_bounds_of_the_packs_in_hand(parallel: ParallelConfig, qwen2: Path, samp
 
 def test_lagged_bounds_tell_their_distance(qwen2: Path, samples: list[Sample]) -> None:
     """The second update uses the first one's bounds; their distance to the exact ones is logged."""
-    one = ParallelConfig()
-    [exact] = run_layout(answer, one, qwen2, samples, one, scoped("update"))
-    [lagged] = run_layout(answer, one, qwen2, samples, one, scoped("lagged"))
+    [exact] = run_layout(answer, ONE, qwen2, samples, ONE, scoped("update"))
+    [lagged] = run_layout(answer, ONE, qwen2, samples, ONE, scoped("lagged"))
     for name in ("bapo/clip_low", "bapo/clip_high"):
         assert lagged.metrics[0][name] == exact.metrics[0][name]
         assert lagged.metrics[1][name] == exact.metrics[0][name]
@@ -191,30 +157,16 @@ def old_sums(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> t
     )
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    slow_but(
-        [ParallelConfig(data=2, context=2), ParallelConfig(tensor=2, pipeline=2)],
-        ParallelConfig(data=2, context=2),
-    ),
-    ids=["dp2-cp2", "tp2-pp2"],
-)
-def test_known_ratios_count_every_token_once(
-    parallel: ParallelConfig, qwen2: Path, samples: list[Sample]
-) -> None:
+@pytest.mark.parametrize("text", slow_but(["dp2-cp2", "tp2-pp2"], "dp2-cp2"))
+def test_known_ratios_count_every_token_once(text: str, qwen2: Path, samples: list[Sample]) -> None:
     """At ratio 1 the sums follow from the samples alone: P counts w A of every positive token."""
+    parallel = layout(text).parallel
     positive = sum(s.advantage * s.response_tokens for s in samples if s.advantage > 0)
     negative = -sum(s.advantage * s.response_tokens for s in samples if s.advantage < 0)
     for sums in run_layout(old_sums, parallel, qwen2, samples, parallel):
         assert sums[:37].tolist() == pytest.approx([positive] * 37, rel=1e-6)
         assert sums[37:53].tolist() == pytest.approx([negative] * 16, rel=1e-6)
         assert float(sums[54]) == sum(s.response_tokens for s in samples)
-
-
-LAYOUTS = {
-    "dp2-cp2": ParallelConfig(data=2, context=2),
-    "tp2-sp-pp2": ParallelConfig(tensor=2, sequence=True, pipeline=2),
-}
 
 
 @pytest.mark.slow
@@ -230,8 +182,9 @@ def test_a_loss_has_one_answer_at_every_layout(
     own = [metric for metric in single.metrics[0] if metric.startswith(name.split("_tv")[0])]
     assert own
     assert single.metrics[0]["bapo/clip_fraction_high"]
-    for layout, parallel in LAYOUTS.items():
+    for text in ("dp2-cp2", "tp2-sp-pp2"):
+        parallel = layout(text).parallel
         for rank in run_layout(answer, parallel, qwen2, samples, parallel, algorithm):
-            assert rank.grad_norms == pytest.approx(single.grad_norms, rel=1e-4), layout
+            assert rank.grad_norms == pytest.approx(single.grad_norms, rel=1e-4), text
             for ours, theirs in zip(rank.metrics, single.metrics, strict=True):
-                assert known(ours) == pytest.approx(known(theirs), rel=2e-4, abs=2e-5), layout
+                assert known(ours) == pytest.approx(known(theirs), rel=2e-4, abs=2e-5), text

@@ -1,4 +1,4 @@
-"""Rehearsals of models with experts: against real ranks on gloo, and the plan; the recipes, shortened."""
+"""Rehearsals of models with experts against the plan, and of the recipes, shortened."""
 
 from __future__ import annotations
 
@@ -11,45 +11,17 @@ from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.planning.job import Job
 from bapo_megatron.planning.memory import FIXED, stage_memory
-from bapo_megatron.policy import offload
 from bapo_rehearsal.job import rehearse
 from bapo_rehearsal.records import RankRequest, RankResult
 from bapo_rehearsal.results import collective_mismatches
-from tests.distributed.test_rehearsal import contents, unlike
 from tests.support.cluster_recipes import cluster_recipe
-from tests.support.rehearsals import TOKENS, colocated, expert_run, real_ranks, shortened
+from tests.support.rehearsals import TOKENS, expert_run, shortened
 from tests.support.shapes import activation_bytes_per_token
-from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.distributed
 
 EP = ParallelConfig(data=2, expert=2)
 BOTH = ParallelConfig(tensor=2, sequence=True, data=2, expert=2, expert_tensor=2)
-LAYOUTS = {
-    "ep2": (EP, 1),
-    "tp2-sp-ep2": (ParallelConfig(tensor=2, sequence=True, expert=2), 1),
-    "pp2-ep2": (ParallelConfig(pipeline=2, data=2, expert=2), 3),
-}
-
-
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "ep2"))
-def test_peaks_and_collectives_are_those_of_real_ranks(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Real ranks replay routes that are even: their experts get what the rehearsal says they do."""
-    monkeypatch.setattr(offload, "BLOCK", 2**12)  # a block of the usual size is larger than such a model
-    parallel, packs = LAYOUTS[name]
-    config = colocated(expert_run(tmp_path, parallel, layers=parallel.pipeline))
-    real = real_ranks(config, packs)
-    results = rehearse([RankRequest(config, rank, packs, "cpu") for rank in range(len(real))])
-    assert [result.error for result in results] == [None] * len(real)
-    for _attempt in range(2):
-        if unlike(results, real):  # as in test_rehearsal.py
-            real = real_ranks(config, packs)
-    assert not unlike(results, real)
-    for result, (_, calls) in zip(results, real, strict=True):
-        rehearsed = [contents(call) for call in result.calls if call.phase != "load"]
-        assert rehearsed == [contents(call) for call in calls], result.rank
 
 
 @pytest.mark.slow

@@ -22,9 +22,10 @@ from bapo_megatron.data.samples import Sample
 from bapo_megatron.policy import optimizer as host_optimizer
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.optimizer import HostAdamW
-from tests.distributed.test_layouts import layout
 from tests.support.bapo_objective import loss_fn
+from tests.support.layouts import layout
 from tests.support.models import EXPERTS, save_tiny_model
+from tests.support.policies import weights_of
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -78,7 +79,7 @@ def outcome(
     norms = train(policy, samples, updates)
     inner = [part.optimizer for part in policy._optimizer.chained_optimizers]
     buckets = sum(len(one._copies.buckets) for one in inner if isinstance(one, HostAdamW))
-    return norms, {name: tensor.clone() for name, tensor in policy.hf_weights()}, buckets
+    return norms, weights_of(policy), buckets
 
 
 @pytest.fixture(scope="module")
@@ -197,110 +198,82 @@ def load(
     digests = policy.state_digest()
     norms = train(policy, samples, 1)
     dist.barrier()
-    return digests, norms, {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    return digests, norms, weights_of(policy)
 
 
 @pytest.fixture(scope="module")
 def written(
-    qwen2: Path, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, str, str], tuple[list[Digests], Path]]:
-    """The digests of each rank and the checkpoint of a layout, a type and a device, each written once."""
+    qwen2: Path, experts: Path, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str, str, str], tuple[list[Digests], Path]]:
+    """The digests of each rank and the checkpoint of a model, layout, type and device, each written once."""
 
-    def write(text: str, dtype: str, device: str) -> tuple[list[Digests], Path]:
+    def write(family: str, text: str, dtype: str, device: str) -> tuple[list[Digests], Path]:
         path = tmp_path_factory.mktemp("written") / "checkpoint"
-        return run_layout(save, layout(text).parallel, qwen2, samples, text, dtype, device, path), path
+        folder = experts if family == EXPERTS else qwen2
+        return run_layout(save, layout(text).parallel, folder, samples, text, dtype, device, path), path
 
     return cache(write)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wrote", "reads"),
-    slow_but(
-        [
-            ("float32", ("one", "cpu"), ("dp3", "cpu")),
-            ("float32", ("dp2-cp2", "cpu"), ("tp2-pp2", "model")),
-            ("float32", ("tp2-sp-pp2", "model"), ("dp3", "cpu")),
-            ("bfloat16", ("one", "cpu"), ("tp2-pp2", "model")),
-            ("bfloat16", ("dp2-cp2", "cpu"), ("dp3", "cpu")),
-            ("bfloat16", ("dp2-cp2", "cpu"), ("tp2-pp2", "model")),
-            ("bfloat16", ("tp2-sp-pp2", "model"), ("dp3", "cpu")),
-        ],
-        ("bfloat16", ("dp2-cp2", "cpu"), ("tp2-pp2", "model")),
-        ("bfloat16", ("tp2-sp-pp2", "model"), ("dp3", "cpu")),
-    ),
-    ids=str,
-)
+MOVES = [
+    ("qwen2", "float32", ("one", "cpu"), ("dp3", "cpu")),
+    ("qwen2", "float32", ("dp2-cp2", "cpu"), ("tp2-pp2", "model")),
+    ("qwen2", "float32", ("tp2-sp-pp2", "model"), ("dp3", "cpu")),
+    ("qwen2", "bfloat16", ("one", "cpu"), ("tp2-pp2", "model")),
+    ("qwen2", "bfloat16", ("dp2-cp2", "cpu"), ("dp3", "cpu")),
+    ("qwen2", "bfloat16", ("dp2-cp2", "cpu"), ("tp2-pp2", "model")),
+    ("qwen2", "bfloat16", ("tp2-sp-pp2", "model"), ("dp3", "cpu")),
+    (EXPERTS, "bfloat16", ("dp2-ep2", "cpu"), ("tp2-sp", "model")),
+    (EXPERTS, "bfloat16", ("tp2-sp-etp2", "model"), ("dp2-ep2", "cpu")),
+    (EXPERTS, "bfloat16", ("one", "cpu"), ("dp2-pp2-ep2", "cpu")),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "wrote", "reads"), slow_but(MOVES, *MOVES[5:8]), ids=str)
 def test_checkpoints_move_between_host_and_device(
+    family: str,
     dtype: str,
     wrote: tuple[str, str],
     reads: tuple[str, str],
     qwen2: Path,
+    experts: Path,
     samples: list[Sample],
-    written: Callable[[str, str, str], tuple[list[Digests], Path]],
+    written: Callable[[str, str, str, str], tuple[list[Digests], Path]],
 ) -> None:
     """Every bit of weights, masters and moments comes back, at other layouts; training continued
     meanwhile."""
     (text, device), (other, onto) = wrote, reads
-    saved, path = written(text, dtype, device)
-    found = run_layout(load, layout(other).parallel, qwen2, samples, other, dtype, onto, path)
-    assert all(digests == saved[0] for digests in saved)
-    assert all(digests == saved[0] for digests, _, _ in found)
-    assert saved[0]["step"] == ["2"]
-
-
-@pytest.mark.parametrize(
-    ("wrote", "reads"),
-    slow_but(
-        [
-            (("dp2-ep2", "cpu"), ("tp2-sp", "model")),
-            (("tp2-sp-etp2", "model"), ("dp2-ep2", "cpu")),
-            (("one", "cpu"), ("dp2-pp2-ep2", "cpu")),
-        ],
-        (("dp2-ep2", "cpu"), ("tp2-sp", "model")),
-    ),
-    ids=str,
-)
-def test_checkpoints_of_experts_move_between_host_and_device(
-    wrote: tuple[str, str], reads: tuple[str, str], experts: Path, samples: list[Sample], tmp_path: Path
-) -> None:
-    (text, device), (other, onto), path = wrote, reads, tmp_path / "checkpoint"
-    saved = run_layout(save, layout(text).parallel, experts, samples, text, "bfloat16", device, path)
-    found = run_layout(load, layout(other).parallel, experts, samples, other, "bfloat16", onto, path)
+    saved, path = written(family, text, dtype, device)
+    folder = experts if family == EXPERTS else qwen2
+    found = run_layout(load, layout(other).parallel, folder, samples, other, dtype, onto, path)
     assert all(digests == saved[0] for digests in [*saved, *(one[0] for one in found)])
     assert saved[0]["step"] == ["2"]
 
 
 @pytest.mark.parametrize(
-    ("wrote", "reads"),
-    slow_but([("cpu", "cpu"), ("cpu", "model"), ("model", "cpu")], ("cpu", "model"), ("model", "cpu")),
+    ("wrote", "reads", "dtype", "te"),
+    slow_but(
+        [
+            *(("cpu", "cpu", "float32", False), ("cpu", "cpu", "bfloat16", True)),
+            *(("cpu", "model", "bfloat16", True), ("model", "cpu", "bfloat16", True)),
+        ],
+        ("cpu", "cpu", "float32", False),
+        ("cpu", "model", "bfloat16", True),
+        ("model", "cpu", "bfloat16", True),
+    ),
 )
-def test_steps_are_counted_with_transformer_engine_too(
-    wrote: str, reads: str, qwen2: Path, samples: list[Sample], tmp_path: Path
+def test_a_loaded_state_is_what_the_next_update_steps_from(
+    wrote: str, reads: str, dtype: str, te: bool, qwen2: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    """Megatron then saves and loads the count of the groups alone. Saved again, it has gone on."""
+    """Not the weights from before the load, nor their moments. With Transformer Engine (``te``) megatron
+    saves and loads the count of steps of the groups alone."""
     path, parallel = tmp_path / "checkpoint", layout("one").parallel
-    [digests] = run_layout(save, parallel, qwen2, samples, "one", "bfloat16", wrote, path, True)
-    [(loaded, norms, weights)] = run_layout(
-        load, parallel, qwen2, samples, "one", "bfloat16", reads, path, True
-    )
+    [digests] = run_layout(save, parallel, qwen2, samples, "one", dtype, wrote, path, te)
+    [(loaded, norms, weights)] = run_layout(load, parallel, qwen2, samples, "one", dtype, reads, path, te)
     assert loaded == digests
     assert loaded["step"] == ["2"]
-    [(all_norms, expected, _)] = run_layout(
-        outcome, parallel, qwen2, samples, "one", "bfloat16", wrote, 2**26
-    )
+    [(all_norms, expected, _)] = run_layout(outcome, parallel, qwen2, samples, "one", dtype, wrote, 2**26)
     assert norms == all_norms[-1:]
+    near = {"rtol": 2**-7, "atol": 1e-6} if te else {"rtol": 0.0, "atol": 0.0}
     for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=2**-7, atol=1e-6)
-
-
-def test_a_loaded_state_is_what_the_next_update_steps_from(
-    qwen2: Path, samples: list[Sample], tmp_path: Path
-) -> None:
-    """Not the weights from before the load, nor their moments."""
-    path, parallel = tmp_path / "checkpoint", layout("one").parallel
-    run_layout(save, parallel, qwen2, samples, "one", "float32", "cpu", path)
-    [(_, norms, weights)] = run_layout(load, parallel, qwen2, samples, "one", "float32", "cpu", path)
-    [(all_norms, expected, _)] = run_layout(outcome, parallel, qwen2, samples, "one", "float32", "cpu", 2**26)
-    assert norms == all_norms[-1:]
-    for name, tensor in weights.items():
-        assert torch.equal(tensor, expected[name])
+        torch.testing.assert_close(tensor, expected[name], **near)

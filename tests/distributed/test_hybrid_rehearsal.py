@@ -1,4 +1,4 @@
-"""Rehearsals of hybrids: against real ranks on gloo, and what layers keep on a GPU, by the plan."""
+"""Rehearsals of hybrids: what layers keep on a GPU, by the plan."""
 
 from __future__ import annotations
 
@@ -12,42 +12,14 @@ from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, rea
 from bapo_megatron.layers.costs import Place
 from bapo_megatron.layers.delta_net import DeltaNet
 from bapo_megatron.planning.memory import block_bytes
-from bapo_megatron.policy import offload
 from bapo_rehearsal.job import rehearse
 from bapo_rehearsal.records import RankRequest
 from bapo_rehearsal.results import collective_mismatches
-from tests.distributed.test_rehearsal import contents, unlike
-from tests.support.rehearsals import TOKENS, colocated, hybrid_run, real_ranks
+from tests.support.rehearsals import TOKENS, hybrid_run
 
 pytestmark = pytest.mark.distributed
 
 CP = ParallelConfig(context=2)
-LAYOUTS = {
-    "cp2": (CP, 2, 1),
-    "tp2-sp": (ParallelConfig(tensor=2, sequence=True), 2, 1),
-    "pp2 layers1+2": (ParallelConfig(pipeline=2, pipeline_layers=(1, 2)), 3, 3),
-}
-"""Ranks, layers (every second one is attention), packs. A layer of Gated DeltaNet takes seconds of a core."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_peaks_and_collectives_are_those_of_real_ranks(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(offload, "BLOCK", 2**12)  # a block of the usual size is larger than such a model
-    parallel, layers, packs = LAYOUTS[name]
-    config = colocated(hybrid_run(tmp_path, parallel, layers))
-    results = rehearse([RankRequest(config, rank, packs, "cpu") for rank in range(parallel.model_size)])
-    assert [result.error for result in results] == [None] * parallel.model_size
-    for _attempt in range(3):  # as in test_rehearsal.py
-        real = real_ranks(config, packs)
-        if not (apart := unlike(results, real)):
-            break
-    assert not apart
-    for result, (_, calls) in zip(results, real, strict=True):
-        rehearsed = [contents(call) for call in result.calls if call.phase != "load"]
-        assert rehearsed == [contents(call) for call in calls], result.rank
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,9 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.support.bapo_objective import loss_fn
+from tests.support.layouts import Layout, layout
 from tests.support.models import FAMILIES, FORMS, save_tiny_model
+from tests.support.policies import weights_of
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -41,43 +42,6 @@ GROUPED = dataclasses.replace(BOUNDS, scope="micro_batch", bounds_tokens=100)
 OPTIMIZER = OptimizerConfig(lr=1.0, eps=1.0, warmup_updates=2)
 UPDATES = 2
 """The second has another learning rate, and begins with the weights and moments that the first has made."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A way to spread the same update over processes, packs and time."""
-
-    parallel: ParallelConfig
-    pack_tokens: int = 96
-    recompute: str = "none"
-    shuffled: bool = False
-
-    @property
-    def batch(self) -> BatchConfig:
-        return BatchConfig(pack_tokens=self.pack_tokens, recompute=self.recompute, logprob_chunk_tokens=40)
-
-
-def layout(text: str) -> Layout:
-    """``tp2-sp-pp2-vpp2-cp2-dp2 pack200 full shuffled layers1+3`` and parts of it."""
-    names = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual", "cp": "context", "dp": "data"}
-    names |= {"ep": "expert", "etp": "expert_tensor"}
-    where, *how = text.split()
-    parallel: dict[str, Any] = {}
-    for part in where.split("-"):
-        if part == "sp":
-            parallel["sequence"] = True
-        elif part != "one":
-            name = part.rstrip("0123456789")
-            parallel[names[name]] = int(part[len(name) :])
-    rest: dict[str, Any] = {"shuffled": "shuffled" in how}
-    for word in how:
-        if word.startswith("pack"):
-            rest["pack_tokens"] = int(word[4:])
-        elif word.startswith("layers"):
-            parallel["pipeline_layers"] = tuple(map(int, word[6:].split("+")))
-        elif word in ("selective", "full"):
-            rest["recompute"] = word
-    return Layout(ParallelConfig(**parallel), **rest)
 
 
 LAYOUTS = [
@@ -155,7 +119,6 @@ def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> 
             routes.append(result.routes.tolist())
         if result.experts is not None:
             experts.append(result.experts)
-    weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     return Answer(
         log_probs,
         entropies,
@@ -165,7 +128,7 @@ def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> 
         grouped_loss,
         losses,
         norms,
-        weights,
+        weights_of(policy),
         routes,
         experts,
     )
@@ -302,19 +265,6 @@ def test_dummy_packs_contribute_nothing(
     check_agreement(ranks, alone_with_one_sample, few)
 
 
-def test_there_are_many_layouts() -> None:
-    assert len(set(map(layout, LAYOUTS))) >= 40
-
-
-HALF_PRECISION = {
-    "one": (ParallelConfig(), False),
-    "one, forwards held": (ParallelConfig(), True),
-    "tp2 sp": (ParallelConfig(tensor=2, sequence=True), False),
-    "pp2": (ParallelConfig(pipeline=2), False),
-    "cp2": (ParallelConfig(context=2), False),
-}
-
-
 @pytest.fixture(scope="module")
 def gradients(qwen2: Path, samples: list[Sample]) -> dict[str, torch.Tensor]:
     """In float32, by one process."""
@@ -322,11 +272,17 @@ def gradients(qwen2: Path, samples: list[Sample]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", slow_but(HALF_PRECISION, "tp2 sp"))
+@pytest.mark.parametrize(
+    ("text", "hold"),
+    slow_but(
+        [("one", False), ("one", True), ("tp2-sp", False), ("pp2", False), ("cp2", False)], ("tp2-sp", False)
+    ),
+)
 def test_gradients_in_bfloat16_are_close_to_float32(
-    name: str, qwen2: Path, samples: list[Sample], gradients: dict[str, torch.Tensor]
+    text: str, hold: bool, qwen2: Path, samples: list[Sample], gradients: dict[str, torch.Tensor]
 ) -> None:
-    parallel, hold = HALF_PRECISION[name]
+    """``hold``: the forward passes are held for the backward passes."""
+    parallel = layout(text).parallel
     ours = run_layout(gradients_of, parallel, qwen2, samples, parallel, "bfloat16", hold)[0]
     for tensor, expected in gradients.items():
         found = ours[tensor]

@@ -36,6 +36,7 @@ from bapo_megatron.trainer.corrections import measured_once, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Group, Metrics, MicroBatch, Prompt, Rollout, TokenStats
 from tests.support.batches import MemoryBatch, in_memory
+from tests.support.layouts import layout
 from tests.support.metrics import known
 from tests.support.models import VOCAB, random_samples
 from tests.support.policies import stepping, weights_of
@@ -124,25 +125,12 @@ def test_one_process_starts_every_step_at_ratio_one(alone: Answer) -> None:
         assert sum(shares) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    slow_but(
-        [
-            ParallelConfig(data=2),
-            ParallelConfig(data=3),
-            ParallelConfig(tensor=2, sequence=True),
-            ParallelConfig(pipeline=2),
-            ParallelConfig(pipeline=2, virtual=2),
-            ParallelConfig(context=2),
-            ParallelConfig(data=2, context=2),
-            ParallelConfig(data=2, tensor=2, pipeline=2),
-        ],
-        ParallelConfig(data=3),
-        ParallelConfig(pipeline=2, virtual=2),
-    ),
-    ids=["dp2", "dp3", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "dp2-cp2", "dp2-tp2-pp2"],
-)
-def test_every_layout_makes_the_same_updates(parallel: ParallelConfig, qwen2: Path, alone: Answer) -> None:
+LAYOUTS = ("dp2", "dp3", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "dp2-cp2", "dp2-tp2-pp2")
+
+
+@pytest.mark.parametrize("text", slow_but(LAYOUTS, "dp3", "pp2-vpp2"))
+def test_every_layout_makes_the_same_updates(text: str, qwen2: Path, alone: Answer) -> None:
+    parallel = layout(text).parallel
     ranks = run_layout(answer, parallel, qwen2, parallel, ALGORITHM)
     for ours in ranks:
         for mine, other, theirs in zip(ours.old, ranks[0].old, alone.old, strict=True):
@@ -172,8 +160,8 @@ def fails_on_one_replica() -> str:
             raise ConfigError("algorithm.masks: mine failed")
         return [1.0]
 
-    layout: Any = SimpleNamespace(data_rank=dist.get_rank(), data_size=2)
-    policy: Any = SimpleNamespace(pack_layout=layout, sum_over_replicas=None)
+    two_replicas: Any = SimpleNamespace(data_rank=dist.get_rank(), data_size=2)
+    policy: Any = SimpleNamespace(pack_layout=two_replicas, sum_over_replicas=None)
     samples: Any = [SimpleNamespace(advantage=value) for value in (1.0, 2.0)]
     with pytest.raises(ConfigError, match="mine failed") as raised:
         measured_once(policy, samples, measure, 1)
@@ -245,23 +233,10 @@ def pass_of_old_log_probs(folder: Path, parallel: ParallelConfig) -> Pass:
     )
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    slow_but(
-        [
-            ONE,
-            ParallelConfig(data=3),
-            ParallelConfig(tensor=2, sequence=True),
-            ParallelConfig(pipeline=2, virtual=2),
-            ParallelConfig(data=2, context=2),
-        ],
-        ONE,
-        ParallelConfig(data=2, context=2),
-    ),
-    ids=["one", "dp3", "tp2-sp", "pp2-vpp2", "dp2-cp2"],
-)
-def test_prompts_and_tools_have_no_logits(parallel: ParallelConfig, qwen2: Path) -> None:
+@pytest.mark.parametrize("text", slow_but(["one", "dp3", "tp2-sp", "pp2-vpp2", "dp2-cp2"], "one", "dp2-cp2"))
+def test_prompts_and_tools_have_no_logits(text: str, qwen2: Path) -> None:
     """A row for each trained token, one where a part has none; its values are those of a whole pass."""
+    parallel = layout(text).parallel
     ranks = run_layout(pass_of_old_log_probs, parallel, qwen2, parallel)
     assert (
         sum(int(rank.mask.sum()) for rank in ranks)
@@ -331,16 +306,9 @@ def test_both_masks_and_the_clipping_do_something(corrected: Answer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        ParallelConfig(data=3),
-        ParallelConfig(context=2),
-        ParallelConfig(tensor=2, sequence=True, pipeline=2),
-    ],
-    ids=["dp3", "cp2", "tp2-sp-pp2"],
-)
-def test_every_layout_rejects_the_same(parallel: ParallelConfig, qwen2: Path, corrected: Answer) -> None:
+@pytest.mark.parametrize("text", ["dp3", "cp2", "tp2-sp-pp2"])
+def test_every_layout_rejects_the_same(text: str, qwen2: Path, corrected: Answer) -> None:
+    parallel = layout(text).parallel
     for ours in run_layout(answer, parallel, qwen2, parallel, GSPO):
         assert rejected(ours.metrics) == rejected(corrected.metrics)
         for row, expected in zip(ours.metrics, corrected.metrics, strict=True):
@@ -349,9 +317,9 @@ def test_every_layout_rejects_the_same(parallel: ParallelConfig, qwen2: Path, co
             torch.testing.assert_close(tensor, corrected.weights[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("parallel", slow_but([ONE, ParallelConfig(data=2)], ONE), ids=["one", "dp2"])
-def test_updates_that_are_rejected_whole_change_nothing(parallel: ParallelConfig, qwen2: Path) -> None:
-    before = HfReader(qwen2)
+@pytest.mark.parametrize("text", slow_but(["one", "dp2"], "one"))
+def test_updates_that_are_rejected_whole_change_nothing(text: str, qwen2: Path) -> None:
+    before, parallel = HfReader(qwen2), layout(text).parallel
     for ours in run_layout(answer, parallel, qwen2, parallel, NOTHING):
         assert [row["policy/tokens"] for row in ours.metrics] == [0.0, 0.0]
         assert [row["version"] for row in ours.metrics] == [0, 0]

@@ -34,16 +34,15 @@ SUITES = {
         "tests/unit/policy/test_delta_net.py",
         "tests/distributed/test_layouts.py::test_layout_agrees_with_one_process",
         "tests/distributed/test_layouts.py::test_chunks_of_unlike_size_agree",
-        "tests/distributed/test_expert_layouts.py",
+        "tests/distributed/test_kinds_of_layers.py",
         "tests/distributed/test_route_replay.py",
         "tests/distributed/test_hybrid_layouts.py",
     ],
     "checkpoints and rehearsals": [
         "tests/distributed/test_checkpoints.py",
-        "tests/distributed/test_expert_checkpoints.py",
+        "tests/distributed/test_checkpoints_of_kinds.py",
         "tests/distributed/test_checkpoint_formats.py",
         "tests/distributed/test_rehearsal.py::test_peaks_and_collectives_are_those_of_real_ranks",
-        "tests/distributed/test_expert_rehearsal.py",
     ],
     "faults": [
         f"tests/distributed/test_planted_faults.py::test_a_fault_that_is_put_back_is_seen[{number}]"

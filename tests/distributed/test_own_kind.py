@@ -19,8 +19,8 @@ from bapo_megatron.planning.sizes import total_parameters
 from bapo_rehearsal.job import rehearse
 from bapo_rehearsal.records import RankRequest
 from checkpoints_tools import reshard, to_hf, to_megatron
+from tests.distributed.test_checkpoints_of_kinds import load_and_look
 from tests.distributed.test_converted_checkpoints import train_and_save
-from tests.distributed.test_expert_checkpoints import load_and_look
 from tests.distributed.test_layouts import Answer, answers, check_agreement
 from tests.support import running_mean
 from tests.support.planned_jobs import job

@@ -17,7 +17,9 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.support.fp8 import in_bfloat16, save_fp8_folder
+from tests.support.layouts import layout
 from tests.support.models import EXPERTS, FAMILIES, FORMS, random_samples, save_tiny_model, tiny_model
+from tests.support.policies import weights_of
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -88,7 +90,7 @@ class ScaledReader:
 def weights_of_reader(folder: Path) -> dict[str, torch.Tensor]:
     model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96)
     policy = MegatronPolicy(model, ONE, batch, OptimizerConfig(), 1, reader=ScaledReader(folder))
-    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    return weights_of(policy)
 
 
 def test_weights_come_from_the_reader_that_is_given(tmp_path: Path) -> None:
@@ -100,8 +102,7 @@ def test_weights_come_from_the_reader_that_is_given(tmp_path: Path) -> None:
 
 
 def loaded_weights(folder: Path, parallel: ParallelConfig) -> dict[str, torch.Tensor]:
-    policy = policy_on(folder, parallel=parallel)
-    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    return weights_of(policy_on(folder, parallel=parallel))
 
 
 @pytest.mark.parametrize("family", ["qwen2", EXPERTS])
@@ -168,7 +169,7 @@ def megatron_updates(
     policy = policy_on(folder)
     packs = pack_samples(samples, 96, loss_mean)
     results = [policy.update(packs, weighted_loss) for _ in range(3)]
-    weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    weights = weights_of(policy)
     return [(float(r.sums[0] / r.sums[1]), r.grad_norm) for r in results], weights
 
 
@@ -286,7 +287,7 @@ def update_with_nan(
     policy = policy_on(folder, parallel=parallel)
     layout = policy.pack_layout
     loss = broken if layout.data_rank == layout.data_size - 1 else weighted_loss
-    before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    before = weights_of(policy)
     message = ""
     try:
         policy.update(pack_samples(samples, 96, "token", layout), loss)
@@ -296,18 +297,15 @@ def update_with_nan(
     return message, same, policy.version
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    slow_but([ONE, ParallelConfig(data=2), ParallelConfig(tensor=2, context=2)], ParallelConfig(data=2)),
-)
+@pytest.mark.parametrize("text", slow_but(["one", "dp2", "tp2-cp2"], "dp2"))
 @pytest.mark.parametrize(
     ("broken", "says"),
     [(nan_loss, "the loss of update 1 is nan"), (nan_gradient, "the gradient norm is nan")],
 )
 def test_a_nan_on_one_replica_stops_every_rank_and_spares_the_weights(
-    parallel: ParallelConfig, broken: TokenFn, says: str, tmp_path: Path
+    text: str, broken: TokenFn, says: str, tmp_path: Path
 ) -> None:
-    folder = save_tiny_model("qwen2", tmp_path)
+    folder, parallel = save_tiny_model("qwen2", tmp_path), layout(text).parallel
     for message, same, version in run_layout(
         update_with_nan, parallel, folder, random_samples(5), parallel, broken
     ):

@@ -3,9 +3,7 @@ policy's state has the same bits after each swap. Updates with it, and with a te
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +27,10 @@ from bapo_megatron.train import train_on
 from bapo_megatron.trainer.corrections import response_log_probs, with_old_log_probs
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Metrics
-from tests.distributed.test_layouts import layout
 from tests.distributed.test_offload import BLOCK, Device, LateDevice, build, update
 from tests.distributed.test_old_log_probs import batch
 from tests.support.batches import MemoryBatch, in_memory
+from tests.support.layouts import layout
 from tests.support.metrics import known
 from tests.support.models import VOCAB, random_samples, save_tiny_model
 from tests.support.policies import stepping, weights_of
@@ -98,7 +96,7 @@ def outcome(models: Path, family: str, text: str, dtype: str, device: Device, us
     policy.reload()
     use()
     update(policy, given)
-    return Outcome(found, digest, states, {name: tensor.clone() for name, tensor in policy.hf_weights()})
+    return Outcome(found, digest, states, weights_of(policy))
 
 
 def as_policy(models: Path, family: str, text: str, dtype: str) -> tuple[list[np.ndarray], list[str]]:
@@ -106,16 +104,6 @@ def as_policy(models: Path, family: str, text: str, dtype: str) -> tuple[list[np
     policy = build(models / f"{family}_reference", text, dtype, "model", TEMPERATURE)
     [found] = with_old_log_probs(policy, [samples()], 96, None)
     return [one.old_log_probs_R for one in found], policy.state_digest()["weights"]  # type: ignore[misc]
-
-
-@pytest.fixture(scope="module")
-def using(models: Path) -> Callable[..., list[Outcome]]:
-    """The outcome of each rank of a case with the reference in use, each case once."""
-
-    def use(text: str, family: str, dtype: str, device: Device) -> list[Outcome]:
-        return run_layout(outcome, layout(text).parallel, models, family, text, dtype, device, True)
-
-    return cache(use)
 
 
 CASES = [
@@ -133,36 +121,26 @@ CASES = [
 @pytest.mark.parametrize(
     ("text", "family", "dtype", "device"), slow_but(CASES, CASES[0], CASES[3], CASES[5], CASES[6]), ids=str
 )
-def test_log_probs_are_those_of_a_policy_that_is_the_reference(
-    text: str, family: str, dtype: str, device: Device, models: Path, using: Callable[..., list[Outcome]]
+def test_the_reference_is_as_a_policy_of_its_own_and_leaves_the_policy_as_it_is(
+    text: str, family: str, dtype: str, device: Device, models: Path
 ) -> None:
-    """Bit for bit at the same layout, at the rollout temperature, before and after updates of the policy."""
-    ranks = using(text, family, dtype, device)
-    expected = run_layout(as_policy, layout(text).parallel, models, family, text, dtype)
-    for ours, (log_probs, digest) in zip(ranks, expected, strict=True):
+    """Bit for bit: log-probs at the same layout and temperature, before and after updates; weights, master
+    weights and moments of the policy after each use, and after updates that follow, as without it."""
+    parallel = layout(text).parallel
+    ranks = run_layout(outcome, parallel, models, family, text, dtype, device, True)
+    without = run_layout(outcome, parallel, models, family, text, dtype, device, False)
+    expected = run_layout(as_policy, parallel, models, family, text, dtype)
+    for ours, plain, (log_probs, digest) in zip(ranks, without, expected, strict=True):
         assert len(ours.reference) == 3
         for found in ours.reference:
             for mine, theirs in zip(found, log_probs, strict=True):
                 np.testing.assert_array_equal(mine, theirs)
-        assert ours.digest == digest
         tool = ours.reference[0][-1]
         assert not tool[10:15].any()
         assert (tool[:10] != 0).all()
-
-
-@pytest.mark.parametrize(
-    ("text", "family", "dtype", "device"), slow_but(CASES, CASES[0], CASES[3], CASES[5], CASES[6]), ids=str
-)
-def test_the_policy_is_the_same_bit_for_bit(
-    text: str, family: str, dtype: str, device: Device, models: Path, using: Callable[..., list[Outcome]]
-) -> None:
-    """Weights, master weights, moments: after each use, and after updates that follow, as without it."""
-    without = run_layout(outcome, layout(text).parallel, models, family, text, dtype, device, False)
-    ranks = using(text, family, dtype, device)
-    for ours, plain in zip(ranks, without, strict=True):
+        assert ours.digest == digest != plain.states[0]["weights"]
         assert ours.states[::2] == ours.states[1::2] == plain.states
         assert len(plain.states[0]["weights"]) == 1  # all copies agree
-        assert ours.digest != plain.states[0]["weights"]
         assert plain.states[1] != plain.states[0]
         assert all(torch.equal(ours.weights[name], tensor) for name, tensor in plain.weights.items())
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bapo_megatron.config import DistillationConfig, ParallelConfig, ReferenceKlConfig
+from bapo_megatron.config import DistillationConfig, ParallelConfig, ReferenceKlConfig, RunConfig
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
 from bapo_megatron.policy import offload
 from bapo_megatron.types import PackLayout
@@ -15,74 +16,93 @@ from bapo_rehearsal.job import rehearse
 from bapo_rehearsal.program import full_packs
 from bapo_rehearsal.records import Call, RankRequest, RankResult
 from bapo_rehearsal.results import collective_mismatches
+from tests.support.layouts import layout
 from tests.support.planted import Mistake, rehearse_with
-from tests.support.rehearsals import TOKENS, RealRank, colocated, real_ranks, small_run
+from tests.support.rehearsals import (
+    TOKENS,
+    RealRank,
+    colocated,
+    expert_run,
+    hybrid_run,
+    real_ranks,
+    small_run,
+)
 from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = {
-    "one": (ParallelConfig(), 1),
-    "tp2-sp": (ParallelConfig(tensor=2, sequence=True), 1),
-    "dp2-cp2": (ParallelConfig(data=2, context=2), 1),
-    "pp2-vpp2": (ParallelConfig(pipeline=2, virtual=2), 4),
-    "tp2-sp-pp2": (ParallelConfig(tensor=2, pipeline=2, sequence=True), 3),
-}
+CASES = [
+    *((small_run, text, 1, 1) for text in ("one", "tp2-sp", "dp2-cp2")),
+    *((small_run, "pp2-vpp2", 4, 4), (small_run, "tp2-sp-pp2", 2, 3)),
+    *((expert_run, "dp2-ep2", 1, 1), (expert_run, "tp2-sp-ep2", 1, 1), (expert_run, "dp2-pp2-ep2", 2, 3)),
+    *((hybrid_run, "cp2", 2, 1), (hybrid_run, "tp2-sp", 2, 1), (hybrid_run, "pp2 layers1+2", 3, 3)),
+]
+"""Layouts, layers and packs of models of each kind. Every second layer of a hybrid is attention; one of Gated
+DeltaNet takes seconds of a core."""
 
 
-SCRATCH = 208_004
-"""Bytes that torch's flash attention on a CPU takes for itself backwards: 128 queries, 384 keys."""
 COPY = 30_720
 """Bytes of a pack's columns: a GPU has a copy while it is updated on, a CPU takes them as they are."""
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-sp"))
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of the usual size is larger than such a model."""
+    monkeypatch.setattr(offload, "BLOCK", 2**12)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("make", "text", "layers", "packs"),
+    slow_but(CASES, (small_run, "tp2-sp", 1, 1), (expert_run, "dp2-ep2", 1, 1)),
+)
 def test_peaks_and_collectives_are_those_of_real_ranks(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., RunConfig], text: str, layers: int, packs: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(offload, "BLOCK", 2**12)  # a block of the usual size is larger than such a model
-    parallel, packs = LAYOUTS[name]
-    config = colocated(small_run(tmp_path, parallel, layers=parallel.pipeline * parallel.virtual))
-    real = real_ranks(config, packs)
-    results = rehearse([RankRequest(config, rank, packs, "cpu") for rank in range(len(real))])
-    assert [result.error for result in results] == [None] * len(real)
-    for _attempt in range(2):
-        if unlike(results, real):
-            # A thread of gloo may hold a gathered tensor a moment longer than the call that made it, in about
-            # one run of ten. A real peak is then larger, so it is measured again.
-            real = real_ranks(config, packs)
-    assert not unlike(results, real)
-    for result, (peaks, calls) in zip(results, real, strict=True):
+    """Real ranks replay routes that are even: their experts get what the rehearsal says they do."""
+    config = colocated(make(tmp_path, layout(text).parallel, layers=layers))
+    results, real = rehearsed_and_real(config, packs)
+    for result, (peaks, _) in zip(results, real, strict=True):
         assert set(result.gpu) == {*peaks, "load"}
         assert {"offload", "sample", "reload"} < set(peaks)
+
+
+def rehearsed_and_real(
+    config: RunConfig, packs: int, left_out: str = ""
+) -> tuple[list[RankResult], list[RealRank]]:
+    """All ranks as rehearsed, and as they are, whose peaks and collectives must be the same.
+
+    A thread of gloo may hold a gathered tensor a moment longer than the call that made it, in about one run
+    of ten. A real peak is then larger, so it is measured again. ``left_out``: a phase that is not compared.
+    """
+    ranks = range(config.parallel.model_size * (config.parallel.data or 1))
+    results = rehearse([RankRequest(config, rank, packs, "cpu") for rank in ranks])
+    assert [result.error for result in results] == [None] * len(ranks)
+    for _attempt in range(3):
+        real = real_ranks(config, packs)
+        for peaks, _ in real:
+            peaks.pop(left_out, None)
+        if not (apart := unlike(results, real)):
+            break
+    assert not apart
+    for result, (_, calls) in zip(results, real, strict=True):
         rehearsed = [contents(call) for call in result.calls if call.phase != "load"]
         assert rehearsed == [contents(call) for call in calls], result.rank
+    return results, real
 
 
-def test_a_frozen_reference_and_a_teacher_are_rehearsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("small_blocks")
+def test_a_frozen_reference_and_a_teacher_are_rehearsed(tmp_path: Path) -> None:
     """The reference's swap and pass as on real ranks; beside a GPU one copy of the weights is on the host.
     The teacher's column is in the packs."""
-    monkeypatch.setattr(offload, "BLOCK", 2**12)
     config = small_run(tmp_path, ParallelConfig(tensor=2, sequence=True), layers=1)
     algorithm = replace(
         config.algorithm, reference_kl=ReferenceKlConfig(0.1), distillation=DistillationConfig(1.0)
     )
     config = replace(config, algorithm=algorithm)
-    results = rehearse([RankRequest(config, rank, 1, "cpu") for rank in range(2)])
-    assert [result.error for result in results] == [None, None]
-    for _attempt in range(3):  # as above
-        real = real_ranks(config, 1)
-        for peaks, _ in real:
-            del peaks["load reference"]  # the stand-in for a folder makes its tensors in memory
-        if not (apart := unlike(results, real)):
-            break
-    assert not apart
-    for result, (peaks, calls) in zip(results, real, strict=True):
-        assert "reference log-probs" in peaks
-        rehearsed = [contents(call) for call in result.calls if call.phase != "load"]
-        assert rehearsed == [contents(call) for call in calls]
+    # The stand-in for a folder makes its tensors in memory.
+    _, real = rehearsed_and_real(config, 1, left_out="load reference")
+    assert all("reference log-probs" in peaks for peaks, _ in real)
     [beside] = rehearse([RankRequest(config, 0, 1)])
     assert beside.error is None
     [pack] = full_packs(config, PackLayout(), read_model_shape(tmp_path), 1)
@@ -97,7 +117,7 @@ def unlike(results: list[RankResult], real: list[RealRank]) -> list[tuple[int, s
     for result, (peaks, _) in zip(results, real, strict=True):
         for phase, size in peaks.items():
             rehearsed, updates = result.gpu[phase].size, phase.startswith("update")
-            if not 0.995 * size - SCRATCH * updates <= rehearsed <= 1.005 * size + COPY * updates:
+            if not 0.995 * size <= rehearsed <= 1.005 * size + COPY * updates:
                 found.append((result.rank, phase, rehearsed, size))
     return found
 
@@ -109,21 +129,16 @@ def contents(call: Call) -> tuple[object, ...]:
 POLICY = "bapo_megatron/policy"
 PASSES, MODEL, CORE = f"{POLICY}/passes.py", f"{POLICY}/model.py", f"{POLICY}/attention.py"
 WEIGHTS, HEAD = f"{POLICY}/weight_map.py", f"{POLICY}/output_head.py"
-MEGATRON, OPTIMIZER = f"{POLICY}/megatron.py", f"{POLICY}/optimizer.py"
 ONE, CP = ParallelConfig(), ParallelConfig(context=2)
 TP, PP = ParallelConfig(tensor=2, sequence=True), ParallelConfig(pipeline=2)
-BUILD = "optimizer = build(settings, list(model), use_gloo_process_groups=False)"
-ATTENTION, SELECTED = "return cast(Tensor, varlen_attn(", "return x_THD.index_select(0, row_T)"
+ATTENTION = "return cast(Tensor, varlen_attn("
 HERE, PREPROCESS = "here = tokens", "super()._preprocess("
 TO_DEVICE = ".to(device, non_blocking=True)"
 OTHER_GROUP = "owner), parallel_state.get_tensor_model_parallel_group())"
 
 FAILS = {
     "pack on the host": (ONE, PASSES, f"{HERE}.to(self._device)", HERE, PREPROCESS, MODEL),
-    "model on the host": (ONE, MEGATRON, "chunk.to(self.device)", "chunk.cpu()", BUILD, OPTIMIZER),
     "bounds on the host": (ONE, CORE, f"x{TO_DEVICE} for x in (rows", "x for x in (rows", ATTENTION),
-    "rows on the host": (CP, CORE, f"(bounds, size){TO_DEVICE}", "(bounds, size)", SELECTED),
-    "total on the host": (ONE, PASSES, "float64, device=self._device)", "float64)", "total += torch.stack("),
     "values of the device as numpy": (ONE, PASSES, "total.cpu()", "torch.from_numpy(total.numpy())"),
     "keys unlike values": (CP, CORE, "stack([key, value], 1)", "stack([key, value[1:]], 1)"),
     "broadcast in the wrong group": (PP, WEIGHTS, "owner), pipeline)", OTHER_GROUP),

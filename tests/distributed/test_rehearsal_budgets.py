@@ -58,8 +58,6 @@ BUDGETS = {
 
 The plan says whether they fit (tests/unit/config/test_recipes.py).
 """
-SAME = ("r1_distill_qwen_7b_8k_four_gpus", "partial_rollout_7b")
-"""Two recipes of one rank, but for the turns of its GPU: the first is not rehearsed."""
 
 
 @dataclass
@@ -236,44 +234,3 @@ def test_a_teacher_costs_a_rank_only_the_term_of_the_loss(rehearsals: dict[str, 
             more[ours["phase"], ours["group"]] = 1e9 * (ours["gb"] - theirs["gb"])
     assert more == {(f"update {n}", "all"): pytest.approx(24) for n in (1, 2)}
     assert taught["peak_gb"] == pytest.approx(plain["peak_gb"], abs=0.01)
-
-
-def test_a_recipe_with_a_tool_has_the_rank_of_one_without() -> None:
-    """So qwen3_4b_tools is not rehearsed: an environment is the sampler's, and no rank sees it."""
-    ours, base = (load_recipe(ROOT / f"recipes/qwen3_4b_{name}.py", RunConfig) for name in ("tools", "8k"))
-    assert replace(ours, name=base.name, data=base.data, environment=base.environment) == base
-
-
-def test_the_recipe_with_a_python_tool_has_the_rank_of_the_partial_rollouts() -> None:
-    """So qwen2_5_7b_tools is not rehearsed: its model differs in what no size depends on."""
-    tools, partial = (of_recipe(cluster_recipe(name)) for name in ("qwen2_5_7b_tools", "partial_rollout_7b"))
-    same = ("rope_theta", "max_positions")
-    theirs = {name: getattr(partial.job.shape, name) for name in same}
-    assert replace(tools.job.shape, **theirs) == partial.job.shape
-    ours, base = tools.job.run, partial.job.run
-    assert ours.data.max_prompt_tokens == base.data.max_prompt_tokens
-    assert ours.rollout.max_response_tokens == base.rollout.max_response_tokens
-    sampling = {name: getattr(base, name) for name in ("name", "data", "environment", "rollout")}
-    algorithm = replace(ours.algorithm, updates_per_epoch=base.algorithm.updates_per_epoch)
-    assert replace(ours, model=base.model, algorithm=algorithm, **sampling) == base
-
-
-def test_the_distilled_32b_on_two_nodes_takes_no_more_than_the_other_32b() -> None:
-    """All but the model is the same, so r1_distill_qwen_32b_two_nodes is not rehearsed: its plan is below."""
-    ours, other = (
-        of_recipe(cluster_recipe(f"{name}_32b_two_nodes")) for name in ("r1_distill_qwen", "qwen3")
-    )
-    assert replace(ours.job.run, name=other.job.run.name, model=other.job.run.model) == other.job.run
-    ours_bytes, other_bytes = (stage_memory(one.job, 0) for one in (ours, other))
-    assert ours_bytes.training < 0.9 * other_bytes.training
-    for part in ("weights", "gradients", "syncing", "saving"):
-        assert getattr(ours_bytes, part) < 1.01 * getattr(other_bytes, part), part
-    assert host_bytes(ours.job) < 1.01 * host_bytes(other.job)
-
-
-def test_two_recipes_have_the_same_rank() -> None:
-    """What they differ in, no rank sees in an update: who samples, when, and how often a batch is used."""
-    one, other = (load_recipe(ROOT / f"recipes/{name}.py", RunConfig) for name in SAME)
-    algorithm = replace(one.algorithm, reuse_epochs=other.algorithm.reuse_epochs)
-    layout = replace(one.parallel, offload=False, data=None)
-    assert replace(one, name=other.name, rollout=other.rollout, algorithm=algorithm, parallel=layout) == other

@@ -32,9 +32,9 @@ from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, on_a
 from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Group, Metrics, PackLayout, Prompt, Rollout, StepBatch
-from tests.distributed.test_layouts import layout
 from tests.distributed.test_old_log_probs import batch
 from tests.support.batches import MemoryBatch
+from tests.support.layouts import layout
 from tests.support.policies import stepping, weights_of
 from tests.support.runs import run_of
 from tests.support.tiers import slow_but

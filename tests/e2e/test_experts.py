@@ -47,7 +47,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_killed_run_of_experts_continues_bit_for_bit(replayed: Path, tmp_path: Path) -> None:
-    """With routes; without them the state that comes back is the same: test_expert_checkpoints.py."""
+    """With routes; without them the state that comes back is the same: test_checkpoints_of_kinds.py."""
     killed = tmp_path / "killed"
     process = start(killed, REPLAY)
     wait_for_steps(process, killed, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -222,24 +223,41 @@ def _report_every_thread() -> None:
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
+def _totals(allocations: list[Any], of_kernel: bool) -> Iterator[tuple[int, int]]:
+    """Times and total bytes at the allocations of one event, without those that a kernel frees itself."""
+    sizes = [-one.extra_fields.alloc_size for one in allocations] if of_kernel else []
+    freed = Counter(size for size in sizes if size > 0)
+    taken = Counter[int]()
+    for one in sorted(allocations, key=lambda one: one.start_time_ns):
+        size = one.extra_fields.alloc_size
+        if size > 0 and taken[size] < freed[size]:
+            taken[size] += 1
+        elif size < 0 and taken[-size]:
+            taken[-size] -= 1
+            freed[-size] -= 1
+        scratch = sum(bytes_each * count for bytes_each, count in taken.items())
+        yield one.start_time_ns, one.extra_fields.total_allocated - scratch
+
+
 def _peaks(profiler: profile) -> dict[str, int]:
     """The most bytes of each phase, those at its start included, outside of the exchange of objects.
 
-    Pickled, those are tensors for a moment: some hundred bytes for each tensor of a checkpoint.
+    Pickled, those are tensors for a moment: some hundred bytes for each tensor of a checkpoint. What a kernel
+    takes for itself, such as products in float32 on a processor without bfloat16, is not counted.
     """
     from torch._C._profiler import _EventType
 
     assert profiler.profiler is not None
     events: list[Any] = list(profiler.profiler.kineto_results.experimental_event_tree())
-    totals: list[tuple[int, int]] = []
+    totals = list(_totals([event for event in events if event.tag == _EventType.Allocation], of_kernel=False))
     windows: dict[str, tuple[int, int]] = {}
     objects: list[tuple[int, int]] = []
     while events:
         event = events.pop()
         events += event.children
-        if event.tag == _EventType.Allocation:
-            totals.append((event.start_time_ns, event.extra_fields.total_allocated))
-        elif event.name == _OBJECTS:
+        allocations = [child for child in event.children if child.tag == _EventType.Allocation]
+        totals += _totals(allocations, of_kernel=event.name.startswith("aten::"))
+        if event.name == _OBJECTS:
             objects.append((event.start_time_ns, event.end_time_ns))
         elif event.name.startswith("phase "):
             windows[event.name.removeprefix("phase ")] = (event.start_time_ns, event.end_time_ns)

@@ -10,9 +10,11 @@ import pytest
 
 from bapo_megatron.data.samples import Sample
 from bapo_rehearsal.te_sources import VERSIONS, te_version
+from tests.distributed.test_layouts import Answer, answer
 from tests.e2e.conftest import whole  # noqa: F401  # for the whole run
+from tests.support.layouts import layout
 from tests.support.models import random_samples, save_tiny_model
-from tests.support.te_process import TransformerEngineProcess
+from tests.support.te_process import Choices, TransformerEngineProcess
 from tests.support.tiers import slow_but
 
 PINNED, *NEWER = VERSIONS[VERSIONS.index(te_version()) :]
@@ -52,10 +54,26 @@ def te(
     return processes(request.param)
 
 
+def answers(
+    te: TransformerEngineProcess, text: str, folder: Path, samples: list[Sample], **choices: Any
+) -> list[Answer]:
+    """What every rank of a layout says after one update."""
+    where = layout(text)
+    return te.run(answer, where.parallel, folder, samples, where, 1, choices=Choices(**choices))
+
+
 @pytest.fixture(scope="module")
-def references() -> dict[str, Any]:
-    """What one process says, by the version of Transformer Engine; empty at first."""
-    return {}
+def reference_of() -> Callable[[TransformerEngineProcess, Path, list[Sample]], Answer]:
+    """What one process says on torch's layers and torch's AdamW, once for each version."""
+    found: dict[str, Answer] = {}
+
+    def reference(te: TransformerEngineProcess, folder: Path, samples: list[Sample]) -> Answer:
+        if te.version not in found:
+            [found[te.version]] = answers(te, "one", folder, samples, layers=False, fused_adam=False)
+            assert not te.calls, "on a login node its kernels would end the process"
+        return found[te.version]
+
+    return reference
 
 
 @pytest.fixture(scope="session")

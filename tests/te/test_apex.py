@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.samples import Sample
 from bapo_rehearsal.te_sources import te_version
 from tests.distributed.test_checkpoints import save_and_go_on, save_before_any_update
+from tests.support.models import save_tiny_model
+from tests.support.policies import small_policy
 from tests.support.te_process import APEX, Choices, TransformerEngineProcess
 from tests.support.tiers import slow_but
 
@@ -41,11 +43,7 @@ def what_is_taken(folder: Path) -> dict[str, Any]:
     """The optimizer by our name for it, megatron's kernels over lists, and the classes of all norms."""
     from megatron.core.optimizer import clip_grads, distrib_optimizer
 
-    from bapo_megatron.policy.megatron import MegatronPolicy
-
-    policy = MegatronPolicy(
-        ModelConfig(folder, "bfloat16"), ONE, BatchConfig(pack_tokens=96), OptimizerConfig(), 4
-    )
+    policy = small_policy(folder, dtype="bfloat16")
     modules = [one for chunk in policy._model for one in chunk.modules()]
     return {
         "optimizer": policy.optimizer_name,
@@ -59,8 +57,6 @@ def what_is_taken(folder: Path) -> dict[str, Any]:
 
 def test_apex_gives_adam_and_list_kernels_only(apex: TransformerEngineProcess, tmp_path: Path) -> None:
     """Its Adam and its kernels over lists; none of its norms, which are LayerNorms. qwen3 has four kinds."""
-    from tests.support.models import save_tiny_model
-
     folder = save_tiny_model("qwen3", tmp_path)
     [found] = apex.run(what_is_taken, ONE, folder, choices=FUSED)
     assert found["optimizer"] == "apex's FusedAdam"

@@ -14,6 +14,8 @@ import torch
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.samples import Sample
 from tests.distributed.test_checkpoints import save_and_go_on, save_before_any_update
+from tests.support.layouts import layout
+from tests.support.policies import small_policy, updates_of
 from tests.support.te_process import Choices, TransformerEngineProcess
 from tests.te.conftest import at_versions
 
@@ -27,26 +29,22 @@ in other places."""
 
 
 @pytest.mark.parametrize(
-    ("te", "dtype", "parallel"),
+    ("te", "dtype", "text"),
     at_versions(
-        [
-            ("bfloat16", ParallelConfig()),
-            ("bfloat16", ParallelConfig(pipeline=2, virtual=2)),
-            ("bfloat16", ParallelConfig(tensor=2, data=2, sequence=True)),
-            ("float32", ParallelConfig(context=2, pipeline=2)),
-        ],
-        ("bfloat16", ParallelConfig()),
+        [("bfloat16", "one"), ("bfloat16", "pp2-vpp2"), ("bfloat16", "dp2-tp2-sp"), ("float32", "pp2-cp2")],
+        ("bfloat16", "one"),
     ),
     indirect=["te"],
 )
 def test_a_checkpoint_continues_bitwise(
     dtype: str,
-    parallel: ParallelConfig,
+    text: str,
     te: TransformerEngineProcess,
     qwen2: Path,
     samples: list[Sample],
     tmp_path: Path,
 ) -> None:
+    parallel = layout(text).parallel
     arguments = (save_and_go_on, parallel, qwen2, dtype, samples, parallel, tmp_path / "policy")
     [steps, weights], *_ = te.run(*arguments, False)
     [again, same], *_ = te.run(*arguments, True)
@@ -56,22 +54,20 @@ def test_a_checkpoint_continues_bitwise(
 
 
 @pytest.mark.parametrize(
-    ("te", "begun_with", "dtype", "parallel"),
+    ("te", "begun_with", "dtype", "text"),
     at_versions(
         [
-            ("torch", "float32", ParallelConfig()),
-            ("torch", "bfloat16", ParallelConfig(tensor=2, pipeline=2)),
-            ("te", "bfloat16", ParallelConfig()),
-            ("te", "float32", ParallelConfig(tensor=2, pipeline=2)),
+            *(("torch", "float32", "one"), ("torch", "bfloat16", "tp2-pp2")),
+            *(("te", "bfloat16", "one"), ("te", "float32", "tp2-pp2")),
         ],
-        ("torch", "float32", ParallelConfig()),
+        ("torch", "float32", "one"),
     ),
     indirect=["te"],
 )
 def test_layers_and_optimizer_may_change_within_a_run(
     begun_with: str,
     dtype: str,
-    parallel: ParallelConfig,
+    text: str,
     te: TransformerEngineProcess,
     qwen2: Path,
     samples: list[Sample],
@@ -82,7 +78,7 @@ def test_layers_and_optimizer_may_change_within_a_run(
     A checkpoint of torch's layers has no states of Transformer Engine's modules.
     """
     first, second = (TORCH, Choices()) if begun_with == "torch" else (Choices(), TORCH)
-    path, one = tmp_path / "policy", ParallelConfig()
+    path, one, parallel = tmp_path / "policy", ParallelConfig(), layout(text).parallel
     [[steps, weights]] = te.run(save_and_go_on, one, qwen2, dtype, samples, one, path, False, choices=first)
     arguments = (qwen2, dtype, samples, parallel, path, True)
     [found, other], *_ = te.run(save_and_go_on, parallel, *arguments, choices=second)
@@ -107,17 +103,6 @@ def test_a_checkpoint_before_any_update(
 
 def load_and_update(folder: Path, samples: list[Sample], path: Path) -> list[tuple[float, float]]:
     """What two updates give on a policy that loads an untouched checkpoint."""
-    from bapo_megatron.algo.bapo import grpo
-    from bapo_megatron.algo.losses.clip import search
-    from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig
-    from bapo_megatron.data.packing import pack_samples
-    from bapo_megatron.policy.megatron import MegatronPolicy
-    from tests.support.bapo_objective import loss_fn
-
-    model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96)
-    policy = MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-3), 4)
+    policy = small_policy(folder)
     policy.load(path, 0)
-    packs = pack_samples(samples, 96)
-    found = search(torch.zeros(2, dtype=torch.float64), grpo())
-    results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(2)]
-    return [(float(result.sums[0]), result.grad_norm) for result in results]
+    return [(float(result.sums[0]), result.grad_norm) for result in updates_of(policy, samples, 2)]

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.data.samples import Sample
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.device import check_environment, has_te_attention
+from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.tensor_types import MicroBatch
 from tests.support.models import EXPERTS, save_tiny_model
+from tests.support.policies import small_policy
 from tests.support.te_process import Choices, TransformerEngineProcess
 
 pytestmark = pytest.mark.distributed
@@ -85,17 +87,14 @@ def test_deterministic_attention(
         assert f"no deterministic attention here for packs of {longest} tokens" in str(answer)
 
 
-def small_policy(folder: Path, samples: list[Sample]) -> tuple[Any, list[MicroBatch]]:
-    from bapo_megatron.policy.megatron import MegatronPolicy
-
-    batch = BatchConfig(pack_tokens=96)
-    policy = MegatronPolicy(ModelConfig(folder, "bfloat16"), ONE, batch, OptimizerConfig(), 1)
+def policy_and_packs(folder: Path, samples: list[Sample]) -> tuple[MegatronPolicy, list[MicroBatch]]:
+    policy = small_policy(folder, dtype="bfloat16")
     return policy, pack_samples(samples, 96, "token", policy.pack_layout)
 
 
 def comparisons(folder: Path, samples: list[Sample]) -> int:
     """How often tensors are compared in a forward pass: each is a wait for the GPU."""
-    policy, packs = small_policy(folder, samples)
+    policy, packs = policy_and_packs(folder, samples)
     counted, compare = 0, torch.equal
 
     def equal(*tensors: torch.Tensor) -> bool:
@@ -110,7 +109,7 @@ def comparisons(folder: Path, samples: list[Sample]) -> int:
 
 def tables_of_rope(folder: Path, samples: list[Sample]) -> tuple[int, int]:
     """The lengths of packs' longest documents, and the tables of RoPE that they leave alive."""
-    policy, packs = small_policy(folder, samples)
+    policy, packs = policy_and_packs(folder, samples)
     made = type(policy._model[0].module.module.rotary_pos_emb).forward
     made.cache_clear()
     policy.log_probs(packs)
@@ -133,7 +132,7 @@ def rows_of_rope(folder: Path, samples: list[Sample]) -> tuple[list[int], list[i
     extension.observers.append(
         lambda name, given, _: rows.append(len(given[1])) if "fused_rope" in name else None
     )
-    policy, packs = small_policy(folder, samples)
+    policy, packs = policy_and_packs(folder, samples)
     policy.log_probs(packs)
     return [pack.max_seqlen for pack in packs], list(dict.fromkeys(rows))
 
@@ -170,7 +169,7 @@ def products_of_weights(folder: Path, samples: list[Sample]) -> tuple[int, Produ
             found.append((getattr(out, "dtype", None), given[14]))
 
     extension.observers.append(see)
-    policy, packs = small_policy(folder, samples)
+    policy, packs = policy_and_packs(folder, samples)
     policy.update(packs, lambda stats, _: -stats.log_prob_T.sum()[None])
     return len(packs), found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,14 @@ from bapo_megatron.config import ParallelConfig
 from bapo_megatron.data.packing import Sample
 from bapo_rehearsal.transformer_engine import layers
 from checkpoints_tools import to_hf, to_megatron
+from tests.distributed.test_checkpoints_of_kinds import load_and_look
 from tests.distributed.test_converted_checkpoints import train_and_save
-from tests.distributed.test_expert_checkpoints import load_and_look
 from tests.distributed.test_layouts import Answer, check_agreement
 from tests.distributed.test_route_replay import to_the_first_two
 from tests.support.models import EXPERTS, save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess
-from tests.te.conftest import at_versions
+from tests.te.conftest import answers, at_versions
 from tests.te.test_conversions import assert_equal, load_checkpoint
-from tests.te.test_layouts import answers
 
 pytestmark = pytest.mark.distributed
 
@@ -43,14 +43,9 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def reference(
-    te: TransformerEngineProcess, moe: Path, samples: list[Sample], references: dict[str, Answer]
-) -> Answer:
-    """On torch's experts, one after the other, by one process."""
-    if te.version not in references:
-        [references[te.version]] = answers(te, "one", moe, samples, layers=False, fused_adam=False)
-        assert not te.calls
-    return references[te.version]
+def reference(te: TransformerEngineProcess, moe: Path, samples: list[Sample], reference_of: Any) -> Answer:
+    """On torch's experts, one after the other."""
+    return reference_of(te, moe, samples)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

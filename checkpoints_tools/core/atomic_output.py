@@ -174,8 +174,8 @@ def atomic_output(output: Path) -> Iterator[Path]:
     with _only_writer(output):
         if folder.exists():  # a killed run's
             shutil.rmtree(folder)
-        folder.mkdir()
         try:
+            folder.mkdir()
             yield folder
             write_mark(folder, WRITER)  # before the rename: an output without its mark is never replaced
             put_in_place(folder, output, replaced_folder(output), WRITER, foreign)

@@ -310,7 +310,7 @@ def test_closing_leaves_nothing_half_written(tmp_path: Path) -> None:
     to_megatron(big, tmp_path / "megatron")
     owner = Owner(tmp_path / "run", big, tmp_path / "megatron/release")
     owner.reach(10)
-    while not list(owner.paths.step_exports.glob(".step_*")):
+    while not list(owner.paths.step_exports.glob(".step_*.tmp")):
         time.sleep(0.001)
     owner.exports.close()
     assert list(owner.paths.step_exports.iterdir()) == []

@@ -236,7 +236,8 @@ def _is_of_environments(results: Sequence[RewardResult]) -> bool:
 def _all_failed(results: list[RewardResult]) -> str:
     first = results[0]
     if _is_of_environments(results):
-        longer = ", or raise environment.step_limit_s" if first.detail.startswith("time") else ""
+        limit = "episode_limit_s" if "environment.episode_limit_s" in first.detail else "step_limit_s"
+        longer = f", or raise environment.{limit}" if first.detail.startswith("time") else ""
         return (
             f"the environment of all {len(results)} responses of the first step failed, the first with\n\n"
             f"{first.detail}\n\nNothing was trained. Mend environment.function or environment.settings"

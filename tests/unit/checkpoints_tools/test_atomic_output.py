@@ -169,6 +169,22 @@ def test_a_signal_during_locking_blocks_no_later_run(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == [output]
 
 
+def test_a_signal_as_the_folder_is_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, output = Path.mkdir, tmp_path / "output"
+
+    def told(folder: Path, *arguments: object, **more: object) -> None:
+        mkdir(folder, *arguments, **more)  # type: ignore[arg-type]
+        if folder == temporary_folder(output):
+            raise SystemExit(143)
+
+    monkeypatch.setattr(Path, "mkdir", told)
+    with pytest.raises(SystemExit, match="^143$"), atomic_output.atomic_output(output):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_lock_that_its_owner_has_deleted_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls in a turn, by hand."""
+"""Tool calls in a turn, and the messages and tools of three protocols, by hand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.environment.protocols import chat, server
 from bapo_megatron.environment.tools.calls import Call, answer_part, argument, tool_calls, without_calls
 from tests.support.chat_templates import family_tokenizer
 from tests.support.pages import ROOT
@@ -226,3 +227,62 @@ def test_the_prompt_is_what_the_template_makes_of_the_tool(family: str) -> None:
     theirs = template([{"role": "system", "content": first}, QUESTION], tools=[tool()], tokenize=False)
     assert ours == theirs
     assert '"name": "python"' in theirs
+
+
+QUESTION = {"role": "user", "content": "Guess my number."}
+
+
+def test_items_and_blocks_are_the_messages_of_a_chat() -> None:
+    """Whatever the protocol, the chat template gets the same messages and tools."""
+    schema = {"type": "object", "properties": {}}
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    calls = [{"id": "1", "type": "function", "function": call}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        QUESTION,
+        {"role": "assistant", "content": "I add.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+        {"role": "user", "content": "Continue."},
+    ]
+    function = {"name": "add", "description": "Adds.", "parameters": schema}
+    items = [
+        QUESTION,
+        {"type": "reasoning", "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
+        {"type": "function_call", "call_id": "1", **call},
+        {"type": "function_call_output", "call_id": "1", "output": "2"},
+        {"role": "user", "content": [{"type": "input_text", "text": "Continue."}]},
+    ]
+    blocks = [
+        QUESTION,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm."},
+                {"type": "text", "text": "I add."},
+                {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "2"}]},
+                {"type": "text", "text": "Continue."},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    tool = {"name": "add", "description": "Adds.", "input_schema": schema}
+    chat_tools = [{"type": "function", "function": function}]
+    bodies = [
+        {"messages": messages, "tools": chat_tools, "tool_choice": "none"},
+        {
+            "instructions": "Be brief.",
+            "input": items,
+            "tools": [{"type": "function", **function}],
+            "tool_choice": "none",
+        },
+        {"system": system, "messages": blocks, "tools": [tool], "tool_choice": {"type": "none"}},
+    ]
+    for protocol, body in zip(server.PROTOCOLS, bodies, strict=True):
+        assert protocol.read(body) == chat.ChatRequest(messages, chat_tools, takes_calls=False)

@@ -303,7 +303,10 @@ async def test_weights_are_asked_for_though_another_engine_is_dead(tmp_path: Pat
         other.restart()
         for slot in pool._slots:
             pool.quarantine(slot, "its server has ended")
+        await until(lambda: "other: has weight version 0, and 1 is in no folder" in world.refusals())
+        assert not pool.needs_weights, "the dead one may still come back"
         await until(lambda: pool.needs_weights)
+        assert world.sampler.needs_weights
 
 
 async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) -> list[str]:

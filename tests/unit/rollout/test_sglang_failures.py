@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import gzip
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -14,10 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
-import aiohttp
 import numpy as np
 import pytest
-import uvloop
 from aiohttp import web
 from safetensors.torch import load_file
 
@@ -150,54 +147,6 @@ def test_a_control_call_is_sent_once_over_a_new_connection(
     assert server.cuts == 0
     assert kept not in server.connections
     assert len(set(server.connections)) == len(server.connections)
-
-
-def test_a_name_server_that_fails_for_a_while_loses_no_server(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten minutes after the name was asked for: a health check is a new connection."""
-
-    def names_fail(*_: Any, **__: Any) -> Any:
-        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-
-    async def asked_again() -> int:
-        sessions = HttpSessions()
-        client = SglangServer(server.url.replace("127.0.0.1", "localhost"), sessions)
-        try:
-            await client.weight_version()
-            monkeypatch.setattr(socket, "getaddrinfo", names_fail)
-            later = time.monotonic() + 600
-            monkeypatch.setattr("aiohttp.connector.monotonic", lambda: later)
-            return await client.weight_version()
-        finally:
-            await sessions.close()
-
-    assert asyncio.run(asked_again()) == 0
-
-
-def test_a_connection_without_traffic_is_kept_open(server: FakeServer) -> None:
-    """An answer may take an hour, without a byte before it: gateways forget idle connections in minutes."""
-
-    async def options() -> list[int]:
-        sessions = HttpSessions()
-        try:
-            await SglangServer(server.url, sessions).generate(REQUEST, "r1")
-            connector = sessions.kept.connector
-            assert isinstance(connector, aiohttp.TCPConnector)
-            [[(protocol, _)]] = connector._conns.values()
-            assert protocol.transport is not None
-            used = protocol.transport.get_extra_info("socket")
-            of_tcp = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-            found = [used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)]
-            return [*found, *(used.getsockopt(socket.IPPROTO_TCP, option) for option in of_tcp)]
-        finally:
-            await sessions.close()
-
-    for run in (asyncio.run, uvloop.run):
-        is_on, idle_s, interval_s, count = run(options())
-        assert is_on == 1
-        assert idle_s <= 120, "Azure's balancers forget a connection after 240 s, AWS's after 350 s"
-        assert idle_s + count * interval_s < 300
 
 
 def test_an_answer_with_token_ids_outside_the_vocabulary_is_a_server_failure(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+from yarl import URL
 
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.sent_weights import TensorDigests
@@ -32,8 +33,9 @@ _KEEP_IDLE_S = 2.0
 """Idle keep-alive, below uvicorn's 5 s, so that requests avoid closing ones (`KeptConnectionClosed`)."""
 
 _KEEP_NAMES_S = 3600
-"""Seconds for which a server's address is kept. By default aiohttp asks for it every 10 s: a name server that
-fails for half a minute would then fail every health check, and cost all engines their requests."""
+"""Seconds for which a server's address is kept, while it takes connections. By default aiohttp asks for it
+every 10 s: a name server that fails for half a minute would then fail every health check, and cost all
+engines their requests."""
 
 _READ_BYTES = 1 << 20
 """Unread reply bytes at which aiohttp stalls the server; at its 64 kB replies with routes stall often."""
@@ -65,6 +67,13 @@ class HttpSessions:
     async def close(self) -> None:
         await self.kept.close()
         await self.new.close()
+
+    def forget_address(self, url: str) -> None:
+        """Ask for a server's address again at the next connection: it may have moved."""
+        parts = URL(url)
+        for session in (self.kept, self.new):
+            assert isinstance(session.connector, aiohttp.TCPConnector)
+            session.connector.clear_dns_cache(parts.host, parts.port)
 
 
 def _connector(**more: Any) -> aiohttp.TCPConnector:
@@ -298,11 +307,14 @@ class SglangServer:
                     raise self._refusal(url, answer.status, content)
                 return content
         except aiohttp.ConnectionTimeoutError:
+            self._sessions.forget_address(url)
             raise ServerError(f"{url}: no connection within {_CONNECT_S:g} s") from None
         except TimeoutError as error:
             raise ServerError(f"{url}: no answer within {timeout:g} s") from error
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             self._forget()
+            if isinstance(error, aiohttp.ClientConnectorError):
+                self._sessions.forget_address(url)
             kind = KeptConnectionClosed if connection["reused"] else ServerError
             raise kind(f"{url}: {type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:

@@ -97,8 +97,8 @@ def open_run(config: RunConfig, begun: Begun, preemption: PreemptionSignal) -> I
     policy = build_policy(config)
     if is_main():
         _tell_built(policy.optimizer_name, config.model.hf_path)
-    held, sources = config.batch.hold_forwards, config.data.source_names
-    update_loss = UpdateLoss(config.algorithm, held, sources, _keeps_keys(config))
+    hold_forwards, sources = config.batch.hold_forwards, config.data.source_names
+    update_loss = UpdateLoss(config.algorithm, hold_forwards, sources, _keeps_keys(config))
     point = find_resume_point(config, begun)
     saved = point.checkpoint
     # Load checkpoint and reference before anything is written or started: a failed load then leaves the run's

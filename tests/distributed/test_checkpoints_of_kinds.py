@@ -114,7 +114,9 @@ def load_both(folder: Path, other: Path, parallel: ParallelConfig, checkpoint: P
             *((HYBRID, text) for text in ("tp2-cp2", "pp2-vpp2")),
             *((EXPERT_HYBRID, text) for text in ("tp2-sp-ep2", "pp2")),
         ],
-        *((EXPERTS, "dp2-pp2-ep2"), (HYBRID, "tp2-cp2"), (EXPERT_HYBRID, "tp2-sp-ep2")),
+        (EXPERTS, "dp2-pp2-ep2"),
+        (HYBRID, "tp2-cp2"),
+        (EXPERT_HYBRID, "tp2-sp-ep2"),
     ),
 )
 def test_megatron_loads_what_the_converter_writes(

@@ -58,7 +58,9 @@ class AgentEnd:
     """Content of the file ``REWARD_FILE``; empty if the program wrote none."""
 
     def log(self, command: Sequence[str], turns: int) -> str:
-        how = f"was ended by the run after {turns} turns" if self.code is None else f"ended with {self.code}"
+        how = f"ended with {self.code}"
+        if self.code is None:
+            how = f"was ended by the run after {turns} answers: a limit of its episode, or the run's own end"
         return (
             f"{command} {how}\nreward file: {self.reward_file[:80]!r}\n\n"
             f"--- standard error ---\n{self.errors}\n--- standard output ---\n{self.output}\n"

@@ -274,7 +274,7 @@ def test_a_program_that_the_run_ends_has_its_log(tmp_path: Path, monkeypatch: py
 
     asyncio.run(cut())
     text = (tmp_path / "0-0-0.log").read_text()
-    assert "was ended by the run after 2 turns\n" in text
+    assert "was ended by the run after 2 answers: " in text
     assert "thinks" in text
 
 

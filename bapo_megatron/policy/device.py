@@ -209,7 +209,6 @@ def cpu_mode() -> None:
     """Make megatron-core run on the CPU. Idempotent; does nothing with CUDA."""
     if has_cuda():
         return
-    set_default("TORCHDYNAMO_DISABLE", "1")
     _answer_cuda_queries()
     use_torch_optimizer()
     choose_vector_kernels()

@@ -16,6 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
+from bapo_megatron.runtime.device import set_default
+
 _TRITON_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
 
 
@@ -27,6 +31,16 @@ def replace_triton_kernels() -> None:
         module.GLOBAL_BLOCK_SIZE = 1024
         module.paged_stash_copy_kernel = module.paged_stash_pop_kernel = None
         sys.modules[_TRITON_KERNELS] = module
+
+
+def compile_on_gpus_only() -> None:
+    """Turn ``torch.compile`` off in a process whose torch has no GPU, unless the user sets the variable.
+
+    megatron-core decorates small functions with it, so this must precede its import. On a CPU a compilation
+    takes ten seconds in every process, more than these functions do in a run, and requires a C++ compiler.
+    """
+    if not torch.cuda.is_available():
+        set_default("TORCHDYNAMO_DISABLE", "1")
 
 
 @cache

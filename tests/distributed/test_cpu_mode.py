@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import Tensor
 
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.policy import device
+from tests.support.models import HYBRID, random_samples, save_tiny_model
+from tests.support.policies import small_policy
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -83,6 +88,20 @@ def test_types_go_by_the_names_of_a_gpu() -> None:
     [found] = run_layout(names_of_types, ParallelConfig())
     expected = ("torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", torch.float64, torch.bfloat16, True)
     assert found == expected
+
+
+def compilations(folder: Path) -> dict[str, int]:
+    """What torch.compile counts of a hybrid's log-probs: megatron-core decorates its gate of the attention."""
+    policy = small_policy(folder)
+    policy.log_probs(pack_samples(random_samples(2), 96, "token", policy.pack_layout))
+    return dict(torch._dynamo.utils.counters["stats"])
+
+
+@WITHOUT_GPU
+def test_nothing_is_compiled(tmp_path: Path) -> None:
+    """It took ten seconds of every process."""
+    folder = save_tiny_model(HYBRID, tmp_path / "model")
+    assert run_layout(compilations, ParallelConfig(), folder) == [{}]
 
 
 def test_the_process_of_the_tests_is_left_alone() -> None:

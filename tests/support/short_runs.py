@@ -34,7 +34,8 @@ SHORT = [
     "--reward.workers=1",  # each takes a second of a core to start
     "--rollout.prompts-per-step=6",
     "--rollout.group-size=4",
-    "--optimizer.warmup-updates=20",  # the schedule's place must come back, too
+    "--algorithm.updates-per-epoch=2",
+    "--optimizer.warmup-updates=10",  # the schedule's place must come back, too
     "--optimizer.lr=2e-4",  # so that ratios leave 1, and the bounds move
     "--algorithm.bounds.target=0.65",
 ]

@@ -45,24 +45,19 @@ def check_quantization(config: Mapping[str, Any], source: str) -> None:
     asked = config.get(_FIELD)
     if not asked:
         return
-    method = asked.get("quant_method") if isinstance(asked, dict) else asked
-    if not isinstance(asked, dict) or method != "fp8":
-        raise ConfigError(
-            f"{source}: {_FIELD} has quant_method={method!r:.80}, which is not supported; give a folder in "
-            f"bfloat16, or in fp8 with scales of {BLOCK} x {BLOCK} blocks"
-        )
+    fields = asked if isinstance(asked, dict) else {"quant_method": asked}
     wanted: dict[str, Sequence[Any]] = {
+        "quant_method": ("fp8",),
         "weight_block_size": ([BLOCK, BLOCK],),
         "fmt": (None, "e4m3"),
         "expert_dtype": (None, "fp8"),
         "modules_to_convert": (None, []),
     }
     for field, values in wanted.items():
-        if asked.get(field) not in values:
-            known = " or ".join("none" if value is None else json.dumps(value) for value in values)
+        if fields.get(field) not in values:
             raise ConfigError(
-                f"{source}: {_FIELD} has {field}={asked.get(field)!r:.80}, which is not supported; of fp8 "
-                f"folders those with {field} {known} are read: give such a folder, or one in bfloat16"
+                f"{source}: {_FIELD} has {field}={fields.get(field)!r:.80}, which is not supported; give a "
+                f"folder in bfloat16, or in fp8 (e4m3) with scales of {BLOCK} x {BLOCK} blocks"
             )
 
 
@@ -100,26 +95,17 @@ def scales_problem(
 ) -> str | None:
     """Problem of the matrix ``name`` and its scales, each as type and shape (None: missing); None if none.
     ``stacked_rows``: from ``fused_rows``. ``described``: whether config.json declares fp8."""
-    if weight is None or (scales is not None and weight[0] != FP8):
-        what = "is missing" if weight is None else f"is {weight[0]}, not {FP8}"
-        return f"tensor {scale_name(name)} is there, but tensor {name} {what}: fetch the model again"
-    if weight[0] != FP8:
-        return None
+    if weight is None or weight[0] != FP8:
+        return None if scales is None else f"tensor {scale_name(name)} is there, but no {name} in {FP8}"
     if not described:
         return f"tensor {name} is {FP8}, but config.json has no {_FIELD}: take that of the model"
-    if len(weight[1]) < 2:
-        return f"tensor {name} is {FP8} with shape {list(weight[1])}; matrices alone have block scales"
-    if scales is None:
-        return (
-            f"tensor {name} is {FP8}, but its scales are missing ({scale_name(name)}): without them its "
-            "numbers mean nothing; fetch the model again"
-        )
+    if scales is None or len(weight[1]) < 2:
+        return f"tensor {name} is {FP8} of shape {list(weight[1])}, without scales ({scale_name(name)})"
     wanted = scale_shape(weight[1])
     if scales[0] not in SCALE_TYPES or scales[1] != wanted:
         return (
             f"tensor {scale_name(name)} is {scales[0]} {list(scales[1])}; {name} of shape "
-            f"{list(weight[1])} has {' or '.join(SCALE_TYPES)} {list(wanted)}, one for each block of "
-            f"{BLOCK} x {BLOCK}"
+            f"{list(weight[1])} has {' or '.join(SCALE_TYPES)} {list(wanted)}"
         )
     if stacked_rows is not None and stacked_rows % BLOCK:
         return (

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.runtime.files import file_inside, read_file_inside
@@ -33,7 +32,7 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
             "it must be a Hugging Face folder in safetensors (docs/customize.md#files-of-verl-as-they-are)"
         )
     try:
-        weight_map = json.loads(read_file_inside(folder, INDEX), object_pairs_hook=json_table)["weight_map"]
+        weight_map = json.loads(read_file_inside(folder, INDEX))["weight_map"]
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r:.200}") from None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -76,39 +75,16 @@ def left_out_text(folder: Path) -> str | None:
     """Message about ignored files; None without any."""
     if not (names := files_left_out(folder)):
         return None
-    indexed = (folder / INDEX).exists()
-    why = f"{INDEX} does not name" if indexed else f"without {INDEX} {SINGLE} is all of it, beside"
-    what = ("is", "it") if len(names) == 1 else ("are", "them")
-    return f"model folder {folder}: {', '.join(names[:5])} {what[0]} not part of the model: {why} {what[1]}"
+    listed = f"that {INDEX} names" if (folder / INDEX).exists() else f"of {SINGLE}"
+    return f"model folder {folder}: the model is all {listed}; not part of it: {', '.join(names[:5])}"
 
 
 def check_shard(path: Path, names: Iterable[str], weight_map: Mapping[str, str]) -> None:
     """Raise CheckpointError unless the index places all tensors ``names`` in the file ``path``. Libraries
     load every tensor of a listed file, whatever the index says about it."""
     for name in names:
-        if (placed := weight_map.get(name)) != path.name:
-            where = "does not list" if placed is None else f"places in {placed}"
+        if weight_map.get(name) != path.name:
             raise CheckpointError(
-                f"{path} holds tensor {name}, which {INDEX} {where}; transformers and engines would load it "
-                "all the same: take the index that belongs to the files, or fetch the model again"
+                f"{path} holds tensor {name}, which {INDEX} does not place there; engines would load it all "
+                "the same: take the index that belongs to the files, or fetch the model again"
             )
-
-
-def missing_file(path: Path, weight_map: Mapping[str, str]) -> str:
-    """Error message for a missing weight file listed in the index."""
-    first, *others = sorted(name for name, file in weight_map.items() if file == path.name)
-    more = f" and {len(others)} more" if others else ""
-    return (
-        f"{path} is missing: the index says that it holds {first}{more}. Copy it from where the model came "
-        "from, or fetch the model again"
-    )
-
-
-def json_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its pairs. Raises ValueError for a duplicate key."""
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice} stands there twice")
-    return result

@@ -70,29 +70,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"layer_types": 4}, "layer_types=4 is not a list"),
     ("qwen2", {"layer_types": [4]}, r"layer_types=\[4\] is not a list"),
     ("qwen2", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is neither true nor false"),
-    ("qwen2", {"use_sliding_window": "false"}, "use_sliding_window='false' is neither"),
-    ("llama", {"attention_bias": 0}, "attention_bias=0 is neither"),
-    ("qwen3_moe", {"norm_topk_prob": "true"}, "norm_topk_prob='true' is neither"),
     ("qwen2", {"hidden_size": "48"}, "hidden_size='48' is not an integer"),
-    ("qwen2", {"hidden_size": float("inf")}, "hidden_size=inf is not an integer"),
-    ("qwen2", {"vocab_size": True}, "vocab_size=True is not an integer"),
-    ("qwen2", {"vocab_size": None}, "vocab_size=None is not an integer"),
     ("qwen3_moe", {"num_key_value_heads": None}, "num_key_value_heads=None is not an integer"),
-    ("qwen3", {"head_dim": "128"}, "head_dim='128' is not an integer"),
-    ("qwen3_moe", {"num_experts": "4"}, "num_experts='4' is not an integer"),
-    ("qwen2", {"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' is not a number"),
     ("qwen2", {"rope_theta": "1e6"}, "rope_theta='1e6' is not a number"),
     ("qwen2", {"rope_scaling": "linear"}, "rope_scaling='linear' is not an object"),
-    ("llama", {"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor='8' is not a number"),
     # values that no model has
     ("qwen2", {"num_key_value_heads": 0}, "kv_heads=0 cannot be"),
     ("qwen2", {"num_key_value_heads": 3}, "heads=8 is not a multiple of num_key_value_heads=3"),
     ("qwen2", {"num_attention_heads": 0, "head_dim": None}, "by zero"),
     ("qwen2", {"rope_theta": 0}, "rope_theta=0.0 cannot be"),
     ("qwen3_moe", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 cannot be: there are 5 experts"),
-    ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok=0 cannot be"),
     ("qwen3_moe", {"num_experts": 10**9}, "num_experts=1000000000 cannot be"),
-    ("qwen3_moe", {"moe_intermediate_size": -1}, "moe_intermediate_size=-1 cannot be"),
     # other functions than the trainer's
     ("qwen2", {"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
     ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -104,7 +92,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported"),  # norms in its place
     ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
     (
         "qwen3_moe",
         {"num_experts_per_tok": 1, "norm_topk_prob": True},
@@ -130,27 +117,24 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": LLAMA3, "original_max_position_embeddings": 128},
         "embeddings=128 is not supported",
     ),
-    ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
     (
         "qwen2",
         {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
         "partial_rotary_factor=0.5 is not supported",
     ),
-    ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor=None is not"),
     ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor=2.0 is not"),
     # quantizations
     (
         "qwen3_moe",
         quantized(quant_method="awq", bits=4),
-        "quant_method='awq', which is not supported; give",
+        "quant_method='awq', which is not supported; give a folder in bfloat16",
     ),
-    ("qwen3_moe", {"quantization_config": "fp8"}, "quant_method='fp8', which is not supported"),
-    ("qwen3_moe", quantized(quant_method="fp8"), r"weight_block_size=None, .* \[128, 128\] are read"),
+    ("qwen3_moe", {"quantization_config": "fp8"}, "weight_block_size=None, which is not supported"),
     ("qwen3_moe", quantized(quant_method="fp8", weight_block_size=[1, 32]), r"block_size=\[1, 32\]"),
     (
         "qwen3_moe",
         quantized(**FP8 | {"fmt": "e5m2"}),
-        "fmt='e5m2', .* with fmt none or \"e4m3\" are read",
+        "fmt='e5m2', which is not supported",
     ),
     ("qwen3_moe", quantized(**FP8, expert_dtype="fp4"), "expert_dtype='fp4'"),
     ("qwen3_moe", quantized(**FP8, modules_to_convert=["embed"]), r"modules_to_convert=\['embed'\]"),
@@ -162,13 +146,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_a_mistake_names_its_field(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"here: .*{message}"):
         model_shape({**config_of(family), **changes}, "here")
-
-
-@pytest.mark.parametrize("field", ["factor", "low_freq_factor", "high_freq_factor"])
-def test_a_scaling_without_a_number_names_it(field: str) -> None:
-    scaling = {name: value for name, value in LLAMA3.items() if name != field}
-    with pytest.raises(ConfigError, match=rf"here: .*{field}"):
-        model_shape(config_of("llama", rope_scaling=scaling), "here")
 
 
 def test_the_positions_of_a_scaling_may_stand_beside_it() -> None:

@@ -23,8 +23,7 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.layers.mlp import Experts, SharedExperts
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
-from checkpoints_tools import to_hf, to_megatron
-from tests.support.checkpoint_models import config_of, folder_bytes, save_changed
+from tests.support.checkpoint_models import config_of, save_changed
 from tests.support.cluster_recipes import FOLDER
 from tests.support.models import EXPERTS, save_tiny_model, tiny_model
 
@@ -114,16 +113,6 @@ def test_a_fused_folder_without_one_layers_experts_is_refused(fused: Path, tmp_p
     lacking = save_changed(fused, tmp_path / "lacking", **{"model.layers.1.mlp.experts.down_proj": None})
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.0\.down_proj\.weight is missing"):
         HfReader(lacking).check(read_model_shape(lacking))
-
-
-def test_a_fused_folder_converts_to_the_plain_one(folder: Path, fused: Path, tmp_path: Path) -> None:
-    for name, path in {"of_plain": folder, "of_fused": fused}.items():
-        to_megatron(path, tmp_path / name)
-        to_hf(tmp_path / name, tmp_path / f"{name}_hf")
-    ours, plain = (folder_bytes(tmp_path / f"{name}_hf") for name in ("of_fused", "of_plain"))
-    assert (
-        ours["model.safetensors"] == plain["model.safetensors"] == folder_bytes(folder)["model.safetensors"]
-    )
 
 
 def test_sglang_is_not_given_a_fused_folder(folder: Path, fused: Path) -> None:

@@ -17,7 +17,7 @@ from bapo_megatron.hf.parameter_map import hf_tensors
 from bapo_megatron.hf.reader import HfReader, dequantized
 from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
-from checkpoints_tools import inspect_checkpoint, to_megatron
+from checkpoints_tools import to_megatron
 from tests.support.checkpoint_models import (
     config_of,
     load_tensors,
@@ -112,15 +112,10 @@ Q = "model.layers.1.self_attn.o_proj.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({f"{Q}_scale_inv": None}, r"o_proj\.weight is F8_E4M3, but its scales are missing \(.*_scale_inv\)"),
-        ({Q: None}, r"o_proj\.weight_scale_inv is there, but tensor .*o_proj\.weight is missing"),
-        ({Q: torch.zeros(144, 192).bfloat16()}, r"_scale_inv is there, but tensor .* is BF16, not F8_E4M3"),
-        ({f"{Q}_scale_inv": torch.ones(2, 1)}, r"is F32 \[2, 1\]; .* has F32 or BF16 \[2, 2\], one for each"),
+        ({f"{Q}_scale_inv": None}, r"o_proj\.weight is F8_E4M3 of .*, without scales \(.*_scale_inv\)"),
+        ({Q: torch.zeros(144, 192).bfloat16()}, r"_scale_inv is there, but no .*o_proj\.weight in F8_E4M3"),
+        ({f"{Q}_scale_inv": torch.ones(2, 1)}, r"is F32 \[2, 1\]; .* has F32 or BF16 \[2, 2\]"),
         ({f"{Q}_scale_inv": torch.ones(2, 2).half()}, r"is F16 \[2, 2\]; .* has F32 or BF16 \[2, 2\]"),
-        (
-            {"model.norm.weight": torch.zeros(144).to(torch.float8_e4m3fn)},
-            r"model\.norm\.weight is F8_E4M3 with shape \[144\]; matrices alone have block scales",
-        ),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -191,13 +186,3 @@ def test_weights_beside_the_config_of_an_fp8_folder_are_not_called_fp8(folder: P
 def test_sglang_is_not_given_an_fp8_folder(folder: Path) -> None:
     with pytest.raises(ConfigError, match="is quantized: servers would load it into fp8 layers"):
         SglangBackend().check_weights(folder)
-
-
-def test_an_inspection_lists_numbers_and_scales(folder: Path) -> None:
-    found = inspect_checkpoint(folder)
-    held = load_tensors(folder)
-    assert found.dtypes == {
-        name: sum(tensor.nbytes for tensor in held.values() if tensor.dtype == kind)
-        for name, kind in (("BF16", torch.bfloat16), ("F32", torch.float32), ("F8_E4M3", torch.float8_e4m3fn))
-    }
-    assert any(group.key.endswith("o_proj.weight_scale_inv") for group in found.keys)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, model_shape, read_model_shape
@@ -85,36 +83,6 @@ def test_the_parts_that_a_rank_reads_are_its_shard(family: str, tp: int, tmp_pat
                 for part in shard_parts(mapping, rank, tp)
             ]
             assert torch.equal(torch.cat(parts), shard(mapping, whole, rank, tp)), name
-
-
-class NewBytes(TorchDispatchMode):
-    """Bytes of the storages that operators make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and not func.is_view:
-            self.total += out.untyped_storage().nbytes()
-        return out
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    "name", ["mlp.linear_fc1.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"]
-)
-def test_a_parameter_is_made_whole_with_one_copy(name: str, size: int) -> None:
-    """Gate over up on each rank (fc1), rows (qkv), columns (proj): a rank holds the shards and the whole."""
-    model = shape(hidden_size=16, num_attention_heads=8, num_key_value_heads=4, intermediate_size=12)
-    mapping = mapping_table(model)[f"decoder.layers.{{layer}}.{name}"]
-    whole = torch.randn(mapping.shape)
-    pieces = [shard(mapping, whole, rank, size).contiguous() for rank in range(size)]
-    with NewBytes() as made:
-        again = unshard(mapping, pieces)
-    assert torch.equal(again, whole)
-    assert made.total == whole.nbytes
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, EXPERTS])

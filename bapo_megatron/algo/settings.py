@@ -9,7 +9,6 @@ TOML table: ``table_problems``. An error is one line with the field and, usually
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -202,9 +201,7 @@ def _problems(field: str, owner: str, taken: list[Setting], settings: Mapping[st
     for name, value in settings.items():
         if name not in known:
             takes = "; ".join(map(str, taken)) or "none"
-            near = difflib.get_close_matches(name, known, 1)
-            fix = f"is it {near[0]}?" if near else "leave it out"
-            yield f"{field}.{name}={value!r}: {owner} has no such setting, {fix}; its settings: {takes}"
+            yield f"{field}.{name}={value!r}: {owner} has no such setting; its settings: {takes}"
         elif problem := known[name].problem(value):
             yield f"{field}.{name}={value!r} {problem}; {owner} takes {known[name]}"
     for setting in taken:
@@ -244,9 +241,7 @@ def table_problems(kind: type, table: Mapping[str, Any], prefix: str = "") -> It
     for name, value in table.items():
         path = f"{prefix}{name}"
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1, 0.5)
-            known = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(fields)}"
-            yield path, f" is unknown; {known}"
+            yield path, f" is unknown; there are {', '.join(fields)}"
         elif dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
             yield from table_problems(cast(type, hints[name]), value, f"{path}.")
         elif problem := type_problem(tuple(value) if isinstance(value, list) else value, hints[name]):

@@ -8,9 +8,9 @@ each rank's queries attend to the preceding part of their document. No mask tens
 GPU uses ``flash_attention``; other cases use padded batches for whole documents and ``prefix_attention`` for
 chunks.
 
-Flash attention: one call of torch's variable-length kernel for all chunks, from torch 2.11 on
-(``device.varlen_problem``). Its causal mask aligns the last query with the last key (bottom right), which
-suits a document's chunk: its queries are the last of its keys.
+Flash attention: one call of torch's variable-length kernel for all chunks, from torch 2.11 on.
+Its causal mask aligns the last query with the last key (bottom right), which suits a document's chunk: its
+queries are the last of its keys.
 
 Padded batches: documents of similar length, right-padded, through SDPA. Under a causal mask no real query
 sees the padding behind it, so SDPA needs no mask tensor and can use its fast kernels.

@@ -6,8 +6,7 @@ calling thread, megatron-core patches in the whole process. With CUDA ``select_d
 
 Transformer Engine does not refuse a GPU without an attention kernel: without context parallelism it computes
 all scores of padded documents (unfused), with it a layer fails in the first pass. So ``has_te_attention``
-asks before a model is built; ``*_problem`` functions return what is missing, or None, and
-``check_environment`` raises ConfigError, before a run starts.
+asks before a model is built.
 """
 
 from __future__ import annotations
@@ -27,19 +26,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.device import (
-    choose_vector_kernels,
-    environment_variable,
-    has_apex,
-    set_default,
-    uses_gpu,
-)
+from bapo_megatron.runtime.device import choose_vector_kernels, environment_variable, set_default, uses_gpu
 
 _CPU = torch.device("cpu")
 _TE_BASE = "transformer_engine.pytorch.module.base"
 _thread = threading.local()
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-_SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _NORM_BLOCK = 2**14
 """Block size of the gradient norm, in elements: 128 KiB of float64, which fits a cache. torch sums so few
 elements on one thread, so the sum does not depend on the thread count."""
@@ -55,48 +47,6 @@ def has_cuda() -> bool:
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
     """Whether layers are Transformer Engine's: on a GPU, if installed, in half precision (it requires it)."""
     return dtype != torch.float32 and has_cuda() and find_spec("transformer_engine") is not None
-
-
-def optimizer_problem() -> str | None:
-    """The problem with megatron's choice of Adam on this GPU, with the fix; None if there is none."""
-    if not has_cuda() or find_spec("transformer_engine") is not None or not has_apex():
-        return None
-    if find_spec("amp_C") is not None:
-        return None
-    return (
-        "apex is installed without its CUDA kernels (amp_C), and megatron takes its FusedAdam: build it with "
-        "them (docs/gpu.md), or pip uninstall apex, for torch's AdamW"
-    )
-
-
-def attention_problem(dtype: torch.dtype) -> str | None:
-    """The lack of an attention kernel for ``dtype`` here, with the fix; None if one exists.
-    ``layers.layer_spec`` later checks Transformer Engine's kernels for a layout and a GPU."""
-    if dtype == torch.float32 or not has_cuda() or uses_transformer_engine(dtype):
-        return None
-    return varlen_problem()
-
-
-def varlen_problem() -> str | None:
-    """The lack of variable-length attention in torch, with the fix; None if torch has it."""
-    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if release >= (2, 11):
-        return None
-    return (
-        f"torch {torch.__version__} has no variable-length attention with a window (torch 2.11 has): "
-        "install transformer-engine[pytorch], or a newer torch"
-    )
-
-
-def check_environment() -> None:
-    """Raise ConfigError if a variable disables a Transformer Engine kernel, which megatron asserts."""
-    for name in _SWITCHES:
-        value = environment_variable(name) or "1"
-        if value != "1":
-            raise ConfigError(
-                f"{name}={value} in the environment: megatron-core wants all of {', '.join(_SWITCHES)} unset "
-                f"or 1 and chooses the kernel itself: unset {name}"
-            )
 
 
 @cache

@@ -7,13 +7,10 @@ Engine or torch, modified by the layer's builders. ``builders`` returns those of
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
@@ -21,9 +18,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.layers import Block, Kind
-from bapo_megatron.policy import device
 from bapo_megatron.policy.attention import DocumentAttention
 from bapo_megatron.policy.device import has_te_attention, pack_attention
 from bapo_megatron.policy.experts import replaying
@@ -114,7 +109,7 @@ def builders(kinds: Iterable[Kind], te: bool) -> list[Builder]:
 
 
 def layer_spec(block: Block, config: TransformerConfig, te: bool, longest: int) -> ModuleSpec:
-    """The spec of one transformer layer. Raises ConfigError without an attention kernel for ``longest``."""
+    """The spec of one transformer layer, for documents of up to ``longest`` tokens."""
     if te:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     else:
@@ -162,25 +157,11 @@ def _te_attention(config: TransformerConfig, longest: int) -> type:
     """Transformer Engine's attention, or torch's where Transformer Engine has no kernel for packs."""
     attention = pack_attention()
     if not has_te_attention(config, longest):
-        if problem := device.varlen_problem():
-            raise ConfigError(f"Transformer Engine has no attention for packs on this GPU, and {problem}")
-        _announce_torch_attention()
         attention = DocumentAttention
     if attention is not DocumentAttention or config.context_parallel_size == 1:
         # These kernels keep no scores and no other rank's keys: recomputation would keep more and rerun them.
         config.recompute_modules = [name for name in config.recompute_modules if name != "core_attn"]
     return attention
-
-
-@lru_cache(maxsize=1)
-def _announce_torch_attention() -> None:
-    if dist.get_rank() == 0:
-        print(
-            "attention is torch's variable-length kernel: Transformer Engine has none for packs on this GPU "
-            "(it has with flash-attn installed, and on Hopper and newer)",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 class MlpBuilder(Builder):

@@ -39,7 +39,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, carried_files, read_model_shape
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer, read_vocabulary
-from bapo_megatron.policy.device import attention_problem, check_environment, has_cuda, optimizer_problem
+from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import check_functions, needs_sandbox
 from bapo_megatron.reward.sandbox.sandbox import checked_sandbox
@@ -202,10 +202,9 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
 
 def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
     """Check a model's weights and the device; return the model's shape. Raises ConfigError if the HF folder
-    lacks a tensor, the layout cannot split it, torch cannot use this machine's GPU, a kernel package is
-    missing, or an environment variable forbids the layout's attention backend."""
+    lacks a tensor, the layout cannot split it, torch cannot use this machine's GPU, or a kernel package is
+    missing."""
     has_cuda()
-    check_environment()
     shape = read_model_shape(model.hf_path)
     problems = []
     try:
@@ -214,10 +213,6 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
         problems.append(str(error))
     replicas = data_parallel_size(parallel, launched_world_size())
     problems += layout_problems(replace(parallel, data=replicas), shape)
-    if problem := attention_problem(getattr(torch, model.dtype)):
-        problems.append(f"model.dtype={model.dtype}: {problem}")
-    if problem := optimizer_problem():
-        problems.append(problem)
     if problem := missing_package(shape.kinds, getattr(torch, model.dtype)):
         problems.append(f"model.hf_path={model.hf_path}: {problem}")
     raise_problems(problems)

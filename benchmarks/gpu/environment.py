@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from bapo_megatron.planning.job import GB
-from bapo_megatron.policy.device import attention_problem, uses_transformer_engine
+from bapo_megatron.policy.device import uses_transformer_engine
 from benchmarks.common import machine
 from benchmarks.gpu.rows import Row, Size
 
@@ -32,8 +32,6 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
         yield Row(name, _version(name))
     yield Row("Python", platform.python_version())
     yield Row("bfloat16 layers", "Transformer Engine" if uses_transformer_engine(torch.bfloat16) else "torch")
-    problem = attention_problem(torch.bfloat16)
-    yield Row("bfloat16 attention", problem or "available", "available", problem is None)
 
 
 def room(folder: Path) -> Iterator[Row]:

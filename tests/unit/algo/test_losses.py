@@ -116,9 +116,7 @@ BOUNDED, WIDE = f"{__name__}:Bounded", f"{__name__}:Wide"
     ("loss", "settings", "low"),
     [
         (BOUNDED, {}, 0.8),
-        (BOUNDED, {"widening": 4.0}, 0.2),
         (WIDE, {}, 0.4),
-        (WIDE, {"widening": 1.0}, 0.8),
     ],
 )
 def test_settings_reach_the_constructor(loss: str, settings: dict[str, float], low: float) -> None:
@@ -147,9 +145,7 @@ def test_settings_without_annotations_take_the_type_of_their_default() -> None:
     [
         (WIDE, {"widening": 0}, r"widening=0 must be above 0; .* default 2.0$"),
         (UNTYPED, {"extra": 1, "width": "x"}, r"width='x' must be a number; .* width: float, default 2.0$"),
-        (UNTYPED, {"extra": 1, "name": 1}, r"name=1 must be text"),
         (UNTYPED, {}, r"^algorithm.loss_settings.extra is missing: .* extra: Any, needed$"),
-        (UNTYPED, {"extra": 1, "algorithm": 2}, r"algorithm=2: .* has no such setting"),
     ],
 )
 def test_a_constructors_settings_are_checked(loss: str, settings: dict[str, Any], message: str) -> None:
@@ -232,7 +228,7 @@ def test_a_loss_of_the_present_directory_is_found(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("loss", "bounds", "fields"),
     [
-        (BOUNDED, balanced(), "reads fixed bounds and searches none.*algorithm.bounds=fixed"),
+        (BOUNDED, balanced(), "low_end=0.9.*high_end=3.0.*algorithm.bounds=fixed"),
         (
             BOUNDED,
             dataclasses.replace(clip_higher(), dual_clip=3.0, target=0.5),

@@ -35,12 +35,6 @@ def short(rewards):
 def infinite(rewards):
     return rewards.reward_N / 0.0 + float("inf")
 
-def large(rewards):
-    return rewards.reward_N * 1e39
-
-def column(rewards):
-    return rewards.reward_N[:, None]
-
 def by_format(rewards):
     return rewards.named["format"]
 
@@ -53,10 +47,6 @@ def summed(rewards):
 
 def weighted(rewards, weights: dict):
     return sum(weights[name] * value_N for name, value_N in rewards.named.items())
-
-@each_group
-def mean_of_group(group):
-    return group.reward_N.mean()
 
 @each_group
 def of_small_groups(group):
@@ -83,9 +73,6 @@ def lazy(stats, batch):
 
 def total(stats, batch):
     return stats.log_prob_T.sum()
-
-def number(stats, batch):
-    return 0.5
 
 # any
 
@@ -173,32 +160,23 @@ PACK = r"\(tried before the run, on a made-up pack of 2 tokens\)$"
     ("config", "says"),
     [
         (advantage("users:shifted", of=2), "advantage_settings.of=2: users:shifted has no such setting"),
-        (advantage("users:shifted", by="a"), "algorithm.advantage_settings.by='a' must be a number"),
-        (advantage("grpo", by=1), "algorithm.advantage_settings.by=1: .*leave it out"),
+        (advantage("grpo", by=1), "algorithm.advantage_settings.by=1: .*its settings: none"),
         (advantage("users:missing"), "has no function missing; .*shifted"),
         (advantage("users:short"), rf":short {ONE_EACH} 16 responses, but {SHAPE} \[1\] {GROUPS}"),
-        (advantage("users:column"), rf"16 responses, but {SHAPE} \[16, 1\]"),
         (advantage("users:infinite"), "16 responses, but returned numbers that are not finite in float32"),
-        (advantage("users:large"), "numbers that are not finite in float32"),
         (advantage("users:broken"), f"users:broken failed with AttributeError.*; mend it {GROUPS}"),
         (advantage("users:forgotten"), f"{ONE_EACH} 16 responses, but returned None {GROUPS}"),
-        (advantage("users:mean_of_group"), f"mean_of_group {OF_GROUP}, but returned a single float64"),
         (advantage("users:of_small_groups"), rf"of_small_groups {OF_GROUP}, but {SHAPE} \[4\] {GROUPS}"),
         (mask("icepop", hi=2), r"algorithm.masks\[0\].settings.hi=2: icepop has no such setting"),
-        (mask("icepop", high=0), r"algorithm.masks\[0\].settings.high=0 must be above 0"),
         (mask("rollout_rs", kind="token_k9", high=1.0), r"settings.kind='token_k9' must be one of token_k1"),
         (mask("rollout_rs", kind="token_k1", high=1.0), "kind=token_k1 needs low"),
-        (mask("users:fewer", least="2"), "settings.least='2' must be a whole number"),
         (mask("users:counts"), rf"{MASK}:counts must return True or False, .* returned a single int64"),
         (mask("users:one"), rf"{MASK}:one .* 3 trained .* returned bool of shape \[1\] {RESPONSE}"),
         (mask("users:forgotten"), f"{MASK}:forgotten .* 3 trained tokens, but returned None {RESPONSE}"),
-        (mask("users:broken"), f"{MASK}:broken failed with AttributeError.*mend it {RESPONSE}"),
         (term("entropy_bonus", coefficient=-1.0), "settings.coefficient=-1.0 must be above 0"),
-        (term("entropy_bonus", beta=1.0), "settings.beta=1.0: entropy_bonus has .*: coefficient: float"),
         (term("users:lazy"), f"{TERM}:lazy has no gradient: compute it from stats"),
         (term("users:total"), rf"{TERM}:total {COSTS} returned a single float32 {PACK}"),
         (term("users:forgotten"), rf"{TERM}:forgotten {COSTS} returned None {PACK}"),
-        (term("users:number"), rf"{TERM}:number {COSTS} returned a value of type float {PACK}"),
         (term("users:broken"), rf"{TERM}:broken failed with AttributeError.*; mend it {PACK}"),
     ],
 )

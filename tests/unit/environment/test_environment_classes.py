@@ -107,7 +107,7 @@ def test_settings_are_refused_before_a_run(tmp_path: Path) -> None:
     function, python = f"{Calculator.__module__}:Calculator", tmp_path / "bin/python"
     asked = EnvironmentConfig(function, {"formt": "plain"}, python=python)
     with pytest.raises(
-        ConfigError, match=r"^environment\.settings\.formt='plain': .*, is it format\?; its set"
+        ConfigError, match=r"^environment\.settings\.formt='plain': .* no such setting; its set"
     ):
         read_traits(asked)
     assert read_traits(replace(asked, settings={"format": "plain"})).resume == "restore"

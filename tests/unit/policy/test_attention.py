@@ -40,29 +40,6 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int])
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "gathers"),
-    [([5], 0), ([3, 3, 3], 0), ([4, 0, 4], 0), ([3, 3, 2], 4), ([2, 3], 4), ([9, 1], 4)],
-)
-def test_rows_in_order_stay_there(lengths: list[int], gathers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One document, or documents of one length: bit for bit what the gathered rows would give."""
-    generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randn(sum(lengths), heads, 8, generator=generator) for heads in (4, 2, 2)]
-    bounds = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
-    calls, plain = [], attention._Gather.apply
-    monkeypatch.setattr(attention._Gather, "apply", lambda *given: calls.append(given) or plain(*given))
-    found = []
-    for identity in (attention.PaddingPlan.is_identity, property(lambda _: False)):
-        monkeypatch.setattr(attention.PaddingPlan, "is_identity", identity)
-        inputs = [x.clone().requires_grad_() for x in drawn]
-        out = attention.padded_attention(*inputs, bounds, 0.3)
-        out.square().sum().backward()
-        found.append([out.detach(), *(x.grad for x in inputs)])
-        if len(found) == 1:
-            assert len(calls) == gathers
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-
-
 def agree(ours: torch.Tensor, inputs: Any, expected: torch.Tensor, wide: Any) -> None:
     """Values and gradients."""
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)

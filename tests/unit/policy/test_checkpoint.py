@@ -179,21 +179,6 @@ def test_a_copy_that_differs_has_a_digest_of_its_own(kind: str, value: int, more
     assert merged(changed(ranks(), 3, **{kind: value}))[WEIGHTS] == hexadecimal(whole, whole + more)
 
 
-def test_the_work_grows_with_the_ranks_and_not_with_their_square() -> None:
-    """1,024 ranks: each rank's sums are read once for each name."""
-    reads = 0
-
-    class Counted(dict):  # type: ignore[type-arg]
-        def __getitem__(self, name: str) -> object:
-            nonlocal reads
-            reads += 1
-            return super().__getitem__(name)
-
-    many = [dataclasses.replace(one, sums=Counted(one.sums)) for one in ranks(256, 4, 1024)]
-    merged(many)
-    assert reads == len(many) * (1 + len(STATES))
-
-
 def read(file: Path) -> Any:
     with file.open("rb") as stream:
         return read_archive(stream, file, file.name)

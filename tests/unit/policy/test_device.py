@@ -6,36 +6,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from bapo_megatron.policy import device
 from bapo_megatron.runtime.device import has_apex
-
-
-@pytest.mark.parametrize(
-    ("gpu", "release", "transformer_engine", "dtype", "missing"),
-    [
-        (True, "2.10.1+cu130", False, "bfloat16", True),
-        (True, "2.9.0a0+git12ab", False, "bfloat16", True),
-        (True, "2.10.1+cu130", True, "bfloat16", False),
-        (True, "2.10.1+cu130", False, "float32", False),
-        (True, "2.11.0", False, "bfloat16", False),
-        (True, "3.0.0", False, "bfloat16", False),
-        (False, "2.10.1", False, "bfloat16", False),
-    ],
-)
-def test_missing_attention_kernels_of_a_gpu_are_reported(
-    gpu: bool, release: str, transformer_engine: bool, dtype: str, missing: bool, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(device, "has_cuda", lambda: gpu)
-    monkeypatch.setattr(device, "uses_transformer_engine", lambda dtype: transformer_engine)
-    monkeypatch.setattr(torch, "__version__", release)
-    problem = device.attention_problem(getattr(torch, dtype))
-    assert (problem is not None) == missing
-    assert problem is None or release in problem
 
 
 def test_transformer_engine_needs_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,23 +47,6 @@ def test_the_norm_of_many_gradients_equals_float64(norm_of: Callable[[list[torch
         assert found == pytest.approx(expected, rel=2e-7), parts
     ranks = [norm_of([part]) ** 2 for part in noise.chunk(4)]
     assert math.sqrt(sum(ranks)) == pytest.approx(expected, rel=2e-7)
-
-
-def test_norms_of_blocks(
-    norm_of: Callable[[list[torch.Tensor]], float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks have their own norms, 16 in one call of torch: 40 calls here would be 3 + 1, 1, 1 and 1."""
-    block, generator = device._NORM_BLOCK, torch.Generator().manual_seed(0)
-    sizes = (35 * block + 77, 300, 2 * block, 0)
-    tensors = [torch.randn(size, generator=generator) for size in sizes]
-    each = [
-        torch.linalg.vector_norm(part, dtype=torch.float64) for one in tensors for part in one.split(block)
-    ]
-    expected = float(torch.linalg.vector_norm(torch.stack(each)).float())
-    calls, plain = [], torch.linalg.vector_norm
-    monkeypatch.setattr(torch.linalg, "vector_norm", lambda *a, **k: calls.append(a) or plain(*a, **k))
-    assert norm_of(tensors) == expected
-    assert len(calls) == 9  # of the blocks' norms, too, once
 
 
 def test_gradients_are_clipped_in_place_bit_for_bit_as_by_megatron() -> None:
@@ -132,25 +91,3 @@ def test_apex_is_recognized_by_its_optimizers(tmp_path: Path, monkeypatch: pytes
     assert not has_apex()
     monkeypatch.syspath_prepend(PLAYED)
     assert has_apex()
-
-
-@pytest.mark.parametrize(
-    ("gpu", "packages", "refused"),
-    [
-        (True, {"apex"}, True),
-        (True, {"apex", "amp_C"}, False),
-        (True, {"apex", "transformer_engine"}, False),
-        (True, set(), False),
-        (False, {"apex"}, False),
-    ],
-)
-def test_apex_needs_amp(
-    gpu: bool, packages: set[str], refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Megatron would choose its FusedAdam, which raises when it is made."""
-    monkeypatch.setattr(device, "has_cuda", lambda: gpu)
-    monkeypatch.setattr(device, "has_apex", lambda: "apex" in packages)
-    monkeypatch.setattr(device, "find_spec", lambda name: object() if name in packages else None)
-    problem = device.optimizer_problem()
-    assert bool(problem) == refused
-    assert problem is None or "without its CUDA kernels (amp_C)" in problem

@@ -17,7 +17,7 @@ from bapo_megatron.commands import verify
 from bapo_megatron.config import ModelConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.layers.delta_net import CHUNK, DeltaNet
-from bapo_megatron.policy import delta_net, device
+from bapo_megatron.policy import delta_net
 from bapo_megatron.policy.delta_net import _documents_on, _heads, chunked_rule, gated_delta_rule
 from bapo_megatron.trainer import build, kernel_check, preflight, sft
 from bapo_megatron.trainer.kernel_check import LIMITS, Rule, check_rule, rule_errors
@@ -103,9 +103,6 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A GPU that is made up, for the choice of the kernels alone."""
     for module in (kernel_check, preflight):
         monkeypatch.setattr(module, "has_cuda", lambda: True)
-    monkeypatch.setattr(device, "attention_problem", lambda _dtype: None)
-    monkeypatch.setattr(preflight, "attention_problem", lambda _dtype: None)
-    monkeypatch.setattr(preflight, "optimizer_problem", lambda: None)
     return monkeypatch
 
 

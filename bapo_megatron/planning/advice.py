@@ -32,11 +32,6 @@ def problems(job: Job) -> list[str]:
     """Return problems of the layout other than memory; each makes it invalid."""
     ranged = not any((*wrong_types(job.parallel), *out_of_range(job.parallel)))
     messages = list(layout_problems(job.parallel, job.shape)) if ranged else []
-    if job.options.dropped_groups and not job.run.rollout.drop_uniform_groups:
-        messages.append(
-            f"dropped_groups={job.options.dropped_groups:g}, but rollout.drop_uniform_groups=False drops "
-            "none: leave --dropped-groups out"
-        )
     try:
         job.run.check()
     except ConfigError as error:

@@ -4,7 +4,7 @@
 length. SGLang caches states in ``--max-mamba-cache-size`` slots or, by default, in 0.9 times the KV cache's
 memory (``_handle_max_mamba_cache`` in kv_cache_configurator.py of 0.5.23). The radix cache stores states,
 too, since a state cannot be rolled back by a token: on a GPU a request takes 5 slots
-(``_calculate_mamba_ratio``), without the radix cache one.
+(``_calculate_mamba_ratio``), without the radix cache one. Flags for other ratios and strategies are not read.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GB, Job
 
 STATE_SLOTS = "--max-mamba-cache-size"
 """SGLang flag for the number of slots."""
-_SHARE, _STRATEGY = "--mamba-full-memory-ratio", "--mamba-radix-cache-strategy"
 _NO_RADIX_CACHE = "--disable-radix-cache"
-_DEFAULT_SHARE = 0.9
-_SLOTS = {"auto": 5, "extra_buffer": 5, "extra_buffer_lazy": 4, "no_buffer": 3}
-"""Slots per request by radix cache strategy; on a GPU "auto" is "extra_buffer"."""
+_SHARE = 0.9
+_SLOTS_OF_REQUEST = 5
 
 
 @dataclass(frozen=True)
@@ -58,10 +55,9 @@ def state_cache(job: Job, room: float) -> StateCache | None:
     if rollout.engine != "sglang":
         return StateCache(size, job.max_in_flight, 1, min(room, job.max_in_flight * of_gpu))
     has_no_prefixes = _NO_RADIX_CACHE in sglang.flags or sglang.on_update == "in_place"
-    of_request = 1 if has_no_prefixes else _SLOTS.get(_value(sglang.flags, _STRATEGY, "auto"), 5)
-    share = _number(sglang.flags, _SHARE, _DEFAULT_SHARE)
-    of_share = int(room * share / (1 + share) / of_gpu) - 1
-    slots = max(0, int(_number(sglang.flags, STATE_SLOTS, of_share)))
+    of_request = 1 if has_no_prefixes else _SLOTS_OF_REQUEST
+    of_share = int(room * _SHARE / (1 + _SHARE) / of_gpu) - 1
+    slots = max(0, _given_slots(sglang.flags) or of_share)
     return StateCache(size, slots, of_request, min(room, (slots + 1) * of_gpu))
 
 
@@ -81,19 +77,10 @@ def state_lines(job: Job, states: StateCache | None, engines: int) -> Iterator[s
         )
 
 
-def _number(flags: Sequence[str], name: str, default: float) -> float:
-    """Return the flag's number. Raises ConfigError if it is not one."""
-    text = _value(flags, name, str(default))
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"rollout.sglang.flags: {name} {text}: it must be a number") from None
-
-
-def _value(flags: Sequence[str], name: str, default: str) -> str:
-    """Return the flag's value, from the next item or after an equals sign."""
+def _given_slots(flags: Sequence[str]) -> int | None:
+    """The value of ``STATE_SLOTS``, from the next item or after an equals sign; None without that flag."""
     for flag, after in pairwise((*flags, "")):
-        own, _, value = flag.partition("=")
-        if own == name:
-            return value or after
-    return default
+        name, _, value = flag.partition("=")
+        if name == STATE_SLOTS:
+            return int(value or after)
+    return None

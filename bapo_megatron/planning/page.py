@@ -1,7 +1,7 @@
 """Text page (``plan_text``) and JSON object (``plan_dict``) of a plan.
 
 Sections of the page: summary, memory by stage, activations by recomputation mode, traffic, speed, engines,
-teacher, advice.
+advice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from bapo_megatron.planning.memory import (
 from bapo_megatron.planning.plan import JobPlan, summary
 from bapo_megatron.planning.sizes import active_parameters, total_parameters
 from bapo_megatron.planning.speed import Handover, reference_seconds
-from bapo_megatron.planning.teacher import teacher_lines, teacher_plan
 from bapo_megatron.planning.traffic import DISK_RATE
 from bapo_megatron.rollout.engines.pool_state import read_seconds
 from bapo_megatron.runtime.text_table import text_table
@@ -62,7 +61,6 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
         _speed(plan),
         _engines(plan),
         open_response_lines(open_responses(plan.job, plan.engines)),
-        teacher_lines(plan),
         *([_comparison(plan, others)] if others else []),
         _verdict(plan, advice),
     ]
@@ -99,7 +97,6 @@ def plan_dict(plan: JobPlan) -> dict[str, Any]:
             "states": states.values() if (states := plan.engines.states) else None,
         },
         "environment": responses.values() if (responses := open_responses(plan.job, plan.engines)) else None,
-        "teacher": teacher.values() if (teacher := teacher_plan(plan)) else None,
         "turns": vars(plan.handover) if plan.handover else None,
         "servers_problem": plan.job.servers_problem,
         "train_seconds": plan.train_seconds,
@@ -130,11 +127,9 @@ def layout_name(job: Job) -> str:
 
 def _title(plan: JobPlan) -> Iterator[str]:
     job, batch = plan.job, plan.job.run.batch
-    nodes = plan.trainer_nodes
-    parameters = total_parameters(job.shape)
+    parameters = f"{_count(total_parameters(job.shape))} parameters"
     active = f", {_count(active_parameters(job.shape))} of a token" if job.shape.experts else ""
-    machines = f"{nodes} node{'s' * (nodes > 1)}"
-    yield f"{job.run.name}: {_count(parameters)} parameters{active}, {job.gpus} x {job.gpu.name} ({machines})"
+    yield f"{job.run.name}: {parameters}{active}, {job.gpus} x {job.gpu.name}"
     yield (
         f"{layout_name(job)}; packs of {batch.pack_tokens:,} tokens, {job.tokens:,.0f} a GPU; "
         f"recompute {batch.recompute}"
@@ -142,7 +137,6 @@ def _title(plan: JobPlan) -> Iterator[str]:
 
 
 def _count(parameters: int) -> str:
-    """Return the number of parameters as text in billions, or millions for a small model."""
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
 
 
@@ -199,7 +193,6 @@ def _colocated_memory(plan: JobPlan) -> Iterator[str]:
             rows.append([str(stage.stage), turn, *values, "fits" if total <= plan.job.budget else "OVER"])
     yield from aligned(rows, left=2)
     yield _handover(plan.handover)
-    yield _cores(plan.job)
 
 
 def _handover(handover: Handover) -> str:
@@ -217,27 +210,8 @@ def _handover(handover: Handover) -> str:
     return f"Changes of a step: {policy}; servers read {handover.read / GB:.1f} GB of weights {reading}"
 
 
-def _cores(job: Job) -> str:
-    """Return the line of CPU cores per node; a paused server's scheduler busy-waits on one."""
-    sglang, scorers = job.run.rollout.sglang, job.run.reward.workers
-    servers = sglang.servers * sglang.tensor
-    environments = [
-        environment for environment in job.run.environments.values() if environment.function is not None
-    ]
-    workers = sum(
-        environment.workers
-        for n, environment in enumerate(environments)
-        if environment not in environments[:n]
-    )
-    also = f", {workers} workers of environments" if workers else ""
-    return (
-        f"Cores of a node: {job.gpus_on_node + servers + scorers + workers} or more, for {job.gpus_on_node} "
-        f"ranks, {servers} server processes (a paused one keeps its core busy){also} and {scorers} scorers"
-    )
-
-
 def _model_row(plan: JobPlan) -> list[str]:
-    """Return the row of the whole model: one copy of its weights, gradients and optimizer state."""
+    """The whole model: one copy of its weights, gradients and optimizer state."""
     job = plan.job
     parameters = total_parameters(job.shape)
     copies = (job.element, 4, optimizer_bytes(job, 1))

@@ -169,10 +169,8 @@ class JobPlan:
             )
         if not self.engines.count:
             return "there are fewer --engine-gpus than rollout.sglang.tensor"
-        fix = "rollout.sglang.tensor or memory_fraction" if self.job.colocated else "rollout.sglang.tensor"
-        return (
-            f"an engine's KV cache holds no sequence of {self.job.run.longest_sequence} tokens: raise {fix}"
-        )
+        longest = self.job.run.longest_sequence
+        return f"an engine's KV cache holds no sequence of {longest} tokens: raise rollout.sglang.tensor"
 
 
 def make_plan(job: Job) -> JobPlan:
@@ -217,7 +215,6 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
 
 
 def _sampling(plan: JobPlan) -> str:
-    """Return a step's sampling and weight sync as text."""
     if not plan.job.samples:
         return "no sampling (rollout.replay)"
     beside = " beside it" if plan.job.overlaps else ""
@@ -227,17 +224,8 @@ def _sampling(plan: JobPlan) -> str:
 
 
 def nodes_text(train: int, sample: int) -> str:
-    """Return a job's nodes as text: `8 nodes train + 8 nodes sample = 16 nodes`."""
-
-    def named(count: int) -> str:
-        return f"{count} node{'' if count == 1 else 's'}"
-
-    verb = "trains" if train == 1 else "train"
-    if not sample:
-        return f"{named(train)} {verb}"
-    return f"{named(train)} {verb} + {named(sample)} {'samples' if sample == 1 else 'sample'} = " + named(
-        train + sample
-    )
+    """Return a job's nodes as text: `8 train + 8 sample = 16`."""
+    return f"{train} train" + (f" + {sample} sample = {train + sample}" if sample else "")
 
 
 def duration(seconds: float) -> str:

@@ -118,42 +118,30 @@ def measured_imbalance(file: Path, shape: ModelShape, ranks: int) -> float:
     """Return the copies of the busiest of ``ranks`` EP ranks over the mean, averaged over layers.
 
     ``file``: a step's routes, [tokens, layers, experts of a token] (``data/routes.py``). Raises ConfigError
-    if it is unreadable or of another model.
+    if it is of another model.
     """
     assert shape.experts is not None
     experts = shape.experts
-    try:
-        routes_TLK = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--expert-routes {file}: it cannot be read: {error}; name the .routes.npy of a step, which lies "
-            "in a run's folder of the journal"
-        ) from None
-    copies_LE = _copies_by_expert(routes_TLK, experts.count)
-    if routes_TLK.shape[1:] != (shape.layers, experts.per_token) or copies_LE is None:
+    routes_TLK = np.load(file, mmap_mode="r", allow_pickle=False)
+    if routes_TLK.shape[1:] != (shape.layers, experts.per_token):
         raise ConfigError(
             f"--expert-routes {file}: an array {list(routes_TLK.shape)} of routes, but the model has "
             f"{shape.layers} layers and {experts.per_token} of {experts.count} experts of a token; name the "
             "routes of a run of this model"
         )
-    by_rank = copies_LE.reshape(shape.layers, ranks, -1).sum(-1)
+    by_rank = _copies_by_expert(routes_TLK, experts.count).reshape(shape.layers, ranks, -1).sum(-1)
     return float(np.mean(by_rank.max(1) / by_rank.mean(1)))
 
 
-def _copies_by_expert(routes_TLK: np.ndarray, experts: int) -> np.ndarray | None:
-    """Return token copies by layer and expert [layers, experts], read in bands; None if there are none or
-    some name a nonexistent expert. Tokens without a route are not counted."""
-    if routes_TLK.ndim != 3:
-        return None
+def _copies_by_expert(routes_TLK: np.ndarray, experts: int) -> np.ndarray:
+    """Token copies by layer and expert [layers, experts], read in bands, of tokens with a route."""
     counts = np.zeros((routes_TLK.shape[1], experts), np.int64)
     for begin in range(0, len(routes_TLK), _BAND):
         part = np.asarray(routes_TLK[begin : begin + _BAND])
         known = part[(part[:, 0] < experts).any(-1)]
-        if known.size and known.max() >= experts:
-            return None
         for layer in range(len(counts)):
             counts[layer] += np.bincount(known[:, layer].ravel(), minlength=experts)
-    return counts if counts.any() else None
+    return counts
 
 
 def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:

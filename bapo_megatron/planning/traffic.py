@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 
 from bapo_megatron.algo.registered_losses import measures_ratio, searches_update
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.planning.job import GB, GPUS_PER_NODE, Job
 from bapo_megatron.planning.memory import optimizer_shard
 from bapo_megatron.planning.sizes import stage_parameters, total_parameters
@@ -149,8 +148,7 @@ class Sync(Traffic):
 
 def sync_traffic(job: Job) -> Sync:
     """Return a step's weight sync: the whole model leaves one trainer GPU by its network port, or, with
-    ``sync=ipc``, in the hand-over; nothing for a replay. Raises ConfigError for a transport without a known
-    rate."""
+    ``sync=ipc``, in the hand-over; nothing for a replay. A transport of another name counts as disk."""
     if not job.samples:
         return Sync("sync", 0.0, 0.0, "none", 0.0, "no engines")
     sent = float(total_parameters(job.shape) * job.element)
@@ -159,8 +157,6 @@ def sync_traffic(job: Job) -> Sync:
     wire, way = sent / job.gpu.network, job.run.rollout.engine_config.sync
     if way == "broadcast":
         return Sync("sync", sent, wire, "network", max(wire, sent / BROADCAST_RATE), "measured with verl")
-    if way != "disk":
-        raise ConfigError(f"sync={way}: no rate of it is known; add one to planning/traffic.py, or plan disk")
     # All nodes write in parallel; each server node reads everything, colocated ones during the hand-over.
     writing = sent / DISK_RATE / -(-job.gpus // GPUS_PER_NODE)
     reading = 0.0 if job.colocated else sent / DISK_RATE

@@ -51,7 +51,7 @@ def job(cluster: ClusterFile | None = None, **parallel: object) -> ClusterJob:
     ("replay", "nodes", "field"),
     [
         (None, "1, where 8 GPUs train and 8 sample, in turns", "rollout.sglang.colocated"),
-        (Path("/shared/run"), "1 node trains", "rollout.replay"),
+        (Path("/shared/run"), "1 train", "rollout.replay"),
     ],
 )
 def test_a_job_without_servers_of_its_own_takes_no_nodes_for_them(
@@ -252,7 +252,7 @@ def test_a_dry_run_says_how_many_nodes_it_takes(
     command = SubmitCommand(LARGE, file, True, False, ())
     assert submit(command, load_recipe(LARGE, RunConfig)) == "the script\n"
     said = capsys.readouterr().err
-    assert "\nNodes: 8 nodes train + 4 nodes sample = 12 nodes\n" in said
+    assert "\nNodes: 8 train + 4 sample = 12\n" in said
     for line in ("FITS: ", "Step: ", "First checkpoint: step 10", "Disk: "):
         assert f"\n{line}" in f"\n{said}"
     large = job()

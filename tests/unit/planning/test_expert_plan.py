@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.cli import run as bapo
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import attention_flops, linear_flops_per_token, read_model_shape
@@ -215,14 +214,6 @@ def test_the_page_names_the_layout_and_the_assumption() -> None:
     text = plan_text(make_plan(moe(BOTH)), [], [])
     assert "TP 2 + SP, PP 1, CP 1, DP 2, EP 2, ETP 2; packs" in text
     assert "the busiest rank of EP is taken to get 1.5 times the mean" in text
-    assert "small: 0.00 M parameters, 0.00 M of a token, 4 x" in text
-    assert "Experts:" not in plan_text(make_plan(moe(ETP)), [], [])
-
-
-@pytest.mark.parametrize("imbalance", ["0.5", "nan"])
-def test_an_imbalance_below_the_mean_is_refused(imbalance: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bapo(["plan", "recipes/qwen3_32b.py", "--expert-imbalance", imbalance]) == 2
-    assert "expert_imbalance" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("band", [1 << 16, 3])
@@ -251,17 +242,7 @@ def test_the_imbalance_of_routes_by_hand(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
-@pytest.mark.parametrize(
-    ("array", "told"),
-    [
-        (None, "it cannot be read"),
-        (np.zeros((3, 2, 2), np.uint8), "the model has 4 layers and 2 of 4"),
-        (np.full((3, 4, 2), 7, np.uint8), "the model has 4 layers and 2 of 4"),
-        (np.zeros(3, np.uint8), "the model has 4 layers and 2 of 4"),
-    ],
-)
-def test_other_files_are_no_routes(array: np.ndarray | None, told: str, tmp_path: Path) -> None:
-    if array is not None:
-        np.save(tmp_path / "routes.npy", array)
-    with pytest.raises(ConfigError, match=rf"routes\.npy: .*{told}"):
+def test_routes_of_another_model_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "routes.npy", np.zeros((3, 2, 2), np.uint8))
+    with pytest.raises(ConfigError, match=r"routes\.npy: .*the model has 4 layers and 2 of 4"):
         measured_imbalance(tmp_path / "routes.npy", MOE, 2)

@@ -205,21 +205,13 @@ def test_the_page_warns_where_it_does_not_hold() -> None:
     plan = planned(environment_seconds=1.0, max_staleness=0)
     found = opened(plan)
     assert found.needed_staleness is not None
-    warned = "\n".join(open_response_lines(opened(plan)))
-    assert "WARNING: steps of 1 s need" in warned
-    assert f"rollout.max_staleness={found.needed_staleness} would fill them" in warned
-    assert "\n".join(open_response_lines(opened(plan))) in plan_text(plan, [], [])
+    assert "\n".join(open_response_lines(found)) in plan_text(plan, [], [])
     assert plan_dict(plan)["environment"]["needed_staleness"] == found.needed_staleness
     for staleness, holds in ((found.needed_staleness - 1, False), (found.needed_staleness, True)):
         found = opened(planned(environment_seconds=1.0, max_staleness=staleness))
         text = "\n".join(open_response_lines(found))
-        assert ("the places are filled, up to" in text) == holds
         assert ("WARNING" in text) != holds
-    unknown = "\n".join(open_response_lines(opened(planned(max_staleness=3))))
-    assert "give yours by --environment-seconds" in unknown
-    without = planned(EnvironmentConfig())
-    assert "Environment" not in plan_text(without, [], [])
-    assert plan_dict(without)["environment"] is None
+    assert plan_dict(planned(EnvironmentConfig()))["environment"] is None
 
 
 def test_the_command_takes_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from bapo_rehearsal.fake.ledger import Ledger, sizes_by_kind
 from bapo_rehearsal.fake.meter import Meter
 from bapo_rehearsal.fake.values import known
 from bapo_rehearsal.transformer_engine import installation  # noqa: F401  it fills the table
-from bapo_rehearsal.transformer_engine.extension import KERNELS, MaskType, calls, make_extension, observers
+from bapo_rehearsal.transformer_engine.extension import KERNELS, MaskType
 from bapo_rehearsal.transformer_engine.layers import positions_of
 
 BOUNDS = (0, 3, 8)
@@ -209,27 +209,6 @@ def test_fake_tensors_get_output_shapes_without_reads() -> None:
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
     assert (half.shape, turned.shape) == ((4, 4, 16), (8, 4, 16))
     assert (product.shape, grad.shape) == ((16, 16), (16,))
-
-
-def test_a_kernel_without_stand_in_raises_when_called() -> None:
-    extension = make_extension()
-    assert extension.SomeKind.one != extension.SomeKind.two
-    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.layernorm_fwd has no stand-in"):
-        extension.layernorm_fwd()
-
-
-def test_calls_are_counted_and_observed() -> None:
-    seen: list[str] = []
-
-    def observe(name: str, _arguments: tuple[Any, ...], _named: dict[str, Any]) -> None:
-        seen.append(name)
-
-    observers.append(observe)
-    before = calls["multi_tensor_scale"]
-    KERNELS["multi_tensor_scale"](65536, NOTHING, [[torch.ones(1)], [torch.ones(1)]], 2.0)
-    observers.remove(observe)
-    assert seen == ["multi_tensor_scale"]
-    assert calls["multi_tensor_scale"] == before + 1
 
 
 def test_a_storage_counts_once_and_until_it_is_freed() -> None:

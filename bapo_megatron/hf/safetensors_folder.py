@@ -115,7 +115,7 @@ def _tensor(path: Path, data: int, name: str, entry: dict[str, Any]) -> BlockTen
     dtype, (begin, _) = entry["dtype"], entry["data_offsets"]
     if dtype not in ITEM_BYTES:
         raise CheckpointError(
-            f"{path}: tensor {name} is of type {dtype}; supported are {', '.join(ITEM_BYTES)}"
+            f"{path}: tensor {name} is of type {dtype!r}; supported are {', '.join(ITEM_BYTES)}"
         )
     return whole_tensor(name, dtype, tuple(entry["shape"]), path, data + begin)
 

@@ -46,7 +46,7 @@ def test_where_the_tensors_lie(tmp_path: Path) -> None:
     [
         ({"a": entry(0, 12)}, b"0" * 11, "file not fully covered"),
         ({"a": entry(0, 12), "b": entry(6, 18)}, b"0" * 18, "invalid offset for tensor `b`"),
-        ({"a": entry(0, 24, dtype="I32")}, b"0" * 24, "tensor a is of type I32; supported are BF16"),
+        ({"a": entry(0, 24, dtype="I32")}, b"0" * 24, "tensor a is of type 'I32'; supported are BF16"),
         ({"a": {"dtype": "BF16"}}, b"", "invalid JSON in header: missing field"),
         (b"[" * 100_000, b"", "invalid JSON in header"),
     ],

@@ -120,7 +120,7 @@ def judged(run: RunConfig = RUN, function: str = "llm_judge", **settings: Any) -
 
 def test_planning_checks_the_settings_but_not_this_machine() -> None:
     check_names(judged(api_key_env="NOT_THERE_7"))
-    with pytest.raises(ConfigError, match="reward.settings.modle=1: .*no such setting, is it model"):
+    with pytest.raises(ConfigError, match="reward.settings.modle=1: .*no such setting; its settings: "):
         check_names(judged(modle=1))
 
 

@@ -70,8 +70,12 @@ def test_a_wrong_class_is_refused_in_words(function: str, text: str) -> None:
         ("Agent", {"command": []}, r"command=\[\] must be of a length of at least 1"),
         ("Agent", {"command": "agent.py"}, "command='agent.py' must be a list"),
         ("OpenEnv", {"url": ""}, "url='' must be of a length of at least 1"),
-        ("TextArena", {"new_text_onyl": True}, r"new_text_onyl=True: .* is it new_text_only\?"),
-        ("Verifiers", {"taskset": {}, "envs": {}}, "envs={}: .* is it env.*; env: dict.*, default {}$"),
+        ("TextArena", {"new_text_onyl": True}, "new_text_onyl=True: .* no such setting"),
+        (
+            "Verifiers",
+            {"taskset": {}, "envs": {}},
+            "envs={}: .* no such setting; .*; env: dict.*, default {}$",
+        ),
     ],
 )
 def test_settings_of_a_shipped_environment(kind: str, settings: dict[str, Any], text: str) -> None:

@@ -162,7 +162,7 @@ MODEL = {"url": "http://rm:8000/x", "protocol": "slime"}
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({**JUDGE, "modell": 1}, r"reward.settings.modell=1: .*no such setting, is it model\?"),
+        ({**JUDGE, "modell": 1}, r"reward.settings.modell=1: .*no such setting; its settings: "),
         ({"model": "m"}, r"reward.settings.url is missing"),
         ({**JUDGE, "url": "judge:8000"}, r"reward.settings.url is not an address: give http://HOST"),
         ({**JUDGE, "url": "file:///etc/passwd"}, r"url is not an address"),
